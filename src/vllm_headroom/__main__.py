@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from vllm_headroom.commands.early import count_files, end_on_signals, stand_in
+from vllm_headroom_tools.early import count_files, end_on_signals, stand_in
 
 COMMANDS = {
     "run": ("run.command", "The daemon, beside a vLLM server; what runs without a command."),
     "demo": ("demo.command", "The daemon over a simulated engine and GPU, to look at."),
     "doctor": ("doctor.command", "What the daemon can see from here, and what to do about the rest."),
-    "probe": ("probe.command", "Puts the probe into vLLM; asks it who allocates."),
+    "probe": ("probe", "Puts the probe into vLLM; asks it who allocates."),
     "plan": ("plan.command", "Whether a model will fit, and what to change."),
     "preflight": ("preflight.command", "Whether vLLM would start on these GPUs now."),
     "smoke": ("smoke.command", "Whether a vLLM that was just started serves."),
@@ -24,7 +24,7 @@ COMMANDS = {
     "postmortem": ("postmortem.command", "What happened before the engine ended, and why."),
     "replay": ("replay.command", "The leak detector over a recorded past."),
 }
-"""Modules of `vllm_headroom.commands`; nothing of a command is imported before it is called."""
+"""Modules of `vllm_headroom_tools`; nothing of a command is imported before it is called."""
 
 TELLS = frozenset({"-h", "--help", "--version", "--print-config"})
 """Options that only say something, for which no daemon has to be imported."""
@@ -38,14 +38,14 @@ def main() -> None:
     count_files()
     end_on_signals(0 if name in {"run", "demo"} else None)  # before imports: they take time too
     if name == "run" and not TELLS & set(sys.argv):
-        from vllm_headroom.commands.run.process import run  # noqa: PLC0415 - see above
+        from vllm_headroom_tools.run.process import run  # noqa: PLC0415 - see above
 
         run(partial(_start, name, sys.argv[1 + is_named :]))
     _start(name, sys.argv[1 + is_named :])
 
 
 def _start(name: str, argv: Sequence[str]) -> NoReturn:
-    from vllm_headroom.commands.cli import start  # noqa: PLC0415 - see above
+    from vllm_headroom_tools.cli import start  # noqa: PLC0415 - see above
 
     start(COMMANDS, name, argv)
 

@@ -25,8 +25,8 @@ from tests.unit.commands.replay.prometheus.history import add_dcgm, add_vllm
 from tests.unit.commands.replay.traces import leaking
 from tests.unit.commands.smoke.serving import Vllm as ServingVllm
 from tests.unit.sizing.models import FOLDER as MODELS
+from vllm_headroom.trace.entries import line
 from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.write import line
 
 ENGINE: Final = "127.0.0.1:8000"
 HISTORY_MINUTES: Final = 6.5 * 60

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.assets.compose import FOLDER, PROFILES, SERVICES, by_default, lay_out, mounts, reachable_names, started
-from vllm_headroom.commands.demo.command import SCENARIOS
 from vllm_headroom.config.settings import Settings
+from vllm_headroom_tools.demo.command import SCENARIOS
 
 OURS: Final = ("processes", "probe", "headroom", "demo")
 PROMETHEUS: Final[dict[str, Any]] = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))

@@ -13,8 +13,8 @@ import pytest
 import traces
 
 from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import LeakState
+from vllm_headroom_tools.history.replay import Watch
 
 INTERVAL_SECONDS: Final = 15.0
 HOURS: Final = 6.0

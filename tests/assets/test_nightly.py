@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from vllm_headroom.commands.cli import parser_of
+from vllm_headroom_tools.cli import parser_of
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "deploy" / "ci"
@@ -25,7 +25,7 @@ ENVIRONMENT: Final = {**WORKFLOW["env"], "TRACE": "nightly.jsonl"}
 
 def read(words: Sequence[str]) -> Namespace:
     """Return the options of one of our commands, which is the first word."""
-    command = importlib.import_module(f"vllm_headroom.commands.{words[0]}.command").COMMAND
+    command = importlib.import_module(f"vllm_headroom_tools.{words[0]}.command").COMMAND
     return parser_of(command, words[0]).read(words[1:], {})
 
 

@@ -8,19 +8,12 @@ from typing import Final
 import pytest
 
 from tests.assets import alerts
-from vllm_headroom.commands.advise.limits import (
-    LOST_RATIO,
-    LOST_RISES,
-    PAYING_RATIO,
-    PEAK_BYTES,
-    PREFIX_TOKENS_PER_SECOND,
-    STALE_SECONDS,
-    WAITING_REQUESTS,
-)
-from vllm_headroom.commands.replay.report import WORTH_A_WORD
-from vllm_headroom.derive.growing import DAY_SECONDS, GPU_ALERTS, HOST_ALERTS, HOUR_SECONDS
 from vllm_headroom.derive.life.lives import LOOP_SECONDS
 from vllm_headroom.derive.verdicts import (
+    DAY_SECONDS,
+    GPU_ALERTS,
+    HOST_ALERTS,
+    HOUR_SECONDS,
     LOOP,
     LOW_BYTES,
     LOW_HOST_BYTES,
@@ -29,6 +22,16 @@ from vllm_headroom.derive.verdicts import (
     NEIGHBOUR_BYTES,
     STRANDED,
 )
+from vllm_headroom_tools.advise.facts import (
+    LOST_RATIO,
+    LOST_RISES,
+    PAYING_RATIO,
+    PEAK_BYTES,
+    PREFIX_TOKENS_PER_SECOND,
+    STALE_SECONDS,
+    WAITING_REQUESTS,
+)
+from vllm_headroom_tools.replay.command import WORTH_A_WORD
 
 RULES: Final = {rule.name: rule.expr for rule in alerts.rules() if rule.is_alert}
 

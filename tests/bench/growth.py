@@ -17,14 +17,13 @@ import uvloop
 from tests.bench.busy_engine import ONE_ENGINE, pages
 from tests.bench.processes import resident_bytes
 from vllm_headroom.daemon import logs
-from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.answers import Request
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Reason, Role, Source
 
 SETTLED_TICKS: Final = 10_000

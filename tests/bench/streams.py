@@ -15,10 +15,9 @@ import uvloop
 
 from tests.bench.processes import resident_bytes
 from tests.fakes.streaming_server import LOOPBACK, MODEL
-from vllm_headroom.commands.load.clients import AT_ONCE, Asker
-from vllm_headroom.commands.load.prompts import Api, request_body
-from vllm_headroom.commands.load.tally import Tally
-from vllm_headroom.commands.load.target import PATHS, Target
+from vllm_headroom_tools.load.clients import AT_ONCE, Asker
+from vllm_headroom_tools.load.stream import Tally
+from vllm_headroom_tools.load.target import PATHS, Api, Target, request_body
 
 BODY: Final = request_body(Api.COMPLETIONS, MODEL, "word " * 100, 20)
 HEADERS: Final = {"Content-Type": "application/json"}

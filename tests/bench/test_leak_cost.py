@@ -16,8 +16,7 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from tests.bench.results import Results
-from vllm_headroom.daemon.state.content import Identity, Memory, SavedState, identity
-from vllm_headroom.daemon.state.file import STATE
+from vllm_headroom.daemon.state.file import STATE, Identity, Memory, SavedState, identity
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.leak.leak import LeakMemory

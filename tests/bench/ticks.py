@@ -19,11 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
-from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes

@@ -15,9 +15,8 @@ import pytest
 
 from tests.samples import failure, gpu
 from tests.unit.expose.views import NOW, day, view
-from vllm_headroom.expose.history import History
-from vllm_headroom.expose.page.document import landing_page
-from vllm_headroom.expose.view import Incident, View
+from vllm_headroom.expose.page import landing_page
+from vllm_headroom.expose.view import History, Incident, View
 from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
 

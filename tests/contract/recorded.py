@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.model import EnginePage
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 
 FOLDER: Final = Path(__file__).parent / "captures"
 HANDMADE: Final = Path(__file__).parent / "handmade"

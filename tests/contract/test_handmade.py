@@ -9,7 +9,7 @@ import pytest
 from tests.contract.data_parallel import data_parallel_page
 from tests.contract.recorded import HANDMADE
 from vllm_headroom.model import EnginePage, EngineReading
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 
 EXPECTED: Final = {
     "ray-colon": (

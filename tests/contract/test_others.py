@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract.recorded import OTHERS
 from vllm_headroom.model import EnginePage, EngineReading
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.parse.profiles import PROFILES
 
 GIB: Final = 2**30

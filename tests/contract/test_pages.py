@@ -16,10 +16,10 @@ from tests.contract.recorded import CAPTURES, FOLDER, HANDMADE, OTHERS
 from tests.samples import gpu
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.derive.life.lives import LifeState, lived
 from vllm_headroom.expose.metrics import HeadroomCollector
 from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Sample, Snapshot
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Role, Source
 
 EXPECTED = Path(__file__).parent / "expected"

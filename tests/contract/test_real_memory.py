@@ -11,10 +11,10 @@ from typing import Any, Final
 import pytest
 
 from vllm_headroom.model import EnginePage, Failure, Snapshot
-from vllm_headroom.trace.course import COLLECTED, Course, Moment
 from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import Role
+from vllm_headroom_tools.history.course import COLLECTED, Course, Moment
+from vllm_headroom_tools.history.replay import Watch
 
 FOLDER: Final = Path(__file__).parent / "memory"
 NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))

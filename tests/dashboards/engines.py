@@ -13,9 +13,9 @@ from tests.assets.alerts import rules
 from tests.assets.promql import parsed, recorded
 from tests.dashboards.grafana import NAMES, VARIABLE, load, panels, queries
 from tests.dashboards.history import Target, scrapes
-from vllm_headroom.commands.demo.scenario import TABLE
-from vllm_headroom.commands.doctor.offers import SERIES
 from vllm_headroom.parse.profiles import PROFILES
+from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.doctor.engine import SERIES
 
 PAGES: Final = Path(__file__).parents[1] / "contract"
 VLLM: Final = "vLLM"

@@ -13,17 +13,16 @@ from typing import Final
 from prometheus_client import Metric
 
 from tests.dashboards.recorded import RecordedEngine
-from vllm_headroom.commands.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
-from vllm_headroom.commands.demo.run import present
-from vllm_headroom.commands.demo.scenario import TABLE, Scenario
-from vllm_headroom.commands.demo.world import World
-from vllm_headroom.daemon.build import build
-from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.app import build
+from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.metrics import HeadroomCollector, registry
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
+from vllm_headroom_tools.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
+from vllm_headroom_tools.demo.run import present
+from vllm_headroom_tools.demo.scenario import TABLE, Scenario
+from vllm_headroom_tools.demo.world import World
 
 SAMPLE_SECONDS: Final = 15
 """Between two samples: with the daemon's own 5 s it would take three times as long."""

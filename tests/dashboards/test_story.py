@@ -12,7 +12,7 @@ from tests.dashboards.asking import answer, values
 from tests.dashboards.cards import SMALL
 from tests.dashboards.grafana import Json, Query, every_query, load, panels
 from tests.dashboards.store import BARE, TARGETS, Prometheus
-from vllm_headroom.commands.demo.world import TOTAL_BYTES
+from vllm_headroom_tools.demo.world import TOTAL_BYTES
 
 ENGINE: Final = load("headroom")
 LEDGER: Final = "Who holds the memory of GPU $uuid"

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from vllm_headroom.__main__ import main
-from vllm_headroom.commands.demo.run import ScaledClock
 from vllm_headroom.daemon import parts
 from vllm_headroom.scrape.proc import files
+from vllm_headroom_tools.demo.run import ScaledClock
 
 
 class HurriedClock(ScaledClock):
@@ -29,7 +29,6 @@ class HurriedClock(ScaledClock):
 
 if __name__ == "__main__":
     vars(parts)["SystemClock"] = HurriedClock
-    vars(files)["sees_host_pids"] = lambda _: (
-        True
-    )  # in the namespace of the tests all pids are of one kind, as on a host
+    # In the namespace of the tests all pids are of one kind, as on a host.
+    vars(files)["sees_host_pids"] = lambda _: True
     main()

@@ -11,10 +11,10 @@ from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.preload import preloadable
 from tests.process import daemon, eventually
-from vllm_headroom.commands.postmortem.command import report_of
-from vllm_headroom.commands.postmortem.finding import EndCause
 from vllm_headroom.trace.incidents import incidents_in
 from vllm_headroom.trace.parse import recorded
+from vllm_headroom_tools.postmortem.command import report_of
+from vllm_headroom_tools.postmortem.rules import EndCause
 
 ENOUGH_BYTES = 16_384
 SOURCE = Path(__file__).parents[1] / "fakes" / "stuck_volume.c"

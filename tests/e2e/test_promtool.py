@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.certificates import write_self_signed
 from tests.process import daemon
-from vllm_headroom.expose.web.document import WebConfigError
+from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 
 PASSWORD: Final = "pa55word"  # noqa: S105 - of nobody

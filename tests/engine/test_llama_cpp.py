@@ -16,8 +16,8 @@ from tests.engine.serving import FOLDER, HERE, answers
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.ports import free_port
 from tests.process import Daemon, daemon, eventually
-from vllm_headroom.commands.cli import execute
-from vllm_headroom.commands.doctor.command import COMMAND
+from vllm_headroom_tools.cli import execute
+from vllm_headroom_tools.doctor.command import COMMAND
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ from tests.engine.serving import FOLDER, HERE
 from tests.unit.sizing import encoders
 from tests.unit.sizing.models import CHECKED, NAMES, model
 from tests.unit.sizing.models import FOLDER as FOLDER_OF_CONFIGURATIONS
-from vllm_headroom.sizing.kv_layout import kv_layout
+from vllm_headroom_tools.sizing.footprint import kv_layout
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.trace.write import HEADER, line
+from vllm_headroom.trace.entries import HEADER, line
 
 ASSETS: Final = Path(__file__).parent.parent / "contract" / "memory"
 EVERY: Final = 3

@@ -165,8 +165,8 @@ def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str)
 @pytest.mark.parametrize("name", ["run", "demo", "plan", "check", "advise", "postmortem", "replay"])
 def test_help_imports_nothing_of_the_daemon(name: str) -> None:
     code = (
-        "import sys; from importlib import import_module; from vllm_headroom.commands.cli import execute;"
-        f" execute(import_module('vllm_headroom.commands.{name}.command').COMMAND, '{name}', ['--help'], {{}});"
+        "import sys; from importlib import import_module; from vllm_headroom_tools.cli import execute;"
+        f" execute(import_module('vllm_headroom_tools.{name}.command').COMMAND, '{name}', ['--help'], {{}});"
         " print(*sys.modules, file=sys.stderr)"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
@@ -188,7 +188,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("name", ["vllm_headroom.__main__", "vllm_headroom.commands"])
+@pytest.mark.parametrize("name", ["vllm_headroom.__main__", "vllm_headroom_tools"])
 def test_an_interrupt_before_the_command_is_known_ends_without_a_traceback(name: str) -> None:
     process = subprocess.run(
         [sys.executable, "-c", EARLY.format(name=name, command="run")],
@@ -210,10 +210,10 @@ def test_the_version_needs_no_settings() -> None:
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
 
     assert process.stdout == f"vllm-headroom {metadata.version('vllm-headroom')}\n"
-    assert not {"pydantic", "yaml", "vllm_headroom.commands.run.command"} & set(process.stderr.split())
+    assert not {"pydantic", "yaml", "vllm_headroom_tools.run.command"} & set(process.stderr.split())
 
 
-@pytest.mark.parametrize("name", ["vllm_headroom.commands.cli", "argparse", "vllm_headroom.config.settings", "uvloop"])
+@pytest.mark.parametrize("name", ["vllm_headroom_tools.cli", "argparse", "vllm_headroom.config.settings", "uvloop"])
 @pytest.mark.parametrize(("command", "status"), [("run", 0), ("demo", 0), ("doctor", -2)])
 def test_an_interrupt_during_the_imports_ends_without_a_traceback(name: str, command: str, status: int) -> None:
     process = subprocess.run(

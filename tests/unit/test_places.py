@@ -17,13 +17,13 @@ import vllm_headroom
 SOURCE: Final = Path(vllm_headroom.__file__).parent
 LOOK: Final = """
 import json, sys
-from vllm_headroom.commands.doctor.offers import SERIES
+from vllm_headroom_tools.doctor.engine import SERIES
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.model import Snapshot
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.write import HEADER, line, record_of
+from vllm_headroom.trace.entries import HEADER, line, record_of
 
 page = parse_engines(sys.stdin.read())
 seen = Snapshot(time_seconds=1.0, monotonic_seconds=1.0, engines=page, gpus=(), processes=())

@@ -1,4 +1,4 @@
-"""The source stays readable: no file is longer than a few screens, and no function longer than one."""
+"""The source stays readable: no file is longer than 400 lines, and no function longer than one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 
 import vllm_headroom
 import vllm_headroom_probe
+import vllm_headroom_tools
 
-SOURCE: Final = Path(vllm_headroom.__file__).parent
-PROBE: Final = Path(vllm_headroom_probe.__file__).parent
-FILES: Final = sorted((*SOURCE.rglob("*.py"), *PROBE.rglob("*.py")))
-ONE_PAGE: Final = SOURCE / "catalog.py"
+PACKAGES: Final = (vllm_headroom, vllm_headroom_tools, vllm_headroom_probe)
+FILES: Final = sorted(file for each in PACKAGES for file in Path(str(each.__file__)).parent.rglob("*.py"))
+ONE_PAGE: Final = Path(vllm_headroom.__file__).parent / "catalog.py"
 """The table of all metrics, whose worth is that it is one page: it grows by a metric, and has no code."""
 
-FILE_LINES: Final = 200
-FUNCTION_LINES: Final = 45
+FILE_LINES: Final = 400
+FUNCTION_LINES: Final = 60
 
 
 def functions(file: Path) -> list[tuple[str, int]]:

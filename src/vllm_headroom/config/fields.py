@@ -15,9 +15,9 @@ from vllm_headroom.config import kinds
 from vllm_headroom.config.kinds import FILE, Value, bounded, choice, in_any_case, metrics_url, shown_url, whole
 from vllm_headroom.config.plain import AUTO
 from vllm_headroom.parse.profiles import PROFILES
-from vllm_headroom.sizing.model_config import read_model
-from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import RefusedError, size_bytes
+from vllm_headroom_tools.sizing.footprint import ModelShape
+from vllm_headroom_tools.sizing.model_config import read_model
 
 HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom_tools.sizing.footprint import ModelShape
 
 AUTO: Final = "auto"
 

@@ -10,7 +10,7 @@ import yaml
 from vllm_headroom.config.kinds import redacted
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import Found, Given, key, unknown
-from vllm_headroom.expose.web.document import yaml_text
+from vllm_headroom.expose.web.config import yaml_text
 
 
 def from_file(path: str, name: str, settings: Collection[str]) -> Found:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import platform
 import socket
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import structlog
@@ -16,28 +19,85 @@ import uvloop
 from vllm_headroom.clock import Clock
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon import logs
-from vllm_headroom.daemon.assembly import canary_of, sampler_of
-from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbeat, end, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
-from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import closed
+from vllm_headroom.daemon.sampler import Canary, Sampler, closed
 from vllm_headroom.daemon.state.file import Lock
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
-from vllm_headroom.derive.gates.gates import GATES
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.gates import GATES, Rules, gates
 from vllm_headroom.expose.answers import Handler, application
-from vllm_headroom.expose.history import History
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
-from vllm_headroom.expose.page.document import html, landing_page
+from vllm_headroom.expose.page import html, landing_page
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import snapshot_json
-from vllm_headroom.expose.view import View
-from vllm_headroom.expose.web.document import WebConfigError
+from vllm_headroom.expose.view import History, View
+from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.recorder import Recorder
+from vllm_headroom_tools.sizing.footprint import token_bytes
+
+LONGEST_TICK_SECONDS: Final = 30.0
+"""Between two ticks, whatever hangs meanwhile: each source has seconds. Beyond it the daemon was stopped or starved."""
+
+Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
+"""Returns states that an earlier process kept, by derivation."""
+
+
+def sampler_of(parts: Parts, settings: PlainSettings, recall: Recall | None, canary: Canary | None) -> Sampler:
+    """Return the straight line from the sources to what is published."""
+    return Sampler(
+        sources=parts,
+        parse=partial(parse_engines, profile=settings.profile),
+        selection=settings.selection,
+        derivations=derivations(
+            reported_bytes=settings.reported_bytes,
+            kv_bytes_per_token=settings.kv_bytes_per_token,
+            model=token_bytes(settings.model_shape),
+            baseline_bytes_per_request=settings.baseline_bytes_per_request,
+        ),
+        clock=parts.clock,
+        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
+        recall=recall,
+        judge=partial(gates, _gate_rules(settings)),
+        canary=canary,
+        host_limit_bytes=settings.host_memory_limit_bytes,
+    )
+
+
+def _gate_rules(settings: PlainSettings) -> Rules:
+    return Rules(
+        ready_seconds=settings.gate_ready_seconds,
+        ready_most_seconds=settings.gate_ready_most_seconds,
+        live_seconds=settings.gate_live_seconds,
+        name=settings.gate_name or socket.gethostname(),
+    )
+
+
+def canary_of(parts: Parts, settings: PlainSettings) -> Canary | None:
+    """Return what asks an idle engine for a token; None where it is not wanted, or nobody can be asked."""
+    if parts.asked is None or settings.canary_interval_seconds is None:
+        return None
+    most = max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds)
+    return Canary(parts.asked.ask, settings.canary_interval_seconds, parts.clock, most_pause_seconds=most)
+
+
+@cache  # looked up in the distribution's files, and told on every page
+def version() -> str:
+    """Return the version of the installed distribution."""
+    return metadata.version("vllm-headroom")
+
+
+def build() -> tuple[str, str, str]:
+    """Return version, source revision (empty where the build wrote none) and the version of Python."""
+    stamp = Path(__file__).parents[1] / "REVISION"
+    revision = stamp.read_text().strip() if stamp.is_file() else ""
+    return version(), revision, platform.python_version()
+
 
 log = structlog.get_logger()
 

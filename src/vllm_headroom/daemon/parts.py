@@ -8,11 +8,10 @@ import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.sampler import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.canary import CanaryRequest
-from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
+from vllm_headroom.scrape.http.reader import CanaryRequest, PageReader, is_here, port_of
 from vllm_headroom.scrape.probe import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
+
+import structlog
+from msgspec import Struct
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.daemon.canary import Canary
-from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
-from vllm_headroom.derive.container import ContainerState, container
 from vllm_headroom.derive.derivation import Derivation, answer
-from vllm_headroom.derive.inside.ledger import with_inside
-from vllm_headroom.derive.inside.present import told
-from vllm_headroom.derive.inside.schedulers import with_steps
-from vllm_headroom.derive.life.follow import LIFE, LifeState, forgotten, lived
-from vllm_headroom.derive.lost import with_lost
+from vllm_headroom.derive.health import with_lost
+from vllm_headroom.derive.host_memory import ContainerState, container
+from vllm_headroom.derive.inside import told, with_inside
+from vllm_headroom.derive.kv_cache import with_steps
+from vllm_headroom.derive.life.lives import LIFE, LifeState, forgotten, lived
+from vllm_headroom.derive.readings import awake, named
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -34,8 +36,146 @@ from vllm_headroom.model import (
     Values,
 )
 from vllm_headroom.scrape.shortage import unavailable
-from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.vocabulary import EngineState, Reason, Source
 from vllm_headroom.worker import Worker
+
+log = structlog.get_logger()
+
+RETRY_SECONDS: Final = 10.0
+"""An engine that did not answer is asked again so soon: an error that passes is over before it counts as a hang."""
+
+SAID: Final = {
+    True: "canary is answered",
+    False: "canary is not answered",
+    None: "canary cannot be asked: the engine must serve its model at /v1/completions to this sidecar's credentials",
+}
+
+
+class Canary:
+    """Asks one request at a time, on a task of its own, and only while the engine is awake and has nothing to do.
+
+    `since_seconds` is since when, on the monotonic clock, it has not been answered; None while it is. With more than
+    `most_pause_seconds` between two ticks the daemon itself stood still, and could have taken no answer.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[str], Awaitable[bool | None]],
+        interval_seconds: float,
+        clock: Clock,
+        *,
+        most_pause_seconds: float,
+    ) -> None:
+        self.since_seconds: float | None = None
+        self._most_pause_seconds = most_pause_seconds
+        self._ticked_seconds = clock.monotonic()
+        self._ask = ask
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._said: bool | None = True
+
+    async def run(self, snapshot: Callable[[], Snapshot | None]) -> None:
+        """Ask, and wait, for ever; `snapshot` returns the newest one."""
+        while True:
+            doubted = self.since_seconds is not None
+            seconds = min(RETRY_SECONDS, self._interval_seconds) if doubted else self._interval_seconds
+            await self._clock.sleep_until(self._clock.monotonic() + seconds)
+            await self.turn(snapshot())
+
+    def unanswered_since(self) -> float | None:
+        """Return, once a tick, since when nothing has been answered; not for as long as the daemon stood still."""
+        before, self._ticked_seconds = self._ticked_seconds, self._clock.monotonic()
+        pause = self._ticked_seconds - before
+        if self.since_seconds is not None and pause > self._most_pause_seconds:
+            self.since_seconds = min(self.since_seconds + pause, self._ticked_seconds)
+        return self.since_seconds
+
+    async def turn(self, snapshot: Snapshot | None) -> None:
+        """Ask once, unless the engine of this snapshot is not known to be idle."""
+        model_name = None if snapshot is None else _idle_model(snapshot)
+        if model_name is None:
+            self.since_seconds = None
+            return
+        if self.since_seconds is None:
+            self.since_seconds = self._clock.monotonic()
+        answered = await self._ask(model_name)
+        if answered is not False:
+            self.since_seconds = None
+        if answered is not self._said:
+            tell = log.info if answered else log.warning
+            tell(SAID[answered])
+        self._said = answered
+
+
+def _idle_model(snapshot: Snapshot) -> str | None:
+    """Return a model of the server while all its engines are there, awake and known to have nothing to do."""
+    if isinstance(snapshot.engines, Failure) or snapshot.life is None or awake(snapshot.engines) is False:
+        return None
+    engines = named(snapshot.engines)
+    if snapshot.life.state not in (EngineState.SERVING, EngineState.STALLED) or not engines:
+        return None
+    idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
+    return engines[0].model_name if idle else None
+
+
+CLOSE_SECONDS: Final = 0.3
+
+
+class Closable(Protocol):
+    """What holds something open."""
+
+    async def close(self) -> None:
+        """Let go of it."""
+
+
+class EngineSource(Closable, Protocol):
+    """Where the engine's page comes from."""
+
+    async def fetch(self) -> str | Failure:
+        """Return the page's text."""
+
+
+class GpuSource(Closable, Protocol):
+    """Where GPU readings come from."""
+
+    async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
+        """Return one reading of every device."""
+
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
+        """Return the memory in use by UUID, and note it for its peak; without those that cannot be read now."""
+
+
+class ProcessSource(Protocol):
+    """Where the engine's processes are found."""
+
+    async def read(self, timeout_seconds: float, page: EnginePage | Failure) -> ProcessReadings | Failure:
+        """Return the engine's processes, which what came of asking for its page helps to tell."""
+
+
+class ProbeSource(Protocol):
+    """Where the probe inside the engine writes."""
+
+    async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
+        """Return what each process wrote last."""
+
+
+async def closed(*opened: Closable | None) -> None:
+    """Close what was opened, unless that takes long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            for each in opened:
+                if each is not None:
+                    await each.close()
+
+
+class Sources(Struct, frozen=True, kw_only=True):
+    """What one tick reads, side by side; `probe` is None where no folder is configured."""
+
+    engine: EngineSource
+    gpus: GpuSource
+    processes: ProcessSource
+    probe: ProbeSource | None = None
+
 
 PARSE_SECONDS: Final = 2.0
 """A page of eight engines is understood in 1 ms, the costliest that is read at all in half a second."""

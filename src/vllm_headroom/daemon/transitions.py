@@ -7,10 +7,9 @@ from typing import Final
 import structlog
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.leftovers import of_no_gpu
+from vllm_headroom.derive.attribution import Selection, of_no_gpu
 from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Snapshot, Values, called
-from vllm_headroom.parse.page import nothing_found
+from vllm_headroom.parse.engines import nothing_found
 from vllm_headroom.vocabulary import EngineState, LeakState, Source
 
 log = structlog.get_logger()

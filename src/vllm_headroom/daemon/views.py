@@ -11,7 +11,7 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.state.file import HISTORY
-from vllm_headroom.derive.page_facts import running_requests
+from vllm_headroom.derive.readings import running_requests
 from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Verdict

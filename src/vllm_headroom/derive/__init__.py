@@ -5,18 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from vllm_headroom.derive.admission import Batches, admission
 from vllm_headroom.derive.derivation import Derivation, stateless
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.health import INITIAL, health
 from vllm_headroom.derive.host_memory import host_memory
-from vllm_headroom.derive.inside.counters import Counts, counters
-from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
-from vllm_headroom.derive.leak.baseline import Baselines, baseline
+from vllm_headroom.derive.inside import Counts, counters
+from vllm_headroom.derive.kv_cache import Batches, PrefixCacheState, TokenBytes, admission, kv_cache, prefix_cache
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.derive.per_request import per_request
-from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
-from vllm_headroom.derive.readings import life, readings
+from vllm_headroom.derive.per_request import Baselines, baseline, per_request
+from vllm_headroom.derive.readings import engine_state, readings
 
 LEAK: Final = Derivation(name="leak", initial=LeakMemory(), step=leaks)
 """The leak detector, which is also fed a recorded past."""
@@ -38,7 +35,7 @@ def derivations(
     return (
         Derivation(name="health", initial=INITIAL, step=health),
         stateless("readings", readings),
-        stateless("life", life),
+        stateless("life", engine_state),
         Derivation(name="allocator", initial=Counts(), step=counters),
         stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
         stateless("per_request", per_request),

@@ -11,8 +11,7 @@ from msgspec.structs import asdict
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Response
 from vllm_headroom.expose.drawing import Curve
-from vllm_headroom.expose.history import STEP_SECONDS
-from vllm_headroom.expose.view import Incident, View
+from vllm_headroom.expose.view import STEP_SECONDS, Incident, View
 from vllm_headroom.model import Metric, Values, worst
 
 FORMAT: Final = 1

@@ -2,14 +2,163 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite, isnan, nan
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.expose.history import History
-from vllm_headroom.model import Snapshot, Values, Verdict
-from vllm_headroom.vocabulary import Level
+from vllm_headroom.expose.drawing import Curve
+from vllm_headroom.model import Gpu, Snapshot, Values, Verdict
+from vllm_headroom.vocabulary import EngineState, Level
+
+STEP_SECONDS: Final = 60
+POINTS: Final = 1440
+"""A day: for eight GPUs 98 kB, and 131 kB where it is kept."""
+
+MOST_BACK: Final = 5
+"""Minutes by which a clock is set back in its daily course, be it by a tenth of a second at the turn of one: the newest
+minute goes on until the clock has caught up."""
+
+MOST_GPUS: Final = 64
+MOST_CURVES: Final = 2 * MOST_GPUS + 1
+MOST_EVENTS: Final = 50
+
+TYPE: Final = "f"
+"""Bytes of a GPU's memory in four, exact to 8 KiB at 80 GiB."""
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """Something that changed, in seconds since the epoch."""
+
+    seconds: float
+    level: Level
+    text: str
+
+
+Said = tuple[str, Level, str | None]
+"""The subject of a verdict, its level, and its alert or, without one, the engine's state."""
+
+
+class KeptHistory(Struct, frozen=True, kw_only=True):
+    """The history as it is kept over a restart of the daemon; `minute` is that of the newest point.
+
+    `curves` are a day's values under the name of what they are of, as floats of 32 bits, `said` is what was said last.
+    """
+
+    minute: int | None = None
+    curves: dict[str, bytes] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    said: frozenset[Said] | None = None
+
+
+class History:
+    """A ring of a day: of each GPU of the engine's the free memory, now and at its peaks, and the running requests.
+
+    The lowest of a minute is kept of the memory and the highest of the requests, so that no peak is lost.
+    """
+
+    def __init__(self) -> None:
+        self.events: tuple[Event, ...] = ()
+        self._minute: int | None = None
+        self._curves: dict[str, array[float]] = {}
+        self._said: frozenset[Said] | None = None
+
+    def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
+        """Add what one tick saw; where the clock was set back by much the day begins anew."""
+        minute = int(snapshot.time_seconds // STEP_SECONDS)
+        if self._minute is None or minute < self._minute - MOST_BACK:
+            self._curves, self._minute = {}, minute
+        elif minute > self._minute:
+            self._forget(min(minute - self._minute, POINTS))
+            self._minute = minute
+        gpus = snapshot.owned[:MOST_GPUS]
+        if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that have gone
+            shown = {"", *(gpu.reading.uuid for gpu in gpus)}
+            self._curves = {name: curve for name, curve in self._curves.items() if name.partition(" ")[2] in shown}
+        for gpu in gpus:
+            self._gpu(gpu)
+        if running is not None:
+            self._add("running", running, max)
+        self._note(snapshot, verdicts)
+
+    def free(self, uuid: str) -> Curve:
+        """Return the free memory of a GPU in bytes."""
+        return self._curve(f"free {uuid}")
+
+    def free_at_peak(self, uuid: str) -> Curve:
+        """Return what was free when most of a GPU was in use, in bytes."""
+        return self._curve(f"peak {uuid}")
+
+    def running(self) -> Curve:
+        """Return the running requests."""
+        return self._curve("running")
+
+    def kept(self) -> KeptHistory:
+        """Return what a later process takes up."""
+        curves = {name: curve.tobytes() for name, curve in self._curves.items()}
+        return KeptHistory(minute=self._minute, curves=curves, events=self.events, said=self._said)
+
+    def take_up(self, kept: KeptHistory) -> None:
+        """Go on from what an earlier process kept; curves of another length are left out."""
+        self._minute, self.events, self._said = kept.minute, kept.events[-MOST_EVENTS:], kept.said
+        whole = {name: values for name, values in kept.curves.items() if len(values) == POINTS * array(TYPE).itemsize}
+        self._curves = {name: array(TYPE, values) for name, values in whole.items()}
+
+    def _gpu(self, gpu: Gpu) -> None:
+        memory, peak_bytes = gpu.reading.memory, gpu.reading.used_peak_bytes
+        if memory is None:
+            return
+        self._add(f"free {gpu.reading.uuid}", memory.free_bytes, min)
+        if peak_bytes is not None:
+            at_peak = max(0, memory.free_bytes + memory.used_bytes - max(peak_bytes, memory.used_bytes))
+            self._add(f"peak {gpu.reading.uuid}", at_peak, min)
+
+    def _add(self, name: str, value: float, chosen: Callable[[float, float], float]) -> None:
+        curve = self._curves.setdefault(name, array(TYPE, [nan]) * POINTS)
+        slot = (self._minute or 0) % POINTS
+        curve[slot] = value if isnan(curve[slot]) else chosen(curve[slot], value)
+
+    def _forget(self, minutes: int) -> None:
+        """Make the slots of the minutes up to now empty."""
+        for ahead in range(1, minutes + 1):
+            slot = ((self._minute or 0) + ahead) % POINTS
+            for curve in self._curves.values():
+                curve[slot] = nan
+
+    def _curve(self, name: str) -> Curve:
+        curve, newest = self._curves.get(name), self._minute
+        if curve is None or newest is None:
+            return (), ()
+        oldest = newest - POINTS + 1
+        floats = (curve[oldest % POINTS :] + curve[: oldest % POINTS]).tolist()
+        values: Sequence[float | None] = floats
+        if not isfinite(sum(floats)):  # 1e39 requests, which a page may claim, are infinite as these floats
+            values = [value if isfinite(value) else None for value in floats]
+        first = next((place for place, value in enumerate(values) if value is not None), POINTS)
+        times = range((oldest + first) * STEP_SECONDS, (newest + 1) * STEP_SECONDS, STEP_SECONDS)
+        return times, values[first:]
+
+    def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
+        """Note the verdicts that are new; the figures in them change always.
+
+        What an alert says of memory before a sleep is no news after it, in which nothing is judged.
+        """
+        state = None if snapshot.life is None else snapshot.life.state
+        said = {
+            (each.subject, each.level, each.alert or (state if each.subject == "engine" else None)): each
+            for each in verdicts
+        }
+        if self._said is not None:
+            new = [each for what, each in said.items() if what not in self._said]
+            events = [Event(seconds=snapshot.time_seconds, level=each.level, text=each.sentence) for each in new]
+            self.events = (*self.events, *events)[-MOST_EVENTS:]
+        asleep = state is EngineState.ASLEEP
+        slept_on = {each for each in self._said or () if asleep and each[0] != "engine" and each[2] is not None}
+        self._said = frozenset(slept_on | said.keys())
+
 
 NO_SAMPLE: Final = Verdict(subject="sidecar", level=Level.UNKNOWN, sentence="No sample has been published yet.")
 

@@ -3,38 +3,40 @@
 from vllm_headroom.model.engine import (
     INPUTS,
     SAME_START_SECONDS,
+    Cgroup,
     EnginePage,
     EngineProcess,
     EngineReading,
+    HostMemory,
+    HostReading,
     Life,
+    MachineMemory,
     ProcessName,
     ProcessReadings,
+    Shm,
 )
 from vllm_headroom.model.gpu import (
+    AllocatorReading,
     Device,
+    EngineParts,
+    Failure,
     Fate,
     Gpu,
     GpuMemory,
     GpuProcess,
     GpuReading,
     GpuReadings,
-    Leftover,
-    Vendor,
-    called,
-    part_of,
-)
-from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, MachineMemory, Shm
-from vllm_headroom.model.inside import (
-    AllocatorReading,
-    EngineParts,
     HostBlock,
     Inside,
+    Leftover,
     OomRecord,
     PoolReading,
     ProbedProcess,
     ProbeReadings,
+    ReadingTime,
     SchedulerReading,
+    Vendor,
+    called,
+    part_of,
 )
-from vllm_headroom.model.reading import Failure, ReadingTime
-from vllm_headroom.model.sample import Metric, Published, Sample, Values, Verdict, worst
-from vllm_headroom.model.snapshot import Snapshot
+from vllm_headroom.model.snapshot import Metric, Published, Sample, Snapshot, Values, Verdict, worst

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.model import Failure, GpuReading, GpuReadings
 from vllm_headroom.scrape.amd.reader import Amd
-from vllm_headroom.scrape.nvml.parts import GpuFaults
+from vllm_headroom.scrape.nvml.device import GpuFaults
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.vocabulary import Reason
 

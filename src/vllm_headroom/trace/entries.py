@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final, get_type_hints
 
 from vllm_headroom.model import (
+    EnginePage,
     EngineProcess,
     EngineReading,
+    Failure,
     Fate,
     Gpu,
     GpuMemory,
@@ -15,6 +18,7 @@ from vllm_headroom.model import (
     HostMemory,
     Inside,
     Leftover,
+    Snapshot,
 )
 from vllm_headroom.parse.fields import LARGEST, WrongFieldError, each, number, size, text, truth, within
 from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
@@ -176,3 +180,27 @@ def readable(entry: Mapping[str, Any]) -> dict[str, Any]:
 def _written(value: object) -> object:
     is_shown = not isinstance(value, str) or value.isprintable()
     return value if is_shown else str(value).encode("unicode_escape").decode()
+
+
+HEADER: Final = {"headroom_trace": 1}
+
+
+def line(record: dict[str, Any]) -> bytes:
+    """Return a record as a line."""
+    return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def record_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Return what a trace keeps of a snapshot: the engine's GPUs, the engines, their processes; None for a failure.
+
+    What is unknown is left out.
+    """
+    gpus, engines, processes = snapshot.gpus, snapshot.engines, snapshot.processes
+    host = {} if snapshot.host is None else {"host": host_entry(snapshot.host)}
+    return {
+        "t": round(snapshot.time_seconds, 3),
+        "gpus": None if isinstance(gpus, Failure) else [gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None],
+        "engines": [engine_entry(engine) for engine in engines.engines] if isinstance(engines, EnginePage) else None,
+        "processes": None if isinstance(processes, Failure) else [process_entry(process) for process in processes],
+        **host,
+    }

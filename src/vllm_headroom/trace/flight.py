@@ -13,11 +13,10 @@ from typing import Any, Final
 
 import structlog
 
+from vllm_headroom.trace.entries import HEADER, line
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, began, incidents_in, name_of
 from vllm_headroom.trace.parse import LONGEST_LINE
-from vllm_headroom.trace.recorder import FOREIGN, append
-from vllm_headroom.trace.write import HEADER, line
-from vllm_headroom.trace.writing import make, put
+from vllm_headroom.trace.recorder import FOREIGN, append, make, put
 from vllm_headroom.units import MIB
 
 log = structlog.get_logger()

@@ -8,8 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from vllm_headroom.trace.entries import line
 from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
-from vllm_headroom.trace.write import line
 
 FLIGHT: Final = "flight.jsonl"
 INCIDENTS: Final = "incidents"

@@ -17,11 +17,14 @@ from typing import Any, Final, cast
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
 from vllm_headroom.parse.fields import WrongFieldError, each, no_number, within
-from vllm_headroom.trace.entries import engine_of, gpu_of, host_of, process_of
-from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.write import HEADER
+from vllm_headroom.trace.entries import HEADER, engine_of, gpu_of, host_of, process_of
 from vllm_headroom.units import duration, instant
 from vllm_headroom.vocabulary import Reason, Source
+
+
+class BadInput(Exception):  # noqa: N818 - it says what was given, which is all the operator needs to know
+    """A trace, or a source of one, that cannot be used; the message is one line for the operator."""
+
 
 (FORMAT,) = HEADER
 LONGEST_LINE: Final = 2**20

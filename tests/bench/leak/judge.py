@@ -11,8 +11,8 @@ from traces import Labelled
 
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshot_of
-from vllm_headroom.trace.course import Course, Moment
-from vllm_headroom.trace.replay import Watch
+from vllm_headroom_tools.history.course import Course, Moment
+from vllm_headroom_tools.history.replay import Watch
 
 END_SECONDS = 600.0
 """The last word is taken this long before the end."""

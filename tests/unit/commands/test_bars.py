@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_headroom.commands.bars import bars
+from vllm_headroom_tools.terminal import bars
 
 
 def test_bars_fall_as_the_memory_does() -> None:

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from tests.unit.test_main import OWN
-from vllm_headroom.commands.cli import Command, execute
-from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools.cli import Command, execute
 
 
 class Answering(NamedTuple):
@@ -56,8 +56,8 @@ def test_a_command_without_an_answer_says_why_in_a_line(capsys: pytest.CaptureFi
 
 LIVE: Final = """
 import asyncio, sys
-from vllm_headroom.commands import cli
-from vllm_headroom.commands.run import command
+from vllm_headroom_tools import cli
+from vllm_headroom_tools.run import command
 async def daemon(given):
     print(type(asyncio.get_running_loop()).__module__, flush=True)
     {end}

@@ -16,8 +16,8 @@ from tests.unit.commands.screen import on_a_terminal, plain
 
 READ: Final = """
 import signal, sys
-from vllm_headroom.commands import progress
-from vllm_headroom.commands.early import end_on_signals
+from vllm_headroom_tools import progress
+from vllm_headroom_tools.early import end_on_signals
 
 def lines():
     yield from (b"12345", b"67890")
@@ -34,7 +34,7 @@ print("done")
 
 REPLAY: Final = """
 import sys
-from vllm_headroom.commands import progress
+from vllm_headroom_tools import progress
 progress.followed.__kwdefaults__["patience_seconds"] = 0.0
 sys.argv = ["vllm-headroom", "replay", sys.argv[1]]
 from vllm_headroom.__main__ import main

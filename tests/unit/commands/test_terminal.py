@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.commands.replay.traces import leaking, text
 from tests.unit.commands.screen import HEADROOM, on_a_terminal, plain
-from vllm_headroom.commands.terminal import console, hanging, shown
+from vllm_headroom_tools.terminal import console, hanging, shown
 
 
 class Screen(io.StringIO):

@@ -4,12 +4,12 @@ import pytest
 import yaml
 
 from tests.settings import load, settings_table
-from vllm_headroom.commands.demo.command import DemoSettings
 from vllm_headroom.config.fields import about
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import option, variable
 from vllm_headroom.config.yaml_file import settings_yaml
+from vllm_headroom_tools.demo.command import DemoSettings
 
 
 def test_every_setting_says_what_it_is_for_and_what_it_accepts() -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.samples import engine, failure, page, snapshot
-from vllm_headroom.daemon.canary import RETRY_SECONDS, Canary
+from vllm_headroom.daemon.sampler import RETRY_SECONDS, Canary
 from vllm_headroom.model import EnginePage, EngineReading, Failure, Life, Snapshot
 from vllm_headroom.vocabulary import EngineState, Source
 

@@ -22,17 +22,16 @@ from tests.process import eventually
 from tests.samples import gpu, snapshot
 from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
-from vllm_headroom.daemon.context import MOST_LOOKS
-from vllm_headroom.daemon.flight import Flight
+from vllm_headroom.daemon.flight import MOST_LOOKS, Flight
 from vllm_headroom.daemon.state.file import Lock
-from vllm_headroom.derive.life.follow import LifeState
+from vllm_headroom.derive.life.lives import LifeState
 from vllm_headroom.model import Snapshot, Values, Verdict
-from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
+from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
+from vllm_headroom.trace.entries import line, record_of
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import incidents_in, known_of, name_of
 from vllm_headroom.trace.parse import recorded
-from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.vocabulary import Level, Role
 from vllm_headroom.worker import Worker
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tests.samples import gpu, snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight, the_incident
-from vllm_headroom.daemon.context import MOST_LOOKS
+from vllm_headroom.daemon.flight import MOST_LOOKS
+from vllm_headroom.trace.entries import line, record_of
 from vllm_headroom.trace.flight import INCIDENT_BYTES, keep
-from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.units import MIB
 
 MOST_BYTES = 4 * MIB

@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 
 from tests.samples import snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight
+from vllm_headroom.trace.entries import line, record_of
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import incidents_in
 from vllm_headroom.trace.parse import recorded
-from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.units import MIB
 
 OLD = "incidents/2025-01-01T00-00-00Z.jsonl"

@@ -6,12 +6,11 @@ import asyncio
 from dataclasses import dataclass
 
 from tests.unit.daemon.test_sampler import Processes, Said
-from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.readings import MOST_REMEMBERED
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 
 TICKS = 100
 ENGINES = 10

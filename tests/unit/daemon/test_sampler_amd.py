@@ -17,12 +17,11 @@ from tests.samples import values
 from tests.unit.commands.doctor.looking import RECORDED
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Sample
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 

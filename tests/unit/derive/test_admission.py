@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.admission import TIMES, Batches, admission
+from vllm_headroom.derive.kv_cache import TIMES, Batches, admission
 from vllm_headroom.model import Failure, Life
 from vllm_headroom.vocabulary import EngineState, Source
 

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from tests.samples import failure, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.container import ContainerState, container
-from vllm_headroom.derive.host_memory import host_memory
+from vllm_headroom.derive.host_memory import ContainerState, container, host_memory
 from vllm_headroom.model import (
     Cgroup,
     EngineProcess,

@@ -7,8 +7,7 @@ import pytest
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.kv_cache import kv_cache
-from vllm_headroom.derive.leak.baseline import Baselines, baseline
-from vllm_headroom.derive.per_request import per_request
+from vllm_headroom.derive.per_request import Baselines, baseline, per_request
 from vllm_headroom.model import Life, Sample
 from vllm_headroom.vocabulary import EngineState, Source
 

@@ -12,9 +12,9 @@ from tests.unit.sizing.models import model
 from vllm_headroom import catalog
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.model import EnginePage
-from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.sizing.footprint import token_bytes
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Source
+from vllm_headroom_tools.sizing.footprint import token_bytes
 
 
 def of_model(name: str) -> Any:

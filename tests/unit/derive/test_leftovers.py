@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.attribution_ticks import GIB, MIDDLE_DRIVER, OLD_DRIVER, device, engine, gpus, last
-from vllm_headroom.derive.leftovers import described, of_no_gpu
+from vllm_headroom.derive.attribution import described, of_no_gpu
 from vllm_headroom.model import Fate, Gpu, Leftover, ProcessReadings
 
 BEFORE: Final = (gpus(device(0, (7, 5 * GIB), (99, GIB), used=6 * GIB)), engine(7, visible=(1, 99)))

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import failure, gpu, snapshot
-from vllm_headroom.derive.lost import with_lost
+from vllm_headroom.derive.health import with_lost
 from vllm_headroom.model import Failure, Gpu, Life, Snapshot
 from vllm_headroom.vocabulary import Attribution, EngineState, Reason, Source
 

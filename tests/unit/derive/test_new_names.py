@@ -7,7 +7,7 @@ from typing import Final
 
 from tests.samples import engine, failure, gpu, page, probed, snapshot
 from vllm_headroom.derive import derivations
-from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.derive.life.lives import LifeState, lived
 from vllm_headroom.derive.readings import MOST_REMEMBERED
 from vllm_headroom.model import AllocatorReading, Inside, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import Source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.samples import engine, page
-from vllm_headroom.derive.page_facts import awake, begun_anew, finished, life, named, running_requests, together
+from vllm_headroom.derive.readings import awake, begun_anew, finished, life, named, running_requests, together
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.samples import gpu, probed
 from tests.unit.derive.attribution_ticks import GIB, MIB, OLD_DRIVER, device, engine, gpus, last, ledger
-from vllm_headroom.derive.inside.ledger import with_inside
+from vllm_headroom.derive.inside import with_inside
 from vllm_headroom.derive.leak.facts import room
 from vllm_headroom.model import AllocatorReading, Gpu, Inside, ProbeReadings, Vendor
 from vllm_headroom.vocabulary import Attribution

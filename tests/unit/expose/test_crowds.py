@@ -10,8 +10,7 @@ import pytest
 import uvloop
 
 from vllm_headroom.expose.answers import Request, Response, text
-from vllm_headroom.expose.connection import Connection
-from vllm_headroom.expose.server import Server, listen
+from vllm_headroom.expose.server import Connection, Server, listen
 
 T = TypeVar("T")
 

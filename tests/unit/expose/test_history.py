@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.samples import failure, gpu, snapshot
 from vllm_headroom.expose.drawing import Curve, Point
-from vllm_headroom.expose.history import MOST_CURVES, MOST_EVENTS, MOST_GPUS, POINTS, STEP_SECONDS, History
+from vllm_headroom.expose.view import MOST_CURVES, MOST_EVENTS, MOST_GPUS, POINTS, STEP_SECONDS, History
 from vllm_headroom.model import Life, Snapshot, Verdict
 from vllm_headroom.vocabulary import EngineState, Level, Source
 

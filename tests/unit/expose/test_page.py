@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from tests.samples import engine, failure, gpu, page, snapshot
 from tests.unit.expose.views import NOW, day, view
 from vllm_headroom import catalog
-from vllm_headroom.expose.history import Event, History
-from vllm_headroom.expose.page.document import html, landing_page
-from vllm_headroom.expose.view import Incident, View
+from vllm_headroom.expose.page import html, landing_page
+from vllm_headroom.expose.view import Event, History, Incident, View
 from vllm_headroom.model import Sample, Verdict
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Level, Source

@@ -16,7 +16,7 @@ import uvloop
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Request, Response, application, text
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
-from vllm_headroom.expose.page.document import html
+from vllm_headroom.expose.page import html
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.model import Published, Sample
 

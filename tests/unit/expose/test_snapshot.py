@@ -12,9 +12,8 @@ from tests.assets.console import ROOT
 from tests.samples import A_GPU, failure, snapshot
 from tests.unit.expose.views import day, view
 from vllm_headroom import catalog
-from vllm_headroom.expose.history import History
 from vllm_headroom.expose.snapshot import document, snapshot_json
-from vllm_headroom.expose.view import Incident, View
+from vllm_headroom.expose.view import History, Incident, View
 from vllm_headroom.model import Sample
 from vllm_headroom.vocabulary import LeakState, Source
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, WebConfig, read_web_config
-from vllm_headroom.expose.web.document import MOST_BYTES, WebConfigError
+from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, MOST_BYTES, WebConfig, WebConfigError, read_web_config
 
 HASH = "$2y$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
 

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
-from vllm_headroom.expose.history import History
-from vllm_headroom.expose.view import View
+from vllm_headroom.expose.view import History, View
 from vllm_headroom.model import Gpu, Life, Sample, Snapshot, Values
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, LeakState

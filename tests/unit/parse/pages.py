@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_headroom.model import EnginePage, EngineReading
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 
 ENGINE = 'engine="0",model_name="m"'
 

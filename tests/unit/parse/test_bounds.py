@@ -6,9 +6,8 @@ import pytest
 
 from tests.contract.data_parallel import data_parallel_page
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.parse.engines import MOST_ENGINES, MOST_SHARED
+from vllm_headroom.parse.engines import MOST_ENGINES, MOST_SHARED, parse_engines
 from vllm_headroom.parse.exposition import LONGEST_LINE, MOST_CHARACTERS, MOST_LABELS, MOST_SAMPLES
-from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.vocabulary import Reason
 
 RUNNING = "vllm:num_requests_running"

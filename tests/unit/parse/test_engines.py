@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.parse.pages import ENGINE, RUNNING, one, read
 from vllm_headroom.model import EnginePage
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 
 
 @pytest.mark.parametrize("prefix", ["vllm:", "ray_vllm:", "ray_vllm_", "vllm_"])

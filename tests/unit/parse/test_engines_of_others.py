@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_headroom.model import EnginePage, EngineReading
-from vllm_headroom.parse.page import nothing_found, parse_engines
+from vllm_headroom.parse.engines import nothing_found, parse_engines
 from vllm_headroom.parse.profiles import PROFILES
 
 SGLANG = 'model_name="m",engine_type="unified",tp_rank="0",pp_rank="0",moe_ep_rank="0"'

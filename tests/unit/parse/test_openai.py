@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_headroom.parse.openai import Model, error_of, first_model, json_object, server_version
+from vllm_headroom_tools.openai import Model, error_of, first_model, json_object, server_version
 
 DEEP = "[" * 100_000
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from msgspec.structs import fields
 
 from vllm_headroom.model import EnginePage, EngineReading, Failure
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.parse.fields import LARGEST
-from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.vocabulary import Reason, Source
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import fields
 
 from vllm_headroom.model import INPUTS, EnginePage, EngineReading
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 

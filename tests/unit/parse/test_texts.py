@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_headroom.model import EnginePage
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 
 RUNNING = 'vllm:num_requests_running{model_name="m",engine="0"} 1\n'
 

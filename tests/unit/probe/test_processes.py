@@ -14,11 +14,11 @@ import pytest
 
 from tests.process import eventually
 from tests.unit.probe.running import INSIDE, vllm
-from vllm_headroom.commands.probe.command import install
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.proc import files as proc
 from vllm_headroom.scrape.proc.host import boot_time_seconds
 from vllm_headroom.vocabulary import Role
+from vllm_headroom_tools.probe import install
 
 STARTS: Final = pytest.mark.parametrize("start", ["spawn", "fork"])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.sizing.model_config import parse_model_config
-from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom_tools.sizing.footprint import ModelShape
+from vllm_headroom_tools.sizing.model_config import parse_model_config
 
 FOLDER: Final = Path(__file__).parent / "testdata"
 NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))

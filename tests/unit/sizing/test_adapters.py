@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.sizing.models import model
-from vllm_headroom.sizing.question import Question
-from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom_tools.sizing.footprint import ModelShape
+from vllm_headroom_tools.sizing.question import Question
 
 
 def adapters(shape: ModelShape, count: int, rank: int, **told: Any) -> int | None:

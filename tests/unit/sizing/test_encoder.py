@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from tests.unit.sizing.encoders import CONFIGS, TOLD, TRUTH
 from tests.unit.sizing.models import CHECKED, FOLDER, config_text, model
-from vllm_headroom.sizing.encoder import Encoder, encoder
-from vllm_headroom.sizing.model_config import read_model
-from vllm_headroom.sizing.overhead import FORWARD_HIGH, activations
-from vllm_headroom.sizing.question import Question
-from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom_tools.sizing.encoder import Encoder, encoder
+from vllm_headroom_tools.sizing.estimate import FORWARD_HIGH, activations
+from vllm_headroom_tools.sizing.footprint import ModelShape
+from vllm_headroom_tools.sizing.model_config import read_model
+from vllm_headroom_tools.sizing.question import Question
 
 RECORDED: dict[str, list[list[Any]]] = json.loads(TRUTH.read_text())
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.sizing.models import model
-from vllm_headroom.sizing.footprint import (
+from vllm_headroom_tools.sizing.footprint import (
     KV_DTYPES,
+    ModelShape,
     bytes_per_token,
     engine_bytes_per_token,
     model_bytes,
     weights_bytes,
 )
-from vllm_headroom.sizing.heads import KvHeads
-from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom_tools.sizing.layers import KvHeads
 
 sizes = st.integers(min_value=1, max_value=512)
 plain = st.builds(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.sizing.models import NAMES, model
-from vllm_headroom.sizing.kv_layout import KvLayout, kv_layout
+from vllm_headroom_tools.sizing.footprint import KvLayout, kv_layout
 
 BATCH = 16_384
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.sizing.models import NAMES, config_text, model
-from vllm_headroom.sizing.model_config import parse_model_config
-from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom_tools.sizing.footprint import ModelShape
+from vllm_headroom_tools.sizing.model_config import parse_model_config
 
 PARAMETERS: Final = {
     "deepseek-v3": 671_026_404_352,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.unit.sizing.models import config_text, model
-from vllm_headroom.sizing.model_config import read_model
-from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom_tools.sizing.footprint import ModelShape
+from vllm_headroom_tools.sizing.model_config import read_model
 
 PLAIN = "llama-3.1-8b"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.sizing.models import model
-from vllm_headroom.sizing.quantisation import kept_plain, kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
+from vllm_headroom_tools.sizing.quantisation import kept_plain, kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ from typing import Any, Final
 import pytest
 
 from tests.unit.sizing.models import CHECKED, FOLDER, NAMES, config_text
-from vllm_headroom.sizing.architectures import KNOWN
-from vllm_headroom.sizing.kv_layout import kv_layout
-from vllm_headroom.sizing.model_config import parse_model_config
-from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom_tools.sizing.footprint import ModelShape, kv_layout
+from vllm_headroom_tools.sizing.model_config import KNOWN, parse_model_config
 
 TRUTH: Final[dict[str, Any]] = json.loads((FOLDER.parent / "truth.json").read_text(encoding="utf-8"))
 BUILT: Final = sorted(name for name, found in TRUTH.items() if "refused" not in found)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.commands.check.engine_traces import BEGAN, STEP, engine
 from vllm_headroom.trace.parse import snapshot_of
-from vllm_headroom.trace.replay import Watch
+from vllm_headroom_tools.history.replay import Watch
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.expose.drawing import Point, thinned, through
-from vllm_headroom.trace.curves import Curves
 from vllm_headroom.vocabulary import Source
+from vllm_headroom_tools.history.curves import Curves
 
 
 def test_a_single_peak_and_a_single_dip_are_kept() -> None:

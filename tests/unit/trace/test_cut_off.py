@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import recorded, snapshots
+from vllm_headroom.trace.parse import BadInput, recorded, snapshots
 
 HEADER = b'{"headroom_trace": 1}\n'
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.commands.postmortem.known import header_of
-from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import recorded
+from vllm_headroom.trace.parse import BadInput, recorded
+from vllm_headroom_tools.postmortem.facts import header_of
 
 HEADER = b'{"headroom_trace": 1}\n'
 TRACE = HEADER + b"".join(b'{"t": %d}\n' % second for second in range(1, 4))

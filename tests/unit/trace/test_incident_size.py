@@ -8,10 +8,10 @@ import pytest
 
 from tests.samples import snapshot
 from vllm_headroom.trace import flight as record
+from vllm_headroom.trace.entries import line, record_of
 from vllm_headroom.trace.flight import INCIDENT_BYTES, keep, set_aside, share_of
 from vllm_headroom.trace.incidents import incidents_in, newest_in
 from vllm_headroom.trace.parse import recorded
-from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.units import MIB
 
 ENDED = 1_760_000_100.0

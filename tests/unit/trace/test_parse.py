@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, GpuMemory, Snapshot
-from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import snapshot_of, snapshots
+from vllm_headroom.trace.parse import BadInput, snapshot_of, snapshots
 from vllm_headroom.vocabulary import Attribution, Role, Source
 
 HEADER = b'{"headroom_trace": 1}\n'

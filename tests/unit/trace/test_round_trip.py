@@ -27,8 +27,8 @@ from vllm_headroom.model import (
     Snapshot,
 )
 from vllm_headroom.parse.fields import LARGEST
+from vllm_headroom.trace.entries import HEADER, line, record_of
 from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.write import HEADER, line, record_of
 from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
 
 SHOWN: Final = st.text().filter(str.isprintable)

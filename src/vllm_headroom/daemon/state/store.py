@@ -11,11 +11,24 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.daemon.state.content import Identity, Memory, SavedState, identity, refusal, taken_up, tells_gpus
-from vllm_headroom.daemon.state.file import HISTORY, LIVES, STATE, File, Lock, Unusable
-from vllm_headroom.derive.life.follow import LIFE, LifeState
+from vllm_headroom.daemon.state.file import (
+    HISTORY,
+    LIVES,
+    STATE,
+    File,
+    Identity,
+    Lock,
+    Memory,
+    SavedState,
+    Unusable,
+    identity,
+    refusal,
+    taken_up,
+    tells_gpus,
+)
+from vllm_headroom.derive.life.lives import LIFE, LifeState
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.writing import real
+from vllm_headroom.trace.recorder import real
 from vllm_headroom.worker import Worker
 
 T = TypeVar("T")

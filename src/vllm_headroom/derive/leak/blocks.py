@@ -7,8 +7,21 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.evidence import BLOCK_SECONDS, PARTS, RISE_BYTES, THRESHOLDS, chance, weigh
-from vllm_headroom.derive.leak.facts import MIB, Block, Level, Peaks, Point, Track, Verdict
+from vllm_headroom.derive.leak.facts import (
+    BLOCK_SECONDS,
+    MIB,
+    PARTS,
+    RISE_BYTES,
+    THRESHOLDS,
+    Block,
+    Level,
+    Peaks,
+    Point,
+    Track,
+    Verdict,
+    chance,
+    weigh,
+)
 from vllm_headroom.derive.leak.shape import CLIP
 
 HISTORY_STEP: Final = 1.08

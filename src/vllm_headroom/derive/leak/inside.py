@@ -2,20 +2,181 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import pairwise
+from math import sqrt
+from statistics import fmean, median, variance
 from typing import Final
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.asleep import surer
-from vllm_headroom.derive.leak.facts import Observation, Track
-from vllm_headroom.derive.leak.judged import foretold
-from vllm_headroom.derive.leak.observed import observations
-from vllm_headroom.derive.leak.steady import Floor, Steady, estimated, followed
-from vllm_headroom.derive.leak.track import observe
+from vllm_headroom.derive.leak.facts import MIB, Estimate, Observation, Track, Verdict, observations
+from vllm_headroom.derive.leak.judge import foretold, rated
+from vllm_headroom.derive.leak.track import observe, surer
 from vllm_headroom.derive.readings import remembered
 from vllm_headroom.model import Gpu, Snapshot
-from vllm_headroom.vocabulary import MemoryPart
+from vllm_headroom.vocabulary import LeakLocation, MemoryPart
+
+KIB: Final = 1024
+
+RISE_BYTES: Final = 64 * KIB
+GIVEN_BACK_BYTES: Final = 512 * KIB
+"""A block that rises less says nothing; one that falls by more gave back what it held, which no leak does."""
+
+LEAST_BLOCKS: Final = 8
+LEAST_GROWTH_BYTES: Final = 16 * MIB
+"""Rises in a row, and growth, before anything is said: two minutes and a half of the post-mortem's leak are 20 MB."""
+
+EVENT_BYTES: Final = 32 * KIB
+JITTER: Final = 0.1
+"""Whatever grows by events of a size has a variance of its mean times that size, and reading at uneven times adds a
+share of the mean. An image's embeddings take megabytes, an adapter or a kernel's first workspace tens of them: what
+grows by less than this at a time is no cache of vLLM's."""
+
+LATEST_RISES: Final = 24
+LARGER: Final = 4
+"""One in so many rises may be larger: kernels go on being used for the first time while it leaks."""
+
+OVERDUE: Final = 2.0
+
+LEAKING_SECONDS: Final = 1800.0
+"""A leak is called so when it has lasted for this long: caches that fill as smoothly are full by then."""
+
+PACE: Final = 0.6
+"""The least share of the first third's pace that the last third keeps; filling up and warming up fade."""
+
+LOAD_SHARE, LOAD_REQUESTS = 0.15, 2.0
+"""Growth of running requests by more than this, from one half to the other, explains growth of memory."""
+
+MOST_POINTS: Final = 120
+
+
+class Floor(Struct, frozen=True):
+    """The least that was held in a block of readings, when it ended, requests finished by then and those running."""
+
+    seconds: float
+    requests: float
+    running: float
+    held_bytes: float
+
+
+class Steady(Struct, frozen=True, kw_only=True):
+    """Rises without a fall: `latest` are the newest floors, `points` all since the first, thinned out."""
+
+    latest: tuple[Floor, ...] = ()
+    points: tuple[Floor, ...] = ()
+    verdict: Verdict = Verdict.NONE
+
+
+def followed(steady: Steady, floor: Floor) -> Steady:
+    """Return the run with one more block; one in which nothing rose is passed over while little had to rise."""
+    if not steady.latest:
+        return Steady(latest=(floor,), points=(floor,))
+    rise = floor.held_bytes - steady.latest[-1].held_bytes
+    if rise < RISE_BYTES:
+        goes_on = rise > -GIVEN_BACK_BYTES and not _is_overdue(steady, floor)
+        return steady if goes_on else Steady(latest=(floor,), points=(floor,))
+    points = (*steady.points, floor)
+    grown = replace(
+        steady,
+        latest=(*steady.latest, floor)[-LATEST_RISES - 1 :],
+        points=points if len(points) <= MOST_POINTS else (*points[0:-1:2], floor),
+    )
+    return replace(grown, verdict=_verdict(grown))
+
+
+def _is_overdue(steady: Steady, floor: Floor) -> bool:
+    """Return whether by the pace of the run twice its usual rise was due by now."""
+    if len(steady.latest) == 1:
+        return True
+    last, usual = steady.latest[-1], median(_rises(steady.latest))
+    first = steady.points[0]
+    done = last.requests - first.requests
+    if done > 0:
+        due = (last.held_bytes - first.held_bytes) / done * (floor.requests - last.requests)
+    else:
+        due = _pace(steady.points) * (floor.seconds - last.seconds)
+    return due >= OVERDUE * usual
+
+
+def _rises(floors: tuple[Floor, ...]) -> list[float]:
+    return [after.held_bytes - before.held_bytes for before, after in pairwise(floors)]
+
+
+def _verdict(steady: Steady) -> Verdict:
+    first, last = steady.points[0], steady.points[-1]
+    if len(steady.latest) <= LEAST_BLOCKS or last.held_bytes - first.held_bytes < LEAST_GROWTH_BYTES:
+        return Verdict.NONE
+    if not _is_smooth(steady.latest) or _follows_load(steady.points):
+        return steady.verdict
+    lasts = last.seconds - first.seconds >= LEAKING_SECONDS
+    return Verdict.LEAKING if lasts and _keeps_pace(steady.points) else max(steady.verdict, Verdict.GROWING)
+
+
+def _is_smooth(latest: tuple[Floor, ...]) -> bool:
+    """Return whether the rises are of many small events, by time or by requests, a few larger steps among them."""
+    by_time = _pieces(latest, [after.seconds - before.seconds for before, after in pairwise(latest)])
+    by_requests = _pieces(latest, [after.requests - before.requests for before, after in pairwise(latest)])
+    return by_time or by_requests
+
+
+def _pieces(latest: tuple[Floor, ...], lengths: list[float]) -> bool:
+    if min(lengths) <= 0:
+        return False
+    rises = _rises(latest)
+    pace = median(rise / length for rise, length in zip(rises, lengths, strict=True))
+    beside = sorted(rise - pace * length for rise, length in zip(rises, lengths, strict=True))
+    usual = pace * fmean(lengths)
+    spread = sqrt(variance(beside[: len(beside) - len(beside) // LARGER]))
+    return spread <= sqrt(EVENT_BYTES * usual + (JITTER * usual) ** 2)
+
+
+def _follows_load(points: tuple[Floor, ...]) -> bool:
+    half = len(points) // 2
+    before, after = (fmean(point.running for point in part) for part in (points[:half], points[half:]))
+    return after > before * (1 + LOAD_SHARE) + LOAD_REQUESTS
+
+
+def _keeps_pace(points: tuple[Floor, ...]) -> bool:
+    third = len(points) // 3
+    early, late = _pace(points[: third + 1]), _pace(points[-third - 1 :])
+    return late >= PACE * early
+
+
+def _pace(points: tuple[Floor, ...]) -> float:
+    """Return growth by request, where requests are counted, else by time."""
+    first, last = points[0], points[-1]
+    done = last.requests - first.requests
+    return (last.held_bytes - first.held_bytes) / (done if done > 0 else last.seconds - first.seconds)
+
+
+def estimated(steady: Steady, room_bytes: float | None) -> Estimate | None:
+    """Return how fast it grows and how long that can last; what is used for the first time meanwhile moves no slope."""
+    if not steady.verdict:
+        return None
+    points = steady.points
+    first, last = points[0], points[-1]
+    done = last.requests - first.requests
+    held = tuple(point.held_bytes for point in points)
+    step = median(_rises(steady.latest))
+    rate, half_width, _ = rated([point.seconds for point in points], held, step)
+    per_request, _, _ = rated([point.requests for point in points], held, step)
+    half_width += JITTER * rate
+    return Estimate(
+        bytes_per_second=rate,
+        lower=rate - half_width,
+        upper=rate + half_width,
+        bytes_per_request=per_request if done > 0 else None,
+        by_requests=done > 0,
+        leaked_bytes=last.held_bytes - first.held_bytes,
+        pace=rate,
+        fastest=rate + half_width,
+        oom_seconds=None if room_bytes is None else max(0.0, room_bytes) / rate,
+        oom_seconds_lower=None if room_bytes is None else max(0.0, room_bytes) / (rate + half_width),
+    )
+
 
 BLOCK_SECONDS: Final = 20.0
 """Four readings of each side: the least of them is what is held between two steps of the engine."""
@@ -158,3 +319,54 @@ def moved(track: InsideTrack, shift: float) -> InsideTrack:
         marks=tuple(replace(mark, seconds=mark.seconds + shift) for mark in track.marks),
         in_use=None if in_use is None else replace(in_use, clock=in_use.clock + shift),
     )
+
+
+PARTS: Final = 6
+"""Of a leak's time, in each of which it must have grown; thirds mistook one simulated leak in ten."""
+
+STEADY_SHARE: Final = 0.01
+"""Steady growth of less than this share of what grew most is not what leaks."""
+
+PLACES: Final = {
+    LeakLocation.TENSORS: "tensors",
+    LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
+    LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
+}
+"""The places as sentences have them, after "in"."""
+
+HELD: Final[dict[LeakLocation, Callable[[Mark], float]]] = {
+    LeakLocation.TENSORS: lambda mark: mark.allocated_bytes,
+    LeakLocation.FRAGMENTATION: lambda mark: mark.fragmented_bytes,
+    LeakLocation.OUTSIDE_TORCH: lambda mark: mark.outside_bytes,
+}
+
+
+def location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
+    """Return where it grows: where most was added in every sixth of the leak's time.
+
+    What is used for the first time comes in steps, and a sixth without one does not count for it. Where next to
+    nothing grew in every sixth, as when it leaks in lumps or has just begun, the whole counts. What demand at its
+    highest leaves cached is no place: torch gives that back.
+    """
+    if found is None or inside is None or found.bytes_per_second <= 0:
+        return None
+    began = inside.clock - found.leaked_bytes / found.bytes_per_second
+    marks = inside.marks[bisect_left(inside.marks, began, key=lambda mark: mark.seconds) :]
+    marks = marks if len(marks) > PARTS else inside.marks[-PARTS - 1 :]
+    if not marks:
+        return None
+    whole = {place: held(marks[-1]) - held(marks[0]) for place, held in HELD.items()}
+    steady = {place: PARTS * _least_growth([held(mark) for mark in _ends(marks)]) for place, held in HELD.items()}
+    most = max(steady, key=lambda place: steady[place])
+    if steady[most] <= STEADY_SHARE * max(whole.values()):
+        most = max(whole, key=lambda place: whole[place])
+    return most if max(steady[most], whole[most]) > 0 else None
+
+
+def _ends(marks: tuple[Mark, ...]) -> list[Mark]:
+    """Return the marks between which the sixths of the time are; none where there are too few to say."""
+    return [marks[round(part * (len(marks) - 1) / PARTS)] for part in range(PARTS + 1)] if len(marks) > PARTS else []
+
+
+def _least_growth(held_bytes: list[float]) -> float:
+    return min((after - before for before, after in pairwise(held_bytes)), default=0.0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import pairwise
+from math import exp
+from operator import itemgetter
 from statistics import median
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
+from vllm_headroom.derive.leak.facts import MIB, Observation, Point, Track, Verdict, Work
 
 LEAST_RISES: Final = 6
 """Rises before anything is said: fewer are indistinguishable from first uses of kernels."""
@@ -180,3 +183,82 @@ def _grown_at(history: tuple[tuple[float, float, float], ...], axis: int, where:
         return history[index - 1 if index else 0][2]
     left, right = history[index - 1], history[index]
     return left[2] + (right[2] - left[2]) * (where - left[axis]) / (right[axis] - left[axis])
+
+
+def swing(track: Track, held_bytes: float, pace: float) -> float:
+    """Return how far above what is held now memory would be at its next height, at a pace of growth beneath.
+
+    Memory that follows load, and the teeth of a collector, come back to where they were, and higher by what leaked
+    since: out-of-memory is at the height, not in the valley that is seen now.
+    """
+    most = max(_swing(level.points, track.seconds, held_bytes, pace) for level in track.levels)
+    if track.flush is None:
+        return most
+    flush = track.flush
+    grown = held_bytes - flush.valley_bytes - pace * (track.seconds - flush.seconds)
+    return max(most, flush.height_bytes - flush.valley_bytes - max(0.0, grown))
+
+
+def _swing(points: tuple[Point, ...], now: float, held_bytes: float, pace: float) -> float:
+    valley_bytes, valley_seconds, most = held_bytes, now, 0.0
+    for point in reversed(points):
+        if point.floor_bytes < valley_bytes:
+            valley_bytes, valley_seconds = point.floor_bytes, point.seconds
+        depth = point.floor_bytes - valley_bytes
+        if depth > most:
+            most = max(most, min(depth, point.floor_bytes - held_bytes + pace * (now - valley_seconds)))
+    return most
+
+
+AVERAGE_SECONDS: Final = 300.0
+MILEAGE_SECONDS: Final = 900.0
+RESET_SECONDS: Final = 600.0
+"""A counter that stays lower for this long was reset, and is counted on from there."""
+
+MILEAGE_POINTS: Final = 97
+"""A day in quarters of an hour: the request rate expected over an horizon is that of as long a time before."""
+
+
+def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
+    """Return the work done by `now`.
+
+    While the counter cannot be read, or a lower one of another server is, requests go on at the last known rate: a gap
+    taken for idleness would make what grew in it look like growth without work.
+    """
+    life = work.life or seen.life
+    highest, total = work.finished_total, seen.finished_total
+    lower = highest is not None and total is not None and total < highest
+    since = (now if work.below_since is None else work.below_since) if lower else None
+    requests, rate, base = work.requests, work.rate, work.base_requests
+    if total is None or (since is not None and now < since + RESET_SECONDS):
+        requests += rate * elapsed
+        return replace(
+            work, requests=requests, life=life, below_since=since, mileage=_mileage(work.mileage, now, requests)
+        )
+    if highest is not None and not lower:
+        requests = max(requests, base + total - highest)
+    if elapsed > 0:
+        rate += (1 - exp(-elapsed / AVERAGE_SECONDS)) * ((requests - work.requests) / elapsed - rate)
+    return Work(
+        requests=requests,
+        rate=rate,
+        finished_total=total,
+        base_requests=requests,
+        life=life,
+        mileage=_mileage(work.mileage, now, requests),
+    )
+
+
+def _mileage(mileage: tuple[tuple[float, float], ...], now: float, requests: float) -> tuple[tuple[float, float], ...]:
+    if mileage and now - mileage[-1][0] < MILEAGE_SECONDS:
+        return mileage
+    return (*mileage, (now, requests))[-MILEAGE_POINTS:]
+
+
+def expected_rate(work: Work, now: float, horizon_seconds: float) -> float:
+    """Return the requests per second to expect over a horizon: the mean of as long a time back, a day at most."""
+    then = bisect_right(work.mileage, now - horizon_seconds, key=itemgetter(0)) - 1
+    seconds, requests = work.mileage[max(0, then)] if work.mileage else (now, work.requests)
+    if horizon_seconds < MILEAGE_SECONDS or now - seconds < MILEAGE_SECONDS:
+        return work.rate
+    return (work.requests - requests) / (now - seconds)

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, cards, signature
-from vllm_headroom.scrape.amd.device import Look, memory_of, readings
-from vllm_headroom.scrape.amd.processes import CardProcesses
+from vllm_headroom.scrape.amd.device import CardProcesses, Look, memory_of, readings
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.transitions import GpuTransitions
 from vllm_headroom.vocabulary import Reason, Source

@@ -3,21 +3,151 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import pynvml
 from msgspec import Struct
 
-from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading
-from vllm_headroom.scrape.nvml.calls import Calls, Handle
-from vllm_headroom.scrape.nvml.errors import LOST
-from vllm_headroom.scrape.nvml.parts import GpuFaults, Part, faults_of, parts, whole_gpu
-from vllm_headroom.scrape.nvml.process_list import ProcessList, compute_processes, mps_clients
-from vllm_headroom.scrape.nvml.xids import Xids
+from vllm_headroom.model import Failure, GpuMemory, GpuProcess, GpuReading
+from vllm_headroom.scrape.nvml.calls import LOST, Calls, Handle, Xids
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.proc.host import machine_of
+
+CHANGE_BYTES: Final = 2 * 2**20
+"""A device's memory is given out in pieces of 2 MiB: who moved by less has not moved."""
+
+LEAST_AGE_SECONDS: Final = 1.0
+"""A list costs about 400 times what memory info does (4.5 ms against 11.6 us, flightlessmango/MangoHud#2104) and holds
+the driver's lock meanwhile, so that memory which always moves must not ask for it on every reading.
+"""
+
+
+class ProcessList:
+    """The last list and what was in use when it was made."""
+
+    def __init__(self) -> None:
+        self.processes: tuple[GpuProcess, ...] | None = None
+        self._listed_at = 0.0
+        self._used_bytes: int | None = None
+
+    def is_fresh(self, now: float, used_bytes: int | None, interval_seconds: float) -> bool:
+        """Return whether the list still tells who holds the memory now in use (None where that is not known)."""
+        age_seconds = now - self._listed_at
+        if self.processes is None or age_seconds >= interval_seconds:
+            return False
+        if used_bytes is None or self._used_bytes is None or age_seconds < LEAST_AGE_SECONDS:
+            return True
+        return abs(used_bytes - self._used_bytes) < CHANGE_BYTES
+
+    def renew(self, now: float, used_bytes: int | None, processes: tuple[GpuProcess, ...] | None) -> None:
+        """Take a new list, None where it could not be read."""
+        self.processes, self._listed_at, self._used_bytes = processes, now, used_bytes
+
+
+def compute_processes(handle: Handle) -> tuple[GpuProcess, ...]:
+    """Return the processes NVML lists on a device. Raises NVMLError.
+
+    The function is named with its version because pynvml answers a missing one by another class of error otherwise.
+    """
+    return _processes(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
+
+
+def mps_clients(handle: Handle) -> tuple[GpuProcess, ...]:
+    """Return the processes that compute through NVIDIA's MPS, whose server alone is a compute process then."""
+    return _processes(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handle))
+
+
+def _processes(listed: Iterable[Any]) -> tuple[GpuProcess, ...]:
+    return tuple(GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in listed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A whole GPU, or a MIG instance with its id; `handle` is valid until NVML is shut down or the GPU is lost."""
+
+    index: int
+    uuid: str
+    name: str
+    gpu_uuid: str
+    gpu_instance: int | None = None
+    handle: Handle = field(repr=False, compare=False)
+
+    def failed(self, failure: Failure, xid_errors: tuple[tuple[int, int], ...]) -> GpuReading:
+        """Return the reading of this part when it cannot be read; XID errors are counted here, so they stay known."""
+        return GpuReading(index=self.index, uuid=self.uuid, name=self.name, xid_errors=xid_errors, failure=failure)
+
+
+def whole_gpu(index: int, calls: Calls) -> Part:
+    """Open the GPU at an NVML index. Raises NVMLError where it cannot be opened."""
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    uuid = pynvml.nvmlDeviceGetUUID(handle)
+    name = calls.ask(uuid, "name", lambda: pynvml.nvmlDeviceGetName(handle)) or ""
+    return Part(index=index, uuid=uuid, name=name, gpu_uuid=uuid, handle=handle)
+
+
+def parts(gpu: Part, calls: Calls) -> tuple[Part, ...]:
+    """Return the MIG instances seen from here, or the GPU itself where there are none; never both.
+
+    Instances can be made and removed at any time, so this is asked anew for every reading.
+    """
+    mode = calls.ask(gpu.uuid, "MIG mode", lambda: pynvml.nvmlDeviceGetMigMode(gpu.handle))
+    if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return (gpu,)
+    count = calls.ask(gpu.uuid, "MIG devices", lambda: pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu.handle)) or 0
+    instances = (_instance(gpu, position, calls) for position in range(count))
+    return tuple(instance for instance in instances if instance is not None) or (gpu,)
+
+
+def _instance(gpu: Part, position: int, calls: Calls) -> Part | None:
+    handle = calls.ask(
+        gpu.uuid,
+        f"MIG device {position}",
+        lambda: pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, position),
+    )
+    if handle is None:
+        return None
+    uuid = calls.ask(gpu.uuid, "MIG UUID", lambda: pynvml.nvmlDeviceGetUUID(handle))
+    if uuid is None:
+        return None
+    return Part(
+        index=gpu.index,
+        uuid=uuid,
+        name=calls.ask(uuid, "name", lambda: pynvml.nvmlDeviceGetName(handle)) or gpu.name,
+        gpu_uuid=gpu.uuid,
+        gpu_instance=calls.ask(uuid, "GPU instance", lambda: pynvml.nvmlDeviceGetGpuInstanceId(handle)),
+        handle=handle,
+    )
+
+
+class GpuFaults(Struct, frozen=True, kw_only=True):
+    """The faults of the GPU at an NVML index; None where it does not tell, as with MIG instances on it.
+
+    `ecc` is whether ECC is on now, and after the next reset. `row_remap_failed` stays True once it has been.
+    """
+
+    index: int
+    ecc: tuple[bool, bool] | None = None
+    row_remap_pending: bool | None = None
+    row_remap_failed: bool | None = None
+    page_retirement_pending: bool | None = None
+
+
+def faults_of(gpu: Part, calls: Calls) -> GpuFaults:
+    """Ask a whole GPU. Raises NVMLError where it, or the driver, fails."""
+    ecc = calls.ask(gpu.uuid, "ECC mode", lambda: pynvml.nvmlDeviceGetEccMode(gpu.handle))
+    rows = calls.ask(gpu.uuid, "row remapping", lambda: pynvml.nvmlDeviceGetRemappedRows(gpu.handle))
+    pages = calls.ask(gpu.uuid, "page retirement", lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu.handle))
+    return GpuFaults(
+        index=gpu.index,
+        ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
+        row_remap_pending=None if rows is None else bool(rows[2]),
+        row_remap_failed=None if rows is None else bool(rows[3]),
+        page_retirement_pending=None if pages is None else bool(pages),
+    )
+
 
 T = TypeVar("T")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -14,13 +15,42 @@ from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadi
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.host import boot_time_seconds, host_of, resident_parts
-from vllm_headroom.scrape.proc.orphans import Orphans
-from vllm_headroom.scrape.proc.roles import engine_roles
-from vllm_headroom.scrape.proc.roots import Asked, Choice, Told, engine_roots, sees_others
-from vllm_headroom.scrape.proc.servers import served_port
+from vllm_headroom.scrape.proc.roots import Asked, Choice, Orphans, Told, engine_roots, sees_others
+from vllm_headroom.scrape.proc.servers import named_role, served_port
 from vllm_headroom.scrape.shortage import unavailable
 from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom.worker import Worker
+
+
+def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
+    """Return the role of each process of an engine by pid: its `roots` and all their descendants.
+
+    `own_pid` and its descendants are never among them: an entrypoint that starts this daemon and then becomes vLLM
+    is its parent.
+    """
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid, process in entries.items():
+        children[process.parent_pid].append(pid)
+    roles: dict[int, Role] = {}
+    waiting = list(roots)
+    while waiting:
+        pid = waiting.pop()
+        if pid in roles or pid == own_pid:
+            continue
+        roles[pid] = _role(entries[pid], entries.get(entries[pid].parent_pid))
+        waiting.extend(children[pid])
+    return roles
+
+
+def _role(process: ProcEntry, parent: ProcEntry | None) -> Role:
+    """Return the role by name; a fork that has not taken another name is no second one of its parent.
+
+    Below a server a title counts whatever VLLM_PROCESS_NAME_PREFIX has put before it.
+    """
+    if parent is not None and process.command == parent.command:
+        return Role.OTHER
+    return process.role or named_role((f"VLLM::{process.command[0].partition('::')[2]}",)) or Role.OTHER
+
 
 HIDDEN: Final = Failure(
     source=Source.PROCESS,

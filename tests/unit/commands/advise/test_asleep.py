@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.facts import Shortage
-from vllm_headroom.commands.advise.verdict import judge
+from vllm_headroom_tools.advise.facts import Shortage
+from vllm_headroom_tools.advise.verdict import judge
 
 
 def test_a_sleep_ends_no_engine() -> None:

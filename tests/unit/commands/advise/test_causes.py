@@ -9,11 +9,11 @@ from itertools import chain
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.finding import Advice, Cause, Change
-from vllm_headroom.commands.advise.history.history import Past
-from vllm_headroom.commands.advise.settings import EngineArgs, Flag
-from vllm_headroom.commands.advise.verdict import Assessment, judge
-from vllm_headroom.commands.conclusion import Conclusion
+from vllm_headroom_tools.advise.finding import Advice, Cause, Change
+from vllm_headroom_tools.advise.history import Past
+from vllm_headroom_tools.advise.settings import EngineArgs, Flag
+from vllm_headroom_tools.advise.verdict import Assessment, judge
+from vllm_headroom_tools.conclusion import Conclusion
 
 AS_SET = EngineArgs(gpu_memory_utilization=0.92)
 Trace = Callable[[], Iterator[traces.Record]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.settings import FIRST, OLDEST, EngineArgs, Flag, Version, version_of
-from vllm_headroom.commands.advise.verdict import judge
+from vllm_headroom_tools.advise.settings import FIRST, OLDEST, EngineArgs, Flag, Version, version_of
+from vllm_headroom_tools.advise.verdict import judge
 
 
 @pytest.mark.parametrize(

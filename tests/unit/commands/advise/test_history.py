@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.engine_facts import EngineFacts
-from vllm_headroom.commands.advise.facts import Shortage
-from vllm_headroom.commands.advise.finding import Cause
-from vllm_headroom.commands.advise.settings import EngineArgs
-from vllm_headroom.commands.advise.verdict import judge
-from vllm_headroom.commands.conclusion import Conclusion
+from vllm_headroom_tools.advise.facts import EngineFacts, Shortage
+from vllm_headroom_tools.advise.finding import Cause
+from vllm_headroom_tools.advise.settings import EngineArgs
+from vllm_headroom_tools.advise.verdict import judge
+from vllm_headroom_tools.conclusion import Conclusion
 
 
 def engine(records: traces.Records) -> EngineFacts:

@@ -17,12 +17,12 @@ from tests.unit.commands.advise.pages import (
     text,
 )
 from vllm_headroom import catalog
-from vllm_headroom.commands.advise.facts import Extent, Facts
-from vllm_headroom.commands.advise.finding import Cause
-from vllm_headroom.commands.advise.history.page import facts_of
-from vllm_headroom.commands.advise.settings import EngineArgs, Flag
-from vllm_headroom.commands.advise.verdict import Assessment, judge
-from vllm_headroom.commands.conclusion import Conclusion
+from vllm_headroom_tools.advise.facts import Extent, Facts
+from vllm_headroom_tools.advise.finding import Cause
+from vllm_headroom_tools.advise.page import facts_of
+from vllm_headroom_tools.advise.settings import EngineArgs, Flag
+from vllm_headroom_tools.advise.verdict import Assessment, judge
+from vllm_headroom_tools.conclusion import Conclusion
 
 FULL: Lines = {
     of_engine(catalog.ENGINE_KV_USED): 0.99,

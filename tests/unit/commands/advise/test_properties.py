@@ -9,15 +9,28 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts
-from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, HostFacts, Leak, Origin, Shortage, Spell, Start
-from vllm_headroom.commands.advise.finding import Cause, Change
-from vllm_headroom.commands.advise.report import document, text
-from vllm_headroom.commands.advise.settings import FIRST, EngineArgs, Flag
-from vllm_headroom.commands.advise.verdict import judge
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
+from vllm_headroom_tools.advise.command import document, text
+from vllm_headroom_tools.advise.facts import (
+    CappedFacts,
+    EngineFacts,
+    Extent,
+    Facts,
+    FullFacts,
+    GpuFacts,
+    HostFacts,
+    Leak,
+    Origin,
+    PrefixFacts,
+    Shortage,
+    Spell,
+    Start,
+)
+from vllm_headroom_tools.advise.finding import Cause, Change
+from vllm_headroom_tools.advise.settings import FIRST, EngineArgs, Flag
+from vllm_headroom_tools.advise.verdict import judge
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.history.course import Moment
 
 OWN_OPTIONS = {"--vllm-version", "--engine-url"}
 CACHE = {Cause.KV_CACHE_BLOW_OUT, Cause.CONCURRENCY_MISJUDGED}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.settings import SHOWN_BY, EngineArgs
-from vllm_headroom.commands.advise.verdict import judge
+from vllm_headroom_tools.advise.settings import SHOWN_BY, EngineArgs
+from vllm_headroom_tools.advise.verdict import judge
 
 
 def told(settings: EngineArgs = traces.UNTOLD, **said: Any) -> EngineArgs:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any, Final
 
-from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.history.history import Past
-from vllm_headroom.commands.advise.settings import EngineArgs
 from vllm_headroom.trace.parse import snapshots
+from vllm_headroom_tools.advise.facts import Facts
+from vllm_headroom_tools.advise.history import Past
+from vllm_headroom_tools.advise.settings import EngineArgs
 
 Record = dict[str, Any]
 Records = Iterable[Record]

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.commands.check.checking import OWN, check
 from tests.unit.commands.check.engine_traces import HEADER, engine, written
-from vllm_headroom.commands.check.command import COMMAND, JUDGES
-from vllm_headroom.commands.cli import parser_of
+from vllm_headroom_tools.check.command import COMMAND, JUDGES
+from vllm_headroom_tools.cli import parser_of
 
 A_SIZE = "accepts a size such as 1MiB, or a number of bytes from 1 MiB on"
 LIMIT = ("--max-leak-per-thousand-requests", "1MB")
@@ -124,7 +124,7 @@ def test_every_limit_that_can_be_set_is_judged() -> None:
 
 def test_a_check_imports_nothing_of_the_daemon() -> None:
     code = (
-        "import sys; from vllm_headroom.commands import cli; from vllm_headroom.commands.check.command import COMMAND;"
+        "import sys; from vllm_headroom_tools import cli; from vllm_headroom_tools.check.command import COMMAND;"
         " cli.execute(COMMAND, 'check', sys.argv[1:], {}); print(*sys.modules)"
     )
     process = subprocess.run(

@@ -10,9 +10,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tests.unit.commands.check.checking import check
-from vllm_headroom.commands.check.judgement import Judgement, Unit
-from vllm_headroom.commands.check.text import commands, report
-from vllm_headroom.commands.conclusion import Conclusion
+from vllm_headroom_tools.check.command import commands, report
+from vllm_headroom_tools.check.limits import Judgement, Unit
+from vllm_headroom_tools.conclusion import Conclusion
 
 ATTRIBUTES: Final = {
     "testsuites": {"name", "time", "tests", "failures", "disabled", "errors"},

@@ -7,7 +7,7 @@ import pytest
 import uvloop
 
 from vllm_headroom.clock import Clock, SystemClock
-from vllm_headroom.commands.demo.run import ScaledClock
+from vllm_headroom_tools.demo.run import ScaledClock
 
 FAST = 3_600.0
 

@@ -6,13 +6,12 @@ import re
 import pytest
 
 from tests.contract.recorded import FOLDER
-from vllm_headroom.commands.demo.readers import SimulatedEngine, page
-from vllm_headroom.commands.demo.scenario import TABLE
-from vllm_headroom.commands.demo.traffic import CAPACITY_TOKENS
-from vllm_headroom.commands.demo.world import World
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Reason
+from vllm_headroom_tools.demo.readers import SimulatedEngine, page
+from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.demo.world import CAPACITY_TOKENS, World
 
 EPOCH_SECONDS = 1_790_000_000.0
 

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
-from vllm_headroom.commands.demo.scenario import TABLE
-from vllm_headroom.commands.demo.world import World
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.model import Gpu, GpuReading, ProcessReadings
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Attribution, Role
+from vllm_headroom_tools.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.demo.world import World
 
 EPOCH_SECONDS = 1_790_000_000.0
 TIMEOUT_SECONDS = 1.0

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from vllm_headroom.commands.demo.scenario import chance
-from vllm_headroom.commands.demo.traffic import MOST_RUNNING, PROMPT_TOKENS, Demand, Traffic
+from vllm_headroom_tools.demo.scenario import chance
+from vllm_headroom_tools.demo.world import MOST_RUNNING, PROMPT_TOKENS, Demand, Traffic
 
 FLOOD = 60
 TRICKLE = 5

@@ -8,15 +8,14 @@ import pytest
 
 from tests.samples import values
 from vllm_headroom import catalog
-from vllm_headroom.commands.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
-from vllm_headroom.commands.demo.scenario import TABLE
-from vllm_headroom.commands.demo.world import World
-from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Sample
-from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.parse.engines import parse_engines
+from vllm_headroom_tools.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
+from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.demo.world import World
 
 EPOCH = 1_760_000_000.0
 INTERVAL = 15.0

@@ -6,12 +6,17 @@ from itertools import pairwise
 
 import pytest
 
-from vllm_headroom.commands.demo.command import SCENARIOS
-from vllm_headroom.commands.demo.engine import BUDGET_MIB, OUTSIDE_MIB
-from vllm_headroom.commands.demo.scenario import TABLE
-from vllm_headroom.commands.demo.traffic import MOST_RUNNING
-from vllm_headroom.commands.demo.world import OUT_OF_MEMORY_BYTES, TOTAL_BYTES, World
 from vllm_headroom.units import MIB
+from vllm_headroom_tools.demo.command import SCENARIOS
+from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.demo.world import (
+    BUDGET_MIB,
+    MOST_RUNNING,
+    OUT_OF_MEMORY_BYTES,
+    OUTSIDE_MIB,
+    TOTAL_BYTES,
+    World,
+)
 
 HOUR = 3_600
 DAY = 24 * HOUR

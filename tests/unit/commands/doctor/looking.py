@@ -14,8 +14,8 @@ from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.proc_tree import ProcTree
 from tests.settings import load
-from vllm_headroom.commands.doctor.command import examine
-from vllm_headroom.commands.doctor.fixes import Check
+from vllm_headroom_tools.doctor.command import examine
+from vllm_headroom_tools.doctor.fixes import Check
 
 CONTAINER: Final = "pid:[4026532555]"
 CORE: Final = 4426

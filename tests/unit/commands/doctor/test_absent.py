@@ -12,15 +12,17 @@ from msgspec.structs import replace
 
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.commands.doctor import engine as engine_findings
-from vllm_headroom.commands.doctor import gpus, offers, processes
-from vllm_headroom.commands.doctor.offers import SERIES, lost
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.derive.life.lives import LifeState, lived
 from vllm_headroom.model import INPUTS, EnginePage, EngineProcess, EngineReading, HostMemory, ReadingTime, Snapshot
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.vocabulary import Role, Source
+from vllm_headroom_tools.doctor import engine as engine_findings
+from vllm_headroom_tools.doctor import engine as offers
+from vllm_headroom_tools.doctor import gpus
+from vllm_headroom_tools.doctor import gpus as processes
+from vllm_headroom_tools.doctor.engine import SERIES, lost
 
 GIB = 2**30
 STEP_SECONDS = 30

@@ -13,7 +13,7 @@ from tests.fakes.nobody import nobody, open_folder
 from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.proc_tree import HOST, ProcTree
 from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import Status
+from vllm_headroom_tools.doctor.fixes import Status
 
 CARDS = ("0000:c1:00.0", "0000:e5:00.0")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, proc
-from vllm_headroom.commands.doctor.command import COMMAND, document
-from vllm_headroom.commands.doctor.fixes import Status
+from vllm_headroom_tools.doctor.command import COMMAND, document
+from vllm_headroom_tools.doctor.fixes import Status
 
 
 def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ def test_the_names_are_a_closed_set() -> None:
 def test_the_daemon_does_not_import_it_and_it_imports_nothing_that_draws() -> None:
     code = (
         "import sys, vllm_headroom.__main__, vllm_headroom.daemon.app;"
-        "print(*sys.modules); import vllm_headroom.commands.doctor.command; print(*sys.modules)"
+        "print(*sys.modules); import vllm_headroom_tools.doctor.command; print(*sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     before, after = (set(line.split()) for line in out.splitlines())
 
-    assert not {name for name in before if name.startswith("vllm_headroom.commands.doctor")}
+    assert not {name for name in before if name.startswith("vllm_headroom_tools.doctor")}
     assert not {"rich"} & (after - before)

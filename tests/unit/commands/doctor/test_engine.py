@@ -10,11 +10,10 @@ from tests.fakes.engine_server import Answer, EngineServer, hang, page
 from tests.fakes.ports import free_port
 from tests.fakes.proc_tree import ProcTree
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
-from vllm_headroom.commands.doctor.engine import engine
-from vllm_headroom.commands.doctor.fixes import Status, engine_fixes, setting
-from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
 from vllm_headroom.vocabulary import REASONS, Reason, Source
+from vllm_headroom_tools.doctor.engine import engine
+from vllm_headroom_tools.doctor.fixes import Sight, Status, engine_fixes, setting
 
 
 def test_a_vllm_is_told_with_its_version_and_model() -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from tests.samples import snapshot
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.commands.doctor.fixes import Check, Status
+from vllm_headroom.trace.entries import HEADER, line, record_of
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import INCIDENTS, incidents_in
 from vllm_headroom.trace.recorder import FOREIGN
-from vllm_headroom.trace.write import HEADER, line, record_of
+from vllm_headroom_tools.doctor.fixes import Check, Status
 
 USER = f"user {os.getuid()}"
 

@@ -7,8 +7,8 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import Status, gpu_fixes, nvml_fixes
 from vllm_headroom.vocabulary import REASONS, Reason, Source
+from vllm_headroom_tools.doctor.fixes import Status, gpu_fixes, nvml_fixes
 
 pytestmark = pytest.mark.usefixtures("nvml")
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.contract.recorded import FOLDER, OTHERS
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
-from vllm_headroom.commands.doctor.fixes import Check, Status
+from vllm_headroom_tools.doctor.fixes import Check, Status
 
 SGLANG = ('sglang:num_running_reqs{model_name="m"} 1', 'sglang:prompt_tokens_total{model_name="m"} 5')
 

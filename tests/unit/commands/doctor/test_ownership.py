@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeInstance, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import Status
+from vllm_headroom_tools.doctor.fixes import Status
 
 pytestmark = pytest.mark.usefixtures("nvml")
 

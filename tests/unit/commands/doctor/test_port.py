@@ -12,7 +12,7 @@ from tests.fakes.engine_server import Answer, EngineServer, hang, page
 from tests.fakes.ports import free_port
 from tests.process import daemon
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.commands.doctor.fixes import Check, Status
+from vllm_headroom_tools.doctor.fixes import Check, Status
 
 SERVED = 'headroom_build_info{version="0.1.0",revision="",python_version="3.13.0"} 1.0\n'
 

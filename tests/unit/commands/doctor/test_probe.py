@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.doctor.looking import Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import Check, Status
-from vllm_headroom.commands.doctor.probe import FROM_PROBE, NO_GPU, OFF
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.host import boot_time_seconds
+from vllm_headroom_tools.doctor.engine import FROM_PROBE, NO_GPU, OFF
+from vllm_headroom_tools.doctor.fixes import Check, Status
 
 NOW = time.time()
 

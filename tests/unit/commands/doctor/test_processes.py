@@ -7,8 +7,8 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST, ProcTree
 from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import Status
 from vllm_headroom.scrape.proc.reader import HIDDEN
+from vllm_headroom_tools.doctor.fixes import Status
 
 pytestmark = pytest.mark.usefixtures("nvml")
 

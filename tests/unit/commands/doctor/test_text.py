@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom.commands.doctor.command import document, text
-from vllm_headroom.commands.doctor.fixes import Check, Fix, Status
-from vllm_headroom.commands.terminal import WIDTH
+from vllm_headroom_tools.doctor.command import document, text
+from vllm_headroom_tools.doctor.fixes import Check, Fix, Status
+from vllm_headroom_tools.terminal import WIDTH
 
 FINE = Check(Status.OK, "NVML answers, driver 580.95.05")
 UNSET = Check(Status.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")

@@ -12,10 +12,9 @@ from typing import Any, Final, TypeVar
 import uvloop
 
 from tests.fakes.streaming_server import LOOPBACK, MODEL, StreamingServer
-from vllm_headroom.commands.load.clients import Asker
-from vllm_headroom.commands.load.prompts import Api, request_body
-from vllm_headroom.commands.load.tally import Tally
-from vllm_headroom.commands.load.target import PATHS, Target
+from vllm_headroom_tools.load.clients import Asker
+from vllm_headroom_tools.load.stream import Tally
+from vllm_headroom_tools.load.target import PATHS, Api, Target, request_body
 
 T = TypeVar("T")
 DEADLINE_SECONDS: Final = 60.0

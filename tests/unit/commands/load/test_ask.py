@@ -14,10 +14,9 @@ import pytest
 from tests.fakes.certificates import server_context, write_self_signed
 from tests.fakes.streaming_server import ENGINE_DEAD, LOOPBACK, OUT_OF_MEMORY, StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
-from vllm_headroom.commands.load.prompts import Api
-from vllm_headroom.commands.load.stream import LONGEST_TEXT, Outcome
-from vllm_headroom.commands.load.tally import Tally
-from vllm_headroom.trace.counter import Histogram
+from vllm_headroom_tools.history.counter import Histogram
+from vllm_headroom_tools.load.stream import LONGEST_TEXT, Outcome, Tally
+from vllm_headroom_tools.load.target import Api
 
 IS: dict[Way, tuple[Outcome, str]] = {
     Way.STREAM: (Outcome.SUCCEEDED, ""),

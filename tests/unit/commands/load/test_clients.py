@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from tests.fakes.streaming_server import StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
-from vllm_headroom.commands.load.clients import PAUSE_SECONDS, Clients, Pace
-from vllm_headroom.commands.load.stream import Outcome
-from vllm_headroom.commands.load.tally import Tally
+from vllm_headroom_tools.load.clients import PAUSE_SECONDS, Clients, Pace
+from vllm_headroom_tools.load.stream import Outcome, Tally
 
 LONG_SECONDS = 3600.0
 

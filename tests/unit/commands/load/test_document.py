@@ -13,19 +13,16 @@ from msgspec.structs import replace
 from tests.conftest import Golden
 from tests.samples import A_GPU, AN_ENGINE, failure, gpu, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.load.command import COMMAND, order
-from vllm_headroom.commands.load.document import document
-from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.commands.load.run import SHARES, Stage
-from vllm_headroom.commands.load.stream import Completion, Outcome
-from vllm_headroom.commands.load.tally import Tally
-from vllm_headroom.commands.load.text import text
 from vllm_headroom.model import Failure, Sample
-from vllm_headroom.trace.course import Course, Moment
-from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import CONTROLS, LeakState, Reason, Source
+from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.history.course import Course, Moment
+from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.load.command import COMMAND, order
+from vllm_headroom_tools.load.report import document, text
+from vllm_headroom_tools.load.run import SHARES, Observed, Stage
+from vllm_headroom_tools.load.stream import Completion, Outcome, Tally
 
 HERE = Path(__file__).parent
 GB = 10**9

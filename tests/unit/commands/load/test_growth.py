@@ -5,11 +5,11 @@ from itertools import islice
 from typing import Any
 
 from tests.unit.commands.replay.traces import flat, leaking
-from vllm_headroom.commands.load.judge import LeakVerdict, growth
-from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.parse import snapshot_of
-from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import LeakState
+from vllm_headroom_tools.history.course import Course
+from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.load.report import LeakVerdict, growth
 
 
 def told(records: Iterable[dict[str, Any]]) -> tuple[LeakVerdict, str]:

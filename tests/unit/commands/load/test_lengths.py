@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom.commands.load.prompts import Lengths, lengths
+from vllm_headroom_tools.load.target import Lengths, lengths
 
 
 @pytest.mark.parametrize(

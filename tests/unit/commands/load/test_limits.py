@@ -7,11 +7,17 @@ import pytest
 
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.command import COMMAND, order
-from vllm_headroom.commands.load.compose import _check_limits
-from vllm_headroom.commands.load.limits import MOST, STREAM_BYTES, TLS_STREAM_BYTES, limits, raise_descriptors
-from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.load.command import COMMAND, order
+from vllm_headroom_tools.load.compose import (
+    MOST,
+    STREAM_BYTES,
+    TLS_STREAM_BYTES,
+    _check_limits,
+    limits,
+    raise_descriptors,
+)
 
 MIB = 2**20
 

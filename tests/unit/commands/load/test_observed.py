@@ -4,9 +4,9 @@ import pytest
 
 from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.load.run import Observed
 
 OTHER_ENGINE = ("m", "1")
 GONE = Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message="it is gone")

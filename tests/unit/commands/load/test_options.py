@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.command import COMMAND, Order, order
-from vllm_headroom.commands.load.prompts import Api, Lengths
 from vllm_headroom.config.options import BadOptions
+from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.load.command import COMMAND, order
+from vllm_headroom_tools.load.target import Api, Lengths, Order
 
 LEAST = ("--engine-url", "http://engine:8000", "--concurrency", "10")
 

@@ -13,9 +13,6 @@ from tests.fakes.nvml.reader import in_process
 from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.command import COMMAND, order
-from vllm_headroom.commands.load.sampling import Elsewhere, Sampling, new_trace
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
@@ -23,6 +20,9 @@ from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.probe import Probe
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.load.command import COMMAND, order
+from vllm_headroom_tools.load.run import Elsewhere, Sampling, new_trace
 
 
 def sampling(server: StreamingServer, trace: Path, folder: Path) -> Sampling:

@@ -7,9 +7,8 @@ import pytest
 
 from tests.unit.commands.load.asking import tally
 from tests.unit.commands.screen import on_a_terminal, plain
-from vllm_headroom.commands.load.progress import Screen
-from vllm_headroom.commands.load.stream import Completion, Outcome
-from vllm_headroom.commands.load.tally import Tally
+from vllm_headroom_tools.load.run import Screen
+from vllm_headroom_tools.load.stream import Completion, Outcome, Tally
 
 
 def counted() -> Tally:
@@ -39,7 +38,7 @@ def test_elsewhere_there_is_a_line_every_ten_seconds(capsys: pytest.CaptureFixtu
 
 DRAW: Final = """
 from tests.unit.commands.load.test_progress import counted
-from vllm_headroom.commands.load.progress import Screen
+from vllm_headroom_tools.load.run import Screen
 bars = Screen()
 bars.show(counted(), 0.0)
 for number in (1, 2):

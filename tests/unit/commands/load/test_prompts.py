@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from vllm_headroom.commands.load.prompts import RING_WORDS, WORDS, Api, Prompts, request_body
+from vllm_headroom_tools.load.target import RING_WORDS, WORDS, Api, Prompts, request_body
 
 
 def prompts(shared_ratio: float = 0.0) -> Prompts:

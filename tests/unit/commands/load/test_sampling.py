@@ -17,14 +17,6 @@ from tests.fakes.streaming_server import LOOPBACK, StreamingServer
 from tests.unit.commands.load.asking import asker, run, target, until
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.clients import Clients, Pace
-from vllm_headroom.commands.load.command import COMMAND, order
-from vllm_headroom.commands.load.compose import _parts
-from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.commands.load.progress import Screen
-from vllm_headroom.commands.load.run import Run, Stage, streams_at_most
-from vllm_headroom.commands.load.sampling import ELSEWHERE, Elsewhere, Sampling, new_trace
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Sample
@@ -32,8 +24,23 @@ from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.probe import Probe
 from vllm_headroom.scrape.proc.reader import Processes
-from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import LeakState, Reason, Source
+from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.load.clients import Clients, Pace
+from vllm_headroom_tools.load.command import COMMAND, order
+from vllm_headroom_tools.load.compose import _parts
+from vllm_headroom_tools.load.run import (
+    ELSEWHERE,
+    Elsewhere,
+    Observed,
+    Run,
+    Sampling,
+    Screen,
+    Stage,
+    new_trace,
+    streams_at_most,
+)
 
 
 @pytest.fixture

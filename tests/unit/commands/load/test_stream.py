@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.streaming_server import ENGINE_DEAD, OUT_OF_MEMORY
 from tests.unit.commands.load.asking import usage
-from vllm_headroom.commands.load.stream import (
+from vllm_headroom_tools.load.stream import (
     LONGEST_LINE,
     LONGEST_TEXT,
     Completion,

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from vllm_headroom.commands.load.stream import Completion, Outcome
-from vllm_headroom.commands.load.tally import MOST_TEXTS, OTHERS, Tally
+from vllm_headroom_tools.load.stream import MOST_TEXTS, OTHERS, Completion, Outcome, Tally
 
 
 def test_a_server_that_always_says_something_new_is_quoted_so_often_only() -> None:

@@ -15,19 +15,19 @@ from tests.fakes.engine_server import LOOPBACK, EngineServer
 from tests.fakes.ports import free_port
 from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
-from vllm_headroom.commands.load.prompts import Api
-from vllm_headroom.commands.load.target import (
+from vllm_headroom.scrape.http.failures import trust
+from vllm_headroom.scrape.http.reader import port_of
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools.load.target import (
     MOST_LIST_BYTES,
+    Api,
     Target,
     base_url,
     find,
     offered_model,
     within,
 )
-from vllm_headroom.parse.openai import Model
-from vllm_headroom.scrape.http.credentials import trust
-from vllm_headroom.scrape.http.reader import port_of
-from vllm_headroom.trace.errors import BadInput
+from vllm_headroom_tools.openai import Model
 
 
 def problem(url: str, *, ca_file: Path | None = None) -> str:
@@ -163,7 +163,7 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
 
 
 def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_headroom.commands.load.target.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("vllm_headroom_tools.load.target.PATIENCE_SECONDS", 0.2)
     with socket.create_server((LOOPBACK, 0), backlog=0) as silent:
         full = socket.create_connection(silent.getsockname())
         told = problem(f"http://{LOOPBACK}:{silent.getsockname()[1]}")

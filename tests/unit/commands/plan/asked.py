@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.unit.sizing.models import CHECKED, FOLDER, NAMES, model
-from vllm_headroom.commands.cli import execute
-from vllm_headroom.commands.plan.command import COMMAND
-from vllm_headroom.sizing.estimate import Estimate, estimate
-from vllm_headroom.sizing.question import Question
 from vllm_headroom.units import GIB
+from vllm_headroom_tools.cli import execute
+from vllm_headroom_tools.plan.command import COMMAND
+from vllm_headroom_tools.sizing.estimate import Estimate, estimate
+from vllm_headroom_tools.sizing.question import Question
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,10 @@ from msgspec.structs import replace
 
 from tests.unit.commands.plan.asked import estimated
 from tests.unit.sizing.models import NAMES, model
-from vllm_headroom.commands.plan.changes import changes
-from vllm_headroom.sizing.estimate import Estimate, estimate, fits, longest, most
-from vllm_headroom.sizing.overhead import NOTHING
-from vllm_headroom.sizing.question import Question, defaults, unusable
 from vllm_headroom.units import GIB
+from vllm_headroom_tools.plan.verdict import changes
+from vllm_headroom_tools.sizing.estimate import NOTHING, Estimate, estimate, fits, longest, most
+from vllm_headroom_tools.sizing.question import Question, defaults, unusable
 
 COUNTED = [name for name in NAMES if model(name).parameters is not None]
 questions = st.builds(

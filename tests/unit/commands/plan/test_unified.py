@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.plan.asked import estimated, of, plan
-from vllm_headroom.sizing.estimate import fits
 from vllm_headroom.units import GIB
+from vllm_headroom_tools.sizing.estimate import fits
 
 MACHINE_GIB = 119
 

@@ -14,15 +14,15 @@ import pytest
 
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
-from vllm_headroom.commands.advise.history.history import Past
-from vllm_headroom.commands.advise.settings import EngineArgs
-from vllm_headroom.commands.cli import execute
-from vllm_headroom.commands.postmortem.command import COMMAND
+from vllm_headroom.trace.entries import HEADER, line
 from vllm_headroom.trace.flight import set_aside
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of
 from vllm_headroom.trace.parse import recorded, snapshot_of
-from vllm_headroom.trace.replay import Watch
-from vllm_headroom.trace.write import HEADER, line
+from vllm_headroom_tools.advise.history import Past
+from vllm_headroom_tools.advise.settings import EngineArgs
+from vllm_headroom_tools.cli import execute
+from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.postmortem.command import COMMAND
 
 Run = Callable[..., tuple[int, str, str]]
 

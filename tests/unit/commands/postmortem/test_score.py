@@ -10,10 +10,10 @@ import pytest
 from tests.unit.commands.postmortem import demonstrated, scenes, spoiled
 from tests.unit.commands.postmortem.scenes import Scene
 from tests.unit.commands.postmortem.spoiled import Spoil
-from vllm_headroom.commands.postmortem.command import judge
-from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
-from vllm_headroom.commands.postmortem.follow import Follower
 from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom_tools.postmortem.command import judge
+from vllm_headroom_tools.postmortem.follow import Follower
+from vllm_headroom_tools.postmortem.rules import Diagnosis, EndCause, Sureness
 
 EACH = 20
 LEAST_RIGHT = 0.95

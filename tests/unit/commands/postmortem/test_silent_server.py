@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.samples import snapshot
 from tests.unit.derive.life.watch import BEGAN, CORE, REFUSED, SERVER, SILENT, STEP_SECONDS, WHOLE, card, working
-from vllm_headroom.commands.postmortem.command import judge
-from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
-from vllm_headroom.commands.postmortem.follow import Follower
 from vllm_headroom.model import EnginePage, EngineProcess, Failure
+from vllm_headroom_tools.postmortem.command import judge
+from vllm_headroom_tools.postmortem.follow import Follower
+from vllm_headroom_tools.postmortem.rules import Diagnosis, EndCause, Sureness
 
 Look = tuple[EnginePage | Failure, tuple[EngineProcess, ...]]
 AT_WORK: list[Look] = [(working(20.0 + done), WHOLE) for done in range(12)]

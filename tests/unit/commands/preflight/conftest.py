@@ -22,5 +22,5 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
 @pytest.fixture
 def preflight(nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Preflight:
     """Give all the time in the world for looking at processes, which on a busy machine takes long."""
-    monkeypatch.setattr("vllm_headroom.commands.preflight.look.PROCESSES_SECONDS", 60.0)
+    monkeypatch.setattr("vllm_headroom_tools.preflight.look.PROCESSES_SECONDS", 60.0)
     return Preflight(nvml, tmp_path)

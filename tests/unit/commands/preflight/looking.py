@@ -10,15 +10,13 @@ from typing import Final
 
 from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.preflight.budget import Ask
-from vllm_headroom.commands.preflight.choice import Wanted
-from vllm_headroom.commands.preflight.command import settled
-from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import Conditions, look
-from vllm_headroom.commands.preflight.report import Clearance, judge
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.preflight.checks import Ask, Finding, Kind, Wanted
+from vllm_headroom_tools.preflight.command import settled
+from vllm_headroom_tools.preflight.look import Conditions, look
+from vllm_headroom_tools.preflight.report import Clearance, judge
 
 CONTAINER: Final = "pid:[4026532555]"
 DEFAULT: Final = Ask(utilization_ratio=0.92)

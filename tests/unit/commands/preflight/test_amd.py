@@ -8,9 +8,9 @@ import pytest
 from tests.fakes.amd_tree import GIB, MI300X_BYTES, AmdTree
 from tests.unit.commands.preflight.looking import DEFAULT, Preflight, only
 from tests.unit.commands.preflight.test_host import meminfo
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.preflight.text import document
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.preflight.checks import Kind
+from vllm_headroom_tools.preflight.report import document
 
 CARD = "0000:c1:00.0"
 

@@ -3,11 +3,11 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeInstance, FakeNvml
 from tests.fakes.nvml.reader import run
 from tests.unit.commands.preflight.looking import Preflight, only
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.model import GpuReadings
-from vllm_headroom.scrape.nvml.parts import GpuFaults
+from vllm_headroom.scrape.nvml.device import GpuFaults
 from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.preflight.checks import Kind
 
 
 @pytest.mark.parametrize(

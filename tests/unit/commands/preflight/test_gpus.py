@@ -2,10 +2,8 @@ import pytest
 
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.preflight.budget import Ask
-from vllm_headroom.commands.preflight.choice import Wanted
-from vllm_headroom.commands.preflight.finding import Kind
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.preflight.checks import Ask, Kind, Wanted
 
 PARALLEL = Ask(utilization_ratio=0.92, tensor_parallel_size=2)
 A100 = "NVIDIA A100-SXM4-80GB"

@@ -7,10 +7,9 @@ import pytest
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.nvml.library import GIB, FakeGpu
 from tests.unit.commands.preflight.looking import DEFAULT, Preflight, only
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.preflight.budget import Ask
-from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.preflight.text import document
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.preflight.checks import Ask, Kind
+from vllm_headroom_tools.preflight.report import document
 
 OWN_PID = 9999
 

@@ -2,11 +2,10 @@ import pytest
 
 from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.preflight.budget import Ask
-from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.preflight.look import Holder
-from vllm_headroom.commands.preflight.text import document, text
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.preflight.checks import Ask, Kind
+from vllm_headroom_tools.preflight.look import Holder
+from vllm_headroom_tools.preflight.report import document, text
 
 RESERVED = 600 * MIB
 USABLE = 80 * GIB - RESERVED

@@ -7,13 +7,10 @@ import pytest
 
 from tests.fakes.nvml.library import MIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.preflight.budget import Ask
-from vllm_headroom.commands.preflight.checks import shared_memory
-from vllm_headroom.commands.preflight.choice import Wanted
-from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.model import Shm
 from vllm_headroom.scrape.proc.host import shm_of
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.preflight.checks import Ask, Kind, Wanted, shared_memory
 
 
 def verdict(free: int, total: int) -> Conclusion | None:
@@ -55,9 +52,7 @@ def test_a_machine_without_it_is_no_go_in_parallel_only(preflight: Preflight, nv
 
 def test_the_size_is_that_of_the_file_system(tmp_path: Path) -> None:
     """In a mount namespace of its own, so that a real tmpfs of 64 MiB, as Docker's, can be mounted."""
-    code = (
-        "from pathlib import Path; from vllm_headroom.commands.preflight.look import shm_of; print(shm_of(Path('SHM')))"
-    )
+    code = "from pathlib import Path; from vllm_headroom_tools.preflight.look import shm_of; print(shm_of(Path('SHM')))"
     mounted = subprocess.run(
         [
             "unshare",

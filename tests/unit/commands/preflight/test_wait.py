@@ -1,7 +1,7 @@
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.preflight.finding import Kind
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.preflight.checks import Kind
 
 
 def test_memory_that_is_given_back_while_it_waits_is_a_go_at_once(preflight: Preflight, nvml: FakeNvml) -> None:

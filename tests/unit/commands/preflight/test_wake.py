@@ -11,14 +11,12 @@ from tests.fakes.cgroups import V2Tree
 from tests.fakes.nvml.library import GIB
 from tests.samples import engine, failure, page
 from tests.unit.commands.preflight.looking import Preflight
-from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.preflight.budget import Ask
-from vllm_headroom.commands.preflight.command import IGNORABLE
-from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.preflight.report import Clearance
-from vllm_headroom.commands.preflight.wake import judge_wake
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.vocabulary import Source
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.preflight.checks import Ask, Kind
+from vllm_headroom_tools.preflight.command import IGNORABLE
+from vllm_headroom_tools.preflight.report import Clearance, judge_wake
 
 ASLEEP: Final = engine(awake=False, gpu_memory_utilization_ratio=0.9)
 UNTOLD: Final = Ask(utilization_ratio=None)

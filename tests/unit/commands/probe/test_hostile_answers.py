@@ -12,10 +12,9 @@ from typing import Any, Final
 
 import pytest
 
-from vllm_headroom.commands.probe import record as asking
-from vllm_headroom.commands.probe.command import text
-from vllm_headroom.commands.probe.record import MOST_BYTES, record
-from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools import probe as asking
+from vllm_headroom_tools.probe import MOST_BYTES, record, recorded_text
 
 HONEST, HOSTILE = "7-1000.record.json", "8-1000.record.json"
 
@@ -75,7 +74,7 @@ def test_an_answer_nested_without_end_cannot_be_used(folder: Path) -> None:
 
     (said,) = (each["problem"] for each in recorded["processes"] if each["pid"] == 8)
     assert said.startswith("not JSON: ")
-    assert f"worker (pid 8): an answer that cannot be used: {said}" in list(text(recorded))
+    assert f"worker (pid 8): an answer that cannot be used: {said}" in list(recorded_text(recorded))
 
 
 def test_a_request_of_tomorrow_keeps_nobody_from_recording(folder: Path) -> None:

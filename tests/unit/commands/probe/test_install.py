@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from vllm_headroom.commands.probe.command import COMMAND, ENTRY_POINTS, install
+from vllm_headroom_tools.probe import COMMAND, ENTRY_POINTS, install
 
 GROUP: Final = "all(group='vllm.general_plugins')"
 REPOSITORY: Final = Path(__file__).parents[4]

@@ -17,10 +17,9 @@ import pytest
 
 from tests.process import eventually
 from tests.unit.probe.running import INSIDE, Vllm, vllm
-from vllm_headroom.commands.probe import record as asking
-from vllm_headroom.commands.probe.command import install, text
-from vllm_headroom.commands.probe.record import parse_answer, record
-from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools import probe as asking
+from vllm_headroom_tools.probe import install, parse_answer, record, recorded_text
 
 ENGINE: Final = INSIDE / "vllm" / "engine.py"
 LINE: Final = 1 + ENGINE.read_text().splitlines().index("                kept.append(bytearray(12_800))")
@@ -88,7 +87,7 @@ def test_a_process_that_dies_meanwhile_has_no_answer(leaking: Vllm, monkeypatch:
 
     recorded = asyncio.run(record(leaking.folder, 0.5, kill))
     assert [each["problem"] for each in recorded["processes"] if each["role"] == "api_server"] == ["no answer"]
-    assert any(line.endswith(": no answer") for line in text(recorded))
+    assert any(line.endswith(": no answer") for line in recorded_text(recorded))
 
 
 def test_without_a_probe_there_is_nothing_to_record(tmp_path: Path) -> None:

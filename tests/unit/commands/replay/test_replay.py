@@ -291,7 +291,7 @@ def test_help_has_an_example_and_both_sources() -> None:
 @pytest.mark.parametrize("words", [("-", "--json"), ("-",)])
 def test_a_replay_imports_nothing_of_the_daemon(words: tuple[str, ...]) -> None:
     code = (
-        "import sys; from vllm_headroom.commands import cli; from vllm_headroom.commands.replay.command import COMMAND;"
+        "import sys; from vllm_headroom_tools import cli; from vllm_headroom_tools.replay.command import COMMAND;"
         " cli.execute(COMMAND, 'replay', sys.argv[1:], {}); print(*sys.modules)"
     )
     process = subprocess.run(

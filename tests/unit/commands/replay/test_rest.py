@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.unit.commands.replay.traces import BEGAN, MIB, STEP, sample, text
-from vllm_headroom.commands.replay.report import document, verdict
 from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.replay import Watch
+from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.replay.command import document, verdict
 
 
 def watched(records: Iterable[dict[str, Any]]) -> Watch:

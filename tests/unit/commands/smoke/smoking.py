@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from tests.settings import load_as
-from vllm_headroom.commands.smoke.command import SmokeSettings, taken
-from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.step import State, Step
+from vllm_headroom_tools.smoke.command import SmokeSettings, taken
+from vllm_headroom_tools.smoke.completion import Reach, State, Step
 
 Steps = dict[str, Step]
 

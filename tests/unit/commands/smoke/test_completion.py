@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.engine_server import Answer, cut, hang, page, reset, with_head
 from tests.unit.commands.smoke.serving import CHAT, COMPLETION, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom.commands.smoke.step import State, Step
+from vllm_headroom_tools.smoke.completion import State, Step
 
 pytestmark = pytest.mark.usefixtures("nvml")
 

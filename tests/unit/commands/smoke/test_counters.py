@@ -8,11 +8,8 @@ from tests.fakes.engine_server import Answer, page
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom.commands.smoke.command import SmokeSettings
-from vllm_headroom.commands.smoke.completion import counted, read_page
-from vllm_headroom.commands.smoke.gpus import within
-from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.step import State, Step
+from vllm_headroom_tools.smoke.command import SmokeSettings, within
+from vllm_headroom_tools.smoke.completion import Reach, State, Step, counted, read_page
 
 pytestmark = pytest.mark.usefixtures("nvml")
 

@@ -10,13 +10,11 @@ from tests.fakes.ports import free_port
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import MODELS, Vllm
 from tests.unit.commands.smoke.smoking import smoke, states
-from vllm_headroom.commands.smoke.command import SmokeSettings, healthy
-from vllm_headroom.commands.smoke.completion import completed
-from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.step import State
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Reply
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.smoke.command import SmokeSettings, healthy
+from vllm_headroom_tools.smoke.completion import Reach, State, completed
 
 pytestmark = pytest.mark.usefixtures("nvml")
 REST_SKIPPED = [State.FAILED, State.SKIPPED, State.SKIPPED, State.SKIPPED]

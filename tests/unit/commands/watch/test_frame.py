@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from tests.unit.expose.views import day
-from vllm_headroom.commands.watch.frame import frame
 from vllm_headroom.expose.snapshot import document
 from vllm_headroom.expose.view import View
+from vllm_headroom_tools.watch.frame import frame
 
 
 def drawn(view: View, width: int = 60) -> str:

@@ -11,13 +11,12 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.daemon.state.content import Identity, Memory, SavedState, identity
-from vllm_headroom.daemon.state.file import Lock
+from vllm_headroom.daemon.state.file import Identity, Lock, Memory, SavedState, identity
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.leak.baseline import Baselines
 from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.per_request import Baselines
 from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, Life, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, Role
 

@@ -16,9 +16,8 @@ from tests.unit.daemon.state.engine import (
     reading,
     seen,
 )
-from vllm_headroom.daemon.state.content import Memory, taken_up
-from vllm_headroom.daemon.state.file import STATE
-from vllm_headroom.derive.leak.load import LoadState
+from vllm_headroom.daemon.state.file import STATE, Memory, taken_up
+from vllm_headroom.derive.leak.leak import LoadState
 from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
 

@@ -19,8 +19,7 @@ from msgspec import Struct
 from tests.conftest import Golden
 from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, kept, reading, seen
 from vllm_headroom.daemon.state import file
-from vllm_headroom.daemon.state.content import FORMAT, Memory, SavedState
-from vllm_headroom.daemon.state.file import MOST_BYTES, STATE, Unusable
+from vllm_headroom.daemon.state.file import FORMAT, MOST_BYTES, STATE, Memory, SavedState, Unusable
 from vllm_headroom.derive.leak.facts import Verdict
 
 SAVES = """

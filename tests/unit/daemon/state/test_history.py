@@ -14,9 +14,9 @@ from tests.unit.daemon.state.engine import free
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.state.file import HISTORY, _checksum
 from vllm_headroom.daemon.state.store import Keeper
-from vllm_headroom.derive.leak.baseline import Baselines
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.expose.history import Event, History, KeptHistory
+from vllm_headroom.derive.per_request import Baselines
+from vllm_headroom.expose.view import Event, History, KeptHistory
 from vllm_headroom.vocabulary import Level
 
 

@@ -24,8 +24,7 @@ from tests.unit.daemon.state.engine import (
     states,
 )
 from vllm_headroom import catalog
-from vllm_headroom.daemon.state.content import Memory
-from vllm_headroom.daemon.state.file import STATE, File
+from vllm_headroom.daemon.state.file import STATE, File, Memory
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive.leak.facts import Verdict
 from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot

@@ -12,9 +12,8 @@ from structlog.testing import capture_logs
 
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
-from vllm_headroom.daemon.state.content import Memory
-from vllm_headroom.daemon.state.file import LIVES, STATE
-from vllm_headroom.derive.life.follow import LIFE, LifeState
+from vllm_headroom.daemon.state.file import LIVES, STATE, Memory
+from vllm_headroom.derive.life.lives import LIFE, LifeState
 from vllm_headroom.vocabulary import ExitReason
 
 

@@ -10,8 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, recalled, seen, states
-from vllm_headroom.daemon.state.content import Memory
-from vllm_headroom.daemon.state.file import STATE, File, Unusable
+from vllm_headroom.daemon.state.file import STATE, File, Memory, Unusable
 
 NEXT = seen(ALARM_STEPS + 10)
 YEARS = 365.25 * 86400

@@ -7,8 +7,7 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.gates.gates import Gates, gates
-from vllm_headroom.derive.gates.rules import Rules
+from vllm_headroom.derive.gates import Gates, Rules, gates
 from vllm_headroom.model import Life, Sample, Values
 from vllm_headroom.vocabulary import EngineState, GateName
 

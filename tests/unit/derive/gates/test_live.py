@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates.live import FAILS_SECONDS, HOUR_SECONDS, MARGIN_SECONDS, Live, live
-from vllm_headroom.derive.gates.rules import Rules
+from vllm_headroom.derive.gates import FAILS_SECONDS, HOUR_SECONDS, MARGIN_SECONDS, Live, Rules, live
 from vllm_headroom.model import Life, Sample, Snapshot, Values
 from vllm_headroom.vocabulary import EngineState, LeakState
 

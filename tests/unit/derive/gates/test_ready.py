@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates.ready import CLOSE_AFTER_SECONDS, OPEN_AFTER_SECONDS, OVER, Ready, ready
-from vllm_headroom.derive.gates.rules import GROUPS, Rules, place
+from vllm_headroom.derive.gates import CLOSE_AFTER_SECONDS, GROUPS, OPEN_AFTER_SECONDS, OVER, Ready, Rules, place, ready
 from vllm_headroom.model import Life, Sample, Snapshot, Values
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EngineState, Source

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.samples import failure, gpu, probed
-from vllm_headroom.derive.inside.ledger import RACE_BYTES, Sums, ledger, with_inside
+from vllm_headroom.derive.inside import RACE_BYTES, Sums, ledger, with_inside
 from vllm_headroom.model import AllocatorReading, EngineParts, Failure, Gpu, Inside, PoolReading, ProbeReadings
 from vllm_headroom.vocabulary import MemoryPart, Source
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import failure, probed
-from vllm_headroom.derive.inside.present import told
+from vllm_headroom.derive.inside import told
 from vllm_headroom.model import EngineProcess, Failure, OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.vocabulary import Role, Source
 

@@ -8,9 +8,7 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, gpu, page, probed, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.admission import Batches, admission
-from vllm_headroom.derive.inside.schedulers import schedulers, with_steps
-from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.derive.kv_cache import Batches, admission, kv_cache, schedulers, with_steps
 from vllm_headroom.model import EnginePage, Gpu, Inside, ProbedProcess, ProbeReadings, SchedulerReading
 from vllm_headroom.vocabulary import MemoryPart, Source
 

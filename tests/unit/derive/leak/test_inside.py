@@ -8,10 +8,9 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, failure, values
 from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Observation, Track, Verdict
-from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks
+from vllm_headroom.derive.leak.facts import Observation, Track, Verdict, observations
 from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, insides, moved, sharpened
-from vllm_headroom.derive.leak.observed import observations
+from vllm_headroom.derive.leak.leak import Tracks, gpu_leaks
 from vllm_headroom.model import Gpu, Snapshot
 from vllm_headroom.vocabulary import Source
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import HOUR, Shape, flat, follow, leak, readings, records, segments
 from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
-from vllm_headroom.derive.leak.gpus import Tracks, kept
+from vllm_headroom.derive.leak.leak import Tracks, kept
 
 Change = Callable[[Iterable[Observation]], Iterator[Observation]]
 HOURS = 4.0

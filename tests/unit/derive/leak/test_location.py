@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
 from vllm_headroom.derive.leak.facts import Estimate, Verdict
-from vllm_headroom.derive.leak.inside import InsideTracks, insides
-from vllm_headroom.derive.leak.location import location
+from vllm_headroom.derive.leak.inside import InsideTracks, insides, location
 from vllm_headroom.vocabulary import LeakLocation
 
 

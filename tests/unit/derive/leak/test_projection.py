@@ -7,8 +7,8 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import MIB, Point, Step, Verdict
-from vllm_headroom.derive.leak.projection import Life, project
 from vllm_headroom.derive.leak.shape import Growth
+from vllm_headroom.derive.leak.steps import Life, project
 
 BLOCK_SECONDS = 960.0
 FIRST = Point(30.0, 300.0, 0.0, 0.0)

@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from vllm_headroom.derive.leak.facts import MIB, Verdict
-from vllm_headroom.derive.leak.steady import LEAKING_SECONDS, MOST_POINTS, Floor, Steady, estimated, followed
+from vllm_headroom.derive.leak.inside import LEAKING_SECONDS, MOST_POINTS, Floor, Steady, estimated, followed
 
 BLOCK: Final = 20.0
 RPS: Final = 10.0

@@ -26,12 +26,10 @@ from tests.unit.derive.leak.stretches import (
     segments,
 )
 from vllm_headroom.derive.leak.blocks import HISTORY_POINTS
-from vllm_headroom.derive.leak.evidence import NEWEST_POINTS
-from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
-from vllm_headroom.derive.leak.gpus import leak_state
-from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
+from vllm_headroom.derive.leak.facts import MIB, NEWEST_POINTS, Observation, Verdict
+from vllm_headroom.derive.leak.leak import leak_state
+from vllm_headroom.derive.leak.shape import MILEAGE_POINTS, OUT_OF_MEMORY_BYTES
 from vllm_headroom.derive.leak.track import warming_up
-from vllm_headroom.derive.leak.work import MILEAGE_POINTS
 from vllm_headroom.vocabulary import LeakState
 
 

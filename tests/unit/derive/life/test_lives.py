@@ -20,8 +20,7 @@ from tests.unit.derive.life.watch import (
     serving,
     working,
 )
-from vllm_headroom.derive.life.follow import LifeState
-from vllm_headroom.derive.life.lives import Lives
+from vllm_headroom.derive.life.lives import LifeState, Lives
 from vllm_headroom.model import EngineProcess, Failure, HostMemory, Life
 from vllm_headroom.trace.entries import NO_PID
 from vllm_headroom.vocabulary import EngineState, ExitReason

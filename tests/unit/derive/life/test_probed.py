@@ -6,7 +6,7 @@ import pytest
 
 from tests.samples import probed
 from tests.unit.derive.life.watch import BEGAN, NEXT, REFUSED, card, serving, working
-from vllm_headroom.derive.inside.schedulers import with_steps
+from vllm_headroom.derive.kv_cache import with_steps
 from vllm_headroom.model import EnginePage, Life, OomRecord, ProbedProcess, ProbeReadings, SchedulerReading
 from vllm_headroom.vocabulary import EngineState, ExitReason
 

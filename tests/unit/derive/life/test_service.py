@@ -22,9 +22,9 @@ from tests.unit.derive.life.watch import (
 from vllm_headroom import catalog
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.life.service import of_service
-from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
-from vllm_headroom.derive.readings import life
+from vllm_headroom.derive.kv_cache import PrefixCacheState, prefix_cache
+from vllm_headroom.derive.life.signs import of_service
+from vllm_headroom.derive.readings import engine_state
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Sample, Snapshot
 
 HOUR = 3600
@@ -148,7 +148,7 @@ def test_what_is_known_of_a_life_is_exported() -> None:
     watch.look(working(20), after=12)
     assert watch.seen is not None
 
-    samples = life(watch.seen)
+    samples = engine_state(watch.seen)
 
     states = {labels[0]: value for labels, value in values(samples, catalog.ENGINE_STATE).items()}
     assert states == {"unknown": 0, "down": 0, "starting": 0, "serving": 1, "stalled": 0, "asleep": 0}
@@ -167,4 +167,4 @@ def test_what_is_known_of_a_life_is_exported() -> None:
 def test_nothing_is_exported_of_a_life_that_is_not_known() -> None:
     none: tuple[Sample, ...] = ()
 
-    assert life(snapshot()) == none
+    assert engine_state(snapshot()) == none

@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.derive.life.lives import LifeState, lived
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, HostMemory, Life, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import EngineState, Reason, Role, Source
 

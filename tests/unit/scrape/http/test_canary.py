@@ -14,8 +14,7 @@ import pytest
 from tests.fakes.engine_server import Answer, EngineServer, cut, hang, page, with_head
 from tests.settings import load
 from vllm_headroom.daemon import parts
-from vllm_headroom.scrape.http.canary import CanaryRequest
-from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.scrape.http.reader import CanaryRequest, PageReader
 
 HEALTH, SLEEP, TOKEN = PATHS = ("/health", "/is_sleeping", "/v1/completions")
 COMPLETION: Final = page('{"choices":[{"text":"2"}],"usage":{"completion_tokens":1}}')

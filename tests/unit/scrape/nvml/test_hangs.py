@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons, run, until
 from vllm_headroom.model import Failure, GpuReadings
-from vllm_headroom.scrape.nvml.lane import MOST_STUCK
-from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.nvml.reader import MOST_STUCK, Nvml
 from vllm_headroom.vocabulary import Reason
 
 FOR_EVER = 600.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vllm_headroom.scrape.nvml.lane import LEAST_SECONDS, Lane, loop_seconds
+from vllm_headroom.scrape.nvml.reader import LEAST_SECONDS, Lane, loop_seconds
 
 FOR_EVER = 600.0
 SHORT_SECONDS = 0.2

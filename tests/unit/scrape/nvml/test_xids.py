@@ -5,8 +5,8 @@ import pytest
 
 from tests.fakes.nvml.library import FakeGpu, FakeInstance, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, run
+from vllm_headroom.scrape.nvml.calls import MOST_KINDS
 from vllm_headroom.scrape.nvml.reader import Nvml
-from vllm_headroom.scrape.nvml.xids import MOST_KINDS
 
 
 @pytest.fixture

@@ -16,15 +16,15 @@ from msgspec.structs import replace
 from simulator.scenarios import SCENARIOS
 from simulator.world import Course, World
 
-from vllm_headroom.derive.inside import present
-from vllm_headroom.derive.inside.ledger import with_inside
+from vllm_headroom.derive import inside as present
+from vllm_headroom.derive.inside import with_inside
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import Probe
-from vllm_headroom.trace.course import Course as States
 from vllm_headroom.trace.parse import snapshot_of
-from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
+from vllm_headroom_tools.history.course import Course as States
+from vllm_headroom_tools.history.replay import Watch
 
 HOURS: Final = 3.0
 

@@ -11,8 +11,7 @@ from tests.fakes.cgroups import V2Tree, limited
 from tests.fakes.proc_tree import ProcTree
 from tests.fakes.taker import Taker, taking
 from vllm_headroom.model import Cgroup
-from vllm_headroom.scrape.proc.cgroup import cgroup_of
-from vllm_headroom.scrape.proc.host import machine_of
+from vllm_headroom.scrape.proc.host import cgroup_of, machine_of
 
 PROC = Path("/proc")
 MIB = 2**20

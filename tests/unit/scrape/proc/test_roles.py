@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roles import engine_roles
+from vllm_headroom.scrape.proc.reader import engine_roles
 from vllm_headroom.scrape.proc.servers import named_role
 from vllm_headroom.vocabulary import Role
 

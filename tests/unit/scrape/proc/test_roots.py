@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.scrape.proc.engines import ANYTHING, NEIGHBOUR, OURS, choice, named, tree
-from vllm_headroom.scrape.proc.roles import engine_roles
+from vllm_headroom.scrape.proc.reader import engine_roles
 from vllm_headroom.scrape.proc.roots import Choice
 from vllm_headroom.scrape.proc.servers import served_port
 from vllm_headroom.vocabulary import Role

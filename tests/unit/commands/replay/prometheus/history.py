@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from tests.fakes.prometheus_server import PrometheusServer
-from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.replay.command import COMMAND
-from vllm_headroom.commands.replay.prometheus.records import records_from
+from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.replay.command import COMMAND
+from vllm_headroom_tools.replay.prometheus.records import records_from
 
 BEGIN: Final = 1_760_000_000
 UUID: Final = "GPU-11111111-2222-3333-4444-555555555555"

@@ -14,10 +14,10 @@ from tests.fakes.engine_server import EngineServer, cut, page
 from tests.fakes.ports import free_port
 from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, problem
 from tests.unit.commands.replay.prometheus.history import lazily
-from vllm_headroom.commands.replay.prometheus.api import Api
-from vllm_headroom.commands.replay.prometheus.text import Span
 from vllm_headroom.config.options import BadOptions
-from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools.replay.prometheus.api import Api
+from vllm_headroom_tools.replay.prometheus.text import Span
 
 SPAN = Span(start_ms=1_760_000_000_000, end_ms=1_760_000_060_500, step_ms=15_000)
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.replay.command import COMMAND
-from vllm_headroom.commands.replay.prometheus.text import MATCHER, STEP, TIME, Span, span_between
 from vllm_headroom.config.kinds import Value, shown
 from vllm_headroom.config.options import BadOptions
-from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.replay.command import COMMAND
+from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME, Span, span_between
 
 NOW = 1_760_000_000.25
 

@@ -13,9 +13,8 @@ from tests.contract.recorded import OTHERS
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import TARGET, add_dcgm, level, records, scraped
 from vllm_headroom.model import EnginePage
-from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom.parse.engines import parse_engines
+from vllm_headroom.trace.parse import BadInput, snapshot_of
 
 PAGES: Final = sorted(OTHERS.glob("*.prom"))
 TELL_NO_LOAD: Final = {"dynamo-component"}

@@ -15,9 +15,9 @@ from tests.unit.commands.screen import on_a_terminal
 
 READ: Final = """
 import sys
-from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.replay.command import COMMAND
-from vllm_headroom.commands.replay.prometheus.records import records_from
+from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.replay.command import COMMAND
+from vllm_headroom_tools.replay.prometheus.records import records_from
 print(sum(1 for _ in records_from(parser_of(COMMAND, "replay").read(sys.argv[1:], {}))))
 """
 

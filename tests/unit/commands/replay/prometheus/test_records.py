@@ -16,8 +16,7 @@ from tests.unit.commands.replay.prometheus.history import (
     records,
     scraped,
 )
-from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom.trace.parse import BadInput, snapshot_of
 
 MIB = 2**20
 

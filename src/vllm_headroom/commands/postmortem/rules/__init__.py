@@ -1,1 +1,0 @@
-"""One rule for each cause: the finding where it fits the facts."""

@@ -1,0 +1,225 @@
+"""The command `advise`: its options, and where the facts come from."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Coroutine, Iterator
+from typing import Any, Final
+
+from vllm_headroom.config.kinds import RATIO, TRACE, Value, page_url, tokens, whole
+from vllm_headroom.config.options import BadOptions, Parser
+from vllm_headroom.trace.parse import recorded
+from vllm_headroom.units import duration, instant
+from vllm_headroom_tools.advise.facts import Facts, Origin
+from vllm_headroom_tools.advise.finding import Advice, Change
+from vllm_headroom_tools.advise.history import Past
+from vllm_headroom_tools.advise.settings import EngineArgs, Flag, Version, spelt, version_of
+from vllm_headroom_tools.advise.verdict import Assessment, judge
+from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.progress import reading
+from vllm_headroom_tools.terminal import headed, wrapped
+
+
+def text(answer: Assessment) -> list[str]:
+    """Return the advice, cause by cause, and how it ends."""
+    lines = [_source(answer.facts)]
+    for number, advice in enumerate(answer.advice, start=1):
+        lines += ["", *_advice(number, advice)]
+    end = [*_end(answer), *(line for note in answer.notes for line in headed("note", note))]
+    lines += ["", *end] if answer.advice and end else end
+    return lines
+
+
+def _source(facts: Facts) -> str:
+    version = "" if facts.settings.version is None else f"; vLLM {spelt(facts.settings.version)}"
+    if facts.origin is Origin.PAGE or facts.begin_seconds is None or facts.end_seconds is None:
+        return f"The sidecar's page, now{version}."
+    begin, end = facts.begin_seconds, facts.end_seconds
+    return f"{facts.samples} samples over {duration(end - begin)}, {instant(begin)} to {instant(end)}{version}."
+
+
+def _advice(number: int, advice: Advice) -> Iterator[str]:
+    yield from wrapped("", f"{number}. {advice.summary}", indent=3)
+    for evidence in advice.evidence:
+        yield from headed("seen", evidence.text)
+    for place, change in enumerate(advice.changes):
+        yield from _change("then" if place else "first", change)
+    if advice.remark is not None:
+        yield from headed("mind", advice.remark)
+
+
+def _change(head: str, change: Change) -> Iterator[str]:
+    what = change.text if change.flag is None else f"{written(change)}: {change.text}"
+    yield from headed(head, what)
+    yield from headed("", f"costs {change.cost}")
+
+
+def written(change: Change) -> str:
+    """Return a change of an option as it is typed, or by how much to change what is set."""
+    flag = "" if change.flag is None else str(change.flag)
+    if change.difference is not None:
+        word = "lower" if change.difference < 0 else "higher"
+        return f"{flag} {_number(abs(change.difference), change.flag)} {word} than it is"
+    value = "" if change.value is None else f" {_number(change.value, change.flag)}"
+    now = "" if change.now is None else f" (now {_number(change.now, change.flag)})"
+    return f"{flag}{value}{now}"
+
+
+def _number(value: float, flag: Flag | None) -> str:
+    if flag is not Flag.GPU_MEMORY_UTILIZATION:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if round(value, 2) == value else f"{value:.4g}"
+
+
+def _end(answer: Assessment) -> Iterator[str]:
+    if answer.verdict is Conclusion.GOOD:
+        yield "Nothing to change." if answer.facts.origin is Origin.TRACE else "Nothing to change now."
+    if answer.verdict is Conclusion.CANNOT_TELL:
+        yield "Cannot tell whether anything should be changed. Missing:"
+    elif answer.missing:
+        yield "Whether there is more cannot be told. Missing:"
+    for missing in answer.missing:
+        yield from headed("", missing)
+
+
+def document(answer: Assessment) -> dict[str, Any]:
+    """Return the one object of --json; bytes, seconds, ratios and tokens, null where unknown."""
+    facts = answer.facts
+    version = facts.settings.version
+    return {
+        "verdict": answer.verdict,
+        "origin": facts.origin,
+        "samples": facts.samples,
+        "span_seconds": facts.span_seconds,
+        "vllm_version": None if version is None else spelt(version),
+        "vllm_version_at_least": spelt(facts.settings.known),
+        "advice": [_advised(advice) for advice in answer.advice],
+        "missing": list(answer.missing),
+        "notes": list(answer.notes),
+    }
+
+
+def _advised(advice: Advice) -> dict[str, Any]:
+    return {
+        "cause": advice.cause,
+        "summary": advice.summary,
+        "evidence": {evidence.name: evidence.value for evidence in advice.evidence},
+        "changes": [_changed(change) for change in advice.changes],
+        "remark": advice.remark,
+    }
+
+
+def _changed(change: Change) -> dict[str, Any]:
+    return {
+        "flag": change.flag,
+        "value": _value(change.value, change.flag),
+        "difference": _value(change.difference, change.flag),
+        "now": _value(change.now, change.flag),
+        "text": change.text,
+        "cost": change.cost,
+    }
+
+
+def _value(value: float | None, flag: Flag | None) -> float | None:
+    """Return whole numbers as such: all options but one take no other."""
+    return value if value is None or flag is Flag.GPU_MEMORY_UTILIZATION else int(value)
+
+
+DESCRIPTION: Final = """\
+Says which of the known causes of memory trouble fits an engine, the figures
+that show it, and the change to make: vLLM's own option, its value computed from
+this engine's figures, the least costly first.
+
+TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
+or - for standard input: a day says most. A sidecar's page is only the present.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0 when there is nothing to change, 1 when there is advice,
+and 2 when it cannot tell or cannot use its input.
+
+Example:
+  vllm-headroom advise trace.jsonl --engine-url http://127.0.0.1:8000
+  vllm-headroom advise --headroom-url http://gpu-7:9839 --json
+"""
+
+
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
+    parser.add_argument("--trace", dest="trace_option", metavar="TRACE", type=TRACE, help="the same")
+    page = page_url("http://gpu-7:9839")
+    parser.add_argument("--headroom-url", metavar="URL", type=page, help="a sidecar to read instead of a trace")
+    add = parser.add_argument_group("what the engine was started with, for values that depend on it").add_argument
+    engine = page_url("http://127.0.0.1:8000")
+    add("--engine-url", metavar="URL", type=engine, help="vLLM itself, to ask for its version and its share of the GPU")
+    version = Value(read=_version, accepts="a version of vLLM from 0.4 on, such as 0.11.2")
+    told = "only options that this version has are advised; without it, that all have that it may be"
+    add("--vllm-version", metavar="VERSION", type=version, help=told)
+    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
+    for name, kind in (("num-seqs", whole()), ("model-len", tokens()), ("num-batched-tokens", tokens())):
+        add(f"--max-{name}", metavar="N", type=kind, help="as vLLM's")
+
+
+def settings_of(given: argparse.Namespace) -> EngineArgs:
+    """Return what the operator told of the engine."""
+    return EngineArgs(
+        version=given.vllm_version,
+        gpu_memory_utilization=given.gpu_memory_utilization,
+        max_num_seqs=given.max_num_seqs,
+        max_model_len=given.max_model_len,
+        max_num_batched_tokens=given.max_num_batched_tokens,
+    )
+
+
+def _version(text: str) -> Version:
+    version = version_of(text)
+    if version is None:
+        raise ValueError
+    return version
+
+
+ONE_SOURCE: Final = "needs a TRACE or --headroom-url, and not both"
+
+
+def _run(given: Namespace) -> Assessment | Coroutine[Any, Any, Assessment]:
+    if sum(source is not None for source in (given.trace, given.trace_option, given.headroom_url)) != 1:
+        raise BadOptions(ONE_SOURCE)
+    if given.engine_url is None and given.headroom_url is None:
+        return judge(_recorded(given, settings_of(given)))
+    return _asked(given)
+
+
+async def _asked(given: Namespace) -> Assessment:
+    from vllm_headroom_tools.advise.page import (  # noqa: PLC0415 - a trace alone needs no HTTP client
+        sidecar_facts,
+        with_engine,
+    )
+
+    settings = settings_of(given)
+    if given.engine_url is not None:
+        settings = await with_engine(settings, given.engine_url)
+    if given.headroom_url is not None:
+        return judge(await sidecar_facts(given.headroom_url, settings))
+    return judge(_recorded(given, settings))
+
+
+def _recorded(given: Namespace, settings: EngineArgs) -> Facts:
+    past = Past()
+    for snapshot in recorded(given.trace or given.trace_option, reading):
+        past.step(snapshot)
+    return past.facts(settings)
+
+
+COMMAND: Final[Command[Assessment]] = Command(
+    usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --headroom-url URL",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=text,
+    document=document,
+    status=lambda answer: answer.verdict.status,
+)

@@ -1,0 +1,198 @@
+"""What one engine did over a trace."""
+
+from __future__ import annotations
+
+from vllm_headroom.derive.kv_cache import tokens_per_request
+from vllm_headroom.model import EngineReading
+from vllm_headroom_tools.advise.facts import (
+    CHANGED_RATIO,
+    FULL_RATIO,
+    ROOMY_RATIO,
+    WAITING_REQUESTS,
+    CappedFacts,
+    EngineFacts,
+    FullFacts,
+    PrefixFacts,
+    StrandedFacts,
+)
+from vllm_headroom_tools.history.counter import Histogram, Rise
+
+CAP_RATIO = 0.97
+CAP_SHARE = 0.9
+"""Ours: what vLLM allows to run is what ran, to 3 %, in nine tenths of the time in which requests waited."""
+
+
+class Full:
+    """The time in which the cache was full, and the sample after it, which has its last preemptions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._finished = 0.0
+        self._preemptions = 0.0
+        self._running = Histogram()
+        self._tokens = Histogram()
+
+    def step(self, seconds: float, finished: float, preemptions: float) -> None:
+        """Count what was done in the time before a sample."""
+        self.seconds += seconds
+        self._finished += finished
+        self._preemptions += preemptions
+
+    def saw(self, reading: EngineReading) -> None:
+        """Count what ran at a sample."""
+        self._running.add(reading.running)
+        self._tokens.add(tokens_per_request(reading))
+
+    def facts(self) -> FullFacts | None:
+        """Return what is known; None where the cache was never full."""
+        running = self._running.quantile(0.5)
+        if running is None:
+            return None
+        return FullFacts(
+            seconds=self.seconds,
+            finished=self._finished,
+            preemptions=self._preemptions,
+            running=running,
+            tokens=self._tokens.quantile(0.5),
+        )
+
+
+class Waiting:
+    """The time in which requests waited, by how many ran and how full the cache was."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._long_seconds = 0.0
+        self._roomy: dict[float, float] = {}
+        self._used = Histogram()
+
+    def step(self, seconds: float, reading: EngineReading) -> None:
+        """Count the time before a sample."""
+        waiting, used, running = reading.waiting or 0.0, reading.kv_used_ratio, reading.running
+        self.seconds += seconds if waiting > 0 else 0.0
+        if waiting < WAITING_REQUESTS or used is None or running is None:
+            return
+        self._long_seconds += seconds
+        if used < ROOMY_RATIO:
+            self._roomy[running] = self._roomy.get(running, 0.0) + seconds
+            self._used.add(used)
+
+    def facts(self, most_running: float | None) -> CappedFacts | None:
+        """Return the time at the cap; None where the waiting has another reason, such as a full cache."""
+        used = self._used.quantile(0.9)
+        if not most_running or used is None:
+            return None
+        at_cap = sum(seconds for running, seconds in self._roomy.items() if running >= CAP_RATIO * most_running)
+        if at_cap < CAP_SHARE * self._long_seconds:
+            return None
+        return CappedFacts(seconds=at_cap, running=most_running, kv_used_ratio=used)
+
+
+class Idle:
+    """Follows the idle times of one life: what was held a minute after the last request, and whether it rose each time.
+
+    What falls was given back after all, and what came before it is no leak.
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._ratios: list[float] = []
+
+    def step(self, began_seconds: float | None, held: float | None) -> None:
+        """Go on to the next sample; `held` is None but a minute after the last request."""
+        if began_seconds != self._began:
+            self._began, self._ratios = began_seconds, []
+        if held is None:
+            return
+        if not self._ratios or held < self._ratios[-1]:
+            self._ratios = [held]
+        elif held > self._ratios[-1]:
+            self._ratios.append(held)
+
+    def facts(self) -> StrandedFacts | None:
+        """Return what is known; None where the engine was never idle for a minute."""
+        if not self._ratios:
+            return None
+        return StrandedFacts(ratio=self._ratios[-1], first_ratio=self._ratios[0], rises=len(self._ratios) - 1)
+
+
+class EngineHistory:
+    """Follows one engine through a trace, for as long as its settings seem the same."""
+
+    def __init__(self) -> None:
+        self._last: EngineReading | None = None
+        self._most_running: float | None = None
+        self._calm_running: float | None = None
+        self._capacity: float | None = None
+        self._known_seconds = 0.0
+        self._kv_known = False
+        self._was_full = False
+        self._finished, self._preemptions, self._queries, self._hits = Rise(), Rise(), Rise(), Rise()
+        self._usual = Histogram()
+        self._full, self._waiting, self._idle = Full(), Waiting(), Idle()
+
+    def other_settings(self, reading: EngineReading) -> bool:
+        """Tell whether the KV cache is of another size than before."""
+        before, now = self._capacity, reading.kv_capacity_tokens
+        return before is not None and now is not None and abs(now - before) > CHANGED_RATIO * before
+
+    def step(self, reading: EngineReading, seconds: float, stranded: float | None) -> None:
+        """Go on to the next sample, `seconds` after the one before; `stranded` is what an idle engine's cache holds."""
+        self._last = reading
+        self._known_seconds += seconds
+        self._capacity = self._capacity if reading.kv_capacity_tokens is None else reading.kv_capacity_tokens
+        finished, preempted = (
+            self._finished.step(reading.finished_total),
+            self._preemptions.step(reading.preemptions_total),
+        )
+        self._queries.step(reading.prefix_queries_total)
+        self._hits.step(reading.prefix_hits_total)
+        self._waiting.step(seconds, reading)
+        self._idle.step(reading.started_at_seconds, stranded)
+        if reading.running is not None:
+            self._most_running = max(self._most_running or 0.0, reading.running)
+        if reading.kv_used_ratio is None:
+            return
+        self._kv_known = True
+        full = reading.kv_used_ratio > FULL_RATIO
+        if full or self._was_full:
+            self._full.step(seconds if full else 0.0, finished, preempted)
+        if full:
+            self._full.saw(reading)
+        else:
+            self._calm(reading, preempted)
+        self._was_full = full
+
+    def _calm(self, reading: EngineReading, preempted: float) -> None:
+        self._usual.add(tokens_per_request(reading))
+        if reading.running and not preempted:
+            self._calm_running = max(self._calm_running or 0.0, reading.running)
+
+    def facts(self) -> EngineFacts | None:
+        """Return what is known; None before the first sample."""
+        last = self._last
+        if last is None:
+            return None
+        return EngineFacts(
+            model_name=last.model_name,
+            engine=last.engine,
+            capacity_tokens=self._capacity,
+            kv_known=self._kv_known,
+            preemptions_known=self._preemptions.total is not None,
+            most_running=self._most_running,
+            finished=self._finished.total,
+            usual_tokens=self._usual.quantile(0.5),
+            high_tokens=self._usual.quantile(0.99),
+            calm_running=self._calm_running,
+            full=self._full.facts(),
+            capped=self._waiting.facts(self._most_running),
+            prefix=self._prefix(),
+            stranded=self._idle.facts(),
+        )
+
+    def _prefix(self) -> PrefixFacts | None:
+        queries, hits, seconds = self._queries.total, self._hits.total, self._known_seconds
+        if queries is None or hits is None:
+            return None
+        blocked = self._waiting.seconds / seconds if seconds else 0.0
+        return PrefixFacts(queries=queries, hits=hits, seconds=seconds, blocked_ratio=blocked)

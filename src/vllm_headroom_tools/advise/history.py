@@ -1,0 +1,292 @@
+"""A recorded past to facts."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from vllm_headroom.derive.life.lives import Lives
+from vllm_headroom.derive.readings import awake, engine_labels, named, running_requests
+from vllm_headroom.derive.verdicts import LOW_BYTES
+from vllm_headroom.model import EnginePage, Failure, Gpu, Leftover, Snapshot
+from vllm_headroom_tools.advise.engine_history import EngineHistory
+from vllm_headroom_tools.advise.facts import (
+    APART_SECONDS,
+    LASTING_SECONDS,
+    PEAK_BYTES,
+    SOMEBODY_BYTES,
+    Ending,
+    Extent,
+    Facts,
+    GpuFacts,
+    HostFacts,
+    Leak,
+    Origin,
+    Shortage,
+    Spell,
+    Start,
+)
+from vllm_headroom_tools.advise.settings import OLDEST, EngineArgs, Version, shown_by, with_page
+from vllm_headroom_tools.history.course import Course
+from vllm_headroom_tools.history.replay import LONGEST_STEP_SECONDS, Watch
+
+
+class Ends:
+    """Follows the lives of the engine, as the daemon tells them apart."""
+
+    def __init__(self) -> None:
+        self.failed: list[Start] = []
+        self.found: list[Ending] = []
+        self._served: tuple[EnginePage, tuple[Gpu, ...]] | None = None
+        self._start: Start | None = None
+        self._idle_room: float | None = None
+
+    @property
+    def serving(self) -> bool:
+        """Whether this life has served, also while its page cannot be read."""
+        return self._served is not None
+
+    def step(self, snapshot: Snapshot, lives: Lives) -> bool:
+        """Go on to the next sample, up to which there were these lives; return whether one has ended."""
+        gpus, page = snapshot.devices, snapshot.page
+        ended = snapshot.life is not None and snapshot.life.ended is not None
+        if ended:
+            self._end(snapshot.time_seconds, gpus)
+        if page is not None and named(page):
+            self._served, self._start = (page, gpus), None
+        elif lives.newest is None or lives.newest.ended:
+            self._idle_room = room_bytes(gpus)
+        elif self._served is None:
+            self._start = self._grown(gpus)
+        return ended
+
+    def _end(self, now: float, gpus: tuple[Gpu, ...]) -> None:
+        if self._served is not None:
+            page, had = self._served
+            left = sum(leftover.used_bytes or 0 for gpu in gpus for leftover in gpu.leftovers)
+            running, room = running_requests(page), room_bytes(had)
+            self.found.append(Ending(seconds=now, running=running, room_bytes=room, orphan_bytes=float(left)))
+        elif self._start is not None:
+            self.failed.append(self._start)
+        self._served = self._start = None
+
+    def _grown(self, gpus: tuple[Gpu, ...]) -> Start:
+        """Return the start that goes on with one more reading, or a new one."""
+        before = self._start or Start(
+            most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=0.0, room_before_bytes=self._idle_room
+        )
+        rooms = [known for known in (room_bytes(gpus), before.least_room_bytes) if known is not None]
+        return replace(
+            before,
+            most_held_bytes=max([before.most_held_bytes, *(gpu.held_bytes or 0 for gpu in gpus)]),
+            least_room_bytes=min(rooms, default=None),
+            most_others_bytes=max([before.most_others_bytes, *(others_bytes(gpu) or 0 for gpu in gpus)]),
+        )
+
+
+def others_bytes(gpu: Gpu) -> float | None:
+    """Return what is not the engine's on a GPU, 0 up to SOMEBODY_BYTES; None where its share is not known."""
+    memory = gpu.reading.memory
+    if memory is None or gpu.engine_bytes is None:
+        return None
+    rest = float(max(0, memory.used_bytes - gpu.engine_bytes))
+    return rest if rest > SOMEBODY_BYTES else 0.0
+
+
+def room_bytes(gpus: tuple[Gpu, ...]) -> float | None:
+    """Return the least that is left on a GPU; None where none was read."""
+    rooms = [gpu.reading.memory.left_bytes for gpu in gpus if gpu.reading.memory is not None]
+    return max(0.0, float(min(rooms))) if rooms else None
+
+
+MOSTLY = 0.5
+"""Ours: a spell with more room in it than that is made of peaks."""
+
+
+class GpuHistory:
+    """Follows one GPU; what others take is not counted as the engine's shortage."""
+
+    def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
+        self._index, self._uuid = index, uuid
+        self._usable: float | None = None
+        self._least_room: float | None = None
+        self._others: Extent | None = None
+        self._leftovers: tuple[Leftover, ...] = ()
+        self._roomy_running: float | None = None
+        self._held_since = began_seconds
+        self._open: _Open | None = None
+        self._spells: list[Spell] = []
+
+    def rest(self, now: float, *, ended_engine: bool) -> None:
+        """Close a spell that ends with the engine, or as it falls asleep: it takes hold of the GPU anew."""
+        self._close(ended_engine=ended_engine)
+        self._held_since = now
+
+    def step(self, gpu: Gpu, now: float, seconds: float, running: float | None, *, serving: bool) -> None:
+        """Go on to the next sample, `seconds` after the one before, with so many requests running in all ranks.
+
+        What a start takes for a moment is no shortage of an engine that serves.
+        """
+        memory = gpu.reading.memory
+        if memory is None:
+            return
+        self._usable, self._leftovers = float(memory.usable_bytes), gpu.leftovers
+        room, others = self._usable - memory.used_bytes, others_bytes(gpu)
+        self._least_room = max(0.0, room if self._least_room is None else min(room, self._least_room))
+        if others is not None:
+            self._others = (self._others or Extent(others, others, others)).widened(others)
+        if serving:
+            self._shortage(room + (others or 0.0), now, seconds, running)
+
+    def facts(self, leak: Leak) -> GpuFacts:
+        """Return what is known, with the spell that goes on."""
+        closed = None if self._open is None else self._open.spell(self._held_since, ended_engine=False)
+        return GpuFacts(
+            index=self._index,
+            uuid=self._uuid,
+            leak=leak,
+            usable_bytes=self._usable,
+            least_room_bytes=self._least_room,
+            others=self._others,
+            spells=(*self._spells, *(() if closed is None else (closed,))),
+            leftovers=self._leftovers,
+            roomy_running=self._roomy_running,
+        )
+
+    def _shortage(self, room: float, now: float, seconds: float, running: float | None) -> None:
+        if room >= LOW_BYTES:
+            if self._open is not None and now - self._open.last_seconds >= APART_SECONDS:
+                self._close(ended_engine=False)
+            if running and self._open is None:
+                self._roomy_running = max(self._roomy_running or 0.0, running)
+            return
+        if self._open is None:
+            self._open = _Open(now)
+        self._open.step(room, now, seconds, running)
+
+    def _close(self, *, ended_engine: bool) -> None:
+        if self._open is not None:
+            spell = self._open.spell(self._held_since, ended_engine=ended_engine)
+            self._spells += () if spell is None else (spell,)
+        self._open = None
+
+
+class _Open:
+    """A spell that goes on."""
+
+    def __init__(self, began_seconds: float) -> None:
+        self.last_seconds = began_seconds
+        self._began_seconds = began_seconds
+        self._low_seconds = 0.0
+        self._least_bytes = float(LOW_BYTES)
+        self._running: float | None = None
+
+    def step(self, room: float, now: float, seconds: float, running: float | None) -> None:
+        """Take a sample with little room."""
+        self._low_seconds += seconds
+        self.last_seconds = now
+        if room < self._least_bytes:
+            self._least_bytes, self._running = max(0.0, room), running
+
+    def spell(self, held_since: float, *, ended_engine: bool) -> Spell | None:
+        """Return what it was; None where it was short and not near the end of the card."""
+        lasted = self.last_seconds - self._began_seconds
+        if self._low_seconds >= LASTING_SECONDS and self._low_seconds >= MOSTLY * lasted:
+            from_the_start = self._began_seconds - held_since <= LASTING_SECONDS
+            kind = Shortage.LEVEL if from_the_start else Shortage.RISEN
+        elif ended_engine or self._least_bytes < PEAK_BYTES:
+            kind = Shortage.PEAK
+        else:
+            return None
+        return Spell(
+            kind=kind,
+            least_bytes=self._least_bytes,
+            began_seconds=self._began_seconds,
+            seconds=self._low_seconds,
+            running=self._running,
+            ended_engine=ended_engine,
+        )
+
+
+class Past:
+    """Gathers what the rules want to know of a past, sample by sample."""
+
+    def __init__(self) -> None:
+        self._watch = Watch()
+        self._ends = Ends()
+        self._at_least: Version = OLDEST
+        self._since: float | None = None
+        self._now = 0.0
+        self._page: EnginePage | None = None
+        self._engines: dict[tuple[str, str], EngineHistory] = {}
+        self._gpus: dict[str, GpuHistory] = {}
+        self._host_bytes: dict[str, float] = {}
+
+    def step(self, snapshot: Snapshot) -> None:
+        """Go on to the next sample."""
+        seconds = snapshot.time_seconds - self._now if self._watch.samples else 0.0
+        seconds = min(max(0.0, seconds), LONGEST_STEP_SECONDS)
+        self._now = snapshot.time_seconds
+        snapshot = self._watch.step(snapshot)
+        ended = self._ends.step(snapshot, self._watch.lives)
+        page = snapshot.page
+        engines = named(page)
+        self._page = page if engines else self._page
+        if any(
+            self._engines[engine_labels(one)].other_settings(one)
+            for one in engines
+            if engine_labels(one) in self._engines
+        ):
+            self._since, self._engines, self._gpus = self._now, {}, {}
+        stranded = {} if snapshot.life is None else dict(snapshot.life.stranded)
+        for engine in engines:
+            key = engine_labels(engine)
+            self._engines.setdefault(key, EngineHistory()).step(engine, seconds, stranded.get(key))
+        self._at_least = max(self._at_least, shown_by(engines))
+        self._step_gpus(snapshot, seconds, ended=ended)
+        self._step_host(snapshot)
+
+    def facts(self, settings: EngineArgs) -> Facts:
+        """Return the facts, of an engine started with these settings; the trace tells those that nobody gave."""
+        begin, end = self._watch.span
+        settings = settings if self._page is None else with_page(settings, self._page)
+        gpus = ((uuid, course) for _, uuid, course in self._watch.gpus if uuid in self._gpus)
+        engines = (history.facts() for history in self._engines.values())
+        return Facts(
+            origin=Origin.TRACE,
+            settings=replace(settings, at_least=max(self._at_least, settings.at_least)),
+            samples=self._watch.samples,
+            begin_seconds=begin,
+            end_seconds=end,
+            since_seconds=self._since,
+            gpus=tuple(self._gpus[uuid].facts(_leak(course)) for uuid, course in gpus),
+            engines=tuple(facts for facts in engines if facts is not None),
+            hosts=tuple(
+                HostFacts(process=str(role), leak=_leak(course), held_bytes=self._host_bytes.get(role))
+                for role, course in self._watch.host
+            ),
+            host=self._watch.memory,
+            failed_starts=tuple(self._ends.failed),
+            endings=tuple(ending for ending in self._ends.found if ending.seconds > (self._since or 0.0)),
+        )
+
+    def _step_gpus(self, snapshot: Snapshot, seconds: float, *, ended: bool) -> None:
+        page = snapshot.page
+        running = running_requests(page)
+        serving = self._ends.serving and awake(page) is not False
+        for history in self._gpus.values() if ended or not serving else ():
+            history.rest(self._now, ended_engine=ended)
+        for gpu in snapshot.devices:
+            index, uuid = gpu.reading.index, gpu.reading.uuid
+            history = self._gpus.setdefault(uuid, GpuHistory(index, uuid, self._now))
+            history.step(gpu, self._now, seconds, running, serving=serving)
+
+    def _step_host(self, snapshot: Snapshot) -> None:
+        if isinstance(snapshot.processes, Failure):
+            return
+        self._host_bytes = {}
+        for process in snapshot.processes:
+            self._host_bytes[process.role] = self._host_bytes.get(process.role, 0.0) + process.rss_bytes
+
+
+def _leak(course: Course) -> Leak:
+    return Leak(state=course.state, alarm=course.last, ended_seconds=course.leaking[-1][1] if course.leaking else None)

@@ -1,0 +1,252 @@
+"""The page of a sidecar to facts: the present, and what counters say of the time since the engine's start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from math import isfinite
+from typing import Any, Final, TypeVar
+from urllib.parse import urljoin
+
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_headroom import catalog
+from vllm_headroom.config.kinds import redacted
+from vllm_headroom.derive.host_memory import FACTS
+from vllm_headroom.derive.readings import together
+from vllm_headroom.derive.verdicts import LOW_BYTES
+from vllm_headroom.model import INPUTS, Failure, HostMemory, Metric, Sample, Values
+from vllm_headroom.scrape.http.failures import without_advice
+from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.vocabulary import LeakLocation, LeakState
+from vllm_headroom_tools.advise.facts import (
+    FULL_RATIO,
+    PEAK_BYTES,
+    SOMEBODY_BYTES,
+    EngineFacts,
+    Extent,
+    Facts,
+    FullFacts,
+    GpuFacts,
+    HostFacts,
+    Leak,
+    Origin,
+    PrefixFacts,
+    Shortage,
+    Spell,
+    StrandedFacts,
+)
+from vllm_headroom_tools.advise.settings import SHOWN_BY, EngineArgs, version_of, with_page
+from vllm_headroom_tools.history.course import Moment
+from vllm_headroom_tools.look import fetched, understood
+from vllm_headroom_tools.openai import server_version
+from vllm_headroom_tools.terminal import NO_SIDECAR
+
+Word = TypeVar("Word", bound=StrEnum)
+Labels = tuple[str, str]
+"""Index and UUID of a GPU."""
+
+INDICES: Final = frozenset(map(str, range(1024)))
+OF_A_GPU: Final = {
+    "bytes_per_second": catalog.LEAK_RATE,
+    "bytes_per_request": catalog.LEAK_PER_REQUEST,
+    "leaked_bytes": catalog.LEAKED,
+    "time_to_oom_seconds": catalog.TIME_TO_OOM,
+    "time_to_oom_seconds_lower": catalog.TIME_TO_OOM_LOWER,
+}
+ON_THE_HOST: Final = {
+    "bytes_per_second": catalog.HOST_LEAK_RATE,
+    "time_to_oom_seconds": catalog.HOST_TIME_TO_OOM,
+    "time_to_oom_seconds_lower": catalog.HOST_TIME_TO_OOM_LOWER,
+}
+
+
+def facts_of(text: str, settings: EngineArgs) -> Facts | str:
+    """Return the facts of a page, of an engine started with these settings; or why it cannot be used, in one line."""
+    try:
+        page = Values(_samples(text))
+    except (ValueError, IndexError):
+        return "the page is not in Prometheus's format: --headroom-url is vllm-headroom's, not that of what it watches"
+    if len(page.of(catalog.BUILD_INFO)) != 1 or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES:
+        return "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
+    engines = tuple(page.of(catalog.ENGINE_INFO))
+    if {profile for *_, profile in engines} - {"vllm"}:
+        return "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
+    return Facts(
+        origin=Origin.PAGE,
+        settings=_settings(page, settings),
+        age_seconds=page.value(catalog.SAMPLE_AGE),
+        gpus=tuple(_gpus(page)),
+        engines=tuple(_engine(page, model_name, engine) for model_name, engine, _ in engines),
+        hosts=tuple(_hosts(page)),
+        host=_host(page),
+    )
+
+
+def _samples(text: str) -> Iterator[Sample]:
+    """Yield what the daemon exports of a page; raises ValueError where the text is not in Prometheus's format."""
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            metric = catalog.BY_NAME.get(sample.name)
+            if metric is not None and isfinite(sample.value):
+                yield Sample(metric, tuple(sample.labels.get(label, "") for label in metric.labels), sample.value)
+
+
+def _settings(page: Values, told: EngineArgs) -> EngineArgs:
+    """Return the settings with what the page shows; what the operator told is believed."""
+    offered = (field for field in SHOWN_BY if page.value(catalog.INPUT_AVAILABLE, INPUTS[field].name))
+    sized = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
+    return replace(
+        told,
+        at_least=max((told.at_least, *(SHOWN_BY[field] for field in offered))),
+        sizes_cache_in_bytes=told.sizes_cache_in_bytes or sized,
+        gpu_memory_utilization=told.gpu_memory_utilization or _utilization(page),
+    )
+
+
+def _utilization(page: Values) -> float | None:
+    """Return what the budget is of the GPU's total (derive/discrepancy.py); None where there is none."""
+    ratios = set()
+    for (*gpu, basis), budget in page.of(catalog.MEMORY_REPORTED).items():
+        total = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
+        if total and basis == "budget":
+            ratios.add(round(budget / total, 4))
+    return ratios.pop() if len(ratios) == 1 else None
+
+
+def _gpus(page: Values) -> Iterator[GpuFacts]:
+    running = together(page.value(catalog.ENGINE_RUNNING, *engine) for *engine, _ in page.of(catalog.ENGINE_INFO))
+    for index, uuid, _, attribution in page.of(catalog.GPU_INFO):
+        if attribution:
+            yield _gpu(page, (index, uuid), running)
+
+
+def _gpu(page: Values, gpu: Labels, running: float | None) -> GpuFacts:
+    total, used = page.value(catalog.GPU_MEMORY_TOTAL, *gpu), page.value(catalog.GPU_MEMORY_USED, *gpu)
+    facts = GpuFacts(index=int(gpu[0]), uuid=gpu[1], leak=_leak(page, catalog.LEAK_STATE, gpu, OF_A_GPU))
+    if total is None or used is None:
+        return facts
+    usable = total - (page.value(catalog.GPU_MEMORY_RESERVED, *gpu) or 0.0)
+    peak = max(used, page.value(catalog.GPU_MEMORY_USED_PEAK, *gpu) or 0.0)
+    others = _others(page, gpu, used)
+    return replace(
+        facts,
+        usable_bytes=usable,
+        least_room_bytes=max(0.0, usable - peak),
+        others=None if others is None else Extent(others, others, others),
+        spells=tuple(_spells(usable - used + (others or 0.0), usable - peak + (others or 0.0), running)),
+    )
+
+
+def _others(page: Values, gpu: Labels, used: float) -> float | None:
+    engine = page.value(catalog.GPU_MEMORY_HELD, *gpu, "engine")
+    if engine is None:
+        return None
+    return used - engine if used - engine > SOMEBODY_BYTES else 0.0
+
+
+def _spells(room: float, room_at_peak: float, running: float | None) -> Iterator[Spell]:
+    if room < LOW_BYTES:
+        yield Spell(kind=Shortage.LEVEL, least_bytes=max(0.0, room_at_peak), running=running)
+    elif room_at_peak < PEAK_BYTES:
+        yield Spell(kind=Shortage.PEAK, least_bytes=max(0.0, room_at_peak))
+
+
+def _leak(page: Values, state: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]) -> Leak:
+    """Return what is said of a series; a figure that all series share has no labels."""
+    said: dict[str, Any] = {name: page.value(metric, *labels[: len(metric.labels)]) for name, metric in figures.items()}
+    where = _one_of(LeakLocation, page.state(catalog.LEAK_LOCATION, *labels))
+    is_in = _one_of(LeakState, page.state(state, *labels)) or LeakState.UNKNOWN
+    return Leak(state=is_in, alarm=Moment(seconds=0.0, location=where, **said) if is_in is LeakState.LEAKING else None)
+
+
+def _one_of(known: type[Word], named: str | None) -> Word | None:
+    return next((word for word in known if word == named), None)
+
+
+def _hosts(page: Values) -> Iterator[HostFacts]:
+    """Yield each role of the engine's processes."""
+    for role, held in page.of(catalog.HOST_MEMORY).items():
+        leak = _leak(page, catalog.HOST_LEAK_STATE, role, ON_THE_HOST)
+        yield HostFacts(process=role[0], leak=leak, held_bytes=held)
+
+
+def _host(page: Values) -> HostMemory:
+    """Return the memory that the engine runs in."""
+    known = ((fact, page.value(metric)) for metric, fact in FACTS)
+    return HostMemory(basis=None, **{fact: int(value) for fact, value in known if value is not None})
+
+
+def _engine(page: Values, *engine: str) -> EngineFacts:
+    used = page.value(catalog.ENGINE_KV_USED, *engine)
+    running, lost = page.value(catalog.ENGINE_RUNNING, *engine), page.value(catalog.ENGINE_KV_STRANDED, *engine)
+    return EngineFacts(
+        model_name=engine[0],
+        engine=engine[1],
+        capacity_tokens=page.value(catalog.ENGINE_KV_CAPACITY_TOKENS, *engine),
+        capacity_bytes=page.value(catalog.ENGINE_KV_CAPACITY_BYTES, *engine),
+        kv_known=used is not None,
+        preemptions_known=page.value(catalog.ENGINE_PREEMPTIONS, *engine) is not None,
+        most_running=running,
+        finished=page.value(catalog.ENGINE_FINISHED, *engine),
+        full=_full(page, *engine) if used is not None and used > FULL_RATIO and running else None,
+        prefix=_prefix(page, *engine),
+        stranded=None if lost is None else StrandedFacts(ratio=lost, first_ratio=lost, rises=0),
+    )
+
+
+def _full(page: Values, *engine: str) -> FullFacts:
+    return FullFacts(
+        seconds=None,
+        finished=page.value(catalog.ENGINE_FINISHED, *engine) or 0.0,
+        preemptions=page.value(catalog.ENGINE_PREEMPTIONS, *engine) or 0.0,
+        running=page.value(catalog.ENGINE_RUNNING, *engine) or 0.0,
+        tokens=page.value(catalog.ENGINE_KV_TOKENS_PER_REQUEST, *engine),
+    )
+
+
+def _prefix(page: Values, *engine: str) -> PrefixFacts | None:
+    queries, hits = page.value(catalog.ENGINE_PREFIX_QUERIES, *engine), page.value(catalog.ENGINE_PREFIX_HITS, *engine)
+    recent = page.value(catalog.ENGINE_PREFIX_HIT_RATIO, *engine)
+    if queries is None or hits is None:
+        return None
+    blocked = bool(page.value(catalog.ENGINE_WAITING, *engine) or page.value(catalog.ENGINE_PREEMPTIONS, *engine))
+    return PrefixFacts(queries=queries, hits=hits, seconds=None, blocked_ratio=float(blocked), recent_ratio=recent)
+
+
+TIMEOUT_SECONDS: Final = 20.0
+"""Longer than the daemon waits: it is asked once, and a busy engine answers late."""
+
+
+async def sidecar_facts(url: str, settings: EngineArgs) -> Facts:
+    """Return what the page of the sidecar at `url` says; raises BadInput where none comes."""
+    page = await fetched(_reader(url))
+    if isinstance(page, Failure):
+        raise BadInput(f"{without_advice(page)}: {NO_SIDECAR}")
+    facts = facts_of(page, settings)
+    if isinstance(facts, str):
+        raise BadInput(facts)
+    return facts
+
+
+async def with_engine(settings: EngineArgs, url: str) -> EngineArgs:
+    """Return the settings with what the engine whose page is at `url` says; what the operator told is believed.
+
+    Its version is asked of /version beside the page, which vLLM answers without a key. Raises BadInput where no page
+    comes, or it is no engine's.
+    """
+    page, about = await asyncio.gather(understood(_reader(url)), fetched(_reader(urljoin(url, "version"))))
+    if isinstance(page, Failure):
+        raise BadInput(f"--engine-url: {without_advice(page)}: check that vLLM serves there")
+    if not page.engines:
+        raise BadInput(f"--engine-url: the page at {redacted(url)} is not vLLM's")
+    told = None if isinstance(about, Failure) else server_version(about)
+    version = settings.version or (version_of(told) if told else None)
+    return replace(with_page(settings, page), version=version)
+
+
+def _reader(url: str) -> PageReader:
+    return PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS)

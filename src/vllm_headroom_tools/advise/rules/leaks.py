@@ -1,0 +1,306 @@
+"""Rules on leaks, of memory or of cache blocks: restarts give it back, another version mends it, and no option does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import floor
+from typing import Final
+
+from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.derive.verdicts import LOW_BYTES, STRANDED
+from vllm_headroom.units import duration, instant, size
+from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
+from vllm_headroom_tools.advise.facts import (
+    AIM_BYTES,
+    LOST_RATIO,
+    LOST_RISES,
+    EngineFacts,
+    Facts,
+    GpuFacts,
+    Leak,
+    Origin,
+    Shortage,
+    Spell,
+)
+from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, called, count, lowered, percent, several
+from vllm_headroom_tools.advise.rules.capacity import take_less
+from vllm_headroom_tools.advise.settings import Flag
+from vllm_headroom_tools.history.course import Moment
+
+NO_FLAG: Final = "No option mends a leak: less for vLLM only makes the time until the next restart longer."
+RESTART: Final = "a restart: drain the engine first, while another replica serves"
+EVIDENCE_FIRST: Final = "Keep the trace and the engine's log first: a report needs them, and a restart wipes them out"
+
+
+VERSION: Final = "Upgrade vLLM, or go back to the version before it began"
+OUTSIDE: Final = (
+    "Look for it in the release notes of NCCL and of the driver, by the versions in the engine's log, and try newer"
+    " ones: it grows outside torch, in what neither vLLM nor torch frees"
+)
+EXPANDABLE: Final = (
+    "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the engine's environment, unless sleep mode is on, which"
+    " refuses it: what leaks is memory that torch has and cannot use, in fragments"
+)
+FRAGMENTS: Final = "No option of vLLM mends fragments: less for vLLM only makes the time until the next restart longer."
+
+
+LIMIT: Final = "before the container's memory limit is reached"
+
+LeakFound = tuple[str, Leak, Moment]
+"""A series, what the detector says of it, and its alarm."""
+
+
+BLOCK_IDS: Final = (
+    "Upgrade to vLLM 0.26 or newer: from 0.18 to 0.25 a list of block ids is never emptied (vllm-project/vllm#44490)"
+)
+NO_GRAPHS: Final = (
+    "If CUDA graphs are turned off, turn them on: without them workers of 0.24 to 0.27.1 leak (vllm-project/vllm#50150)"
+)
+KNOWN: Final = (
+    (Role.ENGINE_CORE, (0, 18, 0), (0, 25, 0), BLOCK_IDS),
+    (Role.WORKER, (0, 24, 0), (0, 27, 1), NO_GRAPHS),
+)
+"""Leaks of host memory whose cause was found: the role, the first and the last version, and what mends it; those of the
+runbook HeadroomHostMemoryLeak that a role and a version tell."""
+
+CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
+    LeakLocation.FRAGMENTATION: (EXPANDABLE, VERSION),
+    LeakLocation.OUTSIDE_TORCH: (OUTSIDE,),
+    LeakLocation.TENSORS: (f"{VERSION}; it is tensors that nobody frees: report it to vLLM with the trace",),
+    None: (VERSION,),
+}
+"""Three places, three cures; and one where the place is not known."""
+
+
+def gpu_leak(facts: Facts) -> Advice | None:
+    """Fit where the leak detector gave its alarm on a GPU; its thresholds are its own (docs/leaks.md)."""
+    leaks = [(gpu.called, gpu.leak, gpu.leak.alarm) for gpu in facts.gpus if gpu.leak.alarm is not None]
+    if not leaks:
+        return None
+    name, leak, alarm = _worst_leak(leaks)
+    soon = _soon(alarm)
+    when = "in a quiet hour" if soon is None else f"within {duration(soon)}, the least that is left"
+    return Advice(
+        cause=Cause.GPU_LEAK,
+        summary=f"The engine leaks GPU memory on {', '.join(name for name, *_ in leaks)}{_until(leak)}.",
+        evidence=tuple(_figures(name, leak.state, alarm)),
+        changes=_mended(leak, when, *CURES[alarm.location]),
+        remark=FRAGMENTS if alarm.location is LeakLocation.FRAGMENTATION else NO_FLAG,
+    )
+
+
+def host_leak(facts: Facts) -> Advice | None:
+    """Fit where the detector gave its alarm on the resident memory of a role of processes."""
+    leaks = [(host.process, host.leak, host.leak.alarm) for host in facts.hosts if host.leak.alarm is not None]
+    if not leaks:
+        return None
+    name, leak, alarm = _worst_leak(leaks)
+    held = next((host.held_bytes for host in facts.hosts if host.process == name), None)
+    evidence = list(_figures(name, leak.state, alarm))
+    if held is not None:
+        evidence.append(Evidence("held_bytes", held, f"{name} holds {size(held)} of host memory"))
+    version = facts.settings.version
+    known = [cure for role, first, last, cure in KNOWN if role == name and version and first <= version <= last]
+    soon = _soon(alarm)
+    when = f"within {duration(soon)}, the least that is left before the kernel kills it" if soon is not None else LIMIT
+    return Advice(
+        cause=Cause.HOST_LEAK,
+        summary=f"The engine's processes leak host memory: {', '.join(name for name, *_ in leaks)}{_until(leak)}.",
+        evidence=tuple(evidence),
+        changes=_mended(leak, when, *(known or ["Upgrade vLLM"])),
+        remark="No option that sizes GPU memory has a part in it.",
+    )
+
+
+def _soon(alarm: Moment) -> float | None:
+    """Return the least time that is left, as far as it is known."""
+    lower = alarm.time_to_oom_seconds_lower
+    return alarm.time_to_oom_seconds if lower is None else lower
+
+
+def _mended(leak: Leak, when: str, *texts: str) -> tuple[Change, ...]:
+    restart = Change(text=f"Restart the engine {when}. {EVIDENCE_FIRST}", cost=RESTART)
+    upgrades = tuple(Change(text=text, cost="another version to be tried out; a restart") for text in texts)
+    return (restart, *upgrades) if leak.ended_seconds is None else upgrades
+
+
+def _worst_leak(leaks: list[LeakFound]) -> LeakFound:
+    """Return a leak that goes on before one that ended, and the fastest of them."""
+    return max(leaks, key=lambda each: (each[1].ended_seconds is None, each[2].bytes_per_second or 0.0))
+
+
+def _until(leak: Leak) -> str:
+    return "" if leak.ended_seconds is None else f"; it ended at {instant(leak.ended_seconds)}, as with a restart"
+
+
+def _figures(name: str, state: LeakState, alarm: Moment) -> Iterator[Evidence]:
+    yield Evidence("series", name, f"the leak detector's alarm on {name}; {state} now")
+    if alarm.location is not None:
+        where = f"it grows in {PLACES[alarm.location]}, by the probe inside the engine"
+        yield Evidence("location", alarm.location, where)
+    if alarm.bytes_per_second is not None:
+        yield Evidence("bytes_per_second", alarm.bytes_per_second, f"{size(alarm.bytes_per_second)} per second")
+    if alarm.bytes_per_request is not None:
+        rate = size(1000 * alarm.bytes_per_request)
+        yield Evidence("bytes_per_request", alarm.bytes_per_request, f"{rate} per thousand requests")
+    if alarm.leaked_bytes is not None:
+        yield Evidence("leaked_bytes", alarm.leaked_bytes, f"{size(alarm.leaked_bytes)} since it began")
+    if alarm.time_to_oom_seconds is not None and state is LeakState.LEAKING:
+        left = alarm.time_to_oom_seconds
+        yield Evidence("time_to_oom_seconds", left, f"out of memory in about {duration(left)}")
+
+
+def kv_block_leak(facts: Facts) -> Advice | None:
+    """Fit where an idle engine holds more of its KV cache each time, or a twentieth of it at all."""
+    lost = [engine for engine in facts.engines if _loses(engine)]
+    if not lost:
+        return None
+    return Advice(
+        cause=Cause.KV_BLOCK_LEAK,
+        summary=f"Blocks of the KV cache are lost: {', '.join(called(facts, engine) for engine in lost)}.",
+        evidence=tuple(each for engine in lost for each in _leak_evidence(engine)),
+        changes=(
+            Change(text=f"Restart the engine in a quiet hour. {EVIDENCE_FIRST}", cost=RESTART),
+            Change(
+                text="Upgrade vLLM; where a KV connector transfers blocks, look in the log for transfers that failed,"
+                " and try without it",
+                cost="another version or another setting to be tried out; a restart",
+            ),
+        ),
+        remark="GPU memory is not in danger: the cache only holds fewer requests, in the end none.",
+    )
+
+
+def _loses(engine: EngineFacts) -> bool:
+    lost = engine.stranded
+    if lost is None:
+        return False
+    return lost.ratio > STRANDED or (lost.rises >= LOST_RISES and lost.ratio > LOST_RATIO)
+
+
+def _leak_evidence(engine: EngineFacts) -> tuple[Evidence, ...]:
+    lost = engine.stranded
+    if lost is None:
+        return ()
+    held = f"{percent(lost.ratio)} of the KV cache stayed in use a minute after the last request"
+    rose = f"it was more at {lost.rises} idle times, after {percent(lost.first_ratio)} at the first"
+    return (
+        Evidence("stranded_ratio", lost.ratio, held),
+        *((Evidence("rises", lost.rises, rose),) if lost.rises else ()),
+    )
+
+
+ShortageFound = tuple[GpuFacts, Spell]
+
+
+def configuration_overshoot(facts: Facts) -> Advice | None:
+    """Fit where less than LOW_BYTES were left ever since the engine held its memory, without what others took.
+
+    vLLM's share leaves too little for what lies outside of it: CUDA context, NCCL, late kernels (DESIGN.md, 7).
+    """
+    return _too_much_taken(
+        facts, Shortage.LEVEL, Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {gpu} than it can spare"
+    )
+
+
+def chronic(facts: Facts) -> Advice | None:
+    """Fit where the room fell below LOW_BYTES after the start and stayed there, and the leak detector says no leak.
+
+    High-water marks of the allocator: what a request needed once is not given back (DESIGN.md, 20).
+    """
+    return _too_much_taken(facts, Shortage.RISEN, Cause.CHRONIC, "Memory of {gpu} filled up after the start")
+
+
+def burst(facts: Facts) -> Advice | None:
+    """Fit where less than PEAK_BYTES were left for a moment, or the engine ended in a moment with less than LOW_BYTES.
+
+    The changes are those of the runbook HeadroomGpuMemoryPeak, in its order.
+    """
+    found = _spells(facts, Shortage.PEAK)
+    if not found:
+        return None
+    gpu, spell = _worst_shortage(found)
+    ended = sum(spell.ended_engine for _, spell in found)
+    summary = f"Bursts nearly fill {gpu.called}" if not ended else f"Bursts fill {gpu.called}, and the engine ends"
+    return Advice(
+        cause=Cause.BURST,
+        summary=f"{summary}.",
+        evidence=tuple(_shortage_evidence(facts, found)),
+        changes=several(_smaller_steps(facts), _fewer(facts, gpu, spell), _less(facts, gpu, spell)),
+        remark="A lower share for vLLM makes room for bursts and a smaller KV cache; a full KV cache is no shortage.",
+    )
+
+
+def _too_much_taken(facts: Facts, kind: Shortage, cause: Cause, summary: str) -> Advice | None:
+    found = _spells(facts, kind)
+    if not found:
+        return None
+    gpu, spell = _worst_shortage(found)
+    return Advice(
+        cause=cause,
+        summary=f"{summary.format(gpu=gpu.called)}{' now' if facts.origin is Origin.PAGE else ''}.",
+        evidence=tuple(_shortage_evidence(facts, found)),
+        changes=several(_less(facts, gpu, spell)),
+        remark="The share of the card in use says nothing, vLLM takes most of it at its start; what is left counts.",
+    )
+
+
+def _spells(facts: Facts, kind: Shortage) -> list[ShortageFound]:
+    return [(gpu, spell) for gpu in facts.gpus for spell in gpu.spells if spell.kind is kind]
+
+
+def _worst_shortage(found: list[ShortageFound]) -> ShortageFound:
+    return min(found, key=lambda each: each[1].least_bytes)
+
+
+def _shortage_evidence(facts: Facts, found: list[ShortageFound]) -> Iterator[Evidence]:
+    gpu, spell = _worst_shortage(found)
+    left = size(spell.least_bytes)
+    seconds = "" if spell.seconds is None else f", for {duration(spell.seconds)}"
+    at = "" if spell.began_seconds is None else f" from {instant(spell.began_seconds)}"
+    yield Evidence("least_room_bytes", spell.least_bytes, f"{left} were left on {gpu.called}{at}{seconds}")
+    if len(found) > 1:
+        yield Evidence("times", len(found), f"{len(found)} times less than {size(LOW_BYTES)}")
+    yield Evidence("leak_state", gpu.leak.state, f"the leak detector says {gpu.leak.state}")
+    ended = sum(spell.ended_engine for _, spell in found)
+    if ended:
+        yield Evidence("engine_ended", ended, f"the engine let go of its memory after {ended} of them")
+    if spell.running is not None:
+        ran = f"{count(spell.running)} requests ran then"
+        roomy = "" if gpu.roomy_running is None else f", {count(gpu.roomy_running)} at the most while more was left"
+        yield Evidence("running", spell.running, ran + roomy)
+    if facts.settings.gpu_memory_utilization is not None:
+        now = facts.settings.gpu_memory_utilization
+        yield Evidence("gpu_memory_utilization", now, f"vLLM may take {now:.3g} of the GPU")
+
+
+def _less(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
+    return take_less(facts, gpu, AIM_BYTES - spell.least_bytes)
+
+
+def _smaller_steps(facts: Facts) -> Change | None:
+    """Halve the tokens of a step, with which its activations shrink; only where it is known what they are."""
+    now = facts.settings.max_num_batched_tokens
+    if now is None or now < 1024:  # noqa: PLR2004 - below, prompts take more steps than that saves
+        return None
+    return lowered(
+        facts,
+        Flag.MAX_NUM_BATCHED_TOKENS,
+        now // 2,
+        text="halves what one step computes, and with it the most it needs for a moment",
+        cost="long prompts take more steps; a restart",
+    )
+
+
+def _fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
+    """Return as many requests as ran with room, where more ran in the burst; the rest waits in the queue."""
+    engines = len(facts.engines)
+    if not engines or not gpu.roomy_running or spell.running is None or gpu.roomy_running >= spell.running:
+        return None
+    return lowered(
+        facts,
+        Flag.MAX_NUM_SEQS,
+        floor(gpu.roomy_running / engines),
+        text=f"as many as ran with {size(LOW_BYTES)} and more left",
+        cost="in a burst requests wait in the queue; a restart",
+    )

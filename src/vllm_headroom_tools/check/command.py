@@ -1,0 +1,337 @@
+"""The command `check`: its options, and every limit that was given, judged."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+from xml.etree import ElementTree as ET
+
+from msgspec import Struct
+
+from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, bounded, choice, size, whole
+from vllm_headroom.config.options import BadOptions, Parser
+from vllm_headroom.trace.parse import BadInput, recorded
+from vllm_headroom.units import duration
+from vllm_headroom_tools.check.leaks import gpu_leaks, host_leaks
+from vllm_headroom_tools.check.limits import (
+    COST,
+    DISCREPANCY,
+    GROWTH,
+    HOST_LEAK,
+    LEAK,
+    PREEMPTIONS,
+    RESTARTS,
+    Judgement,
+    Unit,
+    costs,
+    discrepancies,
+    growths,
+    overall,
+    preemptions,
+    restarts,
+)
+from vllm_headroom_tools.check.record import Budget, Record
+from vllm_headroom_tools.cli import Command, save
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.progress import reading
+from vllm_headroom_tools.terminal import wrapped
+
+MARKS: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "FAILED", Conclusion.CANNOT_TELL: "cannot tell"}
+OUTCOMES: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "failed", Conclusion.CANNOT_TELL: "cannot_tell"}
+"""The words of --json."""
+
+HEADS: Final = ("", "limit", "of", "found", "at most", "baseline")
+INDENT: Final = " " * 13
+"""The width of the marks: a reason stands below the limit's name."""
+
+
+def told(judgements: Sequence[Judgement]) -> str:
+    """Return the sum in a line."""
+    verdict = overall(judgements)
+    counts = {each: sum(judgement.verdict is each for judgement in judgements) for each in Conclusion}
+    if verdict is Conclusion.GOOD:
+        return f"Passed: all {len(judgements)} limits kept."
+    failed, unknown = counts[Conclusion.NOT_GOOD], counts[Conclusion.CANNOT_TELL]
+    if verdict is Conclusion.CANNOT_TELL:
+        return f"Cannot tell: {unknown} of {len(judgements)} limits cannot be judged, {counts[Conclusion.GOOD]} kept."
+    also = f", {unknown} cannot be judged" if unknown else ""
+    return f"FAILED: {failed} of {len(judgements)} limits exceeded{also}."
+
+
+def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement]) -> list[str]:
+    """Return what each trace is, a row for each judgement with its reason below it, and the sum."""
+    rows: list[tuple[str, ...]] = [HEADS]
+    rows += [(MARKS[each.verdict], each.limit, each.of, *each.words) for each in judgements]
+    rows = rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [_line(row, widths) for row in rows]
+    shown = [lines[0]]
+    for judgement, line in zip(judgements, lines[1:], strict=True):
+        shown += [line, *wrapped(INDENT, judgement.why)]
+    heads = [f"{name}: {_extent(record)}" for name, record in traces]
+    return [*heads, "", *shown, "", told(judgements)]
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    widths = (len(INDENT) - 2, *widths[1:])
+    return "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _extent(record: Record) -> str:
+    done = record.finished.total
+    requests = "requests unknown" if done is None else f"{done:,.0f} requests finished"
+    return f"{record.samples:,} samples over {duration(record.span_seconds)}, {requests}"
+
+
+def document(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement]) -> dict[str, Any]:
+    """Return what --json prints; None is what is unknown, or was not given."""
+    (trace, *others) = [_summary(name, record) for name, record in traces]
+    return {
+        "outcome": OUTCOMES[overall(judgements)],
+        "trace": trace,
+        "baseline": others[0] if others else None,
+        "limits": [_judged(judgement) for judgement in judgements],
+    }
+
+
+def _summary(name: str, record: Record) -> dict[str, Any]:
+    return {
+        "file": name,
+        "samples": record.samples,
+        "span_seconds": record.span_seconds,
+        "requests_finished": record.finished.total,
+        "engine_restarts": record.restarts,
+    }
+
+
+def _judged(judgement: Judgement) -> dict[str, Any]:
+    return {
+        "limit": judgement.limit,
+        "of": judgement.of or None,
+        "outcome": OUTCOMES[judgement.verdict],
+        "unit": judgement.unit,
+        "value": judgement.value,
+        "most": judgement.most,
+        "least": judgement.least,
+        "baseline": judgement.baseline,
+        "why": judgement.why or None,
+    }
+
+
+LEVELS: Final = {Conclusion.NOT_GOOD: "error", Conclusion.CANNOT_TELL: "warning"}
+SUITE: Final = "vllm-headroom check"
+HEAD: Final = '<?xml version="1.0" encoding="utf-8"?>'
+CLASS: Final = "vllm_headroom_tools.check"
+ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
+"""What cannot be told is an error: a skipped test would count as good."""
+
+
+def report(judgements: Sequence[Judgement]) -> str:
+    """Return a suite with a test for each judgement."""
+    return _suite([_case(each.name, ELEMENTS.get(each.verdict), message(each), each.why) for each in judgements])
+
+
+def broken(why: str) -> str:
+    """Return a suite with one error: a report of an earlier build must not be left in its place."""
+    return _suite([_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], why, "")])
+
+
+def message(judgement: Judgement) -> str:
+    """Return what was found and what is allowed, in a line."""
+    found, allowed, before = judgement.words
+    at_most = f", at most {allowed}" if allowed else ""
+    baseline = f", baseline {before}" if before else ""
+    return f"{judgement.name}: {found}{at_most}{baseline}"
+
+
+def _suite(cases: Sequence[ET.Element]) -> str:
+    counts = {
+        "tests": str(len(cases)),
+        "failures": str(sum(case.find("failure") is not None for case in cases)),
+        "errors": str(sum(case.find("error") is not None for case in cases)),
+    }
+    root = ET.Element("testsuites", counts)
+    suite = ET.SubElement(root, "testsuite", {"name": SUITE, **counts, "skipped": "0"})
+    suite.extend(cases)
+    ET.indent(root)
+    return f"{HEAD}\n{ET.tostring(root, encoding='unicode')}\n"
+
+
+def _case(name: str, element: str | None, text: str, why: str) -> ET.Element:
+    """Return a test: `text` is its message where it has not passed, and its output where it has."""
+    case = ET.Element("testcase", {"classname": CLASS, "name": name})
+    if element is None:
+        ET.SubElement(case, "system-out").text = f"{text}\n{why}".rstrip()
+    else:
+        ET.SubElement(case, element, {"message": text}).text = why or text
+    return case
+
+
+def commands(judgements: Sequence[Judgement]) -> Iterator[str]:
+    """Yield an error for each limit that is exceeded, a warning for each that cannot be judged, else one notice.
+
+    GitHub shows ten of a kind and step, so what is kept has one together.
+    """
+    for judgement in judgements:
+        if level := LEVELS.get(judgement.verdict):
+            why = f" ({judgement.why})" if judgement.why else ""
+            yield _annotation(level, f"{message(judgement)}{why}")
+    if overall(judgements) is Conclusion.GOOD:
+        yield _annotation("notice", told(judgements))
+
+
+def _annotation(level: str, text: str) -> str:
+    """Return a workflow command; its text is escaped as GitHub's own toolkit does (actions/toolkit, command.ts)."""
+    escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::{level} title={SUITE}::{escaped}"
+
+
+DESCRIPTION: Final = """\
+The gate for CI: says whether an engine kept its limits while a trace of it was
+recorded, and beside it what an older version did. A limit is kept, exceeded, or
+cannot be judged on this trace; only when all are kept has it passed.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0 when every limit is kept, 1 when one is exceeded, and 2
+when one cannot be judged or the trace cannot be read.
+
+Example:
+  vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB \\
+    --baseline old.jsonl --max-growth-over-baseline 5% --junit report.xml
+"""
+
+Judge = Callable[[Record, Record | None, float], Iterator[Judgement]]
+"""Takes the trace, the baseline and the limit; yields a judgement for each thing that the limit is on."""
+
+SIZE: Final = size("1MiB")
+NUMBER: Final = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
+SAME_LOAD: Final = "GPU and host memory at the same load; the KV cache may be as much smaller"
+JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
+    "max_leak_per_thousand_requests": (LEAK, gpu_leaks, "SIZE", SIZE, "GPU memory, by the leak detector"),
+    "max_host_leak_per_thousand_requests": (HOST_LEAK, host_leaks, "SIZE", SIZE, "host memory, in the same way"),
+    "max_discrepancy": (
+        DISCREPANCY,
+        discrepancies,
+        "SHARE",
+        SHARE,
+        "GPU memory held beyond what the engine was told to use",
+    ),
+    "max_bytes_per_request": (COST, costs, "SIZE", SIZE, "GPU memory over running requests, at full load"),
+    "max_preemptions_per_thousand_requests": (PREEMPTIONS, preemptions, "N", NUMBER, "as vLLM counts them"),
+    "max_growth_over_baseline": (GROWTH, growths, "SHARE", SHARE, SAME_LOAD),
+    "max_restarts": (RESTARTS, restarts, "N", whole(0), "of the engine during the trace; 0 if not given"),
+}
+"""The limit that an option sets: its name, who judges it, and what is said of the option."""
+
+
+def judge(limits: Mapping[str, float], record: Record, before: Record | None) -> Iterator[Judgement]:
+    """Yield the judgements on each limit, which is by its option; on what is not in the trace it cannot be told."""
+    for option, most in limits.items():
+        name, judged, *_ = JUDGES[option]
+        why = f"the trace has no {'process' if name == HOST_LEAK else 'GPU'} of the engine's"
+        nothing = Judgement(limit=name, verdict=Conclusion.CANNOT_TELL, unit=Unit.BYTES, why=why)
+        yield from tuple(judged(record, before, most)) or (nothing,)
+
+
+NO_LIMIT: Final = "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
+NO_BASELINE: Final = "--max-growth-over-baseline needs a --baseline"
+TWICE_STDIN: Final = "--trace and --baseline cannot both be standard input"
+ONE_OUTPUT: Final = "--json and --format cannot both be given"
+ONE_REPORT: Final = "--gpu-memory-utilization and --reported-bytes cannot both be given"
+
+
+def limits_of(given: Namespace) -> dict[str, float]:
+    """Return the limits among the options, by their names; raises BadOptions where options do not go together."""
+    limits = {option: most for option in JUDGES if (most := getattr(given, option)) is not None}
+    problems = {
+        NO_LIMIT: not limits,
+        NO_BASELINE: "max_growth_over_baseline" in limits and given.baseline is None,
+        TWICE_STDIN: given.trace == given.baseline == "-",
+        ONE_OUTPUT: given.json and given.format is not None,
+        ONE_REPORT: given.gpu_memory_utilization is not None and given.reported_bytes is not None,
+    }
+    if any(problems.values()):
+        raise BadOptions(*(problem for problem, is_there in problems.items() if is_there))
+    return {"max_restarts": 0, **limits}
+
+
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    traces = parser.add_argument_group("traces")
+    traces.add_argument("--trace", metavar="FILE", required=True, type=TRACE, help="what is judged; - for stdin")
+    traces.add_argument("--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load")
+    limits = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
+    for name, (_, _, word, kind, text) in JUDGES.items():
+        limits(f"--{name.replace('_', '-')}", metavar=word, type=kind, help=text)
+    _add_report(parser)
+    output = parser.add_argument_group("output").add_argument
+    output("--junit", metavar="FILE", type=FILE, help="write JUnit XML, which GitLab and Jenkins show")
+    formats = choice(("text", "github"))
+    output("--format", metavar="NAME", type=formats, help="text, or github with annotations for a workflow's run")
+
+
+def _add_report(parser: Parser) -> None:
+    add = parser.add_argument_group("what the engine was told to use of each GPU, for --max-discrepancy").add_argument
+    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
+    add("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
+
+
+class Checked(Struct, frozen=True, kw_only=True):
+    """The traces with their names, the first of which was judged, and how; `for_github` as it was asked for."""
+
+    traces: Sequence[tuple[str, Record]]
+    judgements: tuple[Judgement, ...]
+    for_github: bool
+
+
+def _run(given: Namespace) -> Checked:
+    limits = limits_of(given)
+    try:
+        traces = [
+            (name, _read(option, name, given))
+            for option, name in (("--trace", given.trace), ("--baseline", given.baseline))
+            if name is not None
+        ]
+    except BadInput as error:
+        save(given.junit, broken(str(error)))
+        raise
+    records = [record for _, record in traces]
+    judgements = tuple(judge(limits, records[0], records[1] if records[1:] else None))
+    save(given.junit, report(judgements))
+    return Checked(traces=traces, judgements=judgements, for_github=given.format == "github")
+
+
+def _read(option: str, name: str, given: Namespace) -> Record:
+    """Return the trace that an option names; raises BadInput, which names the option."""
+    expected = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
+    record = Record(
+        expected,
+        keeps_gpus=given.max_leak_per_thousand_requests is not None,
+        keeps_host=given.max_host_leak_per_thousand_requests is not None,
+    )
+    try:
+        for snapshot in recorded(name, reading):
+            record.step(snapshot)
+    except BadInput as error:
+        raise BadInput(f"{option}: {error}") from error
+    return record
+
+
+def _text(checked: Checked) -> Iterator[str]:
+    yield from table(checked.traces, checked.judgements)
+    if checked.for_github:
+        yield from commands(checked.judgements)
+
+
+COMMAND: Final[Command[Checked]] = Command(
+    usage="%(prog)s --trace FILE [--baseline FILE] [LIMIT]... [OPTION]...",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=_text,
+    document=lambda checked: document(checked.traces, checked.judgements),
+    status=lambda checked: overall(checked.judgements).status,
+)

@@ -1,0 +1,58 @@
+"""The command `demo`: what an operator can set of it, and the daemon over a simulated engine and GPU."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import ClassVar, Final
+
+from vllm_headroom.config.fields import setting
+from vllm_headroom.config.kinds import Value, above_zero, bounded, choice
+from vllm_headroom.config.settings import Settings
+from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.demo.scenario import TABLE
+
+DESCRIPTION: Final = """\
+Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
+"""
+
+EPILOG: Final = """\
+Example:
+  vllm-headroom demo --scenario burst --speed 10
+  curl http://127.0.0.1:9839/metrics
+"""
+
+SCENARIOS: Final = tuple(TABLE)
+FASTEST: Final = 1000
+
+
+class DemoSettings(Settings):
+    """The daemon's settings and the demo's own; how to reach an engine is none of them, for the demo brings its own."""
+
+    no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
+
+    scenario: str = setting(choice(SCENARIOS), SCENARIOS[0], "NAME", "What happens in the simulation.")
+    speed: float = setting(
+        Value(read=above_zero(bounded(float, 0, FASTEST)), accepts=f"a number above 0, at most {FASTEST}"),
+        60,
+        "NUMBER",
+        "How many times as fast as the clock the simulation's time runs.",
+    )
+
+
+async def _run(given: Namespace) -> int:
+    from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
+    from vllm_headroom_tools.demo.run import run  # noqa: PLC0415 - --help need not wait for a web server
+
+    settings: DemoSettings = given.settings
+    logs.configure(settings.log_format, settings.log_level)
+    return await run(settings.values(), scenario=TABLE[settings.scenario], speed=settings.speed)
+
+
+COMMAND: Final[Command[int]] = Command(
+    usage="vllm-headroom demo [OPTION VALUE]...",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    options=lambda parser: parser.add_settings(DemoSettings),
+    run=_run,
+    status=int,
+)

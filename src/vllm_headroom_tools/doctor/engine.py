@@ -1,0 +1,350 @@
+"""Is the engine's page there?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.discrepancy import discrepancy
+from vllm_headroom.derive.inside import told
+from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.derive.readings import named
+from vllm_headroom.model import (
+    INPUTS,
+    EnginePage,
+    Failure,
+    Gpu,
+    GpuMemory,
+    GpuReading,
+    ProbedProcess,
+    ProbeReadings,
+    Snapshot,
+)
+from vllm_headroom.parse.engines import nothing_found, profile_of
+from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.parse.profile import Profile
+from vllm_headroom.parse.profiles.vllm import VLLM as VLLM_ENGINE
+from vllm_headroom.scrape.http.reader import port_of
+from vllm_headroom.scrape.probe import Probe
+from vllm_headroom.units import GIB
+from vllm_headroom.vocabulary import Attribution, Reason
+from vllm_headroom_tools.doctor.fixes import COMPOSE, POD, VLLM, Check, Fix, Sight, Status, engine_fixes, setting
+from vllm_headroom_tools.look import PATIENCE_SECONDS
+from vllm_headroom_tools.sizing.footprint import ModelShape, token_bytes
+
+WITHOUT_THE_PAGE: Final = (
+    "headroom_engine_info",
+    "headroom_engine_awake",
+    "headroom_engine_requests_*",
+    "headroom_engine_p*",
+    "headroom_engine_generation_tokens_total",
+    "headroom_engine_kv_cache_*",
+    "headroom_engine_additional_requests",
+    "headroom_input_available",
+    "headroom_leak_bytes_per_request",
+    "headroom_load_stable",
+    "headroom_memory_*",
+    "headroom_sample_skew_seconds",
+)
+WITHOUT_AN_ANSWER: Final = (
+    *WITHOUT_THE_PAGE,
+    "headroom_leak_bytes_*",
+    "headroom_leaked_bytes",
+    "headroom_time_to_oom_*",
+)
+"""Nothing is said of leaks before the engine was seen to have served."""
+
+SOMEWHERE: Final = setting(
+    "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics",
+    "# HOST is 127.0.0.1 in the same pod, PORT is vLLM's --port, or 8000",
+    "# trtllm-serve has its page at /prometheus/metrics",
+)
+
+WAIT: Final = Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",))
+
+
+def engine(sight: Sight) -> Check:
+    """Tell whether the page can be read and is an engine's, and of which version."""
+    if isinstance(sight.page, Failure):
+        return _unreadable(sight, sight.page)
+    if sight.page.engines:
+        return Check(Status.OK, _answering(sight, sight.page))
+    fixes = [_elsewhere(sight)]
+    if sight.version is not None:
+        fixes.insert(0, Fix(where=f"{VLLM}, to take out", lines=("--disable-log-stats",)))
+    return Check(
+        Status.MISSING,
+        f"{sight.url} answers, but {nothing_found(sight.page)}",
+        details=() if sight.version is None else (f"the server calls itself version {sight.version}",),
+        absent=WITHOUT_THE_PAGE,
+        fixes=tuple(fixes),
+    )
+
+
+def _answering(sight: Sight, page: EnginePage) -> str:
+    what = f"version {sight.version}" if sight.version else "a version that it does not tell"
+    models = sorted({engine.model_name for engine in named(page)})
+    serving = f"model {', '.join(models)}" if models else "no model named before its first request"
+    engines = f", {len(page.engines)} engines" if len(page.engines) > 1 else ""
+    return f"{sight.url} answers: {page.profile}, {what}, {serving}{engines}"
+
+
+def _unreadable(sight: Sight, failure: Failure) -> Check:
+    gave_up = failure.reason is Reason.TIMEOUT and sight.daemon_waits_seconds > PATIENCE_SECONDS
+    return Check(
+        Status.UNKNOWN if gave_up else Status.MISSING,
+        failure.message,
+        details=tuple(_hints(sight, gave_up=gave_up)),
+        absent=WITHOUT_AN_ANSWER,
+        fixes=(*((WAIT,) if _is_loading(sight) else ()), *engine_fixes(failure.reason, _elsewhere(sight))),
+    )
+
+
+def _hints(sight: Sight, *, gave_up: bool) -> Iterator[str]:
+    if gave_up:
+        yield f"the daemon waits {sight.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
+    if _is_loading(sight):
+        yield "its processes run here: while an engine loads its model, which can take minutes, it does not listen"
+    elif sight.served_port not in {None, port_of(sight.url)}:
+        yield f"an engine that runs here serves port {sight.served_port}"
+
+
+def _is_loading(sight: Sight) -> bool:
+    """Tell whether nothing listens yet, and a vLLM that runs here may do so later."""
+    if isinstance(sight.processes, Failure) or not sight.processes.engine or not isinstance(sight.page, Failure):
+        return False
+    return sight.page.reason is Reason.UNREACHABLE and sight.served_port in {None, port_of(sight.url)}
+
+
+def _elsewhere(sight: Sight) -> Fix:
+    """Return how to look for the page elsewhere: at the port of the engine that runs here, where that is another."""
+    if sight.served_port in {None, port_of(sight.url)}:
+        return SOMEWHERE
+    return setting(f"HEADROOM_ENGINE_URL={sight.url.copy_with(port=sight.served_port)}")
+
+
+NO_PAGE: Final = "needs the engine's page, see engine"
+WITHOUT_A_REPORT: Final = tuple(
+    metric.name for metric in (catalog.MEMORY_REPORTED, catalog.MEMORY_DISCREPANCY, catalog.MEMORY_DISCREPANCY_RATIO)
+)
+A_GPU: Final = Gpu(
+    reading=GpuReading(
+        index=0,
+        uuid="",
+        name="",
+        memory=GpuMemory(total_bytes=GIB, used_bytes=0, free_bytes=GIB, reserved_bytes=0),
+    ),
+    attribution=Attribution.ASSUMED,
+)
+NEWER: Final = Fix(where="in vLLM's image", lines=("# 0.11.1 or newer, which offers all of them",))
+TAKE_OUT: Final = Fix(where=f"{VLLM}, to take out", lines=("--kv-cache-memory-bytes",))
+
+
+WITHOUT_BYTES: Final = (catalog.ENGINE_KV_CAPACITY_BYTES.name, catalog.ENGINE_KV_BYTES_PER_REQUEST.name)
+TELL_KV_BYTES: Final = (
+    setting("HEADROOM_MODEL_CONFIG=/models/MODEL/config.json  # of the model that is served, where it can be read"),
+    setting(
+        "HEADROOM_KV_BYTES_PER_TOKEN=131072",
+        "# 2 x layers x KV heads x head size x bytes of a value: yours are in the model's config.json",
+        "# 131072 is Llama 3.1 8B in 16 bits: 2 x 32 x 8 x 128 x 2",
+    ),
+)
+SERIES: Final = {
+    each.name: made
+    for field, each in INPUTS.items()
+    if (made := tuple(m for m in catalog.METRICS if field in m.needs or m.name == each.metric))
+}
+"""What is made of each input, and absent without it. Of the inputs that are not here, each has others that stand in for
+it, and what the engine reports of its memory is looked at by itself."""
+
+
+def engine_inputs(sight: Sight) -> Check:
+    """Tell which inputs the page does not offer, and which series are absent for it."""
+    page = sight.page
+    if isinstance(page, Failure) or not page.engines:
+        return Check(Status.UNKNOWN, NO_PAGE)
+    offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
+    wanted = needed(page)
+    profile = profile_of(page.profile)
+    spare = ", ".join(name for name, found in page.inputs if not found and name not in SERIES)
+    details = (
+        *((f"not offered, and no series is absent for it: {spare}",) if spare else ()),
+        *(f"{profile.product} does not tell {name}: {why}" for name, why in profile.absent if name in SERIES),
+    )
+    if not wanted:
+        return Check(Status.OK, offered, details=details)
+    has_served = any(engine.prompt_tokens_total for engine in page.engines)
+    later = "" if has_served else "; no request has been served yet, and some come with the first"
+    return Check(
+        Status.MISSING if has_served else Status.UNKNOWN,
+        f"{offered}, not {', '.join(wanted)}{later}",
+        details=details,
+        absent=lost(wanted, page),
+        fixes=(_newer(profile) if has_served else _first_request(sight, page),),
+    )
+
+
+def _newer(profile: Profile) -> Fix:
+    if profile.name == VLLM_ENGINE.name:
+        return NEWER
+    return Fix(where=f"in {profile.product}'s image", lines=("# a newer version, where it has one that offers them",))
+
+
+def reported_memory(sight: Sight, configured_bytes: int | None) -> Check:
+    """Tell what there is to compare the engine's memory with: ask the derivation, for a GPU of one's own making."""
+    page = sight.page
+    if isinstance(page, Failure) or not page.engines:
+        return Check(Status.UNKNOWN, NO_PAGE)
+    snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=())
+    for sample in discrepancy(snapshot, configured_bytes=configured_bytes):
+        return Check(Status.OK, _report(sample.labels[-1], sample.value))
+    is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
+    product = profile_of(page.profile).product
+    given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
+    untold = f"{product} does not tell one gpu_memory_utilization"
+    return Check(
+        Status.MISSING,
+        f"{given if is_given else untold}, so that there is no budget to compare what it holds with",
+        absent=WITHOUT_A_REPORT,
+        fixes=(
+            setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU"),
+            *((TAKE_OUT,) if is_given else ()),
+        ),
+    )
+
+
+def _first_request(sight: Sight, page: EnginePage) -> Fix:
+    body = json.dumps({"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1})
+    url = shlex.quote(str(sight.url.join("v1/completions")))
+    return Fix(
+        where="with a first request",
+        lines=(f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}",),
+    )
+
+
+def _report(basis: str, value: float) -> str:
+    told = {
+        "metric": f"the engine reports {value / GIB:.1f} GiB on each GPU",
+        "budget": f"the engine's budget is {value / GIB:.0%} of each GPU (gpu_memory_utilization)",
+        "configured": f"HEADROOM_REPORTED_BYTES is {value / GIB:.1f} GiB on each GPU",
+    }
+    return told[basis]
+
+
+def needed(page: EnginePage) -> tuple[str, ...]:
+    """Return the inputs that the page does not offer, engines of its kind do, and something is made of."""
+    never = dict(profile_of(page.profile).absent)
+    return tuple(name for name, found in page.inputs if not found and name in SERIES and name not in never)
+
+
+def lost(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
+    """Return the series that are absent without these inputs, in the order of the daemon's page."""
+    without = {metric for name in inputs for metric in SERIES[name]}
+    if ("prefix_cache_hit_rate", True) in page.inputs:
+        without.discard(catalog.ENGINE_PREFIX_HIT_RATIO)
+    return tuple(metric.name for metric in catalog.METRICS if metric in without)
+
+
+def kv_bytes(sight: Sight, bytes_per_token: float | None, model: ModelShape | None) -> Check:
+    """Tell whether the KV cache can be known in bytes: with a model, ask the derivation; it works without them."""
+    if bytes_per_token is not None:
+        return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
+    if model is None:
+        text = "HEADROOM_MODEL_CONFIG is not set: the KV cache is told in tokens, not in bytes"
+        return Check(Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)
+    if isinstance(sight.page, Failure) or not sight.page.engines:
+        return Check(Status.UNKNOWN, NO_PAGE)
+    gpus = sight.readings if isinstance(sight.readings, Failure) else sight.gpus
+    snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=sight.page, gpus=gpus, processes=())
+    told = {sample.metric for sample in kv_cache(snapshot, bytes_per_token=None, model=token_bytes(model))}
+    if catalog.ENGINE_KV_CAPACITY_BYTES in told:
+        return Check(Status.OK, "HEADROOM_MODEL_CONFIG tells the bytes per token")
+    text = (
+        "HEADROOM_MODEL_CONFIG does not tell the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
+        " or its layers keep a window or a state"
+    )
+    return Check(Status.MISSING, text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)
+
+
+READ_SECONDS: Final = 2.0
+FROM_PROBE: Final = ("headroom_engine_memory_bytes", "headroom_allocator_*", "headroom_leak_location")
+OFF: Final = "HEADROOM_PROBE_DIR is not set: what only vLLM's processes know is not read"
+NO_GPU: Final = "torch's allocator is not told: vLLM has no GPU, has not begun to use it, or may sleep"
+
+FIXES: Final = (
+    Fix(
+        where=f"{POD}, after the container that runs vllm-headroom probe install (the component probe has it all)",
+        lines=(
+            "containers:",
+            "- name: vllm",
+            "  env:",
+            "  - {name: PYTHONPATH, value: /opt/headroom-probe}",
+            "  - {name: HEADROOM_PROBE_DIR, value: /run/headroom-probe}",
+            "  volumeMounts:",
+            "  - {name: headroom-probe, mountPath: /opt/headroom-probe, readOnly: true}",
+            "  - {name: headroom-probe-files, mountPath: /run/headroom-probe}",
+        ),
+    ),
+    Fix(
+        where=f"in vLLM's compose service (deploy/compose), and the folder {COMPOSE} too",
+        lines=("environment: {PYTHONPATH: /opt/headroom-probe, HEADROOM_PROBE_DIR: /run/headroom-probe}",),
+    ),
+    Fix(where="where vLLM's environment has VLLM_PLUGINS", lines=("VLLM_PLUGINS=...,headroom_probe",)),
+)
+RESTART: Final = (Fix(where="by a restart of vLLM, once what its log says is mended", lines=("headroom probe: ...",)),)
+
+
+async def probe_files(folder: Path | None) -> tuple[ProbedProcess, ...] | Failure | None:
+    """Return what the probe has written, as the daemon reads it; None where it is not set."""
+    return None if folder is None else await Probe(folder, parse=parse_probe).read(READ_SECONDS)
+
+
+def probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Sight) -> Check:
+    """Tell whether the probe is there, loaded by the vLLM that runs, and writes."""
+    processes = () if isinstance(sight.processes, Failure) else sight.processes.engine
+    found = told(files, processes, time.time())
+    if found is None:
+        return Check(Status.NOT_APPLICABLE, OFF)
+    if isinstance(found, Failure):
+        return _missing(found.message, (), *FIXES)
+    stopped = tuple(f"{_called(each)} has stopped: {each.stopped}" for each in _of_now(found) if each.stopped)
+    if not found.present:
+        return _missing(_why_none(found), stopped, *(RESTART if found.silent or stopped else FIXES))
+    details = (*stopped, *(f"{_called(each)} writes no longer" for each in found.silent))
+    if details:
+        return _missing(f"{_counted(found.present)}, but not all", details, *RESTART)
+    telling = any(process.devices for process in found.present)
+    return Check(Status.OK, _counted(found.present), details=() if telling else (NO_GPU,))
+
+
+def _missing(text: str, details: tuple[str, ...], *fixes: Fix) -> Check:
+    return Check(Status.MISSING, text, details=details, absent=FROM_PROBE, fixes=fixes)
+
+
+def _of_now(found: ProbeReadings) -> tuple[ProbedProcess, ...]:
+    """Return those that may be of the engine that runs: not older than what writes now."""
+    began = min((each.started_at_seconds for each in found.present), default=0.0)
+    return tuple(each for each in found.others if each.started_at_seconds >= began)
+
+
+def _why_none(found: ProbeReadings) -> str:
+    if found.silent:
+        return "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"
+    return "none of vLLM's processes writes now: it is down, still starting, or was started without the probe"
+
+
+def _counted(present: tuple[ProbedProcess, ...]) -> str:
+    roles = Counter(str(each.role) for each in present)
+    versions = sorted({each.vllm_version for each in present if each.vllm_version})
+    counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+    return f"it answers in {counted}" + (f" of vLLM {', '.join(versions)}" if versions else "")
+
+
+def _called(process: ProbedProcess) -> str:
+    return f"{process.role} (pid {process.pid} of its container)"

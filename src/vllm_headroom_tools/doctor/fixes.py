@@ -1,0 +1,222 @@
+"""What the doctor says of one thing, and the lines that mend what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+import httpx
+from msgspec import Struct
+
+from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.daemon.parts import page_reader
+from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.scrape.http.failures import without_secrets
+from vllm_headroom.vocabulary import Reason
+from vllm_headroom_tools.look import PATIENCE_SECONDS, Machine, fetched, machine, understood
+from vllm_headroom_tools.openai import server_version
+
+
+class Status(StrEnum):
+    """How it stands with one thing; what could not be found out is never called available or missing."""
+
+    OK = "ok"
+    MISSING = "missing"
+    UNKNOWN = "unknown"
+    NOT_APPLICABLE = "not_applicable"
+
+
+class Fix(Struct, frozen=True, kw_only=True):
+    """One way to mend a thing: the lines to write, and where; several of them are alternatives."""
+
+    where: str
+    lines: tuple[str, ...]
+
+
+class Check(Struct, frozen=True):
+    """How it stands with one thing.
+
+    `text` says what was found, what is missing, or why it cannot be told or does not apply. `absent` are the series
+    that are not on the daemon's page meanwhile; one that ends in `*` stands for all that begin so.
+    """
+
+    state: Status
+    text: str
+    details: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    fixes: tuple[Fix, ...] = ()
+
+
+POD: Final = "in the pod's spec"
+COMPOSE: Final = "in the sidecar's compose service"
+NODE: Final = "on the node"
+VLLM: Final = "in vLLM's arguments"
+
+
+CLAIM: Final = "resources: {claims: [{name: gpu}]}"
+
+
+def setting(*lines: str) -> Fix:
+    """Return the fix that is a setting of ours."""
+    return Fix(where="in the sidecar's environment", lines=lines)
+
+
+SEE_THE_GPUS: Final = (
+    Fix(
+        where=POD,
+        lines=(
+            "runtimeClassName: nvidia",
+            "containers:  # initContainers, where the sidecar is a native one",
+            "- name: headroom",
+            "  env:",
+            "  - {name: NVIDIA_VISIBLE_DEVICES, value: all}",
+            "  - {name: NVIDIA_DRIVER_CAPABILITIES, value: utility}",
+        ),
+    ),
+    Fix(
+        where="in both containers, where the pod has the GPUs by a DRA claim, here named gpu",
+        lines=(CLAIM,),
+    ),
+    Fix(
+        where="in the pod's metadata, where the GPU Operator runs its NRI plugin",
+        lines=("annotations: {nvidia.cdi.k8s.io/container.headroom: nvidia.com/gpu=all}",),
+    ),
+    Fix(
+        where=COMPOSE,
+        lines=(
+            "runtime: nvidia",
+            "environment: {NVIDIA_VISIBLE_DEVICES: all, NVIDIA_DRIVER_CAPABILITIES: utility}",
+        ),
+    ),
+    Fix(
+        where="on a machine without containers, once NVIDIA's driver is installed, this works", lines=("nvidia-smi -L",)
+    ),
+)
+SEE_THE_PROCESSES: Final = (
+    Fix(where=POD, lines=("shareProcessNamespace: true",)),
+    Fix(
+        where=f"{COMPOSE} and in vLLM's, beside a service that only sleeps (deploy/compose)",
+        lines=('pid: "service:processes"',),
+    ),
+)
+SEE_HOST_PIDS: Final = Fix(where=POD, lines=("hostPID: true",))
+NEWER_DRIVER: Final = Fix(where=NODE, lines=("# NVIDIA driver 565.57.01 or newer",))
+KERNEL_LOG: Final = Fix(where=NODE, lines=("dmesg --ctime | grep -e NVRM -e Xid -e amdgpu",))
+SEE_AMDS_CARDS: Final = Fix(
+    where="on a machine with AMD's cards, once their driver amdgpu is loaded, this works, in a container too",
+    lines=("cat /sys/class/drm/card*/device/mem_info_vram_total",),
+)
+ASK_KFD: Final = (
+    Fix(where=COMPOSE, lines=("devices: [/dev/kfd, /dev/dri]",)),
+    Fix(where="in both containers, where the pod has AMD's cards by a DRA claim, here named gpu", lines=(CLAIM,)),
+)
+TRACE_THEM: Final = (
+    Fix(
+        where="in the pod's spec, beside shareProcessNamespace: true, where vLLM runs as root",
+        lines=(
+            "containers:  # initContainers, where the sidecar is a native one",
+            "- name: headroom",
+            "  securityContext: {runAsUser: 0, runAsNonRoot: false, capabilities: {drop: [ALL], add: [SYS_PTRACE]}}",
+        ),
+    ),
+    Fix(where=COMPOSE, lines=('user: "0"', "cap_add: [SYS_PTRACE]")),
+)
+NEW_CONTAINER: Final = (
+    Fix(
+        where="in Kubernetes nothing: after this time the daemon ends, and the kubelet makes its container anew",
+        lines=("HEADROOM_GPU_FATAL_GRACE_SECONDS=60",),
+    ),
+    Fix(where="with compose", lines=("docker compose up --detach --force-recreate headroom",)),
+)
+SAY_WHICH_PORT: Final = (
+    Fix(where=VLLM, lines=("--port 8001  # another for each server",)),
+    setting("HEADROOM_ENGINE_URL=http://127.0.0.1:8001/metrics"),
+)
+
+_NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
+    Reason.LIBRARY_MISSING: (*SEE_THE_GPUS, SEE_AMDS_CARDS),
+    Reason.NO_DEVICES: (*SEE_THE_GPUS, SEE_AMDS_CARDS),
+    Reason.NO_PERMISSION: SEE_THE_GPUS,
+    Reason.DRIVER_MISSING: (
+        Fix(where=POD, lines=('nodeSelector: {nvidia.com/gpu.present: "true"}',)),
+        Fix(where=NODE, lines=("modprobe nvidia",)),
+        SEE_AMDS_CARDS,
+    ),
+    Reason.VERSION_MISMATCH: NEW_CONTAINER,
+    Reason.UNKNOWN: (*NEW_CONTAINER, KERNEL_LOG),
+}
+
+
+def nvml_fixes(reason: Reason) -> tuple[Fix, ...]:
+    """Return what mends NVML as a whole."""
+    return _NVML.get(reason, (KERNEL_LOG,))
+
+
+def gpu_fixes(reason: Reason) -> tuple[Fix, ...]:
+    """Return what mends one GPU."""
+    return SEE_THE_GPUS if reason is Reason.NO_PERMISSION else (KERNEL_LOG,)
+
+
+def engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
+    """Return what makes the engine's page come; `elsewhere` names another address for it."""
+    match reason:
+        case Reason.TIMEOUT:
+            slower = ("HEADROOM_ENGINE_TIMEOUT_SECONDS=10", "HEADROOM_SAMPLE_INTERVAL_SECONDS=10")
+            return setting(*slower), elsewhere
+        case Reason.TLS:
+            return setting("HEADROOM_ENGINE_CA_FILE=/path/to/ca.pem"), elsewhere
+        case Reason.UNAUTHORIZED | Reason.CREDENTIALS:
+            return (setting("HEADROOM_ENGINE_BEARER_TOKEN_FILE=/path/to/token"),)
+        case Reason.TOO_LARGE:
+            return setting("HEADROOM_ENGINE_MAX_PAGE_BYTES=32MiB"), elsewhere
+        case _:
+            return (elsewhere,)
+
+
+ASIDE_SECONDS: Final = 1.0
+"""For what only helps: the engine's version."""
+
+
+class Sight(Machine, frozen=True, kw_only=True):
+    """What was seen of the machine and the engine.
+
+    `url` is where the engine's page should be, without user and password. `version` is what the server calls itself,
+    None where it does not. `host_limit_bytes` is what the operator says of vLLM's host memory, `daemon_waits_seconds`
+    how long the daemon waits for the page, which may be longer than the doctor does.
+    """
+
+    url: httpx.URL
+    page: EnginePage | Failure
+    version: str | None
+    daemon_waits_seconds: float
+    host_limit_bytes: int | None = None
+
+    @property
+    def served_port(self) -> int | None:
+        """The port in the command line of the engine that runs here; None where it is not known, or one of several."""
+        ports = () if isinstance(self.processes, Failure) else self.processes.ports
+        return min(ports) if len(ports) == 1 else None
+
+
+async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
+    """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
+    url = httpx.URL(settings.engine_url)
+    daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
+    reader = page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS))
+    page = asyncio.create_task(understood(reader, settings.profile))
+    here, about = await asyncio.gather(
+        machine(settings, page, proc, sys),
+        fetched(page_reader(settings, str(url.join("version")), timeout_seconds=ASIDE_SECONDS)),
+    )
+    return Sight(
+        url=without_secrets(url),
+        page=await page,
+        version=server_version(about) if isinstance(about, str) else None,
+        readings=here.readings,
+        gpus=here.gpus,
+        processes=here.processes,
+        daemon_waits_seconds=daemon_waits,
+        host_limit_bytes=settings.host_memory_limit_bytes,
+    )

@@ -1,0 +1,1 @@
+"""What a recorded past is: its samples, curves and counters."""

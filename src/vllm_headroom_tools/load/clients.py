@@ -1,0 +1,261 @@
+"""So many clients at once for so long, each asking again as soon as it has its answer, if its turn has come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+from time import monotonic
+from typing import Final, cast
+
+import h11
+
+from vllm_headroom.scrape.shortage import SHORTAGES
+from vllm_headroom_tools.load.stream import Completion, NotUnderstood, Outcome, Stream, Tally, refusal, shown
+from vllm_headroom_tools.load.target import Target
+
+OK: Final = 200
+NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
+"""Ends a connection with RST: with FIN its local port could not be used for a minute, and there are 28,000 of them."""
+
+LOST: Final = Completion(outcome=Outcome.CLOSED)
+MOST_BODY_BYTES: Final = 2**16
+"""Of an answer that is no stream; enough for what a server says of an error."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """Carries one request at a time; `reusable` tells whether another may follow."""
+
+    def __init__(self) -> None:
+        self.reusable = False
+        self._http = h11.Connection(h11.CLIENT)
+        self._reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.Transport | None = None
+        self._stream: Stream | None = None
+        self._status = 0
+        self._body = b""
+
+    def send(self, target: Target, body: bytes, stream: Stream) -> None:
+        """Send a request, whose answer `stream` will follow."""
+        if self._reply.done():
+            self._reply = asyncio.get_running_loop().create_future()
+        self._stream, self._body, self.reusable = stream, b"", False
+        if self._transport is None or self._transport.is_closing():
+            self._end(LOST)
+            return
+        headers = [*target.headers, ("Content-Length", str(len(body)))]
+        head = self._http.send(h11.Request(method="POST", target=target.path, headers=headers))
+        data = self._http.send(h11.Data(body))
+        self._http.send(h11.EndOfMessage())
+        self._transport.write((head or b"") + (data or b""))
+
+    async def answer(self) -> Completion:
+        """Return what the request came to. Cancelling hangs up."""
+        try:
+            return await self._reply
+        finally:
+            if not self.reusable:
+                self.close()
+
+    def close(self) -> None:
+        """Hang up, without the farewell that TLS would wait for."""
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport that the loop has connected."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_TIME_WAIT)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the server sent."""
+        try:
+            self._http.receive_data(data)
+            self._take()
+        except h11.RemoteProtocolError as error:
+            self._end(Completion(outcome=Outcome.FAILED, text=shown(f"it broke HTTP: {error}")))
+        except NotUnderstood as error:
+            self._end(Completion(outcome=Outcome.FAILED, text=str(error)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take the end of the connection, which in HTTP/1.0 is the end of the answer too."""
+        self.reusable = False
+        if exc is None:
+            with contextlib.suppress(h11.RemoteProtocolError, NotUnderstood):
+                self._http.receive_data(b"")
+                self._take()
+        self._end(LOST)
+
+    def _take(self) -> None:
+        while not self._reply.done():
+            event = self._http.next_event()
+            match event:
+                case h11.Response():
+                    self._status = event.status_code
+                case h11.Data():
+                    self._read(bytes(event.data))
+                case h11.EndOfMessage():
+                    self._finish()
+                case h11.NEED_DATA | h11.PAUSED | h11.ConnectionClosed():
+                    return
+
+    def _read(self, data: bytes) -> None:
+        if self._status != OK:
+            self._body = (self._body + data)[:MOST_BODY_BYTES]
+        elif self._stream is not None:
+            self._stream.feed(data, monotonic())
+
+    def _finish(self) -> None:
+        assert self._stream is not None  # noqa: S101 - an answer follows a question
+        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+            self._http.start_next_cycle()
+            self.reusable = True
+        self._end(self._stream.answer() if self._status == OK else refusal(self._status, self._body))
+
+    def _end(self, answer: Completion) -> None:
+        if not self._reply.done():
+            self._reply.set_result(answer)
+
+
+AT_ONCE: Final = 256
+"""Connections being made at the same time: more overflow the queue of a listening socket, and wait seconds for it."""
+
+KEEP_SECONDS: Final = 4.0
+"""vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent then is lost."""
+
+UNFINISHED: Final = Completion(outcome=Outcome.UNFINISHED)
+
+
+class Asker:
+    """Sends what `make_body` returns to the target; `timeout_seconds` is for a whole request, connecting included."""
+
+    def __init__(self, *, target: Target, make_body: Callable[[], bytes], timeout_seconds: float) -> None:
+        self._target = target
+        self._make_body = make_body
+        self._timeout_seconds = timeout_seconds
+        self._connecting = asyncio.Semaphore(AT_ONCE)
+        self._idle: list[tuple[float, ClientConnection]] = []
+
+    async def ask(self, tally: Tally) -> Outcome:
+        """Make one request and count it; one that is cancelled counts as unfinished."""
+        tally.begin()
+        answer = UNFINISHED
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                answer = await self._answer(tally)
+        except TimeoutError:
+            answer = Completion(outcome=Outcome.TIMED_OUT)
+        except OSError as error:
+            outcome = Outcome.NOT_SENT if error.errno in SHORTAGES else Outcome.REFUSED
+            answer = Completion(outcome=outcome, text=shown(error.strerror or str(error)))
+        finally:
+            tally.end(answer)
+        return answer.outcome
+
+    async def close(self) -> None:
+        """Hang up what is kept."""
+        for _, connection in self._idle:
+            connection.close()
+        self._idle.clear()
+        await asyncio.sleep(0)  # the loop lets go of them at its next turn
+
+    async def _answer(self, tally: Tally) -> Completion:
+        connection, connecting_seconds = await self._connection()
+        body = self._make_body()
+        began = monotonic() - connecting_seconds
+        stream = Stream(tally.between.add)
+        connection.send(self._target, body, stream)
+        del body  # 10,000 of them are no small thing to hold while they are answered
+        with tally.stream():
+            answer = await connection.answer()
+        now = monotonic()
+        if connection.reusable:
+            self._idle.append((now, connection))
+        if answer.outcome is Outcome.SUCCEEDED:
+            tally.succeed(answer, began=began, first=stream.first_seconds or now, ended=now)
+        return answer
+
+    async def _connection(self) -> tuple[ClientConnection, float]:
+        """Return a connection and the seconds it took to make, less those spent waiting for a turn to."""
+        while self._idle:
+            since, connection = self._idle.pop()
+            if connection.reusable and monotonic() - since < KEEP_SECONDS:
+                return connection, 0.0
+            connection.close()
+        async with self._connecting:
+            began, target = monotonic(), self._target
+            _, connection = await asyncio.get_running_loop().create_connection(
+                ClientConnection,
+                *target.address,
+                ssl=target.tls,
+                server_hostname=target.host if target.tls else None,
+            )
+            return connection, monotonic() - began
+
+
+class Pace:
+    """Gives turns to all clients together; None is no cap."""
+
+    def __init__(self, *, most_requests: int | None, requests_per_second: float | None) -> None:
+        self._left = most_requests
+        self._gap_seconds = 0.0 if requests_per_second is None else 1.0 / requests_per_second
+        self._next_seconds = 0.0
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the cap is reached."""
+        return self._left == 0
+
+    async def turn(self, until_seconds: float) -> bool:
+        """Wait until the caller may begin a request; return False where that is not before `until_seconds`."""
+        now = monotonic()
+        due = max(now, self._next_seconds)
+        if due >= until_seconds or self.used_up:
+            return False
+        self._next_seconds = due + self._gap_seconds
+        if self._left is not None:
+            self._left -= 1
+        if due > now:
+            await asyncio.sleep(due - now)
+        return True
+
+
+PAUSE_SECONDS: Final = 1.0
+"""How long a client waits after a request that did not succeed: a server that refuses is not flooded."""
+
+
+class Clients:
+    """Runs a step's clients; what is open `grace_seconds` after its end is given up, at once when told to stop."""
+
+    def __init__(self, *, asker: Asker, pace: Pace, grace_seconds: float) -> None:
+        self.stopped = False
+        self._asker = asker
+        self._pace = pace
+        self._grace_seconds = grace_seconds
+        self._deadline: asyncio.Timeout | None = None
+
+    async def run(self, count: int, seconds: float, tally: Tally) -> None:
+        """Run one step; returns when all its requests have ended."""
+        ends = monotonic() + seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds + self._grace_seconds) as self._deadline, asyncio.TaskGroup() as group:
+                for _ in range(count):
+                    group.create_task(self._client(ends, tally))
+        self._deadline = None
+
+    def stop(self) -> None:
+        """Give up what is open, and begin nothing more."""
+        self.stopped = True
+        if self._deadline is not None:
+            with contextlib.suppress(RuntimeError):  # it is over already
+                self._deadline.reschedule(0.0)
+
+    async def _client(self, ends: float, tally: Tally) -> None:
+        while not self.stopped and await self._pace.turn(ends):
+            if await self._asker.ask(tally) is not Outcome.SUCCEEDED:
+                if monotonic() + PAUSE_SECONDS >= ends:
+                    return
+                await asyncio.sleep(PAUSE_SECONDS)

@@ -1,0 +1,142 @@
+"""The command `load`."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from msgspec.structs import fields
+
+from vllm_headroom.config.kinds import (
+    DURATION,
+    FILE,
+    FOLDER,
+    GPUS,
+    NUMBER,
+    SHARE,
+    Value,
+    page_url,
+    shown_url,
+    whole,
+)
+from vllm_headroom.config.options import Parser
+from vllm_headroom.config.plain import AUTO
+from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.load.report import text
+from vllm_headroom_tools.load.target import Api, Order, base_url, lengths
+
+MOST_CLIENTS: Final = 1_000_000
+
+DESCRIPTION: Final = """\
+Puts a bounded load on a server that you name, and watches its memory meanwhile
+as the daemon does: steps of 50, 75, 100 and 120 % of --concurrency, in which
+each client asks again as soon as it has its answer. Run it beside vLLM, so that
+it sees the GPUs and the processes.
+"""
+
+EXAMPLES: Final = """\
+LENGTHS are a number of tokens, or two such as 256..2048: all lengths between
+them, each doubling as likely as the next. Of prompts they are about so many:
+words stand in for tokens, and the report has the server's own counts.
+
+It ends with status 0 when requests were served, next to none failed and no
+answer was out of memory; with 1 when one was, when more failed, when the engine
+died or leaks; with 2 when it cannot tell, was interrupted or cannot use its
+options. Ctrl-C ends the step and reports what there is.
+
+Example:
+  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 64
+  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 200 \\
+    --api chat --prompt-tokens 256..8192 --output-tokens 64..512 \\
+    --shared-prefix 30% --duration 5m --max-requests 20000 --json
+"""
+
+Add = Callable[..., Any]
+
+
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    for group in (_target, _asked, _bounds, _sight):
+        group(parser.add_argument)
+
+
+def order(given: Namespace) -> Order:
+    """Return what was ordered."""
+    return Order(**{each.name: getattr(given, each.name) for each in fields(Order)})
+
+
+def _target(add: Add) -> None:
+    base = Value(read=base_url, accepts="an http or https URL without user, password and query", shown=shown_url)
+    add("--engine-url", dest="url", metavar="URL", type=base, required=True, help="the server; there is no default")
+    add(
+        "--api",
+        metavar="NAME",
+        type=Value(read=Api, accepts="completions or chat"),
+        default=str(Api.COMPLETIONS),
+        help="how to ask: completions, the default, or chat",
+    )
+    add("--model", metavar="NAME", help="the model to ask; without it the first that the server lists")
+    token, authorities = "a file with the token to send", "the certificates, in PEM, to trust for https"
+    add("--engine-bearer-token-file", dest="bearer_token_file", metavar="FILE", type=FILE, help=token)
+    add("--engine-ca-file", dest="ca_file", metavar="FILE", type=FILE, help=authorities)
+
+
+def _asked(add: Add) -> None:
+    number = whole(1, MOST_CLIENTS)
+    add("--concurrency", metavar="NUMBER", type=number, required=True, help="clients in the step of 100 %%")
+    of_tokens = Value(read=lengths, accepts="a number of tokens, or two such as 256..2048")
+    add("--prompt-tokens", metavar="LENGTHS", type=of_tokens, default="512", help="without it %(default)s")
+    add("--output-tokens", metavar="LENGTHS", type=of_tokens, default="128", help="without it %(default)s")
+    shared = "of each prompt, the same in all"
+    add("--shared-prefix", dest="shared_ratio", metavar="SHARE", type=SHARE, default="0", help=shared)
+
+
+def _bounds(add: Add) -> None:
+    for name, field, default, of in (
+        ("--duration", "seconds", "60s", "of each step"),
+        ("--grace", "grace_seconds", "30s", "for what is open then"),
+        ("--timeout", "timeout_seconds", "5m", "of one request"),
+    ):
+        add(name, dest=field, metavar="TIME", type=DURATION, default=default, help=f"{of}; without it %(default)s")
+    most = "requests of all steps together, at most"
+    add("--max-requests", dest="most_requests", metavar="NUMBER", type=whole(), help=most)
+    add("--rate", dest="requests_per_second", metavar="NUMBER", type=NUMBER, help="requests a second, at most")
+
+
+def _sight(add: Add) -> None:
+    page = page_url("http://127.0.0.1:8000")
+    when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    add("--metrics-url", metavar="URL", type=page, help="the engine's page; without it /metrics of --engine-url")
+    gpus = "the engine's; without it those its processes use"
+    add("--gpus", metavar="GPUS", type=GPUS, default=AUTO, help=gpus)
+    probe, usual = (
+        "where the probe inside vLLM writes; without it HEADROOM_PROBE_DIR",
+        os.environ.get("HEADROOM_PROBE_DIR"),
+    )
+    add("--probe-dir", metavar="DIRECTORY", type=FOLDER, default=usual or None, help=probe)
+    trace = "the new file to record in; without it one named by the time"
+    add("--trace", metavar="FILE", type=FILE, default=f"vllm-headroom-load-{when}.jsonl", help=trace)
+
+
+async def _run(given: Namespace) -> dict[str, Any]:
+    from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
+    from vllm_headroom_tools.load.compose import load  # noqa: PLC0415 - --help need not wait for the sampler
+
+    logs.configure("logfmt", "error")  # the readers log what is told here in full
+    return await load(order(given))
+
+
+COMMAND: Final[Command[dict[str, Any]]] = Command(
+    usage="%(prog)s --engine-url URL --concurrency NUMBER [OPTION]...",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=text,
+    document=lambda found: found,
+    status=lambda found: Conclusion(found["verdict"]).status,
+)

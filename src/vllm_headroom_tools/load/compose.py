@@ -1,0 +1,201 @@
+"""Joins the parts of a load, runs it and takes them down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random, SystemRandom
+from typing import Any, Final
+
+from vllm_headroom.clock import SystemClock
+from vllm_headroom.config.plain import AUTO, selected
+from vllm_headroom.daemon.life import signals
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
+from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.scrape.gpus import Gpus
+from vllm_headroom.scrape.http.failures import UnusableCredentials, bearer_token, trust
+from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
+from vllm_headroom.scrape.probe import Probe
+from vllm_headroom.scrape.proc.files import own_pid
+from vllm_headroom.scrape.proc.host import reading_of
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.cli import tell
+from vllm_headroom_tools.load.clients import Asker, Clients, Pace
+from vllm_headroom_tools.load.report import document
+from vllm_headroom_tools.load.run import Elsewhere, Run, Sampling, Screen, new_trace, streams_at_most
+from vllm_headroom_tools.load.target import Order, Prompts, Target, find, offered_model, request_body
+
+OWN_DESCRIPTORS: Final = 64
+"""For what is opened besides streams: the sampler's files, /proc, the trace."""
+
+STREAM_BYTES: Final = 16 * 2**10
+"""Memory of a stream over http: 6 KiB in this process (measured) and what the kernel keeps of a socket, doubled."""
+
+TLS_STREAM_BYTES: Final = 128 * 2**10
+"""The same over https, with 47 KiB in this process (measured): each connection has buffers for encryption."""
+
+MOST: Final = 2**31
+
+
+Limit = tuple[int, str]
+"""How many streams something is enough for, and its name."""
+
+
+def raise_descriptors() -> int:
+    """Raise the soft limit of open files to the hard one, and return it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a kernel whose own limit is lower keeps the soft one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else soft
+
+
+def limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[Limit]:
+    """Return what limits the streams to one address, the first to end first; what cannot be read is left out."""
+    open_now = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    ports = _local_ports(proc)
+    memory = _free_bytes(proc)
+    found = (
+        (max(0, descriptors - open_now - OWN_DESCRIPTORS), f"ulimit -n {descriptors}"),
+        None if ports is None else (ports, f"{ports} local ports (net.ipv4.ip_local_port_range)"),
+        None if memory is None else (memory // (TLS_STREAM_BYTES if tls else STREAM_BYTES), "memory"),
+    )
+    return sorted(limit for limit in found if limit)
+
+
+def _local_ports(proc: Path) -> int | None:
+    try:
+        first, last = (proc / "sys/net/ipv4/ip_local_port_range").read_text().split()
+        return int(last) - int(first) + 1
+    except (OSError, ValueError):
+        return None
+
+
+def _free_bytes(proc: Path) -> int | None:
+    """Return what the machine calls available, or what is left of the container's limit where that is less."""
+    try:
+        here = reading_of(proc, own_pid(proc))
+    except OSError:
+        return None
+    found = [] if here.machine is None else [here.machine.available_bytes]
+    if here.cgroup is not None and here.cgroup.limit_bytes is not None:
+        found.append(max(0, here.cgroup.limit_bytes - here.cgroup.used_bytes + here.cgroup.cache_bytes))
+    return min(found, default=None)
+
+
+INTERRUPTED: Final = 130
+"""What shells call the status of a process that Ctrl-C ended."""
+
+SAMPLE_SECONDS: Final = 1.0
+PAGE_SECONDS: Final = 10.0
+"""How long the engine's page may take: a server under more load than it can bear answers late, and it is asked then."""
+
+
+async def load(order: Order) -> dict[str, Any]:
+    """Put the load on the server, and return the document; raises BadInput where that cannot be done."""
+    try:
+        tls = trust(order.ca_file) if order.url.scheme == "https" else None
+        bearer = bearer_token(order.bearer_token_file) if order.bearer_token_file else None
+    except UnusableCredentials as error:
+        raise BadInput(str(error)) from None
+    _check_limits(order, tls=tls is not None)
+    target = await find(order.url, order.api, tls, bearer)
+    model = await _model(order, target)
+    new_trace(order.trace)
+    clock = SystemClock()
+    sampling = Sampling(
+        parts=_parts(order, target, clock),
+        selection=selected(order.gpus),
+        interval_seconds=SAMPLE_SECONDS,
+        trace=order.trace,
+    )
+    asker = Asker(
+        target=target,
+        make_body=_bodies(order, model),
+        timeout_seconds=order.timeout_seconds,
+    )
+    pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second)
+    clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds)
+    try:
+        with signals(partial(_stop, clients)):
+            run = Run(
+                concurrency=order.concurrency,
+                seconds=order.seconds,
+                clients=clients,
+                pace=pace,
+                sampling=sampling,
+                screen=Screen(),
+            )
+            steps = await run.steps()
+    finally:
+        await asker.close()
+        await sampling.close()
+    return document(order, model, steps, sampling.whole, sampling.watch, stopped=clients.stopped)
+
+
+def _check_limits(order: Order, *, tls: bool) -> None:
+    needed = streams_at_most(order.concurrency)
+    held, name = limits(raise_descriptors(), tls=tls)[0]
+    if needed > held:
+        raise BadInput(
+            f"--concurrency {order.concurrency} needs {needed} streams at once, and this process can hold {held}:"
+            f" {name} ends first"
+        )
+    tell(f"{needed} streams at most; this process can hold {held}, {name} ends first")
+
+
+async def _model(order: Order, target: Target) -> str:
+    if order.model is not None:
+        return order.model
+    model = await offered_model(order.url, target)
+    longest = order.prompt_tokens.most + order.output_tokens.most
+    if model.most_tokens is not None and longest > model.most_tokens:
+        raise BadInput(
+            f"--prompt-tokens {order.prompt_tokens} and --output-tokens {order.output_tokens} make up to {longest}"
+            f" tokens: {model.name} takes {model.most_tokens} (max_model_len)"
+        )
+    return model.name
+
+
+def _parts(order: Order, target: Target, clock: SystemClock) -> Parts:
+    here = is_here(target.address[0])
+    return Parts(
+        engine=PageReader(
+            url=str(order.page),
+            timeout_seconds=PAGE_SECONDS,
+            bearer_token_file=None if order.metrics_url else order.bearer_token_file,
+            ca_file=order.ca_file,
+        ),
+        gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
+        if here or order.gpus != AUTO
+        else Elsewhere(Source.NVML, Reason.NO_DEVICES),
+        processes=Processes(engine_port=port_of(order.page), monotonic=clock.monotonic)
+        if here
+        else Elsewhere(Source.PROCESS, Reason.UNAVAILABLE),
+        probe=None if order.probe_dir is None or not here else Probe(order.probe_dir, parse=parse_probe),
+        clock=clock,
+    )
+
+
+def _bodies(order: Order, model: str) -> Callable[[], bytes]:
+    random = Random(SystemRandom().random())  # noqa: S311 - not for secrets
+    prompts = Prompts(shared_ratio=order.shared_ratio, random=random)
+
+    def body() -> bytes:
+        prompt = prompts.of(order.prompt_tokens.drawn(random.random()))
+        return request_body(order.api, model, prompt, order.output_tokens.drawn(random.random()))
+
+    return body
+
+
+def _stop(clients: Clients) -> None:
+    """Stop the clients; when they are stopping already, end the process."""
+    if clients.stopped:
+        os._exit(INTERRUPTED)
+    clients.stop()

@@ -1,0 +1,369 @@
+"""What a load came to, as the one object of `load --json`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Any, Final
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
+from vllm_headroom.model import Failure, Metric, called
+from vllm_headroom.units import duration, size
+from vllm_headroom.vocabulary import LeakState, Source
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.history.counter import Histogram
+from vllm_headroom_tools.history.course import Course
+from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.load.run import SHARES, Labels, Observed, Span, Stage
+from vllm_headroom_tools.load.stream import Outcome
+from vllm_headroom_tools.load.target import Order
+from vllm_headroom_tools.terminal import paragraphs
+
+TOLERATED_RATIO: Final = 0.01
+"""Of the requests that may fail: one connection that breaks among hundreds says nothing of the server."""
+
+
+class LeakVerdict(StrEnum):
+    """What the detector says of the whole run."""
+
+    LEAKING = "leaking"
+    GROWING = "growing"
+    NO_LEAK = "no_leak"
+    CANNOT_TELL = "cannot_tell"
+
+
+def growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
+    """Return what a course over so many seconds amounts to, and why: a short one that saw nothing is no proof."""
+    if course.leaking:
+        return LeakVerdict.LEAKING, "even growth that load does not explain"
+    if course.growing:
+        return LeakVerdict.GROWING, "growth that load does not explain, not yet for long enough to call it a leak"
+    if span_seconds < LEAKING_SECONDS:
+        return LeakVerdict.CANNOT_TELL, (
+            f"{duration(span_seconds)} is too short, an early warning takes {GROWING_SECONDS / 60:.0f} minutes of"
+            f" growth or more and an alarm about {LEAKING_SECONDS / 60:.0f}"
+        )
+    if course.state is LeakState.STABLE:
+        return LeakVerdict.NO_LEAK, "no growth that load does not explain"
+    return LeakVerdict.CANNOT_TELL, f"the detector ended in state {course.state}"
+
+
+def verdict(outcomes: Counter[Outcome], *, is_faulty: bool, stopped: bool) -> Conclusion:
+    """Return whether it is good; a load that was cut short cannot be."""
+    if is_faulty:
+        return Conclusion.NOT_GOOD
+    unsure = stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]
+    return Conclusion.CANNOT_TELL if unsure else Conclusion.GOOD
+
+
+def faults(
+    outcomes: Counter[Outcome], ended: str | None, memory: Iterable[Mapping[str, Any]], *, stopped: bool
+) -> Iterator[str]:
+    """Yield what is not good: of the requests, of how the engine ended meanwhile, and of the series of memory."""
+    if count := outcomes[Outcome.OUT_OF_MEMORY]:
+        yield f"{count} answers were out of memory"
+    if ended is not None:
+        yield ended
+    had_time = outcomes.total() - outcomes[Outcome.NOT_SENT] - (outcomes[Outcome.UNFINISHED] if stopped else 0)
+    unserved = had_time - outcomes[Outcome.SUCCEEDED] - outcomes[Outcome.OUT_OF_MEMORY]
+    if had_time and not outcomes[Outcome.SUCCEEDED]:
+        yield "no request succeeded"
+    elif unserved > TOLERATED_RATIO * had_time:
+        yield f"{unserved} of {had_time} requests were not served"
+    for series in memory:
+        if series["verdict"] is LeakVerdict.LEAKING:
+            on_gpu = "gpu" in series
+            whose = called(series["gpu"], series["uuid"]) if on_gpu else f"host memory of {series['process']}"
+            yield f"{whose} leaks"
+
+
+QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+ENGINE_DIED: Final = "the engine died: its web server says so"
+NOT_CHOSEN: Final = "it cannot be told which of them are the engine's: name them with --gpus"
+
+
+def document(
+    order: Order, model: str, steps: Sequence[Stage], whole: Observed, watch: Watch, *, stopped: bool
+) -> dict[str, Any]:
+    """Return the object, in which None is what is unknown; `whole` has seen all, and the detector in `watch` too."""
+    outcomes = sum((step.tally.outcomes for step in steps), Counter[Outcome]())
+    texts = sum((step.tally.texts for step in steps), Counter[tuple[Outcome, str]]())
+    gpus = [
+        {"gpu": int(index), "uuid": uuid} | _memory_document(span, whole, watch.course(uuid))
+        for (index, uuid), span in sorted(whole.held.items())
+    ]
+    host = [
+        {"process": role} | _memory_document(span, whole, watch.course(role))
+        for (role,), span in sorted(whole.host.items())
+    ]
+    ended = whole.ended or (ENGINE_DIED if any(step.tally.engine_dead for step in steps) else None)
+    found = list(faults(outcomes, ended, (*gpus, *host), stopped=stopped))
+    return {
+        "verdict": verdict(outcomes, is_faulty=bool(found), stopped=stopped),
+        "faults": found,
+        "interrupted": stopped,
+        "target": str(order.url),
+        "model": model,
+        "asked": str(order),
+        "requests": _requests(outcomes),
+        "said": [{"outcome": outcome, "text": text, "count": count} for (outcome, text), count in texts.most_common()],
+        "steps": [_step(step) for step in steps],
+        "preemptions": whole.grown(catalog.ENGINE_PREEMPTIONS),
+        "gpus": gpus,
+        "host": host,
+        "unread": list(_unread(whole, str(order.page))),
+        "samples": whole.samples,
+        "trace": str(order.trace),
+    }
+
+
+def _requests(outcomes: Counter[Outcome]) -> dict[str, int]:
+    return {"began": outcomes.total()} | {str(outcome): outcomes[outcome] for outcome in Outcome}
+
+
+def _step(step: Stage) -> dict[str, Any]:
+    tally, observed = step.tally, step.observed
+    tokens = None if tally.uncounted else tally.generation_tokens
+    return {
+        "share": step.share,
+        "clients": step.clients,
+        "seconds": step.seconds,
+        "streams_most": tally.most_streams,
+        "requests": _requests(tally.outcomes),
+        "time_to_first_token_seconds": _quantiles(tally.to_first),
+        "time_per_output_token_seconds": _quantiles(tally.per_token),
+        "inter_token_seconds": _quantiles(tally.between),
+        "end_to_end_seconds": _quantiles(tally.to_end),
+        "prompt_tokens": None if tally.uncounted else tally.prompt_tokens,
+        "generation_tokens": tokens,
+        "generation_tokens_per_second": _rate(tokens, tally.served_seconds),
+        "requests_per_second": _rate(tally.outcomes[Outcome.SUCCEEDED], tally.served_seconds),
+        "own_delay_seconds": _quantiles(tally.delays),
+        "engine": _engine(observed),
+        "gpus": [_gpu_document(labels, observed) for labels in sorted(observed.held)],
+        "host": [{"process": role, "most_bytes": span.most} for (role,), span in observed.host.items()],
+    }
+
+
+def _rate(count: int | None, seconds: float) -> float | None:
+    return count / seconds if count and seconds else None
+
+
+def _engine(observed: Observed) -> dict[str, float | None]:
+    return {
+        "running_most": _most(observed, catalog.ENGINE_RUNNING),
+        "waiting_most": _most(observed, catalog.ENGINE_WAITING),
+        "kv_used_ratio_most": _most(observed, catalog.ENGINE_KV_USED),
+        "preemptions": observed.grown(catalog.ENGINE_PREEMPTIONS),
+    }
+
+
+def _most(observed: Observed, metric: Metric) -> float | None:
+    span = observed.engine(metric)
+    return None if span is None else span.most
+
+
+def _gpu_document(labels: Labels, observed: Observed) -> dict[str, Any]:
+    index, uuid = labels
+    return {
+        "gpu": int(index),
+        "uuid": uuid,
+        "held_most_bytes": observed.held[labels].most,
+        "bytes_per_running_request": observed.bytes_per_request(labels),
+    }
+
+
+def _memory_document(span: Span, whole: Observed, course: Course) -> dict[str, Any]:
+    """Return one series over the whole run: how it changed, and what the detector says of it."""
+    delta_bytes, finished = span.last - span.first, whole.grown(catalog.ENGINE_FINISHED)
+    leak = None if course.last is None else course.last.bytes_per_request
+    judged, reason = growth(course, whole.seconds)
+    return {
+        "before_bytes": span.first,
+        "most_bytes": span.most,
+        "after_bytes": span.last,
+        "delta_bytes": delta_bytes,
+        "requests_finished": finished,
+        "delta_bytes_per_thousand_requests": 1000 * delta_bytes / finished if finished else None,
+        "verdict": judged,
+        "reason": reason,
+        "leak_state": course.state,
+        "leak_bytes_per_thousand_requests": None if leak is None else 1000 * leak,
+    }
+
+
+def _unread(whole: Observed, page: str) -> Iterator[str]:
+    for source, (count, failure) in whole.failures.items():
+        why = f"{page} ({failure.reason})" if source is Source.ENGINE else failure.message
+        yield f"{source} in {count} of {whole.samples} samples: {why}"
+    gpus = () if whole.last is None or isinstance(whole.last.gpus, Failure) else whole.last.gpus
+    if gpus and all(gpu.attribution is None for gpu in gpus):
+        yield f"nvml: {NOT_CHOSEN}"
+
+
+def _quantiles(values: Histogram) -> dict[str, float | None]:
+    return {name: values.quantile(share) for name, share in QUANTILES.items()}
+
+
+Found = Mapping[str, Any]
+Row = tuple[str, Callable[[Found], str]]
+"""A label, and the cell below each step."""
+
+NAMES: Final = {
+    Outcome.SUCCEEDED: "succeeded",
+    Outcome.OUT_OF_MEMORY: "OUT OF MEMORY",
+    Outcome.FAILED: "failed",
+    Outcome.REJECTED: "rejected as busy (429, 503)",
+    Outcome.REFUSED: "no connection",
+    Outcome.CLOSED: "closed before the end",
+    Outcome.TIMED_OUT: "timed out",
+    Outcome.UNFINISHED: "still open, given up",
+    Outcome.NOT_SENT: "not sent by this machine",
+}
+LATENCIES: Final = {
+    "time_to_first_token_seconds": "to the first token (TTFT)",
+    "time_per_output_token_seconds": "per token after it (TPOT)",
+    "inter_token_seconds": "between two tokens (ITL)",
+    "end_to_end_seconds": "to the end",
+}
+"""With the names that vLLM's own benchmark has for them, and means the same by."""
+
+GROWTHS: Final = {
+    "leaking": "LEAKING",
+    "growing": "growing",
+    "no_leak": "no leak",
+}
+UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
+LABEL_WIDTH: Final = 32
+CELL_WIDTH: Final = 11
+UNKNOWN: Final = "-"
+LATE_SECONDS: Final = 0.05
+"""When this process is that late in one case of a hundred, its own delay shows in the figures."""
+
+
+def text(found: Found) -> Iterator[str]:
+    """Yield everything there is to tell, the steps side by side."""
+    memory, steps = [*found["gpus"], *found["host"]], found["steps"]
+    parts = (
+        [f"{found['target']}, model {found['model']}: {found['asked']}."],
+        [
+            label.ljust(LABEL_WIDTH) + "".join(cell(step).rjust(CELL_WIDTH) for step in steps)
+            for label, cell in _rows(steps, found["requests"])
+        ],
+        [*map(_memory_text, memory), *dict.fromkeys(map(_growth, memory))],
+        [f"Not read: {each}" for each in found["unread"]],
+        list(_said(found["said"])),
+        list(_end(found)),
+    )
+    yield from paragraphs(parts)
+
+
+def _rows(steps: Sequence[Found], requests: Found) -> Iterator[Row]:
+    yield "step", lambda step: f"{step['share']:.0%}"
+    yield "clients", lambda step: str(step["clients"])
+    yield "streams open at once", lambda step: str(step["streams_most"])
+    yield "seconds", lambda step: f"{step['seconds']:.0f}"
+    yield "requests", lambda step: str(step["requests"]["began"])
+    for outcome, name in NAMES.items():
+        if requests[outcome] or outcome is Outcome.SUCCEEDED:
+            yield f"  {name}", partial(_count, outcome)
+    for field, name in LATENCIES.items():
+        for share in ("p50", "p95", "p99"):
+            yield f"{name}, {share}", partial(_latency, field, share)
+    yield "tokens of a request, in + out", _tokens
+    yield "tokens generated per second", lambda step: _number(step["generation_tokens_per_second"])
+    yield "requests per second", lambda step: _number(step["requests_per_second"])
+    yield "running, at most", lambda step: _number(step["engine"]["running_most"])
+    yield "waiting, at most", lambda step: _number(step["engine"]["waiting_most"])
+    yield "KV cache used, at most", lambda step: _share(step["engine"]["kv_used_ratio_most"])
+    yield "preemptions", lambda step: _number(step["engine"]["preemptions"])
+    for gpu, uuid in dict.fromkeys((gpu["gpu"], gpu["uuid"]) for step in steps for gpu in step["gpus"]):
+        yield f"{called(gpu, uuid)} held, at most", partial(_gpu_text, uuid, "held_most_bytes")
+        yield f"{called(gpu, uuid)} held per running request", partial(_gpu_text, uuid, "bytes_per_running_request")
+
+
+def _count(outcome: Outcome, step: Found) -> str:
+    return str(step["requests"][outcome])
+
+
+def _latency(field: str, share: str, step: Found) -> str:
+    seconds = step[field][share]
+    if seconds is None:
+        return UNKNOWN
+    unit, name = next((unit, name) for least, unit, name in UNITS if seconds >= least)
+    return f"{seconds / unit:.3g} {name}"
+
+
+def _tokens(step: Found) -> str:
+    served, prompt, generated = step["requests"][Outcome.SUCCEEDED], step["prompt_tokens"], step["generation_tokens"]
+    return f"{prompt / served:.0f} + {generated / served:.0f}" if served and prompt is not None else UNKNOWN
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"  # noqa: PLR2004 - three digits
+
+
+def _share(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.1%}"
+
+
+def _gpu_text(uuid: str, field: str, step: Found) -> str:
+    value = next((gpu[field] for gpu in step["gpus"] if gpu["uuid"] == uuid), None)
+    return UNKNOWN if value is None else size(value)
+
+
+def _memory_text(series: Found) -> str:
+    delta, rate = series["delta_bytes"], series["delta_bytes_per_thousand_requests"]
+    change = f"{'+' if delta >= 0 else ''}{size(delta)}"
+    told = "" if rate is None else f", {size(rate)} per thousand requests"
+    before, most, after = (size(series[field]) for field in ("before_bytes", "most_bytes", "after_bytes"))
+    return f"{_name(series)}: {before} before, {most} at most, {after} after: {change}{told}"
+
+
+def _name(series: Found) -> str:
+    return f"GPU {series['gpu']} ({series['uuid']})" if "gpu" in series else f"Host memory of {series['process']}"
+
+
+def _growth(series: Found) -> str:
+    if series["verdict"] == "cannot_tell":
+        return f"Whether it leaks cannot be told: {series['reason']}"
+    leak = series["leak_bytes_per_thousand_requests"]
+    told = "" if leak is None else f", {size(leak)} per thousand requests by the detector"
+    return f"{_name(series)}: {GROWTHS[series['verdict']]}: {series['reason']}{told}"
+
+
+def _said(said: Sequence[Found]) -> Iterator[str]:
+    if said:
+        yield "What was said of those that did not succeed:"
+    for each in said:
+        yield f"{each['count']:>7} x {NAMES[each['outcome']]}: {each['text']}"
+
+
+def _end(found: Found) -> Iterator[str]:
+    late = [step["own_delay_seconds"]["p99"] for step in found["steps"]]
+    worst = max((seconds for seconds in late if seconds is not None), default=0.0)
+    if worst > LATE_SECONDS:
+        yield f"This process was short of CPU, up to {1000 * worst:.0f} ms late to what came: times contain that."
+    if found["interrupted"]:
+        yield "It was interrupted."
+    elif len(found["steps"]) < len(SHARES):
+        yield "It ended at --max-requests, before the other steps."
+    yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
+    reasons = "; ".join(found["faults"]) or _otherwise(found)
+    yield f"{found['verdict'].replace('_', ' ').upper()}: {reasons}."
+
+
+def _otherwise(found: Found) -> str:
+    requests = found["requests"]
+    if requests[Outcome.NOT_SENT]:
+        return f"{requests[Outcome.NOT_SENT]} requests could not be sent by this machine"
+    if found["interrupted"]:
+        return f"it was interrupted after {requests[Outcome.SUCCEEDED]} requests had succeeded"
+    if requests[Outcome.SUCCEEDED]:
+        return f"{requests[Outcome.SUCCEEDED]} of {requests['began']} requests succeeded, none was out of memory"
+    return "no request had the time to end"

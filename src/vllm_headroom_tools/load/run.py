@@ -1,0 +1,357 @@
+"""The steps of a load one after another, with what runs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import ceil, inf
+from operator import add
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+
+from vllm_headroom import catalog
+from vllm_headroom.daemon.life import every
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
+from vllm_headroom.daemon.sampler import Sampler, closed
+from vllm_headroom.derive import LEAK, derivations
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.model import EnginePage, Failure, Metric, Sample, Snapshot
+from vllm_headroom.parse.engines import parse_engines
+from vllm_headroom.trace.entries import HEADER, line
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.trace.recorder import Recorder
+from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.cli import tell
+from vllm_headroom_tools.history.counter import Histogram
+from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.load.clients import Clients, Pace
+from vllm_headroom_tools.load.stream import Outcome, Tally
+from vllm_headroom_tools.progress import bar, move
+from vllm_headroom_tools.terminal import draws
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+Labels = tuple[str, ...]
+"""Index and UUID of a GPU, or the role of processes."""
+
+MEDIAN: Final = 0.5
+GONE: Final = "the engine is gone: its page refuses connections"
+COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
+    catalog.ENGINE_RUNNING: add,
+    catalog.ENGINE_WAITING: add,
+    catalog.ENGINE_PREEMPTIONS: add,
+    catalog.ENGINE_FINISHED: add,
+    catalog.ENGINE_KV_USED: max,
+}
+"""How the figures of several engines are one: of KV caches the fullest counts."""
+
+
+class Span(Struct):
+    """A figure over time: its first, newest and highest value, and whether it ever fell."""
+
+    first: float
+    last: float
+    most: float
+    fell: bool = False
+
+
+class Spans(dict[Labels, Span]):
+    """The span of each series of one figure."""
+
+    def take(self, labels: Labels, value: float) -> None:
+        """Take the next value of a series."""
+        span = self.setdefault(labels, Span(value, value, value))
+        span.fell = span.fell or value < span.last
+        span.last, span.most = value, max(span.most, value)
+
+
+class Observed:
+    """Takes the samples of a stretch; what none of them told is absent.
+
+    `failures` has, of each source that failed, in how many of the samples, and the newest failure.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.failures: dict[Source, tuple[int, Failure]] = {}
+        self.first: Snapshot | None = None
+        self.last: Snapshot | None = None
+        self.held = Spans()
+        self.host = Spans()
+        self._engine = Spans()
+        self._per_request: defaultdict[Labels, Histogram] = defaultdict(Histogram)
+
+    def take(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
+        """Take one tick: what was read, and what the daemon derives of it."""
+        self._note(snapshot)
+        for gpu in snapshot.devices:
+            if gpu.held_bytes is not None:
+                self.held.take(gpu_labels(gpu), gpu.held_bytes)
+        engine: defaultdict[str, float] = defaultdict(float)
+        for sample in samples:
+            name = sample.metric.name
+            if sample.metric is catalog.MEMORY_PER_RUNNING_REQUEST:
+                self._per_request[sample.labels].add(sample.value)
+            elif sample.metric is catalog.HOST_MEMORY:
+                self.host.take(sample.labels, sample.value)
+            elif sample.metric in COMBINED:
+                engine[name] = COMBINED[sample.metric](engine[name], sample.value)
+        for name, value in engine.items():
+            self._engine.take((name,), value)
+
+    def _note(self, snapshot: Snapshot) -> None:
+        self.samples += 1
+        self.first, self.last = self.first or snapshot, snapshot
+        for failure in snapshot.failures:
+            count, _ = self.failures.get(failure.source, (0, failure))
+            self.failures[failure.source] = (count + 1, failure)
+
+    def engine(self, metric: Metric) -> Span | None:
+        """Return the span of one of the engine's figures; None where the engine did not tell it."""
+        return self._engine.get((metric.name,))
+
+    def grown(self, metric: Metric) -> float | None:
+        """Return what one of the engine's counters counted; None where it did not tell it, or began anew."""
+        span = self.engine(metric)
+        return None if span is None or span.fell else span.last - span.first
+
+    @property
+    def seconds(self) -> float:
+        """The time from the first sample to the newest."""
+        if self.first is None or self.last is None:
+            return 0.0
+        return self.last.monotonic_seconds - self.first.monotonic_seconds
+
+    @property
+    def ended(self) -> str | None:
+        """How the engine ended meanwhile: it is gone, or another started; None where it did not."""
+        first = None if self.first is None else self.first.engines
+        last = None if self.last is None else self.last.engines
+        if not isinstance(first, EnginePage) or last is None:
+            return None
+        if isinstance(last, Failure):
+            return GONE if last.reason is Reason.UNREACHABLE else None
+        began, ends = _starts(first), _starts(last)
+        return "the engine was restarted meanwhile" if began and ends and began != ends else None
+
+    def bytes_per_request(self, labels: Labels) -> float | None:
+        """Return the median of what a running request cost on a GPU; None where nothing was seen to run."""
+        return self._per_request[labels].quantile(MEDIAN) if labels in self._per_request else None
+
+
+def _starts(page: EnginePage) -> frozenset[float]:
+    return frozenset(engine.started_at_seconds for engine in page.engines if engine.started_at_seconds is not None)
+
+
+UNLIMITED: Final = 2**63
+"""Bytes of the trace: it is one file, whatever its size."""
+
+RECORD_SECONDS: Final = 10.0
+"""A line takes microseconds, but this process may be short of CPU beside an engine that is not (seen: 4 s late)."""
+
+ELSEWHERE: Final = "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
+
+
+class Elsewhere:
+    """Stands in for NVML, or for /proc, where its GPUs or processes would not be the server's."""
+
+    def __init__(self, source: Source, reason: Reason) -> None:
+        self._failure = Failure(source=source, reason=reason, message=ELSEWHERE)
+
+    async def read(self, _timeout_seconds: float, _page: object = None) -> Failure:
+        """Return why there is none."""
+        return self._failure
+
+    async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:
+        """Have nothing to look at."""
+        return {}
+
+    async def close(self) -> None:
+        """Have nothing to let go of."""
+
+
+class Sampling:
+    """Samples `parts` every `interval_seconds` into `trace`; `whole` and the detector in `watch` see all of it."""
+
+    def __init__(self, *, parts: Parts, selection: Selection, interval_seconds: float, trace: Path) -> None:
+        self.whole = Observed()
+        self.watch = Watch()
+        self._step = Observed()
+        self._parts = parts
+        self._interval_seconds = interval_seconds
+        self._turn = asyncio.Lock()
+        self._sampler = Sampler(
+            sources=parts,
+            parse=parse_engines,
+            selection=selection,
+            derivations=tuple(each for each in derivations() if each is not LEAK),  # `watch` has the detector
+            clock=parts.clock,
+            gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
+        )
+        self._recorder = Recorder(file=trace, max_bytes=UNLIMITED, seconds=RECORD_SECONDS)
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        await every(self._interval_seconds, self.tick, self._parts.clock)
+
+    async def look(self, step: Observed) -> None:
+        """Let `step` take what is sampled from now on, a sample of this moment first."""
+        self._step = step
+        await self.tick()
+
+    async def tick(self) -> None:
+        """Take one sample."""
+        async with self._turn:
+            await self._sampler.tick()
+            snapshot, published = self._sampler.snapshot, self._sampler.published
+            assert snapshot is not None and published is not None  # noqa: S101, PT018 - a tick leaves both
+            self.watch.step(snapshot)
+            for observed in (self.whole, self._step):
+                observed.take(snapshot, published.samples)
+            await self._recorder.record(snapshot)
+
+    async def close(self) -> None:
+        """Let go of what is read."""
+        await closed(self._parts.engine, self._parts.gpus)
+
+
+def new_trace(file: Path) -> None:
+    """Begin a trace; raises BadInput where there is a file or none can be made."""
+    try:
+        with file.open("xb") as stream:
+            stream.write(line(HEADER))
+    except FileExistsError as error:
+        raise BadInput(f"--trace {file}: is there already: name another file") from error
+    except OSError as error:
+        raise BadInput(f"--trace {file}: cannot be written: {error.strerror}") from error
+
+
+LINE_SECONDS: Final = 10.0
+
+
+class Screen:
+    """Shows on standard error how far each step has come: a bar on a terminal, a line every ten seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._next_seconds = inf
+
+    def begin(self, title: str, seconds: float) -> None:
+        """Show that a step begins."""
+        if draws(sys.stderr):
+            self._bar = bar(title, seconds, transient=False)
+            return
+        self._next_seconds = LINE_SECONDS
+        tell(f"{title}, {seconds:g} s")
+
+    def show(self, tally: Tally, elapsed_seconds: float) -> None:
+        """Show how far it has come, while there is a step, and if it is time for a line."""
+        if self._bar is not None:
+            move(self._bar, elapsed_seconds, _counts(tally))
+        elif elapsed_seconds >= self._next_seconds:
+            self._next_seconds += LINE_SECONDS
+            tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}")
+
+    def end(self, tally: Tally, elapsed_seconds: float) -> None:
+        """Show what it came to; its bar stays, full unless the step was cut short."""
+        if self._bar is None:
+            self._next_seconds = inf
+            tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}; over")
+            return
+        self.show(tally, elapsed_seconds)
+        self._bar.stop()
+        self._bar = None
+
+
+def _counts(tally: Tally) -> str:
+    good = tally.outcomes[Outcome.SUCCEEDED]
+    out_of_memory = tally.outcomes[Outcome.OUT_OF_MEMORY]
+    bad = tally.outcomes.total() - good - out_of_memory
+    told = f"{tally.open} open, {good} succeeded, {bad} not"
+    return f"{told}, {out_of_memory} OUT OF MEMORY" if out_of_memory else told
+
+
+SHARES: Final = (0.5, 0.75, 1.0, 1.2)
+"""Below, near, at and beyond what was asked for: what breaks breaks in the last."""
+
+LOOK_SECONDS: Final = 0.1
+"""How often it is measured how late this process comes to what it has to do."""
+
+SHOW_SECONDS: Final = 1.0
+
+
+class Stage(Struct, frozen=True, kw_only=True):
+    """A step that is over, or under way: `seconds` is from its begin to the end of its last request."""
+
+    share: float
+    clients: int
+    seconds: float
+    tally: Tally
+    observed: Observed
+
+
+def streams_at_most(concurrency: int) -> int:
+    """Return how many streams the largest step opens."""
+    return _clients(concurrency, max(SHARES))
+
+
+def _clients(concurrency: int, share: float) -> int:
+    return ceil(round(concurrency * share, 6))
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """Runs every step for `seconds`, until the clients are stopped or the pace's cap is reached."""
+
+    concurrency: int
+    seconds: float
+    clients: Clients
+    pace: Pace
+    sampling: Sampling
+    screen: Screen
+    _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)
+
+    async def steps(self) -> tuple[Stage, ...]:
+        """Return the steps that began, the last of them cut short where it was stopped."""
+        done: list[Stage] = []
+        self._tally = Tally(monotonic())
+        async with asyncio.TaskGroup() as group:
+            aside = [group.create_task(each) for each in (self.sampling.run(), self._delays(), self._shown())]
+            for number, share in enumerate(SHARES, start=1):
+                if not self.clients.stopped and not self.pace.used_up:
+                    done.append(await self._step(number, share))
+            for task in aside:
+                task.cancel()
+        return tuple(done)
+
+    async def _step(self, number: int, share: float) -> Stage:
+        count, observed = _clients(self.concurrency, share), Observed()
+        await self.sampling.look(observed)
+        tally = self._tally = Tally(monotonic())
+        self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)
+        await self.clients.run(count, self.seconds, tally)
+        seconds = monotonic() - tally.began_seconds
+        await self.sampling.tick()
+        self.screen.end(tally, seconds)
+        return Stage(share=share, clients=count, seconds=seconds, tally=tally, observed=observed)
+
+    async def _delays(self) -> None:
+        """Measure how late the loop is: what comes late here looks late of the server."""
+        while True:
+            due = monotonic() + LOOK_SECONDS
+            await asyncio.sleep(LOOK_SECONDS)
+            self._tally.delays.add(max(0.0, monotonic() - due))
+
+    async def _shown(self) -> None:
+        while True:
+            await asyncio.sleep(SHOW_SECONDS)
+            self.screen.show(self._tally, monotonic() - self._tally.began_seconds)

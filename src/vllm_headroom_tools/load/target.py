@@ -1,0 +1,234 @@
+"""Where the load goes: the address that the user named, found and asked for its models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import ssl
+from enum import StrEnum
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import httpx
+from msgspec import Struct
+
+from vllm_headroom.config.kinds import http_url
+from vllm_headroom.scrape.http.failures import no_answer, without_advice
+from vllm_headroom.scrape.http.reader import port_of, read_body
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.vocabulary import Reason
+from vllm_headroom_tools.openai import Model, first_model
+
+LENGTHS: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
+
+
+class Lengths(Struct, frozen=True, kw_only=True):
+    """Whole numbers of tokens from `least` to `most`, each doubling as likely as the next: many short, few long."""
+
+    least: int
+    most: int
+
+    def drawn(self, chance: float) -> int:
+        """Return the length at `chance`, a number from 0 to below 1."""
+        return min(self.most, int(self.least * ((self.most + 1) / self.least) ** chance))
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
+
+
+def lengths(text: str) -> Lengths:
+    """Return the distribution of a text such as `512` or `256..2048`."""
+    found = LENGTHS.fullmatch(text.strip())
+    if found is None:
+        raise ValueError
+    least = int(found[1])
+    most = int(found[2] or least)
+    if not 1 <= least <= most:
+        raise ValueError
+    return Lengths(least=least, most=most)
+
+
+_TEXT: Final = (
+    "the of and to in is it you that he was for on are with as his they be at one have this from or had by hot but"
+    " some what there we can out other were all your when up use word how said an each she which do their time if will"
+    " way about many then them would write like so these her long make thing see him two has look more day could go"
+    " come did my sound no most number who over know water than call first people may down side been now find"
+)
+WORDS: Final = tuple(_TEXT.split())
+"""Common enough that vocabularies have each, with the space before it, as one token: 1,000 of them are 1,000 tokens in
+all of Mistral's, SentencePiece and Tekken (measured)."""
+
+DIFFERENT_WORDS: Final = 5
+"""Of the words that are a prompt's own, those that are drawn one by one: 10**10 beginnings, so none is in a cache."""
+
+RING_WORDS: Final = 8192
+
+
+class Api(StrEnum):
+    """How a completion is asked for."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
+class Prompts:
+    """Makes prompts whose first `shared_ratio` is the same in all, and whose rest is in none before."""
+
+    def __init__(self, *, shared_ratio: float, random: Random) -> None:
+        self._shared_ratio = shared_ratio
+        self._random = random
+        self._common = random.choices(WORDS, k=RING_WORDS)
+        self._ring = random.choices(WORDS, k=RING_WORDS)
+
+    def of(self, words: int) -> str:
+        """Return a prompt of so many words, each of which is about a token."""
+        shared = round(self._shared_ratio * words)
+        own = words - shared
+        first = self._random.choices(WORDS, k=min(own, DIFFERENT_WORDS))
+        begin = self._random.randrange(RING_WORDS)
+        return " ".join((*_cut(self._common, 0, shared), *first, *_cut(self._ring, begin, own - len(first))))
+
+
+def _cut(ring: list[str], begin: int, count: int) -> list[str]:
+    found = ring[begin : begin + count]
+    while len(found) < count:
+        found += ring[: count - len(found)]
+    return found
+
+
+def request_body(api: Api, model: str, prompt: str, output_tokens: int) -> bytes:
+    """Return the body that asks for exactly so many tokens, streamed, with the server's own count of them at the end.
+
+    `ignore_eos` is vLLM's: without it a model ends its answer when it likes.
+    """
+    asked: dict[str, Any] = (
+        {"prompt": prompt} if api is Api.COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+    )
+    how = {
+        "model": model,
+        "max_tokens": output_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return json.dumps(how | asked, separators=(",", ":")).encode()
+
+
+PATIENCE_SECONDS: Final = 15.0
+"""For the first connection and for the list of models: a busy server's web side answers late."""
+
+MOST_LIST_BYTES: Final = 2**20
+"""Of the list of models, some 500 bytes each."""
+
+PATHS: Final = {Api.COMPLETIONS: "/v1/completions", Api.CHAT: "/v1/chat/completions"}
+Address = tuple[str, int]
+
+
+class Target(Struct, frozen=True, kw_only=True):
+    """Where each request goes: one address of the host, the path and the headers, less Content-Length."""
+
+    address: Address
+    host: str
+    path: str
+    headers: tuple[tuple[str, str], ...]
+    tls: ssl.SSLContext | None
+
+
+def base_url(text: str) -> httpx.URL:
+    """Return an http or https URL without what OpenAI's clients write at its end (/v1); raises ValueError."""
+    url = http_url(text)
+    if url.query or url.userinfo:
+        raise ValueError
+    return url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"))
+
+
+def within(url: httpx.URL, path: str) -> httpx.URL:
+    """Return the URL of a path of the server."""
+    return url.copy_with(path=url.path.rstrip("/") + path)
+
+
+async def find(url: httpx.URL, api: Api, tls: ssl.SSLContext | None, bearer: str | None) -> Target:
+    """Return the first address of the host that takes a connection; raises BadInput where none does."""
+    loop, port = asyncio.get_running_loop(), port_of(url)
+    try:
+        found = await loop.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise BadInput(_no_answer(error, url)) from error
+    problem: Exception = TimeoutError()
+    for host in [str(place[0]) for *_, place in found]:
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                transport, _ = await loop.create_connection(
+                    asyncio.Protocol, host, port, ssl=tls, server_hostname=url.host if tls else None
+                )
+        except TimeoutError:
+            continue
+        except OSError as error:
+            problem = error
+            continue
+        transport.abort()
+        headers = [("Host", url.netloc.decode()), ("User-Agent", "vllm-headroom"), ("Content-Type", "application/json")]
+        headers += [("Authorization", f"Bearer {bearer}")] if bearer else []
+        path = within(url, PATHS[api]).raw_path.decode()
+        return Target(address=(host, port), host=url.host, path=path, headers=tuple(headers), tls=tls)
+    raise BadInput(_no_answer(problem, url))
+
+
+def _no_answer(error: Exception, url: httpx.URL) -> str:
+    return f"{without_advice(no_answer(error, str(url), PATIENCE_SECONDS))}: check that vLLM serves there"
+
+
+async def offered_model(url: httpx.URL, target: Target) -> Model:
+    """Return the first model that the server lists, asked as the target is; raises BadInput where it lists none."""
+    where = within(url, "/v1/models")
+    try:
+        async with (
+            httpx.AsyncClient(verify=target.tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client,
+            client.stream("GET", where, headers=[*target.headers, ("Accept-Encoding", "identity")]) as answer,
+        ):
+            body = await read_body(answer, MOST_LIST_BYTES)
+    except httpx.HTTPError as error:
+        raise BadInput(f"{_no_answer(error, where)}, or name a --model") from error
+    if answer.status_code != httpx.codes.OK:
+        raise BadInput(
+            f"{where} answers {answer.status_code}: name a --model, or an --engine-bearer-token-file if it asks for one"
+        )
+    model = None if isinstance(body, Reason) else first_model(body)
+    if model is None:
+        raise BadInput(f"{where}: lists no model: name a --model")
+    return model
+
+
+class Order(Struct, frozen=True, kw_only=True):
+    """Everything that is set; None where nothing is. `seconds` are a step's, `shared_ratio` is of each prompt."""
+
+    url: httpx.URL
+    metrics_url: str | None
+    api: Api
+    model: str | None
+    concurrency: int
+    seconds: float
+    grace_seconds: float
+    timeout_seconds: float
+    prompt_tokens: Lengths
+    output_tokens: Lengths
+    shared_ratio: float
+    most_requests: int | None
+    requests_per_second: float | None
+    bearer_token_file: Path | None
+    ca_file: Path | None
+    gpus: str | tuple[str, ...]
+    probe_dir: Path | None
+    trace: Path
+
+    @property
+    def page(self) -> httpx.URL:
+        """Where the engine's page is."""
+        return httpx.URL(self.metrics_url) if self.metrics_url else within(self.url, "/metrics")
+
+    def __str__(self) -> str:
+        shared = f", {self.shared_ratio:.0%} of them shared" if self.shared_ratio else ""
+        return f"{self.api}, prompts of about {self.prompt_tokens} tokens{shared}, answers of {self.output_tokens}"

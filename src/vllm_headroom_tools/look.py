@@ -1,0 +1,76 @@
+"""One look at the engine's page, the GPUs and the processes, through the daemon's own readers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Final
+
+import httpx
+from msgspec import Struct
+
+from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
+from vllm_headroom.daemon.sampler import closed
+from vllm_headroom.derive.attribution import AttributionState, attribute
+from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.parse.engines import parse_engines
+from vllm_headroom.scrape.gpus import Gpus
+from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
+from vllm_headroom.scrape.proc.reader import Processes
+
+PROC: Final = Path("/proc")
+SYS: Final = Path("/sys")
+PATIENCE_SECONDS: Final = 6.0
+"""For the GPUs and the page, at the same time: a look has to be over within ten seconds."""
+
+PROC_SECONDS: Final = 3.0
+"""For the processes, after the page."""
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """What was read of this machine; `gpus` is empty where none could be read."""
+
+    readings: GpuReadings | Failure
+    processes: ProcessReadings | Failure
+    gpus: tuple[Gpu, ...]
+
+
+async def fetched(reader: PageReader) -> str | Failure:
+    """Return the one page that is wanted of this reader, which is closed."""
+    try:
+        return await reader.fetch()
+    finally:
+        await closed(reader)
+
+
+async def understood(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
+    """Return what the one page that is wanted of this reader says of the engines behind it."""
+    text = await fetched(reader)
+    return text if isinstance(text, Failure) else parse_engines(text, profile)
+
+
+async def machine(
+    settings: PlainSettings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
+) -> Machine:
+    """Read the GPUs and `proc` once and tell whose they are, as the daemon does with these settings.
+
+    Which of the engines in sight is the one that is watched depends on what comes of asking for its page.
+    """
+    cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
+    url = httpx.URL(settings.engine_url)
+    found = Processes(engine_port=port_of(url), engine_is_here=is_here(url.host), proc=proc, monotonic=time.monotonic)
+
+    async def seen() -> ProcessReadings | Failure:
+        return await found.read(PROC_SECONDS, await page)
+
+    try:
+        readings, processes = await asyncio.gather(cards.read(PATIENCE_SECONDS), seen())
+    finally:
+        await cards.close()
+    gpus: tuple[Gpu, ...] = ()
+    if not isinstance(readings, Failure):
+        gpus = attribute(AttributionState(), readings, processes, settings.selection)[1]
+    return Machine(readings=readings, processes=processes, gpus=gpus)

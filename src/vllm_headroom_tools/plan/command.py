@@ -1,0 +1,261 @@
+"""The command `plan`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec.structs import fields, replace
+
+from vllm_headroom.config.kinds import FILE, RATIO, Value, bounded, choice, size, tokens, whole
+from vllm_headroom.config.options import Parser
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.units import GIB, VLLM_NUMBER, size_bytes, vllm_number
+from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.plan.report import Planned, parts_of, planned_document, planned_text
+from vllm_headroom_tools.sizing.estimate import estimate, fits
+from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
+from vllm_headroom_tools.sizing.model_config import NAME, checkpoint_bytes, parse_model_config, read_model
+from vllm_headroom_tools.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
+from vllm_headroom_tools.sizing.question import (
+    BLOCK_TOKENS,
+    LORA_RANK,
+    TYPICAL_TOKENS,
+    UTILIZATION,
+    Question,
+    defaults,
+    unusable,
+)
+
+SIZES: Final = (
+    ("layers", "num_hidden_layers", "hidden layers"),
+    ("kv_heads", "num_key_value_heads", "key-value heads"),
+    ("head_size", "head_dim", "values of a head"),
+    ("hidden_size", "hidden_size", "values of a token between two layers"),
+    ("vocabulary", "vocab_size", "tokens of the vocabulary"),
+)
+"""Options that say a model's size, the fields of its configuration that they stand for, and their meaning."""
+
+ALONE: Final = ("layers", "kv_heads", "head_size")
+"""What the KV cache's size cannot be told without."""
+
+
+def question(given: argparse.Namespace) -> Question:
+    """Return what is asked; raises BadInput where that cannot be."""
+    shape = _shape(given)
+    if isinstance(shape, str):
+        raise BadInput(shape)
+    checkpoint, parameters = _weights(given, shape)
+    sequences, tokens = defaults(given.gpu_memory_bytes)
+    sequences = given.max_num_seqs or sequences
+    told = {each.name: getattr(given, each.name) for each in fields(Question) if hasattr(given, each.name)}
+    told |= {
+        "shape": _served(shape, given.dtype, given.quantization, language_model_only=given.language_model_only),
+        "checkpoint_bytes": checkpoint,
+        "parameters": parameters,
+        "max_model_len": given.max_model_len or shape.max_model_len,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": given.max_num_batched_tokens or max(tokens, sequences),
+        "max_loras": given.max_loras if given.enable_lora else 0,
+        "cpu_offload_bytes": given.cpu_offload_gb * GIB,
+        "draft": _draft(given.draft_model_config),
+    }
+    asked = Question(**told)
+    if problem := unusable(asked):
+        raise BadInput(problem)
+    return asked
+
+
+def _shape(given: argparse.Namespace) -> ModelShape | str:
+    overrides = {field: getattr(given, name) for name, field, _ in SIZES if getattr(given, name) is not None}
+    if given.kv_heads is not None:
+        overrides["multi_query"] = False
+    if given.model_config is not None:
+        shape = read_model(given.model_config, overrides)
+        if isinstance(shape, str):
+            return f"{given.model_config}: {shape}"
+        told = all(getattr(given, name) is not None for name in ALONE)
+        return replace(shape, unknown_type=None) if told else shape
+    missing = [_flag(name) for name in ALONE if getattr(given, name) is None]
+    if missing:
+        return f"needs --model-config, or without it {', '.join(map(_flag, ALONE))}; missing: {', '.join(missing)}"
+    return parse_model_config("{}", overrides)
+
+
+def _draft(path: Path | None) -> ModelShape | None:
+    shape = None if path is None else read_model(path)
+    if isinstance(shape, str):
+        raise BadInput(f"{path}: {shape}")
+    return shape
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
+    """Return the bytes of the weights and the number of parameters, as far as they are known without counting.
+
+    Weights that are quantised in the file are served as they lie there; others in the dtype that is asked for.
+    """
+    if given.parameters is not None or given.model_config is None:
+        return None, given.parameters
+    path: Path = given.model_config
+    found = checkpoint_bytes(path if path.is_dir() else path.parent)
+    if found is None:
+        return None, None
+    if shape.quantisation is None:
+        return None, int(found / shape.stored_bytes)
+    return (found, None) if given.quantization is None else (None, None)
+
+
+def _served(shape: ModelShape, dtype: str, quantization: str | None, *, language_model_only: bool) -> ModelShape:
+    """Return the shape as it is served: in the dtype and with the quantisation that were asked for, if any."""
+    changed: dict[str, Any] = {}
+    if language_model_only:
+        changed["encoder"] = None
+    if dtype != "auto":
+        size = DTYPE_BYTES[dtype]
+        changed["dtype_bytes"] = size
+        if shape.kv_dtype_bytes == shape.dtype_bytes:
+            changed["kv_dtype_bytes"] = size
+        if shape.quantisation is None:
+            changed["weight_bytes_per_parameter"] = size
+    served = replace(shape, **changed)
+    return served if quantization is None else served.quantised(quantization, QUANTISED_BYTES[quantization])
+
+
+DESCRIPTION: Final = """\
+Will it fit? Tells from a model's configuration what vLLM will need of each GPU,
+how many tokens and sequences its KV cache will hold, and what to change where
+that is too little. It needs no GPU and no vLLM.
+"""
+
+EXAMPLES: Final = """\
+Figures are of each GPU. It ends with status 0 when vLLM would start, with 1
+when it would not, and with 2 when that cannot be told: bad input, something is
+not known, or too close to call.
+
+Example:
+  vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
+    --gpu-memory 80GiB -tp 4 --max-model-len 32K --max-num-seqs 64
+  vllm-headroom plan --layers 80 --kv-heads 8 --head-size 128 \\
+    --hidden-size 8192 --vocabulary 128256 --parameters 70.6B \\
+    --gpu-memory 141GiB
+"""
+
+MOST: Final = 2**24
+COUNT: Final = whole(1, MOST)
+TOKENS: Final = tokens(MOST)
+DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
+PARAMETERS: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
+THOUSANDS: Final = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
+MOST_PARAMETERS: Final = 10**14
+
+
+MOST_GIBIBYTES: Final = 2**20
+
+
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    card = "of one card in all"
+    parser.add_argument("--gpu-memory", dest="gpu_memory_bytes", metavar="SIZE", type=size("80GiB"), help=card)
+    unified = "the card works on its machine's memory, which --gpu-memory is then (GB10, Thor, Jetson)"
+    parser.add_argument("--unified-memory", action="store_true", help=unified)
+    parser.add_argument(
+        "--typical-len", metavar="TOKENS", type=TOKENS, default=TYPICAL_TOKENS, help="default %(default)s"
+    )
+    probe = "a file of the probe in a worker that serves this model: what it measured, beside what is planned"
+    parser.add_argument("--probe", metavar="FILE", type=FILE, help=probe)
+    _model(parser.add_argument_group("the model"))
+    _engine(parser.add_argument_group("what vLLM is told, by its own names"))
+
+
+def _model(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--model-config", metavar="PATH", type=FILE, help=f"its {NAME}, or the folder of it and the weights")
+    add("--draft-model-config", metavar="PATH", type=FILE, help="the same of the model that speculates")
+    for name, _, meaning in SIZES:
+        add(f"--{name.replace('_', '-')}", metavar="N", type=COUNT, help=f"{meaning}, instead of the file's")
+    parameters = Value(read=_parameters, accepts="a number of parameters, such as 70600000000 or 70.6B")
+    add("--parameters", metavar="N", type=parameters, help="such as 70.6B, instead of counting them")
+    _choice(group, ("--dtype",), DTYPES, "of what is not quantised; auto is 16 bits", default="auto")
+    _choice(group, ("-q", "--quantization"), sorted(QUANTISED_BYTES), "of the weights, instead of the file's")
+
+
+def _engine(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    share = f"default {UTILIZATION}, vLLM's since 0.20; before, 0.9"
+    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, default=UTILIZATION, help=share)
+    cache = Value(
+        read=lambda text: vllm_number(text) if VLLM_NUMBER.fullmatch(text) else size_bytes(text),
+        accepts="a size such as 20GiB, or as vLLM takes it, 20G",
+    )
+    add("--kv-cache-memory-bytes", metavar="SIZE", type=cache, help="of the KV cache, instead of a ratio of the card")
+    _choice(group, ("--kv-cache-dtype",), ("auto", *KV_DTYPES), "auto is the model's own", default="auto")
+    add("-tp", "--tensor-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
+    add("-pp", "--pipeline-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
+    add("-dp", "--data-parallel-size", metavar="N", type=COUNT, default=1, help="engines, which share the experts")
+    offload = Value(read=bounded(float, 0, MOST_GIBIBYTES), accepts="a number of GiB, such as 10")
+    add(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="each GPU has some experts whole: less room for their adapters",
+    )
+    add("--cpu-offload-gb", metavar="GIB", type=offload, default=0.0, help="of each GPU's weights, on the host")
+    add("--enable-lora", action="store_true", help="room for adapters")
+    add("--max-loras", metavar="N", type=COUNT, default=1, help="default 1")
+    add("--max-lora-rank", metavar="N", type=COUNT, default=LORA_RANK, help=f"default {LORA_RANK}")
+    add("--language-model-only", action="store_true", help="no image or audio encoder")
+    add("--max-model-len", metavar="TOKENS", type=TOKENS, help="of prompt and answer; default the model's limit")
+    add("--max-num-seqs", metavar="N", type=COUNT, help="default 256; from 70 GiB 1024, but for an A100")
+    batched = "default 2048; from 70 GiB 8192, but for an A100; from 160 GiB 16384"
+    add("--max-num-batched-tokens", metavar="TOKENS", type=TOKENS, help=batched)
+    add("--block-size", metavar="TOKENS", type=TOKENS, default=BLOCK_TOKENS, help=f"default {BLOCK_TOKENS}")
+    add("--enforce-eager", action="store_true", help="without CUDA graphs")
+
+
+def _choice(
+    group: argparse._ArgumentGroup,
+    flags: Sequence[str],
+    names: Sequence[str],
+    meaning: str,
+    default: str | None = None,
+) -> None:
+    kind = choice(names)
+    group.add_argument(*flags, metavar="NAME", type=kind, default=default, help=f"{meaning}: {kind.accepts}")
+
+
+def _parameters(text: str) -> int:
+    found = PARAMETERS.fullmatch(text)
+    number = int(Decimal(found[1]) * 1000 ** THOUSANDS[found[2].upper()]) if found and len(text) <= len("x" * 20) else 0
+    if not 1 <= number <= MOST_PARAMETERS:
+        raise ValueError
+    return number
+
+
+STATUS: Final = {True: 0, False: 1, None: 2}
+
+
+def _run(given: Namespace) -> Planned:
+    found = estimate(question(given))
+    if found is None:
+        raise BadInput("the KV cache's dtype is not known here")
+    return Planned(estimate=found, measured=None if given.probe is None else parts_of(Path(given.probe)))
+
+
+COMMAND: Final[Command[Planned]] = Command(
+    usage="%(prog)s --model-config PATH --gpu-memory SIZE [OPTION]...",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=planned_text,
+    document=planned_document,
+    status=lambda found: STATUS[fits(found.estimate)],
+)

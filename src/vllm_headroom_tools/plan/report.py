@@ -1,0 +1,284 @@
+"""The answer for scripts, and what the probe measured in an engine that serves the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import floor
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct
+
+from vllm_headroom.model import EngineParts
+from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.units import GIB, gib
+from vllm_headroom_tools.plan.verdict import changes, notes, spread, unknown, verdict
+from vllm_headroom_tools.sizing.estimate import LIBRARIES, Estimate, Range, fits, longest, most
+from vllm_headroom_tools.sizing.footprint import ModelShape
+from vllm_headroom_tools.sizing.question import UTILIZATION
+from vllm_headroom_tools.terminal import paragraphs, wrapped
+
+BILLION: Final = 10**9
+UNKNOWN: Final = "not known"
+
+
+def text(found: Estimate) -> Iterator[str]:
+    """Yield the whole answer."""
+    parts = (_heading(found), _memory(found), _cache(found), _tables(found), _answer(found))
+    yield from paragraphs(parts)
+
+
+def _heading(found: Estimate) -> Iterator[str]:
+    question, shape = found.question, found.question.shape
+    yield f"The model: {', '.join(_model(shape))}."
+    spread = (
+        ("tensor", question.tensor_parallel_size),
+        ("pipeline", question.pipeline_parallel_size),
+        ("data", question.data_parallel_size),
+    )
+    ways = ", ".join(f"{name} parallel {count}" for name, count in spread if count > 1)
+    card = "size not given" if question.gpu_memory_bytes is None else gib(question.gpu_memory_bytes)
+    yield f"On {question.gpus} GPU{'s' if question.gpus > 1 else ''}, {card}{f' each, {ways}' if ways else ''}."
+
+
+def _model(shape: ModelShape) -> Iterator[str]:
+    yield f"{shape.layers} layers"
+    if shape.attention_heads is not None:
+        yield f"{shape.attention_heads} attention heads"
+    if shape.latent_width is not None:
+        yield f"latent attention of {shape.latent_width} values"
+    else:
+        yield f"{shape.heads.count} KV heads of {shape.heads.key_size}"
+    if shape.windowed_layers:
+        yield f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens"
+    if shape.stateful_layers:
+        yield f"{shape.stateful_layers} layers with a state"
+    yield shape.quantisation or f"{shape.dtype_bytes * 8:.0f} bits"
+
+
+def _memory(found: Estimate) -> Iterator[str]:
+    question = found.question
+    yield f"{'Of each GPU':<44}GiB"
+    if found.budget is not None:
+        usual = "vLLM's default since 0.20" if question.gpu_memory_utilization == UTILIZATION else ""
+        yield _line(f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual)
+    yield _line("weights", found.weights, _weights_source(found))
+    if question.max_loras:
+        yield _line(
+            "  of them for LoRA", question.adapters_bytes, f"{question.max_loras} of rank {question.max_lora_rank}"
+        )
+    if question.cpu_offload_bytes:
+        yield _line("  beside them on the host", question.cpu_offload_bytes)
+    batch, logits = f"{question.max_num_batched_tokens:,} tokens", f"the logits of {question.max_num_seqs:,} sequences"
+    items = f", {question.encoder_items} images" if question.largest else ""
+    yield _line("activations", found.activations, f"{batch} in a batch{items}, or {logits}")
+    yield _line("CUDA graphs", found.graphs)
+    yield _line("CUDA libraries", LIBRARIES)
+    left = (
+        None if found.kv_cache is None else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
+    )
+    yield _line("KV cache", left, "as told" if question.kv_cache_memory_bytes else "what is left")
+    besides = ("CUDA context", *(("NCCL",) if question.gpus > 1 else ()))
+    besides += ("the system", "vLLM's own processes") if question.unified_memory else ()
+    yield _line("beside the budget", found.outside, ", ".join(besides))
+
+
+def _weights_source(found: Estimate) -> str:
+    question = found.question
+    if question.checkpoint_bytes is not None:
+        return "from the checkpoint's size"
+    if question.parameters is not None:
+        return f"{question.parameters / BILLION:,.2f} billion parameters"
+    return "parameters counted from the configuration" if found.weights is not None else ""
+
+
+def _line(name: str, amount: float | Range | None, remark: str = "") -> str:
+    return f"  {name:<28}{shown(amount):>17}  {remark}".rstrip()
+
+
+def shown(amount: float | Range | None) -> str:
+    """Return an amount of memory in GiB."""
+    if isinstance(amount, Range):
+        return spread(amount)
+    return UNKNOWN if amount is None else f"{amount / GIB:,.2f}"
+
+
+def _cache(found: Estimate) -> Iterator[str]:
+    question, bound = found.question, "at most " if found.question.shape.windowed_layers else ""
+    layout, length, sequences = found.layout, question.max_model_len, question.max_num_seqs
+    part = "" if question.shape.keeps_every_token else f" in {layout.block_layers} layers"
+    block = f"{layout.block_bytes:,} per block of {layout.block_tokens}{part}"
+    yield "KV cache"
+    if not layout.block_bytes:
+        yield "  none: the model keeps nothing of a sequence"
+        return
+    yield f"  {bound}{found.bytes_per_token:,} bytes per token, {block}"
+    if question.gpus > 1:
+        yield f"  {bound}{found.engine_bytes_per_token:,} bytes per token on all GPUs together"
+    if length is not None:
+        size, blocks = gib(sequences * found.sequence_bytes(length)), sequences * layout.blocks(length)
+        yield f"  {sequences:,} x {length:,} tokens (max_num_seqs x max_model_len) take {size}, {blocks:,} blocks"
+    if not found.blocks:
+        return
+    if found.capacity_tokens is not None:
+        least = "" if question.kv_cache_memory_bytes else "at least "
+        yield f"  holds {least}{found.capacity_tokens:,} tokens, in {found.blocks:,} blocks"
+    for tokens, name in ((length, "max_model_len"), (question.typical_len, "typical")):
+        at_once = None if tokens is None else found.sequences(tokens)
+        if at_once is not None:
+            yield f"  {floor(at_once * 10) / 10:,.1f} sequences of {tokens:,} tokens ({name}) at once"
+
+
+def _tables(found: Estimate) -> Iterator[str]:
+    if not found.blocks:
+        return
+    by_sequences, by_length = longest(found), most(found)
+    yield "The largest that fits at once"
+    yield from _table(("max_num_seqs", "max_model_len"), by_sequences)
+    yield ""
+    yield from _table(("max_model_len", "max_num_seqs"), by_length)
+
+
+def _table(head: tuple[str, str], rows: Iterable[tuple[int, int]]) -> Iterator[str]:
+    cells = list(rows)
+    widths = [max(len(f"{number:,}") for number in pair) for pair in cells]
+    for place, name in enumerate(head):
+        numbers = "  ".join(f"{pair[place]:>{width},}" for pair, width in zip(cells, widths, strict=True))
+        yield f"  {name:<15}{numbers}"
+
+
+def _answer(found: Estimate) -> Iterator[str]:
+    for sentence in (*notes(found), verdict(found)):
+        yield from wrapped("", sentence)
+    if fits(found) is True or found.kv_cache is None:
+        return
+    tried = changes(found)
+    yield "Any of these would make it fit:" if tried else "No change of one or two settings would make it fit."
+    for change in tried:
+        yield f"  {' '.join(f'{option} {value}' for option, value in change.settings):<56}  {change.price}"
+
+
+SETTINGS: Final = (
+    "gpus",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "gpu_memory_bytes",
+    "unified_memory",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "typical_len",
+)
+
+
+def document(found: Estimate) -> dict[str, Any]:
+    """Return the answer: bytes are of each GPU unless their name says otherwise, and null is what is not known."""
+    question, answer = found.question, fits(found)
+    return {
+        "fits": answer,
+        "verdict": verdict(found),
+        "unknown": unknown(found),
+        "notes": notes(found),
+        "changes": [
+            {"settings": dict(each.settings), "price": each.price}
+            for each in (() if answer is True else changes(found))
+        ],
+        **{name: getattr(question, name) for name in SETTINGS},
+        "block_size": found.layout.block_tokens,
+        "bytes_per_token": found.bytes_per_token,
+        "bytes_per_token_is_upper_bound": question.shape.windowed_layers > 0,
+        "bytes_per_token_all_gpus": found.engine_bytes_per_token,
+        "bytes_per_block": found.layout.block_bytes or None,
+        "weights_bytes": found.weights,
+        "lora_bytes": question.adapters_bytes,
+        "unknown_architecture": question.shape.unknown_type,
+        "budget_bytes": None if found.budget is None else int(found.budget),
+        "encoder_items": question.encoder_items,
+        "activation_bytes": _bounds(found.activations),
+        "cuda_graph_bytes": _bounds(found.graphs),
+        "library_bytes": _bounds(LIBRARIES),
+        "outside_budget_bytes": _bounds(found.outside),
+        **_kv_cache(found),
+    }
+
+
+def _kv_cache(found: Estimate) -> dict[str, Any]:
+    question = found.question
+    length, sequences = question.max_model_len, question.max_num_seqs
+    return {
+        "kv_cache_bytes": _bounds(found.kv_cache),
+        "kv_capacity_tokens": found.capacity_tokens,
+        "kv_capacity_blocks": found.blocks,
+        "sequence_bytes": None if length is None else found.sequence_bytes(length),
+        "sequences_at_max_model_len": None if length is None else found.sequences(length),
+        "sequences_at_typical_len": found.sequences(question.typical_len),
+        "all_at_once_bytes": None if length is None else sequences * found.sequence_bytes(length),
+        "all_at_once_blocks": None if length is None else sequences * found.layout.blocks(length),
+        "largest_max_model_len": [{"max_num_seqs": count, "max_model_len": size} for count, size in longest(found)],
+        "largest_max_num_seqs": [{"max_model_len": size, "max_num_seqs": count} for size, count in most(found)],
+    }
+
+
+def _bounds(amount: Range | None) -> dict[str, int] | None:
+    return None if amount is None else {"low": int(amount.low), "high": int(amount.high)}
+
+
+MOST_BYTES: Final = 16 * 1024
+NO_PARTS: Final = "it is of a process without a GPU; take the file of a worker, whose role is worker"
+
+
+class Planned(Struct, frozen=True, kw_only=True):
+    """A plan, and what a worker of the engine measured on its GPU; None where no file was given."""
+
+    estimate: Estimate
+    measured: EngineParts | None = None
+
+
+def parts_of(file: Path) -> EngineParts:
+    """Return what a file of the probe says of its worker; raises BadInput."""
+    try:
+        with file.open("rb") as stream:
+            found = parse_probe(stream.read(MOST_BYTES))
+    except OSError as error:
+        raise BadInput(f"--probe {file}: cannot be read: {error.strerror}") from error
+    if isinstance(found, str):
+        raise BadInput(f"--probe {file}: {found}")
+    if found[0].parts is None:
+        raise BadInput(f"--probe {file}: {NO_PARTS}")
+    return found[0].parts
+
+
+def planned_text(found: Planned) -> Iterator[str]:
+    """Yield the plan and, where something was measured, a table of both."""
+    yield from text(found.estimate)
+    if found.measured is None:
+        return
+    yield ""
+    yield f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"
+    for name, planned, measured in _pairs(found.estimate, found.measured):
+        yield f"  {name:<22}{shown(planned):>17}{shown(measured):>12}"
+
+
+def planned_document(found: Planned) -> dict[str, Any]:
+    """Return the plan, with `measured` in bytes where a file was given."""
+    if found.measured is None:
+        return document(found.estimate)
+    pairs = _pairs(found.estimate, found.measured)
+    return {
+        **document(found.estimate),
+        "measured": {f"{name.replace(' ', '_').lower()}_bytes": m for name, _, m in pairs},
+    }
+
+
+def _pairs(planned: Estimate, measured: EngineParts) -> tuple[tuple[str, float | Range | None, int | None], ...]:
+    return (
+        ("budget", planned.budget, measured.requested_bytes),
+        ("weights", planned.weights, measured.weights_bytes),
+        ("activations", planned.activations, measured.activation_peak_bytes),
+        ("CUDA graphs", planned.graphs, measured.cuda_graphs_bytes),
+        ("KV cache", planned.kv_cache, measured.kv_cache_bytes),
+    )

@@ -1,0 +1,242 @@
+"""The answer in sentences: whether it fits, why, and what to know about the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import floor
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from vllm_headroom.units import GIB, gib
+from vllm_headroom_tools.sizing.estimate import LEFT_TO_THE_MACHINE_BYTES, Estimate, Range, estimate, fits, outside
+from vllm_headroom_tools.sizing.question import Question, unusable
+
+
+def unknown(found: Estimate) -> list[str]:
+    """Return what is not known and would be needed to tell whether it fits, each with the options that say it."""
+    question = found.question
+    kind = question.shape.unknown_type
+    needs = (
+        (None if kind else "", f"what models of type {kind!r} keep (--layers, --kv-heads and --head-size say it)"),
+        (question.gpu_memory_bytes, "the card (--gpu-memory)"),
+        (found.weights, "the weights (--parameters)"),
+        (None if question.more_weights else "", "the image or audio encoder's weights (--parameters)"),
+        (None if question.more_activations else "", "its largest image or sound (else --language-model-only)"),
+        (found.activations, "the activations (--hidden-size and --vocabulary)"),
+        (question.max_model_len, "the length (--max-model-len)"),
+    )
+    return [name for value, name in needs if value is None]
+
+
+def verdict(found: Estimate) -> str:
+    """Return whether vLLM starts, and why."""
+    answer, missing = fits(found), unknown(found)
+    if answer:
+        return f"It fits: vLLM starts. {_all_at_once(found)}"
+    if answer is False:
+        return f"It does not fit: {_obstacle(found)}."
+    if missing:
+        return f"Cannot tell whether it fits: not known {'is' if len(missing) == 1 else 'are'} {', '.join(missing)}."
+    return f"Too close to call: {_margin(found)}."
+
+
+def spread(amount: Range) -> str:
+    """Return a range as a number of GiB, or two."""
+    low = f"{amount.low / GIB:,.2f}"
+    return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"
+
+
+def _obstacle(found: Estimate) -> str:
+    question, kv_cache, overhead = found.question, found.kv_cache, found.overhead
+    card, budget, length = question.gpu_memory_bytes or 0, found.budget, question.max_model_len or 1
+    if budget is not None and overhead is not None and kv_cache is not None and kv_cache.high <= 0:
+        rest = (found.weights or 0) + overhead.low
+        return f"weights and activations need at least {gib(rest)} of each GPU, and the budget is {gib(budget)}"
+    if kv_cache is not None and kv_cache.high < found.sequence_bytes(length):
+        needed, left = gib(found.sequence_bytes(length)), gib(kv_cache.high)
+        return f"one sequence of {length:,} tokens needs {needed} of KV cache, of at most {left}"
+    if budget is not None:
+        leaves = f"the budget leaves {gib(card - budget)} of the"
+        if question.unified_memory:
+            return f"{leaves} machine, and it needs {spread(found.outside)} GiB: vLLM would start, and it would hang"
+        return f"{leaves} card, and {spread(found.outside)} GiB lie outside of it"
+    return f"weights, activations and the KV cache are more than the card's {gib(card)}"
+
+
+def _margin(found: Estimate) -> str:
+    if found.kv_cache is None or found.budget is None:
+        return "with the higher estimates it is more than the card has"
+    needed = gib(found.sequence_bytes(found.question.max_model_len or 1))
+    return f"{spread(found.kv_cache)} GiB are left for the KV cache, and one sequence needs {needed}"
+
+
+def _all_at_once(found: Estimate) -> str:
+    length, sequences = found.question.max_model_len or 1, found.question.max_num_seqs
+    if not found.layout.block_bytes:
+        return "It keeps nothing of a sequence: there is no KV cache."
+    at_once = int(found.sequences(length) or 0)
+    if at_once >= sequences:
+        return f"All {sequences:,} sequences of {length:,} tokens fit at once."
+    return (
+        f"But {sequences:,} sequences of {length:,} tokens do not fit at once, {at_once:,} do: further ones wait or are"
+        " preempted."
+    )
+
+
+def notes(found: Estimate) -> list[str]:
+    """Return where the figures are bounds, and what one might not expect of them."""
+    return [*_layers(found), *_copies(found), *_left_out(found)]
+
+
+def _layers(found: Estimate) -> Iterator[str]:
+    shape, ranks = found.question.shape, found.question.tensor_parallel_size
+    if shape.windowed_layers:
+        yield (
+            f"{shape.windowed_layers} layers keep only the last {shape.window_tokens or 0:,} tokens: bytes per token"
+            " are an upper bound; tokens and sequences are counted as vLLM's hybrid KV cache manager holds them."
+        )
+    if shape.stateful_layers and shape.state_bytes is not None:
+        yield (
+            f"{shape.stateful_layers} layers keep {shape.state_bytes // ranks:,} bytes of each sequence instead of its"
+            f" tokens; a block has {found.layout.block_tokens} tokens to be as large as one of these."
+        )
+    if shape.stateful_layers and shape.state_bytes is None:
+        yield (
+            f"{shape.stateful_layers} layers keep a state of each sequence whose size is not known here: tokens and"
+            " sequences are an upper bound."
+        )
+
+
+def _copies(found: Estimate) -> Iterator[str]:
+    shape, ranks = found.question.shape, found.question.tensor_parallel_size
+    if shape.latent_width is not None and ranks > 1:
+        yield "Latent attention keeps its whole vector on every GPU: tensor parallelism does not divide the KV cache."
+    elif ranks > (count := shape.heads.count):
+        yield f"{ranks} GPUs share {count} KV heads: each is kept {ranks // count} times."
+
+
+def _left_out(found: Estimate) -> Iterator[str]:
+    question, card, budget = found.question, found.question.gpu_memory_bytes, found.budget
+    if question.shape.unknown_type is not None:
+        yield (
+            f"Nobody has checked models of type {question.shape.unknown_type!r} to keep what vLLM keeps of them: the"
+            " figures take their layers for those of a usual decoder."
+        )
+    if question.more_weights:
+        yield "The weights are the language model's alone: an image or audio encoder's come on top."
+    if question.more_activations:
+        yield "What vLLM's profiling takes of the encoder comes on top of the activations."
+    if question.draft is not None:
+        yield "The draft model is counted whole; one that shares its embeddings takes less."
+    if question.unified_memory:
+        offloaded = "; weights that are offloaded lie in the same memory" if question.cpu_offload_bytes else ""
+        yield (
+            f"{gib(LEFT_TO_THE_MACHINE_BYTES)} of the machine's one memory are left to its system and to vLLM's own"
+            f" processes{offloaded}. Swap and zram count as no room."
+        )
+    elif card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
+        yield (
+            f"Beside its budget vLLM takes {spread(found.outside)} GiB of the card, and {gib(card - budget)} are left"
+            " for that."
+        )
+
+
+SMALLEST_LENGTH: Final = 256
+"""Tokens; a server for shorter sequences is of no use to anyone."""
+
+MOST_RANKS: Final = 64
+SIXTEEN_BITS: Final = 2.0
+HIGHEST_UTILIZATION: Final = 0.95
+
+Option = tuple[str, str, str, Question]
+"""Option, value, price, and what is asked with it."""
+
+
+class Saving(Struct, frozen=True, kw_only=True):
+    """Settings of vLLM, pairs of option and value, and their price."""
+
+    settings: tuple[tuple[str, str], ...]
+    price: str
+
+
+def changes(found: Estimate) -> tuple[Saving, ...]:
+    """Return every setting that surely lets vLLM start, with the nearest value that does, the cheapest first.
+
+    Where a shorter `max_model_len` alone is not enough, also each setting that does together with one.
+    """
+    good: dict[tuple[str, ...], Saving] = {}
+    for change, question in (*_shorter(found.question), *_candidates(found.question)):
+        kind = tuple(option for option, _ in change.settings)
+        if kind not in good and _starts(question):
+            good[kind] = change
+    return tuple(good.values())
+
+
+def _starts(question: Question) -> bool:
+    found = None if unusable(question) else estimate(question)
+    return found is not None and fits(found) is True
+
+
+def _candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
+    enough = any(_starts(shorter) for _, shorter in _shorter(question))
+    for option, value, price, changed in (
+        *_fewer_sequences(question),
+        *_other_share(question),
+        *_rounded(question),
+        *_wider(question),
+    ):
+        yield Saving(settings=((option, value),), price=price), changed
+        for change, shorter in () if enough or unusable(changed) else _shorter(changed):
+            yield (
+                Saving(settings=((option, value), *change.settings), price=f"{price}; {change.price}"),
+                shorter,
+            )
+
+
+def _shorter(question: Question) -> Iterator[tuple[Saving, Question]]:
+    found, asked = estimate(question), question.max_model_len
+    longest = (found.longest(1) if found else None) or 0
+    if asked is not None and SMALLEST_LENGTH <= longest < asked:
+        settings = (("--max-model-len", str(longest)),)
+        yield (
+            Saving(settings=settings, price="longer requests are refused"),
+            replace(question, max_model_len=longest),
+        )
+
+
+def _fewer_sequences(question: Question) -> Iterator[Option]:
+    """Yield ever fewer sequences at once: sampling needs room for the logits of each."""
+    sequences = question.max_num_seqs // 2
+    while sequences >= 1:
+        yield "--max-num-seqs", str(sequences), "more requests wait", replace(question, max_num_seqs=sequences)
+        sequences //= 2
+
+
+def _other_share(question: Question) -> Iterator[Option]:
+    """Yield a larger share of the card; of a machine's one memory all but what it needs, be that more or less."""
+    card = question.gpu_memory_bytes
+    if question.unified_memory and card is not None and question.kv_cache_memory_bytes is None:
+        share = floor((card - outside(question).high) / card * 100) / 100
+        if share > 0:
+            price = "the system and vLLM's own processes keep what they need"
+            yield "--gpu-memory-utilization", str(share), price, replace(question, gpu_memory_utilization=share)
+    elif question.kv_cache_memory_bytes is None and question.gpu_memory_utilization < HIGHEST_UTILIZATION:
+        changed = replace(question, gpu_memory_utilization=HIGHEST_UTILIZATION)
+        price = "less is left for what lies beside the budget"
+        yield "--gpu-memory-utilization", str(HIGHEST_UTILIZATION), price, changed
+
+
+def _rounded(question: Question) -> Iterator[Option]:
+    shape, dtype = question.shape, question.kv_cache_dtype
+    if dtype in {"float16", "bfloat16"} or (dtype == "auto" and shape.kv_dtype_bytes >= SIXTEEN_BITS):
+        yield "--kv-cache-dtype", "fp8", "keys and values are rounded", replace(question, kv_cache_dtype="fp8")
+    if shape.quantisation is None:
+        yield "--quantization", "fp8", "weights are rounded", replace(question, shape=shape.quantised("fp8", 1.0))
+
+
+def _wider(question: Question) -> Iterator[Option]:
+    for ranks in range(question.tensor_parallel_size + 1, MOST_RANKS + 1):
+        wider = replace(question, tensor_parallel_size=ranks)
+        yield "--tensor-parallel-size", str(ranks), f"{wider.gpus} GPUs instead of {question.gpus}", wider

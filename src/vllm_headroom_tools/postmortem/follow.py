@@ -1,0 +1,302 @@
+"""Follows an engine through a trace up to its end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from vllm_headroom.derive.life.lives import OneLife, is_broken
+from vllm_headroom.derive.readings import named, together
+from vllm_headroom.model import EngineReading, Failure, Fate, Gpu, Snapshot
+from vllm_headroom.trace.incidents import What
+from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason
+from vllm_headroom_tools.history.course import Moment
+from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.postmortem.facts import (
+    Circumstances,
+    GpuAtEnd,
+    Known,
+    exit_reason,
+    header_age,
+    header_leaks,
+    header_lost,
+    header_ooms,
+    header_used,
+    header_xids,
+    more,
+)
+
+PEAK_SECONDS: Final = 60.0
+LAST_SECONDS: Final = 30.0 + PEAK_SECONDS
+"""A tick, and the minute that the highest memory in use is kept for."""
+
+BEFORE_SECONDS: Final = 300.0
+"""What grew since then grew in a burst."""
+
+
+_MANY: Final = 2**31
+"""Where it is not known how many there were, none has joined them."""
+
+
+class _Look(Struct, frozen=True, kw_only=True):
+    """One GPU in one sample; what the engine held at the peak, where that is known."""
+
+    seconds: float
+    gpu: Gpu
+    room_bytes: int | None
+    engine_bytes: int | None
+
+
+class Looks:
+    """Keeps the first look of a life, and those of its last minutes."""
+
+    def __init__(self) -> None:
+        self._first: _Look | None = None
+        self._last: deque[_Look] = deque()
+
+    def add(self, gpu: Gpu, now: float, *, anew: bool) -> None:
+        """Add a look; the first one is `anew` this one when the engine begins to serve."""
+        look = _look(gpu, now)
+        self._first = look if anew or self._first is None else self._first
+        self._last.append(look)
+        while self._last[0].seconds < now - BEFORE_SECONDS - LAST_SECONDS:
+            self._last.popleft()
+
+    @property
+    def first_share(self) -> float:
+        """How much of what it last held the engine held at first; 0 where that is not known."""
+        first, last = (look and look.gpu.held_bytes for look in (self._first, self._last[-1]))
+        return first / last if first and last else 0.0
+
+    def facts(self, now: float, leak: LeakState, leaked: Moment | None) -> GpuAtEnd:
+        """Return what to know at the end of the life; only after a first look."""
+        first = self._first or self._last[0]
+        recent = now - BEFORE_SECONDS - LAST_SECONDS
+        last = [look for look in self._last if look.seconds >= self._last[-1].seconds - LAST_SECONDS]
+        before = [look for look in (first, *self._last) if recent <= look.seconds < now - LAST_SECONDS]
+        if not before and first.seconds >= recent:
+            before = [first]
+        memory, engine_bytes = first.gpu.reading.memory, _most(look.engine_bytes for look in last)
+        return GpuAtEnd(
+            index=first.gpu.reading.index,
+            uuid=first.gpu.reading.uuid,
+            total_bytes=None if memory is None else memory.total_bytes,
+            usable_bytes=None if memory is None else memory.usable_bytes,
+            first_room_bytes=first.room_bytes,
+            last_room_bytes=_least(look.room_bytes for look in last),
+            last_engine_bytes=engine_bytes,
+            grown_bytes=more(first.gpu.held_bytes, engine_bytes),
+            jumped_bytes=more(_most(look.gpu.held_bytes for look in before), engine_bytes),
+            first_other_bytes=first.gpu.other_bytes,
+            last_other_bytes=_most(look.gpu.other_bytes for look in last),
+            joined=(_most(look.gpu.process_count for look in last) or 0) > (first.gpu.process_count or _MANY),
+            between=_least(look.room_bytes for look in last)
+            != _least(memory.left_bytes for look in last if (memory := look.gpu.reading.memory)),
+            leak=leak,
+            leaked=leaked,
+        )
+
+    def see(self, used: Iterable[tuple[float, int]], shift: float) -> None:
+        """Let the newest look have the highest memory in use that was seen since, or in the minute before it.
+
+        `used` has the times of the clock, which are `shift` behind those of the looks.
+        """
+        last = self._last[-1]
+        known = [n_bytes for at, n_bytes in used if at + shift >= last.seconds - PEAK_SECONDS]
+        peak_bytes = max((*known, last.gpu.reading.used_peak_bytes or 0))
+        reading = replace(last.gpu.reading, used_peak_bytes=peak_bytes)
+        self._last[-1] = _look(replace(last.gpu, reading=reading), last.seconds)
+
+
+def _look(gpu: Gpu, now: float) -> _Look:
+    memory, held_bytes = gpu.reading.memory, gpu.held_bytes
+    if memory is None:
+        return _Look(seconds=now, gpu=gpu, room_bytes=None, engine_bytes=held_bytes)
+    above = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
+    at_peak = None if held_bytes is None else held_bytes + above
+    return _Look(seconds=now, gpu=gpu, room_bytes=memory.left_bytes - above, engine_bytes=at_peak)
+
+
+def _least(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+USUAL_SECONDS: Final = 900.0
+STEP_SECONDS: Final = 5.0
+"""What is taken to have passed where the clock was set back between two samples."""
+
+SAME_SECONDS: Final = 0.5
+LOADED: Final = 0.5
+YOUNG_SECONDS: Final = 15.0
+"""What holds more than this share of its most when it is first seen, older than that, has been loaded before."""
+
+
+class Follower:
+    """Takes samples in their order; `known` is the header of an incident, which says when to look.
+
+    Without it the last end in the trace counts, or a stall that goes on. `silent` is whether a page that once answered
+    does no more.
+    """
+
+    def __init__(self, known: Known | None = None) -> None:
+        self.facts: Circumstances | None = None
+        self.watch = Watch()
+        self.silent = False
+        self._known: Known = known or {}
+        self._last = self._shift = 0.0
+        self._paged = False
+        self._state = EngineState.UNKNOWN
+        self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
+        self._hung: float | None = None
+        self._broken = False
+        self._orphans = 0
+        self._forget()
+
+    def step(self, snapshot: Snapshot) -> Snapshot:
+        """Go on to the next sample; return it with what is known of the engine's life then."""
+        before = self.watch.lives
+        snapshot = self.watch.step(self._steady(snapshot))
+        what, reason = self._event(snapshot)
+        leaves = what is What.ENDED and _orphans(snapshot) > self._orphans
+        if snapshot.page is not None or self._began is None:  # its server may go a look later than its core
+            self._orphans = _orphans(snapshot)
+        self._broken = self._broken or leaves or _goes_to_pieces(before.present, snapshot)
+        if what is not None:
+            self.facts = self._facts(snapshot, what, reason)
+        newest = self.watch.lives.newest
+        if newest is None or newest.ended or self.watch.lives.restarts != before.restarts:
+            self._forget()
+        if newest is not None and not newest.ended:
+            self._add(snapshot)
+        self._paged = self._paged or snapshot.page is not None
+        self.silent = self._paged and snapshot.page is None
+        return snapshot
+
+    def _steady(self, snapshot: Snapshot) -> Snapshot:
+        """Let time go on where the clock was set back."""
+        now, before = snapshot.time_seconds, self._last
+        self._shift += before - now + STEP_SECONDS if now < before else 0.0
+        self._last = now
+        return replace(snapshot, monotonic_seconds=now + self._shift)
+
+    def _event(self, snapshot: Snapshot) -> tuple[What | None, ExitReason | None]:
+        """Return what happened, and why as far as the life of the engine tells."""
+        life = snapshot.life
+        reason = None if life is None else life.ended
+        stalled = life is not None and life.state is EngineState.STALLED is not self._state
+        self._state = self._state if life is None else life.state
+        if self._known:
+            late = snapshot.time_seconds - self._known["t"]
+            due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
+            return (What(self._known["what"]), exit_reason(self._known) or reason) if due else (None, None)
+        return (What.ENDED if reason else What.STALLED if stalled else None), reason
+
+    def _forget(self) -> None:
+        """Begin anew with another life."""
+        self._began: float | None = None
+        self._born: float | None = None
+        self._is_young = False
+        self._seen = self._paged_at = 0.0
+        self._shut_since: float | None = None
+        self._served = self._answered = False
+        self._gpus: dict[str, Looks] = {}
+        self._engines: tuple[EngineReading, ...] = ()
+        self._idle_since: float | None = None
+        self._idle_seconds: float | None = None
+        self._running: deque[tuple[float, float]] = deque()
+        self._hung, self._broken, self._leaks = None, False, {}
+
+    def _add(self, snapshot: Snapshot) -> None:
+        now, life = snapshot.monotonic_seconds, snapshot.life
+        born = None if life is None else life.began_seconds
+        if self._began is None:
+            self._began = self._paged_at = now
+            self._is_young = born is not None and snapshot.time_seconds - born < YOUNG_SECONDS
+        if snapshot.page is not None:
+            self._paged_at = now
+        self._shut_since = (self._shut_since or now) if _is_shut(self.watch.lives.present, snapshot) else None
+        self._seen, self._born = now, born
+        self._answered = snapshot.page is not None
+        if engines := named(snapshot.page):
+            self._page(engines, now)
+        for gpu in snapshot.owned:
+            self._gpus.setdefault(gpu.reading.uuid, Looks()).add(gpu, now, anew=self._answered and not self._served)
+        self._served = self._served or self._answered
+        stalled = life is not None and life.state is EngineState.STALLED
+        self._hung = (self._hung if self._hung is not None else now) if stalled else None
+        for _, uuid, course in self.watch.gpus:
+            if life is not None and life.in_service and course.state is not LeakState.UNKNOWN:
+                self._leaks[uuid] = course.state, course.last or course.warning
+
+    def _page(self, engines: tuple[EngineReading, ...], now: float) -> None:
+        self._engines = engines
+        work = together(value for engine in engines for value in (engine.running, engine.waiting))
+        self._idle_since = (self._idle_since or now) if work == 0 else None
+        self._idle_seconds = None if self._idle_since is None else now - self._idle_since
+        running = together(engine.running for engine in engines)
+        if running is not None:
+            self._running.append((now, running))
+        while self._running and self._running[0][0] < now - USUAL_SECONDS:
+            self._running.popleft()
+
+    def _facts(self, snapshot: Snapshot, what: What, reason: ExitReason | None) -> Circumstances:
+        now, life = snapshot.monotonic_seconds, snapshot.life
+        answered = self._answered if what is What.ENDED else snapshot.page is not None
+        stalled = what is What.STALLED or self._hung is not None
+        age = header_age(self._known) or (None if life is None else life.progress_age_seconds)
+        usual = [running for at, running in self._running if at < now - LAST_SECONDS]
+        loaded = any(looks.first_share >= LOADED for looks in self._gpus.values())  # it did not die of its start then
+        return Circumstances(
+            what=what,
+            seconds=snapshot.time_seconds,
+            reason=reason if what is What.ENDED else None,
+            began_seconds=self._born,
+            seen_seconds=0.0 if self._began is None else now - self._began,
+            unseen_seconds=None if self._began is None or what is not What.ENDED else now - self._seen,
+            served=self._served or (loaded and not self._paged and not self._is_young),
+            hung_seconds=(age or now - self._paged_at) if stalled and not self._broken else None,
+            shut_seconds=None if self._shut_since is None else now - self._shut_since,
+            answered=answered,
+            broken=self._broken,
+            engines=self._engines,
+            idle_seconds=self._idle_seconds,
+            usual_running=median(usual) if usual else None,
+            gpus=tuple(self._gpu(uuid, looks, snapshot) for uuid, looks in self._gpus.items()),
+            xids=header_xids(self._known),
+            ooms=header_ooms(self._known),
+            lost=header_lost(self._known),
+        )
+
+    def _gpu(self, uuid: str, looks: Looks, snapshot: Snapshot) -> GpuAtEnd:
+        state, moment = self._leaks.get(uuid, (LeakState.UNKNOWN, None))
+        told = header_leaks(self._known).get(uuid, LeakState.UNKNOWN)
+        surer = max(state, told, key=lambda each: (each is LeakState.LEAKING, each is LeakState.GROWING))
+        looks.see(header_used(self._known).get(uuid, ()), self._shift)
+        return looks.facts(snapshot.monotonic_seconds, surer, moment)
+
+
+def _orphans(snapshot: Snapshot) -> int:
+    """Return how many processes that an engine left behind are seen on its GPUs: none after one that was stopped."""
+    return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
+
+
+def _goes_to_pieces(life: OneLife, snapshot: Snapshot) -> bool:
+    """Return whether the page goes on without a process that it needs; where it is stopped it goes first."""
+    if snapshot.page is None or isinstance(snapshot.processes, Failure):
+        return False
+    return is_broken(life, snapshot.processes)
+
+
+def _is_shut(life: OneLife, snapshot: Snapshot) -> bool:
+    """Return whether the server lives on behind a closed port without a process that it needs, as one told to end."""
+    refused = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
+    return refused and not isinstance(snapshot.processes, Failure) and is_broken(life, snapshot.processes)

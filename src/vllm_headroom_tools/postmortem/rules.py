@@ -1,0 +1,367 @@
+"""Rules on what is no want of GPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.derive.life.lives import TIGHT_BYTES
+from vllm_headroom.trace.incidents import What
+from vllm_headroom.units import GIB, duration, size
+from vllm_headroom.vocabulary import ExitReason, LeakState
+from vllm_headroom_tools.postmortem.facts import Circumstances, GpuAtEnd
+
+
+class EndCause(StrEnum):
+    """What ended an engine, or made it useless; a closed set, for scripts."""
+
+    LEAK = "out_of_memory_leak"
+    BURST = "out_of_memory_burst"
+    NEIGHBOUR = "out_of_memory_neighbour"
+    KILLED = "killed_by_kernel"
+    NEVER_FITTED = "start_never_fitted"
+    HANG = "hang"
+    CRASH = "crash"
+    STOPPED = "orderly_end"
+    IDLE = "ended_while_idle"
+    UNKNOWN = "unknown"
+    NOTHING = "nothing_ended"
+
+
+class Sureness(StrEnum):
+    """How sure a finding is, the surest first: nothing else fits; what fits best; what cannot be excluded."""
+
+    SURE = "sure"
+    LIKELY = "likely"
+    POSSIBLE = "possible"
+
+
+class Diagnosis(Struct, frozen=True, kw_only=True):
+    """One cause that fits, in a sentence, and what shows it."""
+
+    cause: EndCause
+    sureness: Sureness
+    sentence: str
+    evidence: tuple[str, ...] = ()
+
+
+Remedy = tuple[str, str | None]
+"""What to do, and a link that helps."""
+
+CONSERVE: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
+TROUBLE: Final = "https://docs.vllm.ai/en/latest/usage/troubleshooting.html"
+REPORT: Final = "https://github.com/vllm-project/vllm/issues/new/choose"
+XIDS: Final = "https://docs.nvidia.com/deploy/xid-errors/index.html"
+OOM: Final = "https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/"
+LOGS: Final = "Read vLLM's log up to the end: kubectl logs --previous"
+
+TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
+    EndCause.LEAK: (
+        ("No option mends a leak: restart before it is full, and upgrade vLLM", None),
+        ("Tell the authors, with the figures above", REPORT),
+        ("Let HeadroomOutOfMemorySoon wake somebody next time (alerts/runbooks/HeadroomOutOfMemorySoon.md)", None),
+    ),
+    EndCause.BURST: (
+        ("Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs", CONSERVE),
+        ("`vllm-headroom advise` on this file computes the values", None),
+    ),
+    EndCause.NEIGHBOUR: (
+        ("Give the engine a GPU of its own, or move the other process away", None),
+        ("Until then leave room for it: a lower --gpu-memory-utilization", CONSERVE),
+    ),
+    EndCause.KILLED: (
+        ("Raise the memory limit of vLLM's container, or lower what it keeps on the host", OOM),
+        ("See what was killed: dmesg -T | grep -i 'killed process'", None),
+    ),
+    EndCause.NEVER_FITTED: (
+        ("Ask `vllm-headroom preflight` and `vllm-headroom plan` before the next start", None),
+        (
+            "Lower --gpu-memory-utilization where others hold memory, else raise --tensor-parallel-size",
+            CONSERVE,
+        ),
+    ),
+    EndCause.HANG: (
+        ("Take a stack of every process before the restart: py-spy dump --pid PID", TROUBLE),
+        ("Look for an XID and for NCCL in the logs", XIDS),
+    ),
+    EndCause.CRASH: ((LOGS, TROUBLE), ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XIDS)),
+    EndCause.STOPPED: (("What ran was cut off: let it drain before, or give vLLM --shutdown-timeout", None),),
+    EndCause.IDLE: (
+        ("Nothing, if somebody meant it: kubectl get events tells", None),
+        ("Its exit code tells them apart (kubectl describe pod): 0 or 143 is a stop, 137 a kill", None),
+    ),
+    EndCause.UNKNOWN: ((LOGS, TROUBLE),),
+    EndCause.NOTHING: (),
+}
+
+
+MOSTLY: Final = 0.5
+NEARLY_ALL: Final = 0.8
+"""Whose growth took half of the lost room is the cause that fits best; with four fifths no other can be it."""
+
+FEW_BYTES: Final = GIB
+"""An allocation that fails takes nothing: one of a gigabyte is a large one (the logits of 2,048 tokens)."""
+
+LONGER_SECONDS: Final = 600.0
+"""Of an engine seen for less it is not known how it stood before a burst."""
+
+OTHERS_BYTES: Final = GIB
+"""Others that hold less are contexts."""
+
+LITTLE_RATIO: Final = 0.08
+"""Less of the card than what vLLM leaves free by default: the start went as far as it could."""
+
+
+def never_fitted(facts: Circumstances) -> Diagnosis | None:
+    """Fit where an engine ended before it served, with little left, or with others on its GPU."""
+    gpu = facts.worst
+    if facts.what is not What.ENDED or facts.served or gpu is None or gpu.last_room_bytes is None:
+        return None
+    others = gpu.last_other_bytes or 0
+    little = gpu.total_bytes is not None and gpu.last_room_bytes < LITTLE_RATIO * gpu.total_bytes
+    if others < OTHERS_BYTES and not little:
+        return None
+    told = (f"others held {size(others)} of it",) if others >= OTHERS_BYTES else ()
+    return Diagnosis(
+        cause=EndCause.NEVER_FITTED,
+        sureness=Sureness.SURE if gpu.last_room_bytes <= TIGHT_BYTES else Sureness.LIKELY,
+        sentence=f"A start that never fitted: it ended after {duration(facts.seen_seconds)} and had not served.",
+        evidence=(left(gpu), *told),
+    )
+
+
+def leak(facts: Circumstances) -> Diagnosis | None:
+    """Fit where the engine's memory grew over all its time; sure by the alarm, where nothing else took it."""
+    gpu = _ran_out(facts)
+    if gpu is None or gpu.share(gpu.jumped_bytes) >= MOSTLY or gpu.share(gpu.others_bytes) >= MOSTLY:
+        return None
+    says = gpu.leak in (LeakState.LEAKING, LeakState.GROWING)
+    if not says and gpu.share(gpu.grown_bytes) < MOSTLY:
+        return None
+    told_apart = gpu.others_bytes is not None and gpu.jumped_bytes is not None
+    sure = gpu.leak is LeakState.LEAKING and gpu.is_full and told_apart
+    return Diagnosis(
+        cause=EndCause.LEAK,
+        sureness=Sureness.SURE if sure else Sureness.LIKELY if says else Sureness.POSSIBLE,
+        sentence=f"Out of GPU memory by a leak: the engine grew until {gpu.called} was full.",
+        evidence=tuple(_leaked(facts, gpu)),
+    )
+
+
+def neighbour(facts: Circumstances) -> Diagnosis | None:
+    """Fit where what others took is most of the room that was lost, or, where that is not told, where one came."""
+    gpu = _ran_out(facts)
+    if gpu is not None and gpu.others_bytes is None and gpu.joined:
+        return _joined(gpu)
+    if gpu is None or gpu.others_bytes is None or gpu.share(gpu.others_bytes) < MOSTLY:
+        return None
+    sure = gpu.is_full and gpu.share(gpu.others_bytes) >= NEARLY_ALL
+    return Diagnosis(
+        cause=EndCause.NEIGHBOUR,
+        sureness=Sureness.SURE if sure else Sureness.LIKELY,
+        sentence=f"Out of GPU memory by a neighbour: other processes took {size(gpu.others_bytes)} of {gpu.called}.",
+        evidence=(
+            left(gpu),
+            f"others held {size(gpu.last_other_bytes or 0)}, {size(gpu.first_other_bytes or 0)} before",
+        ),
+    )
+
+
+def _joined(gpu: GpuAtEnd) -> Diagnosis:
+    return Diagnosis(
+        cause=EndCause.NEIGHBOUR,
+        sureness=Sureness.LIKELY,
+        sentence=f"Out of GPU memory by a neighbour: another process had come to {gpu.called}.",
+        evidence=(left(gpu), "what it took is not told: the sidecar could not tell the processes on the GPU apart"),
+    )
+
+
+def burst(facts: Circumstances) -> Diagnosis | None:
+    """Fit where the room went within the last minutes, or where little enough was left for one allocation to fail."""
+    gpu = _ran_out(facts)
+    if gpu is None:
+        return _perhaps(facts)
+    share = gpu.share(gpu.jumped_bytes)
+    if gpu.share(gpu.others_bytes) >= MOSTLY:
+        return None
+    told_apart = gpu.others_bytes is not None and not gpu.between
+    alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and told_apart
+    sure = alone and gpu.is_full and share >= NEARLY_ALL and facts.seen_seconds >= LONGER_SECONDS
+    return Diagnosis(
+        cause=EndCause.BURST,
+        sureness=Sureness.SURE if sure else Sureness.LIKELY if share >= MOSTLY else Sureness.POSSIBLE,
+        sentence=f"Out of GPU memory in a burst: {gpu.called} was filled within minutes.",
+        evidence=tuple(_burst(facts, gpu)),
+    )
+
+
+def _ran_out(facts: Circumstances) -> GpuAtEnd | None:
+    return facts.full if facts.what is What.ENDED and facts.served else None
+
+
+def _perhaps(facts: Circumstances) -> Diagnosis | None:
+    gpu = facts.worst
+    if facts.what is not What.ENDED or not facts.served:
+        return None
+    if facts.ooms:
+        text = "Out of GPU memory in a burst: torch was refused what it asked for."
+        return Diagnosis(cause=EndCause.BURST, sureness=Sureness.LIKELY, sentence=text, evidence=facts.ooms)
+    if not facts.running or gpu is None:
+        return None
+    if gpu.last_room_bytes is None or gpu.last_room_bytes >= FEW_BYTES:
+        return None
+    return Diagnosis(
+        cause=EndCause.BURST,
+        sureness=Sureness.POSSIBLE,
+        sentence=f"Out of GPU memory in a burst, perhaps: {size(gpu.last_room_bytes)} were left on {gpu.called}.",
+        evidence=(left(gpu), "an allocation that fails shows in no figure: vLLM's log has OutOfMemoryError then"),
+    )
+
+
+def _leaked(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
+    yield left(gpu)
+    if gpu.grown_bytes is not None:
+        yield f"the engine grew by {size(gpu.grown_bytes)} in {duration(facts.seen_seconds)}"
+    if gpu.leak in (LeakState.LEAKING, LeakState.GROWING):
+        yield f"the leak detector said {gpu.leak}"
+    else:
+        yield f"the leak detector said {gpu.leak}, so it may be high-water marks that add up, and no leak"
+    if gpu.leaked is not None and gpu.leaked.bytes_per_request is not None:
+        yield f"{size(1000 * gpu.leaked.bytes_per_request)} per thousand requests"
+
+
+def _burst(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
+    yield left(gpu)
+    if gpu.jumped_bytes is not None:
+        yield f"the engine took {size(gpu.jumped_bytes)} more than minutes before"
+    if facts.running is not None:
+        usual = "" if facts.usual_running is None else f", {facts.usual_running:.0f} before"
+        yield f"{facts.running:.0f} requests ran{usual}"
+    yield f"the leak detector said {gpu.leak}"
+
+
+def left(gpu: GpuAtEnd) -> str:
+    """Return how much room a GPU had left."""
+    if gpu.last_room_bytes is None:
+        return f"what was left on {gpu.called} is not known"
+    before = "" if gpu.first_room_bytes is None else f", {size(max(0, gpu.first_room_bytes))} at first"
+    return f"{size(max(0, gpu.last_room_bytes))} were left on {gpu.called}{before}"
+
+
+FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
+"""Errors that end the program, by NVIDIA's table; 43 and 45 also follow from its end, 63 and 64 need not end it."""
+
+UNSEEN_SECONDS: Final = 15.0
+"""Memory is filled within seconds: who was not looked at for longer may have run out of it."""
+
+SHUT_SECONDS: Final = 15.0
+"""A server whose core has died ends within seconds, and refuses its page meanwhile."""
+
+ANSWERED: Final = "its page went on to answer; in vLLM's development mode one that was paused looks the same"
+
+
+def killed(facts: Circumstances) -> Diagnosis | None:
+    """Fit where the kernel counted a kill in the engine's container as this life ended."""
+    if facts.reason is not ExitReason.OOM_KILLED:
+        return None
+    return Diagnosis(
+        cause=EndCause.KILLED,
+        sureness=Sureness.SURE,
+        sentence="Killed by the kernel: the host's memory, not the GPU's, had run out.",
+        evidence=("the kernel counted a kill for want of memory in the engine's container then", ran(facts)),
+    )
+
+
+def hang(facts: Circumstances) -> Diagnosis | None:
+    """Fit where nothing moved though there was work; surely where its page went on to say so."""
+    if facts.hung_seconds is None or not facts.served or _is_told_to_end(facts):
+        return None
+    page = ANSWERED if facts.answered else "its page did not answer, and its processes lived"
+    return Diagnosis(
+        cause=EndCause.HANG,
+        sureness=Sureness.SURE if facts.answered and facts.running else Sureness.LIKELY,
+        sentence=f"A hang: the engine had work and nothing moved for {duration(facts.hung_seconds)}.",
+        evidence=(*facts.lost, ran(facts), page),
+    )
+
+
+def crash(facts: Circumstances) -> Diagnosis | None:
+    """Fit where the engine ended at work, or in pieces, with memory left; surely only with an XID."""
+    stalled = facts.what is What.STALLED and not facts.broken
+    if (
+        facts.full is not None
+        or facts.ooms
+        or stalled
+        or (facts.hung_seconds is not None and not (facts.xids or facts.lost))
+    ):
+        return None
+    fatal = FATAL_XIDS & set(facts.xids)
+    room = None if facts.worst is None else facts.worst.last_room_bytes
+    seen = facts.unseen_seconds is not None and facts.unseen_seconds <= UNSEEN_SECONDS
+    at_ease = seen and room is not None and room >= FEW_BYTES
+    likely = bool(facts.lost) or (facts.served and at_ease and (facts.broken or bool(facts.running)))
+    whole = "A crash" if facts.served else "A start that failed"
+    rest = " with GPU memory at ease: look elsewhere." if at_ease else ", and not known to be for want of GPU memory."
+    return Diagnosis(
+        cause=EndCause.CRASH,
+        sureness=Sureness.SURE if fatal else Sureness.LIKELY if likely else Sureness.POSSIBLE,
+        sentence=f"{whole}: a GPU of it could not be read any more." if facts.lost else whole + rest,
+        evidence=tuple(_crashed(facts)),
+    )
+
+
+def stopped(facts: Circumstances) -> Diagnosis | None:
+    """Fit where the server closed its port, let its core go and lived on."""
+    if not _is_told_to_end(facts):
+        return None
+    return Diagnosis(
+        cause=EndCause.STOPPED,
+        sureness=Sureness.LIKELY,
+        sentence="An end that was asked for: the server closed its port, let its core go and waited.",
+        evidence=(ran(facts), "vLLM that is told to end cuts off what runs and waits until its clients hang up"),
+    )
+
+
+def idle(facts: Circumstances) -> Diagnosis | None:
+    """Fit where the engine had nothing to do when it ended, whole and with memory left; who ended it is not seen."""
+    if facts.what is not What.ENDED or not facts.served or facts.idle_seconds is None or facts.broken:
+        return None
+    if facts.full is not None or facts.hung_seconds is not None or facts.lost or FATAL_XIDS & set(facts.xids):
+        return None
+    gpu = facts.worst
+    return Diagnosis(
+        cause=EndCause.IDLE,
+        sureness=Sureness.LIKELY if (facts.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE,
+        sentence="Ended while idle: it was stopped or killed, or crashed, which look the same from here.",
+        evidence=(
+            f"nothing had run or waited for {duration(facts.idle_seconds)} when its page was last seen",
+            *(() if gpu is None else (left(gpu),)),
+        ),
+    )
+
+
+def _is_told_to_end(facts: Circumstances) -> bool:
+    return facts.served and facts.shut_seconds is not None and facts.shut_seconds >= SHUT_SECONDS
+
+
+def _crashed(facts: Circumstances) -> Iterator[str]:
+    yield from facts.lost
+    for xid in facts.xids:
+        yield f"the driver reported XID {xid}"
+    if facts.broken:
+        yield "a process that it cannot serve without went before the others"
+    yield ran(facts)
+    if facts.worst is not None:
+        yield left(facts.worst)
+    if not facts.xids and not facts.broken and facts.running:
+        yield "a restart that was meant, in the midst of requests, looks the same"
+
+
+def ran(facts: Circumstances) -> str:
+    """Return what the engine did when its page was last seen."""
+    if facts.running is None:
+        return "what it did then is not known" if facts.served else "its page had not answered yet"
+    return f"{facts.running:.0f} requests ran when its page was last seen" if facts.running else "no request ran"

@@ -1,0 +1,327 @@
+"""What speaks against starting vLLM on one GPU, or with this /dev/shm?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from math import ceil
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
+from vllm_headroom.scrape.nvml.device import GpuFaults
+from vllm_headroom.units import GIB, MIB, gib
+from vllm_headroom.vocabulary import Reason
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.sizing.estimate import LEFT_TO_THE_MACHINE_BYTES
+
+LEAST_OWN_BYTES: Final = 3 * GIB // 10
+"""vLLM looks at the free memory when its own CUDA context, and from 0.11 on NCCL's buffers, already lie on the GPU.
+In its line "Free memory on device (F/T GiB) on startup" the two are 0.33 (B200) to 0.53 GiB (H100) apart on GPUs that
+are otherwise empty, and 0.49 to 0.96 GiB with tensor parallelism.
+"""
+
+MOST_OWN_BYTES: Final = 6 * GIB // 10
+MOST_OWN_BYTES_IN_PARALLEL: Final = GIB
+
+
+class Ask(Struct, frozen=True, kw_only=True):
+    """What vLLM is told: a share of each GPU, bytes on each GPU, or both; and its tensor-parallel size."""
+
+    utilization_ratio: float | None
+    bytes_per_gpu: int | None = None
+    tensor_parallel_size: int = 1
+
+    @property
+    def most_own_bytes(self) -> int:
+        """What vLLM may take for itself before it looks."""
+        return MOST_OWN_BYTES_IN_PARALLEL if self.tensor_parallel_size > 1 else MOST_OWN_BYTES
+
+
+def asked_bytes(ask: Ask, memory: GpuMemory) -> int:
+    """Return what has to be free: vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory)."""
+    ratio = ask.utilization_ratio
+    return max(0 if ratio is None else ceil(ratio * memory.usable_bytes), ask.bytes_per_gpu or 0)
+
+
+def highest_utilization(ask: Ask, memory: GpuMemory) -> float | None:
+    """Return the highest gpu_memory_utilization that would surely work now, rounded down to 0.01; None for none."""
+    available = memory.machine_available_bytes
+    free_bytes = (
+        memory.free_bytes if available is None else min(memory.free_bytes, available - LEFT_TO_THE_MACHINE_BYTES)
+    )
+    left_bytes = free_bytes - ask.most_own_bytes
+    hundredths = left_bytes * 100 // memory.usable_bytes if memory.usable_bytes > 0 else 0
+    return hundredths / 100 if hundredths > 0 else None
+
+
+class Kind(StrEnum):
+    """What is looked at; a closed set, for scripts and for --ignore."""
+
+    DRIVER = "driver"
+    GPUS = "gpus"
+    MEMORY = "memory"
+    ECC = "ecc"
+    IDENTICAL = "identical"
+    SHM = "shm"
+    HOST = "host"
+    ENGINE = "engine"
+
+
+class Finding(Struct, frozen=True):
+    """One thing that keeps vLLM from starting, that cannot be told, or, with GOOD, that is worth a remark.
+
+    `fix` is None where `text` ends in what to do; `gpu` is an NVML index. With `may_pass`, waiting may mend it.
+    """
+
+    kind: Kind
+    verdict: Conclusion
+    text: str
+    fix: str | None = None
+    gpu: int | None = None
+    may_pass: bool = False
+
+
+CERTAIN: Final = frozenset(
+    {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST},
+)
+"""Failures that CUDA meets as well."""
+
+LEAST_SHM_BYTES: Final = 256 * MIB
+"""vLLM's largest queue between its processes takes 240 MiB, and it does not start with less free
+(vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
+"""
+
+HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
+"""What server and core of vLLM 0.32 hold on the CPU, 0.6 GiB each (tests/contract); a worker with CUDA holds more."""
+
+ENOUGH_SHM_BYTES: Final = GIB
+"""What NVIDIA asks for in containers (NCCL user guide, troubleshooting: --shm-size=1g)."""
+
+LARGER_SHM: Final = (
+    "docker run --ipc=host or --shm-size=1g; in Kubernetes an emptyDir with medium: Memory at /dev/shm, both in vLLM's"
+    " container and in this one"
+)
+
+
+def failure_of(failure: Failure, gpu: int | None = None) -> Finding:
+    """Return what it means that NVML, or one GPU, failed; its message ends in what to do."""
+    verdict = Conclusion.NOT_GOOD if failure.reason in CERTAIN else Conclusion.CANNOT_TELL
+    silent = failure.reason is Reason.TIMEOUT
+    return Finding(Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=silent)
+
+
+def memory(device: GpuReading, ask: Ask, held_by: str) -> Iterator[Finding]:
+    """Compare what is free with what vLLM asks for and takes besides; `held_by` says who has the rest."""
+    if device.failure is not None:
+        yield failure_of(device.failure, device.index)
+    elif device.memory is None:
+        text = "the driver tells no memory of this GPU"
+        yield _of(device, Conclusion.CANNOT_TELL, text, "look at what `free` calls available")
+    elif (spare_bytes := device.memory.free_bytes - asked_bytes(ask, device.memory)) < LEAST_OWN_BYTES:
+        yield _too_little(device, device.memory, ask, held_by)
+    else:
+        yield from _close(device, ask, spare_bytes)
+        yield from _of_the_machine(device, device.memory, ask)
+
+
+def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask) -> Iterator[Finding]:
+    """Tell what is left to the machine where the GPU works on the machine's memory: vLLM would start all the same."""
+    if memory.machine_available_bytes is None:
+        return
+    left_bytes = memory.machine_available_bytes - asked_bytes(ask, memory) - ask.most_own_bytes
+    if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
+        return
+    text = (
+        f"this GPU works on the machine's memory, and vLLM would leave {gib(max(0, left_bytes))} of it to the system"
+        f" and to its own processes: {gib(LEFT_TO_THE_MACHINE_BYTES)} are the least, or it swaps and hangs"
+    )
+    highest = highest_utilization(ask, memory)
+    less = "end what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
+    yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
+
+
+def swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
+    """Say of swap, zram included, that it is no room for what lies on a GPU that works on the machine's memory."""
+    if device.memory is not None and device.memory.unified and swap_bytes:
+        text = f"the machine's {gib(swap_bytes)} of swap and zram count as no room: it would hang before they are full"
+        yield Finding(Kind.HOST, Conclusion.GOOD, text, gpu=device.index)
+
+
+def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -> Finding:
+    asked, usable = asked_bytes(ask, memory), memory.usable_bytes
+    if asked + LEAST_OWN_BYTES > usable:
+        text = (
+            f"vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more that it takes before it looks, and"
+            f" this GPU has {gib(usable)} in all"
+        )
+        return _of(device, Conclusion.NOT_GOOD, text, "ask for less")
+    text = (
+        f"{gib(memory.free_bytes)} are free, and vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more"
+        f" that it takes before it looks: {gib(asked + LEAST_OWN_BYTES - memory.free_bytes)} are missing{held_by}"
+    )
+    return _of(device, Conclusion.NOT_GOOD, text, _less(ask, memory), may_pass=True)
+
+
+def _less(ask: Ask, memory: GpuMemory) -> str:
+    wait = "wait for what a process that has ended gives back (--wait 120s), or end what holds the rest"
+    highest = highest_utilization(ask, memory)
+    if highest is None or ask.utilization_ratio is None:
+        return wait
+    return f"{wait}; or start with --gpu-memory-utilization {highest:.2f}"
+
+
+def _close(device: GpuReading, ask: Ask, spare_bytes: int) -> Iterator[Finding]:
+    if spare_bytes < ask.most_own_bytes:
+        text = (
+            f"it is close: {gib(spare_bytes)} are left beside what vLLM asks for, and it takes {gib(LEAST_OWN_BYTES)}"
+            f" to {gib(ask.most_own_bytes)} before it looks"
+        )
+        yield _of(device, Conclusion.GOOD, text, "should it refuse, ask for a little less")
+
+
+def _of(device: GpuReading, verdict: Conclusion, text: str, fix: str, *, may_pass: bool = False) -> Finding:
+    return Finding(Kind.MEMORY, verdict, text, fix, gpu=device.index, may_pass=may_pass)
+
+
+def faults(faults: GpuFaults) -> Iterator[Finding]:
+    """Tell what waits for a reset, or for a new GPU: NVIDIA's GPU memory error management guide."""
+    reset = (
+        f"reset it while nothing runs on it (nvidia-smi --gpu-reset -i {faults.index}, on the node), or reboot the node"
+    )
+    found = []
+    if faults.ecc is not None and faults.ecc[0] != faults.ecc[1]:
+        is_on, will_be = ("on" if ecc else "off" for ecc in faults.ecc)
+        found.append((f"ECC is {is_on} and will be {will_be} after the next reset, which changes its memory", reset))
+    if faults.row_remap_pending:
+        found.append(("a faulty row of its memory waits to be remapped", reset))
+    if faults.page_retirement_pending:
+        found.append(("a faulty page of its memory waits to be retired", reset))
+    if faults.row_remap_failed:
+        found.append(
+            ("a faulty row of its memory could not be remapped", "have it replaced: NVIDIA takes it back for this")
+        )
+    for text, fix in found:
+        yield Finding(Kind.ECC, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index)
+
+
+def unanswered(device: GpuReading) -> Finding:
+    """Tell that a GPU which was read did not answer about its faults."""
+    text = "the GPU did not say in time whether a reset is due: look for Xid lines in the node's kernel log"
+    return Finding(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
+
+
+def host_memory(host: HostMemory | None, ask: Ask) -> Iterator[Finding]:
+    """Compare what is left of the container's memory, or the machine's, with what vLLM's processes hold themselves."""
+    needed_bytes = HOST_BYTES_PER_PROCESS * (2 + ask.tensor_parallel_size)
+    room_bytes = None if host is None else host.room_bytes
+    if host is None or host.limit_bytes is None or room_bytes is None or room_bytes >= needed_bytes:
+        return
+    text = (
+        f"{gib(room_bytes)} of {gib(host.limit_bytes)} of host memory are left, and vLLM's server, core and workers"
+        f" hold {gib(needed_bytes)} or more: the kernel would kill it while it starts"
+    )
+    fix = "raise the container's memory limit, or end what else takes memory here; or --ignore host"
+    yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, fix, may_pass=True)
+
+
+def shared_memory(shm: Shm | None) -> Iterator[Finding]:
+    """Compare /dev/shm with what several processes of vLLM need."""
+    if shm is None:
+        yield Finding(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
+        return
+    told = f"{_mib(shm.free_bytes)} of the {_mib(shm.total_bytes)} of /dev/shm are free"
+    if shm.free_bytes < LEAST_SHM_BYTES:
+        text = f"{told}, and vLLM needs {_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
+        left = shm.total_bytes >= ENOUGH_SHM_BYTES
+        fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)" if left else LARGER_SHM
+        yield Finding(Kind.SHM, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore shm")
+    elif shm.free_bytes < ENOUGH_SHM_BYTES:
+        text = f"{told}: NVIDIA asks for {_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
+        yield Finding(Kind.SHM, Conclusion.GOOD, text, LARGER_SHM)
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes // MIB} MiB"
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """What is said of vLLM's GPUs, None where nothing is.
+
+    `named` are NVML's indices or UUIDs; `visible` is CUDA_VISIBLE_DEVICES, whose indices are CUDA's, and
+    `in_slot_order` whether CUDA is told to count as NVML does. `count` is how many vLLM takes.
+    """
+
+    named: tuple[str, ...] | None = None
+    visible: tuple[str, ...] | None = None
+    in_slot_order: bool = False
+    count: int | None = None
+
+
+def choose(devices: tuple[GpuReading, ...], wanted: Wanted) -> tuple[tuple[GpuReading, ...], tuple[Finding, ...]]:
+    """Return the GPUs that vLLM will use, and what speaks against that choice.
+
+    Those that are named; else, of those that CUDA_VISIBLE_DEVICES leaves, the first `count`, as vLLM takes them.
+    """
+    if wanted.named is not None:
+        chosen, missing = _matching(devices, wanted.named)
+        return chosen, (*_missing(missing, devices, "--gpus"), *_too_few(chosen, wanted.count or 1))
+    chosen, missing = (devices, ()) if wanted.visible is None else _matching(devices, wanted.visible)
+    by_index = wanted.visible is not None and any(name.isdecimal() for name in wanted.visible)
+    first = chosen[: wanted.count]
+    findings = (*_missing(missing, devices, "CUDA_VISIBLE_DEVICES"), *_too_few(first, wanted.count or 1))
+    if (by_index and len(chosen) < len(devices)) or len(first) < len(chosen):
+        findings += tuple(_order_unknown(devices, in_slot_order=wanted.in_slot_order))
+    return first, findings
+
+
+def identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
+    """Tell that GPUs which are to work in parallel differ; those that cannot be read are told of elsewhere."""
+    kinds = {(device.name, device.memory.total_bytes) for device in devices if device.memory is not None}
+    if len(kinds) <= 1:
+        return
+    told = ", ".join(sorted(f"{name} with {total_bytes} bytes" for name, total_bytes in kinds))
+    text = f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {told}"
+    fix = (
+        "name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so does"
+        " their ECC mode; or --ignore identical"
+    )
+    yield Finding(Kind.IDENTICAL, Conclusion.NOT_GOOD, text, fix)
+
+
+def _matching(
+    devices: tuple[GpuReading, ...], names: tuple[str, ...]
+) -> tuple[tuple[GpuReading, ...], tuple[str, ...]]:
+    found = [(name, [device for device in devices if _is(device, name)]) for name in names]
+    chosen = dict.fromkeys(device for _, matching in found for device in matching)
+    return tuple(chosen), tuple(name for name, matching in found if not matching)
+
+
+def _is(device: GpuReading, name: str) -> bool:
+    """Tell whether this is its index or its UUID, of which CUDA takes the beginning too."""
+    if name.isdecimal():
+        return device.index == int(name)
+    return device.uuid.casefold().startswith(name.casefold())
+
+
+def _missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: str) -> Iterator[Finding]:
+    if names:
+        visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
+        text = f"{given_by} names GPUs that are not visible: {', '.join(names)}"
+        fix = f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES"
+        yield Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix)
+
+
+def _too_few(chosen: tuple[GpuReading, ...], count: int) -> Iterator[Finding]:
+    if len(chosen) < count:
+        text = f"vLLM needs {count} GPUs, and {len(chosen)} are there for it"
+        fix = "lower --tensor-parallel-size, or give this container more GPUs"
+        yield Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix)
+
+
+def _order_unknown(devices: tuple[GpuReading, ...], *, in_slot_order: bool) -> Iterator[Finding]:
+    if not in_slot_order and len({device.name for device in devices}) > 1:
+        text = "which of these different GPUs vLLM takes cannot be told: CUDA counts the fastest first, NVML by slot"
+        fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"
+        yield Finding(Kind.GPUS, Conclusion.CANNOT_TELL, text, fix)

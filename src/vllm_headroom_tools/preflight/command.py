@@ -1,0 +1,169 @@
+"""The command `preflight`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from vllm_headroom.config.kinds import GPU, GPUS, RATIO, Value, choice, page_url, size, whole
+from vllm_headroom.config.options import BadOptions, Parser
+from vllm_headroom.daemon import logs
+from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.scrape.gpus import Gpus
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.units import duration_seconds
+from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.preflight.checks import Ask, Kind, Wanted
+from vllm_headroom_tools.preflight.look import look
+from vllm_headroom_tools.preflight.report import Clearance, document, judge, judge_wake, text
+
+WAIT: Final = Value(read=duration_seconds, accepts="a duration such as 120s or 2m")
+DEFAULT_UTILIZATION: Final = 0.92
+"""vLLM's own since 0.20 (vllm/config/cache.py); 0.9 before."""
+
+PATIENCE_SECONDS: Final = 15.0
+"""The first to use a GPU without the persistence daemon waits seconds for the driver to wake it."""
+
+DEVICE_SECONDS: Final = 5.0
+PROC: Final = Path("/proc")
+SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
+POLL_SECONDS: Final = 1.0
+SAY_SECONDS: Final = 10.0
+MOST_GPUS: Final = 64
+IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
+"""What vLLM may start with all the same."""
+
+DESCRIPTION: Final = """\
+Says whether vLLM would start on these GPUs now: memory that is free against
+what vLLM asks for, who holds the rest, what the driver says of the GPUs, and
+/dev/shm. Run it where vLLM will run, with vLLM's own options.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0 for a go, 1 for no go, and 2 when it cannot tell or cannot
+use its options.
+
+Example:
+  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s
+  vllm-headroom preflight --tensor-parallel-size 4 --json
+"""
+
+
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    add = parser.add_argument
+    ratio = f"as vLLM's; {DEFAULT_UTILIZATION} without it and --bytes (before vLLM 0.20 the default was 0.9)"
+    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help=ratio)
+    n_bytes = "what has to be free on each GPU; vLLM checks its utilization even with --kv-cache-memory-bytes"
+    add("--bytes", metavar="SIZE", type=size("72GiB"), help=n_bytes)
+    gpus = "the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES, or HIP's, leaves"
+    add("--gpus", metavar="GPUS", type=GPUS, help=gpus)
+    parallel = "as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at"
+    add("-tp", "--tensor-parallel-size", metavar="N", type=whole(1, MOST_GPUS), help=parallel)
+    engine = "where a vLLM sleeps: says whether it could wake now, in place of whether another would start"
+    add("--engine-url", metavar="URL", type=page_url("http://127.0.0.1:8000"), help=engine)
+    wait = "look again for so long while memory is taken or the driver does not answer; ends as soon as it is a go"
+    add("--wait", metavar="DURATION", default=0.0, type=WAIT, help=wait)
+    ignore = (
+        "go although: ecc (NVIDIA lets new work start while a remapping is due), identical, shm or host; repeatable"
+    )
+    add("--ignore", metavar="WHAT", default=[], type=choice([str(kind) for kind in IGNORABLE]), help=ignore)
+
+
+async def settled(
+    look: Callable[[], Awaitable[Clearance]], wait_seconds: float, say: Callable[[str], None]
+) -> Clearance:
+    """Return the first report that waiting cannot better, or the last one.
+
+    Meanwhile says every ten seconds what it waits for.
+    """
+    now = asyncio.get_running_loop().time
+    ends = now() + wait_seconds
+    report = await look()
+    began = say_at = now()
+    while report.may_pass and now() < ends:
+        if now() >= say_at:
+            told = "; ".join(f"GPU {each.gpu}: {each.text}" for each in report.hindrances)
+            say(f"waiting, {ends - now():.0f} s left: {told}")
+            say_at = now() + SAY_SECONDS
+        await asyncio.sleep(min(POLL_SECONDS, ends - now()))
+        report = await look()
+    return replace(report, waited_seconds=now() - began)
+
+
+def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
+    """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES, or HIP's, does not say."""
+    variable = "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in environ else "HIP_VISIBLE_DEVICES"
+    count, visible = given.tensor_parallel_size, environ.get(variable)
+    in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if isinstance(given.gpus, tuple):
+        return Wanted(named=given.gpus, count=count)
+    if visible is None or given.gpus == "all":
+        return Wanted(count=count, in_slot_order=in_slot_order)
+    names = tuple(name.strip() for name in visible.split(",") if name.strip())
+    if not all(GPU.fullmatch(name) for name in names):
+        raise BadOptions(f"{variable}: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
+    return Wanted(visible=names, count=count, in_slot_order=in_slot_order)
+
+
+def _port(url: str | None) -> int:
+    """Return the port of the engine that is looked for; without one it is asked who is there, not whose that is."""
+    if url is None:
+        return 0
+    import httpx  # noqa: PLC0415 - a start needs no HTTP client
+
+    from vllm_headroom.scrape.http.reader import port_of  # noqa: PLC0415 - as above
+
+    return port_of(httpx.URL(url))
+
+
+async def _page(url: str) -> EnginePage | Failure:
+    from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - as above
+    from vllm_headroom_tools.look import understood  # noqa: PLC0415 - a start needs no HTTP client
+
+    return await understood(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
+
+
+async def _run(given: Namespace) -> Clearance:
+    logs.configure("logfmt", "error")  # the readers log what is told here in full
+    wanted = _wanted(given, os.environ)
+    plain = given.gpu_memory_utilization is None and given.bytes is None and given.engine_url is None
+    ask = Ask(
+        utilization_ratio=DEFAULT_UTILIZATION if plain else given.gpu_memory_utilization,
+        bytes_per_gpu=given.bytes,
+        tensor_parallel_size=given.tensor_parallel_size or 1,
+    )
+    ignored = frozenset(Kind(name) for name in given.ignore)
+    gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
+    url = given.engine_url
+    processes = Processes(engine_port=_port(url), proc=PROC, monotonic=time.monotonic)
+
+    async def report() -> Clearance:
+        conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
+        if url is None:
+            return judge(conditions, ask, wanted, ignored)
+        return judge_wake(conditions, await _page(url), ask)
+
+    try:
+        return await settled(report, given.wait, tell)
+    finally:
+        await gpus.close()
+
+
+COMMAND: Final[Command[Clearance]] = Command(
+    usage="%(prog)s [OPTION]...",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=text,
+    document=document,
+    status=lambda report: report.verdict.status,
+)

@@ -1,0 +1,136 @@
+"""One look at the GPUs, their processes and /dev/shm, through the daemon's own readers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.derive.attribution import WHO, leftovers, pids_are_true, process_memory_is_true
+from vllm_headroom.derive.host_memory import ContainerState, container
+from vllm_headroom.model import Failure, GpuReading, GpuReadings, HostMemory, ProcessReadings, Shm
+from vllm_headroom.scrape.gpus import Gpus
+from vllm_headroom.scrape.nvml.device import GpuFaults
+from vllm_headroom.scrape.proc.files import entry, own_pid
+from vllm_headroom.scrape.proc.host import reading_of, shm_of
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.worker import Worker
+
+PROCESSES_SECONDS: Final = 2.0
+ENDED: Final = "a process that has ended"
+"""NVML lists it, and in the machine's /proc it is not or is a zombie: the driver has not taken its memory back yet."""
+
+UNNAMED: Final = frozenset({"-c", "-"})
+"""What follows these is a program's text, which is no name and may hold a secret."""
+
+
+class Holder(Struct, frozen=True, kw_only=True):
+    """A process on a GPU; `name` and `used_bytes` are None where they cannot be known from here."""
+
+    pid: int
+    name: str | None
+    used_bytes: int | None
+
+
+class Conditions(Struct, frozen=True, kw_only=True):
+    """What was seen; `holders` are the processes on each GPU by UUID, absent where NVML does not list them.
+
+    `shm` is None where there is no /dev/shm, `host` where nothing is known of the container that this runs in.
+    `swap_bytes` is the machine's swap, zram included, `engine_pids` are those of the engine that was looked for.
+    """
+
+    readings: GpuReadings | Failure
+    faults: tuple[GpuFaults, ...]
+    holders: Mapping[str, tuple[Holder, ...]]
+    shm: Shm | None
+    host: HostMemory | None = None
+    swap_bytes: int | None = None
+    engine_pids: frozenset[int] = frozenset()
+
+
+async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Conditions:
+    """Look once; takes no longer than `timeout_seconds` for each reading of the GPUs, and does not raise."""
+    readings = await gpus.read(timeout_seconds)
+    if isinstance(readings, Failure):
+        return Conditions(readings=readings, faults=(), holders={}, shm=shm_of(shm))
+    faults = await gpus.faults(timeout_seconds)
+    listed = await processes.read(PROCESSES_SECONDS)
+    return Conditions(
+        readings=readings,
+        faults=faults,
+        holders=await _holders(readings, listed, proc),
+        shm=shm_of(shm),
+        host=host_here(proc),
+        swap_bytes=None
+        if isinstance(listed, Failure) or listed.host.machine is None
+        else listed.host.machine.swap_bytes,
+        engine_pids=frozenset(() if isinstance(listed, Failure) else (process.pid for process in listed.engine)),
+    )
+
+
+def host_here(proc: Path) -> HostMemory | None:
+    """Return the memory of the container that this runs in, or of the machine where that has no limit."""
+    try:
+        reading = reading_of(proc, own_pid(proc))
+    except (OSError, ValueError):
+        return None
+    alone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False, host=reading)
+    return container(ContainerState(), alone, limit_bytes=None)[1]
+
+
+async def _holders(
+    readings: GpuReadings, listed: ProcessReadings | Failure, proc: Path
+) -> dict[str, tuple[Holder, ...]]:
+    names: dict[int, str] = {}
+    if not isinstance(listed, Failure) and pids_are_true(readings, listed):
+        pids = {process.pid for device in readings.devices for process in device.processes or ()}
+        names = await _names(proc, pids & listed.visible_pids)
+        everything = chain.from_iterable(device.processes or () for device in readings.devices)
+        for left in leftovers(everything, listed, frozenset(), memory_is_true=False):
+            named = names.get(left.pid)
+            names[left.pid] = f"{named}, {WHO[left.fate]}" if named else ENDED
+    memory_is_true = process_memory_is_true(readings, listed)
+    return {
+        device.uuid: _holders_of(device, names, memory_is_true=memory_is_true)
+        for device in readings.devices
+        if device.processes is not None
+    }
+
+
+def _holders_of(device: GpuReading, names: Mapping[int, str], *, memory_is_true: bool) -> tuple[Holder, ...]:
+    return tuple(
+        Holder(
+            pid=process.pid,
+            name=names.get(process.pid),
+            used_bytes=process.used_bytes if memory_is_true else None,
+        )
+        for process in device.processes or ()
+    )
+
+
+async def _names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
+    """Return what each process calls itself; none where a process stuck in the driver does not let its name be read."""
+
+    def read() -> dict[int, str]:
+        found = ((pid, entry(proc, pid)) for pid in pids)
+        return {pid: process_name(each.command) for pid, each in found if each is not None}
+
+    worker = Worker[dict[int, str]]("names")
+    try:
+        return await worker.call(read, PROCESSES_SECONDS)
+    except OSError:
+        return {}
+    finally:
+        worker.stop()
+
+
+def process_name(command: tuple[str, ...]) -> str:
+    """Return a process's program and, of an interpreter, the script or module; never its arguments."""
+    program = command[0].rpartition("/")[2] or command[0]
+    if not program.startswith("python") or len(command) == 1:
+        return program
+    script = command[2] if command[1] == "-m" and len(command) > 2 else command[1]  # noqa: PLR2004 - `python -m NAME`
+    return program if script.startswith("-") or command[1] in UNNAMED else f"{program} {script.rpartition('/')[2]}"

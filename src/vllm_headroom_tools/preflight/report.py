@@ -1,0 +1,288 @@
+"""Would vLLM start now? All that was found, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import zip_longest
+from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
+
+from vllm_headroom.derive.readings import awake, together
+from vllm_headroom.model import EnginePage, Failure, GpuMemory, GpuReading
+from vllm_headroom.units import GIB, gib
+from vllm_headroom_tools.conclusion import Conclusion, worst
+from vllm_headroom_tools.preflight import checks
+from vllm_headroom_tools.preflight.checks import (
+    Ask,
+    Finding,
+    Kind,
+    Wanted,
+    asked_bytes,
+    choose,
+    highest_utilization,
+    identical,
+)
+from vllm_headroom_tools.preflight.look import Conditions, Holder
+
+WORTH_A_WORD_BYTES: Final = GIB // 20
+
+
+class GpuReport(Struct, frozen=True, kw_only=True):
+    """One GPU that vLLM will use; None where it is not known.
+
+    `holders` are its processes; `unlisted_bytes` are in use by none of them: by processes that cannot be seen from
+    here, or by one that has ended and whose memory the driver has not taken back yet.
+    """
+
+    reading: GpuReading
+    asked_bytes: int | None
+    highest_utilization_ratio: float | None
+    holders: tuple[Holder, ...] | None
+    unlisted_bytes: int | None
+
+
+class Clearance(Struct, frozen=True, kw_only=True):
+    """What was seen and found; the findings with GOOD are remarks."""
+
+    conditions: Conditions
+    findings: tuple[Finding, ...]
+    gpus: tuple[GpuReport, ...] = ()
+    waited_seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Conclusion:
+        """Whether vLLM would start: one certain hindrance is enough, whatever else cannot be told."""
+        return worst(finding.verdict for finding in self.findings)
+
+    @property
+    def hindrances(self) -> tuple[Finding, ...]:
+        """What is in the way of a go."""
+        return tuple(finding for finding in self.findings if finding.verdict is not Conclusion.GOOD)
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether waiting may turn this into a go."""
+        return bool(self.hindrances) and all(finding.may_pass for finding in self.hindrances)
+
+    @property
+    def highest_utilization_ratio(self) -> float | None:
+        """The highest gpu_memory_utilization that would surely work now on all of the GPUs; None where none would."""
+        ratios = [gpu.highest_utilization_ratio for gpu in self.gpus]
+        return None if None in ratios else min((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+def judge(conditions: Conditions, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Clearance:
+    """Return what speaks against starting vLLM; what is `ignored` remains as a remark."""
+    if isinstance(conditions.readings, Failure):
+        return Clearance(conditions=conditions, findings=(checks.failure_of(conditions.readings),))
+    devices, found = choose(conditions.readings.devices, wanted)
+    gpus = tuple(gpu_report(device, conditions, ask) for device in devices)
+    findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, conditions, ask))]
+    findings += checks.host_memory(conditions.host, ask)
+    if ask.tensor_parallel_size > 1:
+        findings += (*identical(devices), *checks.shared_memory(conditions.shm))
+    told = tuple(
+        replace(each, verdict=Conclusion.GOOD, text=f"{each.text} (ignored)") if each.kind in ignored else each
+        for each in dict.fromkeys(findings)
+    )
+    return Clearance(conditions=conditions, findings=told, gpus=gpus)
+
+
+def held_by(gpu: GpuReport) -> str:
+    """Return who has the memory of a GPU, as the end of a sentence; nothing where that is not known."""
+    told = [f"{held or 'an unknown share'} by {who}" for held, who in shares(gpu)]
+    return f"; held: {', '.join(told)}" if told else ""
+
+
+def shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
+    """Yield how much of a GPU is held, nothing where that is not known, and by whom."""
+    for holder in gpu.holders or ():
+        who = f"pid {holder.pid}" if holder.name is None else f"{holder.name} (pid {holder.pid})"
+        yield "" if holder.used_bytes is None else gib(holder.used_bytes), who
+    if gpu.unlisted_bytes is not None and gpu.unlisted_bytes >= WORTH_A_WORD_BYTES:
+        yield gib(gpu.unlisted_bytes), "no process listed here"
+
+
+def gpu_report(device: GpuReading, conditions: Conditions, ask: Ask) -> GpuReport:
+    """Return what is known of a GPU that is asked for so much."""
+    memory, holders = device.memory, conditions.holders.get(device.uuid)
+    return GpuReport(
+        reading=device,
+        asked_bytes=None if memory is None else asked_bytes(ask, memory),
+        highest_utilization_ratio=None if memory is None else highest_utilization(ask, memory),
+        holders=holders,
+        unlisted_bytes=None if memory is None else _unlisted(memory, holders),
+    )
+
+
+def _unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | None:
+    known = [holder.used_bytes for holder in holders or () if holder.used_bytes is not None]
+    if holders is None or len(known) < len(holders) or memory.reserved_bytes is None:
+        return None
+    return max(0, memory.used_bytes - sum(known))
+
+
+def _findings(gpu: GpuReport, conditions: Conditions, ask: Ask) -> Iterator[Finding]:
+    yield from checks.memory(gpu.reading, ask, held_by(gpu))
+    yield from checks.swap(gpu.reading, conditions.swap_bytes)
+    if gpu.reading.failure is None:
+        told = [faults for faults in conditions.faults if faults.index == gpu.reading.index]
+        yield from checks.faults(told[0]) if told else (checks.unanswered(gpu.reading),)
+
+
+SPOKEN: Final = {Conclusion.GOOD: "GO", Conclusion.NOT_GOOD: "NO GO", Conclusion.CANNOT_TELL: "CANNOT TELL"}
+
+
+def text(report: Clearance) -> Iterator[str]:
+    """Yield what a person reads."""
+    for gpu in report.gpus:
+        yield from _gpu(gpu)
+    waited = f" after {report.waited_seconds:.0f} s" if report.waited_seconds >= 1 else ""
+    yield f"{SPOKEN[report.verdict]}{waited}"
+    for finding, after in zip_longest(report.findings, report.findings[1:]):
+        yield _finding(finding)
+        if finding.fix is not None and (after is None or after.fix != finding.fix):
+            yield f"    {finding.fix}"
+    highest = report.highest_utilization_ratio
+    if highest is not None:
+        yield f"The highest --gpu-memory-utilization that would work now is {highest:.2f}."
+
+
+def _gpu(gpu: GpuReport) -> Iterator[str]:
+    reading, memory = gpu.reading, gpu.reading.memory
+    name = f"GPU {reading.index} ({reading.uuid or 'UUID not known'}) {reading.name}".rstrip()
+    if memory is None or gpu.asked_bytes is None:
+        yield f"{name}: memory not known"
+        return
+    free, usable = gib(memory.free_bytes), gib(memory.usable_bytes)
+    yield f"{name}: {free} free of {usable}, vLLM asks for {gib(gpu.asked_bytes)}"
+    yield from (f"  {held or '?':>10}  {who}" for held, who in shares(gpu))
+
+
+def _finding(finding: Finding) -> str:
+    unsure = "cannot tell: " if finding.verdict is Conclusion.CANNOT_TELL else ""
+    note = "note: " if finding.verdict is Conclusion.GOOD else ""
+    of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
+    return f"  {note}{unsure}{of}{finding.text}"
+
+
+def document(report: Clearance) -> dict[str, Any]:
+    """Return the same for scripts; bytes, ratios and seconds, null where unknown."""
+    conditions = report.conditions
+    return {
+        "verdict": report.verdict,
+        "highest_gpu_memory_utilization": report.highest_utilization_ratio,
+        "waited_seconds": round(report.waited_seconds, 1),
+        "driver_version": None if isinstance(conditions.readings, Failure) else conditions.readings.driver_version,
+        "gpus": [_gpu_document(gpu) for gpu in report.gpus],
+        "shm": conditions.shm and asdict(conditions.shm),
+        "host": conditions.host
+        and {"used_bytes": conditions.host.used_bytes, "limit_bytes": conditions.host.limit_bytes},
+        "findings": [
+            {name: value for name, value in asdict(finding).items() if name != "may_pass"}
+            for finding in report.findings
+        ],
+    }
+
+
+def _gpu_document(gpu: GpuReport) -> dict[str, Any]:
+    reading, memory = gpu.reading, gpu.reading.memory
+    return {
+        "gpu": reading.index,
+        "uuid": reading.uuid,
+        "name": reading.name,
+        "total_bytes": memory and memory.total_bytes,
+        "reserved_bytes": memory and memory.reserved_bytes,
+        "used_bytes": memory and memory.used_bytes,
+        "free_bytes": memory and memory.free_bytes,
+        "asked_bytes": gpu.asked_bytes,
+        "highest_gpu_memory_utilization": gpu.highest_utilization_ratio,
+        "processes": None if gpu.holders is None else [asdict(holder) for holder in gpu.holders],
+        "unlisted_bytes": gpu.unlisted_bytes,
+    }
+
+
+UNTOLD: Final = "the engine does not say whether it sleeps: vLLM does from 0.11.1 on"
+NOT_SEEN: Final = "none of its processes is seen on a visible GPU"
+SEE_IT: Final = "run it where the engine runs: in its pod with shareProcessNamespace: true, or on the host"
+NO_SHARE: Final = "what it holds while it is awake is not told"
+SAY_IT: Final = "say it with --gpu-memory-utilization or --bytes; a sidecar's page knows it of an engine it saw awake"
+
+
+def judge_wake(conditions: Conditions, page: EnginePage | Failure, ask: Ask) -> Clearance:
+    """Return whether each GPU has free what the engine gave back for its sleep; `ask` is what the operator told.
+
+    What it held is its share of the GPU within a GiB or two: activations come and go, and graphs lie beside it.
+    """
+    if isinstance(conditions.readings, Failure):
+        return Clearance(conditions=conditions, findings=(checks.failure_of(conditions.readings),))
+    told = _told(page, ask)
+    reports = (gpu_report(device, conditions, told or ask) for device in conditions.readings.devices)
+    gpus = tuple(gpu for gpu in reports if {each.pid for each in gpu.holders or ()} & conditions.engine_pids)
+    shown = () if told is None else tuple(replace(gpu, highest_utilization_ratio=None) for gpu in gpus)
+    return Clearance(conditions=conditions, findings=_wake_findings(conditions, page, told, gpus), gpus=shown)
+
+
+def _wake_findings(
+    conditions: Conditions, page: EnginePage | Failure, told: Ask | None, gpus: tuple[GpuReport, ...]
+) -> tuple[Finding, ...]:
+    if isinstance(page, Failure):
+        return (_unknown(page.message),)
+    sleeps = awake(page)
+    if sleeps is None:
+        return (_unknown(UNTOLD),)
+    if sleeps:
+        return (_remark(f"the engine is awake: there is nothing to wake{_room_for_weights(conditions)}"),)
+    if not gpus:
+        return (_unknown(NOT_SEEN, SEE_IT),)
+    if told is None:
+        return (_unknown(NO_SHARE, SAY_IT),)
+    return tuple(_of(gpu, told, conditions.engine_pids) for gpu in gpus)
+
+
+def _told(page: EnginePage | Failure, ask: Ask) -> Ask | None:
+    """Return what the engine takes: as the operator says, else as its page does; None where neither does."""
+    if isinstance(page, Failure) or ask != Ask(utilization_ratio=None, tensor_parallel_size=ask.tensor_parallel_size):
+        return ask
+    shares = {engine.gpu_memory_utilization_ratio for engine in page.engines}
+    in_bytes = any(engine.kv_cache_memory_bytes for engine in page.engines)
+    share = shares.pop() if len(shares) == 1 else None
+    return None if in_bytes or share is None else replace(ask, utilization_ratio=share)
+
+
+def _of(gpu: GpuReport, told: Ask, engine_pids: frozenset[int]) -> Finding:
+    memory, index = gpu.reading.memory, gpu.reading.index
+    held = together(each.used_bytes for each in gpu.holders or () if each.pid in engine_pids)
+    if memory is None or held is None:
+        return replace(_unknown("what the engine holds of it cannot be told from here", SEE_IT), gpu=index)
+    to_wake = max(0, asked_bytes(told, memory) - held)
+    text = f"the engine sleeps and holds {gib(held)}; to wake takes about {gib(to_wake)}, and"
+    if to_wake <= memory.free_bytes:
+        return replace(_remark(f"{text} {gib(memory.free_bytes)} are free"), gpu=index)
+    text = f"{text} only {gib(memory.free_bytes)} are free: {gib(to_wake - memory.free_bytes)} are missing"
+    return Finding(
+        Kind.MEMORY,
+        Conclusion.NOT_GOOD,
+        f"{text}{held_by(gpu)}",
+        "end or move what else is there first: vLLM that wakes without room ends with an out-of-memory",
+        gpu=index,
+        may_pass=True,
+    )
+
+
+def _room_for_weights(conditions: Conditions) -> str:
+    host = conditions.host
+    if host is None or host.limit_bytes is None or host.room_bytes is None:
+        return ""
+    left = f"{gib(host.room_bytes)} of {gib(host.limit_bytes)} are left"
+    return f"; sleep level 1 would put its weights into host memory, of which {left}"
+
+
+def _remark(text: str) -> Finding:
+    return Finding(Kind.ENGINE, Conclusion.GOOD, text)
+
+
+def _unknown(text: str, fix: str | None = None) -> Finding:
+    return Finding(Kind.ENGINE, Conclusion.CANNOT_TELL, text, fix)

@@ -1,0 +1,326 @@
+"""The command `probe`: puts the probe where vLLM finds it, or has it record who allocates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from vllm_headroom.config.kinds import DURATION, FILE, Value, bounded, choice
+from vllm_headroom.config.options import BadOptions, Parser
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.derive.inside import told
+from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
+from vllm_headroom.parse import fields
+from vllm_headroom.parse.fields import WrongFieldError, each, number, within
+from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.scrape.probe import Probe, content
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.units import duration, size
+from vllm_headroom_tools.cli import Command, tell
+
+FORMAT: Final = "headroom_record"
+VERSION: Final = 1
+MOST_STACKS: Final = 20
+MOST_FRAMES: Final = 16
+
+
+Recording = dict[str, Any]
+"""A process's answer, as --json has it: a `note`, the `cost`, and the stacks of `host` and `gpu` that hold most.
+
+A stack has all `bytes` that are still held of what was allocated there; the line itself is first. The cost is what the
+recording took of its process: `pause_seconds` is how long it stood still at the end.
+"""
+
+
+def parse_answer(content: bytes, request: str) -> Recording | str | None:
+    """Return the answer to the request of this id, None where it answers another, or what is wrong with it."""
+    try:
+        document = json.loads(content)
+        if type(document) is not dict or document.get(FORMAT) != VERSION or document.get("id") != request:
+            return None
+        return {
+            "note": fields.text(document, "note"),
+            "cost": within(document, "cost", _parse_cost) or _parse_cost({}),
+            "host": list(each(document, "host", _parse_stack) or ())[:MOST_STACKS],
+            "gpu": list(each(document, "gpu", _parse_stack) or ())[:MOST_STACKS],
+        }
+    except WrongFieldError as wrong:
+        return str(wrong)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+
+
+def _parse_stack(entry: dict[str, Any], _place: int) -> dict[str, Any]:
+    frames = entry.get("stack")
+    if type(frames) is not list or not all(type(frame) is str and frame.isprintable() for frame in frames):
+        raise WrongFieldError("stack", frames, "a list of files and lines")
+    return {
+        "bytes": fields.size(entry, "bytes") or 0,
+        "count": fields.size(entry, "count") or 0,
+        "stack": frames[:MOST_FRAMES],
+    }
+
+
+def _parse_cost(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "pause_seconds": number(entry, "pause_seconds"),
+        "cpu_seconds": number(entry, "cpu_seconds"),
+        "memory_bytes": fields.size(entry, "memory_bytes"),
+    }
+
+
+REQUEST: Final = "record.json"
+NO_ANSWER: Final = "no answer"
+READ_SECONDS: Final = 5.0
+TOUCH_SECONDS: Final = 5.0
+"""The probes end what nobody has waited for in the last minute."""
+POLL_SECONDS: Final = 0.5
+ANSWER_SECONDS: Final = 60.0
+"""From the end to the answers: the probes look every five seconds, and count for seconds."""
+MOST_BYTES: Final = 256 * 1024
+
+
+async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Have all processes record for so long; raise BadInput where there is none, or another recording is running.
+
+    What is returned is what --json prints; a process without a usable answer has null for what it did not say.
+
+    Where this ends early, cancelled or killed, the probes stop recording within a minute.
+    """
+    processes = await _present(folder)
+    request, until = uuid.uuid4().hex, time.time() + seconds
+    try:
+        _ask(folder, request, until)
+        say(f"{len(processes)} processes record for {duration(seconds)}")
+        try:
+            answers = await _answers(folder, processes, request, until + ANSWER_SECONDS)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / REQUEST).unlink()
+    except OSError as error:
+        raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
+    processes_told = [_told(process, answers.get(process)) for process in processes]
+    return {"folder": str(folder), "seconds": seconds, "processes": processes_told}
+
+
+def _told(process: ProbedProcess, answer: Recording | str | None) -> dict[str, Any]:
+    return {
+        "pid": process.pid,
+        "role": process.role,
+        "data_parallel_rank": process.data_parallel_rank,
+        "problem": None if isinstance(answer, dict) else answer or NO_ANSWER,
+        **(answer if isinstance(answer, dict) else dict.fromkeys(("note", "cost", "host", "gpu"))),
+    }
+
+
+async def _present(folder: Path) -> tuple[ProbedProcess, ...]:
+    files = await Probe(folder, parse=parse_probe).read(READ_SECONDS)
+    if isinstance(files, Failure):
+        raise BadInput(files.message)
+    found = told(files, (), time.time())
+    if not isinstance(found, ProbeReadings) or not found.present:
+        raise BadInput(f"no process writes into {folder} now: vLLM is down, or its probes have stopped")
+    return found.present
+
+
+def _ask(folder: Path, request: str, until: float) -> None:
+    """Write the request, unless there is one that somebody waits for; raise OSError, and BadInput."""
+    path = folder / REQUEST
+    with contextlib.suppress(FileNotFoundError):
+        if abs(time.time() - path.lstat().st_mtime) < 2 * TOUCH_SECONDS:
+            raise BadInput(f"{path} is another recording's, which is running")
+    document = {"headroom_record": 1, "id": request, "until": until, "host": True, "gpu": True}
+    unfinished = folder / f".{REQUEST}.{request}"
+    unfinished.write_text(json.dumps(document))
+    unfinished.chmod(0o644)
+    unfinished.replace(path)
+
+
+async def _answers(
+    folder: Path, processes: Iterable[ProbedProcess], request: str, deadline: float
+) -> dict[ProbedProcess, Recording | str]:
+    """Wait for all answers until the deadline, and keep the request alive meanwhile; a text says what is wrong."""
+    waited_for = {each: f"{each.pid}-{int(each.started_at_seconds)}.record.json" for each in processes}
+    found: dict[ProbedProcess, Recording | str] = {}
+    touched = 0.0
+    while len(found) < len(waited_for) and time.time() < deadline:
+        if time.time() - touched >= TOUCH_SECONDS:
+            os.utime(folder / REQUEST, follow_symlinks=False)
+            touched = time.time()
+        for process, name in waited_for.items():
+            written = None if process in found else content(folder, name, MOST_BYTES)
+            if written is not None and (answer := parse_answer(written, request)) is not None:
+                found[process] = answer
+        await asyncio.sleep(POLL_SECONDS)
+    return found
+
+
+PACKAGE: Final = "vllm_headroom_probe"
+ENTRY_POINTS: Final = f"[vllm.general_plugins]\nheadroom_probe = {PACKAGE}:register\n"
+"""As pyproject.toml has it: what vLLM looks for in the metadata of everything on its path."""
+
+
+def install(folder: Path) -> tuple[str, ...]:
+    """Put the probe into the folder, in place of an older one; return the names of what is there now."""
+    version = metadata.version("vllm-headroom")
+    info = folder / f"{PACKAGE}-{version}.dist-info"
+    made = [folder / PACKAGE, info] if folder.exists() else [folder, folder / PACKAGE, info]
+    try:
+        for old in (folder / PACKAGE, *folder.glob(f"{PACKAGE}-*.dist-info")):
+            if old.exists():
+                shutil.rmtree(old)
+        for path in made:
+            path.mkdir(parents=True)
+            path.chmod(0o755)  # vLLM is another user, and the umask may be one's own
+        for file in sorted(_source().glob("*.py")):
+            shutil.copyfile(file, folder / PACKAGE / file.name)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-headroom-probe\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(ENTRY_POINTS)
+        for file in (*(folder / PACKAGE).iterdir(), *info.iterdir()):
+            file.chmod(0o644)
+    except OSError as error:
+        raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
+    return PACKAGE, info.name
+
+
+def _source() -> Path:
+    """Return where the probe is in this distribution, without importing it."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise BadInput(f"{PACKAGE} is not in this installation of vllm-headroom")
+    return Path(found.origin).parent
+
+
+DESCRIPTION: Final = """\
+install puts the probe into a folder where any vLLM from 0.9 on finds it, its
+image unchanged. It tells the sidecar what only vLLM's processes know of their
+memory, by files in HEADROOM_PROBE_DIR, which both can use.
+
+record asks the probes of a running vLLM who allocates, for a time, what is
+kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
+vLLM meanwhile, and is never done unasked. See docs/probe.md.
+"""
+
+EPILOG: Final = """\
+It ends with status 0, and with 2 when the folder cannot be written or no probe
+is there to record.
+
+Example:
+  vllm-headroom probe install /opt/headroom-probe
+  kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
+"""
+
+Found = Mapping[str, Any]
+"""A part of what --json prints."""
+
+SHOWN: Final = 3
+"""Stacks of each kind and callers of each, of the many that --json has."""
+
+
+def recorded_text(recorded: Found) -> Iterator[str]:
+    """Yield for each process what it took and kept, by the stacks that took most; the process with most is first."""
+    yield f"In {duration(recorded['seconds'])}, what each process allocated and still holds:"
+    for process in sorted(recorded["processes"], key=_most, reverse=True):
+        yield ""
+        yield from _process(process)
+
+
+def _most(process: Found) -> int:
+    return max((stack["bytes"] for stack in (*(process["host"] or ()), *(process["gpu"] or ()))), default=0)
+
+
+def _process(process: Found) -> Iterator[str]:
+    name, problem = f"{process['role']} (pid {process['pid']})", process["problem"]
+    if problem is not None:
+        yield f"{name}: {problem if problem == NO_ANSWER else f'an answer that cannot be used: {problem}'}"
+        return
+    yield f"{name}, which cost {_cost(process['cost'])}:"
+    if process["note"] is not None:
+        yield f"  {process['note']}"
+    for kind, stacks in (("host", process["host"]), ("GPU", process["gpu"])):
+        for stack in stacks[:SHOWN]:
+            yield from _stack(kind, stack)
+    if not process["host"] and not process["gpu"]:
+        yield "  nothing"
+
+
+def _stack(kind: str, stack: Found) -> Iterator[str]:
+    line, *callers = stack["stack"] or ("nobody knows where",)
+    yield f"  {size(stack['bytes']):>10} {kind} memory, {stack['count']} allocations  {line}"
+    yield from (f"{'':>13}called from {caller}" for caller in callers[:SHOWN])
+
+
+def _cost(cost: Found) -> str:
+    pause, cpu, memory = cost["pause_seconds"], cost["cpu_seconds"], cost["memory_bytes"]
+    parts = (
+        None if pause is None else f"{pause:.3f} s of standing still",
+        None if cpu is None else f"{cpu:.3f} s of CPU",
+        None if memory is None else f"{size(memory)} of host memory",
+    )
+    return ", ".join(part for part in parts if part) or "what it does not tell"
+
+
+INSTALL, RECORD = "install", "record"
+LONGEST_SECONDS: Final = 3600
+"""As the probe has it: no recording is longer."""
+
+
+class ProbeSettings(Settings):
+    """The daemon's settings, in whose environment this is run; its options are those that it uses."""
+
+    no_options: ClassVar = frozenset(Settings.model_fields) - {"probe_dir"}
+
+
+FOLDER: Final = Value(read=FILE.read, accepts="the path of a folder")
+TIME: Final = Value(
+    read=bounded(DURATION.read, 0, LONGEST_SECONDS), accepts="a duration above 0, at most an hour, such as 90s or 10m"
+)
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("action", metavar="ACTION", nargs="?", type=choice([INSTALL, RECORD]), help="install or record")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=FOLDER, help="where install puts the probe")
+    parser.add_argument("--for", metavar="DURATION", dest="seconds", type=TIME, help="how long to record, such as 10m")
+    parser.add_settings(ProbeSettings)
+
+
+async def _run(given: Namespace) -> dict[str, Any]:
+    if given.action == INSTALL and given.folder is not None and given.seconds is None:
+        return {"folder": str(given.folder), "installed": list(install(given.folder))}
+    if given.action == RECORD and given.folder is None and given.seconds is not None:
+        if given.settings.probe_dir is None:
+            raise BadOptions("HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory")
+        return await record(given.settings.probe_dir, given.seconds, tell)
+    raise BadOptions("needs one of: install FOLDER, record --for DURATION")
+
+
+def _text(found: dict[str, Any]) -> Iterator[str]:
+    if "processes" in found:
+        yield from recorded_text(found)
+        return
+    yield f"{found['folder']} has {' and '.join(found['installed'])}. vLLM loads the probe with"
+    yield f"  PYTHONPATH={Path(found['folder']).absolute()}"
+    yield "  HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the same setting"
+
+
+COMMAND: Final[Command[dict[str, Any]]] = Command(
+    usage="%(prog)s install [--json] FOLDER\n       %(prog)s record [--json] --for DURATION [OPTION VALUE]...",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    options=_options,
+    run=_run,
+    text=_text,
+    document=lambda found: found,
+    status=lambda _: 0,
+)

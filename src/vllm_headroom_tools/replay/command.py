@@ -1,0 +1,271 @@
+"""The command `replay`: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any, Final
+
+from msgspec.structs import asdict
+
+from vllm_headroom.config.kinds import FILE, TRACE, url
+from vllm_headroom.config.options import BadOptions, Parser
+from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
+from vllm_headroom.model import HostMemory, Snapshot, called
+from vllm_headroom.trace.entries import host_entry, unnamed
+from vllm_headroom.trace.parse import recorded, snapshot_of
+from vllm_headroom.units import duration, instant, size
+from vllm_headroom_tools.cli import Command, save
+from vllm_headroom_tools.history.course import Course, Interval, Moment
+from vllm_headroom_tools.history.curves import Curves
+from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.progress import reading
+from vllm_headroom_tools.replay.picture import charts, picture
+from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME
+
+WORTH_A_WORD: Final = 0.01
+"""A block or two may be late; from here on HeadroomKvBlocksLeak looks whether it grows."""
+
+MOST_INTERVALS: Final = 5
+"""What a person reads; --json has them all."""
+
+
+def verdict(watch: Watch) -> Iterator[str]:
+    """Yield the lines to show: the span, then each GPU, then each host role."""
+    if not watch.samples:
+        yield "The trace has no samples."
+        return
+    begin, end = watch.span
+    yield f"{watch.samples} samples over {duration(end - begin)}, {instant(begin)} to {instant(end)}."
+    for index, uuid, course in watch.gpus:
+        name = f"GPU {index}" if uuid == unnamed(index) else f"GPU {index} ({uuid})"
+        yield from _series(name, course, begin, end)
+    for role, course in watch.host:
+        yield from _series(f"Host memory of {role}", course, begin, end)
+    if watch.memory is not None:
+        yield from _host(watch.memory)
+    yield from _rest(watch)
+    if not watch.gpus:
+        yield "No GPU of the engine's was seen."
+
+
+def _host(memory: HostMemory) -> Iterator[str]:
+    """Yield how full the host memory was, and what the kernel did about it."""
+    if memory.used_bytes is not None:
+        of = "" if memory.limit_bytes is None else f" of {size(memory.limit_bytes)}"
+        yield f"Host memory: at most {size(memory.used_bytes)}{of} in use."
+    if memory.oom_kills:
+        yield f"The kernel killed for want of host memory, processes in all: {memory.oom_kills}."
+
+
+def _rest(watch: Watch) -> Iterator[str]:
+    """Yield what each sleep kept, and what no request held of a KV cache."""
+    for gpu, sleeps in watch.residues.items():
+        kept = tuple(sleeps.values())
+        grown = "" if len(kept) == 1 else f" in the first sleep, {size(kept[-1])} in the last of {len(kept)}"
+        yield f"{called(*gpu)}, asleep: kept {size(kept[0])}{grown}."
+    for (model, engine), ratio in watch.stranded.items():
+        if ratio >= WORTH_A_WORD:
+            yield f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by no request."
+
+
+def _series(name: str, course: Course, begin: float, end: float) -> Iterator[str]:
+    if course.growing or course.leaking:
+        yield ""
+    yield f"{name}: {_told(course, end - begin)}; {course.state} at the end."
+    yield from _intervals("early warning", course.growing)
+    yield from _intervals("alarm", course.leaking)
+    if course.first is not None:
+        yield f"  at the first alarm, {duration(course.first.seconds - begin)} after the trace begins:"
+        yield from _moment(course.first)
+    if course.last is not None and course.last is not course.first:
+        yield f"  at the last, {instant(course.last.seconds)}:"
+        yield from _moment(course.last)
+
+
+def _told(course: Course, span_seconds: float) -> str:
+    """Return whether it leaks; where nothing was seen, only of a trace in which a leak would have been."""
+    if course.first is not None:
+        return "LEAKING"
+    if course.growing:
+        return "only early warnings, no alarm"
+    if span_seconds < LEAKING_SECONDS:
+        least = f"{GROWING_SECONDS / 60:.0f} min for an early warning, about {LEAKING_SECONDS / 60:.0f} for an alarm"
+        return f"cannot be told from {duration(span_seconds)}, growth has to last {least}"
+    return "no leak" if course.settled else "cannot be told, the detector never had enough readings under load"
+
+
+def _intervals(name: str, intervals: tuple[Interval, ...]) -> Iterator[str]:
+    for begin, end in intervals[:MOST_INTERVALS]:
+        until = "to the end" if end is None else f"to {instant(end)}, {duration(end - begin)}"
+        yield f"  {name:<14} {instant(begin)} {until}"
+    if len(intervals) > MOST_INTERVALS:
+        yield f"  {name:<14} and {len(intervals) - MOST_INTERVALS} times more"
+
+
+def _moment(moment: Moment) -> Iterator[str]:
+    if moment.bytes_per_second is not None:
+        yield f"    how fast     {_rate(moment)}"
+    if moment.by_requests is not None:
+        yield f"    driven by    {'requests' if moment.by_requests else 'time'}"
+    if moment.location is not None:
+        yield f"    in           {PLACES[moment.location]}"
+    if moment.leaked_bytes is not None:
+        yield f"    how much     {size(moment.leaked_bytes)} since it began"
+    if moment.time_to_oom_seconds is not None:
+        least = moment.time_to_oom_seconds_lower
+        bound = "" if least is None else f", {duration(least)} at the least"
+        yield f"    time to OOM  {duration(moment.time_to_oom_seconds)}{bound}"
+
+
+def _rate(moment: Moment) -> str:
+    text = f"{size(moment.bytes_per_second or 0.0)}/s"
+    if moment.bytes_per_second_lower is not None and moment.bytes_per_second_upper is not None:
+        text += f" (95 %: {size(moment.bytes_per_second_lower)}/s to {size(moment.bytes_per_second_upper)}/s)"
+    if moment.bytes_per_request is not None:
+        text += f", {size(1000 * moment.bytes_per_request)} per thousand requests"
+    return text
+
+
+def document(watch: Watch) -> dict[str, Any]:
+    """Return the object; times are the trace's, None is what is unknown."""
+    begin, end = watch.span
+    return {
+        "samples": watch.samples,
+        "span_seconds": end - begin,
+        "gpus": [_gpu(index, uuid, course) for index, uuid, course in watch.gpus],
+        "host": [
+            {
+                "process": role,
+                "state": course.state,
+                "leaking_intervals": course.leaking,
+                "first_leaking": _figures(course.first),
+            }
+            for role, course in watch.host
+        ],
+        "host_memory": None if watch.memory is None else host_entry(watch.memory),
+        "sleeps": [
+            {"gpu": int(gpu), "uuid": uuid, "residue_bytes": list(sleeps.values())}
+            for (gpu, uuid), sleeps in watch.residues.items()
+        ],
+        "stranded": [
+            {"model_name": model, "engine": engine, "most_ratio": ratio}
+            for (model, engine), ratio in watch.stranded.items()
+        ],
+    }
+
+
+def _gpu(index: int, uuid: str, course: Course) -> dict[str, Any]:
+    return {
+        "gpu": index,
+        "uuid": None if uuid == unnamed(index) else uuid,
+        "state": course.state,
+        "growing_intervals": course.growing,
+        "leaking_intervals": course.leaking,
+        "first_leaking": _figures(course.first),
+        "last_leaking": _figures(course.last),
+    }
+
+
+def _figures(moment: Moment | None) -> dict[str, float | None] | None:
+    if moment is None:
+        return None
+    figures = asdict(moment)
+    del figures["by_requests"]
+    return {"t": figures.pop("seconds"), **figures}
+
+
+DESCRIPTION: Final = """\
+Feeds a recorded past through the daemon's leak detector: would it have caught
+our outage?
+
+TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
+or - for standard input.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0, with 1 when a leak was found and --fail-on-leak was
+given, and with 2 when the past cannot be read.
+
+Example:
+  vllm-headroom replay trace.jsonl
+  cat trace.jsonl.1 trace.jsonl | vllm-headroom replay - --json
+"""
+
+HISTORY: Final = """\
+Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with
+vLLM's own. A history is as coarse as the interval of its scrapes, and what
+happened between two of them is not in it."""
+
+
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
+    parser.add_argument("--fail-on-leak", action="store_true", help="end with status 1 when there was an alarm")
+    parser.add_argument("--svg", metavar="FILE", type=FILE, help="draw memory and load into a file")
+    add = parser.add_argument_group("history", HISTORY).add_argument
+    add("--from-prometheus", metavar="URL", type=url("http://prometheus:9090"), help="Prometheus")
+    add("--start", metavar="TIME", type=TIME, help="2026-01-31T08:00:00Z, seconds since the epoch, or -24h")
+    add("--end", metavar="TIME", type=TIME, default="now", help="the same, or now, which is the default")
+    step = "between samples: 15s, or the scrape interval where it is longer"
+    add("--step", metavar="TIME", type=STEP, default="15s", help=step)
+    for option, whose in (("--match", "all"), ("--match-gpu", "the GPUs'"), ("--match-engine", "the engine's")):
+        text = f"choose among {whose} series; may be given again"
+        add(option, metavar='LABEL="VALUE"', type=MATCHER, default=[], help=text)
+    add("--bearer-token-file", metavar="FILE", type=FILE, help="a token for Prometheus")
+    add("--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM")
+
+
+LEAK_FOUND: Final = 1
+NARROWEST, WIDEST = 20, 160
+ONE_SOURCE: Final = "needs a TRACE or --from-prometheus, and not both"
+
+
+class Replayed:
+    """What the detector says of a past, and its curves where they are to be drawn."""
+
+    def __init__(self, given: Namespace) -> None:
+        self.watch, self.curves = Watch(), Curves()
+        self.fails = given.fail_on_leak
+        for snapshot in _past(given):
+            self.watch.step(snapshot)
+            if given.svg or not given.json:
+                self.curves.step(snapshot)
+        if given.svg:
+            save(given.svg, picture(self.watch, self.curves), "--svg ")
+
+
+def _run(given: Namespace) -> Replayed:
+    if (given.trace is None) == (given.from_prometheus is None):
+        raise BadOptions(ONE_SOURCE)
+    return Replayed(given)
+
+
+def _past(given: Namespace) -> Iterator[Snapshot]:
+    """Yield the snapshots; raises BadInput at what cannot be read."""
+    if given.from_prometheus is not None:
+        from vllm_headroom_tools.replay.prometheus.records import records_from  # noqa: PLC0415 - a trace needs no HTTP client
+
+        yield from map(snapshot_of, records_from(given))
+    else:
+        yield from recorded(given.trace, reading)
+
+
+def _text(replayed: Replayed) -> Iterator[str]:
+    yield from verdict(replayed.watch)
+    columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
+    yield from charts(replayed.watch, replayed.curves, columns=columns)
+
+
+COMMAND: Final[Command[Replayed]] = Command(
+    usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --from-prometheus URL --start TIME",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=_text,
+    document=lambda replayed: document(replayed.watch),
+    status=lambda replayed: LEAK_FOUND if replayed.fails and replayed.watch.leaked else 0,
+)

@@ -1,0 +1,142 @@
+"""Range queries to a Prometheus server, and what it means when they fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import ssl
+from collections.abc import Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from msgspec import Struct
+
+from vllm_headroom.scrape.http.failures import UnusableCredentials, bearer_token, trust
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.units import MIB, size
+from vllm_headroom_tools.openai import json_object
+from vllm_headroom_tools.replay.prometheus.text import Span
+
+_TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
+"""Prometheus gives up a query after two minutes (--query.timeout): wait for it to say so."""
+
+_MOST_OF_A_TEXT: Final = 300
+
+_MOST_BYTES: Final = 128 * MIB
+"""Of an answer, unpacked: that of 8 GPUs and their engine at steps of 15 s has 5 MB."""
+
+_ENCODINGS: Final = frozenset({"", "identity", "gzip"})
+"""What is read comes by 64 KiB, of which gzip makes 64 MiB at the most, and gzip within gzip anything."""
+
+_LESS: Final = "ask for less, by a larger --step or a narrower --match"
+
+
+class Series(Struct, frozen=True, kw_only=True):
+    """One series of an answer; `values` are by milliseconds since the epoch, and only where there is a finite one."""
+
+    name: str
+    labels: dict[str, str]
+    values: dict[int, float]
+
+
+class Api:
+    """The HTTP API of the Prometheus at `url`, or of what speaks like one.
+
+    The token in `bearer_token_file` stands in for the user and password of the URL; `ca_file` replaces the authorities
+    trusted by default. Raises BadInput when one of them cannot be used.
+    """
+
+    def __init__(self, url: httpx.URL, *, bearer_token_file: Path | None = None, ca_file: Path | None = None) -> None:
+        base = url.copy_with(query=None, fragment=None)
+        self.shown = str(base.copy_with(userinfo=b""))
+        self._address = base.copy_with(path=base.path.rstrip("/") + "/api/v1/query_range")
+        headers = {"User-Agent": "vllm-headroom", "Accept-Encoding": "gzip"}
+        try:
+            if bearer_token_file is not None:
+                headers["Authorization"] = f"Bearer {bearer_token(bearer_token_file)}"
+                self._address = self._address.copy_with(userinfo=b"")
+            verify = trust(ca_file) if ca_file else True
+        except UnusableCredentials as error:
+            raise BadInput(str(error)) from None
+        self._client = httpx.Client(verify=verify, timeout=_TIMEOUT, headers=headers)
+
+    def query_range(self, expression: str, span: Span) -> list[Series]:
+        """Return the series that the PromQL `expression` gives over the span, or raise BadInput."""
+        form = {
+            "query": expression,
+            "start": f"{span.start_ms / 1000:.3f}",
+            "end": f"{span.end_ms / 1000:.3f}",
+            "step": f"{span.step_ms / 1000:.3f}",
+        }
+        try:
+            with self._client.stream("POST", self._address, data=form) as response:
+                body = self._body(response)
+        except (httpx.HTTPError, ssl.SSLError) as error:
+            raise BadInput(self._no_answer(error)) from error
+        return self._series(response, body)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+    def _body(self, response: httpx.Response) -> bytes:
+        if response.headers.get("Content-Encoding", "").strip().lower() not in _ENCODINGS:
+            raise httpx.DecodingError("it is not gzip")
+        body = bytearray()
+        for part in response.iter_bytes():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise BadInput(f"{self.shown} answers a query with more than {size(_MOST_BYTES)}: {_LESS}")
+        return bytes(body)
+
+    def _series(self, response: httpx.Response, body: bytes) -> list[Series]:
+        answer = json_object(body)
+        if response.status_code != HTTPStatus.OK or answer.get("status") != "success":
+            raise BadInput(self._refusal(response, answer))
+        if warnings := answer.get("warnings"):
+            raise BadInput(f"{self.shown} has only a part of this history: {_line(json.dumps(warnings))}")
+        try:
+            return [_one_series(row) for row in answer["data"]["result"]]
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # JSON of another shape
+            raise BadInput(f"{self.shown} answers a range query with no range: check that it is Prometheus") from None
+
+    def _no_answer(self, error: Exception) -> str:
+        match error:
+            case httpx.ConnectTimeout():
+                return f"{self.shown} cannot be reached within {_TIMEOUT.connect:g} s: check host, port and firewall"
+            case httpx.TimeoutException():
+                return f"{self.shown} did not answer within {_TIMEOUT.read:g} s: {_LESS}"
+            case httpx.DecodingError():
+                return f"what {self.shown} answers cannot be unpacked ({_line(error)}): look at what stands before it"
+            case httpx.ConnectError() if "CERTIFICATE" in str(error).upper() or "SSL" in str(error).upper():
+                return f"TLS with {self.shown} failed ({_line(error)}): name its authority with --ca-file, or use http"
+            case httpx.RemoteProtocolError() | httpx.ReadError() | httpx.WriteError():
+                return f"{self.shown} hung up or does not speak HTTP: check the port, and https if it serves that"
+        problem = _line(error).split("] ", 1)[-1] or type(error).__name__  # without [Errno 111]
+        return f"no connection to {self.shown} ({problem}): check that it runs there"
+
+    def _refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
+        said = f"{self.shown} answers {response.status_code} {response.reason_phrase}".strip()
+        if answer.get("status") == "error":
+            return f"{said} to a query: {_line(answer.get('error'))}"
+        match response.status_code:
+            case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
+                return f"{said}: give a token that may query with --bearer-token-file"
+            case HTTPStatus.TOO_MANY_REQUESTS | HTTPStatus.BAD_GATEWAY | HTTPStatus.SERVICE_UNAVAILABLE:
+                return f"{said}: it is overloaded or starting, try again later"
+        if response.has_redirect_location:
+            return f"{said}, a redirect to a login or another address: give the address of Prometheus itself"
+        return f"{said} and not as Prometheus does: --from-prometheus takes the URL in front of /api/v1/query_range"
+
+
+def _one_series(row: dict[str, Any]) -> Series:
+    labels = dict(row["metric"])
+    pairs = ((round(float(at) * 1000), float(text)) for at, text in row["values"])
+    values = {at_ms: value for at_ms, value in pairs if math.isfinite(value)}
+    return Series(name=labels.pop("__name__", ""), labels=labels, values=values)
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())[:_MOST_OF_A_TEXT]

@@ -1,0 +1,304 @@
+"""The series of one side of history, over one page: no older than it may be, and one for each thing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+from prometheus_client.samples import Sample
+
+from vllm_headroom import catalog
+from vllm_headroom.model import INPUTS, Failure
+from vllm_headroom.parse.engines import engine_page
+from vllm_headroom.parse.profile import Profile
+from vllm_headroom.parse.profiles import PROFILES
+from vllm_headroom.trace.entries import engine_entry
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools.replay.prometheus.api import Api, Series
+from vllm_headroom_tools.replay.prometheus.text import Span
+
+Value = tuple[Series, float]
+"""A series and what it is at the time of the sample."""
+
+Side = list[dict[str, Any]]
+
+
+class Exporter(Struct, frozen=True, kw_only=True):
+    """The series one exporter has for one side of a sample; `side` is its key in a trace's line.
+
+    `lead` are the names of which one is there wherever this exporter is scraped, `names` all that are read. Series that
+    agree in name and in the labels of `identity` are the same thing, whatever the other labels, which their scrapes
+    gave them. `has_start_time` is whether the start of the exporting process is the engine's.
+    """
+
+    side: str
+    lead: tuple[str, ...]
+    names: tuple[str, ...]
+    identity: frozenset[str]
+    sample: Callable[[Iterable[Value]], Side]
+    has_start_time: bool = False
+
+    @property
+    def option(self) -> str:
+        """The option of the command that narrows this side alone."""
+        return "--match-gpu" if self.side == "gpus" else "--match-engine"
+
+
+_MAY_BE_LATE: Final = 1.5
+"""How old a value may be, in scrape intervals: one scrape late is a jitter, one missing is a gap."""
+
+_TARGET: Final = ("job", "instance")
+_START_TIME: Final = "process_start_time_seconds"
+_MOST_VALUES: Final = 5
+
+
+class Scraped(Struct, frozen=True, kw_only=True):
+    """A kind of history that is there: what narrows it, the name of its lead and how often it is scraped."""
+
+    kind: Exporter
+    matchers: tuple[str, ...]
+    lead: str
+    interval_ms: int
+
+    @property
+    def window_ms(self) -> int:
+        """How old a value of this source may be."""
+        return round(self.interval_ms * _MAY_BE_LATE)
+
+
+def selector(names: Sequence[str], matchers: Sequence[str]) -> str:
+    """Return PromQL for the series of these names that the matchers let through."""
+    return "{" + ",".join((f'__name__=~"{"|".join(names)}"', *matchers)) + "}"
+
+
+def read(api: Api, source: Scraped, page: Span) -> list[Series]:
+    """Return the series of the source over the page, without the labels their scrapes gave them; or raise BadInput.
+
+    `last_over_time` bounds the age of a value; a plain selector would show the last one for five minutes after the end
+    of a series that ends without a staleness marker, and a leak detector would take a dead engine's memory for level.
+    """
+    series = api.query_range(_latest(selector(source.kind.names, source.matchers), source.window_ms), page)
+    if source.kind.has_start_time:
+        series += _start_times(api, source, page, [each for each in series if each.name == source.lead])
+    handover = -(-source.window_ms // page.step_ms)
+    return _one_each(source.kind, series, handover)
+
+
+def _latest(selected: str, window_ms: int) -> str:
+    return f"last_over_time({selected}[{window_ms}ms])"
+
+
+def _start_times(api: Api, source: Scraped, page: Span, leads: Sequence[Series]) -> list[Series]:
+    """Return, for each engine, when the process of its target started; every target of Prometheus has that series."""
+    targets = {label: sorted({each.labels.get(label, "") for each in leads}) for label in _TARGET}
+    if not leads:
+        return []
+    matchers = [f"{label}=~{json.dumps('|'.join(map(re.escape, values)))}" for label, values in targets.items()]
+    found = api.query_range(_latest(selector((_START_TIME,), matchers), source.window_ms), page)
+    return [
+        replace(start, labels=lead.labels)
+        for lead in leads
+        for start in found
+        if start.labels.items() <= lead.labels.items()  # a target's labels are on all its series
+    ]
+
+
+def _one_each(kind: Exporter, found: Iterable[Series], handover: int) -> list[Series]:
+    """Return one series for each thing: those that followed each other are joined, by the newest where they overlap.
+
+    They may overlap for as many steps as a value may be old; longer, they are two things that look the same.
+    """
+    groups: dict[tuple[str, ...], list[Series]] = {}
+    for series in found:
+        own = sorted(item for item in series.labels.items() if item[0] in kind.identity)
+        groups.setdefault((series.name, *(text for item in own for text in item)), []).append(series)
+    return [
+        _joined(kind, sorted(group, key=lambda each: min(each.values, default=0)), handover)
+        for group in groups.values()
+    ]
+
+
+def _joined(kind: Exporter, group: Sequence[Series], handover: int) -> Series:
+    values: dict[int, float] = {}
+    for series in group:
+        if len(values.keys() & series.values.keys()) > handover:
+            raise BadInput(_ambiguous(kind, group))
+        values.update(series.values)
+    labels = {name: text for name, text in group[0].labels.items() if name in kind.identity}
+    return Series(name=group[0].name, labels=labels, values=values)
+
+
+def _ambiguous(kind: Exporter, group: Sequence[Series]) -> str:
+    names = sorted({name for series in group for name in series.labels} - kind.identity)
+    values = {name: sorted({series.labels.get(name, "") for series in group}) for name in names}
+    differing = {name: texts for name, texts in values.items() if len(texts) > 1}
+    if not differing:
+        return f"{len(group)} series of {group[0].name} cannot be told apart by any label: query one Prometheus alone"
+    own = ", ".join(f'{name}="{text}"' for name, text in group[0].labels.items() if name in kind.identity)
+    shown = "; ".join(f"{name} is {_some(texts)}" for name, texts in differing.items())
+    name, texts = next(iter(differing.items()))
+    choice = f"{kind.option} '{name}=\"{texts[-1]}\"'"
+    return f"{len(group)} series of {group[0].name}{{{own}}} at once: choose one, as with {choice} ({shown})"
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _MOST_VALUES} more" if len(texts) > _MOST_VALUES else ""
+    return " or ".join(f'"{text}"' for text in texts[:_MOST_VALUES]) + more
+
+
+_MIB: Final = 2**20
+_MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
+
+
+def _own_sample(values: Iterable[Value]) -> Side:
+    """Return the devices this exporter took for the engine's."""
+    ours: dict[str, bool] = {}
+    memory: list[Value] = []
+    for series, value in values:
+        if series.name == catalog.GPU_INFO.name:
+            uuid = series.labels.get("uuid", "")
+            ours[uuid] = ours.get(uuid, False) or bool(series.labels.get("attribution"))
+        else:
+            memory.append((series, value))
+    return [device for device in _own_memory(memory) if ours.get(device["uuid"], True)]
+
+
+def _sample(fields: Mapping[str, str], *, uuid_label: str, unit_bytes: int = 1) -> Callable[[Iterable[Value]], Side]:
+    """Return what makes devices of values; where a series has a holder, that is its field."""
+
+    def sample(values: Iterable[Value]) -> Side:
+        devices: dict[str, dict[str, float]] = {}
+        for series, value in values:
+            facts = devices.setdefault(series.labels.get(uuid_label, ""), {})
+            facts[series.labels.get("holder", fields[series.name])] = value
+            if (index := series.labels.get("gpu", "")).isdecimal():
+                facts["gpu"] = int(index)
+        return [_device(uuid, facts, unit_bytes) for uuid, facts in sorted(devices.items())]
+
+    return sample
+
+
+def _device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
+    """Return the device as a trace has it; without a total, it is what is used, free and reserved.
+
+    Where the reserved part is not exported either, that sum falls short of the device by it, and what is left on the
+    device is still right.
+    """
+    known = {fact: round(facts[fact] * unit_bytes) for fact in (*_MEMORY_FACTS, "free") if fact in facts}
+    if "used" in known and "free" in known:
+        known.setdefault("total", known["used"] + known["free"] + known.get("reserved", 0))
+    index = facts.get("gpu")
+    device: dict[str, Any] = {"gpu": None if index is None else int(index), "uuid": uuid}
+    return device | {fact: known.get(fact) for fact in _MEMORY_FACTS}
+
+
+_OWN_MEMORY_FIELDS: Final = {
+    catalog.GPU_MEMORY_TOTAL.name: "total",
+    catalog.GPU_MEMORY_USED.name: "used",
+    catalog.GPU_MEMORY_RESERVED.name: "reserved",
+    catalog.GPU_MEMORY_HELD.name: "held",
+}
+_own_memory: Final = _sample(_OWN_MEMORY_FIELDS, uuid_label="uuid")
+OWN_GPUS: Final = Exporter(
+    side="gpus",
+    lead=(catalog.GPU_MEMORY_USED.name,),
+    names=(*_OWN_MEMORY_FIELDS, catalog.GPU_INFO.name),
+    identity=frozenset(("gpu", "uuid", "holder", "attribution")),
+    sample=_own_sample,
+)
+_DCGM_FIELDS: Final = {
+    "DCGM_FI_DEV_FB_USED": "used",
+    "DCGM_FI_DEV_FB_FREE": "free",
+    "DCGM_FI_DEV_FB_RESERVED": "reserved",
+}
+DCGM_GPUS: Final = Exporter(
+    side="gpus",
+    lead=("DCGM_FI_DEV_FB_USED",),
+    names=tuple(_DCGM_FIELDS),
+    identity=frozenset(("gpu", "UUID")),
+    sample=_sample(_DCGM_FIELDS, uuid_label="UUID", unit_bytes=_MIB),  # dcgm-exporter, default-counters.csv: in MiB
+)
+_SMI_FIELDS: Final = {
+    "nvidia_smi_memory_used_bytes": "used",
+    "nvidia_smi_memory_total_bytes": "total",
+    "nvidia_smi_memory_reserved_bytes": "reserved",
+    "nvidia_smi_index": "gpu",
+}
+SMI_GPUS: Final = Exporter(
+    side="gpus",
+    lead=("nvidia_smi_memory_used_bytes",),
+    names=tuple(_SMI_FIELDS),
+    identity=frozenset(("uuid",)),
+    sample=_sample(_SMI_FIELDS, uuid_label="uuid"),
+)
+
+
+_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
+"""What the detector and the picture look at: every series more is a series more to ask the server for."""
+
+PARTS: Final = frozenset({"finished_reason", "is_streaming"})
+"""Labels of counters whose series are parts of one amount."""
+
+_OWN_FIELDS: Final = {each.metric: field for field, each in INPUTS.items() if each.metric and field in _FACTS}
+
+
+def _own(values: Iterable[Value]) -> Side:
+    engines: dict[tuple[str, str], dict[str, Any]] = {}
+    for series, value in values:
+        key = (series.labels.get("model_name", ""), series.labels.get("engine", "0"))
+        field = _OWN_FIELDS[series.name]
+        engines.setdefault(key, {})[field] = value > 0 if field == "awake" else value
+    return [{"model_name": model, "engine": rank, **facts} for (model, rank), facts in sorted(engines.items())]
+
+
+def _read(profile: Profile, values: Iterable[Value]) -> Side:
+    """Read the series as the daemon reads the engine's page."""
+    page = engine_page(profile, [Sample(series.name, dict(series.labels), value) for series, value in values])
+    return [] if isinstance(page, Failure) else [engine_entry(engine) for engine in page.engines]
+
+
+def _names(profile: Profile, *fields: str) -> tuple[str, ...]:
+    wanted = [fact for fact in profile.facts if fact.field in fields and fact.label is None]
+    families = dict.fromkeys(family for fact in wanted for family in fact.names)
+    return tuple(prefix + family for prefix in profile.prefixes for family in families)
+
+
+def _labels(profile: Profile) -> frozenset[str]:
+    """Return the labels that tell an engine's own series apart, and not only their scrapes."""
+    chosen = {fact.where[0] for fact in profile.facts if fact.where is not None}
+    named = {profile.model_label, profile.engine_label, *profile.repeat_labels, *profile.replica_labels}
+    return frozenset(named | chosen | PARTS) - {""}
+
+
+OWN_ENGINES: Final = Exporter(
+    side="engines",
+    lead=(catalog.ENGINE_RUNNING.name,),
+    names=tuple(_OWN_FIELDS),
+    identity=frozenset(catalog.ENGINE),
+    sample=_own,
+)
+OWN_PROCESSES: Final = Exporter(
+    side="processes",
+    lead=(catalog.HOST_MEMORY.name,),
+    names=(catalog.HOST_MEMORY.name,),
+    identity=frozenset(catalog.HOST_MEMORY.labels),
+    sample=lambda values: [{"role": each.labels.get("process"), "rss": round(value)} for each, value in values],
+)
+ENGINES: Final = tuple(
+    Exporter(
+        side="engines",
+        lead=_names(profile, "running"),
+        names=_names(profile, *_FACTS, "kv_used_tokens", "kv_capacity_tokens"),
+        identity=_labels(profile),
+        sample=partial(_read, profile),
+        has_start_time=any(fact.field == "started_at_seconds" for fact in profile.facts),
+    )
+    for profile in PROFILES
+    if _names(profile, "running")
+)
+"""Every engine that tells how many requests run; without that the detector has no load to look at."""

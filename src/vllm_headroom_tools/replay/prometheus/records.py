@@ -1,0 +1,129 @@
+"""A trace's records out of the history that a Prometheus server keeps."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools.progress import followed
+from vllm_headroom_tools.replay.prometheus.api import Api, Series
+from vllm_headroom_tools.replay.prometheus.join import (
+    DCGM_GPUS,
+    ENGINES,
+    OWN_ENGINES,
+    OWN_GPUS,
+    OWN_PROCESSES,
+    SMI_GPUS,
+    Exporter,
+    Scraped,
+    read,
+    selector,
+)
+from vllm_headroom_tools.replay.prometheus.text import Span, span_between
+
+MOST_STEPS: Final = 10_000
+"""Prometheus refuses a range query for more than 11,000 points per series."""
+
+_STRIDE_MS: Final = 600_000
+_WINDOW_MS: Final = 595_000
+"""Samples are counted over a little less than the stride: of a scrape every 5, 10, 15, 20, 30 or 60 s there are then
+at most stride over interval, whether or not the ends of the window belong to it."""
+
+_GPUS: Final = (OWN_GPUS, DCGM_GPUS, SMI_GPUS)
+_ENGINES: Final = (OWN_ENGINES, *ENGINES)
+_HISTORIES: Final = ((OWN_GPUS, OWN_ENGINES), *((gpus, engine) for gpus in (DCGM_GPUS, SMI_GPUS) for engine in ENGINES))
+"""What goes together, best first: this exporter's series know whose the memory is."""
+
+
+def find_sources(
+    api: Api, span: Span, gpu_matchers: tuple[str, ...], engine_matchers: tuple[str, ...]
+) -> list[Scraped]:
+    """Return the sources of the best history in the span, GPUs first; raise BadInput when a side is missing."""
+    look = Span(
+        start_ms=span.end_ms - span.length_ms // _STRIDE_MS * _STRIDE_MS, end_ms=span.end_ms, step_ms=_STRIDE_MS
+    )
+    gpu_names = _present(api, look, _GPUS, gpu_matchers)
+    engine_names = _present(api, look, (*_ENGINES, OWN_PROCESSES), engine_matchers)
+    for gpus, engines in _HISTORIES:
+        if gpu_names.intersection(gpus.lead) and engine_names.intersection(engines.lead):
+            sources = [_source(api, look, gpus, gpu_names, gpu_matchers)]
+            sources.append(_source(api, look, engines, engine_names, engine_matchers))
+            if engines is OWN_ENGINES and engine_names.intersection(OWN_PROCESSES.lead):
+                sources.append(_source(api, look, OWN_PROCESSES, engine_names, engine_matchers))
+            return sources
+    between = f"in {api.shown} from {_shown(span.start_ms)} to {_shown(span.end_ms)}"
+    if gpu_names:
+        raise BadInput(
+            f"{_missing('engine', between, _ENGINES, engine_matchers)}, beside {', '.join(sorted(gpu_names))}"
+        )
+    raise BadInput(_missing("GPU", between, _GPUS, gpu_matchers))
+
+
+def _present(api: Api, look: Span, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]) -> frozenset[str]:
+    """Return which of the kinds' leading names have a series."""
+    selected = selector([name for kind in kinds for name in kind.lead], matchers)
+    expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
+    return frozenset(series.name for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page))
+
+
+def _source(api: Api, look: Span, kind: Exporter, names: frozenset[str], matchers: tuple[str, ...]) -> Scraped:
+    """Return the kind as a source, with the finest interval at which it was scraped anywhere in the span."""
+    lead = next(name for name in kind.lead if name in names)
+    expression = f"max(count_over_time({selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
+    found = [series for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page)]
+    most = max((value for series in found for value in series.values.values()), default=1.0)
+    return Scraped(kind=kind, matchers=matchers, lead=lead, interval_ms=round(_STRIDE_MS / max(most, 1.0)))
+
+
+def _missing(side: str, between: str, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]) -> str:
+    wanted = " or ".join(kind.lead[0] for kind in kinds)
+    if not matchers:
+        return f"no {side} {between}: looked for {wanted}"
+    advice = "labels that only one side has go to --match-gpu or --match-engine"
+    return f"no {side} {between} with {', '.join(matchers)} ({advice}): looked for {wanted}"
+
+
+def _shown(time_ms: int) -> str:
+    return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+_LONGEST_PAGE_MS: Final = 6 * 3600 * 1000
+"""What is held in memory at once: a page of 8 GPUs and their engine at steps of 15 s is 5 MB of JSON."""
+
+_NEARLY: Final = 1.1
+"""The interval of scrapes is known no better: they are counted."""
+
+
+def records_from(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what a trace would hold of the time asked for, in its order and without its header.
+
+    A side of which nothing is known at a time is null there. A value is at most one and a half scrape intervals old.
+    Raises BadInput, on the first record at the earliest.
+    """
+    span = span_between(args.start, args.end, args.step, time.time())
+    both, gpu, engine = (tuple(each) for each in (args.match, args.match_gpu, args.match_engine))
+    with closing(Api(args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file)) as api:
+        sources = find_sources(api, span, both + gpu, both + engine)
+        if sources[0].interval_ms > span.step_ms * _NEARLY:
+            span = replace(span, step_ms=sources[0].interval_ms)
+        pages = span.pages(min(MOST_STEPS, _LONGEST_PAGE_MS // span.step_ms))
+        shown = followed(pages, "Reading history", len(pages), lambda _: 1, patience_seconds=0.0)
+        for page in shown:
+            yield from _records(page, [(source, read(api, source, page)) for source in sources])
+
+
+def _records(page: Span, sides: Iterable[tuple[Scraped, Sequence[Series]]]) -> Iterator[dict[str, Any]]:
+    sides = tuple(sides)
+    for time_ms in page.times():
+        record: dict[str, Any] = {"t": time_ms / 1000, "gpus": None, "engines": None, "processes": None}
+        for source, found in sides:
+            values = [(series, series.values[time_ms]) for series in found if time_ms in series.values]
+            record[source.kind.side] = source.kind.sample(values) or None
+        yield record

@@ -1,0 +1,89 @@
+"""What the command line says of a history: the span of time and which series."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from math import inf
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.config.kinds import Value, bounded
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.units import NUMBER, duration_seconds
+
+_MATCHER: Final = re.compile(r"\s*([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*(.*?)\s*", re.DOTALL)
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
+_MS: Final = 1000
+
+
+class Span(Struct, frozen=True, kw_only=True):
+    """Evenly spaced times, with `end_ms` when a step ends there; in milliseconds since the epoch, as in Prometheus."""
+
+    start_ms: int
+    end_ms: int
+    step_ms: int
+
+    @property
+    def length_ms(self) -> int:
+        """How long it is."""
+        return self.end_ms - self.start_ms
+
+    def times(self) -> range:
+        """Return every time of the span."""
+        return range(self.start_ms, self.end_ms + 1, self.step_ms)
+
+    def pages(self, most_steps: int) -> list[Span]:
+        """Return the span in parts of at most `most_steps` times each, none twice."""
+        stride = max(1, most_steps) * self.step_ms
+        starts = range(self.start_ms, self.end_ms + 1, stride)
+        return [
+            Span(start_ms=start, end_ms=min(start + stride - self.step_ms, self.end_ms), step_ms=self.step_ms)
+            for start in starts
+        ]
+
+
+Time = tuple[bool, float]
+"""Whether it is told from now, and the seconds from then or from the epoch."""
+
+
+def _time(text: str) -> Time:
+    if text == "now":
+        return True, 0.0
+    if text.startswith("-"):
+        return True, -duration_seconds(text[1:])
+    if re.fullmatch(NUMBER, text):
+        return False, float(text)
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError
+    return False, moment.timestamp()
+
+
+def _matcher(text: str) -> str:
+    """Return the label matcher as PromQL has it, with the quotes that a shell takes away."""
+    found = _MATCHER.fullmatch(text)
+    if found is None:
+        raise ValueError
+    label, operator, value = found.groups()
+    if not _QUOTED.fullmatch(value):
+        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return f"{label}{operator}{value}"
+
+
+TIME: Final = Value(
+    read=_time, accepts="2026-01-31T08:00:00Z, seconds since the epoch, now, or a time ago such as -24h"
+)
+STEP: Final = Value(read=bounded(duration_seconds, 1, inf), accepts="a duration from 1s on such as 15s, 1m or 1h")
+MATCHER: Final = Value(read=_matcher, accepts='label="value", with =, !=, =~ or !~')
+
+
+def span_between(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> Span:
+    """Return the span that --start, --end and --step say, or raise BadInput."""
+    if start is None:
+        raise BadInput("--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h")
+    start_ms, end_ms = (round((seconds + now_seconds * from_now) * _MS) for from_now, seconds in (start, end))
+    if not 0 <= start_ms < end_ms:
+        raise BadInput("--start is not a time before --end")
+    return Span(start_ms=start_ms, end_ms=end_ms, step_ms=round(step_seconds * _MS))

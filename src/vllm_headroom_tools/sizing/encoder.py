@@ -1,0 +1,135 @@
+"""The encoder that makes tokens of images, video or sound, told from a model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom_tools.sizing.layers import Config, part, whole
+
+PARTS: Final = ("vision_config", "audio_config", "visual")
+GATES: Final = ("silu", "swish", "swiglu")
+"""Activations of encoders whose MLP has a gate."""
+
+HIDDEN: Final = ("hidden_size", "embed_dim", "d_model", "vt_hidden_size")
+WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermediate_size")
+
+QWEN_PIXELS: Final = 2**24
+"""The largest image, as every published checkpoint of Qwen3-VL and Qwen3.5 has it in preprocessor_config.json."""
+
+QWEN_VIDEO_PIXELS: Final = 3 * 2**22
+"""The largest pair of frames: half of what their video_preprocessor_config.json allows."""
+
+GEMMA_VIDEO: Final = (32, 70 + 8)
+"""Frames of a video, and tokens of each with those that frame it (vLLM 0.32, models/gemma4_mm.py)."""
+
+LLAMA_TILES: Final = 16 + 1
+"""Of the largest image, and all of it once more (transformers, Llama4ImageProcessor)."""
+
+
+USUAL_WIDTH: Final = 4
+"""Times the hidden size, where the configuration does not tell an MLP's width."""
+
+Cut = tuple[int, int, int]
+"""The tokens of the largest image or video, of how many patches each is, and how many are made of it, side by side."""
+
+
+class Item(Struct, frozen=True, kw_only=True):
+    """The largest image or video: its tokens, and the values that it is made of.
+
+    The encoder has `whole_values` of it at once, and `divided_values` that tensor parallelism may divide; of the
+    language model's hidden size `copies` for each token are left.
+    """
+
+    tokens: int
+    whole_values: int
+    divided_values: int
+    copies: int
+
+
+class Encoder(Struct, frozen=True, kw_only=True):
+    """What is known of a model's encoders; None where the configuration does not tell, or nobody has looked it up."""
+
+    parameters: int | None
+    largest: Item | None
+
+
+def encoder(config: Config) -> Encoder | None:
+    """Return the encoder; None for a model that reads nothing but text."""
+    if thinker := part(config, "thinker_config"):
+        return encoder(thinker)
+    found = [part(config, name) for name in PARTS if part(config, name)]
+    if not found:
+        return None
+    counts = [_parameters(each) for each in found]
+    known = [count for count in counts if count is not None]
+    return Encoder(
+        parameters=sum(known) if len(known) == len(counts) else None,
+        largest=_largest(config, found[0]),
+    )
+
+
+def _largest(config: Config, vision: Config) -> Item | None:
+    cut, hidden = CUTS.get(str(config.get("model_type"))), whole(vision, *HIDDEN)
+    if cut is None or hidden is None:
+        return None
+    tokens, patches, copies = cut(config, vision)
+    inside = max(4 * hidden, 3 * (whole(vision, *WIDTH) or USUAL_WIDTH * hidden))
+    values = tokens * patches
+    return Item(tokens=tokens, whole_values=2 * values * hidden, divided_values=values * inside, copies=copies)
+
+
+def _parameters(found: Config) -> int | None:
+    """Return the parameters of an encoder's layers; None where its configuration does not tell them."""
+    layers = whole(found, "num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
+    hidden, width = whole(found, *HIDDEN), whole(found, *WIDTH)
+    if layers is None or hidden is None or width is None:
+        return None
+    matrices = 3 if str(found.get("hidden_act")) in GATES else 2
+    return layers * (4 * hidden * hidden + matrices * hidden * width)
+
+
+def _gemma3(config: Config, vision: Config) -> Cut:
+    tokens, side = whole(config, "mm_tokens_per_image") or 256, _side(vision, 896, 14)
+    return tokens, side * side // tokens, 1
+
+
+def _gemma4(_: Config, vision: Config) -> Cut:
+    frames, tokens = GEMMA_VIDEO
+    return frames * tokens, (whole(vision, "pooling_kernel_size") or 3) ** 2, 1
+
+
+def _qwen(config: Config, vision: Config) -> Cut:
+    merged = whole(vision, "spatial_merge_size") or 2
+    processor = part(config, "preprocessor")
+    pixels = whole(part(processor, "size"), "longest_edge") or whole(processor, "max_pixels") or QWEN_PIXELS
+    tokens = max(pixels, QWEN_VIDEO_PIXELS) // (merged * (whole(vision, "patch_size") or 16)) ** 2
+    levels = vision.get("deepstack_visual_indexes", [8, 16, 24] if "vl" in str(config.get("model_type")) else [])
+    return tokens, merged**2, 1 + (len(levels) if isinstance(levels, list) else 0)
+
+
+def _mistral(config: Config, vision: Config) -> Cut:
+    merged = whole(config, "spatial_merge_size") or 2
+    return (_side(vision, 1540, 14) // merged) ** 2, merged**2, 1
+
+
+def _llama(_: Config, vision: Config) -> Cut:
+    ratio = vision.get("pixel_shuffle_ratio")
+    patches = round(1 / ratio**2) if isinstance(ratio, float) and 0 < ratio <= 1 else 4
+    return LLAMA_TILES * _side(vision, 336, 14) ** 2 // patches, patches, 1
+
+
+def _side(vision: Config, pixels: int, patch: int) -> int:
+    return (whole(vision, "image_size") or pixels) // (whole(vision, "patch_size") or patch)
+
+
+CUTS: Final[Mapping[str, Callable[[Config, Config], Cut]]] = {
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "llama4": _llama,
+    "mistral3": _mistral,
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen),
+}
+"""By the type of model, what its largest image or video is to vLLM 0.32 (`get_mm_max_tokens_per_item` and its kin)."""

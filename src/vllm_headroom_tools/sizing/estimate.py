@@ -1,0 +1,300 @@
+"""What fits, in numbers: bytes per GPU, tokens and sequences."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from vllm_headroom.units import GIB
+from vllm_headroom_tools.sizing.footprint import KvLayout, bytes_per_token, kv_layout
+from vllm_headroom_tools.sizing.question import Question
+
+LOGITS_BYTES: Final = 4
+LOGITS_LOW, LOGITS_HIGH = 4, 11
+FORWARD_HIGH: Final = 1.3
+USUAL_WIDTH: Final = 4
+"""Times the hidden size, where the configuration does not tell an MLP's width; GPT's, and near most others'."""
+
+
+class Range(Struct, frozen=True, kw_only=True):
+    """Bytes that are known between two bounds."""
+
+    low: float
+    high: float
+
+    def __add__(self, other: Range) -> Range:
+        """Return the bounds of both together."""
+        return Range(low=self.low + other.low, high=self.high + other.high)
+
+
+NOTHING: Final = Range(low=0.0, high=0.0)
+GRAPHS: Final = Range(low=0.2 * GIB, high=1.0 * GIB)
+"""CUDA graphs, in the budget since vLLM 0.20.
+
+Start-up logs: 0.23 GiB (Llama 3.1 8B, 0.31), 0.67 GiB (a 7B model, 0.10.2). vllm#7553: 2.4 GB (0.5.4, on top of the
+budget then). The largest mixtures of experts take up to 5 GiB.
+"""
+
+LIBRARIES: Final = Range(low=0.05 * GIB, high=0.3 * GIB)
+"""What CUDA libraries take during the profiling run: "non-torch memory" of 0.05 to 0.26 GiB in start-up logs."""
+
+CONTEXT: Final = Range(low=0.1 * GIB, high=0.6 * GIB)
+"""The CUDA context, which is there before vLLM looks.
+
+Start-up logs: 0.07 to 0.53 GiB are missing from "Free memory on device"; pytorch#107667: about 300 MB. Fragments of
+the allocator and late kernels come on top (vllm#10637).
+"""
+
+COMMUNICATION: Final = Range(low=0.1 * GIB, high=3.0 * GIB)
+"""NCCL and the buffers of all-reduce, outside the budget since vLLM 0.11.
+
+NVIDIA/nccl#964: 544 to 688 MB for a group of GPUs. Start-up logs of four ranks on the largest cards: 2.5 to 3.5 GiB are
+missing from "Free memory on device".
+"""
+
+
+LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
+"""Ours: half for vLLM's own processes on the host, of which each takes one or two, half for the rest of the system.
+Where a GPU works on the machine's memory, what vLLM leaves is all there is for both; a machine that runs out of it
+does not fail an allocation, it swaps and hangs (vllm-project/vllm#46307, NVIDIA/dgx-spark-playbooks#97).
+"""
+
+
+def activations(question: Question) -> Range | None:
+    """Return the peak of vLLM's profiling run; None where the hidden size or the vocabulary is not known.
+
+    The larger of three. A forward pass: the tokens of a batch x bytes of the dtype x (2 x hidden size for the residual,
+    and the widest layer's values: 3 x MLP width, or queries, keys, values and output; what tensor parallelism divides,
+    divided), to 1.3 times that. Sampling: sequences x vocabulary x 4 bytes of logits, 4 to 11 times, since they are
+    converted, sorted and summed up (v1/worker/gpu_model_runner.py, `_dummy_sampler_run`); it is not divided.
+    Start-up logs: 10.0 times the logits (Qwen3 8B on 4 GPUs, 0.8.5; Llama 3 8B, 0.7), 9.7 (Llama 3.1 8B, 0.31); 1.1
+    times the forward pass (Qwen2.5 1.5B with 32,768 tokens, 0.7). And the encoder of images, whose tokens stay beside
+    the other two (v1/worker/gpu_model_runner.py, `profile_run`).
+    """
+    shape, ranks = question.shape, question.tensor_parallel_size
+    hidden, vocabulary = shape.hidden_size, shape.vocabulary
+    if hidden is None or vocabulary is None:
+        return None
+    width = shape.mlp_width or USUAL_WIDTH * hidden
+    chosen = shape.experts_per_token * hidden if shape.experts_per_token > 1 else 0
+    attention = 2 * ((shape.attention_heads or 1) + shape.heads.count) * shape.heads.key_size / ranks
+    values = 2 * hidden + max(attention, 3 * width / ranks + chosen)
+    longest = question.max_num_seqs * (question.max_model_len or question.max_num_batched_tokens)
+    forward = min(question.max_num_batched_tokens, longest) * values * shape.dtype_bytes
+    logits = question.max_num_seqs * vocabulary * LOGITS_BYTES
+    images, kept = _encoding(question, hidden)
+    return Range(
+        low=max(images.low, kept + max(forward, LOGITS_LOW * logits)),
+        high=max(images.high, kept + max(FORWARD_HIGH * forward, LOGITS_HIGH * logits)),
+    )
+
+
+def _encoding(question: Question, hidden: int) -> tuple[Range, float]:
+    """Return what the encoder takes of the largest items that vLLM profiles, and what its tokens take afterwards.
+
+    A patch takes what a token does in the language model; whether tensor parallelism divides it, is each encoder's own.
+    """
+    largest, items = question.largest, question.encoder_items
+    if largest is None or items is None:
+        return NOTHING, 0
+    size = items * question.shape.dtype_bytes
+    low = largest.whole_values + largest.divided_values / question.tensor_parallel_size
+    high = FORWARD_HIGH * (largest.whole_values + largest.divided_values)
+    return Range(low=size * low, high=size * high), size * largest.tokens * largest.copies * hidden
+
+
+def outside(question: Question) -> Range:
+    """Return what the engine takes of the card on top of its budget, and what a machine of one memory needs besides."""
+    found = CONTEXT if question.gpus == 1 else CONTEXT + COMMUNICATION
+    machine = LEFT_TO_THE_MACHINE_BYTES + question.cpu_offload_bytes
+    return found + Range(low=machine, high=machine) if question.unified_memory else found
+
+
+LONGEST: Final = 2**24
+"""Tokens of a sequence, where the model does not say; none takes more."""
+
+SEQUENCES: Final = (1, 4, 16, 64, 256, 1024)
+LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
+
+
+class Estimate(Struct, frozen=True, kw_only=True):
+    """What one GPU needs and has, all in bytes; None where it is not known.
+
+    `kv_cache` is what is left for the KV cache: the low end with the highest overhead; both the same where it is told.
+    `engine_bytes_per_token` is one token on all GPUs of an engine together.
+    """
+
+    question: Question
+    layout: KvLayout
+    bytes_per_token: int
+    engine_bytes_per_token: int
+    weights: int | None
+    budget: float | None
+    activations: Range | None
+    graphs: Range
+    outside: Range
+    kv_cache: Range | None
+
+    @property
+    def overhead(self) -> Range | None:
+        """What the budget has to hold besides weights and KV cache."""
+        return None if self.activations is None else self.activations + self.graphs + LIBRARIES
+
+    @property
+    def blocks(self) -> int | None:
+        """The blocks that the KV cache has at least, vLLM's `num_gpu_blocks`; None, too, where nothing is kept."""
+        if self.kv_cache is None or not self.layout.block_bytes:
+            return None
+        return int(max(0.0, self.kv_cache.low) // self.layout.block_bytes)
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """The tokens that the KV cache holds at least, counted as vLLM counts them (`get_kv_cache_capacity`).
+
+        Where layers keep a window or a state, that is how many sequences of `max_model_len` fit, times this length.
+        """
+        if self.blocks is None or self.question.shape.keeps_every_token:
+            return None if self.blocks is None else self.blocks * self.layout.block_tokens
+        length = self.question.max_model_len
+        return None if length is None else self.blocks * length // self.layout.blocks(length)
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Return what a sequence of this many tokens takes."""
+        return self.layout.blocks(tokens) * self.layout.block_bytes
+
+    def sequences(self, tokens: int) -> float | None:
+        """Return how many sequences of this many tokens fit at once, at least."""
+        return None if self.blocks is None else self.blocks / self.layout.blocks(tokens)
+
+    def longest(self, sequences: int) -> int | None:
+        """Return the most tokens, up to the model's own limit, that so many sequences can have at once; 0 for none."""
+        limits = [limit for limit in (self.question.shape.max_model_len, self.question.max_model_len) if limit]
+        ceiling = max(limits, default=LONGEST)
+        return None if self.blocks is None else self.layout.longest(self.blocks // sequences, ceiling)
+
+
+def estimate(question: Question) -> Estimate | None:
+    """Return the estimate; None when the KV cache's dtype is not known here."""
+    layout, token = _layout(question), _bytes_per_token(question, spread=True)
+    engine = _bytes_per_token(question, spread=False)
+    if layout is None or token is None or engine is None:
+        return None
+    found = Estimate(
+        question=question,
+        layout=layout,
+        bytes_per_token=token,
+        engine_bytes_per_token=engine,
+        weights=question.weights_bytes,
+        budget=_budget(question),
+        activations=activations(question),
+        graphs=NOTHING if question.enforce_eager else GRAPHS,
+        outside=outside(question),
+        kv_cache=None,
+    )
+    return replace(found, kv_cache=_kv_cache(found))
+
+
+def _layout(question: Question) -> KvLayout | None:
+    """Return the cut of the cache; a draft's layers, which keep every token too, make its blocks larger."""
+    found = kv_layout(
+        question.shape,
+        block_tokens=question.block_size,
+        in_flight_tokens=(question.pipeline_parallel_size + 1) * question.max_num_batched_tokens,
+        kv_dtype=question.kv_cache_dtype,
+        tensor_parallel=question.tensor_parallel_size,
+        pipeline_parallel=question.pipeline_parallel_size,
+    )
+    draft = _draft_bytes_per_token(question)
+    if found is None or draft is None:
+        return None
+    return replace(found, block_bytes=found.block_bytes + draft * found.block_tokens)
+
+
+def _bytes_per_token(question: Question, *, spread: bool) -> int | None:
+    """Return the bytes of a token on the GPU that holds most, or on all GPUs of an engine together."""
+    stages, ranks = question.pipeline_parallel_size, question.tensor_parallel_size
+    own = bytes_per_token(
+        question.shape,
+        kv_dtype=question.kv_cache_dtype,
+        tensor_parallel=ranks,
+        pipeline_parallel=stages if spread else 1,
+    )
+    draft = _draft_bytes_per_token(question)
+    return None if own is None or draft is None else (own + draft) * (1 if spread else ranks)
+
+
+def _draft_bytes_per_token(question: Question) -> int | None:
+    if question.draft is None:
+        return 0
+    ranks = question.tensor_parallel_size
+    return bytes_per_token(question.draft, kv_dtype=question.kv_cache_dtype, tensor_parallel=ranks)
+
+
+def _budget(question: Question) -> float | None:
+    if question.gpu_memory_bytes is None or question.kv_cache_memory_bytes is not None:
+        return None
+    return question.gpu_memory_bytes * question.gpu_memory_utilization
+
+
+def _kv_cache(found: Estimate) -> Range | None:
+    told, overhead = found.question.kv_cache_memory_bytes, found.overhead
+    if told is not None:
+        return Range(low=told, high=told)
+    if found.budget is None or found.weights is None or overhead is None:
+        return None
+    left = found.budget - found.weights
+    return Range(low=left - overhead.high, high=left - overhead.low)
+
+
+def fits(found: Estimate) -> bool | None:
+    """Tell whether vLLM starts: one sequence of `max_model_len` fits, and everything is on the card.
+
+    None where it starts with the low end of the estimates and not with the high one, or something is not known: such as
+    this type of model, or the weights or the largest input of its encoder.
+    """
+    if found.question.shape.unknown_type is not None:
+        return None
+    surely, possibly = _starts(found, worst=True), _starts(found, worst=False)
+    if possibly is False:
+        return False
+    untold = found.question.more_weights or found.question.more_activations
+    return True if surely and not untold else None
+
+
+def _starts(found: Estimate, *, worst: bool) -> bool | None:
+    length, room = found.question.max_model_len, found.kv_cache
+    needed = found.sequence_bytes(length or 1)
+    held = None if room is None else (room.low if worst else room.high) >= needed
+    checks = (held, _within_card(found, worst=worst))
+    if False in checks:
+        return False
+    return None if None in checks or length is None else True
+
+
+def _within_card(found: Estimate, *, worst: bool) -> bool | None:
+    """Tell whether budget and what lies outside of it are no more than the card has; vLLM refuses less free memory."""
+    card, overhead, told = found.question.gpu_memory_bytes, found.overhead, found.question.kv_cache_memory_bytes
+    if card is None:
+        return None
+    if found.budget is not None:
+        return card - found.budget >= found.outside.low
+    if found.weights is None or overhead is None or told is None:
+        return None
+    rest = overhead + found.outside
+    return found.weights + told + (rest.high if worst else rest.low) <= card
+
+
+def longest(found: Estimate) -> list[tuple[int, int]]:
+    """Return for several `max_num_seqs` the largest `max_model_len` that all can use up at once; 0 for none."""
+    asked = found.question.max_num_seqs
+    counts = sorted({count for count in SEQUENCES if count <= asked} | {asked})
+    return [(count, length) for count in counts if (length := found.longest(count)) is not None]
+
+
+def most(found: Estimate) -> list[tuple[int, int]]:
+    """Return for several `max_model_len`, up to what one sequence can have, how many can use it up at once."""
+    limit, asked = found.longest(1) or 0, found.question.max_model_len
+    lengths = sorted({length for length in LENGTHS if length <= limit} | ({asked} if asked is not None else set()))
+    return [(length, int(count)) for length in lengths if (count := found.sequences(length)) is not None]

@@ -1,0 +1,311 @@
+"""What a model takes of a GPU: bytes of KV cache per token, bytes of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import ceil
+from typing import Final, Self
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from vllm_headroom_tools.sizing.encoder import Encoder
+from vllm_headroom_tools.sizing.layers import KvHeads
+from vllm_headroom_tools.sizing.parameters import LayerParameters
+
+
+class ModelShape(Struct, frozen=True, kw_only=True):
+    """What a model's configuration says of its size; None where it does not.
+
+    `full_layers` keep keys and values of every token, `windowed_layers` only of the last `window_tokens` (`chunked`:
+    since the last multiple of them), and `stateful_layers` keep `state_bytes` of each sequence instead,
+    `state_checkpoints` times more than others. `windowed_heads` are those of a layer with a window, where they differ
+    from a full one's `heads`. `latent_width` is what multi-head latent
+    attention keeps per token and layer. `mlp_width` is how many values a token takes in the widest MLP, all its experts
+    together. `stored_bytes` is a parameter of the checkpoint, `dtype_bytes` one that is served without quantisation,
+    `kv_dtype_bytes` a value in the KV cache when vLLM is told no dtype for it. `weight_bytes_per_parameter` is said of
+    all of `parameters` but the plain ones. `tied_embeddings` also says that there is no output to have weights.
+    `encoder` reads images or sound. `unknown_type` names a type of model that nobody has checked to be understood here.
+    """
+
+    layers: int
+    full_layers: int
+    windowed_layers: int = 0
+    window_tokens: int | None = None
+    chunked: bool = False
+    windowed_heads: KvHeads | None = None
+    stateful_layers: int = 0
+    state_bytes: int | None = None
+    state_checkpoints: int = 0
+    attention_heads: int | None = None
+    heads: KvHeads
+    latent_width: int | None = None
+    hidden_size: int | None = None
+    vocabulary: int | None = None
+    mlp_width: int | None = None
+    experts_per_token: int = 1
+    tied_embeddings: bool = False
+    parameters: LayerParameters | None = None
+    encoder: Encoder | None = None
+    max_model_len: int | None = None
+    dtype_bytes: float = 2.0
+    stored_bytes: float = 2.0
+    kv_dtype_bytes: float = 2.0
+    weight_bytes_per_parameter: float | None = 2.0
+    quantisation: str | None = None
+    unknown_type: str | None = None
+
+    @property
+    def kv_layers(self) -> int:
+        """The layers that keep keys and values."""
+        return self.full_layers + self.windowed_layers
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether all that the cache holds of a sequence grows with each token, so that bytes per token say it all."""
+        return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
+
+    @property
+    def embeddings(self) -> int | None:
+        """The parameters of the embedding and of the output; None where they are not told."""
+        if self.vocabulary is None or self.hidden_size is None:
+            return None
+        return self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    def quantised(self, method: str, bytes_per_parameter: float) -> Self:
+        """Return the shape with this quantisation of all its layers."""
+        return replace(
+            self,
+            quantisation=method,
+            weight_bytes_per_parameter=bytes_per_parameter,
+            parameters=self.parameters and replace(self.parameters, plain=0),
+        )
+
+
+FP8: Final = (1.0, 0)
+SCALED_PER_HEAD: Final = 8
+"""Bytes of the two 32-bit scales per head of the per-token-head methods (v1/attention/backends/triton_attn.py)."""
+
+KV_DTYPES: Final = {
+    "float16": (2.0, 0),
+    "bfloat16": (2.0, 0),
+    "fp8": FP8,
+    "fp8_e4m3": FP8,
+    "fp8_e5m2": FP8,
+    "fp8_inc": FP8,
+    "fp8_per_token_head": (1.0, SCALED_PER_HEAD),
+    "int8_per_token_head": (1.0, SCALED_PER_HEAD),
+    "int4_per_token_head": (0.5, SCALED_PER_HEAD),
+    "nvfp4": (9 / 16, 0),
+}
+"""Bytes of a value and of each head's scales, by vLLM's name of the cache's dtype (0.32, config/cache.py)."""
+
+
+def bytes_per_token(
+    shape: ModelShape, *, kv_dtype: str = "auto", tensor_parallel: int = 1, pipeline_parallel: int = 1
+) -> int | None:
+    """Return the bytes of KV cache that a token takes on the GPU that holds most; None for a dtype not known here.
+
+    Keys and values: layers on the rank x KV heads on the rank x (key size + value size) x bytes of the dtype (vLLM,
+    v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`); heads that tensor parallelism cannot divide are
+    repeated on each rank. Latent attention keeps one vector per layer, on every rank whole. Layers with a window count
+    in full, and states not at all.
+    """
+    layer = layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    windowed = layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    if layer is None or windowed is None:
+        return None
+    full, rest = ceil(shape.full_layers / pipeline_parallel), ceil(shape.windowed_layers / pipeline_parallel)
+    return ceil(shape.kv_layers / pipeline_parallel) * layer if layer == windowed else full * layer + rest * windowed
+
+
+def layer_bytes(
+    shape: ModelShape, heads: KvHeads | None = None, *, kv_dtype: str = "auto", tensor_parallel: int = 1
+) -> int | None:
+    """Return the bytes that one layer keeps of a token on each GPU; None for a dtype not known here.
+
+    It has `heads`, or those of layers that keep every token.
+    """
+    dtype = (shape.kv_dtype_bytes, 0) if kv_dtype == "auto" else KV_DTYPES.get(kv_dtype)
+    if dtype is None:
+        return None
+    value_bytes, scale_bytes = dtype
+    if shape.latent_width is not None:
+        return ceil(shape.latent_width * value_bytes)
+    kept = heads or shape.heads
+    count = max(1, kept.count // tensor_parallel)
+    return count * (ceil((kept.key_size + kept.value_size) * value_bytes) + scale_bytes)
+
+
+def engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
+    """Return the bytes of KV cache that a token takes on all GPUs of an engine; None where they cannot be known.
+
+    They are the same however the engine is spread over its `gpus` (None: not known), unless it could keep copies: of a
+    latent vector on any two, of KV heads on more GPUs than there are heads. A dtype or a type of model can be one that
+    is not known here, and where layers keep a window or a state, bytes per token do not say what the cache holds.
+    """
+    copied = gpus != 1 if shape.latent_width is not None else (gpus or 1) > shape.heads.count
+    certain = shape.keeps_every_token and shape.unknown_type is None and not copied
+    return bytes_per_token(shape, kv_dtype=kv_dtype) if certain else None
+
+
+def token_bytes(shape: ModelShape | None) -> Callable[[str, int | None], int | None] | None:
+    """Return `engine_bytes_per_token` of this model, None without one."""
+    return None if shape is None else partial(engine_bytes_per_token, shape)
+
+
+def weights_bytes(
+    shape: ModelShape,
+    *,
+    total_bytes: float | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    data_parallel: int = 1,
+) -> int | None:
+    """Return the bytes of weights on the GPU that holds most; None where they cannot be counted.
+
+    `total_bytes` are those of the whole model, where they are known better than by counting. Tensor parallelism is
+    taken to divide everything: what it repeats (norms, routers, some projections) is about one per cent. Data
+    parallelism repeats everything but experts. The first and the last pipeline stage hold an embedding each.
+    """
+    total = model_bytes(shape) if total_bytes is None else total_bytes
+    if total is None:
+        return None
+    embeddings = (shape.embeddings or 0) * shape.dtype_bytes
+    one = embeddings if shape.tied_embeddings else embeddings / 2
+    layers = max(0.0, total - embeddings)
+    layers *= 1 - _experts_share(shape) * (1 - 1 / data_parallel)
+    ends = min(total, embeddings) if pipeline_parallel == 1 else one
+    return ceil((layers / pipeline_parallel + ends) / tensor_parallel)
+
+
+def _experts_share(shape: ModelShape) -> float:
+    """Return the share of the layers' bytes that belongs to experts."""
+    each, found = shape.weight_bytes_per_parameter or shape.dtype_bytes, shape.parameters
+    counted = (found.total - found.plain) * each + found.plain * shape.dtype_bytes if found else 0
+    return found.experts * each / counted if found and counted else 0.0
+
+
+def model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
+    """Return the bytes of the whole model, of `parameters` or as many as are counted; None where they cannot be.
+
+    Embeddings, encoders, and what the quantisation leaves out, keep the model's dtype.
+    """
+    each = shape.weight_bytes_per_parameter
+    if each is None:
+        return None
+    if shape.embeddings is None:
+        return None if parameters is None else parameters * each
+    others = (shape.encoder and shape.encoder.parameters) or 0
+    counted = shape.parameters
+    layers = counted.total if counted else None
+    if parameters is not None:
+        layers = max(0, parameters - shape.embeddings - others)
+    if layers is None:
+        return None
+    plain = min(layers, counted.plain) if counted else 0
+    return (layers - plain) * each + (plain + shape.embeddings + others) * shape.dtype_bytes
+
+
+ALIKE: Final = 1.5
+"""Up to this ratio of their numbers, vLLM pads the rarer kind of layers to groups as large as the other's."""
+
+STATE_BLOCKS: Final = 2
+"""For a state: the running one, and one for prefix caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
+
+Mamba-2 keeps one more, at the end of the prompt (model_executor/layers/mamba/mamba_mixer2.py, `get_kv_cache_spec`).
+"""
+
+LATENT_BLOCK: Final = 128
+"""Tokens that a block of latent attention beside states is a multiple of (`_align_hybrid_block_size`)."""
+
+
+class KvLayout(Struct, frozen=True, kw_only=True):
+    """vLLM's cut of one GPU's KV cache: blocks of equal size, each for the tokens of `block_layers`, a group.
+
+    A sequence takes a block of every full group for each `block_tokens`, of every windowed group one for each
+    `windowed_block_tokens` of its last `window_tokens` and `window_ends` more, and a fixed number for its states. A
+    model that keeps nothing has blocks of 0 bytes, and takes none.
+    """
+
+    block_tokens: int
+    block_layers: int
+    block_bytes: int
+    full_groups: int
+    windowed_groups: int
+    windowed_block_tokens: int
+    window_tokens: int
+    window_ends: int
+    state_blocks: int
+
+    def blocks(self, tokens: int) -> int:
+        """Return the blocks that a sequence of this many tokens takes."""
+        full = ceil(tokens / self.block_tokens)
+        windowed = ceil(min(tokens, self.window_tokens) / self.windowed_block_tokens) + self.window_ends
+        return self.full_groups * full + self.windowed_groups * windowed + self.state_blocks
+
+    def longest(self, blocks: int, ceiling: int) -> int:
+        """Return the most tokens, at most `ceiling`, of a sequence that takes no more than so many blocks; 0 for none.
+
+        In a window only, a sequence can be as long as one likes.
+        """
+        low, high = 0, ceil(ceiling / self.block_tokens)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.blocks(middle * self.block_tokens) <= blocks else (low, middle - 1)
+        return min(ceiling, low * self.block_tokens)
+
+
+def kv_layout(
+    shape: ModelShape,
+    *,
+    block_tokens: int,
+    in_flight_tokens: int,
+    kv_dtype: str = "auto",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+) -> KvLayout | None:
+    """Return the cut of the KV cache; None for a dtype not known here.
+
+    Groups are as large as the rarest kind of layers, so that all blocks are equal (vLLM 0.32,
+    v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`); layers that keep less of a token have more
+    tokens in a block (`unify_kv_cache_spec_page_size`). A window is longer by `in_flight_tokens`, those that are
+    scheduled and not yet settled (v1/kv_cache_interface.py, `max_admission_blocks_per_request`), and may begin within a
+    block; a chunk begins with one. Where layers keep a state, a block has as many tokens as it takes to hold one
+    (platforms/interface.py, `_align_hybrid_block_size`); a state whose size is not known counts as no larger than a
+    block.
+    """
+    layer = layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    windowed_layer = layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    if layer is None or windowed_layer is None:
+        return None
+    counts = [
+        ceil(count / pipeline_parallel) for count in (shape.full_layers, shape.windowed_layers, shape.stateful_layers)
+    ]
+    there = [count for count in counts if count] or [0]
+    group = max(there) if max(there) < ALIKE * min(there) else min(there)
+    full, windowed, stateful = (ceil(count / group) if count else 0 for count in counts)
+    tokens = _state_tokens(shape, layer, block_tokens, tensor_parallel)
+    page = max(layer if full else 0, windowed_layer if windowed else 0) * tokens
+    return KvLayout(
+        block_tokens=tokens * _times(page, layer * tokens),
+        block_layers=group,
+        block_bytes=group * page,
+        full_groups=full,
+        windowed_groups=windowed,
+        windowed_block_tokens=tokens * _times(page, windowed_layer * tokens),
+        window_tokens=(shape.window_tokens or 0) - (0 if shape.chunked else 1) + in_flight_tokens,
+        window_ends=0 if shape.chunked else 1,
+        state_blocks=(STATE_BLOCKS + shape.state_checkpoints) * stateful,
+    )
+
+
+def _state_tokens(shape: ModelShape, layer: int, block_tokens: int, tensor_parallel: int) -> int:
+    least = max(block_tokens, LATENT_BLOCK) if shape.latent_width and shape.stateful_layers else block_tokens
+    return least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
+
+
+def _times(page: int, own: int) -> int:
+    """Return how many of its own pages a layer's page holds: those that do not divide it are padded to it."""
+    return page // own if own and page and page % own == 0 else 1

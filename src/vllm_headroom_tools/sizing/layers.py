@@ -1,0 +1,208 @@
+"""What each layer of a model keeps of a sequence: every token, a window, a state, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import Struct
+
+Config = Mapping[str, Any]
+
+LARGEST: Final = 10**9
+"""No size of a model comes near it, and arithmetic stays exact."""
+
+
+def whole(config: Config, *names: str) -> int | None:
+    """Return the first field that is set, of a list the largest; None for none, and for 0, which switches things off.
+
+    Raises ValueError when it is no whole number.
+    """
+    for name in names:
+        value = config.get(name)
+        if value is None or value is False or value in (0, []):
+            continue
+        parts = value if isinstance(value, list) else [value]
+        if not all(isinstance(part, int) and not isinstance(part, bool) and 0 <= part <= LARGEST for part in parts):
+            raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of a model's size")
+        return int(max(parts)) or None
+    return None
+
+
+def needed(config: Config, *names: str) -> int:
+    """Return the field as `whole` does; raises ValueError when there is none."""
+    value = whole(config, *names)
+    if value is None:
+        raise ValueError(f"{names[0]} is missing")
+    return value
+
+
+def part(config: Config, *names: str) -> Config:
+    """Return the first field that is a mapping, an empty one for none."""
+    return next((found for name in names if isinstance(found := config.get(name), dict)), {})
+
+
+FULL: Final = frozenset({"full_attention", "attention", "full", "global_attention", "global"})
+WINDOWED: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention", "sliding_window"})
+STATEFUL: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
+NOTHING: Final = frozenset({"mlp", "moe", "dense"})
+CHUNKED: Final = "chunked_attention"
+KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
+"""Names of kinds of layers in `layer_types` and `layers_block_type`; a "hybrid" layer, of two kinds, is not known."""
+
+PATTERN: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
+"""Letters of Nemotron-H's `hybrid_override_pattern`."""
+
+
+MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
+INPUT_BYTES: Final = 2
+MOST_LAYERS: Final = 10_000
+"""Each gets a name: no model comes near it, and the names of a billion would take all memory."""
+
+STATE_BYTES: Final = 4
+"""Of a value in a state of 32 bits: Nemotron-H's, unless it says otherwise (model_executor/models/config.py)."""
+
+
+def kinds(config: Config, layers: int) -> list[str]:
+    """Return each layer's kind, from the list, the letters, the pattern or the window that the configuration has.
+
+    Raises ValueError at a kind whose cache is not known here, and at more layers than any model has.
+    """
+    if layers > MOST_LAYERS:
+        raise ValueError(f"{layers} layers are more than any model has")
+    found = _listed(config) or _patterned(config, layers)
+    unknown = sorted({kind for kind in found if kind not in KINDS})
+    if unknown:
+        raise ValueError(f"how much a layer of kind {unknown[0]!r} keeps is not known here")
+    if len(found) != layers:
+        raise ValueError(f"it has {layers} layers and tells {len(found)}")
+    if not any(kind in STATEFUL for kind in found) and any(name.startswith(("mamba_", "ssm_")) for name in config):
+        raise ValueError("which of its layers keep a state is not known here")
+    shared = whole(config, "num_kv_shared_layers") or 0  # the last ones read the cache of others (Gemma 3n)
+    return found[: layers - shared]
+
+
+def window(config: Config) -> int | None:
+    """Return the window in tokens, where it is in use: some configurations name one and switch it off."""
+    if config.get("use_sliding_window") is False:
+        return None
+    return whole(config, "sliding_window", "attention_chunk_size")
+
+
+def _listed(config: Config) -> list[str]:
+    listed = config.get("layer_types") or config.get("layers_block_type")
+    letters = config.get("hybrid_override_pattern")
+    if isinstance(letters, str):
+        return [PATTERN.get(letter, letter) for letter in letters]
+    windows = config.get("hybrid_layer_pattern")  # MiMo-V2
+    if isinstance(windows, list):
+        return ["sliding_attention" if flag == 1 else "full_attention" for flag in windows]
+    flags = config.get("attn_type_list")  # MiniMax
+    if isinstance(flags, list):
+        return ["full_attention" if flag == 1 else "linear_attention" for flag in flags]
+    return [str(kind) for kind in listed] if isinstance(listed, list) else []
+
+
+def _patterned(config: Config, layers: int) -> list[str]:
+    windowed = window(config) is not None
+    every = whole(config, "sliding_window_pattern") if windowed else whole(config, "full_attention_interval")
+    if every is not None:
+        other = "sliding_attention" if windowed else "linear_attention"
+        return ["full_attention" if number % every == 0 else other for number in range(1, layers + 1)]
+    period = whole(config, "attn_layer_period")
+    if period is not None:
+        offset = whole(config, "attn_layer_offset") or 0
+        return ["full_attention" if number % period == offset else "mamba" for number in range(layers)]
+    return ["sliding_attention" if windowed else "full_attention"] * layers
+
+
+def state_bytes(config: Config) -> int | None:
+    """Return the bytes of one sequence in one layer; None for a kind that is not known here.
+
+    A state and the last inputs of a convolution (vLLM 0.32, model_executor/layers/mamba/mamba_utils.py,
+    `MambaStateShapeCalculator`): the gated delta net of Qwen3-Next, Mamba-2 by its two namings, Mamba-1 of Jamba.
+    """
+    if "linear_num_value_heads" in config:
+        keys = needed(config, "linear_num_key_heads") * needed(config, "linear_key_head_dim")
+        heads, size = needed(config, "linear_num_value_heads"), needed(config, "linear_value_head_dim")
+        inputs, state = 2 * keys + heads * size, heads * size * needed(config, "linear_key_head_dim")
+        return _bytes(config, state, inputs, whole(config, "linear_conv_kernel_dim"))
+    heads_found = whole(config, *MAMBA_2_HEADS)
+    if heads_found is not None:
+        width = heads_found * needed(config, "mamba_d_head", "mamba_head_dim")
+        size = needed(config, "mamba_d_state", "ssm_state_size")
+        inputs = width + 2 * (whole(config, "mamba_n_groups", "n_groups") or 1) * size
+        return _bytes(config, width * size, inputs, whole(config, "mamba_d_conv", "conv_kernel"))
+    if "mamba_expand" in config:
+        width = needed(config, "mamba_expand") * needed(config, "hidden_size")
+        return _bytes(config, width * needed(config, "mamba_d_state"), width, whole(config, "mamba_d_conv"))
+    return None
+
+
+def _bytes(config: Config, state: int, inputs: int, kernel: int | None) -> int:
+    said = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")
+    in_full = said == "float32" or (said is None and config.get("model_type") == "nemotron_h")
+    return state * (STATE_BYTES if in_full else INPUT_BYTES) + inputs * ((kernel or 1) - 1) * INPUT_BYTES
+
+
+HEADS: Final = ("num_attention_heads", "n_head", "n_heads")
+HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
+KV_HEADS: Final = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head_kv",
+    "multi_query_group_num",
+    "num_attention_groups",
+    "kv_n_heads",
+)
+
+
+class KvHeads(Struct, frozen=True, kw_only=True):
+    """How many heads keep keys and values, and how many values each."""
+
+    count: int
+    key_size: int
+    value_size: int
+
+
+def full_heads(config: Config) -> KvHeads:
+    """Return the heads of layers that keep every token; raises ValueError where they are not told."""
+    if whole(config, "global_head_dim"):  # Gemma 4
+        size = whole(config, "global_head_dim") or 0
+        own = whole(config, "num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+        return KvHeads(count=own or _count(config), key_size=size, value_size=size)
+    size = _size(config)
+    return KvHeads(count=_count(config), key_size=size, value_size=whole(config, "v_head_dim") or size)
+
+
+def windowed_heads(config: Config) -> KvHeads | None:
+    """Return the heads of layers with a window; None where they are as the others'."""
+    if whole(config, "global_head_dim"):
+        return KvHeads(count=_count(config), key_size=_size(config), value_size=_size(config))
+    own = whole(config, "swa_num_key_value_heads")  # MiMo-V2
+    if own is None:
+        return None
+    size = whole(config, "swa_head_dim") or _size(config)
+    return KvHeads(count=own, key_size=size, value_size=whole(config, "swa_v_head_dim") or size)
+
+
+def _count(config: Config) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return whole(config, "multi_query_group_num") or 1
+    found = whole(config, *KV_HEADS) or whole(part(config, "attn_config"), *KV_HEADS) or whole(config, *HEADS)
+    if found is None:
+        raise ValueError(f"{KV_HEADS[0]} is missing")
+    return found
+
+
+def _size(config: Config) -> int:
+    found, hidden, heads = (
+        whole(config, "head_dim", "kv_channels", "attention_head_dim"),
+        whole(config, *HIDDEN),
+        whole(config, *HEADS),
+    )
+    if found is None and hidden is not None and heads is not None:
+        found = hidden // heads
+    if not found:
+        raise ValueError("head_dim is missing")
+    return found

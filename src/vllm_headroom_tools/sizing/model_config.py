@@ -1,0 +1,276 @@
+"""A model's configuration, as it lies in a folder beside its weights: to shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_headroom.text_file import file_bytes
+from vllm_headroom_tools.sizing.encoder import Encoder, encoder
+from vllm_headroom_tools.sizing.footprint import ModelShape
+from vllm_headroom_tools.sizing.layers import (
+    CHUNKED,
+    FULL,
+    HEADS,
+    HIDDEN,
+    LARGEST,
+    MAMBA_2_HEADS,
+    STATEFUL,
+    WINDOWED,
+    Config,
+    full_heads,
+    kinds,
+    needed,
+    part,
+    state_bytes,
+    whole,
+    window,
+    windowed_heads,
+)
+from vllm_headroom_tools.sizing.parameters import LENGTHS, layer_parameters, mlp
+from vllm_headroom_tools.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
+
+KNOWN: Final = frozenset(
+    {
+        *("arcee", "bert", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe"),
+        *("exaone4", "exaone_moe", "falcon", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4"),
+        *("glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite"),
+        *("granitemoe", "helium", "jamba", "kimi_k2", "laguna", "llama", "llama4_text", "mimo_v2_flash"),
+        *("minimax_m2", "ministral3", "mistral", "mixtral", "modernbert", "nemotron_h", "olmo", "olmo2"),
+        *("olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text"),
+        *("roberta", "seed_oss", "smollm3", "stablelm", "starcoder2", "xlm-roberta"),
+    }
+)
+"""The `model_type`s whose KV cache is counted as vLLM counts it: the tests have a recorded model of each."""
+
+LEFT_OUT: Final[Mapping[str, Config]] = {
+    "gemma2": {"sliding_window_pattern": 2},
+    "gemma3_text": {
+        "sliding_window_pattern": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    },
+    "cohere2": {"sliding_window_pattern": 4},
+    "llama4_text": {"sliding_window_pattern": 4},
+    "qwen3_next": {"full_attention_interval": 4},
+}
+"""What published configurations leave out, since it is the default of their class in transformers."""
+
+TIED: Final = frozenset(
+    {"gpt2", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "gemma", "gemma2", "cohere", "cohere2"}
+)
+"""Model types whose output is the embedding where the configuration does not say, beside the newer Gemmas."""
+
+ENCODERS: Final = frozenset(
+    {"bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert", "gte", "new", "ernie", "distilbert"}
+)
+"""Model types that read a text at once: they keep no keys and values (vLLM, `EncoderOnlyAttentionSpec`)."""
+
+LONGEST_TYPE: Final = 40
+"""Characters of a type of model that a sentence shows."""
+
+HEADLESS: Final = (
+    "Model",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForRewardModel",
+    "ForProcessRewardModel",
+    "ForEmbedding",
+)
+"""How classes end that embed or classify: what would give the next token's logits is not loaded."""
+
+HEADED: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
+"""Classes of generating models that end so too."""
+
+
+def defaults(config: Config) -> Config:
+    """Return the fields that this type of model leaves out."""
+    return LEFT_OUT.get(str(config.get("model_type")), {})
+
+
+def unknown_type(config: Config) -> str | None:
+    """Return the type of model where it is one that nobody has checked; None where it is known, or not told."""
+    kind = config.get("model_type")
+    return None if kind is None or str(kind) in KNOWN else str(kind)[:LONGEST_TYPE]
+
+
+def encodes(config: Config) -> bool:
+    """Tell whether the model keeps nothing of a sequence, since every token sees all others."""
+    whole_text = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
+    return whole_text or str(config.get("model_type")) in ENCODERS
+
+
+def has_output(config: Config) -> bool:
+    """Tell whether the model has weights of its own to give the next token's logits."""
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    if encodes(config) or (name.endswith(HEADLESS) and name not in HEADED):
+        return False
+    kind = str(config.get("model_type"))
+    return not config.get("tie_word_embeddings", kind in TIED or kind.startswith(("gemma3", "gemma4")))
+
+
+TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where a multimodal model keeps its language model; `thinker_config` nests once more."""
+
+LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+VOCABULARY: Final = ("vocab_size", "padded_vocab_size")
+NOT_UNDERSTOOD: Final = ("index_head_dim", "compress_ratios", "block_configs", "per_layer_config")
+"""Fields of models whose layers cache different or further things: sparse attention's index, layers that differ."""
+
+SERVED_BYTES: Final = 2.0
+"""Of a parameter that is not quantised: vLLM serves 32-bit models in 16 (config/model.py, `_resolve_auto_dtype`)."""
+
+NOT_SCALED: Final = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"})
+"""Kinds of rotary embedding whose `factor` is in the length already (vLLM 0.32, `_get_and_verify_max_len`)."""
+
+
+def parse_model_config(text: str, overrides: Config | None = None, beside: Config | None = None) -> ModelShape | str:
+    """Return the shape that a config.json describes, or what is wrong with it, in a sentence.
+
+    Reads the field names of Hugging Face transformers, of the language part where there are several; `overrides` are
+    fields that count in place of the file's, and those `beside` it where it has none. Multi-query and grouped-query
+    attention are their number of key-value heads; without one every head has its own.
+    """
+    try:
+        root = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"it is not JSON: {error}"
+    if not isinstance(root, dict):
+        return "it is not a model's configuration, which is a JSON object"
+    language = _language_part(root)
+    config = {**(beside or {}), **_set(root), **defaults(language), **_set(language), **(overrides or {})}
+    unknown = next((name for name in NOT_UNDERSTOOD if config.get(name)), None)
+    if unknown is not None:
+        return f"what its attention keeps in the cache is not known here: it has {unknown}"
+    try:
+        return _shape(config, encoder({**(beside or {}), **root}))
+    except ValueError as error:
+        return f"it is not a model's configuration that is understood here: {error}"
+
+
+def _language_part(config: Config) -> Config:
+    found = part(config, *TEXT_PARTS)
+    return _language_part(found) if found else config
+
+
+def _set(config: Config) -> Config:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _shape(config: Config, beside: Encoder | None) -> ModelShape:
+    layers, whole_text = needed(config, *LAYERS), encodes(config)
+    found_kinds = kinds(config, layers)
+    full, windowed, stateful = (sum(kind in names for kind in found_kinds) for names in (FULL, WINDOWED, STATEFUL))
+    if not full + windowed:
+        raise ValueError("none of its layers has a KV cache")
+    heads, narrow = full_heads(config), windowed_heads(config)
+    weight_bytes, quantisation = weight_bytes_per_parameter(config, SERVED_BYTES)
+    found_mlp, latent = mlp(config), whole(config, "kv_lora_rank")
+    return ModelShape(
+        layers=layers,
+        full_layers=0 if whole_text else full,
+        windowed_layers=0 if whole_text else windowed,
+        window_tokens=window(config) if windowed and not whole_text else None,
+        chunked=bool(windowed) and (CHUNKED in found_kinds or whole(config, "sliding_window") is None),
+        windowed_heads=narrow,
+        stateful_layers=stateful,
+        state_bytes=state_bytes(config) if stateful else None,
+        state_checkpoints=int(stateful and whole(config, *MAMBA_2_HEADS) is not None),  # one at the prompt's end
+        attention_heads=whole(config, *HEADS),
+        heads=heads,
+        latent_width=latent + (whole(config, "qk_rope_head_dim") or 0) if latent else None,
+        hidden_size=whole(config, *HIDDEN),
+        vocabulary=whole(config, *VOCABULARY),
+        mlp_width=found_mlp[0] if found_mlp else None,
+        experts_per_token=found_mlp[1] if found_mlp else 1,
+        tied_embeddings=not has_output(config),
+        parameters=layer_parameters(config, found_kinds, heads, narrow or heads),
+        encoder=beside,
+        max_model_len=_length(config),
+        stored_bytes=stored_bytes(config),
+        kv_dtype_bytes=kv_dtype_bytes(config, SERVED_BYTES),
+        weight_bytes_per_parameter=weight_bytes,
+        quantisation=quantisation,
+        unknown_type=unknown_type(config),
+    )
+
+
+def _length(config: Config) -> int | None:
+    """Return the longest sequence that vLLM takes when it is told none: some scalings of positions stretch it."""
+    length, scaling = whole(config, *LENGTHS), part(config, "rope_scaling", "rope_parameters")
+    factor = scaling.get("factor")
+    kind = str(scaling.get("rope_type") or scaling.get("type"))
+    stretched = kind not in NOT_SCALED and "gemma3" not in str(config.get("model_type"))
+    if length is None or not stretched or not isinstance(factor, int | float) or not 1 <= factor <= LARGEST:
+        return length
+    return int(length * factor)
+
+
+NAME: Final = "config.json"
+QUANTISATION: Final = "hf_quant_config.json"
+PREPROCESSOR: Final = "preprocessor_config.json"
+LARGEST_BYTES: Final = 2**24
+"""A real one is a few kB."""
+
+
+INDEX: Final = "model.safetensors.index.json"
+LARGEST_INDEX_BYTES: Final = 2**27
+"""A line of 100 bytes per weight: 10 MB for 384 experts in each of 60 layers."""
+
+MOST_BYTES: Final = 2**53
+
+
+def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
+    """Return the shape of the model of this config.json, or of the folder that has one, or what is wrong with it.
+
+    `overrides` are fields that count in place of the file's.
+    """
+    try:
+        file = path / NAME if path.is_dir() else path
+        text = file_bytes(file, LARGEST_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        what = f"its {NAME}" if path.is_dir() else "it"
+        return f"{what} cannot be read: {error.strerror}; it takes a config.json or its folder, and downloads none"
+    except UnicodeDecodeError:
+        return "it is not JSON: it is no text in UTF-8"
+    beside = {"preprocessor": _read(file.parent / PREPROCESSOR)}
+    said = _read(file.parent / QUANTISATION).get("quantization")
+    if isinstance(said, dict):  # ModelOpt 0.29 and older, under its later name
+        beside["quantization_config"] = {"quant_method": "modelopt", **said}
+    return parse_model_config(text, overrides, beside)
+
+
+def _read(file: Path) -> Config:
+    """Return what a file beside the configuration says; nothing where there is none."""
+    try:
+        found = json.loads(file_bytes(file, LARGEST_INDEX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def checkpoint_bytes(folder: Path) -> int | None:
+    """Return the bytes of the weights in this folder; None where there are none, or the index does not say.
+
+    The index names them (`metadata.total_size`) also where the files themselves are not there.
+    """
+    metadata = _read(folder / INDEX).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(total, int | float) and 0 < total < MOST_BYTES:
+        return int(total)
+    return _sizes(folder.glob("model*.safetensors")) or _sizes(folder.glob("*.safetensors"))
+
+
+def _sizes(files: Iterable[Path]) -> int | None:
+    """Return the bytes of the files, whose headers are a few kB each."""
+    try:
+        return sum(file.stat().st_size for file in files) or None
+    except OSError:
+        return None

@@ -1,0 +1,144 @@
+"""Text for people: broken into lines, and on a terminal drawn by rich, its words coloured by how it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+
+STYLES: Final = {
+    **dict.fromkeys(("NO GO", "NOT GOOD", "FAILED", "MISSING", "LEAKING", "OUT OF MEMORY", "ALARM"), "bold red"),
+    **dict.fromkeys(("CANNOT TELL", "NOT KNOWN", "WARNING"), "yellow"),
+    **dict.fromkeys(("GO", "GOOD", "OK"), "green"),
+}
+"""The words that commands write in capitals; the colour only repeats them."""
+
+_WORDS: Final = re.compile(rf"\b(?:{'|'.join(STYLES)})\b".replace(" ", r"\s+"))
+_COLUMNS: Final = re.compile(r" *(?:\S+(?: \S+)* {2,}){0,2}")
+"""A mark and a name, what follows which stands below it."""
+
+_MOST_INDENT: Final = 30
+
+
+def draws(stream: TextIO) -> bool:
+    """Return whether a stream writes to a terminal that knows more than lines."""
+    return stream.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
+
+
+def console(stream: TextIO) -> Console:
+    """Return what draws on a terminal and takes our words as they are; it keeps to NO_COLOR (no-color.org)."""
+    from rich.console import Console  # noqa: PLC0415 - 60 modules, which only a terminal needs
+
+    return Console(file=stream, markup=False, emoji=False, highlight=False)
+
+
+def shown(line: str, stream: TextIO) -> str:
+    """Return a line as a stream shows it: on a terminal broken where it is too long, its words coloured."""
+    if not draws(stream):
+        return line
+    drawn = console(stream)
+    with drawn.capture() as captured:
+        drawn.print(hanging(line, drawn.width), soft_wrap=True, end="")
+    return captured.get()
+
+
+def hanging(line: str, columns: int) -> Text:
+    """Return a line with its words coloured: what is too long goes on below its last column."""
+    from rich.text import Text  # noqa: PLC0415 - see above
+
+    if len(line) > columns:
+        found = _COLUMNS.match(line)
+        indent = min(len(found[0]) if found else 0, _MOST_INDENT, columns // 2) or 2
+        # not rich's own, which has no indent and breaks what has no blank, as an address that is to be copied
+        line = textwrap.fill(
+            line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+    text = Text(line)
+    text.highlight_regex(_WORDS, lambda words: STYLES[" ".join(words.split())])
+    return text
+
+
+WIDTH: Final = 110
+"""Where no terminal is narrower."""
+
+HEAD: Final = 9
+"""Columns of the words on the left: what was seen, what to do."""
+
+NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is set otherwise"
+
+
+def wrapped(head: str, body: str, *, indent: int | None = None) -> list[str]:
+    """Return the lines of a text behind a head; those after the first are indented as far, or by `indent`."""
+    return textwrap.wrap(
+        body,
+        min(WIDTH, console(sys.stdout).width) if draws(sys.stdout) else WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * (len(head) if indent is None else indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def headed(head: str, body: str) -> list[str]:
+    """Return the lines of a text behind a word, as all words of an answer stand in one column."""
+    return wrapped(f"   {head:<{HEAD - 3}}", body)
+
+
+def paragraphs(parts: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of those parts that have any, with an empty line between them."""
+    for number, lines in enumerate(lines for part in parts if (lines := list(part))):
+        yield from ("", *lines) if number else lines
+
+
+BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+
+Point = Sequence[Any]
+"""Seconds and a value, None for a gap."""
+
+Pick = Callable[[Iterable[float]], float]
+
+
+def bars(
+    curve: Sequence[Point], width: int, rows: int, *, ends: tuple[float, float] | None = None, pick: Pick = min
+) -> list[str]:
+    """Return a bar for each column: of its stretch of time what `pick` takes, else what was last; a gap is blank.
+
+    `ends` are what the lowest and the highest bar stand for; without them zero, and the highest there is.
+    """
+    columns = _columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
+    low, high = ends or (0.0, max((value for value in columns if value is not None), default=0.0))
+    heights = [0 if value is None else _eighths(value - low, high - low, rows) for value in columns]
+    return [
+        "".join(BLOCKS[min(8, max(0, height - 8 * row))] for height in heights).rstrip()
+        for row in reversed(range(rows))
+    ]
+
+
+def _eighths(value: float, span: float, rows: int) -> int:
+    """Return how high a bar is; the least is not nothing, which would be a gap."""
+    return max(1, round(8 * rows * value / (span or 1.0)))
+
+
+def _columns(curve: Sequence[Point], width: int, pick: Pick) -> list[float | None]:
+    if not curve:
+        return []
+    begin, span = float(curve[0][0]), float(curve[-1][0]) - float(curve[0][0])
+    times = [float(seconds) for seconds, _ in curve]
+    edges = [bisect_right(times, begin + span * place / width) for place in range(width)] + [len(curve)]
+    edges[0] = 0
+    return [_value(curve[min(first, last - 1) : last], pick) for first, last in pairwise(edges)]
+
+
+def _value(stretch: Sequence[Point], pick: Pick) -> float | None:
+    known = [float(value) for _, value in stretch if value is not None]
+    return pick(known) if known else None

@@ -1,0 +1,122 @@
+"""The command `watch`: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final
+
+import httpx
+
+from vllm_headroom.config.kinds import FILE, url
+from vllm_headroom.config.options import Parser
+from vllm_headroom.daemon.sampler import closed
+from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.trace.parse import BadInput
+from vllm_headroom.vocabulary import CONTROLS
+from vllm_headroom_tools.cli import Command, say
+from vllm_headroom_tools.terminal import console, draws
+from vllm_headroom_tools.watch.sidecar import NO_DOCUMENT, Document, ask, said
+
+DESCRIPTION: Final = """\
+Shows what a sidecar says, live: its verdict on each GPU, the engine and the
+host, free memory of the last day, and the time that is left.
+"""
+
+EPILOG: Final = """\
+On a terminal it draws until Ctrl-C, elsewhere it writes a line when something
+changes. It ends with status 0; with --json, which asks once, with 2 without
+an answer.
+
+Example:
+  vllm-headroom watch http://gpu-7:9839
+  kubectl exec -it POD -c headroom -- vllm-headroom watch
+"""
+
+HERE: Final = "http://127.0.0.1:9839"
+EVERY_SECONDS: Final = 2.0
+TIMEOUT_SECONDS: Final = 5.0
+PATH: Final = "/snapshot.json"
+
+Ask = Callable[[], Awaitable[Document | str]]
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("url", metavar="URL", nargs="?", type=url(HERE), help=f"the sidecar, else {HERE}")
+    parser.add_argument("--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM")
+
+
+async def _run(given: Namespace) -> Document | None:
+    where = (given.url or httpx.URL(HERE)).copy_with(path=PATH, query=None)
+    reader = PageReader(url=str(where), timeout_seconds=TIMEOUT_SECONDS, ca_file=given.ca_file)
+    try:
+        if given.json:
+            found = await ask(reader)
+            if isinstance(found, str):
+                raise BadInput(found)
+            return found
+        stopped = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        follow = _live if draws(sys.stdout) else _write_lines
+        try:
+            await follow(lambda: ask(reader), where.netloc.decode(), stopped)
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):  # a document of another shape
+            raise BadInput(NO_DOCUMENT) from None
+    finally:
+        await closed(reader)
+    return None
+
+
+async def _live(asked: Ask, host: str, stopped: asyncio.Event) -> None:
+    """Draw on the whole terminal until it is stopped, and leave it as it was."""
+    from rich.live import Live  # noqa: PLC0415 - lines and --json need no drawing
+
+    from vllm_headroom_tools.watch.frame import frame  # noqa: PLC0415 - the same
+
+    with Live(console=console(sys.stdout), screen=True, auto_refresh=False) as live:
+        while not stopped.is_set():
+            live.update(frame(await asked(), host, live.console), refresh=True)
+            await _pause(stopped)
+
+
+async def _write_lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:
+    """Write what is said, and again what changed in it: a level or what the engine does, not each figure."""
+    before: set[str] = set()
+    while not stopped.is_set():
+        found = await asked()
+        lines = {found: found} if isinstance(found, str) else _said(found)
+        for key, line in lines.items():
+            if key not in before:
+                say(line.translate(CONTROLS))
+        before = set(lines)
+        await _pause(stopped)
+
+
+def _said(document: Document) -> dict[str, str]:
+    """Return the line of each verdict, under what tells it from another: of the engine's, also what it does."""
+    state = {"engine": document.get("engine_state")}
+    return {
+        f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": said(each)
+        for each in document["verdicts"]
+    }
+
+
+async def _pause(stopped: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stopped.wait(), EVERY_SECONDS)
+
+
+COMMAND: Final[Command[Document | None]] = Command(
+    usage="%(prog)s [OPTION]... [URL]",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    options=_options,
+    run=_run,
+    document=lambda document: document or {},
+    status=lambda _: 0,
+)
