@@ -24,6 +24,8 @@ if settings.get_current_profile_name() != "ci":
 # The program is compiled once, not in each of the many processes that tests start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Prometheus and promtool collect garbage less often: a quarter less CPU for 120 MB.
+os.environ.setdefault("GOGC", "400")
 
 END_TO_END: Final = Path(__file__).parent / "e2e"
 WHY_NOT_ALONE = pytest.StashKey[str]()

@@ -81,7 +81,8 @@ def changed_files(since: str, chosen: list[Path]) -> list[Path]:
 
 def tests_of(file: Path) -> list[Path]:
     parts = file.relative_to(ROOT / "src").with_suffix("").parts
-    folders = (UNIT.joinpath(*parts[1:size]) for size in range(len(parts), 1, -1))
+    sizes = range(len(parts), 1, -1)
+    folders = (base.joinpath(*parts[1:size]) for size in sizes for base in (UNIT, UNIT / "commands"))
     folder = next((each for each in folders if each.is_dir()), None)
     name = ".".join(parts).removesuffix(".__init__")
     others = [each for each in sorted(UNIT.rglob("test_*.py")) if folder not in each.parents]
