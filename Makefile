@@ -10,8 +10,8 @@ IMAGE_FOLDER ?= .image
 BROWSER_FOLDER ?= .browser
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
 SCORE ?=
-# Two processes, each with whole files, the slow ones first: what a file has started is started once.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Processes that each take whole files: what a file has started is started once. Three, since end-to-end tests wait.
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
