@@ -16,7 +16,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
-.PHONY: run test check ruff mypy imports mutants bench bench-leak engine-test gpu-test image-test browser-test clean
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test gpu-test image-test browser-test clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -33,6 +33,12 @@ test: $(VENV)/.test
 check: $(VENV)/.test
 	$(MAKE) --jobs=2 ruff mypy imports
 	$(PYTEST) --hypothesis-profile=ci
+	$(if $(CI),,$(MAKE) --no-print-directory coverage)
+
+# By tests/unit alone, and not in CI: on Python 3.11 it takes twice the CPU that the tests do.
+coverage: $(VENV)/.test
+	mkdir -p .cache
+	COVERAGE_FILE=$(CURDIR)/.cache/coverage $(PYTEST) --hypothesis-profile=ci tests/unit
 
 ruff: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -27,6 +27,11 @@ sys.dont_write_bytecode = False
 # Prometheus and promtool collect garbage less often: a quarter less CPU for 120 MB.
 os.environ.setdefault("GOGC", "400")
 
+if MEASURES := "COVERAGE_FILE" in os.environ:  # before the conftest of a folder imports the program
+    from tests.coverage_by_room import CoverageByRoom
+
+    COVERAGE = CoverageByRoom()
+
 END_TO_END: Final = Path(__file__).parent / "e2e"
 WHY_NOT_ALONE = pytest.StashKey[str]()
 
@@ -38,6 +43,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     chosen = any(END_TO_END.is_relative_to(place) or place.is_relative_to(END_TO_END) for place in places)
     if chosen and not hasattr(config, "workerinput") and not config.option.collectonly:
         config.stash[WHY_NOT_ALONE] = namespace.enter()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if MEASURES:
+        config.pluginmanager.register(COVERAGE)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
