@@ -1,4 +1,4 @@
-"""What a newcomer adds takes as few places as CONTRIBUTING.md says: each is added to a copy of the source, and works."""
+"""A copy of the source takes what a newcomer adds in as few places as CONTRIBUTING.md has, and works."""
 
 from __future__ import annotations
 

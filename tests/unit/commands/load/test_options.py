@@ -74,7 +74,13 @@ def test_what_is_not_understood_is_one_line(option: str, value: str, accepts: st
 
 def test_a_server_is_never_a_default_and_its_password_is_not_shown() -> None:
     url = "an http or https URL without user, password and query"
-    for words, why in (((), "needed"), (("--engine-url", "http://me:secret@e"), "got 'http://***@e'")):
+    shown = {
+        "http://me:secret@e": "http://***@e",
+        "http://me:se?cret@e": "http://***",
+        "http://me:secret@e?token": "http://***@e?***",
+    }
+    refusals = [(("--engine-url", url), f"got {each!r}") for url, each in shown.items()]
+    for words, why in (((), "needed"), *refusals):
         with pytest.raises(BadOptions) as refused:
             parser_of(COMMAND, "load").read(["--concurrency", "1", *words], {"HEADROOM_ENGINE_URL": "http://e"})
 
