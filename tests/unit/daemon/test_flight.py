@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.process import eventually
 from tests.samples import gpu, snapshot
 from tests.unit.daemon.state.engine import free

@@ -18,7 +18,7 @@ import sys
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.replay.command import COMMAND
 from vllm_headroom_tools.replay.prometheus.records import records_from
-print(sum(1 for _ in records_from(parser_of(COMMAND, "replay").read(sys.argv[1:], {}))))
+print(sum(1 for _ in records_from(parser_of(COMMAND, "replay").read(sys.argv[1:]))))
 """
 
 
