@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_headroom import catalog
-from vllm_headroom.config.kinds import redacted
 from vllm_headroom.derive.host_memory import FACTS
 from vllm_headroom.derive.readings import sum_known
 from vllm_headroom.derive.verdicts import LOW_BYTES
+from vllm_headroom.inputs import redacted
 from vllm_headroom.model import INPUTS, Failure, HostMemory, Metric, Sample, Values
 from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader

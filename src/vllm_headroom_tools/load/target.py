@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.config.kinds import http_url
+from vllm_headroom.inputs import http_url
 from vllm_headroom.scrape.http.failures import explain_no_answer, strip_advice
 from vllm_headroom.scrape.http.reader import find_port, read_body
 from vllm_headroom.trace.parse import BadInput
