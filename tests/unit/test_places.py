@@ -19,7 +19,7 @@ LOOK: Final = """
 import json, sys
 from vllm_headroom_tools.doctor.engine import SERIES
 from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import answer
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.parse import parse_trace

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.transitions import Transitions
+from vllm_headroom.derive import Derivation, answer
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
-from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.health import add_lost_gpus
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.derive.inside import add_inside, classify_probe

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from math import isfinite
+from typing import Any, Final, Generic, TypeVar
 
-from vllm_headroom.derive.derivation import Derivation, make_stateless
+from msgspec import Struct
+
 from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.derive.host_memory import derive_host_memory
@@ -21,6 +24,30 @@ from vllm_headroom.derive.kv_cache import (
 from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
 from vllm_headroom.derive.per_request import Baselines, derive_baseline, derive_per_request
 from vllm_headroom.derive.readings import derive_engine_state, derive_readings
+from vllm_headroom.model import Sample, Snapshot
+
+State = TypeVar("State")
+StepFunction = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
+
+
+class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
+    """A question about every snapshot; `step` returns the next state and the samples."""
+
+    name: str
+    initial: State
+    step: StepFunction[State]
+
+
+def answer(derivation: Derivation[State], state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
+    """Run one step and drop samples that are not finite: absurd values on a page divide to infinity."""
+    following, samples = derivation.step(state, snapshot)
+    return following, tuple([sample for sample in samples if isfinite(sample.value)])
+
+
+def make_stateless(name: str, question: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:
+    """Build a derivation that needs no state."""
+    return Derivation(name=name, initial=None, step=lambda _, snapshot: (None, question(snapshot)))
+
 
 LEAK: Final = Derivation(name="leak", initial=LeakMemory(), step=derive_leaks)
 """The leak detector; replay runs it on recorded traces too."""

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.derivation import Derivation
+from vllm_headroom.derive import Derivation
 from vllm_headroom.derive.readings import count_finished, count_running, list_engines, sum_known
 from vllm_headroom.model import Metric, Sample, Snapshot, Values, name_device
 from vllm_headroom.units import format_duration, format_size

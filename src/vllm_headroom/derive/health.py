@@ -55,13 +55,9 @@ def _make_samples(
         yield Sample(catalog.SOURCE_FAILURES, labels, float(count))
     for source, seconds in state.last_success_seconds.items():
         yield Sample(catalog.SOURCE_LAST_SUCCESS, (str(source),), seconds)
-    yield from _measure_skew({reading.source: reading for reading in reading_times if reading.source not in failed})
-
-
-def _measure_skew(times: dict[Source, ReadingTime]) -> Iterator[Sample]:
-    if Source.ENGINE in times and Source.NVML in times:
-        difference = times[Source.ENGINE].ended_monotonic_seconds - times[Source.NVML].ended_monotonic_seconds
-        yield Sample(catalog.SAMPLE_SKEW, (), abs(difference))
+    ends = {each.source: each.ended_monotonic_seconds for each in reading_times if each.source not in failed}
+    if Source.ENGINE in ends and Source.NVML in ends:
+        yield Sample(catalog.SAMPLE_SKEW, (), abs(ends[Source.ENGINE] - ends[Source.NVML]))
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:

@@ -69,21 +69,11 @@ def update_container(
 def _find_inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, Shm | None]:
     """Return the container and shared memory as the engine's processes read them; all share one container."""
     present = probe.present if isinstance(probe, ProbeReadings) else ()
-    block = next((each.host for each in present if each.host is not None), None)
-    if block is None:
-        return None, None
-    cgroup = shm = None
-    if block.used_bytes is not None:
-        cgroup = Cgroup(
-            identity=f"probe:{min(each.started_at_seconds for each in present):.0f}",
-            used_bytes=block.used_bytes,
-            cache_bytes=block.file_bytes or 0,
-            limit_bytes=block.limit_bytes,
-            oom_kills=block.oom_kills,
-        )
-    if block.shm_used_bytes is not None and block.shm_limit_bytes is not None:
-        shm = Shm(total_bytes=block.shm_limit_bytes, free_bytes=block.shm_limit_bytes - block.shm_used_bytes)
-    return cgroup, shm
+    reading = next((each.host for each in present if each.host is not None), HostReading())
+    if reading.cgroup is None:
+        return None, reading.shm
+    started_at_seconds = min(each.started_at_seconds for each in present)
+    return replace(reading.cgroup, identity=f"probe:{started_at_seconds:.0f}"), reading.shm
 
 
 def _choose_memory(
@@ -104,17 +94,11 @@ def _choose_memory(
         machine = reading.machine
         used_bytes = max(0, machine.total_bytes - machine.available_bytes)
         return HostMemory(basis=HostBasis.MACHINE, used_bytes=used_bytes, limit_bytes=machine.total_bytes)
-    own = _sum_own_bytes(engine, reading)
-    return HostMemory() if own is None else replace(own, limit_bytes=limit_bytes)
-
-
-def _sum_own_bytes(engine: tuple[EngineProcess, ...], reading: HostReading) -> HostMemory | None:
-    """Return the processes' anonymous memory plus their shared memory, counted once; mapped files excluded."""
-    own_bytes = sum_known(process.anonymous_bytes for process in engine)
+    own_bytes = sum_known(process.anonymous_bytes for process in engine)  # without the files that they map
     if own_bytes is None:
-        return None
-    shared_bytes = 0 if reading.shm is None else reading.shm.used_bytes
-    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=int(own_bytes) + shared_bytes)
+        return HostMemory()
+    used_bytes = int(own_bytes) + (0 if reading.shm is None else reading.shm.used_bytes)  # shared memory counts once
+    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=used_bytes, limit_bytes=limit_bytes)
 
 
 def _count_kills(
@@ -125,7 +109,7 @@ def _count_kills(
     Then the machine's counter is used, if the container was near its limit.
     """
     kills, machine_kills = state.memory.oom_kills, None if reading.machine is None else reading.machine.oom_kills
-    identity = _find_identity(cgroup, memory)
+    identity = memory.basis and str(memory.basis) if cgroup is None else cgroup.identity
     ended = state.identity is not None and identity != state.identity and _was_full(state.memory)
     if ended and (killed := _count_rise(state.machine_kills, machine_kills)):
         kills = (kills or 0) + killed
@@ -138,12 +122,6 @@ def _count_kills(
         counted=counted or 0,
         machine_kills=machine_kills,
     )
-
-
-def _find_identity(cgroup: Cgroup | None, memory: HostMemory) -> str | None:
-    if cgroup is not None:
-        return cgroup.identity
-    return None if memory.basis is None else str(memory.basis)
 
 
 def _count_rise(before: int | None, now: int | None) -> int:

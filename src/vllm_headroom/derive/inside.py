@@ -118,7 +118,10 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
         other = sums.allocated - sums.weights - sums.kv_cache
         if other >= 0:
             parts[MemoryPart.OTHER_TENSORS] = other
-    return parts | _subtract_graphs(_find_free(sums), _find_outside(sums, held_bytes), sums.graphs)
+    unused = _find_free(sums)
+    if sums.reserved is not None and held_bytes is not None and held_bytes >= sums.reserved - RACE_BYTES:
+        unused[MemoryPart.OUTSIDE_TORCH] = max(0, held_bytes - sums.reserved)
+    return parts | _subtract_graphs(unused, sums.graphs)
 
 
 def _find_free(sums: Sums) -> dict[MemoryPart, int]:
@@ -132,17 +135,8 @@ def _find_free(sums: Sums) -> dict[MemoryPart, int]:
     return {**free, MemoryPart.CACHED: cached} if cached >= 0 else {}
 
 
-def _find_outside(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
-    if sums.reserved is None or held_bytes is None or held_bytes < sums.reserved - RACE_BYTES:
-        return {}
-    return {MemoryPart.OUTSIDE_TORCH: max(0, held_bytes - sums.reserved)}
-
-
-def _subtract_graphs(
-    free: dict[MemoryPart, int], outside: dict[MemoryPart, int], graphs: int | None
-) -> dict[MemoryPart, int]:
+def _subtract_graphs(rest: dict[MemoryPart, int], graphs: int | None) -> dict[MemoryPart, int]:
     """Return the parts with graphs taken out of them in the order of _HOMES; unchanged if graphs are larger."""
-    rest = free | outside
     if graphs is None or len(rest) < len(_HOMES) or graphs > sum(rest.values()):
         return rest
     left = graphs

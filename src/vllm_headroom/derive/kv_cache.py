@@ -244,11 +244,7 @@ def _count_more(engine: EngineReading, batch: Batch, scheduler: SchedulerReading
         return None
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     fitting = float(floor(fitting)) if isfinite(fitting) else fitting
-    limit = _find_limit(batch, scheduler)
-    return fitting if limit is None else min(fitting, max(0.0, limit - engine.running))
-
-
-def _find_limit(batch: Batch, scheduler: SchedulerReading | None) -> float | None:
+    limit = float(batch.most) if batch.waited >= TIMES else None
     if scheduler is not None and scheduler.max_num_seqs is not None:
-        return scheduler.max_num_seqs
-    return batch.most if batch.waited >= TIMES else None
+        limit = scheduler.max_num_seqs
+    return fitting if limit is None else min(fitting, max(0.0, limit - engine.running))

@@ -61,7 +61,8 @@ def derive_baseline(
     running = count_running(page)
     if not running:
         return state, ()
-    state = replace(state, busiest=_update_busiest(state.busiest, running, snapshot.time_seconds))
+    is_peak = running >= _decay_busiest(state.busiest, snapshot.time_seconds)
+    state = replace(state, busiest=(running, snapshot.time_seconds) if is_peak else state.busiest)
     band, warm = find_load_band(running), (count_finished(page) or 0.0) >= WARM_REQUESTS
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
@@ -97,10 +98,6 @@ def _decay_busiest(busiest: tuple[float, float], now_seconds: float) -> float:
     running, seen_seconds = busiest
     passed_seconds = max(0.0, now_seconds - seen_seconds)  # below 0 where a clock was set back, by years at times
     return float(running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
-
-
-def _update_busiest(before: tuple[float, float], running: float, now_seconds: float) -> tuple[float, float]:
-    return (running, now_seconds) if running >= _decay_busiest(before, now_seconds) else before
 
 
 def _learn(before: tuple[int, float] | None, held_bytes: int) -> tuple[int, float]:

@@ -26,7 +26,6 @@ from vllm_headroom.model.gpu import (
     GpuProcess,
     GpuReading,
     GpuReadings,
-    HostBlock,
     Inside,
     Leftover,
     OomRecord,

@@ -8,6 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.model.engine import HostReading
 from vllm_headroom.vocabulary import Attribution, MemoryPart, Reason, Role, Source
 
 
@@ -72,20 +73,6 @@ class SchedulerReading(Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
 
 
-class HostBlock(Struct, frozen=True, kw_only=True):
-    """Host memory as seen in the process's container: its cgroup, and /dev/shm.
-
-    `file_bytes` is page cache, which counts in `used_bytes` and can be reclaimed.
-    """
-
-    used_bytes: int | None = None
-    file_bytes: int | None = None
-    limit_bytes: int | None = None
-    oom_kills: int | None = None
-    shm_used_bytes: int | None = None
-    shm_limit_bytes: int | None = None
-
-
 class OomRecord(Struct, frozen=True, kw_only=True):
     """The newest OutOfMemoryError of a process, in seconds since the epoch, with torch's figures at that time.
 
@@ -119,7 +106,7 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     devices: tuple[AllocatorReading, ...] = ()
     parts: EngineParts | None = None
     scheduler: SchedulerReading | None = None
-    host: HostBlock | None = None
+    host: HostReading | None = None
     oom: OomRecord | None = None
 
 

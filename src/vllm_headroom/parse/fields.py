@@ -33,28 +33,24 @@ def read_each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, An
         return None
     if type(entries) is not list:
         raise WrongFieldError(side, entries, "a list or null")
-    found = []
-    for place, entry in enumerate(entries):
-        if type(entry) is not dict:
-            raise WrongFieldError(f"{side}[{place}]", entry, "an object")
-        try:
-            found.append(read(entry, place))
-        except WrongFieldError as wrong:
-            raise WrongFieldError(f"{side}[{place}].{wrong.field}", wrong.value, wrong.accepts) from None
-    return tuple(found)
+    return tuple(
+        [_read_object(f"{side}[{place}]", entry, "an object", read, place) for place, entry in enumerate(entries)]
+    )
 
 
 def read_within(record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]) -> T | None:
     """Read the object in a field with `read`; an error names both fields."""
     entry = record.get(field)
-    if entry is None:
-        return None
+    return None if entry is None else _read_object(field, entry, "an object or null", read)
+
+
+def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *place: int) -> T:
     if type(entry) is not dict:
-        raise WrongFieldError(field, entry, "an object or null")
+        raise WrongFieldError(name, entry, accepts)
     try:
-        return read(entry)
+        return read(entry, *place)
     except WrongFieldError as wrong:
-        raise WrongFieldError(f"{field}.{wrong.field}", wrong.value, wrong.accepts) from None
+        raise WrongFieldError(f"{name}.{wrong.field}", wrong.value, wrong.accepts) from None
 
 
 def refuse_number(name: str) -> NoReturn:

@@ -8,12 +8,14 @@ from typing import Any, Final
 
 from vllm_headroom.model import (
     AllocatorReading,
+    Cgroup,
     EngineParts,
-    HostBlock,
+    HostReading,
     OomRecord,
     PoolReading,
     ProbedProcess,
     SchedulerReading,
+    Shm,
 )
 from vllm_headroom.parse.fields import (
     WrongFieldError,
@@ -61,6 +63,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
     if len(devices) > MOST_DEVICES:
         raise WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
     pid, written_at_seconds = int(_read_needed(document, "pid")), _read_needed(document, "t")
+    name = read_text(document, "role")
     interval_seconds, oom = read_number(document, "interval_seconds"), read_within(document, "oom", _read_oom)
     return ProbedProcess(
         pid=pid,
@@ -68,7 +71,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         since_boot_seconds=read_number(document, "started_since_boot"),
         written_at_seconds=written_at_seconds,
         interval_seconds=INTERVAL_SECONDS if interval_seconds is None else interval_seconds,
-        role=_read_role(document),
+        role=next((role for role in Role if role == name), Role.OTHER),
         stopped=_read_label(document, "stopped"),
         data_parallel_rank=read_size(document, "data_parallel_rank"),
         vllm_version=_read_label(document, "vllm"),
@@ -90,11 +93,6 @@ def _read_needed(entry: Mapping[str, Any], field: str) -> float:
 def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
     value = read_text(entry, field)
     return None if value is None else value[:LONGEST_TEXT]
-
-
-def _read_role(document: Mapping[str, Any]) -> Role:
-    name = read_text(document, "role")
-    return next((role for role in Role if role == name), Role.OTHER)
 
 
 def _read_device(entry: dict[str, Any], _place: int) -> AllocatorReading:
@@ -126,17 +124,25 @@ def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
     return {f"{name}_bytes": read_size(entry, name) for name in names}
 
 
-def _read_host(entry: dict[str, Any]) -> HostBlock:
-    cgroup = read_within(entry, "cgroup", dict) or {}
-    shm = read_within(entry, "shm", dict) or {}
-    return HostBlock(
-        used_bytes=read_size(cgroup, "used"),
-        file_bytes=read_size(cgroup, "file"),
-        limit_bytes=read_size(cgroup, "limit"),
-        oom_kills=read_size(cgroup, "oom_kills"),
-        shm_used_bytes=read_size(shm, "used"),
-        shm_limit_bytes=read_size(shm, "limit"),
+def _read_host(entry: dict[str, Any]) -> HostReading:
+    return HostReading(cgroup=read_within(entry, "cgroup", _read_cgroup), shm=read_within(entry, "shm", _read_shm))
+
+
+def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
+    used_bytes, cache_bytes = read_size(entry, "used"), read_size(entry, "file") or 0
+    limit_bytes, oom_kills = read_size(entry, "limit"), read_size(entry, "oom_kills")
+    if used_bytes is None:
+        return None
+    return Cgroup(
+        identity="probe", used_bytes=used_bytes, cache_bytes=cache_bytes, limit_bytes=limit_bytes, oom_kills=oom_kills
     )
+
+
+def _read_shm(entry: dict[str, Any]) -> Shm | None:
+    used_bytes, limit_bytes = read_size(entry, "used"), read_size(entry, "limit")
+    if used_bytes is None or limit_bytes is None:
+        return None
+    return Shm(total_bytes=limit_bytes, free_bytes=limit_bytes - used_bytes)
 
 
 def _read_oom(entry: dict[str, Any]) -> OomRecord:
