@@ -25,16 +25,16 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from vllm_headroom.inputs import (
     LAST_PORT,
-    file_path,
-    gpu_names,
-    header_name,
-    header_value,
-    metrics_url,
-    redacted,
-    shown,
-    shown_url,
-    unknown,
-    whole_number,
+    check_header_name,
+    check_header_value,
+    describe_unknown,
+    parse_gpus,
+    parse_metrics_url,
+    parse_path,
+    parse_whole,
+    redact_url,
+    show_url,
+    show_value,
 )
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import RefusedError, parse_size
@@ -62,7 +62,7 @@ def from_text(read: Callable[[str], object]) -> BeforeValidator:
 
 
 def _model(text: str) -> ModelFile:
-    path = file_path(text)
+    path = parse_path(text)
     shape = read_model(path)
     if isinstance(shape, str):
         raise RefusedError(shape)
@@ -70,14 +70,14 @@ def _model(text: str) -> ModelFile:
 
 
 Bytes = Annotated[int, from_text(parse_size)]
-File = Annotated[Path, from_text(file_path)]
-Url = Annotated[str, AfterValidator(metrics_url), PlainSerializer(redacted, when_used="json")]
-Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(gpu_names)]
+File = Annotated[Path, from_text(parse_path)]
+Url = Annotated[str, AfterValidator(parse_metrics_url), PlainSerializer(redact_url, when_used="json")]
+Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(parse_gpus)]
 Model = Annotated[
     InstanceOf[ModelFile], from_text(_model), PlainSerializer(lambda model: str(model.path), when_used="json")
 ]
-Header = Annotated[SecretStr, from_text(header_value), PlainSerializer(lambda _: "***", when_used="json")]
-Headers = Annotated[dict[Annotated[str, from_text(header_name)], Header], from_text(json.loads)]
+Header = Annotated[SecretStr, from_text(check_header_value), PlainSerializer(lambda _: "***", when_used="json")]
+Headers = Annotated[dict[Annotated[str, from_text(check_header_name)], Header], from_text(json.loads)]
 InAnyCase: Final = from_text(str.lower)
 
 
@@ -236,7 +236,7 @@ class Settings(BaseSettings):
         "The address to serve /metrics on.",
         shown="all interfaces, IPv4 and IPv6",
     )
-    listen_port: Annotated[int, from_text(whole_number), Field(ge=0, le=LAST_PORT)] = setting(
+    listen_port: Annotated[int, from_text(parse_whole), Field(ge=0, le=LAST_PORT)] = setting(
         9839, "PORT", f"a port number from 0 to {LAST_PORT}", "The port to serve /metrics on; 0 takes any free one."
     )
     web_config_file: File | None = setting(
@@ -320,7 +320,7 @@ OF_A_SERVICE: Final = re.compile(
 """What Kubernetes puts into every container's environment for a Service named headroom or headroom-anything."""
 
 SHOWN: Final[Mapping[str, Callable[[object], str]]] = {
-    "engine_url": shown_url,
+    "engine_url": show_url,
     "engine_headers": lambda _: "a value that is kept secret",
 }
 """How a refused value that may hold a secret is shown."""
@@ -352,10 +352,10 @@ def _refused(kind: type[Settings], source: Source) -> Iterator[str]:
     except ValidationError as error:
         errors = {each["loc"][0]: each.get("ctx", {}).get("error") for each in error.errors(include_input=False)}
         accepted = {key(name): words(field)["accepts"] for name, field in kind.model_fields.items()}
-        for setting, given in source.items():
-            if setting in errors:
-                reason = f" ({errors[setting]})" if isinstance(errors[setting], RefusedError) else ""
-                yield f"{given.name}: got {SHOWN.get(setting, shown)(given.value)}{reason}, accepts {accepted[setting]}"
+        for name, given in source.items():
+            if name in errors:
+                reason = f" ({errors[name]})" if isinstance(errors[name], RefusedError) else ""
+                yield f"{given.name}: got {SHOWN.get(name, show_value)(given.value)}{reason}, accepts {accepted[name]}"
 
 
 def _read_environment(kind: type[Settings]) -> tuple[dict[str, Given], list[str]]:
@@ -364,8 +364,8 @@ def _read_environment(kind: type[Settings]) -> tuple[dict[str, Given], list[str]
     known = [variable(name) for name in (*kind.model_fields, CONFIG)]
     values = EnvSettingsSource(kind)() | {CONFIG: ours.get(variable(CONFIG))}
     given = {key: Given(variable(key), value) for key, value in values.items() if variable(key) in ours}
-    strange = [name for name in ours if name not in known]
-    return given, [unknown(name, known) for name in strange if not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")]
+    strange = [name for name in ours if name not in known and not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")]
+    return given, [describe_unknown(name, known) for name in strange]
 
 
 def _read_file(kind: type[Settings], config: Given) -> tuple[dict[str, Given], tuple[str, ...]]:
@@ -386,7 +386,7 @@ def _read_file(kind: type[Settings], config: Given) -> tuple[dict[str, Given], t
         str(name): Given(f"{name or 'a key that is no text'} in {path}", value)
         for name, value in (document or {}).items()
     }
-    strange = (unknown(each.name, known) for name, each in given.items() if name not in known)
+    strange = (describe_unknown(each.name, known) for name, each in given.items() if name not in known)
     again = (f"{name} in {path}: given twice" for name in twice)
     return {name: each for name, each in given.items() if name in known and each.value is not None}, (*strange, *again)
 
