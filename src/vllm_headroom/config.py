@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
 
-from msgspec import Struct
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    InstanceOf,
     PlainSerializer,
     SecretStr,
     ValidationError,
@@ -25,21 +23,19 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from vllm_headroom.inputs import (
     LAST_PORT,
-    file_path,
-    gpu_names,
-    header_name,
-    header_value,
-    metrics_url,
-    redacted,
-    shown,
-    shown_url,
-    unknown,
-    whole_number,
+    check_header_name,
+    check_header_value,
+    describe_unknown,
+    parse_gpus,
+    parse_metrics_url,
+    parse_path,
+    parse_whole,
+    redact_url,
+    show_url,
+    show_value,
 )
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import RefusedError, parse_size
-from vllm_headroom_tools.sizing.footprint import ModelShape
-from vllm_headroom_tools.sizing.model_config import read_model
 
 PREFIX: Final = "HEADROOM_"
 CONFIG: Final = "config"
@@ -49,35 +45,17 @@ AUTO: Final = "auto"
 PROFILE_NAMES: Final = (AUTO, *(each.name for each in PROFILES))
 
 
-class ModelFile(Struct, frozen=True, kw_only=True):
-    """A model's configuration: where it is, and what it says."""
-
-    path: Path
-    shape: ModelShape
-
-
 def from_text(read: Callable[[str], object]) -> BeforeValidator:
     """Return the validator that reads a text; what is none, as a default, is left to the type."""
     return BeforeValidator(lambda given: read(given) if isinstance(given, str) else given)
 
 
-def _model(text: str) -> ModelFile:
-    path = file_path(text)
-    shape = read_model(path)
-    if isinstance(shape, str):
-        raise RefusedError(shape)
-    return ModelFile(path=path, shape=shape)
-
-
 Bytes = Annotated[int, from_text(parse_size)]
-File = Annotated[Path, from_text(file_path)]
-Url = Annotated[str, AfterValidator(metrics_url), PlainSerializer(redacted, when_used="json")]
-Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(gpu_names)]
-Model = Annotated[
-    InstanceOf[ModelFile], from_text(_model), PlainSerializer(lambda model: str(model.path), when_used="json")
-]
-Header = Annotated[SecretStr, from_text(header_value), PlainSerializer(lambda _: "***", when_used="json")]
-Headers = Annotated[dict[Annotated[str, from_text(header_name)], Header], from_text(json.loads)]
+File = Annotated[Path, from_text(parse_path)]
+Url = Annotated[str, AfterValidator(parse_metrics_url), PlainSerializer(redact_url, when_used="json")]
+Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(parse_gpus)]
+Header = Annotated[SecretStr, from_text(check_header_value), PlainSerializer(lambda _: "***", when_used="json")]
+Headers = Annotated[dict[Annotated[str, from_text(check_header_name)], Header], from_text(json.loads)]
 InAnyCase: Final = from_text(str.lower)
 
 
@@ -99,6 +77,9 @@ def size(default: str | None, description: str, *, example: str = "", shown: str
     n_bytes = None if default is None else parse_size(default)
     return setting(n_bytes, "SIZE", accepts, description, shown=default or shown)
 
+
+TokenBytes = Callable[[str, int | None], int | None]
+"""From the KV cache's dtype and the engine's GPUs to the bytes that a token takes on all of them; None if not known."""
 
 OPEN: Final = "always open"
 FILE: Final = ("FILE", "the path of a file")
@@ -203,7 +184,7 @@ class Settings(BaseSettings):
         "Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is"
         " known in tokens only.",
     )
-    model_config_: Model | None = setting(
+    model_config_: File | None = setting(
         None,
         "PATH",
         "the path of a model's config.json, or of the folder that has one",
@@ -236,7 +217,7 @@ class Settings(BaseSettings):
         "The address to serve /metrics on.",
         shown="all interfaces, IPv4 and IPv6",
     )
-    listen_port: Annotated[int, from_text(whole_number), Field(ge=0, le=LAST_PORT)] = setting(
+    listen_port: Annotated[int, from_text(parse_whole), Field(ge=0, le=LAST_PORT)] = setting(
         9839, "PORT", f"a port number from 0 to {LAST_PORT}", "The port to serve /metrics on; 0 takes any free one."
     )
     web_config_file: File | None = setting(
@@ -276,9 +257,14 @@ class Settings(BaseSettings):
         return given.strip() if isinstance(given, str) else given
 
     @property
-    def model_shape(self) -> ModelShape | None:
-        """What `model_config_` says, None without it."""
-        return None if self.model_config_ is None else self.model_config_.shape
+    def token_bytes(self) -> TokenBytes | None:
+        """What reads `model_config_` is vllm_headroom_tools.settings; None without it."""
+        return None
+
+    @property
+    def model_problem(self) -> str:
+        """Why the model's configuration gives no bytes per token, empty where it does or is not set."""
+        return ""
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:  # noqa: ANN401 - not ours to type
@@ -320,7 +306,7 @@ OF_A_SERVICE: Final = re.compile(
 """What Kubernetes puts into every container's environment for a Service named headroom or headroom-anything."""
 
 SHOWN: Final[Mapping[str, Callable[[object], str]]] = {
-    "engine_url": shown_url,
+    "engine_url": show_url,
     "engine_headers": lambda _: "a value that is kept secret",
 }
 """How a refused value that may hold a secret is shown."""
@@ -352,10 +338,10 @@ def _refused(kind: type[Settings], source: Source) -> Iterator[str]:
     except ValidationError as error:
         errors = {each["loc"][0]: each.get("ctx", {}).get("error") for each in error.errors(include_input=False)}
         accepted = {key(name): words(field)["accepts"] for name, field in kind.model_fields.items()}
-        for setting, given in source.items():
-            if setting in errors:
-                reason = f" ({errors[setting]})" if isinstance(errors[setting], RefusedError) else ""
-                yield f"{given.name}: got {SHOWN.get(setting, shown)(given.value)}{reason}, accepts {accepted[setting]}"
+        for name, given in source.items():
+            if name in errors:
+                reason = f" ({errors[name]})" if isinstance(errors[name], RefusedError) else ""
+                yield f"{given.name}: got {SHOWN.get(name, show_value)(given.value)}{reason}, accepts {accepted[name]}"
 
 
 def _read_environment(kind: type[Settings]) -> tuple[dict[str, Given], list[str]]:
@@ -364,8 +350,8 @@ def _read_environment(kind: type[Settings]) -> tuple[dict[str, Given], list[str]
     known = [variable(name) for name in (*kind.model_fields, CONFIG)]
     values = EnvSettingsSource(kind)() | {CONFIG: ours.get(variable(CONFIG))}
     given = {key: Given(variable(key), value) for key, value in values.items() if variable(key) in ours}
-    strange = [name for name in ours if name not in known]
-    return given, [unknown(name, known) for name in strange if not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")]
+    strange = [name for name in ours if name not in known and not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")]
+    return given, [describe_unknown(name, known) for name in strange]
 
 
 def _read_file(kind: type[Settings], config: Given) -> tuple[dict[str, Given], tuple[str, ...]]:
@@ -386,7 +372,7 @@ def _read_file(kind: type[Settings], config: Given) -> tuple[dict[str, Given], t
         str(name): Given(f"{name or 'a key that is no text'} in {path}", value)
         for name, value in (document or {}).items()
     }
-    strange = (unknown(each.name, known) for name, each in given.items() if name not in known)
+    strange = (describe_unknown(each.name, known) for name, each in given.items() if name not in known)
     again = (f"{name} in {path}: given twice" for name in twice)
     return {name: each for name, each in given.items() if name in known and each.value is not None}, (*strange, *again)
 

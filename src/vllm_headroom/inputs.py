@@ -22,7 +22,7 @@ LONGEST_SHOWN: Final = 80
 """Characters of a refused value that a line shows."""
 
 
-def http_url(text: str) -> httpx.URL:
+def parse_http_url(text: str) -> httpx.URL:
     """Return an http or https URL."""
     import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it
 
@@ -37,25 +37,25 @@ def http_url(text: str) -> httpx.URL:
     return url
 
 
-def metrics_url(text: str) -> str:
+def parse_metrics_url(text: str) -> str:
     """Return an http or https URL, with /metrics where it has no path."""
-    url = http_url(text)
+    url = parse_http_url(text)
     return str(url.copy_with(path="/metrics")) if url.path == "/" else text
 
 
-def file_path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     """Return a path that a file can have."""
     if not text or "\0" in text:
         raise ValueError
     return Path(text)
 
 
-def whole_number(text: str) -> int:
+def parse_whole(text: str) -> int:
     """Return a whole number that is written in digits."""
-    return int(_matched(WHOLE, text))
+    return int(_match(WHOLE, text))
 
 
-def gpu_names(given: object) -> object:
+def parse_gpus(given: object) -> object:
     """Return `auto`, `all`, or the tuple of indices and UUIDs of a list or a text with commas."""
     names = given.split(",") if isinstance(given, str) else given
     if isinstance(given, str) and given.lower() in {"auto", "all"}:
@@ -64,26 +64,26 @@ def gpu_names(given: object) -> object:
         return names[0]
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError
-    return tuple(_matched(GPU, name.strip()) for name in names)
+    return tuple(_match(GPU, name.strip()) for name in names)
 
 
-def header_name(text: str) -> str:
+def check_header_name(text: str) -> str:
     """Return a name that a header can have."""
-    return _matched(HEADER_NAME, text)
+    return _match(HEADER_NAME, text)
 
 
-def header_value(text: str) -> str:
+def check_header_value(text: str) -> str:
     """Return a value that a header can have."""
-    return _matched(HEADER_VALUE, text)
+    return _match(HEADER_VALUE, text)
 
 
-def _matched(pattern: re.Pattern[str], text: str) -> str:
+def _match(pattern: re.Pattern[str], text: str) -> str:
     if pattern.fullmatch(text) is None:
         raise ValueError
     return text
 
 
-def redacted(url: str) -> str:
+def redact_url(url: str) -> str:
     """Return the URL, or what was meant to be one, with stars for its user and password, and for its query.
 
     Everything before the last @ goes, so that a password that was not percent-encoded goes as well. Where an @ follows
@@ -96,18 +96,18 @@ def redacted(url: str) -> str:
     return f"{shown}?***" if mark else shown
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """Return a refused value for the line that refuses it."""
     text = repr(value) if isinstance(value, str) else reprlib.repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
-def shown_url(value: object) -> str:
+def show_url(value: object) -> str:
     """Return a refused URL without user, password and query."""
-    return shown(redacted(value)) if isinstance(value, str) else "no text"
+    return show_value(redact_url(value)) if isinstance(value, str) else "no text"
 
 
-def unknown(name: str, known: Iterable[str], what: str = "a setting") -> str:
+def describe_unknown(name: str, known: Iterable[str], what: str = "a setting") -> str:
     """Return the line for a name that does not exist; its value may be a secret under a wrong name and is not shown."""
     spelt = {_plain(each): each for each in sorted(known)}
     meant = _plain(name.split(maxsplit=1)[0])

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from msgspec import Struct, field
 
-from vllm_headroom.inputs import file_path, gpu_names, http_url, metrics_url, shown, shown_url, unknown, whole_number
+from vllm_headroom.inputs import (
+    describe_unknown,
+    parse_gpus,
+    parse_http_url,
+    parse_metrics_url,
+    parse_path,
+    parse_whole,
+    show_url,
+    show_value,
+)
 from vllm_headroom.units import RefusedError, parse_duration, parse_share, parse_size, parse_vllm_number
 from vllm_headroom.vocabulary import CONTROLS
 
@@ -29,7 +38,7 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
 
     read: Callable[[str], T]
     accepts: str
-    shown: Callable[[object], str] = shown
+    shown: Callable[[object], str] = show_value
 
     def __call__(self, text: str) -> T:
         """Return the value, as argparse has it."""
@@ -54,14 +63,14 @@ def above_zero(read: Callable[[str], float], high: float = 1.7e308) -> Callable[
 
 
 TEXT: Final = Value(read=str, accepts="a text")
-FILE: Final = Value(read=file_path, accepts="the path of a file")
-FOLDER: Final = Value(read=file_path, accepts="the path of a directory")
-TRACE: Final = Value(read=lambda text: str(file_path(text)), accepts="the path of a trace, or - for standard input")
+FILE: Final = Value(read=parse_path, accepts="the path of a file")
+FOLDER: Final = Value(read=parse_path, accepts="the path of a directory")
+TRACE: Final = Value(read=lambda text: str(parse_path(text)), accepts="the path of a trace, or - for standard input")
 RATIO: Final = Value(read=above_zero(float, 1), accepts="a ratio above 0, at most 1")
 SHARE: Final = Value(read=bounded(parse_share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")
 DURATION: Final = Value(read=above_zero(parse_duration), accepts="a duration above 0 such as 90s, 5m or 1h")
 NUMBER: Final = Value(read=above_zero(float), accepts="a number above 0")
-GPUS: Final = Value(read=gpu_names, accepts="auto, all, or GPU indices or UUIDs separated by commas")
+GPUS: Final = Value(read=parse_gpus, accepts="auto, all, or GPU indices or UUIDs separated by commas")
 
 
 def size(example: str) -> Value[int]:
@@ -72,7 +81,7 @@ def size(example: str) -> Value[int]:
 def whole(low: int = 1, high: int = MOST) -> Value[int]:
     """Return the kind of a whole number from `low` to `high`."""
     most = f" to {high}" if high < MOST else " on"
-    return Value(read=bounded(whole_number, low, high), accepts=f"a whole number from {low}{most}")
+    return Value(read=bounded(parse_whole, low, high), accepts=f"a whole number from {low}{most}")
 
 
 def tokens(high: int = MOST) -> Value[int]:
@@ -94,12 +103,12 @@ def choice(names: Sequence[str]) -> Value[str]:
 
 def url(example: str) -> Value[httpx.URL]:
     """Return the kind of an http or https URL."""
-    return Value(read=http_url, accepts=f"an http or https URL such as {example}", shown=shown_url)
+    return Value(read=parse_http_url, accepts=f"an http or https URL such as {example}", shown=show_url)
 
 
 def page_url(example: str) -> Value[str]:
     """Return the kind of the URL of a page of metrics."""
-    return Value(read=metrics_url, accepts=f"an http or https URL such as {example}", shown=shown_url)
+    return Value(read=parse_metrics_url, accepts=f"an http or https URL such as {example}", shown=show_url)
 
 
 class BadOptions(Exception):  # noqa: N818 - it says what was given, which is all the operator needs to know
@@ -238,7 +247,7 @@ class Parser(argparse.ArgumentParser):
     def _problem(self, typed: Typed, times: Counter[str]) -> str | None:
         name, action, values = typed.name, typed.action, typed.values
         if action is None:
-            return unknown(name, self._option_string_actions, "an option")
+            return describe_unknown(name, self._option_string_actions, "an option")
         if times[action.dest] > 1 and not isinstance(action.default, list):
             return f"{name}: given {times[action.dest]} times, accepts one"
         if action.nargs == 0:

@@ -49,7 +49,6 @@ from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.recorder import Recorder
-from vllm_headroom_tools.sizing.footprint import bind_token_bytes
 
 LONGEST_TICK_SECONDS: Final = 30.0
 """Between two ticks, whatever hangs meanwhile: each source has seconds. Beyond it the daemon was stopped or starved."""
@@ -67,7 +66,7 @@ def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canar
         derivations=build_derivations(
             reported_bytes=settings.reported_bytes,
             kv_bytes_per_token=settings.kv_bytes_per_token,
-            model=bind_token_bytes(settings.model_shape),
+            model=settings.token_bytes,
             baseline_bytes_per_request=settings.baseline_bytes_per_request,
         ),
         clock=parts.clock,
@@ -116,11 +115,6 @@ SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
 """Scrapes in progress may take as long beside it."""
 
-TOKENS_DIFFER: Final = (
-    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so that tokens differ in size; a size to count"
-    " with can be given in HEADROOM_KV_BYTES_PER_TOKEN"
-)
-
 
 def serve(settings: Settings) -> NoReturn:
     """Run the real daemon until it is told to stop, and end the process with its status; an error of its own is raised.
@@ -153,9 +147,8 @@ async def run(parts: Parts, settings: Settings) -> int:
             log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - a line says it all
         return CANNOT_LISTEN
     ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    shape = settings.model_shape
-    if shape is not None and not shape.has_every_token and settings.kv_bytes_per_token is None:
-        log.warning("KV cache known in tokens only", problem=TOKENS_DIFFER)
+    if settings.model_problem and settings.kv_bytes_per_token is None:
+        log.warning("KV cache known in tokens only", problem=settings.model_problem)
     with handle_signals(partial(request_end, ending, STOPPED)):
         try:
             log.info("listening", port=listener.getsockname()[1], version=read_version())

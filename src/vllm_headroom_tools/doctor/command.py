@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.config import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
 from vllm_headroom.derive.attribution import Selection
@@ -31,6 +30,7 @@ from vllm_headroom_tools.doctor.gpus import (
 )
 from vllm_headroom_tools.doctor.port import check_listen_port, check_state_dir, check_trace_file
 from vllm_headroom_tools.look import PROC, SYS
+from vllm_headroom_tools.settings import ModelSettings
 from vllm_headroom_tools.terminal import wrap_text
 
 Document = Mapping[str, Any]
@@ -109,7 +109,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
     return build_document(await examine(given.settings), read_version())
 
 
-async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
+async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
     sight, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
@@ -139,7 +139,7 @@ COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
-    options=lambda parser: parser.add_settings(Settings),
+    options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,
     text=render_text,
     document=lambda found: found,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from msgspec.structs import fields
 
-from vllm_headroom.inputs import shown_url
+from vllm_headroom.inputs import show_url
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.load.report import render_text
@@ -69,7 +69,7 @@ def read_order(given: Namespace) -> LoadOrder:
 
 
 def _add_target(add: Add) -> None:
-    base = Value(read=parse_base_url, accepts="an http or https URL without user, password and query", shown=shown_url)
+    base = Value(read=parse_base_url, accepts="an http or https URL without user, password and query", shown=show_url)
     add("--engine-url", dest="url", metavar="URL", type=base, required=True, help="the server; there is no default")
     add(
         "--api",

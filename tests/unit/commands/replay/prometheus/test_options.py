@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom.inputs import shown
+from vllm_headroom.inputs import show_value
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.options import BadOptions, Value
@@ -74,7 +74,7 @@ def test_what_cannot_be_understood_is_refused_with_what_is_accepted(option: str,
         parser_of(COMMAND, "replay").read([f"{option}={text}"])
 
     (line,) = caught.value.lines
-    assert line == f"{option}: got {shown(text)}, accepts {kinds.get(option, MATCHER).accepts}"
+    assert line == f"{option}: got {show_value(text)}, accepts {kinds.get(option, MATCHER).accepts}"
 
 
 def test_every_mistake_is_told_at_once() -> None:
