@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from vllm_headroom.parse.profile import Profile
-from vllm_headroom.parse.profiles.aphrodite import APHRODITE
 from vllm_headroom.parse.profiles.dynamo import DYNAMO
 from vllm_headroom.parse.profiles.llama_cpp import LLAMA_CPP
 from vllm_headroom.parse.profiles.lmdeploy import LMDEPLOY
 from vllm_headroom.parse.profiles.sglang import SGLANG
 from vllm_headroom.parse.profiles.tensorrt_llm import TENSORRT_LLM
 from vllm_headroom.parse.profiles.tgi import TGI
-from vllm_headroom.parse.profiles.vllm import VLLM
+from vllm_headroom.parse.profiles.vllm import APHRODITE, VLLM
 
 PROFILES: Final[tuple[Profile, ...]] = (VLLM, SGLANG, TENSORRT_LLM, LMDEPLOY, TGI, LLAMA_CPP, APHRODITE, DYNAMO)
 """Every supported engine; a new one is added here. The first with matching series reads the page. Dynamo is last:

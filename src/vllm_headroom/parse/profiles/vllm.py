@@ -1,8 +1,10 @@
-"""vLLM 0.4 and newer, V0 and V1."""
+"""vLLM 0.4 and newer, V0 and V1, with Aphrodite."""
 
 from __future__ import annotations
 
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
 
@@ -66,3 +68,6 @@ VLLM: Final = Profile(
         ),
     ),
 )
+
+APHRODITE: Final = replace(VLLM, name="aphrodite", product="Aphrodite", prefixes=("aphrodite:",))
+"""Aphrodite has vLLM's page under another prefix."""
