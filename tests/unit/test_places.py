@@ -74,7 +74,7 @@ def test_a_raw_fact_takes_three_places(source: Path) -> None:
     add(
         source / "model" / "engine.py",
         "    waiting:",
-        '    swapped: Annotated[float | None, Input("requests_swapped", "headroom_engine_requests_swapped")] = None\n',
+        '    swapped: Annotated[float | None, _input("requests_swapped", "requests_swapped")] = None\n',
     )
     add(
         source / "parse/profiles/vllm.py",

@@ -261,7 +261,6 @@ def _find_held_bytes(
 
 
 def _sum_memory(processes: Iterable[GpuProcess]) -> int | None:
-    """Return the sum of the processes' memory; None when it is unknown for one of them."""
     total = 0
     for process in processes:
         if process.used_bytes is None:

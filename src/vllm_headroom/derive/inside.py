@@ -125,7 +125,6 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
 
 
 def _find_free(sums: Sums) -> dict[MemoryPart, int]:
-    """Return what torch has reserved and nothing uses."""
     if sums.split is None:
         return {}
     free = {MemoryPart.FRAGMENTED: sums.split}

@@ -87,39 +87,33 @@ class Input(Struct, frozen=True):
     metric: str | None = None
 
 
+def _input(name: str, metric: str | None = None) -> Input:
+    return Input(name, metric and f"headroom_engine_{metric}")
+
+
 class EngineReading(Struct, frozen=True, kw_only=True):
     """The readings of one engine (one data-parallel rank); None where the page does not offer it."""
 
     model_name: str
     engine: str
-    running: Annotated[float | None, Input("requests_running", "headroom_engine_requests_running")] = None
-    waiting: Annotated[float | None, Input("requests_waiting", "headroom_engine_requests_waiting")] = None
-    finished_total: Annotated[float | None, Input("requests_finished", "headroom_engine_requests_finished_total")] = (
-        None
-    )
-    preemptions_total: Annotated[float | None, Input("preemptions", "headroom_engine_preemptions_total")] = None
-    prompt_tokens_total: Annotated[float | None, Input("prompt_tokens", "headroom_engine_prompt_tokens_total")] = None
-    generation_tokens_total: Annotated[
-        float | None, Input("generation_tokens", "headroom_engine_generation_tokens_total")
-    ] = None
-    steps_total: Annotated[float | None, Input("scheduler_steps")] = None
-    kv_used_ratio: Annotated[float | None, Input("kv_cache_usage", "headroom_engine_kv_cache_used_ratio")] = None
-    kv_capacity_tokens: Annotated[
-        float | None, Input("kv_cache_capacity", "headroom_engine_kv_cache_capacity_tokens")
-    ] = None
-    kv_cache_dtype: Annotated[str | None, Input("kv_cache_dtype")] = None
-    prefix_queries_total: Annotated[
-        float | None, Input("prefix_cache_queries", "headroom_engine_prefix_cache_queries_total")
-    ] = None
-    prefix_hits_total: Annotated[
-        float | None, Input("prefix_cache_hits", "headroom_engine_prefix_cache_hits_total")
-    ] = None
-    prefix_hit_lifetime_ratio: Annotated[float | None, Input("prefix_cache_hit_rate")] = None
-    awake: Annotated[bool | None, Input("sleep_state", "headroom_engine_awake")] = None
-    gpu_memory_utilization_ratio: Annotated[float | None, Input("gpu_memory_utilization")] = None
-    kv_cache_memory_bytes: Annotated[float | None, Input("kv_cache_memory_bytes")] = None
-    memory_bytes: Annotated[float | None, Input("memory_bytes")] = None
-    started_at_seconds: Annotated[float | None, Input("process_start_time")] = None
+    running: Annotated[float | None, _input("requests_running", "requests_running")] = None
+    waiting: Annotated[float | None, _input("requests_waiting", "requests_waiting")] = None
+    finished_total: Annotated[float | None, _input("requests_finished", "requests_finished_total")] = None
+    preemptions_total: Annotated[float | None, _input("preemptions", "preemptions_total")] = None
+    prompt_tokens_total: Annotated[float | None, _input("prompt_tokens", "prompt_tokens_total")] = None
+    generation_tokens_total: Annotated[float | None, _input("generation_tokens", "generation_tokens_total")] = None
+    steps_total: Annotated[float | None, _input("scheduler_steps")] = None
+    kv_used_ratio: Annotated[float | None, _input("kv_cache_usage", "kv_cache_used_ratio")] = None
+    kv_capacity_tokens: Annotated[float | None, _input("kv_cache_capacity", "kv_cache_capacity_tokens")] = None
+    kv_cache_dtype: Annotated[str | None, _input("kv_cache_dtype")] = None
+    prefix_queries_total: Annotated[float | None, _input("prefix_cache_queries", "prefix_cache_queries_total")] = None
+    prefix_hits_total: Annotated[float | None, _input("prefix_cache_hits", "prefix_cache_hits_total")] = None
+    prefix_hit_lifetime_ratio: Annotated[float | None, _input("prefix_cache_hit_rate")] = None
+    awake: Annotated[bool | None, _input("sleep_state", "awake")] = None
+    gpu_memory_utilization_ratio: Annotated[float | None, _input("gpu_memory_utilization")] = None
+    kv_cache_memory_bytes: Annotated[float | None, _input("kv_cache_memory_bytes")] = None
+    memory_bytes: Annotated[float | None, _input("memory_bytes")] = None
+    started_at_seconds: Annotated[float | None, _input("process_start_time")] = None
 
 
 INPUTS: Final[Mapping[str, Input]] = {

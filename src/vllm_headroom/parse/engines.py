@@ -120,7 +120,6 @@ def _find_value(profile: Profile, fact: Fact, families: _Families, ranks: int) -
 
 
 def _add_families(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], ranks: int) -> float | None:
-    """Return the sum of the families' values; None when one is unknown."""
     values = [_combine_samples(profile, fact, samples, ranks) for samples in parts]
     known = [value for value in values if value is not None]
     return _check_value(fact.field, sum(known)) if len(known) == len(values) else None

@@ -100,7 +100,6 @@ def close_block(track: Track, block: Block) -> Track | None:
 
 
 def _join_block(whole: Block | None, part: Block) -> Block:
-    """Return a block with one more part."""
     first = whole or replace(part, parts=0)
     return Block(
         first.seconds,

@@ -227,7 +227,6 @@ def forecast_certainty(track: Track) -> Certainty:
 
 
 def _find_flush_time(track: Track) -> float:
-    """Return when the allocator last gave back its cache, 0 if never."""
     return 0.0 if track.flush is None else track.flush.seconds
 
 
@@ -280,7 +279,6 @@ def _has_just_ended(track: Track, level: BlockLevel) -> bool:
 
 
 def _update_time_left(track: Track, room_bytes: int | None) -> Track:
-    """Return the track with the time left now, at the paces of its estimate."""
     found = track.estimate
     if found is None or room_bytes is None:
         return track

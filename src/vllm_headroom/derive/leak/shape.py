@@ -180,7 +180,6 @@ def _measure_pace(
 
 
 def _interpolate_grown(history: tuple[tuple[float, float, float], ...], axis: int, where: float) -> float:
-    """Interpolate the grown bytes at a position on an axis."""
     index = bisect_right(history, where, key=lambda entry: entry[axis])
     if index in (0, len(history)):
         return history[index - 1 if index else 0][2]

@@ -244,7 +244,6 @@ def _compute_odds(window: Window, first: Point, now: Point, whole: float) -> flo
 def _judge_window(
     window: Window, odds: float, steps: tuple[Step, ...], now: Point, life: WindowContext
 ) -> tuple[Certainty, float]:
-    """Return the verdict of a window, and its certainty."""
     room = life.first.floor_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     left_steps, lasted = room / window.largest_bytes, now.seconds - window.opened.seconds
     left = room / window.grown_bytes * lasted

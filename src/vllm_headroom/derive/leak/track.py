@@ -130,7 +130,6 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
 
 
 def _update_steps(track: Track, held_bytes: float) -> Track:
-    """Return the track with the difference to the reading before."""
     if held_bytes == track.held_bytes:
         return track
     before_bytes = held_bytes if track.held_bytes is None else track.held_bytes

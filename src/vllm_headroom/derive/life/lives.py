@@ -162,7 +162,6 @@ def _is_among(known: Collection[ProcessName], processes: Collection[ProcessName]
 
 
 def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
-    """Return a continuing run after one more sample."""
     began = run.began_seconds if run.began_seconds is not None else seen.started_at_seconds
     processes = seen.names or run.processes
     if seen.page is None:

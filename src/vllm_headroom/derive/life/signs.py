@@ -148,7 +148,6 @@ def _find_least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
 
 
 def _find_room(gpu: Gpu) -> int | None:
-    """Return the least free memory of the last minute."""
     memory = gpu.reading.memory
     return None if memory is None else min(memory.left_bytes, memory.usable_bytes - (gpu.reading.used_peak_bytes or 0))
 

@@ -20,8 +20,8 @@ DYNAMO: Final = Profile(
     model_label="model",
     engine_label="dp_rank",
     absent=(
-        ("kv_cache_capacity", "it counts blocks, and only the engine knows how many tokens one has"),
         *((name, "the engine's own series have it, on the port of DYN_SYSTEM_PORT") for name in _OF_ENGINE),
+        ("kv_cache_capacity", "it counts blocks, and only the engine knows how many tokens one has"),
     ),
     facts=(
         Fact(field="kv_used_ratio", families=("gpu_cache_usage_percent",), combine=Combine.MEAN),
