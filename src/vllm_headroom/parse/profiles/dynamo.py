@@ -6,10 +6,12 @@ from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 
-_OF_ENGINE: Final = (
+_ENGINE: Final = "the engine's own series have it, on the port of DYN_SYSTEM_PORT"
+_BLOCKS: Final = "it counts blocks, and only the engine knows how many tokens one has"
+_ABSENT: Final = (
     *("requests_running", "requests_waiting", "requests_finished", "preemptions", "prompt_tokens", "generation_tokens"),
-    *("scheduler_steps", "kv_cache_dtype", "prefix_cache_queries", "prefix_cache_hits", "sleep_state"),
-    *("gpu_memory_utilization", "kv_cache_memory_bytes", "memory_bytes", "process_start_time"),
+    *("scheduler_steps", "kv_cache_capacity", "kv_cache_dtype", "prefix_cache_queries", "prefix_cache_hits"),
+    *("sleep_state", "gpu_memory_utilization", "kv_cache_memory_bytes", "memory_bytes", "process_start_time"),
 )
 
 DYNAMO: Final = Profile(
@@ -19,10 +21,7 @@ DYNAMO: Final = Profile(
     prefixes=("dynamo_component_",),
     model_label="model",
     engine_label="dp_rank",
-    absent=(
-        *((name, "the engine's own series have it, on the port of DYN_SYSTEM_PORT") for name in _OF_ENGINE),
-        ("kv_cache_capacity", "it counts blocks, and only the engine knows how many tokens one has"),
-    ),
+    absent=tuple((name, _BLOCKS if name == "kv_cache_capacity" else _ENGINE) for name in _ABSENT),
     facts=(
         Fact(field="kv_used_ratio", families=("gpu_cache_usage_percent",), combine=Combine.MEAN),
         Fact(field="prefix_hit_lifetime_ratio", families=("kv_cache_hit_rate",), combine=Combine.MEAN),
