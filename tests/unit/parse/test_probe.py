@@ -120,8 +120,9 @@ def test_a_whole_file_is_understood() -> None:
     )
 
 
-def test_a_half_known_host_is_not_known() -> None:
-    parsed = parse_probe(json.dumps(WHOLE | {"host": {"cgroup": {"limit": 3}, "shm": {"used": 1}}}).encode())
+@pytest.mark.parametrize("shm", [{"used": 1}, {"limit": 2}], ids=["no limit", "no use"])
+def test_a_half_known_host_is_not_known(shm: dict[str, int]) -> None:
+    parsed = parse_probe(json.dumps(WHOLE | {"host": {"cgroup": {"limit": 3}, "shm": shm}}).encode())
 
     assert not isinstance(parsed, str)
     assert parsed[0].host == HostReading()
