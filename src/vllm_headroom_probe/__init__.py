@@ -15,7 +15,7 @@ def register() -> None:
     """Begin to write into the folder that HEADROOM_PROBE_DIR names; vLLM's plugin call, which nothing guards."""
     try:
         if folder := os.environ.get("HEADROOM_PROBE_DIR"):
-            from vllm_headroom_probe.life import begin  # noqa: PLC0415 - inert without a folder, and errors end here
+            from vllm_headroom_probe.hooks import begin  # noqa: PLC0415 - inert without a folder, and errors end here
 
             begin(folder, sys._getframe(1))  # noqa: SLF001 - the callers' frames hold what vLLM is building
     except Exception:

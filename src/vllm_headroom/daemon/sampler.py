@@ -235,8 +235,8 @@ class Sampler:
         """The state of every derivation, by its name, and of the engine's life."""
         return dict(self._states)
 
-    async def tick(self) -> None:
-        """Read all sources at once, derive and publish; a fault in one part costs that part only."""
+    async def tick(self) -> Snapshot:
+        """Read all sources at once, derive, publish and return the snapshot; a fault costs only its part."""
         snapshot = await self._snapshot()
         if self._recall is not None:
             self._states.update(await self._recall(snapshot))
@@ -250,6 +250,7 @@ class Sampler:
         self._transitions.verdicts(values)
         self.snapshot, self.values = snapshot, values
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
+        return snapshot
 
     async def _snapshot(self) -> Snapshot:
         async with asyncio.TaskGroup() as group:

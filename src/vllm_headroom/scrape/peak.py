@@ -10,7 +10,7 @@ WINDOW_SECONDS: Final = 60.0
 
 
 class Peak:
-    """Keeps only samples that can still become the highest: later ones are lower, so the first is the peak."""
+    """Keeps the samples that can still become the highest: each is higher than all later ones."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()

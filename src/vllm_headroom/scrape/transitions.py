@@ -10,9 +10,9 @@ log = structlog.get_logger()
 
 
 class GpuTransitions:
-    """Says once that a GPU fails, answers again, or does not tell its memory.
+    """Logs once when a GPU fails, answers again, or does not report its memory.
 
-    A GPU is known by its UUID, since it may come back at another index; by its index while it does not tell its UUID.
+    A GPU is identified by its UUID, since its index may change; by its index while its UUID is unknown.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class GpuTransitions:
         if reading.memory is None and reading.uuid not in self._without_memory:
             self._without_memory.add(reading.uuid)
             log.warning(
-                "GPU does not tell its memory: its memory series are absent", gpu=reading.index, uuid=reading.uuid
+                "GPU does not report its memory: its memory series are absent", gpu=reading.index, uuid=reading.uuid
             )
 
 

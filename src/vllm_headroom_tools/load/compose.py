@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.config.plain import AUTO, selected
-from vllm_headroom.daemon.life import handle_signals
+from vllm_headroom.daemon.loop import handle_signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus

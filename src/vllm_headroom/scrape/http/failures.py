@@ -1,4 +1,4 @@
-"""Why an engine's page did not come, in words for the operator."""
+"""Explain to the operator why an engine's page did not come."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def build_failure(reason: Reason, message: str) -> Failure:
 
 
 def strip_advice(failed: Failure) -> str:
-    """Return what happened, for those to whom the engine's settings are no help."""
+    """Return the problem without the advice, where the engine's settings do not apply."""
     return failed.message.rpartition(": ")[0]
 
 
 def hide_secrets(url: httpx.URL) -> httpx.URL:
-    """Return the URL fit to be shown: without user and password, and with stars for a query, which may hold a token."""
+    """Return the URL without user and password, and with stars for a query, which may hold a token."""
     return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
 def explain_status(response: httpx.Response, url: str) -> Failure:
-    """Return what a status other than 200 means."""
+    """Return the failure of a status other than 200."""
     answer = f"{url} answers {response.status_code} {response.reason_phrase}".strip()
     match response.status_code:
         case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
@@ -54,7 +54,7 @@ def explain_status(response: httpx.Response, url: str) -> Failure:
 
 
 def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
-    """Return what it means that a body could not be read to its end."""
+    """Return the failure of a body that could not be read to its end."""
     messages = {
         Reason.MALFORMED: f"{url} answers in an encoding that was not asked for: make it send the page uncompressed",
         Reason.TOO_LARGE: (
@@ -68,7 +68,7 @@ def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
 
 
 def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Failure:
-    """Return what it means that a request ended in `error`, one of httpx's or the operating system's."""
+    """Return the failure of a request that raised `error`, of httpx or the operating system."""
     match error:
         case TimeoutError() | httpx.TimeoutException():
             advice = "check whether vLLM hangs, or raise HEADROOM_ENGINE_TIMEOUT_SECONDS"
@@ -107,7 +107,7 @@ def _explain_unreachable(url: str, problem: str) -> Failure:
 
 
 def _walk_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Walk down to what happened: httpx wraps httpcore, which wraps anyio, which groups its attempts."""
+    """Yield the error and its causes: httpx wraps httpcore, which wraps anyio, which groups its attempts."""
     while error is not None:
         yield error
         error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
@@ -134,7 +134,7 @@ class UnusableCredentials(Exception):  # noqa: N818 - it says what the file is
 
 
 def read_token(file: Path) -> str:
-    """Return the token in a file; raises Unusable."""
+    """Return the token in a file; raises UnusableCredentials."""
     try:
         with file.open("rb") as stream:
             token = stream.read(TOKEN_BYTES).decode("ascii", "replace").strip()
@@ -148,7 +148,7 @@ def read_token(file: Path) -> str:
 
 
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
-    """Return how a server's certificate is checked, by the usual authorities without a file; raises Unusable."""
+    """Return a TLS context with the file's authorities, without a file the default ones; raises UnusableCredentials."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
@@ -157,7 +157,7 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
 
 
 class CredentialReader:
-    """What `token_file` and `ca_file` hold now, read on a thread of its own."""
+    """Reads `token_file` and `ca_file` on a separate thread."""
 
     def __init__(self, token_file: Path | None, ca_file: Path | None) -> None:
         self._token_file = token_file
@@ -173,7 +173,7 @@ class CredentialReader:
         return token if isinstance(token, Failure) else str(token)
 
     async def trust(self) -> ssl.SSLContext | Failure:
-        """Return how to speak TLS: with the CA file's authorities, or those that are trusted by default."""
+        """Return the TLS context: with the CA file's authorities, or the default ones."""
         file = self._ca_file
         if file is None:
             return httpx.create_ssl_context(trust_env=False)
@@ -182,7 +182,7 @@ class CredentialReader:
         return context
 
     def close(self) -> None:
-        """Let the thread end; a later reading starts another."""
+        """Stop the thread; a later reading starts another."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop()

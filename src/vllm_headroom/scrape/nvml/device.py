@@ -1,4 +1,4 @@
-"""One physical GPU as NVML shows it."""
+"""Read one physical GPU from NVML."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.proc.host import read_machine
 
 CHANGE_BYTES: Final = 2 * 2**20
-"""A device's memory is given out in pieces of 2 MiB: who moved by less has not moved."""
+"""A device's memory is allocated in pieces of 2 MiB: less is no change."""
 
 LEAST_AGE_SECONDS: Final = 1.0
 """A list costs about 400 times what memory info does (4.5 ms against 11.6 us, flightlessmango/MangoHud#2104) and holds
-the driver's lock meanwhile, so that memory which always moves must not ask for it on every reading.
+the driver's lock: memory that changes all the time must not renew it on every reading.
 """
 
 
 class ProcessList:
-    """The last list and what was in use when it was made."""
+    """The last list of processes, and the memory in use at that time."""
 
     def __init__(self) -> None:
         self.processes: tuple[GpuProcess, ...] | None = None
@@ -34,7 +34,7 @@ class ProcessList:
         self._used_bytes: int | None = None
 
     def is_fresh(self, now: float, used_bytes: int | None, interval_seconds: float) -> bool:
-        """Return whether the list still tells who holds the memory now in use (None where that is not known)."""
+        """Return whether the list still matches the memory now in use (None where that is unknown)."""
         age_seconds = now - self._listed_at
         if self.processes is None or age_seconds >= interval_seconds:
             return False
@@ -43,20 +43,20 @@ class ProcessList:
         return abs(used_bytes - self._used_bytes) < CHANGE_BYTES
 
     def renew(self, now: float, used_bytes: int | None, processes: tuple[GpuProcess, ...] | None) -> None:
-        """Take a new list, None where it could not be read."""
+        """Set a new list, None where it could not be read."""
         self.processes, self._listed_at, self._used_bytes = processes, now, used_bytes
 
 
 def list_compute_processes(handle: Handle) -> tuple[GpuProcess, ...]:
-    """Return the processes NVML lists on a device. Raises NVMLError.
+    """Return the processes NVML lists on a device; raise NVMLError.
 
-    The function is named with its version because pynvml answers a missing one by another class of error otherwise.
+    With the version in its name, because pynvml raises another class of error for a missing function otherwise.
     """
     return _build_processes(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
 
 
 def list_mps_clients(handle: Handle) -> tuple[GpuProcess, ...]:
-    """Return the processes that compute through NVIDIA's MPS, whose server alone is a compute process then."""
+    """Return the clients of NVIDIA's MPS; NVML lists only its server as a compute process."""
     return _build_processes(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handle))
 
 
@@ -76,12 +76,12 @@ class Part:
     handle: Handle = field(repr=False, compare=False)
 
     def failed(self, failure: Failure, xid_errors: tuple[tuple[int, int], ...]) -> GpuReading:
-        """Return the reading of this part when it cannot be read; XID errors are counted here, so they stay known."""
+        """Return a failed reading of this part; XID errors are counted here and stay known."""
         return GpuReading(index=self.index, uuid=self.uuid, name=self.name, xid_errors=xid_errors, failure=failure)
 
 
 def open_gpu(index: int, calls: Calls) -> Part:
-    """Open the GPU at an NVML index. Raises NVMLError where it cannot be opened."""
+    """Open the GPU at an NVML index; raise NVMLError where it cannot be opened."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     uuid = pynvml.nvmlDeviceGetUUID(handle)
     name = calls.ask(uuid, "name", lambda: pynvml.nvmlDeviceGetName(handle)) or ""
@@ -89,9 +89,9 @@ def open_gpu(index: int, calls: Calls) -> Part:
 
 
 def list_parts(gpu: Part, calls: Calls) -> tuple[Part, ...]:
-    """Return the MIG instances seen from here, or the GPU itself where there are none; never both.
+    """Return the visible MIG instances, or the GPU itself where there are none.
 
-    Instances can be made and removed at any time, so this is asked anew for every reading.
+    Instances can be created and removed at any time, so every reading lists them.
     """
     mode = calls.ask(gpu.uuid, "MIG mode", lambda: pynvml.nvmlDeviceGetMigMode(gpu.handle))
     if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
@@ -123,9 +123,9 @@ def _open_instance(gpu: Part, position: int, calls: Calls) -> Part | None:
 
 
 class GpuFaults(Struct, frozen=True, kw_only=True):
-    """The faults of the GPU at an NVML index; None where it does not tell, as with MIG instances on it.
+    """The memory faults of the GPU at an NVML index; None where unknown, as with MIG instances on it.
 
-    `ecc` is whether ECC is on now, and after the next reset. `row_remap_failed` stays True once it has been.
+    `ecc`: whether ECC is on now, and after the next reset. `row_remap_failed` stays True for good.
     """
 
     index: int
@@ -136,7 +136,7 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
 
 
 def read_faults(gpu: Part, calls: Calls) -> GpuFaults:
-    """Ask a whole GPU. Raises NVMLError where it, or the driver, fails."""
+    """Return the faults of a whole GPU; raise NVMLError where it, or the driver, fails."""
     ecc = calls.ask(gpu.uuid, "ECC mode", lambda: pynvml.nvmlDeviceGetEccMode(gpu.handle))
     rows = calls.ask(gpu.uuid, "row remapping", lambda: pynvml.nvmlDeviceGetRemappedRows(gpu.handle))
     pages = calls.ask(gpu.uuid, "page retirement", lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu.handle))
@@ -155,8 +155,8 @@ T = TypeVar("T")
 class DriverContext(Struct, frozen=True, kw_only=True):
     """What the GPUs of one init share; `memory_version` is NVML's number of memory info v2, None for v1.
 
-    `alone` is whether there is but one, as where it works on the machine's memory, which `proc` tells. `peaks` and
-    `xids` outlive the init, `peaks` by the UUID of a GPU or MIG instance.
+    `alone`: there is only one GPU, as on machines whose GPU uses the machine's memory, read from `proc`. `peaks` (by
+    the UUID of a GPU or MIG instance) and `xids` are kept across inits.
     """
 
     monotonic: Callable[[], float]
@@ -172,8 +172,8 @@ class DriverContext(Struct, frozen=True, kw_only=True):
 class NvmlDevice:
     """A GPU at one NVML index from init to shutdown, opened when it is first read.
 
-    Its methods make NVML calls and belong on NVML's thread. They raise NVMLError where the whole GPU, or the driver,
-    fails; after an error that means a lost GPU, `lost_code` is set and no method may be called again.
+    Its methods run on NVML's thread and raise NVMLError where the whole GPU, or the driver, fails; after the error of a
+    lost GPU, `lost_code` is set and no method may be called again.
     """
 
     def __init__(self, index: int, surroundings: DriverContext) -> None:
@@ -197,7 +197,7 @@ class NvmlDevice:
             raise
 
     def sample_used(self) -> dict[str, int]:
-        """Return nothing but the memory in use, by UUID, and note it for its peak."""
+        """Return the memory in use by UUID, and add it to its peak."""
         try:
             seen = {part.uuid: self._memory(part) for part in self.parts}
         except pynvml.NVMLError as error:
@@ -206,7 +206,7 @@ class NvmlDevice:
         return {uuid: memory.used_bytes for uuid, memory in seen.items() if memory is not None}
 
     def faults(self) -> GpuFaults:
-        """Return what the whole GPU says of faults in its memory."""
+        """Return the faults in the memory of the whole GPU."""
         try:
             return read_faults(self.gpu or self._open(), self._around.calls)
         except pynvml.NVMLError as error:
@@ -218,7 +218,7 @@ class NvmlDevice:
             self.lost_code = code
 
     def _forget(self, uuid: str) -> None:
-        """Let go of all that is known of a MIG instance that was removed: the next has a UUID of its own."""
+        """Forget a MIG instance that was removed: the next one has another UUID."""
         self._around.calls.forget(uuid)
         self._around.peaks.pop(uuid, None)
         self._lists.pop(uuid, None)
@@ -256,7 +256,7 @@ class NvmlDevice:
             unified = self._around.alone and self._around.calls.is_unsupported(part.uuid, "memory")
             return self._read_unified(part) if unified else None
         if max(info.used, info.free) > info.total:
-            return None  # a sharing library that fell below zero (Project-HAMi/HAMi-core#200): neither can be believed
+            return None  # a sharing library below zero (Project-HAMi/HAMi-core#200): neither value is reliable
         self._around.peaks[part.uuid].add(self._around.monotonic(), info.used)
         reserved_bytes = None if version is None else info.reserved
         return GpuMemory(
@@ -264,7 +264,7 @@ class NvmlDevice:
         )
 
     def _read_unified(self, part: Part) -> GpuMemory | None:
-        """Return the machine's memory, which such a GPU works on; vLLM, too, asks the kernel there (mem_utils.py)."""
+        """Return the machine's memory, which such a GPU uses; vLLM reads it from the kernel too (mem_utils.py)."""
         machine = read_machine(self._around.proc)
         if machine is None:
             return None
@@ -287,7 +287,7 @@ class NvmlDevice:
         return known
 
     def _add_mps_clients(self, part: Part, listed: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
-        """Return the processes with those of MPS, each once; without a process there is no server of MPS either."""
+        """Return the processes with the clients of MPS, each once."""
         clients = self._ask(part, "MPS clients", list_mps_clients) or ()
         pids = {process.pid for process in listed}
         return *listed, *(client for client in clients if client.pid not in pids)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.samples import gpu
-from vllm_headroom.daemon.life import GraceTime, Heartbeat, request_end, run_every
+from vllm_headroom.daemon.loop import GraceTime, Heartbeat, request_end, run_every
 from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import Reason, Source
 

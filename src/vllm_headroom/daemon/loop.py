@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from math import floor
 from typing import Any, Final
 
@@ -118,7 +118,7 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 async def run_until_end(
-    loops: tuple[Coroutine[Any, Any, None], ...], server: Server, listener: socket.socket, ending: asyncio.Future[int]
+    loops: Iterable[Coroutine[Any, Any, None]], server: Server, listener: socket.socket, ending: asyncio.Future[int]
 ) -> int:
     """Serve and turn the loops until the end is asked for; return the exit status.
 
