@@ -1,4 +1,4 @@
-"""The composition root: builds the parts, joins them and takes them down."""
+"""The composition root: build the daemon, run it and shut it down."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom_tools.sizing.footprint import bind_token_bytes
 
 LONGEST_TICK_SECONDS: Final = 30.0
-"""Between two ticks, whatever hangs meanwhile: each source has seconds. Beyond it the daemon was stopped or starved."""
+"""Between two ticks, with hanging sources: each has a timeout of seconds. Longer, the daemon was stopped or starved."""
 
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns states that an earlier process kept, by derivation."""
+"""Returns the states that an earlier process saved, by derivation."""
 
 
 def build_sampler(parts: Parts, settings: PlainSettings, recall: Recall | None, canary: Canary | None) -> Sampler:
-    """Return the straight line from the sources to what is published."""
+    """Return the sampler that turns the sources into what is published."""
     return Sampler(
         sources=parts,
         parse=partial(parse_engines, profile=settings.profile),
@@ -88,21 +88,21 @@ def _build_gate_rules(settings: PlainSettings) -> Rules:
 
 
 def build_canary(parts: Parts, settings: PlainSettings) -> Canary | None:
-    """Return what asks an idle engine for a token; None where it is not wanted, or nobody can be asked."""
+    """Return the canary, None where it is not configured or has no engine."""
     if parts.asked is None or settings.canary_interval_seconds is None:
         return None
     most = max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds)
     return Canary(parts.asked.ask, settings.canary_interval_seconds, parts.clock, most_pause_seconds=most)
 
 
-@cache  # looked up in the distribution's files, and told on every page
+@cache  # read from the distribution's files, and shown on every page
 def read_version() -> str:
     """Return the version of the installed distribution."""
     return metadata.version("vllm-headroom")
 
 
 def read_build() -> tuple[str, str, str]:
-    """Return version, source revision (empty where the build wrote none) and the version of Python."""
+    """Return version, source revision (empty where the build wrote none) and Python version."""
     stamp = Path(__file__).parents[1] / "REVISION"
     revision = stamp.read_text().strip() if stamp.is_file() else ""
     return read_version(), revision, platform.python_version()
@@ -113,11 +113,11 @@ log = structlog.get_logger()
 CANNOT_LISTEN: Final = 2
 SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
-"""Scrapes in progress may take as long beside it."""
+"""Scrapes in progress may take as long in parallel."""
 
 TOKENS_DIFFER: Final = (
-    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so that tokens differ in size; a size to count"
-    " with can be given in HEADROOM_KV_BYTES_PER_TOKEN"
+    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so tokens differ in size: set"
+    " HEADROOM_KV_BYTES_PER_TOKEN to count in bytes"
 )
 
 
@@ -147,7 +147,7 @@ async def run(parts: Parts, settings: PlainSettings) -> int:
         return CANNOT_LISTEN
     except WebConfigError as error:
         for line in error.lines:
-            log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - a line says it all
+            log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - one line per mistake
         return CANNOT_LISTEN
     shape = settings.model_shape
     if shape is not None and not shape.has_every_token and settings.kv_bytes_per_token is None:
@@ -185,7 +185,7 @@ class Daemon:
         self._sampler = build_sampler(parts, settings, None if self._keeper is None else self._recall, self._canary)
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
-        """Return what runs until the end."""
+        """Return the loops that run until shutdown."""
         loops = [run_every(self._interval_seconds, self._tick, self._clock)]
         if self._memory_interval_seconds < self._interval_seconds:
             loops.append(run_every(self._memory_interval_seconds, self._sample_memory, self._clock))
@@ -196,7 +196,7 @@ class Daemon:
         return loops
 
     def build_handler(self) -> Handler:
-        """Return what answers requests."""
+        """Return the handler of all requests."""
         sampler, find_stall = self._sampler, self._heartbeat.find_stall
         collector = HeadroomCollector(
             lambda: sampler.published,
@@ -222,7 +222,7 @@ class Daemon:
         if is_first:
             log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
         if self._grace.is_over(snapshot.gpus, self._clock.monotonic()):
-            log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
+            log.critical("the GPUs stay unreadable until this container is restarted: exiting with status 3")
             request_end(self._ending, NEEDS_NEW_CONTAINER)
         if self._recorder is not None:
             await self._recorder.record(snapshot)

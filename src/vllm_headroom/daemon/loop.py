@@ -1,4 +1,4 @@
-"""The life of the daemon: its loops, and how they end."""
+"""The loops of the daemon, and how they end."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
 """NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-toolkit#48)."""
 
 LEAST_SILENCE_SECONDS: Final = 3.0
-"""A loop is not called unhealthy for less: at the shortest interval, a busy machine alone can take three of them."""
+"""A shorter pause is never unhealthy: at the shortest interval, a busy machine alone can take three intervals."""
 
 
 async def run_every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
-    """Run `step` now and at every later point of the grid; points that passed meanwhile are left out.
+    """Run `step` now and at every later point of the grid, without points that passed meanwhile.
 
-    A step for which there is no memory is given up: the age of what it would have renewed tells of it.
+    A step without memory is skipped: the age of its last result shows it.
     """
     began, was_short = clock.monotonic(), False
     while True:
@@ -44,14 +44,14 @@ async def run_every(interval_seconds: float, step: Callable[[], Awaitable[None]]
             is_short = True
         if is_short is not was_short:
             was_short = is_short
-            tell = log.error if is_short else log.info
-            tell("no memory is left for a step of the daemon's" if is_short else "memory is there again")
+            write = log.error if is_short else log.info
+            write("out of memory: a step of the daemon was skipped" if is_short else "memory is available again")
         turns = floor((clock.monotonic() - began) / interval_seconds) + 1
         await clock.sleep_until(began + turns * interval_seconds)
 
 
 class Heartbeat:
-    """Knows when the sampling loop last turned."""
+    """Remembers when the sampling loop last ran."""
 
     def __init__(self, interval_seconds: float, clock: Clock, machine_seconds: Callable[[], float]) -> None:
         self._interval_seconds = interval_seconds
@@ -60,22 +60,22 @@ class Heartbeat:
         self.beat()
 
     def beat(self) -> None:
-        """Note that the loop has turned."""
+        """Note that the loop has run."""
         self._turned = self._clock.monotonic()
         self._turned_on_machine = self._machine_seconds()
 
     def find_stall(self) -> str | None:
-        """Say that the loop has not turned for three intervals; None while it turns."""
+        """Return why the loop is unhealthy: no run for three intervals; None while it runs."""
         silent = self._clock.monotonic() - self._turned
         if silent <= 3 * self._interval_seconds:
             return None
         if self._machine_seconds() - self._turned_on_machine <= LEAST_SILENCE_SECONDS:
             return None
-        return f"the sampling loop has not turned for {silent:.0f} s (interval {self._interval_seconds:g} s)"
+        return f"the sampling loop has not run for {silent:.0f} s (interval {self._interval_seconds:g} s)"
 
 
 class GraceTime:
-    """Measures how long the GPUs have failed in a way that only a new container mends."""
+    """Measures how long the GPUs have failed in a way that only a new container repairs."""
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
@@ -92,16 +92,16 @@ class GraceTime:
 
 
 def request_end(ending: asyncio.Future[int], status: int) -> None:
-    """Ask for the end with this status, unless it was asked for before."""
+    """Request the end with this status, unless it was requested before."""
     if not ending.done():
         ending.set_result(status)
 
 
 @contextlib.contextmanager
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM, SIGINT and SIGHUP ask for the stop while the block runs, and do what they did before afterwards.
+    """Let SIGTERM, SIGINT and SIGHUP call `stop` during the block, then restore their handlers.
 
-    A SIGHUP that is ignored, as nohup has it, stays so.
+    A SIGHUP that is ignored, as with nohup, stays ignored.
     """
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
@@ -120,7 +120,7 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
 async def run_until_end(
     loops: Iterable[Coroutine[Any, Any, None]], server: Server, listener: socket.socket, ending: asyncio.Future[int]
 ) -> int:
-    """Serve and turn the loops until the end is asked for; return the exit status.
+    """Serve and run the loops until the end is requested; return the exit status.
 
     An error in a loop ends all of them and is raised, in an ExceptionGroup.
     """

@@ -1,4 +1,4 @@
-"""The page as a whole: what is to be said first, then why, and who holds what."""
+"""Render the page: verdicts first, then curves, then tables."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vllm_headroom.units import format_duration, format_gib, format_instant, for
 from vllm_headroom.vocabulary import WORDS, Level
 
 MOST_COLUMNS: Final = 480
-"""Of all curves together: two points of 10 characters each make 10 kB, and the page stays below 60."""
+"""Of all curves together: two points of 10 characters each are 10 kB, and the page stays below 60 kB."""
 
 LEAST_COLUMNS: Final = 40
 MOST_GPUS: Final = 16
 HOUR_SECONDS: Final = 3600.0
 AHEAD: Final = 0.5
-"""With an end in sight, the future that is drawn is half as long as the past, which is an hour at least."""
+"""With a forecast, the future is half as long as the past, which is at least an hour."""
 
 
 def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a figure for each GPU of the engine's whose memory was seen, and one of the load over the first's time."""
+    """Yield a figure for each GPU of the engine's with known memory, and one of the load over the same time."""
     now = snapshot.time_seconds
     owned = snapshot.owned[:MOST_GPUS]
     columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned)))
@@ -70,7 +70,8 @@ def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> t
     title = f"Free memory of {reading.called}, from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
     name, room = reading.name.removesuffix(find_part(reading.uuid)).rstrip(), "memory not known now"
     if memory is not None:
-        room = f"{format_size(memory.free_bytes)} of {format_size(memory.total_bytes)} free; thin line: what peaks left"
+        room = f"{format_size(memory.free_bytes)} of {format_size(memory.total_bytes)} free"
+        room += "; thin line: lowest free memory per minute"
     return (begin, end), (
         f"<figure><figcaption><b>{escape_text(reading.called)}</b> {escape_text(name)}: {room}</figcaption>"
         f"<i>{format_size(frame.top)}</i>{drawing.draw_picture(frame, shapes, title=title)}"
@@ -79,12 +80,12 @@ def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> t
 
 
 def _is_marked(event: Event, gpu: str) -> bool:
-    """Return whether an event is an alarm of this GPU, or of no GPU; its text begins with its subject."""
+    """Return whether an event is an alarm of this GPU or of none; its text begins with its subject."""
     return event.level is Level.ALARM and (not event.text.startswith("GPU ") or event.text.startswith(f"{gpu} "))
 
 
 def _find_span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
-    """Return the times that the picture begins and ends at."""
+    """Return the first and last time of the picture."""
     if forecast is None:
         return first, now
     past = max(HOUR_SECONDS, min(now - first, MARGIN * forecast.seconds / AHEAD))
@@ -169,7 +170,7 @@ _SHAPES: Final = {
 
 
 def build_icon(level: Level) -> str:
-    """Return the address of a picture of the level, told apart by its shape as well."""
+    """Return the data URL of the level's icon; levels differ in colour and shape."""
     colour, shape = _SHAPES[level]
     picture = (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><circle cx='8' cy='8' r='8' fill='{colour}'/>"
@@ -186,7 +187,7 @@ _HEADERS: Final[tuple[Header, ...]] = (
     ("Content-Security-Policy", POLICY),
 )
 LEAST_REFRESH_SECONDS: Final = 5
-"""A person reads for longer than an interval of a second lasts."""
+"""A person reads for longer than a short interval."""
 
 LINKS: Final = " \N{MIDDLE DOT} ".join(
     f'<a href="{link}">{link}</a>' for link in ("/metrics", "/snapshot.json", "/healthz", "/readyz")
@@ -194,17 +195,17 @@ LINKS: Final = " \N{MIDDLE DOT} ".join(
 
 
 def respond_html(page: str) -> Response:
-    """Return the page as an answer that may load nothing, and be shown in no frame."""
+    """Return the page as an answer that loads nothing and may not be framed."""
     return Response(
         status=200, body=page.encode(errors="replace"), content_type="text/html; charset=utf-8", headers=_HEADERS
     )
 
 
 def render_page(view: View) -> str:
-    """Return the HTML page, which loads nothing, runs nothing and refreshes itself."""
+    """Return the HTML page, which loads and runs nothing and refreshes itself."""
     notice = f'<p class="notice">{escape_text(view.notice)}</p>' if view.notice else ""
-    level = find_worst(view.said)
-    first = next(each for each in view.said if each.level == level)
+    level = find_worst(view.shown)
+    first = next(each for each in view.shown if each.level == level)
     names = {labels[0]: None for labels in view.values.of(catalog.ENGINE_INFO)}
     models = f": {escape_text(', '.join(names))}" if names else ""
     return (
@@ -215,7 +216,7 @@ def render_page(view: View) -> str:
         f"<title>{WORDS[level]}: {escape_text(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
         f'<link rel="icon" href="{build_icon(level)}"><style>{PAGE_STYLE}</style></head><body>'
         f"<header><h1>vllm-headroom{models}</h1><p class=dim>{_describe_age(view)}</p>{notice}</header>"
-        f"<main><ul class=verdicts>{''.join(_render_sentence(view, each) for each in view.said)}</ul>"
+        f"<main><ul class=verdicts>{''.join(_render_sentence(view, each) for each in view.shown)}</ul>"
         f"{''.join(_render_rest(view))}</main><footer><p>{LINKS}</p></footer></body></html>\n"
     )
 
@@ -238,7 +239,7 @@ def _render_incident(last: Incident) -> str:
     why = "" if last.reason is None else f" ({escape_text(last.reason)})"
     return (
         f"<h2>Last incident</h2><p>{format_instant(last.seconds)}: the engine {escape_text(last.what)}{why}."
-        f" <code>{escape_text(last.command)}</code>, run in the sidecar's container, says why.</p>"
+        f" <code>{escape_text(last.command)}</code>, run in the sidecar's container, reports why.</p>"
     )
 
 
@@ -260,7 +261,7 @@ NOT_KNOWN: Final = "not known"
 
 
 def render_tables(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield the tables that have rows."""
+    """Yield the tables."""
     values = view.values
     yield _render_table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _list_gpus(values), kind="figures")
     yield _render_table(
@@ -314,7 +315,7 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...
 
 
 def _render_table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, kind: str) -> str:
-    """Return a table of this class with a heading, nothing without rows."""
+    """Return a table of this class with a heading, empty without rows."""
     lines = "".join(
         f"<tr><th scope=row>{escape_text(first)}</th>{''.join(f'<td>{escape_text(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in rows

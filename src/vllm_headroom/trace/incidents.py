@@ -1,4 +1,4 @@
-"""The incidents that lie beside a flight record: their files, and what their headers say."""
+"""The incidents beside a flight record: their files and headers."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 FLIGHT: Final = "flight.jsonl"
 INCIDENTS: Final = "incidents"
 INCIDENT: Final = "incident"
-"""The key of what is known of an incident, in the header of its trace."""
+"""The key of an incident's facts, in the header of its trace."""
 
 
 class IncidentKind(StrEnum):
-    """What happened, as the header has it."""
+    """What happened."""
 
     ENDED = "ended"
     STALLED = "stalled"
 
 
 def name_incident(seconds: float) -> str:
-    """Return the name of the file of an incident, by which they can be sorted."""
+    """Return the file name of an incident; names sort by time."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H-%M-%SZ}.jsonl"
 
 
 def list_incidents(folder: Path) -> list[Path]:
-    """Return the incidents of a folder, the newest last; raises OSError. A pipe or a device is none."""
+    """Return the incidents of a folder, the newest last, without pipes or devices; raises OSError."""
     return sorted(file for file in folder.glob("*.jsonl") if parse_start(file) is not None and file.is_file())
 
 
 def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest incident that lies beside a record, and what is known of it; raises OSError."""
+    """Return the newest incident beside a record, and its facts; raises OSError."""
     for file in reversed(list_incidents(folder / INCIDENTS)):
         with file.open("rb") as stream:
             known = parse_known(stream.readline(LONGEST_LINE))
@@ -45,7 +45,7 @@ def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def parse_start(file: Path) -> float | None:
-    """Return the time of an incident by the name of its file; None of what is none."""
+    """Return the time of an incident by its file name; None for other files."""
     try:
         return datetime.strptime(file.name, "%Y-%m-%dT%H-%M-%SZ.jsonl").replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -53,7 +53,7 @@ def parse_start(file: Path) -> float | None:
 
 
 def parse_known(first_line: bytes) -> dict[str, Any] | None:
-    """Return what the header of an incident says is known of it; None where the line is another's, or no JSON."""
+    """Return the facts in the header of an incident; None for any other line."""
     try:
         header = json.loads(first_line)
         known = header.get(INCIDENT) if isinstance(header, dict) else None

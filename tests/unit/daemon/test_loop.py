@@ -68,7 +68,7 @@ def test_a_loop_is_ill_after_three_intervals_and_says_for_how_long() -> None:
     assert heartbeat.find_stall() is None
 
     clock.now += 0.5
-    assert heartbeat.find_stall() == "the sampling loop has not turned for 16 s (interval 5 s)"
+    assert heartbeat.find_stall() == "the sampling loop has not run for 16 s (interval 5 s)"
 
     heartbeat.beat()
     assert heartbeat.find_stall() is None

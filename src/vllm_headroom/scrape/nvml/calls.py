@@ -143,7 +143,7 @@ class Handle(Protocol):
 class Calls:
     """Asks devices for facts, and remembers which they never provide; used from one init of NVML to the next.
 
-    A fact that a device has provided once is asked for again whatever the device answers in between.
+    A fact that a device provided once is requested again whatever it answers in between.
     """
 
     def __init__(self) -> None:

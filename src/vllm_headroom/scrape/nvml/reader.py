@@ -32,7 +32,7 @@ MOST_STUCK: Final = 8
 """Abandoned threads, one per GPU of a common node: a GPU with a stuck call is not asked again."""
 
 LEAST_SECONDS: Final = 0.02
-"""With less time left no GPU is asked: a healthy one takes a few milliseconds."""
+"""With less time left no call is made: a healthy GPU takes a few milliseconds."""
 
 
 class Lane:
