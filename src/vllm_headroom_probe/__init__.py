@@ -1,7 +1,6 @@
 """The probe that vLLM loads into each of its processes, to write what the process knows of its memory to a file.
 
-Nothing here raises into vLLM, blocks it, initialises CUDA, or runs without HEADROOM_PROBE_DIR. It runs in vLLM's
-Python, 3.9 or newer, with the standard library only.
+It never raises into vLLM, blocks it or initialises CUDA. It runs in vLLM's Python, 3.9 or newer, without packages.
 """
 
 from __future__ import annotations

@@ -21,10 +21,7 @@ MOST_ENTRIES = 4096
 
 
 def read_start() -> tuple[float, float]:
-    """Return when this process started by /proc, in hundredths of seconds: since the boot, and since the epoch.
-
-    The second is by the current clock and moves when the clock is set.
-    """
+    """Return when this process started by /proc: since the boot, and since the epoch by the current clock."""
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is a millisecond of imports
         since_boot = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     with open("/proc/stat", "rb") as file:  # noqa: PTH123

@@ -96,10 +96,7 @@ class WorkerGpu:
 
 
 def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
-    """Return the UUID as the driver's tools write it; torch omits the kind of device.
-
-    HIP fills its bytes with the sixteen digits of an AMD card's id (hip_device.cpp).
-    """
+    """Return the UUID as the driver's tools write it; HIP fills it with an AMD card's id (hip_device.cpp)."""
     uuid = getattr(properties, "uuid", None)  # torch 2.5
     digits = bytes.fromhex(str(uuid or "").replace("-", ""))
     if re.fullmatch(rb"[0-9a-f]{16}", digits):

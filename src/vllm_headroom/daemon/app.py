@@ -59,6 +59,12 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 
 def build_sampler(parts: Parts, settings: PlainSettings, recall: Recall | None, canary: Canary | None) -> Sampler:
     """Return the sampler that turns the sources into what is published."""
+    rules = Rules(
+        ready_seconds=settings.gate_ready_seconds,
+        ready_most_seconds=settings.gate_ready_most_seconds,
+        live_seconds=settings.gate_live_seconds,
+        name=settings.gate_name or socket.gethostname(),
+    )
     return Sampler(
         sources=parts,
         parse=partial(parse_engines, profile=settings.profile),
@@ -72,18 +78,9 @@ def build_sampler(parts: Parts, settings: PlainSettings, recall: Recall | None, 
         clock=parts.clock,
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
         recall=recall,
-        judge=partial(build_gates, _build_gate_rules(settings)),
+        judge=partial(build_gates, rules),
         canary=canary,
         host_limit_bytes=settings.host_memory_limit_bytes,
-    )
-
-
-def _build_gate_rules(settings: PlainSettings) -> Rules:
-    return Rules(
-        ready_seconds=settings.gate_ready_seconds,
-        ready_most_seconds=settings.gate_ready_most_seconds,
-        live_seconds=settings.gate_live_seconds,
-        name=settings.gate_name or socket.gethostname(),
     )
 
 
@@ -122,14 +119,11 @@ TOKENS_DIFFER: Final = (
 
 
 def serve(settings: PlainSettings) -> NoReturn:
-    """Run the real daemon until it is stopped, and exit with its status; raise an error of the daemon itself.
-
-    The process exits without waiting for threads: a resolver that does not answer holds one for 10 s (measured).
-    """
+    """Run the real daemon until it is stopped, and exit with its status; raise an error of the daemon itself."""
     logs.configure(settings.log_format, settings.log_level)
     status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(build_real_parts(settings), settings))
     logging.shutdown()
-    os._exit(status)
+    os._exit(status)  # without waiting for threads: a resolver that does not answer holds one for 10 s (measured)
 
 
 async def run(parts: Parts, settings: PlainSettings) -> int:

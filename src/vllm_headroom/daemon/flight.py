@@ -18,8 +18,7 @@ from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.expose.view import Incident
 from vllm_headroom.model import EngineStatus, Failure, ProbedProcess, Snapshot, Values, Verdict
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, IncidentKind, find_newest, name_incident
+from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, find_newest, keep, name_incident, set_aside
 from vllm_headroom.trace.recorder import FileWriter, resolve_folder
 from vllm_headroom.vocabulary import EngineState
 

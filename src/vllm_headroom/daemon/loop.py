@@ -31,10 +31,7 @@ LEAST_SILENCE_SECONDS: Final = 3.0
 
 
 async def run_every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
-    """Run `step` now and at every later point of the grid, without points that passed meanwhile.
-
-    A step without memory is skipped: the age of its last result shows it.
-    """
+    """Run `step` now and at every later point of the grid that has not passed; skip a step that runs out of memory."""
     began, was_short = clock.monotonic(), False
     while True:
         is_short = False
@@ -99,10 +96,7 @@ def request_end(ending: asyncio.Future[int], status: int) -> None:
 
 @contextlib.contextmanager
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM, SIGINT and SIGHUP call `stop` during the block, then restore their handlers.
-
-    A SIGHUP that is ignored, as with nohup, stays ignored.
-    """
+    """Let SIGTERM, SIGINT and SIGHUP (unless ignored, as with nohup) call `stop` during the block."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     if before[signal.SIGHUP] is signal.SIG_IGN:
@@ -120,10 +114,7 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
 async def run_until_end(
     loops: Iterable[Coroutine[Any, Any, None]], server: Server, listener: socket.socket, ending: asyncio.Future[int]
 ) -> int:
-    """Serve and run the loops until the end is requested; return the exit status.
-
-    An error in a loop ends all of them and is raised, in an ExceptionGroup.
-    """
+    """Serve and run the loops until the end is requested; return the exit status, or raise the error of a loop."""
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(listener))
         turning = [group.create_task(loop) for loop in loops]

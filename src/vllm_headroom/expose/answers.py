@@ -50,10 +50,7 @@ def build_application(
     ready: Callable[[], bool],
     gate: Callable[[GateName], str | None] = lambda _: None,
 ) -> Handler:
-    """Return the handler of every request.
-
-    `unhealthy` returns why the sampling loop is unhealthy, `gate` why a gate is closed; None otherwise.
-    """
+    """Return the handler of every request; `unhealthy` and `gate` return why the loop is unhealthy or a gate closed."""
     answers: dict[str, Handler] = {
         "/": page,
         "/metrics": metrics,

@@ -47,10 +47,7 @@ USUAL: Final = 0.9
 
 
 def find_top(values: Iterable[float | None], *, most: float | None = None) -> float:
-    """Return the top of a picture of free memory, at most `most` or the highest value.
-
-    A card that is empty for a moment does not flatten the rest.
-    """
+    """Return the top of a picture of free memory: at most `most`, without short times in which a card is empty."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return 1.0
@@ -160,10 +157,7 @@ def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
 
 
 def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
-    """Return the box with its shapes; `title` is its text for screen readers.
-
-    `stretch` scales the box to any shape, as a page needs; it would distort texts within.
-    """
+    """Return the box with its shapes; `title` is for screen readers, `stretch` scales it to any shape, texts too."""
     shape = ' preserveAspectRatio="none"' if stretch else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {frame.width:.0f} {frame.height:.0f}"{shape} role="img"'

@@ -10,7 +10,7 @@ from typing import Final
 from urllib.parse import quote
 
 from vllm_headroom import catalog
-from vllm_headroom.expose import drawing
+from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.drawing import MARGIN, STYLE, Curve, Forecast, Frame, escape_text
 from vllm_headroom.expose.view import Event, Incident, View
@@ -50,22 +50,18 @@ def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> t
     forecast = _find_forecast(view, gpu, now)
     begin, end = _find_span(free[0][0], now, forecast)
     curves = free, view.history.free_at_peak(reading.uuid)
-    past, peaks = (drawing.thin_curve(curve, columns, begin=begin) for curve in curves)
+    past, peaks = (svg.thin_curve(curve, columns, begin=begin) for curve in curves)
     if past and memory is not None:
         past[-1].append((now, memory.free_bytes))
     known = [value for stretch in past for _, value in stretch]
-    top = drawing.find_top(known, most=None if memory is None else memory.total_bytes)
+    top = svg.find_top(known, most=None if memory is None else memory.total_bytes)
     frame = Frame(begin=begin, end=end, top=top)
     shapes = [
-        drawing.draw_curve(frame, past),
-        drawing.draw_line(frame, peaks, kind="peak"),
-        *(
-            drawing.draw_mark(frame, event.seconds)
-            for event in view.history.events
-            if _is_marked(event, reading.called)
-        ),
-        "" if forecast is None else drawing.draw_forecast(frame, forecast) + drawing.draw_mark(frame, now),
-        drawing.draw_zero(frame),
+        svg.draw_curve(frame, past),
+        svg.draw_line(frame, peaks, kind="peak"),
+        *(svg.draw_mark(frame, event.seconds) for event in view.history.events if _is_marked(event, reading.called)),
+        "" if forecast is None else svg.draw_forecast(frame, forecast) + svg.draw_mark(frame, now),
+        svg.draw_zero(frame),
     ]
     title = f"Free memory of {reading.called}, from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
     name, room = reading.name.removesuffix(find_part(reading.uuid)).rstrip(), "memory not known now"
@@ -74,7 +70,7 @@ def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> t
         room += "; thin line: lowest free memory per minute"
     return (begin, end), (
         f"<figure><figcaption><b>{escape_text(reading.called)}</b> {escape_text(name)}: {room}</figcaption>"
-        f"<i>{format_size(frame.top)}</i>{drawing.draw_picture(frame, shapes, title=title)}"
+        f"<i>{format_size(frame.top)}</i>{svg.draw_picture(frame, shapes, title=title)}"
         f"{_draw_axis(begin, now, end, forecast)}</figure>"
     )
 
@@ -105,11 +101,8 @@ def _draw_axis(begin: float, now: float, end: float, forecast: Forecast | None) 
     words = [f"{format_duration(now - begin)} before", f"now, {_format_clock(now)}"]
     if forecast is not None:
         oom = now + forecast.seconds
-        words.append(
-            f"out of memory {_format_clock(oom)}"
-            if oom <= end
-            else f"{_format_clock(end)}; full in {format_duration(oom - now)}"
-        )
+        later = f"{_format_clock(end)}; full in {format_duration(oom - now)}"
+        words.append(f"out of memory {_format_clock(oom)}" if oom <= end else later)
     elif end > now:
         words.append("")
     kind = '"axis ahead"' if end > now else "axis"
@@ -118,13 +111,13 @@ def _draw_axis(begin: float, now: float, end: float, forecast: Forecast | None) 
 
 def _draw_load(running: Curve, columns: int, now: float, span: tuple[float, float]) -> str:
     begin, end = span
-    stretches = drawing.thin_curve(running, columns, begin=begin)
+    stretches = svg.thin_curve(running, columns, begin=begin)
     top = max((value for stretch in stretches for _, value in stretch), default=1.0)
     frame = Frame(begin=begin, end=end, top=MARGIN * top or 1.0, height=40.0)
     title = f"Running requests, from {_format_clock(begin)} to {_format_clock(now)}, at most {top:.0f}"
     return (
         f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"
-        f"{drawing.draw_picture(frame, [drawing.draw_curve(frame, stretches)], title=title)}"
+        f"{svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)}"
         f"{_draw_axis(begin, now, end, None)}</figure>"
     )
 
@@ -264,9 +257,8 @@ def render_tables(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield the tables."""
     values = view.values
     yield _render_table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _list_gpus(values), kind="figures")
-    yield _render_table(
-        "Engines", ("engine", *(title for title, _, _ in ENGINE)), _list_engines(values), kind="figures"
-    )
+    head = ("engine", *(title for title, _, _ in ENGINE))
+    yield _render_table("Engines", head, _list_engines(values), kind="figures")
     head = ("source", "last reading", "took", "last worked", "cause and cure")
     yield _render_table("Sources", head, _list_sources(values, snapshot), kind="words")
 

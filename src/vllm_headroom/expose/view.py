@@ -19,8 +19,7 @@ POINTS: Final = 1440
 """A day: for eight GPUs 98 kB, and 131 kB on disk."""
 
 MOST_BACK: Final = 5
-"""Minutes by which a clock may be corrected, such as a tenth of a second at the turn of a minute: the newest minute
-continues until the clock has caught up."""
+"""Minutes by which a clock may be corrected: the newest minute continues until the clock has caught up."""
 
 MOST_GPUS: Final = 64
 MOST_CURVES: Final = 2 * MOST_GPUS + 1
@@ -43,10 +42,7 @@ VerdictKey = tuple[str, Level, str | None]
 
 
 class KeptHistory(Struct, frozen=True, kw_only=True):
-    """The history as it is saved for a restart of the daemon; `minute` is that of the newest point.
-
-    `curves` are a day's values by name, as floats of 32 bits, `said` are the last verdicts.
-    """
+    """The saved history: the newest minute, a day's curves as floats of 32 bits, events and the last verdicts."""
 
     minute: int | None = None
     curves: dict[str, bytes] = field(default_factory=dict)
@@ -55,10 +51,7 @@ class KeptHistory(Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """A day in a ring: the free memory of each GPU of the engine's, now and at peaks, and the running requests.
-
-    Each minute keeps its lowest free memory and its most requests, so that no peak is lost.
-    """
+    """A day in a ring, by the minute: each GPU's lowest free memory, also at peaks, and the most running requests."""
 
     def __init__(self) -> None:
         self.events: tuple[Event, ...] = ()
@@ -142,10 +135,7 @@ class History:
         return times, values[first:]
 
     def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
-        """Add an event for each new verdict, without regard to its figures.
-
-        Verdicts on memory from before a sleep are not new after it: during a sleep nothing is judged.
-        """
+        """Add an event for each new verdict, without regard to figures; after a sleep those from before are not new."""
         state = None if snapshot.life is None else snapshot.life.state
         said = {
             (each.subject, each.level, each.alert or (state if each.subject == "engine" else None)): each

@@ -22,10 +22,7 @@ NO_AMD: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class/drm"
 
 
 class Gpus:
-    """Reads NVIDIA's GPUs from NVML and AMD's from `sys` in parallel; AMD's indices follow NVIDIA's.
-
-    The other arguments are those of `Nvml`. Beside other GPUs, AMD's integrated ones are left out: they drive screens.
-    """
+    """Reads NVIDIA's GPUs from NVML and AMD's from `sys`, without integrated ones beside others, in parallel."""
 
     def __init__(
         self,
@@ -47,10 +44,7 @@ class Gpus:
         self._of_amd: tuple[GpuReading, ...] = ()
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every GPU within `timeout_seconds`; never raise.
-
-        A failure of one vendor does not affect the other; without GPUs of the other it is the failure of all.
-        """
+        """Return one reading of every GPU in time, or the failure of NVML where AMD has none; never raise."""
         nvml, amd = await asyncio.gather(self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds))
         if isinstance(nvml, Failure) and not amd:
             return replace(nvml, message=nvml.message + NO_AMD) if nvml.reason in NO_NVIDIA else nvml

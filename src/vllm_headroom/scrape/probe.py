@@ -55,10 +55,7 @@ def _read_stamp(entry: os.DirEntry[str]) -> Stamp | None:
 
 
 def read_content(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes | None:
-    """Return a file's content; None where it is gone, no regular file, unreadable or too large.
-
-    Since it was listed it may have become a link or a pipe: neither is followed or waited for.
-    """
+    """Return a file's content; None where it is gone, unreadable, too large or now a link, pipe or device."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Final, get_type_hints
 
 from vllm_headroom.model import (
-    EnginePage,
     EngineProcess,
     EngineReading,
     Failure,
@@ -203,18 +202,12 @@ def encode_line(record: dict[str, Any]) -> bytes:
 
 def build_record(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot's record: the engine's GPUs, the engines and their processes, None for a failed source."""
-    gpus, engines, processes = snapshot.gpus, snapshot.engines, snapshot.processes
-    host = {} if snapshot.host is None else {"host": build_host_entry(snapshot.host)}
-    return {
-        "t": round(snapshot.time_seconds, 3),
-        "gpus": None
-        if isinstance(gpus, Failure)
-        else [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None],
-        "engines": [build_engine_entry(engine) for engine in engines.engines]
-        if isinstance(engines, EnginePage)
-        else None,
-        "processes": None
-        if isinstance(processes, Failure)
-        else [build_process_entry(process) for process in processes],
-        **host,
-    }
+    gpus, page, processes = snapshot.gpus, snapshot.page, snapshot.processes
+    record: dict[str, Any] = {"t": round(snapshot.time_seconds, 3), "gpus": None, "engines": None, "processes": None}
+    if not isinstance(gpus, Failure):
+        record["gpus"] = [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None]
+    if page is not None:
+        record["engines"] = [build_engine_entry(engine) for engine in page.engines]
+    if not isinstance(processes, Failure):
+        record["processes"] = [build_process_entry(process) for process in processes]
+    return record if snapshot.host is None else {**record, "host": build_host_entry(snapshot.host)}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from enum import StrEnum
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -14,12 +17,17 @@ from typing import Any, Final
 import structlog
 
 from vllm_headroom.trace.entries import HEADER, encode_line
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, list_incidents, name_incident, parse_start
-from vllm_headroom.trace.parse import LONGEST_LINE
+from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
 from vllm_headroom.units import MIB
 
 log = structlog.get_logger()
+
+FLIGHT: Final = "flight.jsonl"
+INCIDENTS: Final = "incidents"
+INCIDENT: Final = "incident"
+"""The key of an incident's facts, in the header of its trace."""
+
 
 FLIGHT_BYTES: Final = 22 * MIB
 """Of each of two files, the older of which is replaced: a day of one GPU at 5 s, hours of eight at 1 s."""
@@ -42,11 +50,54 @@ _TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 """The start of each sample: its time without parsing the rest."""
 
 
-def keep(folder: Path, written: bytes) -> None:
-    """Add a line to the record; raises OSError, and ValueError where another file is in its place.
+class IncidentKind(StrEnum):
+    """What happened."""
 
-    A file that begins with zeros was left by a crash of the machine and is set aside.
-    """
+    ENDED = "ended"
+    STALLED = "stalled"
+
+
+def name_incident(seconds: float) -> str:
+    """Return the file name of an incident; names sort by time."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H-%M-%SZ}.jsonl"
+
+
+def list_incidents(folder: Path) -> list[Path]:
+    """Return the incidents of a folder, the newest last, without pipes or devices; raises OSError."""
+    return sorted(file for file in folder.glob("*.jsonl") if parse_start(file) is not None and file.is_file())
+
+
+def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest incident beside a record, and its facts; raises OSError."""
+    for file in reversed(list_incidents(folder / INCIDENTS)):
+        with file.open("rb") as stream:
+            known = parse_known(stream.readline(LONGEST_LINE))
+        if known is not None and isinstance(known.get("t"), int | float) and 0 <= known["t"] < YEAR_10000:
+            return file, known
+    return None
+
+
+def parse_start(file: Path) -> float | None:
+    """Return the time of an incident by its file name; None for other files."""
+    try:
+        return datetime.strptime(file.name, "%Y-%m-%dT%H-%M-%SZ.jsonl").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
+
+
+def parse_known(first_line: bytes) -> dict[str, Any] | None:
+    """Return the facts in the header of an incident; None for any other line."""
+    try:
+        header = json.loads(first_line)
+        known = header.get(INCIDENT) if isinstance(header, dict) else None
+        encode_line({INCIDENT: known})  # Python also reads numbers that JSON has not
+    except (ValueError, RecursionError):
+        return None
+    return known if isinstance(known, dict) else None
+
+
+def keep(folder: Path, written: bytes) -> None:
+    """Add a line to the record; raises OSError, and ValueError where another file is in its place."""
     make_folder(folder)
     file = folder / FLIGHT
     if file.is_symlink():  # a link in the daemon's folder is an attack
@@ -55,7 +106,7 @@ def keep(folder: Path, written: bytes) -> None:
     try:
         append(file, written, most_bytes)
     except ValueError:
-        spoiled = file.with_name(f"{FLIGHT}.spoiled")
+        spoiled = file.with_name(f"{FLIGHT}.spoiled")  # a crash of the machine leaves zeros
         if not file.is_file() or not _begins_with_zeros(file):
             raise
         file.replace(spoiled)
@@ -84,10 +135,7 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
 
 
 def _build_header(known: dict[str, Any], most_bytes: int) -> bytes:
-    """Return the first line; where it is too long, the longest fields of `before` are left out.
-
-    The probe's files, written by the engine's container, may be long, and readers take lines up to LONGEST_LINE.
-    """
+    """Return the first line, which readers take up to LONGEST_LINE, without the longest fields of `before`."""
     before = dict(known.get("before", {}))
     while len(header := encode_line({**HEADER, INCIDENT: {**known, "before": before}})) > most_bytes and before:
         del before[max(before, key=lambda name: len(encode_line(before[name])))]

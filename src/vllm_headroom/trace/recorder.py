@@ -103,7 +103,7 @@ class Recorder:
 def append(file: Path, written: bytes, max_bytes: int) -> None:
     """Append a line, after a header where the file is new; raises OSError, and ValueError where it is not a trace.
 
-    The file is opened for each line: it may be moved or deleted at any time, and no line is lost at the exit.
+    It opens the file for each line: the file may be moved or deleted at any time.
     """
     with file.open("a+b") as stream:
         size = _mend(stream)

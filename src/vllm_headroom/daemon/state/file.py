@@ -46,10 +46,7 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 
 
 def explain_mismatch(saved: Identity, now: Identity, gap_seconds: float) -> str | None:
-    """Return why this is not the saved run; None when it is.
-
-    Without a start time, the count of requests must be known, not lower than before, and not too old.
-    """
+    """Return why this is not the saved run; None when it is. Without a start time the count of requests decides."""
     if now.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"
     if now.life != saved.life:

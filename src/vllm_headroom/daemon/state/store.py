@@ -101,10 +101,7 @@ class StateKeeper:
         await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
     async def _lock_state(self, timeout_seconds: float = FILE_SECONDS) -> None:
-        """Lock the folder, and log when another daemon has it and when no longer.
-
-        A link that was configured as the folder is followed once: a later one in its place is not.
-        """
+        """Lock the folder, where it is a link the one it leads to at first, and log when another daemon has it."""
         before = self._owned
         if before is None:
             self._folder = await self._try(".", partial(resolve_folder, self._folder)) or self._folder

@@ -65,10 +65,7 @@ _ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 class Node(Struct, frozen=True, kw_only=True):
-    """A compute device of KFD: a card or a partition; `memory_bytes` is what its processes may allocate in total.
-
-    KFD's limit is amdgpu_amdkfd_reserve_mem_limit; HIP reports it as the device's total.
-    """
+    """A card or a partition by KFD; `memory_bytes` is its processes' limit (amdgpu_amdkfd_reserve_mem_limit)."""
 
     gpu_id: int
     memory_bytes: int | None

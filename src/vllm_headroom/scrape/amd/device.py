@@ -24,7 +24,7 @@ from vllm_headroom.scrape.amd.cards import (
     read_optional_number,
     read_text,
 )
-from vllm_headroom.scrape.peak import Peak
+from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.proc.files import has_host_pids
 from vllm_headroom.scrape.proc.host import read_machine
 
@@ -81,12 +81,10 @@ class CardProcesses:
 
     @cached_property
     def _by_files(self) -> Listed | None:
-        """Return the processes by the address of their card; None where access was denied and none is found.
-
-        A machine has thousands of processes with some hundred files each: if known, only those that compute are read.
-        """
+        """Return the processes by the address of their card; None where access was denied and none is found."""
         listed: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
         hidden = False
+        # A machine has thousands of processes with hundreds of files: if known, only those that compute are read.
         pids = filter(str.isdecimal, list_names(str(self._proc))) if self._computing is None else self._computing
         for pid in pids:
             try:
@@ -113,10 +111,7 @@ def _read_on_node(pid: int, path: str) -> tuple[GpuProcess, ...]:
 
 
 def _read_held(process: str) -> dict[str, int]:
-    """Return the bytes that a process holds of each card; raise OSError where it is hidden or has exited.
-
-    A DRM client counts once however many files it has open (the kernel's drm-usage-stats.rst).
-    """
+    """Return the bytes that a process holds of each card, of a DRM client once; raise OSError where unreadable."""
     clients: dict[tuple[str, str], int] = {}
     for name in os.listdir(f"{process}/fd"):  # noqa: PTH208 - a process has hundreds of them
         facts = _read_facts(process, name)
@@ -220,8 +215,8 @@ def _read_partition(card: Card, index: int, place: int, node: Node, look: ReadCo
     """Return a reading of a partition: in use is what its processes hold as KFD counts it, without the driver's own."""
     listed = look.processes.list_on_node(node)
     used_bytes = None if listed is None else _sum_used(listed)
-    known = node.memory_bytes is not None and used_bytes is not None
-    memory = _build_memory(node.memory_bytes or 0, used_bytes or 0) if known else None
+    total_bytes = node.memory_bytes
+    memory = None if total_bytes is None or used_bytes is None else _build_memory(total_bytes, used_bytes)
     uuid = f"{card.uuid}-{place}"
     return GpuReading(
         vendor=Vendor.AMD,

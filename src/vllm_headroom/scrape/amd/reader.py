@@ -12,8 +12,7 @@ from typing import Any, Final
 from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, find_cards, read_signature
 from vllm_headroom.scrape.amd.device import CardProcesses, ReadContext, read_card, read_memory
-from vllm_headroom.scrape.peak import Peak
-from vllm_headroom.scrape.transitions import GpuTransitions
+from vllm_headroom.scrape.gpu_state import GpuTransitions, Peak
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
@@ -100,18 +99,14 @@ class Amd:
         self._worker.stop()
 
     def _read(self) -> tuple[GpuReading, ...]:
-        self._find_cards()
+        if (now := read_signature(self._sys)) != self._seen:
+            self._seen, self._cards = now, self._cards | find_cards(self._sys)
         look = ReadContext(
             processes=CardProcesses(self._sys, self._proc), peaks=self._peaks, now=self._monotonic(), proc=self._proc
         )
         found = [(card, self._card(card, index, look)) for index, card in enumerate(self._cards.values())]
         self.integrated = frozenset(part.uuid for card, parts in found for part in parts if _is_integrated(card, part))
         return tuple(part for _, parts in found for part in parts)
-
-    def _find_cards(self) -> None:
-        now = read_signature(self._sys)
-        if now != self._seen:
-            self._seen, self._cards = now, self._cards | find_cards(self._sys)
 
     def _card(self, card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ...]:
         try:

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import httpx
 
@@ -18,6 +18,7 @@ from vllm_headroom.scrape.shortage import SHORTAGES, build_unavailable
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
+T = TypeVar("T")
 _LOCATION_CHARACTERS: Final = 200
 """Enough for an address worth following; a header can be 100 kB long."""
 
@@ -129,7 +130,7 @@ _FILE_SECONDS: Final = 1.0
 """Reading takes microseconds; a FIFO without a writer or a network volume may take for ever."""
 
 
-class UnusableCredentials(Exception):  # noqa: N818 - it says what the file is
+class UnusableCredentials(Exception):  # noqa: N818 - the name describes the file
     """A file that cannot be used; the message is for the operator."""
 
 
@@ -162,24 +163,21 @@ class CredentialReader:
     def __init__(self, token_file: Path | None, ca_file: Path | None) -> None:
         self._token_file = token_file
         self._ca_file = ca_file
-        self._worker: Worker[str | ssl.SSLContext] | None = None
+        self._worker: Worker[Any] | None = None
 
     async def token(self) -> str | Failure | None:
         """Return the token, None where no file is set."""
         file = self._token_file
         if file is None:
             return None
-        token = await self._read(lambda: read_token(file), f"the token file {file} cannot be read")
-        return token if isinstance(token, Failure) else str(token)
+        return await self._read(lambda: read_token(file), f"the token file {file} cannot be read")
 
     async def trust(self) -> ssl.SSLContext | Failure:
         """Return the TLS context: with the CA file's authorities, or the default ones."""
         file = self._ca_file
         if file is None:
             return httpx.create_ssl_context(trust_env=False)
-        context = await self._read(lambda: load_trust(file), f"the CA file {file} cannot be used")
-        assert not isinstance(context, str)  # noqa: S101 - what the worker was given to make
-        return context
+        return await self._read(lambda: load_trust(file), f"the CA file {file} cannot be used")
 
     def close(self) -> None:
         """Stop the thread; a later reading starts another."""
@@ -187,13 +185,14 @@ class CredentialReader:
         if worker is not None:
             worker.stop()
 
-    async def _read(self, function: Callable[[], str | ssl.SSLContext], trouble: str) -> str | ssl.SSLContext | Failure:
+    async def _read(self, function: Callable[[], T], trouble: str) -> T | Failure:
         if self._worker is None:
             self._worker = Worker("credentials")
         try:
-            return await self._worker.call(function, _FILE_SECONDS)
+            found: T = await self._worker.call(function, _FILE_SECONDS)
         except TimeoutError:
             advice = "make it a file that can be read at once"
             return build_failure(Reason.CREDENTIALS, f"{trouble} (no answer within {_FILE_SECONDS:g} s): {advice}")
         except UnusableCredentials as problem:
             return build_failure(Reason.CREDENTIALS, str(problem))
+        return found

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import httpx
 from msgspec import Struct
@@ -57,9 +56,6 @@ async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
     return bytes(body)
 
 
-T = TypeVar("T")
-
-
 def find_port(url: httpx.URL) -> int:
     """Return the port that an http or https URL means."""
     return url.port or (443 if url.scheme == "https" else 80)
@@ -77,7 +73,7 @@ def is_here(host: str) -> bool:
 
 
 class Reply(Struct, frozen=True, kw_only=True):
-    """A server's answer to a POST, of any status."""
+    """A server's answer."""
 
     status: int
     text: str
@@ -117,16 +113,17 @@ class PageReader:
 
         Bytes that are not UTF-8 become U+FFFD. When cancelled or timed out it drops its connection.
         """
-        return await self._in_time(self._page())
+        reply = await self._exchange(self._question, is_page=True)
+        return reply if isinstance(reply, Failure) else reply.text
 
     async def post(self, body: Mapping[str, object]) -> Reply | Failure:
         """Send `body` as JSON to the URL and return the answer, else like `fetch`."""
-        return await self._in_time(self._answer(body))
+        return await self._exchange(httpx.Request("POST", self._url, headers=self._headers, json=body), is_page=False)
 
-    async def _in_time(self, request: Awaitable[T | Failure]) -> T | Failure:
+    async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await request
+                return await self._send(request, is_page=is_page)
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             problem = explain_no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
@@ -140,44 +137,26 @@ class PageReader:
         if client is not None:
             await client.aclose()
 
-    async def _page(self) -> str | Failure:
-        async with self._sent(self._question) as response:
-            if isinstance(response, Failure):
-                return response
-            if response.status_code != HTTPStatus.OK:
-                return explain_status(response, self._shown)
-            return await self._text(response)
-
-    async def _answer(self, body: Mapping[str, object]) -> Reply | Failure:
-        async with self._sent(httpx.Request("POST", self._url, headers=self._headers, json=body)) as response:
-            if isinstance(response, Failure):
-                return response
-            text = await self._text(response)
-        return text if isinstance(text, Failure) else Reply(status=response.status_code, text=text)
-
-    @asynccontextmanager
-    async def _sent(self, request: httpx.Request) -> AsyncIterator[httpx.Response | Failure]:
-        client, token = await self._opened_client(), await self._credentials.token()
+    async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
+        client, token = await self._open_client(), await self._credentials.token()
         if isinstance(client, Failure):
-            yield client
-        elif isinstance(token, Failure):
-            yield token
-        else:
-            if token is not None:
-                request.headers["Authorization"] = f"Bearer {token}"
-            response = await client.send(request, auth=None if token is not None else self._auth, stream=True)
-            try:
-                yield response
-            finally:
-                await response.aclose()
-
-    async def _text(self, response: httpx.Response) -> str | Failure:
-        body = await read_body(response, self._max_bytes)
+            return client
+        if isinstance(token, Failure):
+            return token
+        if token is not None:
+            request.headers["Authorization"] = f"Bearer {token}"
+        response = await client.send(request, auth=None if token is not None else self._auth, stream=True)
+        try:
+            if is_page and response.status_code != HTTPStatus.OK:
+                return explain_status(response, self._shown)
+            body = await read_body(response, self._max_bytes)
+        finally:
+            await response.aclose()
         if isinstance(body, Reason):
             return explain_broken_body(body, self._shown, self._max_bytes)
-        return body.decode(errors="replace")
+        return Reply(status=response.status_code, text=body.decode(errors="replace"))
 
-    async def _opened_client(self) -> httpx.AsyncClient | Failure:
+    async def _open_client(self) -> httpx.AsyncClient | Failure:
         if self._client is None:
             trust = await self._credentials.trust() if self._url.scheme == "https" else None
             if isinstance(trust, Failure):

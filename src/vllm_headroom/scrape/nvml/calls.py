@@ -30,9 +30,7 @@ LOST: Final = frozenset(
 """The device's handle must not be used again: that has crashed processes (XuehaiPan/nvitop#139, #145)."""
 
 BLOCKED: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_OPERATING_SYSTEM})
-"""Returned where the device node in /dev is not accessible, as after `systemctl daemon-reload`
-(NVIDIA/nvidia-container-toolkit#48), and by single calls on healthy devices.
-"""
+"""The device node is not accessible (NVIDIA/nvidia-container-toolkit#48); healthy devices return it at times too."""
 
 NEVER_ANSWERED: Final = frozenset(
     {
@@ -141,10 +139,7 @@ class Handle(Protocol):
 
 
 class Calls:
-    """Asks devices for facts, and remembers which they never provide; used from one init of NVML to the next.
-
-    A fact that a device provided once is requested again whatever it answers in between.
-    """
+    """Asks devices for facts, from one init of NVML to the next, and remembers which they have never provided."""
 
     def __init__(self) -> None:
         self._answered: set[tuple[str, str]] = set()
@@ -154,9 +149,8 @@ class Calls:
     def ask(self, uuid: str, fact: str, call: Callable[[], T], *, essential: bool = False) -> T | None:
         """Return what `call` returns, None where the device does not provide it or its text is not UTF-8.
 
-        Raises NVMLError when the device or the whole driver fails. NVML's "unknown error" was seen on healthy devices:
-        it fails the device only where the fact is `essential`. An essential fact is always asked for again, so that a
-        transient error hides it once only.
+        Raises NVMLError when the device or the driver fails. NVML's "unknown error" was seen on healthy devices and
+        fails the device only where the fact is `essential`; such a fact is requested again after any error.
         """
         if (uuid, fact) in self._never_answered:
             return None
@@ -189,10 +183,7 @@ MOST_EVENTS: Final = 64
 """Events per poll, so that many of them do not keep the thread from reading memory."""
 
 MOST_KINDS: Final = 128
-"""Pairs of XID and instance that are counted per GPU: several times NVIDIA's catalogue.
-
-More come from a faulty driver only; they count as OTHER, which no driver reports.
-"""
+"""Pairs of XID and instance counted per GPU, several times NVIDIA's catalogue; more, of a faulty driver, are OTHER."""
 OTHER: Final = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 
 
@@ -243,10 +234,7 @@ class Xids:
                 counts[kind if kind in counts or len(counts) < MOST_KINDS else OTHER] += 1
 
     def counts(self, gpu_uuid: str, gpu_instance: int | None) -> tuple[tuple[int, int], ...]:
-        """Return pairs of XID and count of a GPU, or of one MIG instance of it.
-
-        An event without an instance counts for each instance of the GPU: it may concern any of them.
-        """
+        """Return pairs of XID and count of a GPU or a MIG instance; events without an instance count for each."""
         counts: Counter[int] = Counter()
         for (xid, instance), count in tuple(self._counts.get(gpu_uuid, {}).items()):
             if gpu_instance is None or instance in (gpu_instance, pynvml.NVML_GPU_INSTANCE_ID_ANY):

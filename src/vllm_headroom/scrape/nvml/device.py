@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import pynvml
 from msgspec import Struct
 
 from vllm_headroom.model import Failure, GpuMemory, GpuProcess, GpuReading
+from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.nvml.calls import LOST, Calls, Handle, Xids
-from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.proc.host import read_machine
 
 CHANGE_BYTES: Final = 2 * 2**20
 """A device's memory is allocated in pieces of 2 MiB: less is no change."""
 
 LEAST_AGE_SECONDS: Final = 1.0
-"""A list costs about 400 times what memory info does (4.5 ms against 11.6 us, flightlessmango/MangoHud#2104) and holds
-the driver's lock: memory that changes all the time must not renew it on every reading.
-"""
+"""A list costs 400 times what memory info does (4.5 ms, flightlessmango/MangoHud#2104) and holds the driver's lock."""
 
 
 class ProcessList:
@@ -47,20 +47,9 @@ class ProcessList:
         self.processes, self._listed_at, self._used_bytes = processes, now, used_bytes
 
 
-def list_compute_processes(handle: Handle) -> tuple[GpuProcess, ...]:
-    """Return the processes NVML lists on a device; raise NVMLError.
-
-    With the version in its name, because pynvml raises another class of error for a missing function otherwise.
-    """
-    return _build_processes(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
-
-
-def list_mps_clients(handle: Handle) -> tuple[GpuProcess, ...]:
-    """Return the clients of NVIDIA's MPS; NVML lists only its server as a compute process."""
-    return _build_processes(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handle))
-
-
-def _build_processes(listed: Iterable[Any]) -> tuple[GpuProcess, ...]:
+def _list_processes(function: str, handle: Handle) -> tuple[GpuProcess, ...]:
+    # By name and version: for a missing function without its version pynvml raises another class of error.
+    listed = getattr(pynvml, function)(handle)
     return tuple(GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in listed)
 
 
@@ -89,10 +78,7 @@ def open_gpu(index: int, calls: Calls) -> Part:
 
 
 def list_parts(gpu: Part, calls: Calls) -> tuple[Part, ...]:
-    """Return the visible MIG instances, or the GPU itself where there are none.
-
-    Instances can be created and removed at any time, so every reading lists them.
-    """
+    """Return the MIG instances visible at this moment, or the GPU itself where there are none."""
     mode = calls.ask(gpu.uuid, "MIG mode", lambda: pynvml.nvmlDeviceGetMigMode(gpu.handle))
     if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         return (gpu,)
@@ -135,20 +121,6 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     page_retirement_pending: bool | None = None
 
 
-def read_faults(gpu: Part, calls: Calls) -> GpuFaults:
-    """Return the faults of a whole GPU; raise NVMLError where it, or the driver, fails."""
-    ecc = calls.ask(gpu.uuid, "ECC mode", lambda: pynvml.nvmlDeviceGetEccMode(gpu.handle))
-    rows = calls.ask(gpu.uuid, "row remapping", lambda: pynvml.nvmlDeviceGetRemappedRows(gpu.handle))
-    pages = calls.ask(gpu.uuid, "page retirement", lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu.handle))
-    return GpuFaults(
-        index=gpu.index,
-        ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
-        row_remap_pending=None if rows is None else bool(rows[2]),
-        row_remap_failed=None if rows is None else bool(rows[3]),
-        page_retirement_pending=None if pages is None else bool(pages),
-    )
-
-
 T = TypeVar("T")
 
 
@@ -186,36 +158,42 @@ class NvmlDevice:
 
     def read(self) -> tuple[GpuReading, ...]:
         """Return a full reading of the GPU, or of each of its MIG instances."""
-        try:
+        with self._watch_loss():
             gpu = self.gpu or self._open()
             before, self.parts = self.parts, list_parts(gpu, self._around.calls)
             for uuid in {part.uuid for part in before} - {part.uuid for part in self.parts}:
                 self._forget(uuid)
             return tuple(self._read_part(part) for part in self.parts)
-        except pynvml.NVMLError as error:
-            self._note(error.value)
-            raise
 
     def sample_used(self) -> dict[str, int]:
         """Return the memory in use by UUID, and add it to its peak."""
-        try:
+        with self._watch_loss():
             seen = {part.uuid: self._memory(part) for part in self.parts}
-        except pynvml.NVMLError as error:
-            self._note(error.value)
-            raise
         return {uuid: memory.used_bytes for uuid, memory in seen.items() if memory is not None}
 
     def faults(self) -> GpuFaults:
         """Return the faults in the memory of the whole GPU."""
-        try:
-            return read_faults(self.gpu or self._open(), self._around.calls)
-        except pynvml.NVMLError as error:
-            self._note(error.value)
-            raise
+        with self._watch_loss():
+            gpu = self.gpu or self._open()
+            ecc = self._ask(gpu, "ECC mode", pynvml.nvmlDeviceGetEccMode)
+            rows = self._ask(gpu, "row remapping", pynvml.nvmlDeviceGetRemappedRows)
+            pages = self._ask(gpu, "page retirement", pynvml.nvmlDeviceGetRetiredPagesPendingStatus)
+            return GpuFaults(
+                index=gpu.index,
+                ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
+                row_remap_pending=None if rows is None else bool(rows[2]),
+                row_remap_failed=None if rows is None else bool(rows[3]),
+                page_retirement_pending=None if pages is None else bool(pages),
+            )
 
-    def _note(self, code: int) -> None:
-        if code in LOST:
-            self.lost_code = code
+    @contextmanager
+    def _watch_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except pynvml.NVMLError as error:
+            if error.value in LOST:
+                self.lost_code = error.value
+            raise
 
     def _forget(self, uuid: str) -> None:
         """Forget a MIG instance that was removed: the next one has another UUID."""
@@ -233,7 +211,9 @@ class NvmlDevice:
     def _read_part(self, part: Part) -> GpuReading:
         memory = self._memory(part)
         utilization = self._ask(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
-        temperature = self._ask(part, "temperature", _read_temperature)
+        temperature = self._ask(
+            part, "temperature", lambda handle: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+        )
         power_milliwatts = self._ask(part, "power", pynvml.nvmlDeviceGetPowerUsage)
         processes = self._processes(part, memory)
         return GpuReading(
@@ -243,7 +223,7 @@ class NvmlDevice:
             memory=memory,
             used_peak_bytes=self._around.peaks[part.uuid].highest_bytes(self._around.monotonic()),
             utilization_ratio=None if utilization is None else utilization.gpu / 100,
-            temperature_celsius=temperature,
+            temperature_celsius=None if temperature is None else float(temperature),
             power_watts=None if power_milliwatts is None else power_milliwatts / 1000,
             processes=processes.processes,
             xid_errors=self._around.xids.counts(part.gpu_uuid, part.gpu_instance),
@@ -282,19 +262,17 @@ class NvmlDevice:
         known, now = self._lists[part.uuid], self._around.monotonic()
         used_bytes = None if memory is None else memory.used_bytes
         if not known.is_fresh(now, used_bytes, self._around.process_interval_seconds):
-            listed = self._ask(part, "processes", list_compute_processes, essential=memory is None or memory.is_unified)
+            compute = partial(_list_processes, "nvmlDeviceGetComputeRunningProcesses_v3")
+            listed = self._ask(part, "processes", compute, essential=memory is None or memory.is_unified)
             known.renew(now, used_bytes, listed and self._add_mps_clients(part, listed))
         return known
 
     def _add_mps_clients(self, part: Part, listed: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
         """Return the processes with the clients of MPS, each once."""
-        clients = self._ask(part, "MPS clients", list_mps_clients) or ()
+        mps = partial(_list_processes, "nvmlDeviceGetMPSComputeRunningProcesses_v3")
+        clients = self._ask(part, "MPS clients", mps) or ()
         pids = {process.pid for process in listed}
         return *listed, *(client for client in clients if client.pid not in pids)
 
     def _ask(self, part: Part, fact: str, call: Callable[[Handle], T], *, essential: bool = False) -> T | None:
         return self._around.calls.ask(part.uuid, fact, lambda: call(part.handle), essential=essential)
-
-
-def _read_temperature(handle: Handle) -> float:
-    return float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))

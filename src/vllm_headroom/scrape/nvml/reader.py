@@ -13,6 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 import pynvml
 
 from vllm_headroom.model import Failure, GpuReadings
+from vllm_headroom.scrape.gpu_state import GpuTransitions
 from vllm_headroom.scrape.nvml.calls import (
     DRIVER_WIDE,
     build_device_failure,
@@ -23,7 +24,6 @@ from vllm_headroom.scrape.nvml.calls import (
 )
 from vllm_headroom.scrape.nvml.device import GpuFaults, NvmlDevice
 from vllm_headroom.scrape.nvml.session import Outcome, Roster, Session
-from vllm_headroom.scrape.transitions import GpuTransitions
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker, capture_outcome
 
@@ -36,11 +36,7 @@ LEAST_SECONDS: Final = 0.02
 
 
 class Lane:
-    """Makes calls one at a time on a thread, and abandons a thread whose call does not return.
-
-    Other threads can call NVML while one is stuck in it, so the next call gets a new thread. Every call has a subject;
-    no call is made on a subject that is stuck.
-    """
+    """Makes calls one at a time on a thread; while one is stuck, others use a new thread and not its subject."""
 
     def __init__(self) -> None:
         self._worker: Worker[Any] | None = None
@@ -70,9 +66,8 @@ class Lane:
     ) -> dict[str, T | Exception]:
         """Return by subject what each call returned or raised, without calls that were not made or did not return.
 
-        The thread is woken once for all, since waking it costs more than a call. One call may take `limit_seconds`, but
-        only half of the time until `deadline`, the last one all of it. After that, and when cancelled, its subject is
-        stuck until the call returns.
+        The thread is woken once for all: waking it costs more than a call. A call may take `limit_seconds` but, except
+        the last, only half of the time until `deadline`. Then, or when cancelled, its subject is stuck.
         """
         made: dict[str, T | Exception] = {}
         waiting = [subject for subject in calls if subject not in self.stuck]
@@ -138,8 +133,7 @@ def read_loop_seconds() -> float:
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
 RETRY_SECONDS: Final = 60.0
-"""The longest pause between two attempts at a failed driver, and the pause between two searches for a lost GPU: only a
-new init of NVML can bring one back."""
+"""The longest pause between two inits of a failed driver, or to find a lost GPU again."""
 
 SHUTDOWN_SECONDS: Final = 0.2
 
@@ -178,7 +172,7 @@ class Nvml:
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
 
-        When cancelled, a call in progress continues, and its GPU is not asked before it returns.
+        When cancelled, a call in progress continues, and its GPU is not read before it returns.
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
@@ -263,10 +257,7 @@ class Nvml:
     async def _ask(
         self, question: Callable[[NvmlDevice], T], deadline: float, before: Mapping[str, Callable[[], None]] = {}
     ) -> list[tuple[NvmlDevice, T | Failure]]:
-        """Return each GPU's answer or failure; raise NVMLError where the driver as a whole fails.
-
-        The calls `before` concern no GPU; one that hangs affects only itself.
-        """
+        """Return each GPU's answer or failure, after the calls `before`, of no GPU; raise NVMLError of the driver."""
         devices = self._session.devices
         calls: dict[str, Callable[[], Any]] = {**before}
         calls |= {_name_device(device): partial(question, device) for device in devices if device.lost_code is None}

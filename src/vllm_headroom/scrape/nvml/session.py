@@ -12,9 +12,9 @@ import pynvml
 import structlog
 
 from vllm_headroom.model import Failure, GpuReading
+from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.nvml.calls import Calls, Xids, build_device_failure, build_source_failure, explain_source_code
 from vllm_headroom.scrape.nvml.device import DriverContext, NvmlDevice, Part
-from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.vocabulary import Reason
 
 log = structlog.get_logger()
@@ -41,14 +41,23 @@ class Session:
             pynvml.nvmlInit()
             self._is_initialised = True
             count = pynvml.nvmlDeviceGetCount()
-            surroundings = self._build_context(alone=count == 1)
-            self.driver_version = surroundings.calls.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
+            context = DriverContext(
+                monotonic=self._monotonic,
+                process_interval_seconds=self._process_interval_seconds,
+                memory_version=self._memory_version(),
+                calls=Calls(),
+                peaks=self._peaks,
+                xids=self.xids,
+                proc=self._proc,
+                alone=count == 1,
+            )
+            self.driver_version = context.calls.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
         except pynvml.NVMLError as error:
             return explain_source_code(error.value)
         for uuid in [uuid for uuid, peak in self._peaks.items() if peak.highest_bytes(self._monotonic()) is None]:
             del self._peaks[uuid]
         self.xids.begin()
-        self.devices = tuple(NvmlDevice(index, surroundings) for index in range(count))
+        self.devices = tuple(NvmlDevice(index, context) for index in range(count))
         return None if count else build_source_failure(Reason.NO_DEVICES)
 
     def close(self) -> None:
@@ -59,18 +68,6 @@ class Session:
             self.xids.end()
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
-
-    def _build_context(self, *, alone: bool) -> DriverContext:
-        return DriverContext(
-            monotonic=self._monotonic,
-            process_interval_seconds=self._process_interval_seconds,
-            memory_version=self._memory_version(),
-            calls=Calls(),
-            peaks=self._peaks,
-            xids=self.xids,
-            proc=self._proc,
-            alone=alone,
-        )
 
     def _memory_version(self) -> int | None:
         # Once per init, for all GPUs: in v1, used contains reserved, and the two must not be mixed.

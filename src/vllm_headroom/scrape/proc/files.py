@@ -180,10 +180,7 @@ def has_host_pids(proc: Path) -> bool:
 
 
 def has_same_network(proc: Path, pid: int) -> bool:
-    """Return whether a process may be in this network namespace.
-
-    The inode of /proc/PID/net/stat is per namespace and readable for all; ns/net is not readable.
-    """
+    """Return whether a process may be in this network namespace, by an inode that, unlike ns/net, all can read."""
     try:
         return (proc / str(pid) / "net" / "stat").samefile(proc / "self" / "net" / "stat")
     except OSError:

@@ -40,10 +40,9 @@ _V1: Final = _Version(
 
 
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
-    """Return the memory of the process's cgroup, at the level with the lowest limit.
+    """Return the memory of the process's cgroup, at the level with the lowest limit; None where it is not visible.
 
-    None where the cgroup is not visible, as from another container: the process must be listed in its folder. A limit
-    above the machine's memory is no limit.
+    Its folder must list the process. A limit above the machine's memory is no limit.
     """
     try:
         mounts, places = tuple(_list_mounts(proc)), tuple(_list_places(proc, pid))

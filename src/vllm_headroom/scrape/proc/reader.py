@@ -23,10 +23,7 @@ from vllm_headroom.worker import Worker
 
 
 def assign_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
-    """Return the role of each process of an engine by pid: its `roots` and all their descendants.
-
-    `own_pid` and its descendants are left out: an entrypoint that starts this daemon and becomes vLLM is its parent.
-    """
+    """Return the role of each process of an engine by pid: its `roots` and their descendants, without the daemon's."""
     children: dict[int, list[int]] = defaultdict(list)
     for pid, process in entries.items():
         children[process.parent_pid].append(pid)
@@ -42,10 +39,7 @@ def assign_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable
 
 
 def _find_role(process: ProcEntry, parent: ProcEntry | None) -> Role:
-    """Return the role by name; a fork that has not yet changed its name has no role.
-
-    Below a server a title counts with any prefix of VLLM_PROCESS_NAME_PREFIX.
-    """
+    """Return the role by name, of titles with any VLLM_PROCESS_NAME_PREFIX; a fork of the same name has none."""
     if parent is not None and process.command == parent.command:
         return Role.OTHER
     return process.role or find_role((f"VLLM::{process.command[0].partition('::')[2]}",)) or Role.OTHER
@@ -159,10 +153,7 @@ class Processes:
         return tuple(process for process in found if process)
 
     def _scan(self, pids: frozenset[int]) -> bool:
-        """Read a share of the processes, which then move behind the others; return whether anything changed.
-
-        The kernel's own processes are read once.
-        """
+        """Read a share of the processes, the kernel's only once, and move it to the end; return whether any changed."""
         now = self._monotonic()
         share = (now - self._scanned_at_seconds) / self._rescan_seconds if self._rescan_seconds else 1.0
         self._scanned_at_seconds = now

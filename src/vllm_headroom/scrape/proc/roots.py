@@ -200,10 +200,7 @@ def _group_families(processes: Iterable[ProcEntry]) -> list[tuple[int, ...]]:
 
 
 def can_see_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
-    """Return whether processes other than the daemon's are visible: not in a separate container, nor with hidepid.
-
-    Every namespace has a pid 1; where it cannot be read, /proc hides the processes of other users.
-    """
+    """Return whether processes other than the daemon's are visible; pid 1 is not with hidepid."""
     line = list_ancestors(entries, own_pid) | {own_pid} if own_pid in entries else {own_pid}
     return _INIT in entries and any(pid not in line and own_pid not in list_ancestors(entries, pid) for pid in entries)
 
