@@ -13,10 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-import structlog
 import uvloop
 
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.loop import (
@@ -34,6 +33,7 @@ from vllm_headroom.daemon.sampler import Canary, Sampler, close_all
 from vllm_headroom.daemon.state.file import HISTORY, FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive import build_derivations
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.gates import GATES, Rules, build_gates
 from vllm_headroom.derive.readings import count_running
 from vllm_headroom.derive.verdicts import judge_snapshot
@@ -45,10 +45,10 @@ from vllm_headroom.expose.snapshot import respond_snapshot
 from vllm_headroom.expose.view import History, Incident, View
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
+from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot, Verdict
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.recorder import Recorder
-from vllm_headroom_tools.sizing.footprint import bind_token_bytes
 
 LONGEST_TICK_SECONDS: Final = 30.0
 """Between two ticks, with hanging sources: each has a timeout of seconds. Longer, the daemon was stopped or starved."""
@@ -57,7 +57,7 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 """Returns the states that an earlier process saved, by derivation."""
 
 
-def build_sampler(parts: Parts, settings: PlainSettings, recall: Recall | None, canary: Canary | None) -> Sampler:
+def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canary: Canary | None) -> Sampler:
     """Return the sampler that turns the sources into what is published."""
     rules = Rules(
         ready_seconds=settings.gate_ready_seconds,
@@ -67,12 +67,12 @@ def build_sampler(parts: Parts, settings: PlainSettings, recall: Recall | None, 
     )
     return Sampler(
         sources=parts,
-        parse=partial(parse_engines, profile=settings.profile),
-        selection=settings.selection,
+        parse=partial(parse_engines, profile=None if settings.engine_profile == AUTO else settings.engine_profile),
+        selection=Selection.of(settings.gpus),
         derivations=build_derivations(
             reported_bytes=settings.reported_bytes,
             kv_bytes_per_token=settings.kv_bytes_per_token,
-            model=bind_token_bytes(settings.model_shape),
+            model=settings.token_bytes,
             baseline_bytes_per_request=settings.baseline_bytes_per_request,
         ),
         clock=parts.clock,
@@ -84,7 +84,7 @@ def build_sampler(parts: Parts, settings: PlainSettings, recall: Recall | None, 
     )
 
 
-def build_canary(parts: Parts, settings: PlainSettings) -> Canary | None:
+def build_canary(parts: Parts, settings: Settings) -> Canary | None:
     """Return the canary, None where it is not configured or has no engine."""
     if parts.asked is None or settings.canary_interval_seconds is None:
         return None
@@ -105,20 +105,15 @@ def read_build() -> tuple[str, str, str]:
     return read_version(), revision, platform.python_version()
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 CANNOT_LISTEN: Final = 2
 SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
 """Scrapes in progress may take as long in parallel."""
 
-TOKENS_DIFFER: Final = (
-    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so tokens differ in size: set"
-    " HEADROOM_KV_BYTES_PER_TOKEN to count in bytes"
-)
 
-
-def serve(settings: PlainSettings) -> NoReturn:
+def serve(settings: Settings) -> NoReturn:
     """Run the real daemon until it is stopped, and exit with its status; raise an error of the daemon itself."""
     logs.configure(settings.log_format, settings.log_level)
     status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(build_real_parts(settings), settings))
@@ -126,7 +121,7 @@ def serve(settings: PlainSettings) -> NoReturn:
     os._exit(status)  # without waiting for threads: a resolver that does not answer holds one for 10 s (measured)
 
 
-async def run(parts: Parts, settings: PlainSettings) -> int:
+async def run(parts: Parts, settings: Settings) -> int:
     """Run the daemon over `parts`, which it closes at the end; return the exit status."""
     try:
         listener = listen(settings.listen_host, settings.listen_port)
@@ -143,9 +138,8 @@ async def run(parts: Parts, settings: PlainSettings) -> int:
         for line in error.lines:
             log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - one line per mistake
         return CANNOT_LISTEN
-    shape = settings.model_shape
-    if shape is not None and not shape.has_every_token and settings.kv_bytes_per_token is None:
-        log.warning("KV cache known in tokens only", problem=TOKENS_DIFFER)
+    if settings.model_problem and settings.kv_bytes_per_token is None:
+        log.warning("KV cache known in tokens only", problem=settings.model_problem)
     ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with handle_signals(partial(request_end, ending, STOPPED)):
         try:
@@ -160,7 +154,7 @@ async def run(parts: Parts, settings: PlainSettings) -> int:
 class Daemon:
     """Joins the parts, and owns what is shown and kept beside the samples: verdicts, the day's history, incidents."""
 
-    def __init__(self, parts: Parts, settings: PlainSettings, *, home: str, ending: asyncio.Future[int]) -> None:
+    def __init__(self, parts: Parts, settings: Settings, *, home: str, ending: asyncio.Future[int]) -> None:
         clock, version, folder, lock = parts.clock, read_version(), settings.state_dir, FolderLock()
         self._parts, self._clock, self._home, self._ending = parts, clock, home, ending
         self._interval_seconds = settings.sample_interval_seconds

@@ -14,14 +14,13 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-import structlog
-
+from vllm_headroom.log import Log
 from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
 from vllm_headroom.units import MIB
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 FLIGHT: Final = "flight.jsonl"
 INCIDENTS: Final = "incidents"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
-from vllm_headroom.config.fields import setting
-from vllm_headroom.config.kinds import Value, above_zero, bounded, choice
-from vllm_headroom.config.settings import Settings
+from pydantic import Field
+
+from vllm_headroom.config import from_text, setting
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.options import choice
+from vllm_headroom_tools.settings import ModelSettings
 
 DESCRIPTION: Final = """\
 Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
@@ -22,19 +24,24 @@ Example:
 """
 
 SCENARIOS: Final = tuple(TABLE)
+SCENARIO: Final = choice(SCENARIOS)
 FASTEST: Final = 1000
 
 
-class DemoSettings(Settings):
+class DemoSettings(ModelSettings):
     """The daemon's settings and the demo's own; how to reach an engine is none of them, for the demo brings its own."""
 
-    no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
+    no_options: ClassVar = frozenset(
+        name for name in ModelSettings.model_fields if name.startswith(("engine_", "canary_"))
+    )
 
-    scenario: str = setting(choice(SCENARIOS), SCENARIOS[0], "NAME", "What happens in the simulation.")
-    speed: float = setting(
-        Value(read=above_zero(bounded(float, 0, FASTEST)), accepts=f"a number above 0, at most {FASTEST}"),
+    scenario: Annotated[str, from_text(SCENARIO.read)] = setting(
+        SCENARIOS[0], "NAME", SCENARIO.accepts, "What happens in the simulation."
+    )
+    speed: Annotated[float, Field(gt=0, le=FASTEST)] = setting(
         60,
         "NUMBER",
+        f"a number above 0, at most {FASTEST}",
         "How many times as fast as the clock the simulation's time runs.",
     )
 
@@ -45,7 +52,7 @@ async def _run(given: Namespace) -> int:
 
     settings: DemoSettings = given.settings
     logs.configure(settings.log_format, settings.log_level)
-    return await run(settings.values(), scenario=TABLE[settings.scenario], speed=settings.speed)
+    return await run(settings, scenario=TABLE[settings.scenario], speed=settings.speed)
 
 
 COMMAND: Final[Command[int]] = Command(

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.doctor.engine import (
     check_engine,
@@ -31,6 +30,7 @@ from vllm_headroom_tools.doctor.gpus import (
 )
 from vllm_headroom_tools.doctor.port import check_listen_port, check_state_dir, check_trace_file
 from vllm_headroom_tools.look import PROC, SYS
+from vllm_headroom_tools.settings import ModelSettings
 from vllm_headroom_tools.terminal import wrap_text
 
 Document = Mapping[str, Any]
@@ -106,10 +106,10 @@ asked for, or does not apply.
 
 async def _run(given: Namespace) -> dict[str, Any]:
     logs.configure(given.settings.log_format, "error")  # the readers log what is told here in full
-    return build_document(await examine(given.settings.values()), read_version())
+    return build_document(await examine(given.settings), read_version())
 
 
-async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
+async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
     sight, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
@@ -125,7 +125,7 @@ async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -
         "kv_bytes": check_kv_bytes(sight, settings.kv_bytes_per_token, settings.model_shape),
         "nvml": check_nvml(sight),
         "gpus": check_gpus(sight),
-        "gpu_attribution": check_gpu_attribution(sight, settings.selection),
+        "gpu_attribution": check_gpu_attribution(sight, Selection.of(settings.gpus)),
         "processes": check_processes(sight),
         "process_memory": check_process_memory(sight),
         "probe": check_probe(files, sight),
@@ -139,7 +139,7 @@ COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
-    options=lambda parser: parser.add_settings(Settings),
+    options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,
     text=render_text,
     document=lambda found: found,

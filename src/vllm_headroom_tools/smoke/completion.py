@@ -11,7 +11,7 @@ from typing import Any, Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import Settings
 from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.daemon.sampler import close_all
 from vllm_headroom.model import EnginePage, Failure
@@ -26,7 +26,7 @@ from vllm_headroom_tools.openai import find_error, parse_first_model, parse_obje
 class EngineServer:
     """Asks the server that has the engine's page for other things beside it."""
 
-    def __init__(self, settings: PlainSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._page = httpx.URL(settings.engine_url)
 
