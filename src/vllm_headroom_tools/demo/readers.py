@@ -7,7 +7,7 @@ from math import exp
 from typing import Final
 
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
-from vllm_headroom.scrape.peak import Peak
+from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom_tools.demo.world import (
