@@ -94,7 +94,7 @@ MOST_BYTES: Final = 256 * 1024
 async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
     """Have all processes record for so long; raise BadInput where there is none, or another recording is running.
 
-    What is returned is what --json prints; a process without a usable answer has null for what it did not say.
+    Return what --json prints; a process without a usable answer has null for what is missing.
 
     Where this ends early, cancelled or killed, the probes stop recording within a minute.
     """
@@ -204,8 +204,8 @@ def _find_source() -> Path:
 
 DESCRIPTION: Final = """\
 install puts the probe into a folder where any vLLM from 0.9 on finds it, its
-image unchanged. It tells the sidecar what only vLLM's processes know of their
-memory, by files in HEADROOM_PROBE_DIR, which both can use.
+image unchanged. It reports to the sidecar what only vLLM's processes know about
+their memory, through files in HEADROOM_PROBE_DIR, which both can use.
 
 record asks the probes of a running vLLM who allocates, for a time, what is
 kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
@@ -229,7 +229,7 @@ MOST_SHOWN: Final = 3
 
 
 def render_recording(recorded: Document) -> Iterator[str]:
-    """Yield for each process what it took and kept, by the stacks that took most; the process with most is first."""
+    """Yield what each process kept, by the stacks that kept most; the process with most is first."""
     yield f"In {format_duration(recorded['seconds'])}, what each process allocated and still holds:"
     for process in sorted(recorded["processes"], key=_find_most, reverse=True):
         yield ""
@@ -264,11 +264,11 @@ def _format_stack(kind: str, stack: Document) -> Iterator[str]:
 def _format_cost(cost: Document) -> str:
     pause, cpu, memory = cost["pause_seconds"], cost["cpu_seconds"], cost["memory_bytes"]
     parts = (
-        None if pause is None else f"{pause:.3f} s of standing still",
+        None if pause is None else f"{pause:.3f} s of pause",
         None if cpu is None else f"{cpu:.3f} s of CPU",
         None if memory is None else f"{format_size(memory)} of host memory",
     )
-    return ", ".join(part for part in parts if part) or "what it does not tell"
+    return ", ".join(part for part in parts if part) or "an unknown amount"
 
 
 INSTALL, RECORD = "install", "record"

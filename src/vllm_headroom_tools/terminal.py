@@ -1,4 +1,4 @@
-"""Text for people: broken into lines, and on a terminal drawn by rich, its words coloured by how it stands."""
+"""Text for people: broken into lines, and on a terminal drawn by rich with coloured words."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
 
 
 def wrap_headed(head: str, body: str) -> list[str]:
-    """Return the lines of a text behind a word, as all words of an answer stand in one column."""
+    """Return the lines of a text behind a word; all words of an answer are in one column."""
     return wrap_text(f"   {head:<{HEAD - 3}}", body)
 
 
@@ -113,7 +113,7 @@ def draw_bars(
 ) -> list[str]:
     """Return a bar for each column: of its stretch of time what `pick` takes, else what was last; a gap is blank.
 
-    `ends` are what the lowest and the highest bar stand for; without them zero, and the highest there is.
+    `ends` are the values of the lowest and the highest bar; without them zero, and the highest there is.
     """
     columns = _reduce_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
     low, high = ends or (0.0, max((value for value in columns if value is not None), default=0.0))

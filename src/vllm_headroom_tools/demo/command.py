@@ -26,7 +26,7 @@ FASTEST: Final = 1000
 
 
 class DemoSettings(Settings):
-    """The daemon's settings and the demo's own; how to reach an engine is none of them, for the demo brings its own."""
+    """The daemon's settings and the demo's; those that reach an engine are left out, since the demo simulates one."""
 
     no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
 

@@ -37,7 +37,7 @@ class SimulatedEngine:
         self._epoch_seconds = epoch_seconds
 
     async def fetch(self) -> str | Failure:
-        """Return the page, which there is none of while the engine is down or loads."""
+        """Return the page; a Failure while the engine is down or loading."""
         world = self._now()
         return render_page(world.engine, self._epoch_seconds) if world.serves else ENGINE_DOWN
 
@@ -46,7 +46,7 @@ class SimulatedEngine:
 
 
 def render_page(engine: EngineRun, epoch_seconds: float) -> str:
-    """Return what the engine tells, as Prometheus text."""
+    """Return what the engine exports, as Prometheus text."""
     traffic = engine.traffic
     figures = {
         "num_requests_running": traffic.running,

@@ -1,4 +1,4 @@
-"""What can happen in the demo, as data, and the chance by which it does; every draw follows from a seed."""
+"""The demo's scenarios as data, with their seeded random draws."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """What happens besides healthy serving; the size of a burst is a factor on the load, of a neighbour bytes.
 
     With `cold` the engine starts with the demo, else it has served for an hour. While it hangs it takes no step, and
-    its page goes on saying what it said last.
+    its page keeps its last values.
     """
 
     name: str
@@ -68,7 +68,7 @@ TABLE: Final[dict[str, Scenario]] = {scenario.name: scenario for scenario in _AL
 
 
 def make_random(seed: int, purpose: str) -> Random:
-    """Return a source of chance of its own for `purpose`, so that one part's draws never shift another's."""
+    """Return a separate random generator for `purpose`, so that one part's draws never shift another's."""
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
 

@@ -1,4 +1,4 @@
-"""The simulated world: one GPU, the engine on it and what befalls them."""
+"""The simulated world: one GPU, the engine on it and what happens to them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Demand:
 
 
 class Traffic:
-    """What one life of the engine has queued, runs and has counted."""
+    """The queue, the running requests and the counters of one run of the engine."""
 
     def __init__(self, random: Random) -> None:
         self.running = 0
@@ -87,7 +87,7 @@ class Traffic:
         self.running, self.waiting, self._preempted, self.kv_used_ratio = 0, 0, 0, 0.0
 
     def _admit(self) -> None:
-        """Let requests in by the room there is now; that those which run will grow is not foreseen."""
+        """Admit requests by the room there is now, without foreseeing that running requests grow."""
         fitting = int(ADMISSION_RATIO * CAPACITY_TOKENS / self._tokens_each)
         admitted = max(0, min(self.waiting, min(fitting, MOST_RUNNING) - self.running))
         self.waiting -= admitted
@@ -137,7 +137,7 @@ PIDS_APART: Final = 37
 
 
 class EngineRun:
-    """A server of one model on one GPU; times are seconds since the demo began, and `number` counts lives from 0."""
+    """A server of one model on one GPU; times are seconds since the demo began, and `number` counts runs from 0."""
 
     def __init__(self, seed: int, number: int, *, started_seconds: float, serving_seconds: float) -> None:
         self.number = number
@@ -196,7 +196,7 @@ def round_to_segments(mib: float, segment_mib: int) -> int:
 
 
 def compute_taken_mib(requests: int, most_running: int) -> int:
-    """Return what a life of a healthy engine goes on taking, and never gives back, by requests and most at once.
+    """Return the memory that a run of a healthy engine keeps taking and never frees, by requests and most at once.
 
     The picture is PyTorch's caching allocator (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily
     loaded kernels. What the n-th request needs first gets rarer as 1/n; a leak does not.

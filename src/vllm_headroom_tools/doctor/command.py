@@ -38,7 +38,7 @@ Document = Mapping[str, Any]
 
 MARKS: Final = {Status.OK: "ok", Status.MISSING: "MISSING", Status.UNKNOWN: "unknown", Status.NOT_APPLICABLE: "-"}
 INDENT: Final = " " * 9
-"""The width of the marks: what follows stands below the name."""
+"""The width of the marks: what follows is aligned with the name."""
 
 
 def build_document(checks: Mapping[str, Check], version: str) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def _describe_check(name: str, check: Check) -> dict[str, Any]:
 
 
 def render_text(found: Document) -> list[str]:
-    """Return a line for each check with its mark, what else there is to say below it, and the sum."""
+    """Return a line for each check with its mark, its details below it, and the sum."""
     lines = [line for check in found["checks"] for line in _format_check(check)]
     return [*lines, *(("",) if lines[-1] else ()), _summarize(found)]
 
 
 def _format_check(check: Document) -> Iterator[str]:
-    told = check["found"] or check["missing"] or check["reason"]
-    yield from wrap_text(f"{MARKS[check['state']]:<8} {check['name']:<16} ", told)
+    text = check["found"] or check["missing"] or check["reason"]
+    yield from wrap_text(f"{MARKS[check['state']]:<8} {check['name']:<16} ", text)
     for detail in check["details"]:
         yield from wrap_text(f"{INDENT}  ", detail)
     if check["absent"]:
@@ -99,13 +99,13 @@ is done within ten seconds. Run it where the daemon runs:
 
 EPILOG: Final = """\
 It ends with status 0 when nothing is missing, 1 when something is missing or
-cannot be told, and 2 when it cannot use its settings. What is marked - was not
+is not known, and 2 when it cannot use its settings. What is marked - was not
 asked for, or does not apply.
 """
 
 
 async def _run(given: Namespace) -> dict[str, Any]:
-    logs.configure(given.settings.log_format, "error")  # the readers log what is told here in full
+    logs.configure(given.settings.log_format, "error")  # the readers log what the checks report
     return build_document(await examine(given.settings.values()), read_version())
 
 

@@ -68,7 +68,7 @@ WITHOUT_AN_ANSWER: Final = (
     "headroom_leaked_bytes",
     "headroom_time_to_oom_*",
 )
-"""Nothing is said of leaks before the engine was seen to have served."""
+"""No leak series exist before the engine was seen to serve."""
 
 SET_ENGINE_URL: Final = fix_setting(
     "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics",
@@ -80,7 +80,7 @@ WAIT_FOR_START: Final = Fix(where="by waiting for this in vLLM's log", lines=("A
 
 
 def check_engine(sight: Survey) -> Check:
-    """Tell whether the page can be read and is an engine's, and of which version."""
+    """Check whether the page can be read and is an engine's, and of which version."""
     if isinstance(sight.page, Failure):
         return _check_unreadable(sight, sight.page)
     if sight.page.engines:
@@ -98,7 +98,7 @@ def check_engine(sight: Survey) -> Check:
 
 
 def _describe_answer(sight: Survey, page: EnginePage) -> str:
-    what = f"version {sight.version}" if sight.version else "a version that it does not tell"
+    what = f"version {sight.version}" if sight.version else "version not reported"
     models = sorted({engine.model_name for engine in list_named(page)})
     serving = f"model {', '.join(models)}" if models else "no model named before its first request"
     engines = f", {len(page.engines)} engines" if len(page.engines) > 1 else ""
@@ -129,7 +129,7 @@ def _list_hints(sight: Survey, *, gave_up: bool) -> Iterator[str]:
 
 
 def _is_loading(sight: Survey) -> bool:
-    """Tell whether nothing listens yet, and a vLLM that runs here may do so later."""
+    """Return whether nothing listens yet, and a vLLM that runs here may do so later."""
     if isinstance(sight.processes, Failure) or not sight.processes.engine or not isinstance(sight.page, Failure):
         return False
     return sight.page.reason is Reason.UNREACHABLE and sight.served_port in {None, find_port(sight.url)}
@@ -173,12 +173,12 @@ SERIES: Final = {
     for field, each in INPUTS.items()
     if (made := tuple(m for m in catalog.METRICS if field in m.needs or m.name == each.metric))
 }
-"""What is made of each input, and absent without it. Of the inputs that are not here, each has others that stand in for
-it, and what the engine reports of its memory is looked at by itself."""
+"""The series that need each input. An input that is not here has substitutes; `check_reported_memory` covers the
+engine's own memory figures."""
 
 
 def check_engine_inputs(sight: Survey) -> Check:
-    """Tell which inputs the page does not offer, and which series are absent for it."""
+    """Check which inputs the page does not offer, and which series are absent without them."""
     page = sight.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
@@ -187,13 +187,13 @@ def check_engine_inputs(sight: Survey) -> Check:
     profile = find_profile(page.profile)
     spare = ", ".join(name for name, found in page.inputs if not found and name not in SERIES)
     details = (
-        *((f"not offered, and no series is absent for it: {spare}",) if spare else ()),
-        *(f"{profile.product} does not tell {name}: {why}" for name, why in profile.absent if name in SERIES),
+        *((f"not exported, and no metric depends on it: {spare}",) if spare else ()),
+        *(f"{profile.product} does not export {name}: {why}" for name, why in profile.absent if name in SERIES),
     )
     if not wanted:
         return Check(Status.OK, offered, details=details)
     has_served = any(engine.prompt_tokens_total for engine in page.engines)
-    later = "" if has_served else "; no request has been served yet, and some come with the first"
+    later = "" if has_served else "; no request has been served yet, and some appear with the first"
     return Check(
         Status.MISSING if has_served else Status.UNKNOWN,
         f"{offered}, not {', '.join(wanted)}{later}",
@@ -210,7 +210,7 @@ def _fix_version(profile: Profile) -> Fix:
 
 
 def check_reported_memory(sight: Survey, configured_bytes: int | None) -> Check:
-    """Tell what there is to compare the engine's memory with: ask the derivation, for a GPU of one's own making."""
+    """Check what the engine's memory can be compared with, by running the derivation on a made-up GPU."""
     page = sight.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
@@ -220,10 +220,10 @@ def check_reported_memory(sight: Survey, configured_bytes: int | None) -> Check:
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
     product = find_profile(page.profile).product
     given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
-    untold = f"{product} does not tell one gpu_memory_utilization"
+    unknown = f"{product} does not report one gpu_memory_utilization"
     return Check(
         Status.MISSING,
-        f"{given if is_given else untold}, so that there is no budget to compare what it holds with",
+        f"{given if is_given else unknown}, so there is no budget to compare its memory with",
         absent=WITHOUT_A_REPORT,
         fixes=(
             fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU"),
@@ -242,16 +242,16 @@ def _fix_first_request(sight: Survey, page: EnginePage) -> Fix:
 
 
 def _describe_report(basis: str, value: float) -> str:
-    told = {
+    texts = {
         "metric": f"the engine reports {value / GIB:.1f} GiB on each GPU",
         "budget": f"the engine's budget is {value / GIB:.0%} of each GPU (gpu_memory_utilization)",
         "configured": f"HEADROOM_REPORTED_BYTES is {value / GIB:.1f} GiB on each GPU",
     }
-    return told[basis]
+    return texts[basis]
 
 
 def list_needed(page: EnginePage) -> tuple[str, ...]:
-    """Return the inputs that the page does not offer, engines of its kind do, and something is made of."""
+    """Return the inputs that the page lacks, engines of its kind offer, and some series need."""
     never = dict(find_profile(page.profile).absent)
     return tuple(name for name, found in page.inputs if not found and name in SERIES and name not in never)
 
@@ -265,21 +265,23 @@ def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ..
 
 
 def check_kv_bytes(sight: Survey, bytes_per_token: float | None, model: ModelShape | None) -> Check:
-    """Tell whether the KV cache can be known in bytes: with a model, ask the derivation; it works without them."""
+    """Check whether the KV cache can be known in bytes: with a model, by running the derivation."""
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
     if model is None:
-        text = "HEADROOM_MODEL_CONFIG is not set: the KV cache is told in tokens, not in bytes"
+        text = "HEADROOM_MODEL_CONFIG is not set: the KV cache is reported in tokens, not in bytes"
         return Check(Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
     if isinstance(sight.page, Failure) or not sight.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     gpus = sight.readings if isinstance(sight.readings, Failure) else sight.gpus
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=sight.page, gpus=gpus, processes=())
-    told = {sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=bind_token_bytes(model))}
-    if catalog.ENGINE_KV_CAPACITY_BYTES in told:
-        return Check(Status.OK, "HEADROOM_MODEL_CONFIG tells the bytes per token")
+    metrics = {
+        sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=bind_token_bytes(model))
+    }
+    if catalog.ENGINE_KV_CAPACITY_BYTES in metrics:
+        return Check(Status.OK, "HEADROOM_MODEL_CONFIG gives the bytes per token")
     text = (
-        "HEADROOM_MODEL_CONFIG does not tell the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
+        "HEADROOM_MODEL_CONFIG does not give the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
         " or its layers keep a window or a state"
     )
     return Check(Status.MISSING, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
@@ -288,7 +290,7 @@ def check_kv_bytes(sight: Survey, bytes_per_token: float | None, model: ModelSha
 READ_SECONDS: Final = 2.0
 FROM_PROBE: Final = ("headroom_engine_memory_bytes", "headroom_allocator_*", "headroom_leak_location")
 NO_PROBE_DIR: Final = "HEADROOM_PROBE_DIR is not set: what only vLLM's processes know is not read"
-NO_GPU: Final = "torch's allocator is not told: vLLM has no GPU, has not begun to use it, or may sleep"
+NO_GPU: Final = "torch's allocator reports nothing: vLLM has no GPU, has not used it yet, or may sleep"
 
 INSTALL_PROBE: Final = (
     Fix(
@@ -310,7 +312,9 @@ INSTALL_PROBE: Final = (
     ),
     Fix(where="where vLLM's environment has VLLM_PLUGINS", lines=("VLLM_PLUGINS=...,headroom_probe",)),
 )
-RESTART: Final = (Fix(where="by a restart of vLLM, once what its log says is mended", lines=("headroom probe: ...",)),)
+RESTART: Final = (
+    Fix(where="by a restart of vLLM, once the error in its log is fixed", lines=("headroom probe: ...",)),
+)
 
 
 async def read_probe_files(folder: Path | None) -> tuple[ProbedProcess, ...] | Failure | None:
@@ -319,7 +323,7 @@ async def read_probe_files(folder: Path | None) -> tuple[ProbedProcess, ...] | F
 
 
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Survey) -> Check:
-    """Tell whether the probe is there, loaded by the vLLM that runs, and writes."""
+    """Check whether the probe is installed, loaded by the running vLLM, and writes."""
     processes = () if isinstance(sight.processes, Failure) else sight.processes.engine
     found = classify_probe(files, processes, time.time())
     if found is None:
@@ -345,7 +349,7 @@ def _report_missing(text: str, details: tuple[str, ...], *fixes: Fix) -> Check:
 
 
 def _select_current(found: ProbeReadings) -> tuple[ProbedProcess, ...]:
-    """Return those that may be of the engine that runs: not older than what writes now."""
+    """Return those that may belong to the running engine: not older than what writes now."""
     began = min((each.started_at_seconds for each in found.present), default=0.0)
     return tuple(each for each in found.others if each.started_at_seconds >= began)
 

@@ -40,14 +40,14 @@ from vllm_headroom_tools.doctor.fixes import (
 )
 
 OWNED_GPU_SERIES: Final = ("headroom_leak_*", "headroom_leaked_bytes", "headroom_memory_*", "headroom_time_to_oom_*")
-"""What there is of the engine's GPUs only."""
+"""Series that exist for the engine's GPUs only."""
 
 WITHOUT_NVML: Final = ("headroom_gpu_*", *OWNED_GPU_SERIES, "headroom_sample_skew_seconds")
 NO_NVML: Final = "needs NVML, see nvml"
 
 
 def check_nvml(sight: Survey) -> Check:
-    """Tell whether NVML answers, and of which driver it is."""
+    """Check whether NVML answers, and with which driver."""
     if isinstance(sight.readings, Failure):
         return Check(
             Status.MISSING,
@@ -56,15 +56,15 @@ def check_nvml(sight: Survey) -> Check:
             fixes=find_nvml_fixes(sight.readings.reason),
         )
     if all(device.vendor is Vendor.AMD for device in sight.readings.devices):
-        text = "not needed: the GPUs are AMD's, whose driver tells of them in /sys"
+        text = "not needed: the GPUs are AMD's, whose driver reports them in /sys"
         return Check(Status.NOT_APPLICABLE, text)
     version = sight.readings.driver_version
-    text = f"NVML answers, driver {version}" if version else "NVML answers, and does not tell the driver's version"
+    text = f"NVML answers, driver {version}" if version else "NVML answers, and does not report the driver's version"
     return Check(Status.OK, text)
 
 
 def check_gpus(sight: Survey) -> Check:
-    """Tell which GPUs are visible, and whether each can be read."""
+    """Check which GPUs are visible, and whether each can be read."""
     if isinstance(sight.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     devices = sight.readings.devices
@@ -79,18 +79,18 @@ def check_gpus(sight: Survey) -> Check:
     if not unread:
         return Check(Status.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
-    untold = ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
+    missing = ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
     return Check(
         Status.MISSING,
         f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,
         absent=tuple(f"headroom_gpu_memory_* of {name_device(device)}" for device in unread),
-        fixes=find_gpu_fixes(failures[0]) if failures else untold,
+        fixes=find_gpu_fixes(failures[0]) if failures else missing,
     )
 
 
 def name_device(device: GpuReading) -> str:
-    """Return how a GPU is called; one that never opened has no UUID."""
+    """Return a GPU's name; one that never opened has no UUID."""
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
 
@@ -101,13 +101,13 @@ def _describe_trouble(device: GpuReading) -> str:
         return ""
     if device.vendor is Vendor.AMD:
         return (
-            ": what its processes may take of its memory or the machine's is not told by KFD, or not to this container"
+            ": KFD does not report what its processes may use of its memory or the machine's, or not to this container"
         )
-    return ": NVML tells no memory of it"
+    return ": NVML reports no memory for it"
 
 
 def _describe_unified(device: GpuReading) -> str:
-    """Say where a GPU has no memory of its own, so that nothing but the machine's swap stands between it and a hang."""
+    """Describe memory that a GPU shares with its machine: only swap separates it from a hang."""
     if device.memory is None or not device.memory.is_unified:
         return ""
     total, free = format_gib(device.memory.total_bytes), format_gib(device.memory.free_bytes)
@@ -116,7 +116,7 @@ def _describe_unified(device: GpuReading) -> str:
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
 WITHOUT_PROCESSES: Final = ("headroom_host_*", *WITHOUT_HOLDERS)
-NO_LIMIT: Final = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES tells it),"
+NO_LIMIT: Final = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
 BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.CGROUP: "by the cgroup of vLLM's processes",
     HostBasis.MACHINE: "by the machine, since their cgroup has no limit",
@@ -127,12 +127,13 @@ SHOW_PROC: Final = Fix(where="in the systemd unit", lines=("ProtectProc=default"
 STUCK: Final = Fix(where=f"{NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
 ON_ITS_MACHINE: Final = Fix(where="on the machine where vLLM runs", lines=("vllm-headroom doctor",))
 ASK_THE_NODE: Final = Fix(
-    where=f"{NODE}, whether it tells", lines=("nvidia-smi --query-compute-apps=pid,used_memory --format=csv",)
+    where=f"{NODE}, to see whether the driver reports it",
+    lines=("nvidia-smi --query-compute-apps=pid,used_memory --format=csv",),
 )
 
 
 def check_processes(sight: Survey) -> Check:
-    """Tell whether the engine's processes are seen, which they are only where the PID namespace is shared."""
+    """Check whether the engine's processes are seen, which needs a shared PID namespace."""
     found = sight.processes
     if isinstance(found, Failure):
         return _report_without(Status.MISSING, found.message, *_find_fixes(found))
@@ -160,7 +161,7 @@ def _check_seen(sight: Survey, found: ProcessReadings) -> Check:
 
 
 def _describe_host(sight: Survey, found: ProcessReadings) -> Iterator[str]:
-    """Yield what is known of the host memory and how, and whether there is swap, which puts off the end."""
+    """Yield what is known of the host memory and how, and whether there is swap, which delays an out-of-memory."""
     memory = update_container(ContainerState(), found, limit_bytes=sight.host_limit_bytes)[1]
     if memory is not None and memory.used_bytes is not None:
         limit = NO_LIMIT if memory.limit_bytes is None else f" of {format_gib(memory.limit_bytes)}"
@@ -175,7 +176,7 @@ def _describe_host(sight: Survey, found: ProcessReadings) -> Iterator[str]:
 
 
 def check_process_memory(sight: Survey) -> Check:
-    """Tell whether the memory that this driver tells of a process is that process's, seen from here."""
+    """Check whether this driver reports each process's own memory, as seen from here."""
     readings, found = sight.readings, sight.processes
     if isinstance(readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
@@ -184,10 +185,10 @@ def check_process_memory(sight: Survey) -> Check:
     driver = readings.driver_version
     of_amd = [device for device in readings.devices if device.vendor is Vendor.AMD]
     if driver is None and not found.sees_host_pids and not of_amd:
-        return Check(Status.UNKNOWN, "the driver does not tell its version")
+        return Check(Status.UNKNOWN, "the driver does not report its version")
     if not is_process_memory_true(readings, found):
         is_its_pid = are_pids_true(readings, found)
-        what = "may tell another process's memory" if is_its_pid else "tells the host's pids, which are others here"
+        what = "may report another process's memory" if is_its_pid else "reports the host's pids, which differ here"
         return Check(
             Status.MISSING,
             f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
@@ -195,13 +196,13 @@ def check_process_memory(sight: Survey) -> Check:
             absent=WITHOUT_HOLDERS,
             fixes=(NEWER_DRIVER, SEE_HOST_PIDS),
         )
-    untold = _list_unreported(readings, found)
-    if untold:
-        text = f"the memory of each process is not told on {', '.join(untold)}"
+    unreported = _list_unreported(readings, found)
+    if unreported:
+        text = f"the driver does not report the memory of each process on {', '.join(unreported)}"
         fixes = (*TRACE_THEM, SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
         return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=fixes)
-    told = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of a version not told'}"
-    text = f"{told} tells each process's own memory, seen from {_name_namespace(found)}"
+    source = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of unknown version'}"
+    text = f"{source} reports each process's own memory, as seen from {_name_namespace(found)}"
     return Check(Status.OK, text)
 
 
@@ -248,13 +249,13 @@ NOT_LISTED: Final = (
     "the engine's processes are seen, but what this driver lists on the GPUs cannot be matched with them in a container"
 )
 NOT_TRACED: Final = (
-    "the engine's processes are seen, but not what they have open, which alone tells a container who is on AMD's cards"
+    "the engine's processes are seen, but not their open files, which alone show a container who uses AMD's cards"
 )
 NEEDS_ENGINE: Final = "needs the engine to run, see engine"
 
 
 def check_gpu_attribution(sight: Survey, selection: Selection) -> Check:
-    """Tell which GPUs are taken for the engine's, how that came, and why it is none."""
+    """Check which GPUs are attributed to the engine, how, and why none is."""
     if isinstance(sight.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     return replace(
@@ -277,7 +278,7 @@ def _judge_attribution(sight: Survey, selection: Selection) -> Check:
         return Check(
             Status.MISSING,
             text,
-            fixes=(fix_setting("# leave HEADROOM_GPUS out: the engine's processes tell its GPUs"),),
+            fixes=(fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs"),),
         )
     if not owned:
         return _explain_none(sight)
@@ -288,7 +289,7 @@ def _judge_attribution(sight: Survey, selection: Selection) -> Check:
 
 
 def _can_match(sight: Survey) -> bool:
-    """Tell whether a process of the engine on a visible GPU would have been found on it."""
+    """Return whether a process of the engine on a visible GPU would have been found on it."""
     if isinstance(sight.processes, Failure) or not sight.processes.engine:
         return False
     return _has_true_pids(sight) and all(gpu.reading.processes is not None for gpu in sight.gpus)

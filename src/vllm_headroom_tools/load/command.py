@@ -41,7 +41,7 @@ it sees the GPUs and the processes.
 EXAMPLES: Final = """\
 LENGTHS are a number of tokens, or two such as 256..2048: all lengths between
 them, each doubling as likely as the next. Of prompts they are about so many:
-words stand in for tokens, and the report has the server's own counts.
+words are counted as tokens, and the report has the server's own counts.
 
 It ends with status 0 when requests were served, next to none failed and no
 answer was out of memory; with 1 when one was, when more failed, when the engine
@@ -126,7 +126,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
     from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415 - --help need not wait for the sampler
 
-    logs.configure("logfmt", "error")  # the readers log what is told here in full
+    logs.configure("logfmt", "error")  # the readers log what the report has in full
     return await run_load(read_order(given))
 
 

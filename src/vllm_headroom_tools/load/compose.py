@@ -1,4 +1,4 @@
-"""Joins the parts of a load, runs it and takes them down."""
+"""The composition root of `load`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ INTERRUPTED: Final = 130
 
 SAMPLE_SECONDS: Final = 1.0
 PAGE_SECONDS: Final = 10.0
-"""How long the engine's page may take: a server under more load than it can bear answers late, and it is asked then."""
+"""How long the engine's page may take: an overloaded server answers late."""
 
 
 async def run_load(order: LoadOrder) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a load came to, as the one object of `load --json`."""
+"""The report of a load, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from vllm_headroom_tools.load.target import LoadOrder
 from vllm_headroom_tools.terminal import join_paragraphs
 
 TOLERATED_RATIO: Final = 0.01
-"""Of the requests that may fail: one connection that breaks among hundreds says nothing of the server."""
+"""Of the requests that may fail: one broken connection among hundreds does not count against the server."""
 
 
 class LeakVerdict(StrEnum):
-    """What the detector says of the whole run."""
+    """The detector's verdict on the whole run."""
 
     LEAKING = "leaking"
     GROWING = "growing"
@@ -36,7 +36,7 @@ class LeakVerdict(StrEnum):
 
 
 def judge_growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
-    """Return what a course over so many seconds amounts to, and why: a short one that saw nothing is no proof."""
+    """Judge the detector's course over so many seconds, with the reason: a short one proves no absence."""
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"
     if course.growing:
@@ -53,7 +53,7 @@ def judge_growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]
 
 
 def judge_load(outcomes: Counter[Outcome], *, is_faulty: bool, stopped: bool) -> Conclusion:
-    """Return whether it is good; a load that was cut short cannot be."""
+    """Return whether the load is good; one that was cut short cannot be."""
     if is_faulty:
         return Conclusion.NOT_GOOD
     unsure = stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]
@@ -83,7 +83,7 @@ def list_faults(
 
 QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 ENGINE_DIED: Final = "the engine died: its web server says so"
-NOT_CHOSEN: Final = "it cannot be told which of them are the engine's: name them with --gpus"
+NOT_CHOSEN: Final = "which of them are the engine's is not known: name them with --gpus"
 
 
 def build_document(
@@ -178,7 +178,7 @@ def _describe_gpu(labels: Labels, observed: Observation) -> dict[str, Any]:
 
 
 def _describe_memory(span: SeriesSummary, whole: Observation, course: Course) -> dict[str, Any]:
-    """Return one series over the whole run: how it changed, and what the detector says of it."""
+    """Return one series over the whole run: how it changed, and the detector's verdict."""
     delta_bytes, finished = span.last - span.first, whole.grown(catalog.ENGINE_FINISHED)
     leak = None if course.last is None else course.last.bytes_per_request
     judged, reason = judge_growth(course, whole.seconds)
@@ -230,7 +230,7 @@ LATENCIES: Final = {
     "inter_token_seconds": "between two tokens (ITL)",
     "end_to_end_seconds": "to the end",
 }
-"""With the names that vLLM's own benchmark has for them, and means the same by."""
+"""With the names and meanings of vLLM's own benchmark."""
 
 GROWTHS: Final = {
     "leaking": "LEAKING",
@@ -242,11 +242,11 @@ LABEL_WIDTH: Final = 32
 CELL_WIDTH: Final = 11
 UNKNOWN: Final = "-"
 LATE_SECONDS: Final = 0.05
-"""When this process is that late in one case of a hundred, its own delay shows in the figures."""
+"""At this delay in one case of a hundred, the process's own delay shows in the figures."""
 
 
 def render_text(found: Document) -> Iterator[str]:
-    """Yield everything there is to tell, the steps side by side."""
+    """Yield the whole report, the steps side by side."""
     memory, steps = [*found["gpus"], *found["host"]], found["steps"]
     parts = (
         [f"{found['target']}, model {found['model']}: {found['asked']}."],
@@ -324,9 +324,9 @@ def _format_gpu(uuid: str, field: str, step: Document) -> str:
 def _format_memory(series: Document) -> str:
     delta, rate = series["delta_bytes"], series["delta_bytes_per_thousand_requests"]
     change = f"{'+' if delta >= 0 else ''}{format_size(delta)}"
-    told = "" if rate is None else f", {format_size(rate)} per thousand requests"
+    rate_text = "" if rate is None else f", {format_size(rate)} per thousand requests"
     before, most, after = (format_size(series[field]) for field in ("before_bytes", "most_bytes", "after_bytes"))
-    return f"{_name_series(series)}: {before} before, {most} at most, {after} after: {change}{told}"
+    return f"{_name_series(series)}: {before} before, {most} at most, {after} after: {change}{rate_text}"
 
 
 def _name_series(series: Document) -> str:
@@ -335,15 +335,15 @@ def _name_series(series: Document) -> str:
 
 def _format_growth(series: Document) -> str:
     if series["verdict"] == "cannot_tell":
-        return f"Whether it leaks cannot be told: {series['reason']}"
+        return f"Cannot tell whether it leaks: {series['reason']}"
     leak = series["leak_bytes_per_thousand_requests"]
-    told = "" if leak is None else f", {format_size(leak)} per thousand requests by the detector"
-    return f"{_name_series(series)}: {GROWTHS[series['verdict']]}: {series['reason']}{told}"
+    rate_text = "" if leak is None else f", {format_size(leak)} per thousand requests by the detector"
+    return f"{_name_series(series)}: {GROWTHS[series['verdict']]}: {series['reason']}{rate_text}"
 
 
 def _list_answers(said: Sequence[Document]) -> Iterator[str]:
     if said:
-        yield "What was said of those that did not succeed:"
+        yield "Answers to the requests that did not succeed:"
     for each in said:
         yield f"{each['count']:>7} x {NAMES[each['outcome']]}: {each['text']}"
 
@@ -352,7 +352,7 @@ def _list_conclusions(found: Document) -> Iterator[str]:
     late = [step["own_delay_seconds"]["p99"] for step in found["steps"]]
     worst = max((seconds for seconds in late if seconds is not None), default=0.0)
     if worst > LATE_SECONDS:
-        yield f"This process was short of CPU, up to {1000 * worst:.0f} ms late to what came: times contain that."
+        yield f"This process was short of CPU, up to {1000 * worst:.0f} ms late: the times contain this delay."
     if found["interrupted"]:
         yield "It was interrupted."
     elif len(found["steps"]) < len(SHARES):
@@ -370,4 +370,4 @@ def _explain_verdict(found: Document) -> str:
         return f"it was interrupted after {requests[Outcome.SUCCEEDED]} requests had succeeded"
     if requests[Outcome.SUCCEEDED]:
         return f"{requests[Outcome.SUCCEEDED]} of {requests['began']} requests succeeded, none was out of memory"
-    return "no request had the time to end"
+    return "no request had time to finish"

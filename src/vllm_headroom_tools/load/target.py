@@ -1,4 +1,4 @@
-"""Where the load goes: the address that the user named, found and asked for its models."""
+"""The server under load: its address, its models and its requests."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ RING_WORDS: Final = 8192
 
 
 class CompletionApi(StrEnum):
-    """How a completion is asked for."""
+    """The API of a completion."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -182,7 +182,7 @@ def _describe_failure(error: Exception, url: httpx.URL) -> str:
 
 
 async def fetch_model(url: httpx.URL, target: Target) -> Model:
-    """Return the first model that the server lists, asked as the target is; raises BadInput where it lists none."""
+    """Return the first model that the server lists; raises BadInput where it lists none."""
     where = join_path(url, "/v1/models")
     try:
         async with (
@@ -203,7 +203,7 @@ async def fetch_model(url: httpx.URL, target: Target) -> Model:
 
 
 class LoadOrder(Struct, frozen=True, kw_only=True):
-    """Everything that is set; None where nothing is. `seconds` are a step's, `shared_ratio` is of each prompt."""
+    """The options of a load; None where not set. `seconds` are a step's, `shared_ratio` is of each prompt."""
 
     url: httpx.URL
     metrics_url: str | None

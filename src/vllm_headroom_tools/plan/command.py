@@ -39,22 +39,22 @@ SIZES: Final = (
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""Options that say a model's size, the fields of its configuration that they stand for, and their meaning."""
+"""Options for a model's size, the fields of its configuration that they replace, and their meaning."""
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
-"""What the KV cache's size cannot be told without."""
+"""What the KV cache's size cannot be computed without."""
 
 
 def build_question(given: argparse.Namespace) -> Question:
-    """Return what is asked; raises BadInput where that cannot be."""
+    """Build the question from the options; raises BadInput where that is not possible."""
     shape = _read_shape(given)
     if isinstance(shape, str):
         raise BadInput(shape)
     checkpoint, parameters = _read_weights(given, shape)
     sequences, tokens = choose_defaults(given.gpu_memory_bytes)
     sequences = given.max_num_seqs or sequences
-    told = {each.name: getattr(given, each.name) for each in fields(Question) if hasattr(given, each.name)}
-    told |= {
+    values = {each.name: getattr(given, each.name) for each in fields(Question) if hasattr(given, each.name)}
+    values |= {
         "shape": _apply_dtype(shape, given.dtype, given.quantization, language_model_only=given.language_model_only),
         "checkpoint_bytes": checkpoint,
         "parameters": parameters,
@@ -65,7 +65,7 @@ def build_question(given: argparse.Namespace) -> Question:
         "cpu_offload_bytes": given.cpu_offload_gb * GIB,
         "draft": _read_draft(given.draft_model_config),
     }
-    asked = Question(**told)
+    asked = Question(**values)
     if problem := find_problem(asked):
         raise BadInput(problem)
     return asked
@@ -79,8 +79,8 @@ def _read_shape(given: argparse.Namespace) -> ModelShape | str:
         shape = read_model(given.model_config, overrides)
         if isinstance(shape, str):
             return f"{given.model_config}: {shape}"
-        told = all(getattr(given, name) is not None for name in NEEDED_SIZES)
-        return replace(shape, unknown_type=None) if told else shape
+        is_complete = all(getattr(given, name) is not None for name in NEEDED_SIZES)
+        return replace(shape, unknown_type=None) if is_complete else shape
     missing = [_name_flag(name) for name in NEEDED_SIZES if getattr(given, name) is None]
     if missing:
         return (
@@ -104,7 +104,7 @@ def _name_flag(name: str) -> str:
 def _read_weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
     """Return the bytes of the weights and the number of parameters, as far as they are known without counting.
 
-    Weights that are quantised in the file are served as they lie there; others in the dtype that is asked for.
+    Weights that are quantised in the file are served as they lie there; others in the dtype of the options.
     """
     if given.parameters is not None or given.model_config is None:
         return None, given.parameters
@@ -118,7 +118,7 @@ def _read_weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | N
 
 
 def _apply_dtype(shape: ModelShape, dtype: str, quantization: str | None, *, language_model_only: bool) -> ModelShape:
-    """Return the shape as it is served: in the dtype and with the quantisation that were asked for, if any."""
+    """Return the shape as it is served: in the dtype and with the quantisation of the options, if any."""
     changed: dict[str, Any] = {}
     if language_model_only:
         changed["encoder"] = None
@@ -134,15 +134,15 @@ def _apply_dtype(shape: ModelShape, dtype: str, quantization: str | None, *, lan
 
 
 DESCRIPTION: Final = """\
-Will it fit? Tells from a model's configuration what vLLM will need of each GPU,
+Will it fit? Computes from a model's configuration what vLLM needs of each GPU,
 how many tokens and sequences its KV cache will hold, and what to change where
 that is too little. It needs no GPU and no vLLM.
 """
 
 EXAMPLES: Final = """\
 Figures are of each GPU. It ends with status 0 when vLLM would start, with 1
-when it would not, and with 2 when that cannot be told: bad input, something is
-not known, or too close to call.
+when it would not, and with 2 when that is not known: bad input, something is
+missing, or too close to call.
 
 Example:
   vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
@@ -176,7 +176,7 @@ def add_options(parser: Parser) -> None:
     probe = "a file of the probe in a worker that serves this model: what it measured, beside what is planned"
     parser.add_argument("--probe", metavar="FILE", type=FILE, help=probe)
     _add_model(parser.add_argument_group("the model"))
-    _add_engine(parser.add_argument_group("what vLLM is told, by its own names"))
+    _add_engine(parser.add_argument_group("vLLM's options, by its own names"))
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:

@@ -91,7 +91,7 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     left = (
         None if found.kv_cache is None else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
     )
-    yield _format_line("KV cache", left, "as told" if question.kv_cache_memory_bytes else "what is left")
+    yield _format_line("KV cache", left, "as set" if question.kv_cache_memory_bytes else "what is left")
     besides = ("CUDA context", *(("NCCL",) if question.gpus > 1 else ()))
     besides += ("the system", "vLLM's own processes") if question.unified_memory else ()
     yield _format_line("beside the budget", found.outside, ", ".join(besides))
@@ -256,7 +256,7 @@ class Planned(Struct, frozen=True, kw_only=True):
 
 
 def read_parts(file: Path) -> EngineParts:
-    """Return what a file of the probe says of its worker; raises BadInput."""
+    """Read the parts of a worker's memory from a file of the probe; raises BadInput."""
     try:
         with file.open("rb") as stream:
             found = parse_probe(stream.read(MOST_BYTES))

@@ -15,7 +15,7 @@ LOGITS_BYTES: Final = 4
 LOGITS_LOW, LOGITS_HIGH = 4, 11
 FORWARD_HIGH: Final = 1.3
 USUAL_WIDTH: Final = 4
-"""Times the hidden size, where the configuration does not tell an MLP's width; GPT's, and near most others'."""
+"""Times the hidden size, where the configuration does not give an MLP's width; GPT's, and near most others'."""
 
 
 class Range(Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
     """What one GPU needs and has, all in bytes; None where it is not known.
 
-    `kv_cache` is what is left for the KV cache: the low end with the highest overhead; both the same where it is told.
+    `kv_cache` is what is left for the KV cache: the low end with the highest overhead; both the same where it is set.
     `engine_bytes_per_token` is one token on all GPUs of an engine together.
     """
 
@@ -239,9 +239,9 @@ def _compute_budget(question: Question) -> float | None:
 
 
 def _compute_kv_cache(found: MemoryEstimate) -> Range | None:
-    told, overhead = found.question.kv_cache_memory_bytes, found.overhead
-    if told is not None:
-        return Range(low=told, high=told)
+    given, overhead = found.question.kv_cache_memory_bytes, found.overhead
+    if given is not None:
+        return Range(low=given, high=given)
     if found.budget is None or found.weights is None or overhead is None:
         return None
     left = found.budget - found.weights
@@ -249,7 +249,7 @@ def _compute_kv_cache(found: MemoryEstimate) -> Range | None:
 
 
 def can_start(found: MemoryEstimate) -> bool | None:
-    """Tell whether vLLM starts: one sequence of `max_model_len` fits, and everything is on the card.
+    """Return whether vLLM starts: one sequence of `max_model_len` fits, and everything is on the card.
 
     None where it starts with the low end of the estimates and not with the high one, or something is not known: such as
     this type of model, or the weights or the largest input of its encoder.
@@ -259,8 +259,8 @@ def can_start(found: MemoryEstimate) -> bool | None:
     surely, possibly = _has_room(found, worst=True), _has_room(found, worst=False)
     if possibly is False:
         return False
-    untold = found.question.has_more_weights or found.question.has_more_activations
-    return True if surely and not untold else None
+    uncounted = found.question.has_more_weights or found.question.has_more_activations
+    return True if surely and not uncounted else None
 
 
 def _has_room(found: MemoryEstimate, *, worst: bool) -> bool | None:
@@ -274,16 +274,16 @@ def _has_room(found: MemoryEstimate, *, worst: bool) -> bool | None:
 
 
 def _is_within_card(found: MemoryEstimate, *, worst: bool) -> bool | None:
-    """Tell whether budget and what lies outside of it are no more than the card has; vLLM refuses less free memory."""
-    card, overhead, told = found.question.gpu_memory_bytes, found.overhead, found.question.kv_cache_memory_bytes
+    """Return whether budget and what lies outside of it fit the card; vLLM refuses less free memory."""
+    card, overhead, given = found.question.gpu_memory_bytes, found.overhead, found.question.kv_cache_memory_bytes
     if card is None:
         return None
     if found.budget is not None:
         return card - found.budget >= found.outside.low
-    if found.weights is None or overhead is None or told is None:
+    if found.weights is None or overhead is None or given is None:
         return None
     rest = overhead + found.outside
-    return found.weights + told + (rest.high if worst else rest.low) <= card
+    return found.weights + given + (rest.high if worst else rest.low) <= card
 
 
 def list_longest(found: MemoryEstimate) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from vllm_headroom_tools.sizing.parameters import LayerParameters
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """What a model's configuration says of its size; None where it does not.
+    """The size of a model by its configuration; None where it is not given.
 
     `full_layers` keep keys and values of every token, `windowed_layers` only of the last `window_tokens` (`chunked`:
     since the last multiple of them), and `stateful_layers` keep `state_bytes` of each sequence instead,
@@ -24,9 +24,9 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     from a full one's `heads`. `latent_width` is what multi-head latent
     attention keeps per token and layer. `mlp_width` is how many values a token takes in the widest MLP, all its experts
     together. `stored_bytes` is a parameter of the checkpoint, `dtype_bytes` one that is served without quantisation,
-    `kv_dtype_bytes` a value in the KV cache when vLLM is told no dtype for it. `weight_bytes_per_parameter` is said of
-    all of `parameters` but the plain ones. `tied_embeddings` also says that there is no output to have weights.
-    `encoder` reads images or sound. `unknown_type` names a type of model that nobody has checked to be understood here.
+    `kv_dtype_bytes` a value in the KV cache without a dtype option for it. `weight_bytes_per_parameter` holds for
+    all of `parameters` but the plain ones. `tied_embeddings` also means that there is no output layer.
+    `encoder` reads images or sound. `unknown_type` names a type of model that has not been checked here.
     """
 
     layers: int
@@ -68,7 +68,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def embeddings(self) -> int | None:
-        """The parameters of the embedding and of the output; None where they are not told."""
+        """The parameters of the embedding and of the output; None where they are not given."""
         if self.vocabulary is None or self.hidden_size is None:
             return None
         return self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)
@@ -307,5 +307,5 @@ def _count_state_tokens(shape: ModelShape, layer: int, block_tokens: int, tensor
 
 
 def _count_pages(page: int, own: int) -> int:
-    """Return how many of its own pages a layer's page holds: those that do not divide it are padded to it."""
+    """Return how many pages of this size the common page holds: those that do not divide it are padded to it."""
     return page // own if own and page and page % own == 0 else 1

@@ -95,19 +95,19 @@ def find_defaults(config: Config) -> Config:
 
 
 def find_unknown_type(config: Config) -> str | None:
-    """Return the type of model where it is one that nobody has checked; None where it is known, or not told."""
+    """Return the type of model where it is one that nobody has checked; None where it is known, or missing."""
     kind = config.get("model_type")
     return None if kind is None or str(kind) in KNOWN else str(kind)[:LONGEST_TYPE]
 
 
 def is_encoder(config: Config) -> bool:
-    """Tell whether the model keeps nothing of a sequence, since every token sees all others."""
+    """Return whether the model keeps nothing of a sequence, since every token sees all others."""
     whole_text = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
     return whole_text or str(config.get("model_type")) in ENCODERS
 
 
 def has_output(config: Config) -> bool:
-    """Tell whether the model has weights of its own to give the next token's logits."""
+    """Return whether the model has separate weights for the next token's logits."""
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
     if is_encoder(config) or (name.endswith(HEADLESS) and name not in HEADED):
@@ -209,7 +209,7 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
 
 
 def _read_length(config: Config) -> int | None:
-    """Return the longest sequence that vLLM takes when it is told none: some scalings of positions stretch it."""
+    """Return the longest sequence that vLLM takes by default: some scalings of positions stretch it."""
     length, scaling = read_whole(config, *LENGTHS), read_part(config, "rope_scaling", "rope_parameters")
     factor = scaling.get("factor")
     kind = str(scaling.get("rope_type") or scaling.get("type"))

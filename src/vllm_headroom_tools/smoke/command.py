@@ -31,16 +31,17 @@ from vllm_headroom_tools.smoke.completion import (
 )
 
 NOT_ITS_OWN: Final = -0.5
-"""A vLLM that has answered holds what it was told to, or is not on this GPU: half of it is missing only then."""
+"""A vLLM that has answered holds its budget: less than half of it means that it is not on this GPU."""
 
-NO_GPU: Final = "none of the visible GPUs can be told to be the engine's: HEADROOM_GPUS names them"
+NO_GPU: Final = "none of the visible GPUs is known to be the engine's: name them in HEADROOM_GPUS"
 NO_REPORT: Final = (
-    "vLLM does not say what it should hold (--kv-cache-memory-bytes replaces its budget): HEADROOM_REPORTED_BYTES does"
+    "vLLM does not report its budget (--kv-cache-memory-bytes replaces it): set HEADROOM_REPORTED_BYTES to what it"
+    " should hold"
 )
 NO_ENGINE: Final = (
-    "the page has no series of an engine, and so no budget: HEADROOM_REPORTED_BYTES says what it should hold"
+    "the page has no series of an engine, and so no budget: set HEADROOM_REPORTED_BYTES to what it should hold"
 )
-UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be told from here: `vllm-headroom doctor` says why"
+UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor` says why"
 
 
 async def check_discrepancy(settings: PlainSettings, page: EnginePage | Failure, limit_ratio: float) -> SmokeStep:
@@ -72,18 +73,18 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Smok
     ]
     if not ratios:
         return SmokeStep(StepState.SKIPPED, UNKNOWN_HOLDERS if samples else NO_REPORT)
-    told = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios)
+    ratios_text = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios)
     strangers = [gpu for gpu, ratio in ratios if ratio < NOT_ITS_OWN]
     if any(ratio > limit_ratio for _, ratio in ratios):
-        text = f"more is held than was asked for, {told}, where {limit_ratio:.1%} is allowed: who holds it is in"
+        text = f"more is held than was asked for, {ratios_text}, where {limit_ratio:.1%} is allowed: who holds it is in"
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
         return SmokeStep(StepState.FAILED, text)
     if strangers:
         return SmokeStep(
             StepState.SKIPPED,
-            f"{told}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
+            f"{ratios_text}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
         )
-    return SmokeStep(StepState.OK, f"{told}, {limit_ratio:.1%} is allowed")
+    return SmokeStep(StepState.OK, f"{ratios_text}, {limit_ratio:.1%} is allowed")
 
 
 USED: Final = frozenset({"gpus", "reported_bytes"})
@@ -96,7 +97,7 @@ DURATION: Final = Value(
 
 
 class SmokeSettings(Settings):
-    """The daemon's settings for how to reach the engine and its GPUs, and the smoke test's own."""
+    """The daemon's settings that reach the engine and its GPUs, and the smoke test's."""
 
     no_options: ClassVar = frozenset(
         name for name in Settings.model_fields if not name.startswith("engine_") and name not in USED
@@ -113,15 +114,15 @@ class SmokeSettings(Settings):
         DURATION, 120, "DURATION", "How long the one completion may take; the first compiles kernels.", shown="2m"
     )
     max_discrepancy: float = setting(
-        SHARE, 0.05, "SHARE", "How much more GPU memory vLLM may hold than it was told to use.", shown="5%"
+        SHARE, 0.05, "SHARE", "How much more GPU memory vLLM may hold than it was configured to use.", shown="5%"
     )
 
 
 DESCRIPTION: Final = """\
 Says whether a vLLM that was just started serves: waits until it is healthy,
 lets it complete one short prompt, looks for that request in its metrics, and
-compares the GPU memory it holds with what it was told to use. It takes the
-daemon's settings for how to reach vLLM.
+compares the GPU memory it holds with what it was configured to use. It takes
+the daemon's settings for how to reach vLLM.
 """
 
 EPILOG: Final = """\
@@ -142,7 +143,7 @@ LASTING: Final = frozenset({Reason.TLS, Reason.CREDENTIALS, Reason.UNAUTHORIZED,
 
 
 async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]) -> SmokeStep:
-    """Ask until /health answers 200; says what it waits for whenever that changes, and every half minute."""
+    """Poll /health until it answers 200; report what it waits for when that changes, and every half minute."""
     now = asyncio.get_running_loop().time
     began = say_at = now()
     ends, said = began + deadline_seconds, ""
@@ -167,7 +168,7 @@ MARKS: Final = {StepState.OK: "ok", StepState.FAILED: "FAILED", StepState.SKIPPE
 
 async def _run(given: Namespace) -> dict[str, Any]:
     settings: SmokeSettings = given.settings
-    logs.configure(settings.log_format, "error")  # the readers log what is told here in full
+    logs.configure(settings.log_format, "error")  # the readers log what the steps report
     reach = EngineServer(settings.values())
     steps = await take_steps(settings, reach, tell)
     return {
@@ -178,7 +179,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
 
 
 async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]) -> dict[str, SmokeStep]:
-    """Take the steps one after another; without health there is nothing to ask, and the others are skipped."""
+    """Take the steps one after another; without health the others are skipped."""
     health = await wait_until_healthy(reach, settings.deadline, say)
     if health.state is StepState.FAILED:
         skipped = SmokeStep(StepState.SKIPPED, "vLLM is not healthy")

@@ -1,4 +1,4 @@
-"""Lets the engine complete one short prompt, and looks for it in its metrics."""
+"""One short completion, and its effect on the engine's metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_headroom_tools.openai import find_error, parse_first_model, parse_obje
 
 
 class EngineServer:
-    """Asks the server that has the engine's page for other things beside it."""
+    """Requests to the server that has the engine's page."""
 
     def __init__(self, settings: PlainSettings) -> None:
         self._settings = settings
@@ -64,7 +64,7 @@ class EngineServer:
 
 
 class StepState(StrEnum):
-    """How it went; what could not be tried is never called ok."""
+    """The state of a step; what could not be tried is never called ok."""
 
     OK = "ok"
     FAILED = "failed"
@@ -72,7 +72,7 @@ class StepState(StrEnum):
 
 
 class SmokeStep(Struct, frozen=True):
-    """How it went with one thing; `text` says what was seen, or why it failed or was skipped, and what to do."""
+    """The result of one step; `text` says what was seen, or why it failed or was skipped, and what to do."""
 
     state: StepState
     text: str
@@ -117,12 +117,12 @@ async def request_completion(reach: EngineServer, deadline_seconds: float) -> Sm
         began = now()
         body = {"model": model.name, "max_tokens": TOKENS, "temperature": 0, **prompt}
         answer = await reach.post(path, body, deadline_seconds)
-        told = _read_completion(answer, reach.address(path))
-        if isinstance(told, int):
-            return SmokeStep(StepState.OK, f"{model.name} gave {told} tokens in {now() - began:.2f} s")
+        tokens = _read_completion(answer, reach.address(path))
+        if isinstance(tokens, int):
+            return SmokeStep(StepState.OK, f"{model.name} gave {tokens} tokens in {now() - began:.2f} s")
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
-            return SmokeStep(StepState.FAILED, told)
-        troubles.append(told)
+            return SmokeStep(StepState.FAILED, tokens)
+        troubles.append(tokens)
     return SmokeStep(StepState.FAILED, troubles[0])
 
 

@@ -98,7 +98,7 @@ async def _write_lines(asked: FetchDocument, _host: str, stopped: asyncio.Event)
 
 
 def _describe_verdicts(document: Document) -> dict[str, str]:
-    """Return the line of each verdict, under what tells it from another: of the engine's, also what it does."""
+    """Return the line of each verdict by its identity: for the engine's, with the engine's state."""
     state = {"engine": document.get("engine_state")}
     return {
         f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": describe_verdict(each)

@@ -58,7 +58,7 @@ def test_which_gpu_it_is_has_to_be_known(vllm: Vllm, nvml: FakeNvml) -> None:
     step = discrepancy(vllm)
 
     assert step.state is StepState.SKIPPED
-    assert step.text.endswith("HEADROOM_GPUS names them")
+    assert step.text.endswith("name them in HEADROOM_GPUS")
 
 
 def test_a_gpu_that_is_nearly_empty_is_not_the_engines(vllm: Vllm, nvml: FakeNvml) -> None:
