@@ -34,7 +34,6 @@ VERSION: Final = 1
 MOST_STACKS: Final = 20
 MOST_FRAMES: Final = 16
 
-
 Recording = dict[str, Any]
 """A process's answer, as --json has it: a `note`, the `cost`, and the stacks of `host` and `gpu` that hold most.
 
@@ -195,31 +194,11 @@ def install(folder: Path) -> tuple[str, ...]:
 
 
 def _find_source() -> Path:
-    """Return where the probe is in this distribution, without importing it."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise BadInput(f"{PACKAGE} is not in this installation of vllm-headroom")
     return Path(found.origin).parent
 
-
-DESCRIPTION: Final = """\
-install puts the probe into a folder where any vLLM from 0.9 on finds it, its
-image unchanged. It reports to the sidecar what only vLLM's processes know about
-their memory, through files in HEADROOM_PROBE_DIR, which both can use.
-
-record asks the probes of a running vLLM who allocates, for a time, what is
-kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
-vLLM meanwhile, and is never done unasked. See docs/probe.md.
-"""
-
-EPILOG: Final = """\
-It ends with status 0, and with 2 when the folder cannot be written or no probe
-is there to record.
-
-Example:
-  vllm-headroom probe install /opt/headroom-probe
-  kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
-"""
 
 Document = Mapping[str, Any]
 """A part of what --json prints."""
@@ -230,14 +209,14 @@ MOST_SHOWN: Final = 3
 
 def render_recording(recorded: Document) -> Iterator[str]:
     """Yield what each process kept, by the stacks that kept most; the process with most is first."""
+
+    def most(process: Document) -> int:
+        return max((stack["bytes"] for stack in (*(process["host"] or ()), *(process["gpu"] or ()))), default=0)
+
     yield f"In {format_duration(recorded['seconds'])}, what each process allocated and still holds:"
-    for process in sorted(recorded["processes"], key=_find_most, reverse=True):
+    for process in sorted(recorded["processes"], key=most, reverse=True):
         yield ""
         yield from _format_process(process)
-
-
-def _find_most(process: Document) -> int:
-    return max((stack["bytes"] for stack in (*(process["host"] or ()), *(process["gpu"] or ()))), default=0)
 
 
 def _format_process(process: Document) -> Iterator[str]:
@@ -316,8 +295,23 @@ def _render_text(found: dict[str, Any]) -> Iterator[str]:
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s install [--json] FOLDER\n       %(prog)s record [--json] --for DURATION [OPTION VALUE]...",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+install puts the probe into a folder where any vLLM from 0.9 on finds it, its
+image unchanged. It reports to the sidecar what only vLLM's processes know about
+their memory, through files in HEADROOM_PROBE_DIR, which both can use.
+
+record asks the probes of a running vLLM who allocates, for a time, what is
+kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
+vLLM meanwhile, and is never done unasked. See docs/probe.md.
+""",
+    epilog="""\
+It ends with status 0, and with 2 when the folder cannot be written or no probe
+is there to record.
+
+Example:
+  vllm-headroom probe install /opt/headroom-probe
+  kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
+""",
     options=_add_options,
     run=_run,
     text=_render_text,

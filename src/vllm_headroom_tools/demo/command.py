@@ -11,16 +11,6 @@ from vllm_headroom.config.settings import Settings
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.demo.scenario import TABLE
 
-DESCRIPTION: Final = """\
-Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
-"""
-
-EPILOG: Final = """\
-Example:
-  vllm-headroom demo --scenario burst --speed 10
-  curl http://127.0.0.1:9839/metrics
-"""
-
 SCENARIOS: Final = tuple(TABLE)
 FASTEST: Final = 1000
 
@@ -50,8 +40,14 @@ async def _run(given: Namespace) -> int:
 
 COMMAND: Final[Command[int]] = Command(
     usage="vllm-headroom demo [OPTION VALUE]...",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
+""",
+    epilog="""\
+Example:
+  vllm-headroom demo --scenario burst --speed 10
+  curl http://127.0.0.1:9839/metrics
+""",
     options=lambda parser: parser.add_settings(DemoSettings),
     run=_run,
     status=int,

@@ -227,7 +227,7 @@ NEIGHBOUR_RAMP: Final = 0.2
 class World:
     """A function of scenario, seed and time alone; `seconds` is the time since the demo began, in whole seconds.
 
-    `busy` is how many requests the GPU works on.
+    `busy` is the number of requests that the GPU works on.
     """
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
@@ -303,7 +303,6 @@ class World:
 
 
 def _start_engine(scenario: Scenario, seed: int) -> EngineRun:
-    """Return the engine that is there at the beginning."""
     if scenario.cold:
         loading = make_random(seed, "first load").uniform(*scenario.loading_seconds)
         return EngineRun(seed, 0, started_seconds=0.0, serving_seconds=loading)

@@ -90,20 +90,6 @@ def _summarize(found: Document) -> str:
     return f"{states.count(Status.MISSING)} missing and {states.count(Status.UNKNOWN)} unknown, of {len(states)}."
 
 
-DESCRIPTION: Final = """\
-Says what the daemon can see from here with these settings, what is missing, and
-the line that fixes it. It reads as the daemon does, leaves nothing behind, and
-is done within ten seconds. Run it where the daemon runs:
-  kubectl exec POD -c headroom -- vllm-headroom doctor
-"""
-
-EPILOG: Final = """\
-It ends with status 0 when nothing is missing, 1 when something is missing or
-is not known, and 2 when it cannot use its settings. What is marked - was not
-asked for, or does not apply.
-"""
-
-
 async def _run(given: Namespace) -> dict[str, Any]:
     logs.configure(given.settings.log_format, "error")  # the readers log what the checks report
     return build_document(await examine(given.settings.values()), read_version())
@@ -111,7 +97,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
 
 async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
-    sight, port, state, trace, files = await asyncio.gather(
+    survey, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
         check_listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
         check_state_dir(settings.state_dir),
@@ -119,16 +105,16 @@ async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -
         read_probe_files(settings.probe_dir),
     )
     return {
-        "engine": check_engine(sight),
-        "engine_inputs": check_engine_inputs(sight),
-        "reported_memory": check_reported_memory(sight, settings.reported_bytes),
-        "kv_bytes": check_kv_bytes(sight, settings.kv_bytes_per_token, settings.model_shape),
-        "nvml": check_nvml(sight),
-        "gpus": check_gpus(sight),
-        "gpu_attribution": check_gpu_attribution(sight, settings.selection),
-        "processes": check_processes(sight),
-        "process_memory": check_process_memory(sight),
-        "probe": check_probe(files, sight),
+        "engine": check_engine(survey),
+        "engine_inputs": check_engine_inputs(survey),
+        "reported_memory": check_reported_memory(survey, settings.reported_bytes),
+        "kv_bytes": check_kv_bytes(survey, settings.kv_bytes_per_token, settings.model_shape),
+        "nvml": check_nvml(survey),
+        "gpus": check_gpus(survey),
+        "gpu_attribution": check_gpu_attribution(survey, settings.selection),
+        "processes": check_processes(survey),
+        "process_memory": check_process_memory(survey),
+        "probe": check_probe(files, survey),
         "listen_port": port,
         "state_dir": state,
         "trace_file": trace,
@@ -137,8 +123,17 @@ async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+Says what the daemon can see from here with these settings, what is missing, and
+the line that fixes it. It reads as the daemon does, leaves nothing behind, and
+is done within ten seconds. Run it where the daemon runs:
+  kubectl exec POD -c headroom -- vllm-headroom doctor
+""",
+    epilog="""\
+It ends with status 0 when nothing is missing, 1 when something is missing or
+is not known, and 2 when it cannot use its settings. What is marked - was not
+asked for, or does not apply.
+""",
     options=lambda parser: parser.add_settings(Settings),
     run=_run,
     text=render_text,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -14,7 +16,7 @@ from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.scrape.http.failures import hide_secrets
-from vllm_headroom.vocabulary import Reason
+from vllm_headroom.vocabulary import Reason, Role
 from vllm_headroom_tools.look import PATIENCE_SECONDS, Machine, fetch_engines, fetch_once, read_machine
 from vllm_headroom_tools.openai import parse_server_version
 
@@ -54,8 +56,12 @@ COMPOSE: Final = "in the sidecar's compose service"
 NODE: Final = "on the node"
 VLLM: Final = "in vLLM's arguments"
 
-
 CLAIM: Final = "resources: {claims: [{name: gpu}]}"
+
+
+def count_roles(roles: Iterable[Role]) -> str:
+    """Return how many processes have each role, as in a sentence."""
+    return ", ".join(f"{count} {role}" for role, count in sorted(Counter(map(str, roles)).items()))
 
 
 def fix_setting(*lines: str) -> Fix:

@@ -21,19 +21,13 @@ from vllm_headroom.model import Failure, GpuReading, GpuReadings, ProcessReading
 from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.units import format_gib
 from vllm_headroom.vocabulary import Attribution, HostBasis, Reason
+from vllm_headroom_tools.doctor import fixes
 from vllm_headroom_tools.doctor.fixes import (
-    ASK_KFD,
-    NEWER_DRIVER,
-    NODE,
-    SAY_WHICH_PORT,
-    SEE_HOST_PIDS,
-    SEE_THE_GPUS,
-    SEE_THE_PROCESSES,
-    TRACE_THEM,
     Check,
     Fix,
     Status,
     Survey,
+    count_roles,
     find_gpu_fixes,
     find_nvml_fixes,
     fix_setting,
@@ -46,40 +40,42 @@ WITHOUT_NVML: Final = ("headroom_gpu_*", *OWNED_GPU_SERIES, "headroom_sample_ske
 NO_NVML: Final = "needs NVML, see nvml"
 
 
-def check_nvml(sight: Survey) -> Check:
+def check_nvml(survey: Survey) -> Check:
     """Check whether NVML answers, and with which driver."""
-    if isinstance(sight.readings, Failure):
+    if isinstance(survey.readings, Failure):
         return Check(
             Status.MISSING,
-            sight.readings.message,
+            survey.readings.message,
             absent=WITHOUT_NVML,
-            fixes=find_nvml_fixes(sight.readings.reason),
+            fixes=find_nvml_fixes(survey.readings.reason),
         )
-    if all(device.vendor is Vendor.AMD for device in sight.readings.devices):
+    if all(device.vendor is Vendor.AMD for device in survey.readings.devices):
         text = "not needed: the GPUs are AMD's, whose driver reports them in /sys"
         return Check(Status.NOT_APPLICABLE, text)
-    version = sight.readings.driver_version
+    version = survey.readings.driver_version
     text = f"NVML answers, driver {version}" if version else "NVML answers, and does not report the driver's version"
     return Check(Status.OK, text)
 
 
-def check_gpus(sight: Survey) -> Check:
+def check_gpus(survey: Survey) -> Check:
     """Check which GPUs are visible, and whether each can be read."""
-    if isinstance(sight.readings, Failure):
+    if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
-    devices = sight.readings.devices
+    devices = survey.readings.devices
     details = tuple(
         f"{name_device(device)} {device.name}".rstrip() + _describe_unified(device) + _describe_trouble(device)
         for device in devices
     )
     details += tuple(
-        f"{name_device(gpu.reading)}: {describe_leftover(leftover)}" for gpu in sight.gpus for leftover in gpu.leftovers
+        f"{name_device(gpu.reading)}: {describe_leftover(leftover)}"
+        for gpu in survey.gpus
+        for leftover in gpu.leftovers
     )
     unread = [device for device in devices if _describe_trouble(device)]
     if not unread:
         return Check(Status.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
-    missing = ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
+    missing = fixes.ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
     return Check(
         Status.MISSING,
         f"{len(devices)} visible, of which {len(unread)} cannot be read",
@@ -116,7 +112,6 @@ def _describe_unified(device: GpuReading) -> str:
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
 WITHOUT_PROCESSES: Final = ("headroom_host_*", *WITHOUT_HOLDERS)
-NO_LIMIT: Final = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
 BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.CGROUP: "by the cgroup of vLLM's processes",
     HostBasis.MACHINE: "by the machine, since their cgroup has no limit",
@@ -124,47 +119,52 @@ BASES: Final[Mapping[HostBasis | None, str]] = {
 }
 NO_PROC: Final = "needs the processes, see processes"
 SHOW_PROC: Final = Fix(where="in the systemd unit", lines=("ProtectProc=default", "ProcSubset=all"))
-STUCK: Final = Fix(where=f"{NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
+STUCK: Final = Fix(where=f"{fixes.NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
 ON_ITS_MACHINE: Final = Fix(where="on the machine where vLLM runs", lines=("vllm-headroom doctor",))
 ASK_THE_NODE: Final = Fix(
-    where=f"{NODE}, to see whether the driver reports it",
+    where=f"{fixes.NODE}, to see whether the driver reports it",
     lines=("nvidia-smi --query-compute-apps=pid,used_memory --format=csv",),
 )
 
 
-def check_processes(sight: Survey) -> Check:
+def check_processes(survey: Survey) -> Check:
     """Check whether the engine's processes are seen, which needs a shared PID namespace."""
-    found = sight.processes
+    found = survey.processes
     if isinstance(found, Failure):
-        return _report_without(Status.MISSING, found.message, *_find_fixes(found))
-    check, left = _check_seen(sight, found), describe_orphans(found.left_behind, sight.gpus)
+        share = fixes.SEE_THE_PROCESSES if found == HIDDEN else ()
+        return _report_without(
+            Status.MISSING, found.message, *share, STUCK if found.reason is Reason.TIMEOUT else SHOW_PROC
+        )
+    check, left = _check_seen(survey, found), describe_orphans(found.left_behind, survey.gpus)
     return check if left is None else replace(check, details=(*check.details, left))
 
 
-def _check_seen(sight: Survey, found: ProcessReadings) -> Check:
+def _check_seen(survey: Survey, found: ProcessReadings) -> Check:
     if found.engine:
-        roles = Counter(str(process.role) for process in found.engine)
-        counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+        counted = count_roles(process.role for process in found.engine)
         text = f"vLLM's are seen ({counted}), in {_name_namespace(found)}"
-        return Check(Status.OK, text, details=tuple(_describe_host(sight, found)))
+        return Check(Status.OK, text, details=tuple(_describe_host(survey, found)))
     if found.ambiguous_roots:
-        return _report_without(Status.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
+        return _report_without(Status.MISSING, AMBIGUOUS, *fixes.SAY_WHICH_PORT)
     place = f"among the {len(found.visible_pids)} seen in {_name_namespace(found)}"
-    if isinstance(sight.page, Failure):
+    if isinstance(survey.page, Failure):
         text = f"vLLM's are not {place}; it does not answer, so it may not be running"
-        return _report_without(Status.UNKNOWN, text, *(() if found.sees_host_pids else SEE_THE_PROCESSES))
+        return _report_without(Status.UNKNOWN, text, *(() if found.sees_host_pids else fixes.SEE_THE_PROCESSES))
     text = f"vLLM answers, but its processes are not {place}"
     if found.sees_host_pids:
         other = "it runs on another machine, or other users' processes are hidden from this one"
         return _report_without(Status.MISSING, f"{text}: {other}", ON_ITS_MACHINE, SHOW_PROC)
-    return _report_without(Status.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
+    return _report_without(
+        Status.MISSING, f"{text}, which is not shared with vLLM's container", *fixes.SEE_THE_PROCESSES
+    )
 
 
-def _describe_host(sight: Survey, found: ProcessReadings) -> Iterator[str]:
+def _describe_host(survey: Survey, found: ProcessReadings) -> Iterator[str]:
     """Yield what is known of the host memory and how, and whether there is swap, which delays an out-of-memory."""
-    memory = update_container(ContainerState(), found, limit_bytes=sight.host_limit_bytes)[1]
+    memory = update_container(ContainerState(), found, limit_bytes=survey.host_limit_bytes)[1]
     if memory is not None and memory.used_bytes is not None:
-        limit = NO_LIMIT if memory.limit_bytes is None else f" of {format_gib(memory.limit_bytes)}"
+        limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
+        limit = limit if memory.limit_bytes is None else f" of {format_gib(memory.limit_bytes)}"
         yield f"host memory: {format_gib(memory.used_bytes)}{limit} in use, {BASES[memory.basis]}"
     machine = found.host.machine
     if machine is not None and machine.swap_bytes:
@@ -175,9 +175,9 @@ def _describe_host(sight: Survey, found: ProcessReadings) -> Iterator[str]:
         )
 
 
-def check_process_memory(sight: Survey) -> Check:
+def check_process_memory(survey: Survey) -> Check:
     """Check whether this driver reports each process's own memory, as seen from here."""
-    readings, found = sight.readings, sight.processes
+    readings, found = survey.readings, survey.processes
     if isinstance(readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     if isinstance(found, Failure):
@@ -194,13 +194,13 @@ def check_process_memory(sight: Survey) -> Check:
             f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
             " and takes all that is in use on the engine's GPUs for the engine's",
             absent=WITHOUT_HOLDERS,
-            fixes=(NEWER_DRIVER, SEE_HOST_PIDS),
+            fixes=(fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS),
         )
     unreported = _list_unreported(readings, found)
     if unreported:
         text = f"the driver does not report the memory of each process on {', '.join(unreported)}"
-        fixes = (*TRACE_THEM, SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
-        return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=fixes)
+        ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
+        return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=ways)
     source = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of unknown version'}"
     text = f"{source} reports each process's own memory, as seen from {_name_namespace(found)}"
     return Check(Status.OK, text)
@@ -208,12 +208,6 @@ def check_process_memory(sight: Survey) -> Check:
 
 def _report_without(state: Status, text: str, *fixes: Fix) -> Check:
     return Check(state, text, absent=WITHOUT_PROCESSES, fixes=fixes)
-
-
-def _find_fixes(failure: Failure) -> tuple[Fix, ...]:
-    if failure == HIDDEN:
-        return *SEE_THE_PROCESSES, SHOW_PROC
-    return (STUCK if failure.reason is Reason.TIMEOUT else SHOW_PROC,)
 
 
 def _name_namespace(found: ProcessReadings) -> str:
@@ -254,25 +248,25 @@ NOT_TRACED: Final = (
 NEEDS_ENGINE: Final = "needs the engine to run, see engine"
 
 
-def check_gpu_attribution(sight: Survey, selection: Selection) -> Check:
+def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
     """Check which GPUs are attributed to the engine, how, and why none is."""
-    if isinstance(sight.readings, Failure):
+    if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     return replace(
-        _judge_attribution(sight, selection),
-        details=tuple(f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in sight.gpus),
-        absent=() if any(gpu.attribution for gpu in sight.gpus) else OWNED_GPU_SERIES,
+        _judge_attribution(survey, selection),
+        details=tuple(f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in survey.gpus),
+        absent=() if any(gpu.attribution for gpu in survey.gpus) else OWNED_GPU_SERIES,
     )
 
 
-def _judge_attribution(sight: Survey, selection: Selection) -> Check:
-    owned = [gpu for gpu in sight.gpus if gpu.attribution]
-    names = {name.casefold() for gpu in sight.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
+def _judge_attribution(survey: Survey, selection: Selection) -> Check:
+    owned = [gpu for gpu in survey.gpus if gpu.attribution]
+    names = {name.casefold() for gpu in survey.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
     invisible = [name for name in selection.listed if name.casefold() not in names]
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
-        return Check(Status.MISSING, text, fixes=(_name_gpus(sight), *SEE_THE_GPUS))
-    if others := [gpu for gpu in sight.gpus if gpu.is_left_out]:
+        return Check(Status.MISSING, text, fixes=(_name_gpus(survey), *fixes.SEE_THE_GPUS))
+    if others := [gpu for gpu in survey.gpus if gpu.is_left_out]:
         shown = ", ".join(name_device(gpu.reading) for gpu in others)
         text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {shown}"
         return Check(
@@ -281,53 +275,52 @@ def _judge_attribution(sight: Survey, selection: Selection) -> Check:
             fixes=(fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs"),),
         )
     if not owned:
-        return _explain_none(sight)
-    is_up = not isinstance(sight.page, Failure)
-    if owned[0].attribution is Attribution.SINGLE and is_up and _can_match(sight):  # and they are not on it
-        return Check(Status.UNKNOWN, NOT_ON_SINGLE, fixes=(_name_gpus(sight), *SEE_THE_GPUS))
-    return Check(Status.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's")
+        return _explain_none(survey)
+    is_up = not isinstance(survey.page, Failure)
+    if owned[0].attribution is Attribution.SINGLE and is_up and _can_match(survey):  # and they are not on it
+        return Check(Status.UNKNOWN, NOT_ON_SINGLE, fixes=(_name_gpus(survey), *fixes.SEE_THE_GPUS))
+    return Check(Status.OK, f"{len(owned)} of {len(survey.gpus)} taken for the engine's")
 
 
-def _can_match(sight: Survey) -> bool:
+def _can_match(survey: Survey) -> bool:
     """Return whether a process of the engine on a visible GPU would have been found on it."""
-    if isinstance(sight.processes, Failure) or not sight.processes.engine:
+    if isinstance(survey.processes, Failure) or not survey.processes.engine:
         return False
-    return _has_true_pids(sight) and all(gpu.reading.processes is not None for gpu in sight.gpus)
+    return _has_true_pids(survey) and all(gpu.reading.processes is not None for gpu in survey.gpus)
 
 
-def _has_true_pids(sight: Survey) -> bool:
-    return not isinstance(sight.readings, Failure) and are_pids_true(sight.readings, sight.processes)
+def _has_true_pids(survey: Survey) -> bool:
+    return not isinstance(survey.readings, Failure) and are_pids_true(survey.readings, survey.processes)
 
 
-def _explain_none(sight: Survey) -> Check:
-    """Return why automatic attribution took none of several GPUs."""
-    processes, name_them = sight.processes, _name_gpus(sight)
+def _explain_none(survey: Survey) -> Check:
+    processes, name_them = survey.processes, _name_gpus(survey)
     if isinstance(processes, Failure):
-        share = SEE_THE_PROCESSES if processes == HIDDEN else ()
+        share = fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
         return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
     if processes.ambiguous_roots:
-        return Check(Status.MISSING, AMBIGUOUS, fixes=(*SAY_WHICH_PORT, name_them))
-    if isinstance(sight.page, Failure):
+        return Check(Status.MISSING, AMBIGUOUS, fixes=(*fixes.SAY_WHICH_PORT, name_them))
+    if isinstance(survey.page, Failure):
         return Check(Status.UNKNOWN, NEEDS_ENGINE, fixes=(name_them,))
     if not processes.engine:
-        share = () if processes.sees_host_pids else SEE_THE_PROCESSES
+        share = () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
         return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
-    if _can_match(sight):
-        return Check(Status.MISSING, NOT_ON_ANY, fixes=(*SEE_THE_GPUS, name_them))
-    return _explain_unmatched(sight, name_them)
+    if _can_match(survey):
+        return Check(Status.MISSING, NOT_ON_ANY, fixes=(*fixes.SEE_THE_GPUS, name_them))
+    return _explain_unmatched(survey, name_them)
 
 
-def _explain_unmatched(sight: Survey, name_them: Fix) -> Check:
+def _explain_unmatched(survey: Survey, name_them: Fix) -> Check:
     """Return why the engine's processes are not found on GPUs though they are seen."""
-    if any(gpu.reading.failure for gpu in sight.gpus) and _has_true_pids(sight):
+    if any(gpu.reading.failure for gpu in survey.gpus) and _has_true_pids(survey):
         return Check(Status.MISSING, NOT_ON_THOSE_READ, fixes=(name_them,))
-    if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in sight.gpus):
-        return Check(Status.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
-    return Check(Status.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))
+    if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in survey.gpus):
+        return Check(Status.MISSING, NOT_TRACED, fixes=(*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS, name_them))
+    return Check(Status.MISSING, NOT_LISTED, fixes=(fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS, name_them))
 
 
-def _name_gpus(sight: Survey) -> Fix:
-    devices = [gpu.reading for gpu in sight.gpus]
+def _name_gpus(survey: Survey) -> Fix:
+    devices = [gpu.reading for gpu in survey.gpus]
     whole = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
     names = [str(device.index) if whole[device.index] == 1 else device.uuid for device in devices]
     return fix_setting(f"HEADROOM_GPUS={','.join(names)}  # leave out those that the engine does not use")

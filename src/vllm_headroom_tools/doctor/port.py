@@ -107,7 +107,6 @@ def _report_unknown(found: str) -> Check:
 
 
 def _read_certificate(host: str, port: int) -> bytes | None:
-    """Return the server's certificate, None where it does not speak TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only its certificate is read
     try:

@@ -299,18 +299,14 @@ class Stage(Struct, frozen=True, kw_only=True):
     observed: Observation
 
 
-def count_most_streams(concurrency: int) -> int:
-    """Return how many streams the largest step opens."""
-    return _count_clients(concurrency, max(SHARES))
-
-
-def _count_clients(concurrency: int, share: float) -> int:
+def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
+    """Return how many streams a step opens, without `share` the largest."""
     return ceil(round(concurrency * share, 6))
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadRun:
-    """Runs every step for `seconds`, until the clients are stopped or the pace's cap is reached."""
+    """Runs every step for `seconds`, until the clients are stopped or the pace is used up."""
 
     concurrency: int
     seconds: float
@@ -334,7 +330,7 @@ class LoadRun:
         return tuple(done)
 
     async def _step(self, number: int, share: float) -> Stage:
-        count, observed = _count_clients(self.concurrency, share), Observation()
+        count, observed = count_streams(self.concurrency, share), Observation()
         await self.sampling.look(observed)
         tally = self._tally = Tally(monotonic())
         self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)

@@ -63,11 +63,6 @@ def parse_refusal(status: int, body: bytes) -> Completion:
     return _build_failure(said, f"{status}: {said}" if said else str(status), otherwise)
 
 
-def parse_error(said: str) -> Completion:
-    """Return what an error within a stream means."""
-    return _build_failure(said, said, Outcome.FAILED)
-
-
 def shorten_text(text: str) -> str:
     """Return the beginning of a text, fit for a line of a terminal."""
     line = " ".join(text.split()).translate(CONTROLS)
@@ -123,7 +118,7 @@ class Stream:
     def answer(self) -> Completion:
         """Return the result, now that it is over."""
         if self._error is not None:
-            return parse_error(self._error)
+            return _build_failure(self._error, self._error, Outcome.FAILED)
         if not self._done:
             text = "it answered 200 with no stream of events" if self.first_seconds is None else "no [DONE] at the end"
             return Completion(outcome=Outcome.FAILED, text=text)
@@ -159,7 +154,6 @@ class Stream:
 
 
 def _find_broken_choice(choices: object) -> str | None:
-    """Return that the server gave up a choice; None where it did not."""
     for choice in choices if isinstance(choices, list) else ():
         finish = choice.get("finish_reason") if isinstance(choice, dict) else None
         if finish in BROKEN_FINISHES:

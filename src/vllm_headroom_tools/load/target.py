@@ -124,13 +124,12 @@ MOST_LIST_BYTES: Final = 2**20
 """Of the list of models, some 500 bytes each."""
 
 PATHS: Final = {CompletionApi.COMPLETIONS: "/v1/completions", CompletionApi.CHAT: "/v1/chat/completions"}
-Address = tuple[str, int]
 
 
 class Target(Struct, frozen=True, kw_only=True):
     """Where each request goes: one address of the host, the path and the headers, less Content-Length."""
 
-    address: Address
+    address: tuple[str, int]
     host: str
     path: str
     headers: tuple[tuple[str, str], ...]

@@ -17,7 +17,7 @@ from vllm_headroom.config.options import Parser
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.plan.report import Planned, build_planned_document, read_parts, render_planned
+from vllm_headroom_tools.plan.report import Planned, build_document, read_parts, render_text
 from vllm_headroom_tools.sizing.estimate import can_start, estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
 from vllm_headroom_tools.sizing.model_config import NAME, count_checkpoint_bytes, parse_model_config, read_model
@@ -50,6 +50,9 @@ def build_question(given: argparse.Namespace) -> Question:
     shape = _read_shape(given)
     if isinstance(shape, str):
         raise BadInput(shape)
+    draft = None if given.draft_model_config is None else read_model(given.draft_model_config)
+    if isinstance(draft, str):
+        raise BadInput(f"{given.draft_model_config}: {draft}")
     checkpoint, parameters = _read_weights(given, shape)
     sequences, tokens = choose_defaults(given.gpu_memory_bytes)
     sequences = given.max_num_seqs or sequences
@@ -63,7 +66,7 @@ def build_question(given: argparse.Namespace) -> Question:
         "max_num_batched_tokens": given.max_num_batched_tokens or max(tokens, sequences),
         "max_loras": given.max_loras if given.enable_lora else 0,
         "cpu_offload_bytes": given.cpu_offload_gb * GIB,
-        "draft": _read_draft(given.draft_model_config),
+        "draft": draft,
     }
     asked = Question(**values)
     if problem := find_problem(asked):
@@ -88,13 +91,6 @@ def _read_shape(given: argparse.Namespace) -> ModelShape | str:
             f" missing: {', '.join(missing)}"
         )
     return parse_model_config("{}", overrides)
-
-
-def _read_draft(path: Path | None) -> ModelShape | None:
-    shape = None if path is None else read_model(path)
-    if isinstance(shape, str):
-        raise BadInput(f"{path}: {shape}")
-    return shape
 
 
 def _name_flag(name: str) -> str:
@@ -133,25 +129,6 @@ def _apply_dtype(shape: ModelShape, dtype: str, quantization: str | None, *, lan
     return served if quantization is None else served.apply_quantisation(quantization, QUANTISED_BYTES[quantization])
 
 
-DESCRIPTION: Final = """\
-Will it fit? Computes from a model's configuration what vLLM needs of each GPU,
-how many tokens and sequences its KV cache will hold, and what to change where
-that is too little. It needs no GPU and no vLLM.
-"""
-
-EXAMPLES: Final = """\
-Figures are of each GPU. It ends with status 0 when vLLM would start, with 1
-when it would not, and with 2 when that is not known: bad input, something is
-missing, or too close to call.
-
-Example:
-  vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
-    --gpu-memory 80GiB -tp 4 --max-model-len 32K --max-num-seqs 64
-  vllm-headroom plan --layers 80 --kv-heads 8 --head-size 128 \\
-    --hidden-size 8192 --vocabulary 128256 --parameters 70.6B \\
-    --gpu-memory 141GiB
-"""
-
 MOST: Final = 2**24
 COUNT: Final = whole(1, MOST)
 TOKENS: Final = tokens(MOST)
@@ -159,7 +136,6 @@ DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
 PARAMETERS: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 THOUSANDS: Final = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
 MOST_PARAMETERS: Final = 10**14
-
 
 MOST_GIBIBYTES: Final = 2**20
 
@@ -254,11 +230,26 @@ def _run(given: Namespace) -> Planned:
 
 COMMAND: Final[Command[Planned]] = Command(
     usage="%(prog)s --model-config PATH --gpu-memory SIZE [OPTION]...",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
+    description="""\
+Will it fit? Computes from a model's configuration what vLLM needs of each GPU,
+how many tokens and sequences its KV cache will hold, and what to change where
+that is too little. It needs no GPU and no vLLM.
+""",
+    epilog="""\
+Figures are of each GPU. It ends with status 0 when vLLM would start, with 1
+when it would not, and with 2 when that is not known: bad input, something is
+missing, or too close to call.
+
+Example:
+  vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
+    --gpu-memory 80GiB -tp 4 --max-model-len 32K --max-num-seqs 64
+  vllm-headroom plan --layers 80 --kv-heads 8 --head-size 128 \\
+    --hidden-size 8192 --vocabulary 128256 --parameters 70.6B \\
+    --gpu-memory 141GiB
+""",
     options=add_options,
     run=_run,
-    text=render_planned,
-    document=build_planned_document,
+    text=render_text,
+    document=build_document,
     status=lambda found: STATUS[can_start(found.estimate)],
 )

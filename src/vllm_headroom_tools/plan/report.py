@@ -30,16 +30,17 @@ BILLION: Final = 10**9
 UNKNOWN: Final = "not known"
 
 
-def render_text(found: MemoryEstimate) -> Iterator[str]:
-    """Yield the whole answer."""
-    parts = (
-        _format_heading(found),
-        _format_memory(found),
-        _format_cache(found),
-        _format_tables(found),
-        _format_answer(found),
-    )
-    yield from join_paragraphs(parts)
+class Planned(Struct, frozen=True, kw_only=True):
+    """A plan, and what a worker of the engine measured on its GPU; None where no file was given."""
+
+    estimate: MemoryEstimate
+    measured: EngineParts | None = None
+
+
+def render_text(planned: Planned) -> Iterator[str]:
+    """Yield the plan and, where something was measured, a table of both."""
+    parts = (_format_heading, _format_memory, _format_cache, _format_tables, _format_answer)
+    yield from join_paragraphs((*(part(planned.estimate) for part in parts), _format_measured(planned)))
 
 
 def _format_heading(found: MemoryEstimate) -> Iterator[str]:
@@ -188,9 +189,11 @@ SETTINGS: Final = (
 )
 
 
-def build_document(found: MemoryEstimate) -> dict[str, Any]:
+def build_document(planned: Planned) -> dict[str, Any]:
     """Return the answer: bytes are of each GPU unless their name says otherwise, and null is what is not known."""
+    found, pairs = planned.estimate, _pair_parts(planned)
     question, answer = found.question, can_start(found)
+    measured = {f"{name.replace(' ', '_').lower()}_bytes": value for name, _, value in pairs}
     return {
         "fits": answer,
         "verdict": explain_verdict(found),
@@ -216,6 +219,7 @@ def build_document(found: MemoryEstimate) -> dict[str, Any]:
         "library_bytes": _split_range(LIBRARIES),
         "outside_budget_bytes": _split_range(found.outside),
         **_describe_kv_cache(found),
+        **({"measured": measured} if pairs else {}),
     }
 
 
@@ -248,13 +252,6 @@ MOST_BYTES: Final = 16 * 1024
 NO_PARTS: Final = "it is of a process without a GPU; take the file of a worker, whose role is worker"
 
 
-class Planned(Struct, frozen=True, kw_only=True):
-    """A plan, and what a worker of the engine measured on its GPU; None where no file was given."""
-
-    estimate: MemoryEstimate
-    measured: EngineParts | None = None
-
-
 def read_parts(file: Path) -> EngineParts:
     """Read the parts of a worker's memory from a file of the probe; raises BadInput."""
     try:
@@ -269,31 +266,18 @@ def read_parts(file: Path) -> EngineParts:
     return found[0].parts
 
 
-def render_planned(found: Planned) -> Iterator[str]:
-    """Yield the plan and, where something was measured, a table of both."""
-    yield from render_text(found.estimate)
-    if found.measured is None:
-        return
-    yield ""
-    yield f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"
-    for name, planned, measured in _pair_parts(found.estimate, found.measured):
+def _format_measured(found: Planned) -> Iterator[str]:
+    pairs = _pair_parts(found)
+    if pairs:
+        yield f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"
+    for name, planned, measured in pairs:
         yield f"  {name:<22}{format_amount(planned):>17}{format_amount(measured):>12}"
 
 
-def build_planned_document(found: Planned) -> dict[str, Any]:
-    """Return the plan, with `measured` in bytes where a file was given."""
-    if found.measured is None:
-        return build_document(found.estimate)
-    pairs = _pair_parts(found.estimate, found.measured)
-    return {
-        **build_document(found.estimate),
-        "measured": {f"{name.replace(' ', '_').lower()}_bytes": m for name, _, m in pairs},
-    }
-
-
-def _pair_parts(
-    planned: MemoryEstimate, measured: EngineParts
-) -> tuple[tuple[str, float | Range | None, int | None], ...]:
+def _pair_parts(found: Planned) -> tuple[tuple[str, float | Range | None, int | None], ...]:
+    planned, measured = found.estimate, found.measured
+    if measured is None:
+        return ()
     return (
         ("budget", planned.budget, measured.requested_bytes),
         ("weights", planned.weights, measured.weights_bytes),

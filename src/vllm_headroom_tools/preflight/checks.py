@@ -310,10 +310,9 @@ def _match_gpus(
 
 
 def _is_named(device: GpuReading, name: str) -> bool:
-    """Return whether this is its index or its UUID, of which CUDA takes a prefix too."""
     if name.isdecimal():
         return device.index == int(name)
-    return device.uuid.casefold().startswith(name.casefold())
+    return device.uuid.casefold().startswith(name.casefold())  # CUDA takes a prefix too
 
 
 def _check_missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: str) -> Iterator[Finding]:

@@ -40,21 +40,6 @@ MOST_GPUS: Final = 64
 IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
 """What vLLM may start with all the same."""
 
-DESCRIPTION: Final = """\
-Says whether vLLM would start on these GPUs now: memory that is free against
-what vLLM asks for, who holds the rest, what the driver says of the GPUs, and
-/dev/shm. Run it where vLLM will run, with vLLM's own options.
-"""
-
-EXAMPLES: Final = """\
-It ends with status 0 for a go, 1 for no go, and 2 when it cannot tell or cannot
-use its options.
-
-Example:
-  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s
-  vllm-headroom preflight --tensor-parallel-size 4 --json
-"""
-
 
 def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
@@ -159,8 +144,19 @@ async def _run(given: Namespace) -> Clearance:
 
 COMMAND: Final[Command[Clearance]] = Command(
     usage="%(prog)s [OPTION]...",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
+    description="""\
+Says whether vLLM would start on these GPUs now: memory that is free against
+what vLLM asks for, who holds the rest, what the driver says of the GPUs, and
+/dev/shm. Run it where vLLM will run, with vLLM's own options.
+""",
+    epilog="""\
+It ends with status 0 for a go, 1 for no go, and 2 when it cannot tell or cannot
+use its options.
+
+Example:
+  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s
+  vllm-headroom preflight --tensor-parallel-size 4 --json
+""",
     options=add_options,
     run=_run,
     text=render_text,

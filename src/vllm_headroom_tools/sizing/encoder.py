@@ -28,7 +28,6 @@ GEMMA_VIDEO: Final = (32, 70 + 8)
 LLAMA_TILES: Final = 16 + 1
 """Of the largest image, and all of it once more (transformers, Llama4ImageProcessor)."""
 
-
 USUAL_WIDTH: Final = 4
 """Times the hidden size, where the configuration does not give an MLP's width."""
 

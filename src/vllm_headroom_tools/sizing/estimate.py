@@ -54,7 +54,6 @@ NVIDIA/nccl#964: 544 to 688 MB for a group of GPUs. Start-up logs of four ranks 
 missing from "Free memory on device".
 """
 
-
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
 """Ours: half for vLLM's own processes on the host, of which each takes one or two, half for the rest of the system.
 Where a GPU works on the machine's memory, what vLLM leaves is all there is for both; a machine that runs out of it
@@ -181,13 +180,14 @@ def estimate_memory(question: Question) -> MemoryEstimate | None:
     engine = _count_bytes_per_token(question, spread=False)
     if layout is None or token is None or engine is None:
         return None
+    total = None if question.kv_cache_memory_bytes is not None else question.gpu_memory_bytes
     found = MemoryEstimate(
         question=question,
         layout=layout,
         bytes_per_token=token,
         engine_bytes_per_token=engine,
         weights=question.weights_bytes,
-        budget=_compute_budget(question),
+        budget=None if total is None else total * question.gpu_memory_utilization,
         activations=estimate_activations(question),
         graphs=NOTHING if question.enforce_eager else GRAPHS,
         outside=estimate_outside(question),
@@ -213,7 +213,6 @@ def _build_layout(question: Question) -> KvLayout | None:
 
 
 def _count_bytes_per_token(question: Question, *, spread: bool) -> int | None:
-    """Return the bytes of a token on the GPU that holds most, or on all GPUs of an engine together."""
     stages, ranks = question.pipeline_parallel_size, question.tensor_parallel_size
     own = count_bytes_per_token(
         question.shape,
@@ -230,12 +229,6 @@ def _count_draft_bytes_per_token(question: Question) -> int | None:
         return 0
     ranks = question.tensor_parallel_size
     return count_bytes_per_token(question.draft, kv_dtype=question.kv_cache_dtype, tensor_parallel=ranks)
-
-
-def _compute_budget(question: Question) -> float | None:
-    if question.gpu_memory_bytes is None or question.kv_cache_memory_bytes is not None:
-        return None
-    return question.gpu_memory_bytes * question.gpu_memory_utilization
 
 
 def _compute_kv_cache(found: MemoryEstimate) -> Range | None:

@@ -57,11 +57,6 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     unknown_type: str | None = None
 
     @property
-    def kv_layers(self) -> int:
-        """The layers that keep keys and values."""
-        return self.full_layers + self.windowed_layers
-
-    @property
     def has_every_token(self) -> bool:
         """Whether all that the cache holds of a sequence grows with each token, so that bytes per token say it all."""
         return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
@@ -117,7 +112,11 @@ def count_bytes_per_token(
     if layer is None or windowed is None:
         return None
     full, rest = ceil(shape.full_layers / pipeline_parallel), ceil(shape.windowed_layers / pipeline_parallel)
-    return ceil(shape.kv_layers / pipeline_parallel) * layer if layer == windowed else full * layer + rest * windowed
+    return (
+        ceil((shape.full_layers + shape.windowed_layers) / pipeline_parallel) * layer
+        if layer == windowed
+        else full * layer + rest * windowed
+    )
 
 
 def count_layer_bytes(
@@ -181,7 +180,6 @@ def count_weights_bytes(
 
 
 def _compute_experts_share(shape: ModelShape) -> float:
-    """Return the share of the layers' bytes that belongs to experts."""
     each, found = shape.weight_bytes_per_parameter or shape.dtype_bytes, shape.parameters
     counted = (found.total - found.plain) * each + found.plain * shape.dtype_bytes if found else 0
     return found.experts * each / counted if found and counted else 0.0
@@ -286,7 +284,8 @@ def build_kv_layout(
     there = [count for count in counts if count] or [0]
     group = max(there) if max(there) < PADDED_RATIO * min(there) else min(there)
     full, windowed, stateful = (ceil(count / group) if count else 0 for count in counts)
-    tokens = _count_state_tokens(shape, layer, block_tokens, tensor_parallel)
+    least = max(block_tokens, LATENT_BLOCK) if shape.latent_width and shape.stateful_layers else block_tokens
+    tokens = least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
     page = max(layer if full else 0, windowed_layer if windowed else 0) * tokens
     return KvLayout(
         block_tokens=tokens * _count_pages(page, layer * tokens),
@@ -299,11 +298,6 @@ def build_kv_layout(
         window_ends=0 if shape.chunked else 1,
         state_blocks=(STATE_BLOCKS + shape.state_checkpoints) * stateful,
     )
-
-
-def _count_state_tokens(shape: ModelShape, layer: int, block_tokens: int, tensor_parallel: int) -> int:
-    least = max(block_tokens, LATENT_BLOCK) if shape.latent_width and shape.stateful_layers else block_tokens
-    return least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
 
 
 def _count_pages(page: int, own: int) -> int:

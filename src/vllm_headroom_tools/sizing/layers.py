@@ -53,7 +53,6 @@ KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
 PATTERN: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
 
-
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 INPUT_BYTES: Final = 2
 MOST_LAYERS: Final = 10_000

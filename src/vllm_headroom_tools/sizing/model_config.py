@@ -72,9 +72,6 @@ ENCODERS: Final = frozenset(
 )
 """Model types that read a text at once: they keep no keys and values (vLLM, `EncoderOnlyAttentionSpec`)."""
 
-LONGEST_TYPE: Final = 40
-"""Characters of a type of model that a sentence shows."""
-
 HEADLESS: Final = (
     "Model",
     "ForSequenceClassification",
@@ -87,17 +84,6 @@ HEADLESS: Final = (
 
 HEADED: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
 """Classes of generating models that end so too."""
-
-
-def find_defaults(config: Config) -> Config:
-    """Return the fields that this type of model leaves out."""
-    return LEFT_OUT.get(str(config.get("model_type")), {})
-
-
-def find_unknown_type(config: Config) -> str | None:
-    """Return the type of model where it is one that nobody has checked; None where it is known, or missing."""
-    kind = config.get("model_type")
-    return None if kind is None or str(kind) in KNOWN else str(kind)[:LONGEST_TYPE]
 
 
 def is_encoder(config: Config) -> bool:
@@ -148,7 +134,7 @@ def parse_model_config(text: str, overrides: Config | None = None, beside: Confi
     config = {
         **(beside or {}),
         **_drop_nulls(root),
-        **find_defaults(language),
+        **LEFT_OUT.get(str(language.get("model_type")), {}),
         **_drop_nulls(language),
         **(overrides or {}),
     }
@@ -178,7 +164,7 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         raise ValueError("none of its layers has a KV cache")
     heads, narrow = read_full_heads(config), read_windowed_heads(config)
     weight_bytes, quantisation = read_weight_bytes(config, SERVED_BYTES)
-    found_mlp, latent = read_mlp(config), read_whole(config, "kv_lora_rank")
+    found_mlp, latent, kind = read_mlp(config), read_whole(config, "kv_lora_rank"), config.get("model_type")
     return ModelShape(
         layers=layers,
         full_layers=0 if whole_text else full,
@@ -204,7 +190,7 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         kv_dtype_bytes=read_kv_dtype_bytes(config, SERVED_BYTES),
         weight_bytes_per_parameter=weight_bytes,
         quantisation=quantisation,
-        unknown_type=find_unknown_type(config),
+        unknown_type=None if kind is None or str(kind) in KNOWN else str(kind)[:40],
     )
 
 
@@ -224,7 +210,6 @@ QUANTISATION: Final = "hf_quant_config.json"
 PREPROCESSOR: Final = "preprocessor_config.json"
 LARGEST_BYTES: Final = 2**24
 """A real one is a few kB."""
-
 
 INDEX: Final = "model.safetensors.index.json"
 LARGEST_INDEX_BYTES: Final = 2**27
@@ -254,7 +239,6 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
 
 
 def _read_json(file: Path) -> Config:
-    """Return what a file beside the configuration says; nothing where there is none."""
     try:
         found = json.loads(read_file(file, LARGEST_INDEX_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -114,7 +114,8 @@ def read_shared_width(config: Config) -> int:
 
 
 def _is_sparse(config: Config, number: int, kind: str) -> bool:
-    if not read_expert_count(config) or number in _read_numbers(config, "mlp_only_layers"):
+    dense = config.get("mlp_only_layers")
+    if not read_expert_count(config) or (isinstance(dense, list) and number in dense):
         return False
     if isinstance(config.get("hybrid_override_pattern"), str):
         return kind == "moe"
@@ -124,11 +125,6 @@ def _is_sparse(config: Config, number: int, kind: str) -> bool:
     first = read_whole(config, "first_k_dense_replace", "moe_layer_start_index") or 0
     step = read_whole(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
     return number >= first and (number + 1) % step == 0
-
-
-def _read_numbers(config: Config, name: str) -> Sequence[int]:
-    found = config.get(name)
-    return found if isinstance(found, list) else ()
 
 
 def _list_mlp(config: Config, place: str, hidden: int, *, sparse: bool) -> Iterator[Matrix]:

@@ -22,21 +22,6 @@ from vllm_headroom_tools.cli import Command, say
 from vllm_headroom_tools.terminal import console, is_terminal
 from vllm_headroom_tools.watch.sidecar import NO_DOCUMENT, Document, describe_verdict, fetch_document
 
-DESCRIPTION: Final = """\
-Shows what a sidecar says, live: its verdict on each GPU, the engine and the
-host, free memory of the last day, and the time that is left.
-"""
-
-EPILOG: Final = """\
-On a terminal it draws until Ctrl-C, elsewhere it writes a line when something
-changes. It ends with status 0; with --json, which asks once, with 2 without
-an answer.
-
-Example:
-  vllm-headroom watch http://gpu-7:9839
-  kubectl exec -it POD -c headroom -- vllm-headroom watch
-"""
-
 HERE: Final = "http://127.0.0.1:9839"
 EVERY_SECONDS: Final = 2.0
 TIMEOUT_SECONDS: Final = 5.0
@@ -113,8 +98,19 @@ async def _pause(stopped: asyncio.Event) -> None:
 
 COMMAND: Final[Command[Document | None]] = Command(
     usage="%(prog)s [OPTION]... [URL]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+Shows what a sidecar says, live: its verdict on each GPU, the engine and the
+host, free memory of the last day, and the time that is left.
+""",
+    epilog="""\
+On a terminal it draws until Ctrl-C, elsewhere it writes a line when something
+changes. It ends with status 0; with --json, which asks once, with 2 without
+an answer.
+
+Example:
+  vllm-headroom watch http://gpu-7:9839
+  kubectl exec -it POD -c headroom -- vllm-headroom watch
+""",
     options=_options,
     run=_run,
     document=lambda document: document or {},

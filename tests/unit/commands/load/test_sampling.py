@@ -38,7 +38,7 @@ from vllm_headroom_tools.load.run import (
     Screen,
     Stage,
     UnavailableSource,
-    count_most_streams,
+    count_streams,
     create_trace,
 )
 
@@ -173,7 +173,7 @@ def test_a_trace_that_is_there_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_the_largest_step_is_a_fifth_above_what_was_asked_for() -> None:
-    assert [count_most_streams(concurrency) for concurrency in (1, 5, 10, 64, 10_000)] == [2, 6, 12, 77, 12_000]
+    assert [count_streams(concurrency) for concurrency in (1, 5, 10, 64, 10_000)] == [2, 6, 12, 77, 12_000]
 
 
 def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None) -> tuple[Stage, ...]:

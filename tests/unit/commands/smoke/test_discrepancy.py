@@ -4,7 +4,7 @@ from tests.fakes.engine_server import page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.smoke.serving import RECORDED, Vllm
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom_tools.smoke.completion import SmokeStep, StepState
+from vllm_headroom_tools.smoke.command import SmokeStep, StepState
 
 BUDGET = 0.92 * 80 * GIB
 DRIVER_MISSING = 9
