@@ -16,9 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from vllm_headroom.config.kinds import DURATION, FILE, Value, bounded, choice
-from vllm_headroom.config.options import BadOptions, Parser
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings
 from vllm_headroom.derive.inside import classify_probe
 from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
 from vllm_headroom.parse import fields
@@ -28,6 +26,7 @@ from vllm_headroom.scrape.probe import ProbeReader, read_content
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, Value, bounded, choice
 
 FORMAT: Final = "headroom_record"
 VERSION: Final = 1

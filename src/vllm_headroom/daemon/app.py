@@ -13,11 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-import structlog
 import uvloop
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import (
@@ -36,6 +35,7 @@ from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.derive import build_derivations
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.gates import GATES, Rules, build_gates
 from vllm_headroom.expose.answers import Handler, build_application
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
@@ -45,6 +45,7 @@ from vllm_headroom.expose.snapshot import respond_snapshot
 from vllm_headroom.expose.view import History, View
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
+from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.recorder import Recorder
@@ -57,12 +58,12 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 """Returns states that an earlier process kept, by derivation."""
 
 
-def build_sampler(parts: Parts, settings: PlainSettings, recall: Recall | None, canary: Canary | None) -> Sampler:
+def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canary: Canary | None) -> Sampler:
     """Return the straight line from the sources to what is published."""
     return Sampler(
         sources=parts,
-        parse=partial(parse_engines, profile=settings.profile),
-        selection=settings.selection,
+        parse=partial(parse_engines, profile=None if settings.engine_profile == AUTO else settings.engine_profile),
+        selection=Selection.of(settings.gpus),
         derivations=build_derivations(
             reported_bytes=settings.reported_bytes,
             kv_bytes_per_token=settings.kv_bytes_per_token,
@@ -78,7 +79,7 @@ def build_sampler(parts: Parts, settings: PlainSettings, recall: Recall | None, 
     )
 
 
-def _build_gate_rules(settings: PlainSettings) -> Rules:
+def _build_gate_rules(settings: Settings) -> Rules:
     return Rules(
         ready_seconds=settings.gate_ready_seconds,
         ready_most_seconds=settings.gate_ready_most_seconds,
@@ -87,7 +88,7 @@ def _build_gate_rules(settings: PlainSettings) -> Rules:
     )
 
 
-def build_canary(parts: Parts, settings: PlainSettings) -> Canary | None:
+def build_canary(parts: Parts, settings: Settings) -> Canary | None:
     """Return what asks an idle engine for a token; None where it is not wanted, or nobody can be asked."""
     if parts.asked is None or settings.canary_interval_seconds is None:
         return None
@@ -108,7 +109,7 @@ def read_build() -> tuple[str, str, str]:
     return read_version(), revision, platform.python_version()
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 CANNOT_LISTEN: Final = 2
 SAVE_SECONDS: Final = 60.0
@@ -121,7 +122,7 @@ TOKENS_DIFFER: Final = (
 )
 
 
-def serve(settings: PlainSettings) -> NoReturn:
+def serve(settings: Settings) -> NoReturn:
     """Run the real daemon until it is told to stop, and end the process with its status; an error of its own is raised.
 
     The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
@@ -133,7 +134,7 @@ def serve(settings: PlainSettings) -> NoReturn:
     os._exit(status)
 
 
-async def run(parts: Parts, settings: PlainSettings) -> int:
+async def run(parts: Parts, settings: Settings) -> int:
     """Run the daemon over `parts`, which it closes at the end; return the exit status."""
     try:
         listener = listen(settings.listen_host, settings.listen_port)
@@ -164,7 +165,7 @@ async def run(parts: Parts, settings: PlainSettings) -> int:
 
 
 async def _run(
-    parts: Parts, settings: PlainSettings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
+    parts: Parts, settings: Settings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
 ) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     folder, trace, lock = settings.state_dir, settings.trace_file, FolderLock()

@@ -9,13 +9,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-import structlog
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from vllm_headroom import catalog
 from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.expose.view import Incident
+from vllm_headroom.log import Log
 from vllm_headroom.model import EngineStatus, Failure, ProbedProcess, Snapshot, Values, Verdict
 from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import keep, set_aside
@@ -129,7 +129,7 @@ class Recent:
         }
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 LEAST_SECONDS: Final = 0.9
 """A line a second at the most, with room for a tick that comes early: at 0.1 s the record would hold minutes."""

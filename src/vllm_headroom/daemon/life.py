@@ -10,14 +10,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from math import floor
 from typing import Any, Final
 
-import structlog
-
 from vllm_headroom.clock import Clock
 from vllm_headroom.expose.server import Server
+from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, Gpu
 from vllm_headroom.vocabulary import Reason
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 STOPPED: Final = 0
 NEEDS_NEW_CONTAINER: Final = 3

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import textwrap
 import threading
 from collections import deque
+from datetime import UTC, datetime
 from queue import Full, Queue
 from typing import Final
-
-import structlog
-from structlog.stdlib import ProcessorFormatter
-from structlog.typing import EventDict, Processor, WrappedLogger
 
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom.worker import start_thread
 
 OURS: Final = "vllm_headroom"
-FIRST: Final = ("ts", "level", "event")
-SHARED: Final[tuple[Processor, ...]] = (
-    structlog.stdlib.add_log_level,
-    structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-    structlog.processors.format_exc_info,
-)
-
 STDERR: Final = 2
 MOST_WAITING: Final = 1000
 """Lines kept for a reader of stderr that is slow: a burst of a bad hour, half a megabyte."""
@@ -89,7 +80,7 @@ class RecentLines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._lines: deque[str] = deque(maxlen=MOST_RECENT)
-        self.setFormatter(_build_formatter(_render_logfmt))
+        self.setFormatter(Logfmt())
 
     def emit(self, record: logging.LogRecord) -> None:
         """Remember the line."""
@@ -114,28 +105,47 @@ def configure(log_format: str, log_level: str) -> None:
     """
     level = logging.getLevelNamesMapping()[log_level.upper()]
     handler = Background()
-    renderer = structlog.processors.JSONRenderer() if log_format == "json" else _render_logfmt
-    handler.setFormatter(_build_formatter(renderer))
+    handler.setFormatter(Json() if log_format == "json" else Logfmt())
     logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING), force=True)
     logging.getLogger(OURS).setLevel(level)
-    structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *SHARED, ProcessorFormatter.wrap_for_formatter],
-        wrapper_class=structlog.stdlib.BoundLogger,
-        logger_factory=structlog.stdlib.LoggerFactory(),
-    )
 
 
-def _build_formatter(renderer: Processor) -> ProcessorFormatter:
-    return ProcessorFormatter(
-        foreign_pre_chain=SHARED, processors=(ProcessorFormatter.remove_processors_meta, _order_fields, renderer)
-    )
+def _read_fields(record: logging.LogRecord) -> dict[str, object]:
+    first = {
+        "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "level": record.levelname.lower(),
+        "event": record.getMessage(),
+    }
+    return {**first, **getattr(record, "fields", {})}
 
 
-def _order_fields(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    return {key: event[key] for key in FIRST} | dict(event)
+class Json(logging.Formatter):
+    """A line of JSON; a traceback is its field `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        exception = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
+        return json.dumps(_read_fields(record) | exception, default=repr)
 
 
-def _render_logfmt(logger: WrappedLogger, method: str, event: EventDict) -> str:
-    traceback = event.pop("exception", None)
-    line = structlog.processors.LogfmtRenderer(bool_as_flag=False)(logger, method, event).translate(CONTROLS)
-    return line if traceback is None else f"{line}\n{textwrap.indent(traceback, '  ')}"
+class Logfmt(logging.Formatter):
+    """A line of logfmt (brandur.org/logfmt); a traceback follows it as an indented block."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = " ".join(f"{name}={_render_word(value)}" for name, value in _read_fields(record).items()).translate(
+            CONTROLS
+        )
+        if not record.exc_info:
+            return line
+        return f"{line}\n{textwrap.indent(self.formatException(record.exc_info), '  ')}"
+
+
+def _render_word(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    text = str(value)
+    if not any(each in text for each in ' ="'):
+        return text.replace("\n", "\\n")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

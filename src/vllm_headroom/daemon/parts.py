@@ -7,7 +7,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import Settings
 from vllm_headroom.daemon.sampler import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
@@ -31,7 +31,7 @@ class Parts(Sources, frozen=True, kw_only=True):
     asked: CanaryRequest | None = None
 
 
-def build_real_parts(settings: PlainSettings) -> Parts:
+def build_real_parts(settings: Settings) -> Parts:
     """Return what reads the engine, the GPUs and /proc of this machine."""
     clock = SystemClock()
     url = httpx.URL(settings.engine_url)
@@ -46,7 +46,7 @@ def build_real_parts(settings: PlainSettings) -> Parts:
     )
 
 
-def build_page_reader(settings: PlainSettings, url: str, *, timeout_seconds: float) -> PageReader:
+def build_page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
     """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
     return PageReader(
         url=url,
@@ -54,11 +54,11 @@ def build_page_reader(settings: PlainSettings, url: str, *, timeout_seconds: flo
         max_bytes=settings.engine_max_page_bytes,
         bearer_token_file=settings.engine_bearer_token_file,
         ca_file=settings.engine_ca_file,
-        headers=settings.engine_headers,
+        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
     )
 
 
-def build_canary_request(settings: PlainSettings) -> CanaryRequest:
+def build_canary_request(settings: Settings) -> CanaryRequest:
     """Return what asks the server beside its page; whether the engine sleeps is told by the engine, as a token is."""
     url = httpx.URL(settings.engine_url)
 

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, Protocol, TypeVar
 
-import structlog
 from msgspec import Struct
 
 from vllm_headroom.clock import Clock
@@ -22,6 +21,7 @@ from vllm_headroom.derive.inside import add_inside, classify_probe
 from vllm_headroom.derive.kv_cache import add_steps
 from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState, forget_run, update_run
 from vllm_headroom.derive.readings import awake, list_named
+from vllm_headroom.log import Log
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -39,7 +39,7 @@ from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import EngineState, Reason, Source
 from vllm_headroom.worker import Worker
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 RETRY_SECONDS: Final = 10.0
 """An engine that did not answer is asked again so soon: an error that passes is over before it counts as a hang."""

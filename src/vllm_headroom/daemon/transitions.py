@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-import structlog
-
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection, describe_orphans
+from vllm_headroom.log import Log
 from vllm_headroom.model import EnginePage, EngineStatus, Failure, Gpu, ProbeReadings, Snapshot, Values, name_device
 from vllm_headroom.parse.engines import explain_empty_page
 from vllm_headroom.vocabulary import EngineState, LeakState, Source
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 NOT_ATTRIBUTED: Final = (
     "cannot tell which GPUs the engine uses: set HEADROOM_GPUS to their UUIDs or indices, or let the sidecar see the"

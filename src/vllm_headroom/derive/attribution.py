@@ -104,6 +104,11 @@ class Selection(Struct, frozen=True, kw_only=True):
     everything: bool = False
     listed: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, gpus: str | tuple[str, ...]) -> Selection:
+        """Return what `auto`, `all` or a list of names selects."""
+        return cls(listed=gpus) if isinstance(gpus, tuple) else cls(everything=gpus == "all")
+
 
 class AttributionState(Struct, frozen=True, kw_only=True):
     """The UUIDs of the last engine's devices and its processes (pid, start time) last seen on them.

@@ -14,10 +14,10 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import h11
-import structlog
 
 from vllm_headroom.expose.answers import Handler, Request, Response, respond_text
 from vllm_headroom.expose.web.door import Door
+from vllm_headroom.log import Log
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
 """Prometheus sends 300 bytes, a browser with the cookies of its host a few thousand."""
@@ -177,7 +177,7 @@ def _parse_request(event: h11.Request) -> Request:
     return Request(method=event.method.decode("latin-1"), path=path or "/", query=query, headers=headers)
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 MOST_CONNECTIONS: Final = 256
 """Scrapers of one sidecar are few; one more than this and the one that has waited longest for its client is closed."""

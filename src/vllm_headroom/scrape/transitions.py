@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import structlog
-
+from vllm_headroom.log import Log
 from vllm_headroom.model import GpuReading
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 
 class GpuTransitions:
@@ -25,13 +24,19 @@ class GpuTransitions:
         self._failed = frozenset(reading.uuid or _name_by_index(reading) for reading in readings if reading.failure)
         self._without_memory &= {reading.uuid for reading in readings}
         for reading in readings:
-            gpu, failure = {"gpu": reading.index, "uuid": reading.uuid}, reading.failure
+            failure = reading.failure
             if failure is None:
                 if before & {reading.uuid, _name_by_index(reading)}:
-                    log.info("GPU answers again", **gpu)
+                    log.info("GPU answers again", gpu=reading.index, uuid=reading.uuid)
                 self._memory(reading)
             elif (reading.uuid or _name_by_index(reading)) not in before:
-                log.warning("GPU failed", **gpu, reason=str(failure.reason), problem=failure.message)
+                log.warning(
+                    "GPU failed",
+                    gpu=reading.index,
+                    uuid=reading.uuid,
+                    reason=str(failure.reason),
+                    problem=failure.message,
+                )
 
     def _memory(self, reading: GpuReading) -> None:
         if reading.memory is None and reading.uuid not in self._without_memory:

@@ -11,15 +11,14 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-import structlog
-
+from vllm_headroom.log import Log
 from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, list_incidents, name_incident, parse_start
 from vllm_headroom.trace.parse import LONGEST_LINE
 from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
 from vllm_headroom.units import MIB
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 FLIGHT_BYTES: Final = 22 * MIB
 """Of each of two files, the older of which makes room for a new one: a day of one GPU at 5 s, hours of eight at 1 s."""

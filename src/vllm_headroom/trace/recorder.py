@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import structlog
-
+from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
 from vllm_headroom.trace.parse import LONGEST_LINE
 from vllm_headroom.worker import Worker
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 WRITE_SECONDS: Final = 1.0
 """A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
-from vllm_headroom.config.fields import setting
-from vllm_headroom.config.kinds import Value, above_zero, bounded, choice
-from vllm_headroom.config.settings import Settings
+from pydantic import Field
+
+from vllm_headroom.config import Settings, from_text, setting
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.options import choice
 
 SCENARIOS: Final = tuple(TABLE)
+SCENARIO: Final = choice(SCENARIOS)
 FASTEST: Final = 1000
 
 
@@ -20,11 +22,13 @@ class DemoSettings(Settings):
 
     no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
 
-    scenario: str = setting(choice(SCENARIOS), SCENARIOS[0], "NAME", "What happens in the simulation.")
-    speed: float = setting(
-        Value(read=above_zero(bounded(float, 0, FASTEST)), accepts=f"a number above 0, at most {FASTEST}"),
+    scenario: Annotated[str, from_text(SCENARIO.read)] = setting(
+        SCENARIOS[0], "NAME", SCENARIO.accepts, "What happens in the simulation."
+    )
+    speed: Annotated[float, Field(gt=0, le=FASTEST)] = setting(
         60,
         "NUMBER",
+        f"a number above 0, at most {FASTEST}",
         "How many times as fast as the clock the simulation's time runs.",
     )
 
@@ -35,7 +39,7 @@ async def _run(given: Namespace) -> int:
 
     settings: DemoSettings = given.settings
     logs.configure(settings.log_format, settings.log_level)
-    return await run(settings.values(), scenario=TABLE[settings.scenario], speed=settings.speed)
+    return await run(settings, scenario=TABLE[settings.scenario], speed=settings.speed)
 
 
 COMMAND: Final[Command[int]] = Command(

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from math import exp
 from typing import Final
 
-import structlog
-
 from vllm_headroom.clock import Clock, sleep_until
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
+from vllm_headroom.log import Log
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.units import MIB
@@ -201,7 +200,7 @@ class ScaledClock:
         return (time.monotonic() - self._began_monotonic_seconds) * self._speed
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 
 def bind_world(world: World, clock: Clock) -> Callable[[], World]:
@@ -215,7 +214,7 @@ def bind_world(world: World, clock: Clock) -> Callable[[], World]:
     return now
 
 
-async def run(settings: PlainSettings, *, scenario: Scenario, speed: float) -> int:
+async def run(settings: Settings, *, scenario: Scenario, speed: float) -> int:
     """Run the daemon over the simulated `scenario`; return the exit status."""
     log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
     clock = ScaledClock(speed)

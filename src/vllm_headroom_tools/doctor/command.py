@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.doctor.engine import (
     check_engine,
@@ -92,10 +92,10 @@ def _summarize(found: Document) -> str:
 
 async def _run(given: Namespace) -> dict[str, Any]:
     logs.configure(given.settings.log_format, "error")  # the readers log what the checks report
-    return build_document(await examine(given.settings.values()), read_version())
+    return build_document(await examine(given.settings), read_version())
 
 
-async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
+async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
     survey, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
@@ -111,7 +111,7 @@ async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -
         "kv_bytes": check_kv_bytes(survey, settings.kv_bytes_per_token, settings.model_shape),
         "nvml": check_nvml(survey),
         "gpus": check_gpus(survey),
-        "gpu_attribution": check_gpu_attribution(survey, settings.selection),
+        "gpu_attribution": check_gpu_attribution(survey, Selection.of(settings.gpus)),
         "processes": check_processes(survey),
         "process_memory": check_process_memory(survey),
         "probe": check_probe(files, survey),

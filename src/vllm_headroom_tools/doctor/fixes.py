@@ -12,7 +12,7 @@ from typing import Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.scrape.http.failures import hide_secrets
@@ -206,12 +206,14 @@ class Survey(Machine, frozen=True, kw_only=True):
         return min(ports) if len(ports) == 1 else None
 
 
-async def look(settings: PlainSettings, proc: Path, sys: Path) -> Survey:
+async def look(settings: Settings, proc: Path, sys: Path) -> Survey:
     """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS))
-    page = asyncio.create_task(fetch_engines(reader, settings.profile))
+    page = asyncio.create_task(
+        fetch_engines(reader, None if settings.engine_profile == AUTO else settings.engine_profile)
+    )
     here, about = await asyncio.gather(
         read_machine(settings, page, proc, sys),
         fetch_once(build_page_reader(settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS)),

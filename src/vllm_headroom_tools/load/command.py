@@ -10,24 +10,23 @@ from typing import Any, Final
 
 from msgspec.structs import fields
 
-from vllm_headroom.config.kinds import (
+from vllm_headroom.inputs import show_url
+from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.load.report import render_text
+from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_lengths
+from vllm_headroom_tools.options import (
     DURATION,
     FILE,
     FOLDER,
     GPUS,
     NUMBER,
     SHARE,
+    Parser,
     Value,
     page_url,
-    shown_url,
     whole,
 )
-from vllm_headroom.config.options import Parser
-from vllm_headroom.config.plain import AUTO
-from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.load.report import render_text
-from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_lengths
 
 MOST_CLIENTS: Final = 1_000_000
 
@@ -46,7 +45,7 @@ def read_order(given: Namespace) -> LoadOrder:
 
 
 def _add_target(add: Add) -> None:
-    base = Value(read=parse_base_url, accepts="an http or https URL without user, password and query", shown=shown_url)
+    base = Value(read=parse_base_url, accepts="an http or https URL without user, password and query", shown=show_url)
     add("--engine-url", dest="url", metavar="URL", type=base, required=True, help="the server; there is no default")
     add(
         "--api",
@@ -88,7 +87,7 @@ def _add_readers(add: Add) -> None:
     when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     add("--metrics-url", metavar="URL", type=page, help="the engine's page; without it /metrics of --engine-url")
     gpus = "the engine's; without it those its processes use"
-    add("--gpus", metavar="GPUS", type=GPUS, default=AUTO, help=gpus)
+    add("--gpus", metavar="GPUS", type=GPUS, default="auto", help=gpus)
     probe, usual = (
         "where the probe inside vLLM writes; without it HEADROOM_PROBE_DIR",
         os.environ.get("HEADROOM_PROBE_DIR"),

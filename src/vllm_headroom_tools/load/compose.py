@@ -12,9 +12,9 @@ from random import Random, SystemRandom
 from typing import Any, Final
 
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.config.plain import AUTO, selected
 from vllm_headroom.daemon.life import handle_signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.failures import UnusableCredentials, load_trust, read_token
@@ -107,7 +107,7 @@ async def run_load(order: LoadOrder) -> dict[str, Any]:
     clock = SystemClock()
     sampling = Sampling(
         parts=_build_parts(order, target, clock),
-        selection=selected(order.gpus),
+        selection=Selection.of(order.gpus),
         interval_seconds=SAMPLE_SECONDS,
         trace=order.trace,
     )
@@ -169,7 +169,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
             ca_file=order.ca_file,
         ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
-        if here or order.gpus != AUTO
+        if here or order.gpus != "auto"
         else UnavailableSource(Source.NVML, Reason.NO_DEVICES),
         processes=Processes(engine_port=find_port(order.page), monotonic=clock.monotonic)
         if here

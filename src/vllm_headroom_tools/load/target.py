@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.config.kinds import http_url
+from vllm_headroom.inputs import parse_http_url
 from vllm_headroom.scrape.http.failures import explain_no_answer, strip_advice
 from vllm_headroom.scrape.http.reader import find_port, read_body
 from vllm_headroom.trace.parse import BadInput
@@ -138,7 +138,7 @@ class Target(Struct, frozen=True, kw_only=True):
 
 def parse_base_url(text: str) -> httpx.URL:
     """Return an http or https URL without what OpenAI's clients write at its end (/v1); raises ValueError."""
-    url = http_url(text)
+    url = parse_http_url(text)
     if url.query or url.userinfo:
         raise ValueError
     return url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"))

@@ -12,11 +12,10 @@ from typing import Any, Final
 
 from msgspec.structs import fields, replace
 
-from vllm_headroom.config.kinds import FILE, RATIO, Value, bounded, choice, size, tokens, whole
-from vllm_headroom.config.options import Parser
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
 from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.options import FILE, RATIO, Parser, Value, bounded, choice, size, tokens, whole
 from vllm_headroom_tools.plan.report import Planned, build_document, read_parts, render_text
 from vllm_headroom_tools.sizing.estimate import can_start, estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape

@@ -12,14 +12,14 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.config.kinds import GPU, GPUS, RATIO, Value, choice, page_url, size, whole
-from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.daemon import logs
+from vllm_headroom.inputs import GPU
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.units import parse_duration
 from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.options import GPUS, RATIO, BadOptions, Parser, Value, choice, page_url, size, whole
 from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import look
 from vllm_headroom_tools.preflight.report import Clearance, build_document, judge, judge_wake, render_text

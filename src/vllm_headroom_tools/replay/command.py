@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from msgspec.structs import asdict
 
-from vllm_headroom.config.kinds import FILE, TRACE, url
-from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory, Snapshot, name_device
@@ -21,6 +19,7 @@ from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.history.course import Course, Interval, Moment
 from vllm_headroom_tools.history.curves import Curves
 from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, url
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
 from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME

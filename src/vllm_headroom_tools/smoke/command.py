@@ -8,16 +8,14 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import httpx
 from msgspec import Struct
+from pydantic import Field
 
 from vllm_headroom import catalog
-from vllm_headroom.config.fields import setting
-from vllm_headroom.config.kinds import SHARE, Value, above_zero, bounded
-from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings, from_text, setting
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.daemon.sampler import close_all
@@ -31,12 +29,13 @@ from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.cli import Command, tell
 from vllm_headroom_tools.look import fetch_once, read_machine
 from vllm_headroom_tools.openai import find_error, parse_first_model, parse_object
+from vllm_headroom_tools.options import SHARE
 
 
 class EngineServer:
     """Requests to the server that has the engine's page."""
 
-    def __init__(self, settings: PlainSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._page = httpx.URL(settings.engine_url)
 
@@ -242,7 +241,7 @@ NO_ENGINE: Final = (
 UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor` says why"
 
 
-async def check_discrepancy(settings: PlainSettings, page: EnginePage | Failure, limit_ratio: float) -> SmokeStep:
+async def check_discrepancy(settings: Settings, page: EnginePage | Failure, limit_ratio: float) -> SmokeStep:
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
         return SmokeStep(StepState.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}")
@@ -288,10 +287,8 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Smok
 
 USED: Final = frozenset({"gpus", "reported_bytes"})
 
-DURATION: Final = Value(
-    read=above_zero(bounded(parse_duration, 0, 86400)),
-    accepts="a duration above 0, at most a day, such as 90s or 15m",
-)
+Seconds = Annotated[float, from_text(parse_duration), Field(gt=0, le=86400)]
+DURATION: Final = ("DURATION", "a duration above 0, at most a day, such as 90s or 15m")
 
 
 class SmokeSettings(Settings):
@@ -301,18 +298,14 @@ class SmokeSettings(Settings):
         name for name in Settings.model_fields if not name.startswith("engine_") and name not in USED
     )
 
-    deadline: float = setting(
-        DURATION,
-        900,
-        "DURATION",
-        "How long vLLM may take until it is healthy; a large model loads for minutes.",
-        shown="15m",
+    deadline: Seconds = setting(
+        900, *DURATION, "How long vLLM may take until it is healthy; a large model loads for minutes.", shown="15m"
     )
-    completion_deadline: float = setting(
-        DURATION, 120, "DURATION", "How long the one completion may take; the first compiles kernels.", shown="2m"
+    completion_deadline: Seconds = setting(
+        120, *DURATION, "How long the one completion may take; the first compiles kernels.", shown="2m"
     )
-    max_discrepancy: float = setting(
-        SHARE, 0.05, "SHARE", "How much more GPU memory vLLM may hold than it was configured to use.", shown="5%"
+    max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(
+        0.05, "SHARE", SHARE.accepts, "How much more GPU memory vLLM may hold than configured.", shown="5%"
     )
 
 
@@ -351,7 +344,7 @@ MARKS: Final = {StepState.OK: "ok", StepState.FAILED: "FAILED", StepState.SKIPPE
 async def _run(given: Namespace) -> dict[str, Any]:
     settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what the steps report
-    reach = EngineServer(settings.values())
+    reach = EngineServer(settings)
     steps = await take_steps(settings, reach, tell)
     return {
         "serves": all(step.state is not StepState.FAILED for step in steps.values()),  # what was skipped does not fail
@@ -372,7 +365,7 @@ async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable
         metrics, page = check_inputs(before), before
     else:
         metrics, page = await check_counters(reach, before)
-    discrepancy = await check_discrepancy(settings.values(), page, settings.max_discrepancy)
+    discrepancy = await check_discrepancy(settings, page, settings.max_discrepancy)
     return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 

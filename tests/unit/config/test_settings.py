@@ -5,9 +5,9 @@ import pytest
 from pydantic import ValidationError
 
 from tests.settings import load
-from vllm_headroom.config.options import BadOptions
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom_tools.options import BadOptions
 
 UUID = "GPU-8a1b0d6e-0b64-4f7c-9a53-1d1f1a2b3c4d"
 
@@ -29,7 +29,7 @@ def test_without_any_source_the_defaults_of_the_contract_are_in_force() -> None:
 
 
 def test_every_default_passes_its_own_check() -> None:
-    assert Settings.model_validate(Settings().model_dump()) == Settings()
+    assert Settings.model_validate(Settings().model_dump(by_alias=True)) == Settings()
 
 
 def test_the_command_line_beats_the_environment_which_beats_the_file_which_beats_the_default(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_sizes_are_bytes_or_carry_a_unit(text: str, size: int) -> None:
     ],
 )
 def test_gpus_are_auto_all_or_a_list(text: str, selection: Selection) -> None:
-    assert load(["--gpus", text], {}).values().selection == selection
+    assert Selection.of(load(["--gpus", text], {}).gpus) == selection
 
 
 def test_yaml_gives_lists_mappings_and_plain_values(tmp_path: Path) -> None:

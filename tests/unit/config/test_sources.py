@@ -3,9 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.settings import load
-from vllm_headroom.config.options import BadOptions
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import variable
+from vllm_headroom.config import Settings, variable
+from vllm_headroom_tools.options import BadOptions
 
 
 def mistakes(argv: list[str], environ: dict[str, str]) -> tuple[str, ...]:

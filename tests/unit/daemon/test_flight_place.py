@@ -7,8 +7,8 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight
 from vllm_headroom.trace.entries import build_record, encode_line

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from structlog.testing import capture_logs
-
+from tests.logs import capture_logs
 from tests.unit.daemon.test_sampler import Said, ticked
 from tests.unit.daemon.test_sampler_life import readings, sampler
 from tests.unit.derive.life.watch import WHOLE

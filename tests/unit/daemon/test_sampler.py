@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock

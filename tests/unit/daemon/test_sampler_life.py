@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import engine, gpu, page, snapshot, values
 from tests.unit.daemon.test_sampler import MEMORY, Processes, Said, parsed, ticked
 from tests.unit.derive.life.watch import REFUSED, WHOLE

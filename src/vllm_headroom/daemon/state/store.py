@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import structlog
-
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.state.file import (
     HISTORY,
@@ -27,12 +25,13 @@ from vllm_headroom.daemon.state.file import (
     restore_memory,
 )
 from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState
+from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.recorder import resolve_folder
 from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
-log = structlog.get_logger()
+log = Log(__name__)
 
 FILE_SECONDS: Final = 2.0
 """A file operation takes milliseconds; beyond this the volume counts as hung."""

@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from errno import EFBIG
-from os import strerror
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from msgspec import Struct
-
-from vllm_headroom.text_file import read_file
-
-if TYPE_CHECKING:
-    import yaml
 
 
 class WebConfigError(Exception):
@@ -30,46 +23,19 @@ class WebConfigError(Exception):
         super().__init__("\n".join(lines))
 
 
-MOST_BYTES: Final = 2**20
-"""A thousand users with their passwords take 100 kB; what has no end need not be held in memory."""
-
-
-def read_yaml(path: Path) -> str:
-    """Return what a file that people write holds; raises OSError, also for one that no person has written."""
-    held = read_file(path, MOST_BYTES + 1)
-    if len(held) > MOST_BYTES:
-        raise OSError(EFBIG, strerror(EFBIG))
-    return held.decode()
-
-
 def read_document(path: Path) -> object:
     """Return what a YAML file holds. Raises WebConfigError, a key given twice included: one might open the door."""
-    import yaml  # noqa: PLC0415 - for those who set a file: it takes 15 ms of the start, and 1 MiB
+    from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML takes 15 ms, and 1 MiB
 
     try:
-        text = read_yaml(path)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        document = yaml.safe_load(text)
+        document, twice = read_yaml(path)
     except OSError as error:
         raise WebConfigError([f"it cannot be read ({error.strerror})"]) from None
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError):  # AttributeError: `!!timestamp x`
+    except NotYamlError:
         raise WebConfigError(["it is not YAML"]) from None
-    twice = [] if root is None else list(dict.fromkeys(_find_repeated(root, set())))
     if twice:
         raise WebConfigError([f"{name}: given twice" for name in twice])
     return document
-
-
-def _find_repeated(node: yaml.Node, seen: set[int]) -> Iterator[str]:
-    """Yield the keys that a mapping has more than once; what an alias shows again is looked at once."""
-    if id(node) in seen or isinstance(node.value, str):
-        return
-    seen.add(id(node))
-    pairs = [each if isinstance(each, tuple) else (None, each) for each in node.value]
-    names = [key.value for key, _ in pairs if key is not None and isinstance(key.value, str)]
-    yield from (name for name in names if names.count(name) > 1)
-    for _, value in pairs:
-        yield from _find_repeated(value, seen)
 
 
 HEADERS: Final = (

@@ -12,11 +12,11 @@ from errno import ESPIPE
 from pathlib import Path
 from typing import Final
 
-import structlog
 from msgspec import Struct
 
 from vllm_headroom.expose.answers import Request, Response, respond_text
 from vllm_headroom.expose.web.config import Tls, WebConfig, WebConfigError, read_web_config
+from vllm_headroom.log import Log
 from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
@@ -78,7 +78,7 @@ def _parse_login(authorization: str) -> tuple[str, bytes] | None:
         return None
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 RELOAD_SECONDS: Final = 5.0
 FILE_SECONDS: Final = 2.0

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Final
 
 import pynvml
-import structlog
 
+from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, GpuReading
 from vllm_headroom.scrape.nvml.calls import Calls, Xids, build_device_failure, build_source_failure, explain_source_code
 from vllm_headroom.scrape.nvml.device import DriverContext, NvmlDevice, Part
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.vocabulary import Reason
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 
 class Session:

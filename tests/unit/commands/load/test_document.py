@@ -104,7 +104,7 @@ LEAK = watched(LeakState.LEAKING, "GPU-a", "worker")
 def report(
     *steps: Stage, seen: Observation | None = None, watch: LeakReplay = STABLE, stopped: bool = False
 ) -> dict[str, Any]:
-    given = read_order(parser_of(COMMAND, "load").read(WORDS, {}))
+    given = read_order(parser_of(COMMAND, "load").read(WORDS))
     return build_document(given, "m", steps, seen or whole(), watch, stopped=stopped)
 
 

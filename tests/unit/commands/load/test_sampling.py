@@ -151,7 +151,7 @@ def test_what_is_read_follows_from_where_the_server_is(
 ) -> None:
     async def steps() -> None:
         made = read_order(
-            parser_of(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words], {})
+            parser_of(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words])
         )
         parts = _build_parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
 

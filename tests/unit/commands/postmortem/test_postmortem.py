@@ -30,7 +30,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def called(*words: object) -> tuple[int, str, str]:
-        status = execute(COMMAND, "postmortem", [str(word) for word in words], {})
+        status = execute(COMMAND, "postmortem", [str(word) for word in words])
         out, err = capsys.readouterr()
         return status, out, err
 

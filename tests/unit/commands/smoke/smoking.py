@@ -14,7 +14,7 @@ Steps = dict[str, SmokeStep]
 def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None) -> Steps:
     """Return the steps by name; `words` are options."""
     settings = load_as(SmokeSettings, ["--engine-url", url, *words], {})
-    steps = asyncio.run(take_steps(settings, EngineServer(settings.values()), say))
+    steps = asyncio.run(take_steps(settings, EngineServer(settings), say))
     assert list(steps) == ["health", "completion", "metrics", "discrepancy"]
     return steps
 

@@ -130,7 +130,7 @@ class Asked(EngineServer):
     """Never answers as wanted, and remembers how long each question was given."""
 
     def __init__(self) -> None:
-        super().__init__(load_as(SmokeSettings, ["--engine-url", "http://127.0.0.1:1"], {}).values())
+        super().__init__(load_as(SmokeSettings, ["--engine-url", "http://127.0.0.1:1"], {}))
         self.seconds: list[float] = []
 
     async def text(self, path: str, seconds: float) -> str | Failure:

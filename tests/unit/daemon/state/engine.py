@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.daemon.state.file import FolderLock, Identity, Memory, SavedState, identify_engine
 from vllm_headroom.daemon.state.store import StateKeeper

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
 from vllm_headroom.daemon.state.file import LIVES, STATE, Memory

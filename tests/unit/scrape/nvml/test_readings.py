@@ -2,10 +2,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, run
+from tests.logs import capture_logs
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReadings
 from vllm_headroom.scrape.nvml.reader import Nvml
 
