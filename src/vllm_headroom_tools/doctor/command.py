@@ -13,23 +13,8 @@ from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.doctor.engine import (
-    check_engine,
-    check_engine_inputs,
-    check_kv_bytes,
-    check_probe,
-    check_reported_memory,
-    read_probe_files,
-)
+from vllm_headroom_tools.doctor import engine, gpus, port
 from vllm_headroom_tools.doctor.fixes import Check, Status, look
-from vllm_headroom_tools.doctor.gpus import (
-    check_gpu_attribution,
-    check_gpus,
-    check_nvml,
-    check_process_memory,
-    check_processes,
-)
-from vllm_headroom_tools.doctor.port import check_listen_port, check_state_dir, check_trace_file
 from vllm_headroom_tools.look import PROC, SYS
 from vllm_headroom_tools.terminal import wrap_text
 
@@ -97,25 +82,25 @@ async def _run(given: Namespace) -> dict[str, Any]:
 
 async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
-    survey, port, state, trace, files = await asyncio.gather(
+    survey, listening, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
-        check_listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
-        check_state_dir(settings.state_dir),
-        check_trace_file(settings.trace_file),
-        read_probe_files(settings.probe_dir),
+        port.check_listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
+        port.check_state_dir(settings.state_dir),
+        port.check_trace_file(settings.trace_file),
+        engine.read_probe_files(settings.probe_dir),
     )
     return {
-        "engine": check_engine(survey),
-        "engine_inputs": check_engine_inputs(survey),
-        "reported_memory": check_reported_memory(survey, settings.reported_bytes),
-        "kv_bytes": check_kv_bytes(survey, settings.kv_bytes_per_token, settings.model_shape),
-        "nvml": check_nvml(survey),
-        "gpus": check_gpus(survey),
-        "gpu_attribution": check_gpu_attribution(survey, Selection.of(settings.gpus)),
-        "processes": check_processes(survey),
-        "process_memory": check_process_memory(survey),
-        "probe": check_probe(files, survey),
-        "listen_port": port,
+        "engine": engine.check_engine(survey),
+        "engine_inputs": engine.check_engine_inputs(survey),
+        "reported_memory": engine.check_reported_memory(survey, settings.reported_bytes),
+        "kv_bytes": engine.check_kv_bytes(survey, settings.kv_bytes_per_token, settings.model_shape),
+        "nvml": gpus.check_nvml(survey),
+        "gpus": gpus.check_gpus(survey),
+        "gpu_attribution": gpus.check_gpu_attribution(survey, Selection.of(settings.gpus)),
+        "processes": gpus.check_processes(survey),
+        "process_memory": gpus.check_process_memory(survey),
+        "probe": engine.check_probe(files, survey),
+        "listen_port": listening,
         "state_dir": state,
         "trace_file": trace,
     }

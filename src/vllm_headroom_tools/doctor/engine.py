@@ -27,23 +27,13 @@ from vllm_headroom.model import (
 from vllm_headroom.parse.engines import explain_empty_page, find_profile
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.parse.profile import Profile
-from vllm_headroom.parse.profiles.vllm import VLLM as VLLM_ENGINE
+from vllm_headroom.parse.profiles.vllm import VLLM
 from vllm_headroom.scrape.http.reader import find_port
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Attribution, Reason
-from vllm_headroom_tools.doctor.fixes import (
-    COMPOSE,
-    POD,
-    VLLM,
-    Check,
-    Fix,
-    Status,
-    Survey,
-    count_roles,
-    find_engine_fixes,
-    fix_setting,
-)
+from vllm_headroom_tools.doctor import fixes
+from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, Survey, count_roles, find_engine_fixes, fix_setting
 from vllm_headroom_tools.look import PATIENCE_SECONDS
 from vllm_headroom_tools.sizing.footprint import ModelShape, bind_token_bytes
 
@@ -82,15 +72,15 @@ def check_engine(survey: Survey) -> Check:
         return _check_unreadable(survey, survey.page)
     if survey.page.engines:
         return Check(Status.OK, _describe_answer(survey, survey.page))
-    fixes = [_fix_address(survey)]
+    ways = [_fix_address(survey)]
     if survey.version is not None:
-        fixes.insert(0, Fix(where=f"{VLLM}, to take out", lines=("--disable-log-stats",)))
+        ways.insert(0, Fix(where=f"{fixes.VLLM}, to take out", lines=("--disable-log-stats",)))
     return Check(
         Status.MISSING,
         f"{survey.url} answers, but {explain_empty_page(survey.page)}",
         details=() if survey.version is None else (f"the server calls itself version {survey.version}",),
         absent=WITHOUT_THE_PAGE,
-        fixes=tuple(fixes),
+        fixes=tuple(ways),
     )
 
 
@@ -105,13 +95,13 @@ def _describe_answer(survey: Survey, page: EnginePage) -> str:
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     gave_up = failure.reason is Reason.TIMEOUT and survey.daemon_waits_seconds > PATIENCE_SECONDS
     wait = Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",))
-    fixes = find_engine_fixes(failure.reason, _fix_address(survey))
+    ways = find_engine_fixes(failure.reason, _fix_address(survey))
     return Check(
         Status.UNKNOWN if gave_up else Status.MISSING,
         failure.message,
         details=tuple(_list_hints(survey, gave_up=gave_up)),
         absent=WITHOUT_AN_ANSWER,
-        fixes=(wait, *fixes) if _is_loading(survey) else fixes,
+        fixes=(wait, *ways) if _is_loading(survey) else ways,
     )
 
 
@@ -196,7 +186,7 @@ def check_engine_inputs(survey: Survey) -> Check:
 
 
 def _fix_version(profile: Profile) -> Fix:
-    if profile.name == VLLM_ENGINE.name:
+    if profile.name == VLLM.name:
         return Fix(where="in vLLM's image", lines=("# 0.11.1 or newer, which offers all of them",))
     return Fix(where=f"in {profile.product}'s image", lines=("# a newer version, where it has one that offers them",))
 
@@ -214,7 +204,7 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
     given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
     unknown = f"{product} does not report one gpu_memory_utilization"
     set_bytes = fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU")
-    take_out = Fix(where=f"{VLLM}, to take out", lines=("--kv-cache-memory-bytes",))
+    take_out = Fix(where=f"{fixes.VLLM}, to take out", lines=("--kv-cache-memory-bytes",))
     return Check(
         Status.MISSING,
         f"{given if is_given else unknown}, so there is no budget to compare its memory with",
@@ -285,7 +275,7 @@ NO_GPU: Final = "torch's allocator reports nothing: vLLM has no GPU, has not use
 
 INSTALL_PROBE: Final = (
     Fix(
-        where=f"{POD}, after the container that runs vllm-headroom probe install (the component probe has it all)",
+        where=f"{fixes.POD}, after the container that runs vllm-headroom probe install (all in the component probe)",
         lines=(
             "containers:",
             "- name: vllm",
@@ -298,7 +288,7 @@ INSTALL_PROBE: Final = (
         ),
     ),
     Fix(
-        where=f"in vLLM's compose service (deploy/compose), and the folder {COMPOSE} too",
+        where=f"in vLLM's compose service (deploy/compose), and the folder {fixes.COMPOSE} too",
         lines=("environment: {PYTHONPATH: /opt/headroom-probe, HEADROOM_PROBE_DIR: /run/headroom-probe}",),
     ),
     Fix(where="where vLLM's environment has VLLM_PLUGINS", lines=("VLLM_PLUGINS=...,headroom_probe",)),

@@ -20,7 +20,7 @@ from vllm_headroom_tools.sizing.estimate import (
     Range,
     can_start,
     list_longest,
-    list_most_sequences,
+    list_most,
 )
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.question import UTILIZATION
@@ -147,7 +147,7 @@ def _format_cache(found: MemoryEstimate) -> Iterator[str]:
 def _format_tables(found: MemoryEstimate) -> Iterator[str]:
     if not found.blocks:
         return
-    by_sequences, by_length = list_longest(found), list_most_sequences(found)
+    by_sequences, by_length = list_longest(found), list_most(found)
     yield "The largest that fits at once"
     yield from _format_table(("max_num_seqs", "max_model_len"), by_sequences)
     yield ""
@@ -238,9 +238,7 @@ def _describe_kv_cache(found: MemoryEstimate) -> dict[str, Any]:
         "largest_max_model_len": [
             {"max_num_seqs": count, "max_model_len": size} for count, size in list_longest(found)
         ],
-        "largest_max_num_seqs": [
-            {"max_model_len": size, "max_num_seqs": count} for size, count in list_most_sequences(found)
-        ],
+        "largest_max_num_seqs": [{"max_model_len": size, "max_num_seqs": count} for size, count in list_most(found)],
     }
 
 

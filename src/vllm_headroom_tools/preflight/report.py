@@ -14,16 +14,7 @@ from vllm_headroom.model import EnginePage, Failure, GpuMemory, GpuReading
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.conclusion import Conclusion, find_worst
 from vllm_headroom_tools.preflight import checks
-from vllm_headroom_tools.preflight.checks import (
-    Finding,
-    GpuChoice,
-    Kind,
-    MemoryRequest,
-    check_identical,
-    choose_gpus,
-    compute_asked_bytes,
-    compute_highest_utilization,
-)
+from vllm_headroom_tools.preflight.checks import Finding, GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import Conditions, Holder
 
 WORTH_A_WORD_BYTES: Final = GIB // 20
@@ -77,12 +68,12 @@ def judge(conditions: Conditions, ask: MemoryRequest, wanted: GpuChoice, ignored
     """Judge whether vLLM can start; what is `ignored` remains as a remark."""
     if isinstance(conditions.readings, Failure):
         return Clearance(conditions=conditions, findings=(checks.report_failure(conditions.readings),))
-    devices, found = choose_gpus(conditions.readings.devices, wanted)
+    devices, found = checks.choose_gpus(conditions.readings.devices, wanted)
     gpus = tuple(build_gpu_report(device, conditions, ask) for device in devices)
     findings = [*found, *(finding for gpu in gpus for finding in _check_gpu(gpu, conditions, ask))]
     findings += checks.check_host_memory(conditions.host, ask)
     if ask.tensor_parallel_size > 1:
-        findings += (*check_identical(devices), *checks.check_shared_memory(conditions.shm))
+        findings += (*checks.check_identical(devices), *checks.check_shared_memory(conditions.shm))
     checked = tuple(
         replace(each, verdict=Conclusion.GOOD, text=f"{each.text} (ignored)") if each.kind in ignored else each
         for each in dict.fromkeys(findings)
@@ -110,8 +101,8 @@ def build_gpu_report(device: GpuReading, conditions: Conditions, ask: MemoryRequ
     memory, holders = device.memory, conditions.holders.get(device.uuid)
     return GpuReport(
         reading=device,
-        asked_bytes=None if memory is None else compute_asked_bytes(ask, memory),
-        highest_utilization_ratio=None if memory is None else compute_highest_utilization(ask, memory),
+        asked_bytes=None if memory is None else checks.compute_asked_bytes(ask, memory),
+        highest_utilization_ratio=None if memory is None else checks.compute_highest_utilization(ask, memory),
         holders=holders,
         unlisted_bytes=None if memory is None else _count_unlisted(memory, holders),
     )
@@ -259,7 +250,7 @@ def _check_gpu_wake(gpu: GpuReport, request: MemoryRequest, engine_pids: frozens
     held = sum_known(each.used_bytes for each in gpu.holders or () if each.pid in engine_pids)
     if memory is None or held is None:
         return replace(_report_unknown("what the engine holds of it cannot be seen from here", SEE_IT), gpu=index)
-    to_wake = max(0, compute_asked_bytes(request, memory) - held)
+    to_wake = max(0, checks.compute_asked_bytes(request, memory) - held)
     text = f"the engine sleeps and holds {format_gib(held)}; to wake takes about {format_gib(to_wake)}, and"
     if to_wake <= memory.free_bytes:
         return replace(_remark(f"{text} {format_gib(memory.free_bytes)} are free"), gpu=index)

@@ -286,7 +286,7 @@ def list_longest(found: MemoryEstimate) -> list[tuple[int, int]]:
     return [(count, length) for count in counts if (length := found.longest(count)) is not None]
 
 
-def list_most_sequences(found: MemoryEstimate) -> list[tuple[int, int]]:
+def list_most(found: MemoryEstimate) -> list[tuple[int, int]]:
     """Return for several `max_model_len`, up to what one sequence can have, how many can use it up at once."""
     limit, asked = found.longest(1) or 0, found.question.max_model_len
     lengths = sorted({length for length in LENGTHS if length <= limit} | ({asked} if asked is not None else set()))

@@ -8,27 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.text_file import read_file
+from vllm_headroom_tools.sizing import layers
 from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
-from vllm_headroom_tools.sizing.layers import (
-    CHUNKED,
-    FULL,
-    HEADS,
-    HIDDEN,
-    LARGEST,
-    MAMBA_2_HEADS,
-    STATEFUL,
-    WINDOWED,
-    Config,
-    count_state_bytes,
-    list_kinds,
-    read_full_heads,
-    read_needed,
-    read_part,
-    read_whole,
-    read_window,
-    read_windowed_heads,
-)
+from vllm_headroom_tools.sizing.layers import Config, read_needed, read_part, read_whole
 from vllm_headroom_tools.sizing.parameters import LENGTHS, count_layer_parameters, read_mlp
 from vllm_headroom_tools.sizing.quantisation import read_kv_dtype_bytes, read_stored_bytes, read_weight_bytes
 
@@ -157,28 +140,32 @@ def _drop_nulls(config: Config) -> Config:
 
 
 def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
-    layers, whole_text = read_needed(config, *LAYERS), is_encoder(config)
-    found_kinds = list_kinds(config, layers)
-    full, windowed, stateful = (sum(kind in names for kind in found_kinds) for names in (FULL, WINDOWED, STATEFUL))
+    count, whole_text = read_needed(config, *LAYERS), is_encoder(config)
+    found_kinds = layers.list_kinds(config, count)
+    full, windowed, stateful = (
+        sum(kind in names for kind in found_kinds) for names in (layers.FULL, layers.WINDOWED, layers.STATEFUL)
+    )
     if not full + windowed:
         raise ValueError("none of its layers has a KV cache")
-    heads, narrow = read_full_heads(config), read_windowed_heads(config)
+    heads, narrow = layers.read_full_heads(config), layers.read_windowed_heads(config)
     weight_bytes, quantisation = read_weight_bytes(config, SERVED_BYTES)
     found_mlp, latent, kind = read_mlp(config), read_whole(config, "kv_lora_rank"), config.get("model_type")
     return ModelShape(
-        layers=layers,
+        layers=count,
         full_layers=0 if whole_text else full,
         windowed_layers=0 if whole_text else windowed,
-        window_tokens=read_window(config) if windowed and not whole_text else None,
-        chunked=bool(windowed) and (CHUNKED in found_kinds or read_whole(config, "sliding_window") is None),
+        window_tokens=layers.read_window(config) if windowed and not whole_text else None,
+        chunked=bool(windowed) and (layers.CHUNKED in found_kinds or read_whole(config, "sliding_window") is None),
         windowed_heads=narrow,
         stateful_layers=stateful,
-        state_bytes=count_state_bytes(config) if stateful else None,
-        state_checkpoints=int(stateful and read_whole(config, *MAMBA_2_HEADS) is not None),  # one at the prompt's end
-        attention_heads=read_whole(config, *HEADS),
+        state_bytes=layers.count_state_bytes(config) if stateful else None,
+        state_checkpoints=int(
+            stateful and read_whole(config, *layers.MAMBA_2_HEADS) is not None
+        ),  # one at the prompt's end
+        attention_heads=read_whole(config, *layers.HEADS),
         heads=heads,
         latent_width=latent + (read_whole(config, "qk_rope_head_dim") or 0) if latent else None,
-        hidden_size=read_whole(config, *HIDDEN),
+        hidden_size=read_whole(config, *layers.HIDDEN),
         vocabulary=read_whole(config, *VOCABULARY),
         mlp_width=found_mlp[0] if found_mlp else None,
         experts_per_token=found_mlp[1] if found_mlp else 1,
@@ -200,7 +187,7 @@ def _read_length(config: Config) -> int | None:
     factor = scaling.get("factor")
     kind = str(scaling.get("rope_type") or scaling.get("type"))
     stretched = kind not in NOT_SCALED and "gemma3" not in str(config.get("model_type"))
-    if length is None or not stretched or not isinstance(factor, int | float) or not 1 <= factor <= LARGEST:
+    if length is None or not stretched or not isinstance(factor, int | float) or not 1 <= factor <= layers.LARGEST:
         return length
     return int(length * factor)
 
