@@ -111,17 +111,17 @@ class Recurring:
     def __init__(self, random: Random, visits: Visits | None) -> None:
         self._random = random
         self._visits = visits
-        self._visit = None if visits is None else self._next(visits, 0, 0.0)
+        self._visit = None if visits is None else self._draw_visit(visits, 0, 0.0)
 
-    def at(self, seconds: float) -> Visit | None:
+    def find_visit(self, seconds: float) -> Visit | None:
         """Return the visit going on at that time, which never goes back; None while there is none."""
         if self._visits is None or self._visit is None:
             return None
         if seconds >= self._visit.leaves_seconds:
-            self._visit = self._next(self._visits, self._visit.number, self._visit.leaves_seconds)
+            self._visit = self._draw_visit(self._visits, self._visit.number, self._visit.leaves_seconds)
         return self._visit if seconds >= self._visit.came_seconds else None
 
-    def _next(self, visits: Visits, number: int, since_seconds: float) -> Visit:
+    def _draw_visit(self, visits: Visits, number: int, since_seconds: float) -> Visit:
         came = since_seconds + self._random.uniform(*visits.pause_seconds)
         return Visit(
             number=number + 1,

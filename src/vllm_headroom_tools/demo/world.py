@@ -279,11 +279,11 @@ class World:
 
     def _step(self) -> None:
         self.seconds += 1
-        burst = self._bursts.at(self.seconds)
+        burst = self._bursts.find_visit(self.seconds)
         arrived = self._demand.step(self.seconds, 1.0 if burst is None else burst.size)
-        self.neighbour = self._neighbours.at(self.seconds)
-        hangs = self._hangs.at(self.seconds) is not None
-        self.engine.sleep(asleep=self._sleeps.at(self.seconds) is not None)
+        self.neighbour = self._neighbours.find_visit(self.seconds)
+        hangs = self._hangs.find_visit(self.seconds) is not None
+        self.engine.sleep(asleep=self._sleeps.find_visit(self.seconds) is not None)
         if self.serves and not hangs:
             leaking = self.seconds > 0
             self.engine.step(arrived, self._scenario.leak_bytes_per_request if leaking else 0.0)

@@ -209,7 +209,7 @@ class Pace:
         """Whether the cap is reached."""
         return self._left == 0
 
-    async def turn(self, until_seconds: float) -> bool:
+    async def wait_turn(self, until_seconds: float) -> bool:
         """Wait until the caller may begin a request; return False where that is not before `until_seconds`."""
         now = monotonic()
         due = max(now, self._next_seconds)
@@ -254,7 +254,7 @@ class Clients:
                 self._deadline.reschedule(0.0)
 
     async def _client(self, ends: float, tally: Tally) -> None:
-        while not self.stopped and await self._pace.turn(ends):
+        while not self.stopped and await self._pace.wait_turn(ends):
             if await self._asker.ask(tally) is not Outcome.SUCCEEDED:
                 if monotonic() + PAUSE_SECONDS >= ends:
                     return

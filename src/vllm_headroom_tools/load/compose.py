@@ -184,8 +184,8 @@ def _make_bodies(order: LoadOrder, model: str) -> Callable[[], bytes]:
     prompts = Prompts(shared_ratio=order.shared_ratio, random=random)
 
     def body() -> bytes:
-        prompt = prompts.of(order.prompt_tokens.drawn(random.random()))
-        return build_request_body(order.api, model, prompt, order.output_tokens.drawn(random.random()))
+        prompt = prompts.make(order.prompt_tokens.draw(random.random()))
+        return build_request_body(order.api, model, prompt, order.output_tokens.draw(random.random()))
 
     return body
 

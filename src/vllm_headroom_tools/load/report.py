@@ -104,7 +104,7 @@ def build_document(
         "requests": _count_requests(outcomes),
         "said": [{"outcome": outcome, "text": text, "count": count} for (outcome, text), count in texts.most_common()],
         "steps": [_describe_step(step) for step in steps],
-        "preemptions": whole.grown(catalog.ENGINE_PREEMPTIONS),
+        "preemptions": whole.count_growth(catalog.ENGINE_PREEMPTIONS),
         "gpus": gpus,
         "host": host,
         "unread": list(_list_unread(whole, str(order.page))),
@@ -139,7 +139,7 @@ def _describe_step(step: Stage) -> dict[str, Any]:
             "running_most": _find_most(observed, catalog.ENGINE_RUNNING),
             "waiting_most": _find_most(observed, catalog.ENGINE_WAITING),
             "kv_used_ratio_most": _find_most(observed, catalog.ENGINE_KV_USED),
-            "preemptions": observed.grown(catalog.ENGINE_PREEMPTIONS),
+            "preemptions": observed.count_growth(catalog.ENGINE_PREEMPTIONS),
         },
         "gpus": [
             {
@@ -164,7 +164,7 @@ def _find_most(observed: Observation, metric: Metric) -> float | None:
 
 
 def _describe_memory(span: SeriesSummary, whole: Observation, course: Course) -> dict[str, Any]:
-    delta_bytes, finished = span.last - span.first, whole.grown(catalog.ENGINE_FINISHED)
+    delta_bytes, finished = span.last - span.first, whole.count_growth(catalog.ENGINE_FINISHED)
     leak = None if course.last is None else course.last.bytes_per_request
     judged, reason = judge_growth(course, whole.seconds)
     return {

@@ -119,7 +119,7 @@ class Observation:
         """Return the summary of one of the engine's figures; None where the engine did not export it."""
         return self._engine.get((metric.name,))
 
-    def grown(self, metric: Metric) -> float | None:
+    def count_growth(self, metric: Metric) -> float | None:
         """Return what one of the engine's counters counted; None where it was not exported, or was reset."""
         span = self.engine(metric)
         return None if span is None or span.fell else span.last - span.first
@@ -321,7 +321,9 @@ class LoadRun:
         done: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
-            aside = [group.create_task(each) for each in (self.sampling.run(), self._measure_delays(), self._shown())]
+            aside = [
+                group.create_task(each) for each in (self.sampling.run(), self._measure_delays(), self._show_progress())
+            ]
             for number, share in enumerate(SHARES, start=1):
                 if not self.clients.stopped and not self.pace.is_used_up:
                     done.append(await self._step(number, share))
@@ -347,7 +349,7 @@ class LoadRun:
             await asyncio.sleep(DELAY_SECONDS)
             self._tally.delays.add(max(0.0, monotonic() - due))
 
-    async def _shown(self) -> None:
+    async def _show_progress(self) -> None:
         while True:
             await asyncio.sleep(SHOW_SECONDS)
             self.screen.show(self._tally, monotonic() - self._tally.began_seconds)

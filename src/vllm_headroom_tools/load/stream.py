@@ -102,7 +102,7 @@ class Stream:
         self._usage: dict[str, Any] = {}
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take what came at `now`; raises NotUnderstood."""
+        """Take what came at `now`; raises StreamError."""
         for event in self._events(data):
             if event == DONE:
                 self._done = True

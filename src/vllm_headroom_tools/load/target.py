@@ -31,7 +31,7 @@ class Lengths(Struct, frozen=True, kw_only=True):
     least: int
     most: int
 
-    def drawn(self, chance: float) -> int:
+    def draw(self, chance: float) -> int:
         """Return the length at `chance`, a number from 0 to below 1."""
         return min(self.most, int(self.least * ((self.most + 1) / self.least) ** chance))
 
@@ -83,7 +83,7 @@ class Prompts:
         self._common = random.choices(WORDS, k=RING_WORDS)
         self._ring = random.choices(WORDS, k=RING_WORDS)
 
-    def of(self, words: int) -> str:
+    def make(self, words: int) -> str:
         """Return a prompt of so many words, each of which is about a token."""
         shared = round(self._shared_ratio * words)
         own = words - shared

@@ -131,7 +131,10 @@ def _format_cache(found: MemoryEstimate) -> Iterator[str]:
     if question.gpus > 1:
         yield f"  {bound}{found.engine_bytes_per_token:,} bytes per token on all GPUs together"
     if length is not None:
-        size, blocks = format_gib(sequences * found.count_sequence_bytes(length)), sequences * layout.blocks(length)
+        size, blocks = (
+            format_gib(sequences * found.count_sequence_bytes(length)),
+            sequences * layout.count_blocks(length),
+        )
         yield f"  {sequences:,} x {length:,} tokens (max_num_seqs x max_model_len) take {size}, {blocks:,} blocks"
     if not found.blocks:
         return
@@ -139,7 +142,7 @@ def _format_cache(found: MemoryEstimate) -> Iterator[str]:
         least = "" if question.kv_cache_memory_bytes else "at least "
         yield f"  holds {least}{found.capacity_tokens:,} tokens, in {found.blocks:,} blocks"
     for tokens, name in ((length, "max_model_len"), (question.typical_len, "typical")):
-        at_once = None if tokens is None else found.sequences(tokens)
+        at_once = None if tokens is None else found.count_sequences(tokens)
         if at_once is not None:
             yield f"  {floor(at_once * 10) / 10:,.1f} sequences of {tokens:,} tokens ({name}) at once"
 
@@ -231,10 +234,10 @@ def _describe_kv_cache(found: MemoryEstimate) -> dict[str, Any]:
         "kv_capacity_tokens": found.capacity_tokens,
         "kv_capacity_blocks": found.blocks,
         "sequence_bytes": None if length is None else found.count_sequence_bytes(length),
-        "sequences_at_max_model_len": None if length is None else found.sequences(length),
-        "sequences_at_typical_len": found.sequences(question.typical_len),
+        "sequences_at_max_model_len": None if length is None else found.count_sequences(length),
+        "sequences_at_typical_len": found.count_sequences(question.typical_len),
         "all_at_once_bytes": None if length is None else sequences * found.count_sequence_bytes(length),
-        "all_at_once_blocks": None if length is None else sequences * found.layout.blocks(length),
+        "all_at_once_blocks": None if length is None else sequences * found.layout.count_blocks(length),
         "largest_max_model_len": [
             {"max_num_seqs": count, "max_model_len": size} for count, size in list_longest(found)
         ],

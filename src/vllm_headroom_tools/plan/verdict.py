@@ -88,7 +88,7 @@ def _explain_concurrency(found: MemoryEstimate) -> str:
     length, sequences = found.question.max_model_len or 1, found.question.max_num_seqs
     if not found.layout.block_bytes:
         return "It keeps nothing of a sequence: there is no KV cache."
-    at_once = int(found.sequences(length) or 0)
+    at_once = int(found.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
     return (
@@ -211,7 +211,7 @@ def _list_candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
 
 def _shorten(question: Question) -> Iterator[tuple[Saving, Question]]:
     found, asked = estimate_memory(question), question.max_model_len
-    longest = (found.longest(1) if found else None) or 0
+    longest = (found.find_longest(1) if found else None) or 0
     if asked is not None and SMALLEST_LENGTH <= longest < asked:
         settings = (("--max-model-len", str(longest)),)
         yield (

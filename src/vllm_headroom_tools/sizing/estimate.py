@@ -157,21 +157,21 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         if self.blocks is None or self.question.shape.has_every_token:
             return None if self.blocks is None else self.blocks * self.layout.block_tokens
         length = self.question.max_model_len
-        return None if length is None else self.blocks * length // self.layout.blocks(length)
+        return None if length is None else self.blocks * length // self.layout.count_blocks(length)
 
     def count_sequence_bytes(self, tokens: int) -> int:
         """Return what a sequence of this many tokens takes."""
-        return self.layout.blocks(tokens) * self.layout.block_bytes
+        return self.layout.count_blocks(tokens) * self.layout.block_bytes
 
-    def sequences(self, tokens: int) -> float | None:
+    def count_sequences(self, tokens: int) -> float | None:
         """Return how many sequences of this many tokens fit at once, at least."""
-        return None if self.blocks is None else self.blocks / self.layout.blocks(tokens)
+        return None if self.blocks is None else self.blocks / self.layout.count_blocks(tokens)
 
-    def longest(self, sequences: int) -> int | None:
+    def find_longest(self, sequences: int) -> int | None:
         """Return the most tokens, up to the model's own limit, that so many sequences can have at once; 0 for none."""
         limits = [limit for limit in (self.question.shape.max_model_len, self.question.max_model_len) if limit]
         ceiling = max(limits, default=LONGEST)
-        return None if self.blocks is None else self.layout.longest(self.blocks // sequences, ceiling)
+        return None if self.blocks is None else self.layout.find_longest(self.blocks // sequences, ceiling)
 
 
 def estimate_memory(question: Question) -> MemoryEstimate | None:
@@ -283,11 +283,11 @@ def list_longest(found: MemoryEstimate) -> list[tuple[int, int]]:
     """Return for several `max_num_seqs` the largest `max_model_len` that all can use up at once; 0 for none."""
     asked = found.question.max_num_seqs
     counts = sorted({count for count in SEQUENCES if count <= asked} | {asked})
-    return [(count, length) for count in counts if (length := found.longest(count)) is not None]
+    return [(count, length) for count in counts if (length := found.find_longest(count)) is not None]
 
 
 def list_most(found: MemoryEstimate) -> list[tuple[int, int]]:
     """Return for several `max_model_len`, up to what one sequence can have, how many can use it up at once."""
-    limit, asked = found.longest(1) or 0, found.question.max_model_len
+    limit, asked = found.find_longest(1) or 0, found.question.max_model_len
     lengths = sorted({length for length in LENGTHS if length <= limit} | ({asked} if asked is not None else set()))
-    return [(length, int(count)) for length in lengths if (count := found.sequences(length)) is not None]
+    return [(length, int(count)) for length in lengths if (count := found.count_sequences(length)) is not None]

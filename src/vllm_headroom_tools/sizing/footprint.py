@@ -237,13 +237,13 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     window_ends: int
     state_blocks: int
 
-    def blocks(self, tokens: int) -> int:
+    def count_blocks(self, tokens: int) -> int:
         """Return the blocks that a sequence of this many tokens takes."""
         full = ceil(tokens / self.block_tokens)
         windowed = ceil(min(tokens, self.window_tokens) / self.windowed_block_tokens) + self.window_ends
         return self.full_groups * full + self.windowed_groups * windowed + self.state_blocks
 
-    def longest(self, blocks: int, ceiling: int) -> int:
+    def find_longest(self, blocks: int, ceiling: int) -> int:
         """Return the most tokens, at most `ceiling`, of a sequence that takes no more than so many blocks; 0 for none.
 
         In a window only, a sequence can be as long as one likes.
@@ -251,7 +251,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         low, high = 0, ceil(ceiling / self.block_tokens)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks(middle * self.block_tokens) <= blocks else (low, middle - 1)
+            low, high = (middle, high) if self.count_blocks(middle * self.block_tokens) <= blocks else (low, middle - 1)
         return min(ceiling, low * self.block_tokens)
 
 

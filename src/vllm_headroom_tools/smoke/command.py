@@ -45,8 +45,8 @@ class EngineServer:
 
     async def text(self, path: str, seconds: float) -> str | Failure:
         """Return what is served at `path`, which is relative to the engine's page; never raise."""
-        answer = await fetch_once(self._reader(path, seconds))
-        return self._told(path, seconds, answer) if isinstance(answer, Failure) else answer
+        answer = await fetch_once(self._build_reader(path, seconds))
+        return self._drop_advice(path, seconds, answer) if isinstance(answer, Failure) else answer
 
     async def page(self) -> str | Failure:
         """Return the engine's page of metrics; never raise."""
@@ -54,21 +54,21 @@ class EngineServer:
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
         """Return what is answered to `body`; never raise."""
-        reader = self._reader(path, seconds)
+        reader = self._build_reader(path, seconds)
         try:
             answer = await reader.post(body)
         finally:
             await close_all(reader)
-        return self._told(path, seconds, answer) if isinstance(answer, Failure) else answer
+        return self._drop_advice(path, seconds, answer) if isinstance(answer, Failure) else answer
 
-    def _told(self, path: str, seconds: float, failure: Failure) -> Failure:
+    def _drop_advice(self, path: str, seconds: float, failure: Failure) -> Failure:
         """Return a failure to answer in time without the daemon's advice, which is about another time limit."""
         if failure.reason is not Reason.TIMEOUT:
             return failure
         message = f"{self.address(path)} did not answer within {seconds:.3g} s: look whether vLLM hangs, in its log"
         return Failure(source=failure.source, reason=failure.reason, message=message)
 
-    def _reader(self, path: str, seconds: float) -> PageReader:
+    def _build_reader(self, path: str, seconds: float) -> PageReader:
         return build_page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
 
 

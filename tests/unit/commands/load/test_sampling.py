@@ -212,7 +212,9 @@ def test_each_request_counts_in_the_step_in_which_it_began(tmp_path: Path) -> No
         assert sum(step.tally.to_end.counts.total() for step in steps) == server.finished
     assert [(step.share, step.clients) for step in steps] == [(0.5, 5), (0.75, 8), (1.0, 10), (1.2, 12)]
     assert all(step.tally.open == 0 and step.tally.began >= 1 for step in steps)
-    assert [step.observed.grown(catalog.ENGINE_FINISHED) for step in steps] == [step.tally.began for step in steps]
+    assert [step.observed.count_growth(catalog.ENGINE_FINISHED) for step in steps] == [
+        step.tally.began for step in steps
+    ]
 
 
 def test_a_stop_ends_the_step_and_the_load(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_server_with_told_memory_has_exactly_these_blocks() -> None:
     found = estimated("tiny", card_gib=24, kv_cache_memory_bytes=GIB)
 
     assert (found.capacity_tokens, found.blocks, found.budget) == (2_097_152, 131_072, None)
-    assert found.sequences(4096) == 512
+    assert found.count_sequences(4096) == 512
     assert can_start(found) is True
 
 
