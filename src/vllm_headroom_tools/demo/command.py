@@ -7,30 +7,23 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from vllm_headroom.config import Settings, from_text, setting
+from vllm_headroom.config import from_text, setting
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.demo.scenario import TABLE
 from vllm_headroom_tools.options import choice
-
-DESCRIPTION: Final = """\
-Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
-"""
-
-EPILOG: Final = """\
-Example:
-  vllm-headroom demo --scenario burst --speed 10
-  curl http://127.0.0.1:9839/metrics
-"""
+from vllm_headroom_tools.settings import ModelSettings
 
 SCENARIOS: Final = tuple(TABLE)
 SCENARIO: Final = choice(SCENARIOS)
 FASTEST: Final = 1000
 
 
-class DemoSettings(Settings):
-    """The daemon's settings and the demo's own; how to reach an engine is none of them, for the demo brings its own."""
+class DemoSettings(ModelSettings):
+    """The daemon's settings and the demo's; those that reach an engine are left out, since the demo simulates one."""
 
-    no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
+    no_options: ClassVar = frozenset(
+        name for name in ModelSettings.model_fields if name.startswith(("engine_", "canary_"))
+    )
 
     scenario: Annotated[str, from_text(SCENARIO.read)] = setting(
         SCENARIOS[0], "NAME", SCENARIO.accepts, "What happens in the simulation."
@@ -54,8 +47,14 @@ async def _run(given: Namespace) -> int:
 
 COMMAND: Final[Command[int]] = Command(
     usage="vllm-headroom demo [OPTION VALUE]...",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
+""",
+    epilog="""\
+Example:
+  vllm-headroom demo --scenario burst --speed 10
+  curl http://127.0.0.1:9839/metrics
+""",
     options=lambda parser: parser.add_settings(DemoSettings),
     run=_run,
     status=int,

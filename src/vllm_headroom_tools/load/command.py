@@ -30,30 +30,6 @@ from vllm_headroom_tools.options import (
 
 MOST_CLIENTS: Final = 1_000_000
 
-DESCRIPTION: Final = """\
-Puts a bounded load on a server that you name, and watches its memory meanwhile
-as the daemon does: steps of 50, 75, 100 and 120 % of --concurrency, in which
-each client asks again as soon as it has its answer. Run it beside vLLM, so that
-it sees the GPUs and the processes.
-"""
-
-EXAMPLES: Final = """\
-LENGTHS are a number of tokens, or two such as 256..2048: all lengths between
-them, each doubling as likely as the next. Of prompts they are about so many:
-words stand in for tokens, and the report has the server's own counts.
-
-It ends with status 0 when requests were served, next to none failed and no
-answer was out of memory; with 1 when one was, when more failed, when the engine
-died or leaks; with 2 when it cannot tell, was interrupted or cannot use its
-options. Ctrl-C ends the step and reports what there is.
-
-Example:
-  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 64
-  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 200 \\
-    --api chat --prompt-tokens 256..8192 --output-tokens 64..512 \\
-    --shared-prefix 30% --duration 5m --max-requests 20000 --json
-"""
-
 Add = Callable[..., Any]
 
 
@@ -64,7 +40,7 @@ def add_options(parser: Parser) -> None:
 
 
 def read_order(given: Namespace) -> LoadOrder:
-    """Return what was ordered."""
+    """Build the order from the options."""
     return LoadOrder(**{each.name: getattr(given, each.name) for each in fields(LoadOrder)})
 
 
@@ -125,14 +101,34 @@ async def _run(given: Namespace) -> dict[str, Any]:
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
     from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415 - --help need not wait for the sampler
 
-    logs.configure("logfmt", "error")  # the readers log what is told here in full
+    logs.configure("logfmt", "error")  # the readers log what the report has in full
     return await run_load(read_order(given))
 
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s --engine-url URL --concurrency NUMBER [OPTION]...",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
+    description="""\
+Puts a bounded load on a server that you name, and watches its memory meanwhile
+as the daemon does: steps of 50, 75, 100 and 120 % of --concurrency, in which
+each client asks again as soon as it has its answer. Run it beside vLLM, so that
+it sees the GPUs and the processes.
+""",
+    epilog="""\
+LENGTHS are a number of tokens, or two such as 256..2048: all lengths between
+them, each doubling as likely as the next. Of prompts they are about so many:
+words are counted as tokens, and the report has the server's own counts.
+
+It ends with status 0 when requests were served, next to none failed and no
+answer was out of memory; with 1 when one was, when more failed, when the engine
+died or leaks; with 2 when it cannot tell, was interrupted or cannot use its
+options. Ctrl-C ends the step and reports what there is.
+
+Example:
+  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 64
+  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 200 \\
+    --api chat --prompt-tokens 256..8192 --output-tokens 64..512 \\
+    --shared-prefix 30% --duration 5m --max-requests 20000 --json
+""",
     options=add_options,
     run=_run,
     text=render_text,

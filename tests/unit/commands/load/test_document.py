@@ -187,6 +187,4 @@ def test_gpus_of_which_none_is_the_engines_are_told() -> None:
     seen = Observation()
     seen.take(snapshot(gpus=(gpu(attribution=None),)), ())
 
-    assert report(seen=seen)["unread"] == [
-        "nvml: it cannot be told which of them are the engine's: name them with --gpus"
-    ]
+    assert report(seen=seen)["unread"] == ["nvml: which of them are the engine's is not known: name them with --gpus"]

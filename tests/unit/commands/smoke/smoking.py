@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from tests.settings import load_as
-from vllm_headroom_tools.smoke.command import SmokeSettings, take_steps
-from vllm_headroom_tools.smoke.completion import EngineServer, SmokeStep, StepState
+from vllm_headroom_tools.smoke.command import EngineServer, SmokeSettings, SmokeStep, StepState, take_steps
 
 Steps = dict[str, SmokeStep]
 

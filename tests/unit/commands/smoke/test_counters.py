@@ -8,8 +8,15 @@ from tests.fakes.engine_server import Answer, page
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom_tools.smoke.command import SmokeSettings, check_discrepancy
-from vllm_headroom_tools.smoke.completion import EngineServer, SmokeStep, StepState, check_counters, read_page
+from vllm_headroom_tools.smoke.command import (
+    EngineServer,
+    SmokeSettings,
+    SmokeStep,
+    StepState,
+    check_counters,
+    check_discrepancy,
+    read_page,
+)
 
 pytestmark = pytest.mark.usefixtures("nvml")
 

@@ -13,8 +13,13 @@ from tests.unit.commands.smoke.smoking import smoke, states
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Reply
 from vllm_headroom.vocabulary import Reason, Source
-from vllm_headroom_tools.smoke.command import SmokeSettings, wait_until_healthy
-from vllm_headroom_tools.smoke.completion import EngineServer, StepState, request_completion
+from vllm_headroom_tools.smoke.command import (
+    EngineServer,
+    SmokeSettings,
+    StepState,
+    request_completion,
+    wait_until_healthy,
+)
 
 pytestmark = pytest.mark.usefixtures("nvml")
 REST_SKIPPED = [StepState.FAILED, StepState.SKIPPED, StepState.SKIPPED, StepState.SKIPPED]
