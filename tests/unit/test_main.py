@@ -1,4 +1,3 @@
-import os
 import signal
 import subprocess
 import sys
@@ -9,29 +8,17 @@ from typing import Final
 import pytest
 import yaml
 
+from tests.command import OWN, run_command, run_process
 from vllm_headroom.__main__ import COMMANDS
 from vllm_headroom.config import Settings, key
 from vllm_headroom_tools.options import option
 
-OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
-
 SCENARIOS = "healthy, leak, burst, neighbour, restart, crash, hang, slow-start or sleep"
-
-
-def vllm_headroom(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_headroom", *argv],
-        env=OWN | environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
 
 
 @pytest.mark.parametrize("argv", [("--help",), ("-h",), ("run", "--help"), ("--listen-port", "x", "--help")])
 def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
-    process = vllm_headroom(*argv, COLUMNS="80")
+    process = run_process(*argv, COLUMNS="80")
 
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("usage: vllm-headroom [run] [OPTION VALUE]...\n")
@@ -42,8 +29,8 @@ def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_help_a_version_and_tells_every_mistake_at_once(name: str) -> None:
-    told, version = vllm_headroom(name, "--help", COLUMNS="80"), vllm_headroom(name, "--version")
-    wrong = vllm_headroom(name, "--versoin", "--colour", "--help-me")
+    told, version = run_process(name, "--help", COLUMNS="80"), run_process(name, "--version")
+    wrong = run_command(name, "--versoin", "--colour", "--help-me")
 
     assert (told.returncode, told.stderr) == (version.returncode, version.stderr) == (0, "")
     assert told.stdout.startswith("usage: vllm-headroom ")
@@ -58,7 +45,7 @@ def test_every_command_has_a_help_a_version_and_tells_every_mistake_at_once(name
 
 
 def test_an_option_that_lacks_its_value_is_no_question_for_the_version() -> None:
-    process = vllm_headroom("load", "--model", "--version", "--concurrency", "1")
+    process = run_command("load", "--model", "--version", "--concurrency", "1")
 
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.splitlines() == [
@@ -68,7 +55,7 @@ def test_an_option_that_lacks_its_value_is_no_question_for_the_version() -> None
 
 
 def test_the_demo_has_a_help_of_its_own() -> None:
-    process = vllm_headroom("demo", "--help")
+    process = run_command("demo", "--help")
 
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("usage: vllm-headroom demo [OPTION VALUE]...\n")
@@ -76,7 +63,7 @@ def test_the_demo_has_a_help_of_its_own() -> None:
 
 
 def test_version_is_that_of_the_distribution() -> None:
-    process = vllm_headroom("--version", HEADROOM_LISTEN_PORT="x")
+    process = run_process("--version", HEADROOM_LISTEN_PORT="x")
 
     assert (process.returncode, process.stdout) == (0, f"vllm-headroom {metadata.version('vllm-headroom')}\n")
 
@@ -85,7 +72,7 @@ def test_print_config_shows_what_is_in_force_without_secrets(tmp_path: Path) -> 
     file = tmp_path / "headroom.yaml"
     file.write_text("listen_port: 1\nengine_headers: {X-Key: hunter2}\n")
 
-    process = vllm_headroom("--print-config", "--config", str(file), "--gpus=0,1", HEADROOM_LOG_LEVEL="debug")
+    process = run_process("--print-config", "--config", str(file), "--gpus=0,1", HEADROOM_LOG_LEVEL="debug")
     printed = yaml.safe_load(process.stdout)
 
     assert (process.returncode, process.stderr) == (0, "")
@@ -98,7 +85,7 @@ def test_print_config_shows_what_is_in_force_without_secrets(tmp_path: Path) -> 
 
 
 def test_bad_settings_end_with_status_2_and_a_line_for_each() -> None:
-    process = vllm_headroom("--listen-port", "high", "--colour=blue", HEADROOM_GPUS="gpu0", HEADROOM_LOG_LEVEL="loud")
+    process = run_process("--listen-port", "high", "--colour=blue", HEADROOM_GPUS="gpu0", HEADROOM_LOG_LEVEL="loud")
 
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.splitlines() == [
@@ -110,7 +97,7 @@ def test_bad_settings_end_with_status_2_and_a_line_for_each() -> None:
 
 
 def test_the_demo_tells_its_own_mistakes_with_the_others_and_takes_no_engine() -> None:
-    process = vllm_headroom("demo", "--scenario=x", "--speed=0", "--engine-url=http://engine", "--listen-port=x")
+    process = run_command("demo", "--scenario=x", "--speed=0", "--engine-url=http://engine", "--listen-port=x")
 
     assert process.returncode == 2
     assert process.stderr.splitlines() == [
@@ -122,8 +109,8 @@ def test_the_demo_tells_its_own_mistakes_with_the_others_and_takes_no_engine() -
 
 
 def test_only_the_demo_knows_scenarios() -> None:
-    assert vllm_headroom("--scenario=leak", "--print-config").returncode == 2
-    assert yaml.safe_load(vllm_headroom("demo", "--scenario=leak", "--print-config").stdout)["scenario"] == "leak"
+    assert run_command("run", "--scenario=leak", "--print-config").returncode == 2
+    assert yaml.safe_load(run_command("demo", "--scenario=leak", "--print-config").stdout)["scenario"] == "leak"
 
 
 @pytest.mark.parametrize("argv", [(), ("watch", "--json")])
@@ -156,7 +143,7 @@ def test_without_files_to_open_it_ends_with_a_line(argv: tuple[str, ...]) -> Non
     ],
 )
 def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str) -> None:
-    process = vllm_headroom(word)
+    process = run_process(word)
 
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == f"vllm-headroom: {word!r}: not a command, {meant}\n"

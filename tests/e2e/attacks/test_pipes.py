@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.test_main import OWN
+from tests.command import OWN
 
 RUN = (sys.executable, "-m", "vllm_headroom", "run", "--listen-port", "0")
 DEADLINE_SECONDS = 60.0

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from tests.unit.test_main import OWN
+from tests.command import OWN
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.cli import Command, execute
 

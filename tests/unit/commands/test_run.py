@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.test_main import OWN
+from tests.command import OWN
 
 
 def test_the_daemon_stops_when_told_while_its_settings_are_read(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -13,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.command import OWN, run_command, run_process
 from tests.fakes.engine_server import Answer, EngineServer, page
 from tests.unit.commands.advise import pages, traces
 
-OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
 VLLM = (
     'vllm:num_requests_running{model_name="m",engine="0"} 1\n'
     'vllm:cache_config_info{engine="0",gpu_memory_utilization="0.92",kv_cache_memory_bytes="None"} 1\n'
@@ -24,15 +23,7 @@ VLLM = (
 
 
 def advise(*words: str, trace: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_headroom", "advise", *words],
-        input=trace,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=OWN,
-    )
+    return run_command("advise", *words, stdin=trace)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +46,9 @@ TOLD = """\
 
 
 def test_advice_is_told_with_figures_and_the_value_and_ends_with_status_1(overshoot: str) -> None:
-    process = advise("-", "--gpu-memory-utilization", "0.92", "--vllm-version", "0.11.2", trace=overshoot)
+    process = run_process(
+        "advise", "-", "--gpu-memory-utilization", "0.92", "--vllm-version", "0.11.2", stdin=overshoot
+    )
 
     assert (process.returncode, process.stdout, process.stderr) == (1, TOLD, "")
 

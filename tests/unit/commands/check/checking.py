@@ -1,26 +1,16 @@
-"""The command as a process, and what it said."""
+"""The command, and what it wrote."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from typing import Any, Final
+from subprocess import CompletedProcess
+from typing import Any
 
-OWN: Final = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
+from tests.command import run_command
 
 
-def check(*words: str, trace: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_headroom", "check", *words],
-        input=trace,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=OWN,
-    )
+def check(*words: str, trace: str = "") -> CompletedProcess[str]:
+    return run_command("check", *words, stdin=trace)
 
 
 def document(*words: str) -> tuple[int, dict[str, Any]]:

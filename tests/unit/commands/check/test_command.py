@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.commands.check.checking import OWN, check
+from tests.command import OWN, run_process
+from tests.unit.commands.check.checking import check
 from tests.unit.commands.check.engine_traces import HEADER, engine, written
 from vllm_headroom_tools.check.command import COMMAND, JUDGES
 from vllm_headroom_tools.cli import parser_of
@@ -37,13 +38,13 @@ def test_a_bad_baseline_is_named(steady: str, tmp_path: Path) -> None:
 
 
 def test_a_trace_can_come_from_standard_input(steady: str) -> None:
-    process = check("--trace", "-", *LIMIT, trace=Path(steady).read_text())
+    process = run_process("check", "--trace", "-", *LIMIT, stdin=Path(steady).read_text())
 
     assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_a_trace_without_samples_cannot_be_told() -> None:
-    process = check("--trace", "-", *LIMIT, trace=f"{HEADER}\n")
+    process = run_process("check", "--trace", "-", *LIMIT, stdin=f"{HEADER}\n")
 
     assert (process.returncode, process.stderr) == (2, "")
     assert "the trace has no samples" in process.stdout

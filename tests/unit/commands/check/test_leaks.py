@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import generate
 import pytest
 
+from tests.command import run_command
 from tests.unit.commands.check.checking import check, judged
 from tests.unit.commands.check.engine_traces import BEGAN, MIB, engine, written
 
@@ -37,9 +36,7 @@ def test_what_is_said_to_be_seen_would_not_pass(tmp_path: Path) -> None:
 
 def test_a_leak_fails_with_the_detectors_figures(leaking: str) -> None:
     status, found = judged("--trace", leaking, *AT_1_MB, "--max-host-leak-per-thousand-requests", "1MB")
-    replayed = subprocess.run(
-        [sys.executable, "-m", "vllm_headroom", "replay", leaking, "--json"], capture_output=True, text=True, check=True
-    )
+    replayed = run_command("replay", leaking, "--json")
     last = json.loads(replayed.stdout)["gpus"][0]["last_leaking"]
 
     assert status == 1

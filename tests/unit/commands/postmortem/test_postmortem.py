@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.command import run_command
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
 from vllm_headroom.trace.entries import HEADER, encode_line
@@ -274,12 +273,7 @@ def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
     "words", [("check", "--max-leak-per-thousand-requests", "1MiB", "--trace"), ("advise",), ("replay",)]
 )
 def test_the_other_commands_take_the_file(words: tuple[str, ...], leaked: Path) -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "vllm_headroom", *words, str(leaked), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = run_command(*words, str(leaked), "--json")
 
     assert process.stderr == ""
     assert json.loads(process.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from random import Random
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_headroom_tools.postmortem.rules import Diagnosis, EndCause, Sureness
 
 EACH = 20
 LEAST_RIGHT = 0.95
+made_up = cache(scenes.scene)
 
 
 def named(scene: Scene) -> Diagnosis:
@@ -27,7 +29,7 @@ def named(scene: Scene) -> Diagnosis:
 
 
 def test_the_named_cause_is_right_and_never_surely_wrong() -> None:
-    incidents = [scenes.scene(make, seed) for make in scenes.ALL for seed in range(EACH)]
+    incidents = [made_up(make, seed) for make in scenes.ALL for seed in range(EACH)]
     incidents += demonstrated.incidents()
     said = [(scene.cause, named(scene)) for scene in incidents]
     wrong = [(cause, finding) for cause, finding in said if finding.cause != cause]
@@ -47,11 +49,12 @@ def test_what_was_only_seen_between_two_samples_may_be_a_neighbours() -> None:
     assert Sureness.SURE not in {finding.sureness for finding in said}
 
 
+@cache
 def told(spoil: Spoil) -> list[tuple[EndCause, Diagnosis]]:
     """Return the truth and what is said of each kind of incident where a sidecar saw less of it."""
     seeds = [(make, seed) for make in scenes.ALL for seed in range(6)]
     rngs = {each: Random(f"{spoil.__name__} {each[0].__name__} {each[1]}") for each in seeds}  # noqa: S311 - no secret
-    made = [(scenes.scene(make, seed), rngs[make, seed]) for make, seed in seeds]
+    made = [(made_up(make, seed), rngs[make, seed]) for make, seed in seeds]
     return [(scene.cause, named(spoil(scene, rng))) for scene, rng in made]
 
 

@@ -12,23 +12,12 @@ from typing import Final
 
 import pytest
 
+from tests.command import run_command, run_process
 from vllm_headroom_tools.probe import COMMAND, ENTRY_POINTS, install
 
 GROUP: Final = "all(group='vllm.general_plugins')"
 REPOSITORY: Final = Path(__file__).parents[4]
 PROJECT: Final = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-
-
-def command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_headroom", "probe", *words],
-        env=own | environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
 
 
 def test_a_python_with_the_folder_on_its_path_finds_the_entry_point(tmp_path: Path) -> None:
@@ -88,7 +77,8 @@ def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_to_set(tmp_path: Path) -> None:
-    told, printed = command("install", os.path.relpath(tmp_path)), command("install", "--json", str(tmp_path))
+    told = run_process("probe", "install", os.path.relpath(tmp_path))
+    printed = run_command("probe", "install", "--json", str(tmp_path))
 
     assert (told.returncode, told.stderr) == (0, "")
     (line,) = (line for line in told.stdout.splitlines() if "PYTHONPATH" in line)
@@ -108,7 +98,7 @@ def test_the_command_says_what_to_set(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_told(words: tuple[str, ...], why: str) -> None:
-    done = command(*words)
+    done = run_command("probe", *words)
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[0] == why

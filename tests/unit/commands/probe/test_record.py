@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.command import OWN, run_command
 from tests.process import eventually
 from tests.unit.probe.running import INSIDE, Vllm, vllm
 from vllm_headroom.trace.parse import BadInput
@@ -36,10 +37,9 @@ def leaking(tmp_path: Path) -> Iterator[Vllm]:
 
 
 def command(*words: str, **environ: str) -> subprocess.Popen[str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
     return subprocess.Popen(
         [sys.executable, "-m", "vllm_headroom", "probe", *words],
-        env=own | environ,
+        env=OWN | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -124,10 +124,9 @@ def _is_dead(pid: int) -> bool:
     ],
 )
 def test_what_cannot_be_recorded_is_told(words: tuple[str, ...], why: str) -> None:
-    done = command(*words)
-    _, said = done.communicate(timeout=60)
+    done = run_command("probe", *words)
 
-    assert (done.returncode, said) == (2, f"vllm-headroom probe: {why}\n")
+    assert (done.returncode, done.stderr) == (2, f"vllm-headroom probe: {why}\n")
 
 
 GOOD: Final[dict[str, Any]] = {

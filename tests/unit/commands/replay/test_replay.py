@@ -15,23 +15,15 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from tests.command import OWN, run_command, run_process
 from tests.unit.commands.replay.traces import BEGAN, HEADER, MIB, STEP, flat, leaking, sample, text
 
-OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
 HOURS = 3.0
 """Long enough for the alarm, which these traces give after little more than one."""
 
 
 def replay(*words: str, trace: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_headroom", "replay", *words],
-        input=trace,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=OWN | environ,
-    )
+    return run_command("replay", *words, stdin=trace, **environ)
 
 
 def answer(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -72,7 +64,7 @@ def test_a_flat_trace_has_no_intervals() -> None:
 
 
 def test_a_leak_is_found_with_its_rate_and_lasts_to_the_end(leak: str) -> None:
-    process = replay("-", "--json", "--fail-on-leak", trace=leak)
+    process = run_process("replay", "-", "--json", "--fail-on-leak", stdin=leak)
     (gpu,) = json.loads(process.stdout)["gpus"]
 
     assert process.returncode == 1

@@ -14,6 +14,7 @@ from threading import Thread
 
 import pytest
 
+from tests.command import run_command, run_process
 from tests.unit.commands.screen import on_a_terminal, plain
 from tests.unit.expose.views import day
 from vllm_headroom.expose.snapshot import build_document
@@ -48,12 +49,12 @@ def sidecar(status: int = 200, body: bytes = json.dumps(LEAK).encode(), *later: 
 
 
 def asked(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*WATCH, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    return run_command("watch", *arguments)
 
 
 def test_json_asks_once() -> None:
     with sidecar() as url:
-        done = asked(url, "--json")
+        done = run_process("watch", url, "--json")
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(json.dumps(LEAK))
