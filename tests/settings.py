@@ -8,13 +8,14 @@ from unittest.mock import patch
 
 from vllm_headroom.config import Settings, variable, words
 from vllm_headroom_tools.options import Parser
+from vllm_headroom_tools.settings import ModelSettings
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
-def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+def load(argv: Sequence[str], environ: Mapping[str, str]) -> ModelSettings:
     """Return the daemon's settings; raises BadOptions."""
-    return load_as(Settings, argv, environ)
+    return load_as(ModelSettings, argv, environ)
 
 
 def load_as(kind: type[AnySettings], argv: Sequence[str], environ: Mapping[str, str]) -> AnySettings:

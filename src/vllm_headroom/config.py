@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
 
-from msgspec import Struct
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    InstanceOf,
     PlainSerializer,
     SecretStr,
     ValidationError,
@@ -38,8 +36,6 @@ from vllm_headroom.inputs import (
 )
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import RefusedError, parse_size
-from vllm_headroom_tools.sizing.footprint import ModelShape
-from vllm_headroom_tools.sizing.model_config import read_model
 
 PREFIX: Final = "HEADROOM_"
 CONFIG: Final = "config"
@@ -49,33 +45,15 @@ AUTO: Final = "auto"
 PROFILE_NAMES: Final = (AUTO, *(each.name for each in PROFILES))
 
 
-class ModelFile(Struct, frozen=True, kw_only=True):
-    """A model's configuration: where it is, and what it says."""
-
-    path: Path
-    shape: ModelShape
-
-
 def from_text(read: Callable[[str], object]) -> BeforeValidator:
     """Return the validator that reads a text; what is none, as a default, is left to the type."""
     return BeforeValidator(lambda given: read(given) if isinstance(given, str) else given)
-
-
-def _model(text: str) -> ModelFile:
-    path = parse_path(text)
-    shape = read_model(path)
-    if isinstance(shape, str):
-        raise RefusedError(shape)
-    return ModelFile(path=path, shape=shape)
 
 
 Bytes = Annotated[int, from_text(parse_size)]
 File = Annotated[Path, from_text(parse_path)]
 Url = Annotated[str, AfterValidator(parse_metrics_url), PlainSerializer(redact_url, when_used="json")]
 Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(parse_gpus)]
-Model = Annotated[
-    InstanceOf[ModelFile], from_text(_model), PlainSerializer(lambda model: str(model.path), when_used="json")
-]
 Header = Annotated[SecretStr, from_text(check_header_value), PlainSerializer(lambda _: "***", when_used="json")]
 Headers = Annotated[dict[Annotated[str, from_text(check_header_name)], Header], from_text(json.loads)]
 InAnyCase: Final = from_text(str.lower)
@@ -99,6 +77,9 @@ def size(default: str | None, description: str, *, example: str = "", shown: str
     n_bytes = None if default is None else parse_size(default)
     return setting(n_bytes, "SIZE", accepts, description, shown=default or shown)
 
+
+TokenBytes = Callable[[str, int | None], int | None]
+"""From the KV cache's dtype and the engine's GPUs to the bytes that a token takes on all of them; None if not known."""
 
 OPEN: Final = "always open"
 FILE: Final = ("FILE", "the path of a file")
@@ -203,7 +184,7 @@ class Settings(BaseSettings):
         "Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is"
         " known in tokens only.",
     )
-    model_config_: Model | None = setting(
+    model_config_: File | None = setting(
         None,
         "PATH",
         "the path of a model's config.json, or of the folder that has one",
@@ -276,9 +257,14 @@ class Settings(BaseSettings):
         return given.strip() if isinstance(given, str) else given
 
     @property
-    def model_shape(self) -> ModelShape | None:
-        """What `model_config_` says, None without it."""
-        return None if self.model_config_ is None else self.model_config_.shape
+    def token_bytes(self) -> TokenBytes | None:
+        """What reads `model_config_` is vllm_headroom_tools.settings; None without it."""
+        return None
+
+    @property
+    def model_problem(self) -> str:
+        """Why the model's configuration gives no bytes per token, empty where it does or is not set."""
+        return ""
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:  # noqa: ANN401 - not ours to type

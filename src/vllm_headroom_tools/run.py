@@ -6,9 +6,9 @@ import gc
 from argparse import Namespace
 from typing import Final, NoReturn
 
-from vllm_headroom.config import Settings
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.early import no_collection
+from vllm_headroom_tools.settings import ModelSettings
 
 DESCRIPTION: Final = """\
 Reads a vLLM server's metrics and the GPUs' memory side by side, and serves what
@@ -36,7 +36,7 @@ COMMAND: Final[Command[int]] = Command(
     usage="vllm-headroom [run] [OPTION VALUE]...\n       vllm-headroom COMMAND [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
-    options=lambda parser: parser.add_settings(Settings),
+    options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,
     status=int,
 )

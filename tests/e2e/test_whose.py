@@ -48,7 +48,7 @@ def serves_its_first_life(running: Daemon, engine: float, other: float) -> None:
     becomes(running, "serving")
     told = running.sees(lambda page: held(page) == (engine, other), "the engine's memory is told from the other's")
     assert (ends(told), told.value("engine_restarts_total")) == (0, 0)
-    assert "a life of the engine ended" not in running.log()
+    assert "engine exited" not in running.log()
 
 
 def test_another_engine_is_not_taken_for_one_that_is_not_up_yet(

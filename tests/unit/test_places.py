@@ -19,7 +19,7 @@ LOOK: Final = """
 import json, sys
 from vllm_headroom_tools.doctor.engine import SERIES
 from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import answer
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.parse import parse_trace
@@ -74,7 +74,7 @@ def test_a_raw_fact_takes_three_places(source: Path) -> None:
     add(
         source / "model" / "engine.py",
         "    waiting:",
-        '    swapped: Annotated[float | None, Input("requests_swapped", "headroom_engine_requests_swapped")] = None\n',
+        '    swapped: Annotated[float | None, _input("requests_swapped", "requests_swapped")] = None\n',
     )
     add(
         source / "parse/profiles/vllm.py",

@@ -1,4 +1,4 @@
-"""What the daemon is made of where it meets the outside: the real engine, GPUs and processes."""
+"""The daemon's parts that read the outside: the real engine, GPUs and processes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GPU_TIMEOUT_SECONDS: Final = 2.0
 
 HEALTH_SECONDS: Final = 10.0
 TOKEN_SECONDS: Final = 60.0
-"""For one token of an idle engine; beyond it the request is given up, and asked again."""
+"""For one token of an idle engine; beyond it the request is abandoned and sent again."""
 
 
 class Parts(Sources, frozen=True, kw_only=True):
-    """What differs between the daemon and the demo: `notice` is for people, `asked` whom a canary asks."""
+    """What differs between the daemon and the demo: `notice` is for people, `asked` sends the canary's requests."""
 
     clock: Clock
     notice: str = ""
@@ -32,7 +32,7 @@ class Parts(Sources, frozen=True, kw_only=True):
 
 
 def build_real_parts(settings: Settings) -> Parts:
-    """Return what reads the engine, the GPUs and /proc of this machine."""
+    """Return the readers of the engine, the GPUs and /proc of this machine."""
     clock = SystemClock()
     url = httpx.URL(settings.engine_url)
     timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
@@ -47,7 +47,7 @@ def build_real_parts(settings: Settings) -> Parts:
 
 
 def build_page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
-    """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
+    """Return a reader of a page of the engine, with the connection's settings."""
     return PageReader(
         url=url,
         timeout_seconds=timeout_seconds,
@@ -59,7 +59,7 @@ def build_page_reader(settings: Settings, url: str, *, timeout_seconds: float) -
 
 
 def build_canary_request(settings: Settings) -> CanaryRequest:
-    """Return what asks the server beside its page; whether the engine sleeps is told by the engine, as a token is."""
+    """Return the canary's requests, to paths of the server beside its page."""
     url = httpx.URL(settings.engine_url)
 
     def reader(path: str, seconds: float) -> PageReader:

@@ -7,20 +7,23 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from vllm_headroom.config import Settings, from_text, setting
+from vllm_headroom.config import from_text, setting
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.demo.scenario import TABLE
 from vllm_headroom_tools.options import choice
+from vllm_headroom_tools.settings import ModelSettings
 
 SCENARIOS: Final = tuple(TABLE)
 SCENARIO: Final = choice(SCENARIOS)
 FASTEST: Final = 1000
 
 
-class DemoSettings(Settings):
+class DemoSettings(ModelSettings):
     """The daemon's settings and the demo's; those that reach an engine are left out, since the demo simulates one."""
 
-    no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
+    no_options: ClassVar = frozenset(
+        name for name in ModelSettings.model_fields if name.startswith(("engine_", "canary_"))
+    )
 
     scenario: Annotated[str, from_text(SCENARIO.read)] = setting(
         SCENARIOS[0], "NAME", SCENARIO.accepts, "What happens in the simulation."

@@ -13,7 +13,7 @@ from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.log import Log
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
-from vllm_headroom.scrape.peak import Peak
+from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom_tools.demo.scenario import Scenario

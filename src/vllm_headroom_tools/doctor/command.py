@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.config import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
 from vllm_headroom.derive.attribution import Selection
@@ -16,6 +15,7 @@ from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.doctor import engine, gpus, port
 from vllm_headroom_tools.doctor.fixes import Check, Status, look
 from vllm_headroom_tools.look import PROC, SYS
+from vllm_headroom_tools.settings import ModelSettings
 from vllm_headroom_tools.terminal import wrap_text
 
 Document = Mapping[str, Any]
@@ -80,7 +80,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
     return build_document(await examine(given.settings), read_version())
 
 
-async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
+async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
     survey, listening, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
@@ -119,7 +119,7 @@ It ends with status 0 when nothing is missing, 1 when something is missing or
 is not known, and 2 when it cannot use its settings. What is marked - was not
 asked for, or does not apply.
 """,
-    options=lambda parser: parser.add_settings(Settings),
+    options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,
     text=render_text,
     document=lambda found: found,

@@ -12,7 +12,7 @@ from random import Random, SystemRandom
 from typing import Any, Final
 
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.life import handle_signals
+from vllm_headroom.daemon.loop import handle_signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe

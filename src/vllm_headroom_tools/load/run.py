@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
-from vllm_headroom.daemon.life import run_every
+from vllm_headroom.daemon.loop import run_every
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler, close_all
 from vllm_headroom.derive import LEAK, build_derivations

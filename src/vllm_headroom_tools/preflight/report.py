@@ -9,7 +9,7 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from vllm_headroom.derive.readings import awake, sum_known
+from vllm_headroom.derive.readings import is_page_awake, sum_known
 from vllm_headroom.model import EnginePage, Failure, GpuMemory, GpuReading
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.conclusion import Conclusion, find_worst
@@ -221,7 +221,7 @@ def _check_wake(
 ) -> tuple[Finding, ...]:
     if isinstance(page, Failure):
         return (_report_unknown(page.message),)
-    sleeps = awake(page)
+    sleeps = is_page_awake(page)
     if sleeps is None:
         return (_report_unknown(NO_SLEEP_STATE),)
     if sleeps:

@@ -8,6 +8,7 @@ from tests.settings import load
 from vllm_headroom.config import Settings
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom_tools.options import BadOptions
+from vllm_headroom_tools.settings import ModelSettings
 
 UUID = "GPU-8a1b0d6e-0b64-4f7c-9a53-1d1f1a2b3c4d"
 
@@ -64,9 +65,9 @@ def test_an_empty_variable_an_empty_file_and_a_null_count_as_not_set(tmp_path: P
     empty.write_text("# nothing yet\n")
     null.write_text("reported_bytes: null\nlisten_port:\n")
 
-    assert load([], {"HEADROOM_REPORTED_BYTES": "", "HEADROOM_LISTEN_PORT": " "}) == Settings()
-    assert load(["--config", str(empty)], {}) == Settings()
-    assert load(["--config", str(null)], {}) == Settings()
+    assert load([], {"HEADROOM_REPORTED_BYTES": "", "HEADROOM_LISTEN_PORT": " "}) == ModelSettings()
+    assert load(["--config", str(empty)], {}) == ModelSettings()
+    assert load(["--config", str(null)], {}) == ModelSettings()
 
 
 def test_the_environment_is_the_one_that_load_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

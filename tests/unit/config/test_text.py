@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.settings import load, settings_table
+from tests.settings import load, load_as, settings_table
 from vllm_headroom.config import Settings, key, settings_yaml, variable, words
 from vllm_headroom_tools.demo.command import DemoSettings
 from vllm_headroom_tools.options import Parser, option
@@ -68,7 +68,7 @@ def test_the_printed_defaults_are_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "headroom.yaml"
     file.write_text(settings_yaml(Settings()))
 
-    assert load(["--config", str(file)], {}) == Settings()
+    assert load_as(Settings, ["--config", str(file)], {}) == Settings()
 
 
 def test_secrets_are_neither_printed_nor_shown_by_repr() -> None:

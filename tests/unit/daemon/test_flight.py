@@ -29,8 +29,7 @@ from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import list_incidents, name_incident, parse_known
+from vllm_headroom.trace.flight import keep, list_incidents, name_incident, parse_known, set_aside
 from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.vocabulary import Level, Role
 from vllm_headroom.worker import Worker

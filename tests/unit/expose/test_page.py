@@ -71,7 +71,7 @@ def test_the_leak_is_the_first_thing_that_is_read() -> None:
     first = shown.index("<li class=alarm>")
     assert shown.startswith("<!doctype html>")
     assert "<title>ALARM: GPU 1" in shown
-    assert "out of memory in 4 h 0 min, 2 h 0 min at the least." in shown
+    assert "out of memory in about 4 h 0 min, at the earliest in 2 h 0 min." in shown
     assert first < shown.index("<li class=good>")
     assert shown.index("<b>GPU 1</b>") < shown.index("<b>GPU 0</b>")
 

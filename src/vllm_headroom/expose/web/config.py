@@ -1,4 +1,4 @@
-"""web.config.yml, as exporters built with Prometheus's exporter-toolkit read it: the same keys, the same meanings.
+"""Read web.config.yml with the keys and meanings of Prometheus's exporter-toolkit.
 
 https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md
 """
@@ -24,7 +24,7 @@ class WebConfigError(Exception):
 
 
 def read_document(path: Path) -> object:
-    """Return what a YAML file holds. Raises WebConfigError, a key given twice included: one might open the door."""
+    """Return the content of a YAML file; raises WebConfigError, also for a key given twice."""
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML takes 15 ms, and 1 MiB
 
     try:
@@ -75,11 +75,11 @@ _REFUSED: Final = {
     "prefer_server_cipher_suites": "those of OpenSSL's default are offered",
     "rate_limit": "the number of connections is bounded in any case",
 }
-"""Keys of the toolkit whose meaning cannot be kept here: refused, since a door is not to be less than was asked for."""
+"""Keys of the toolkit that are not supported: refused, since protection must not be weaker than requested."""
 
 
 class Tls(Struct, frozen=True, kw_only=True):
-    """How to speak TLS, and to whom."""
+    """The TLS settings."""
 
     cert_file: Path
     key_file: Path
@@ -92,7 +92,7 @@ class Tls(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebConfig:
-    """What the file asks for; no TLS is plain HTTP, no users is nobody asked."""
+    """The settings of the file; without `tls` plain HTTP, without `users` no login."""
 
     tls: Tls | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class WebConfig:
 
 
 def read_web_config(path: Path) -> WebConfig:
-    """Return what the file says; paths in it are relative to it. Raises WebConfigError."""
+    """Return the file's settings, with paths relative to it; raises WebConfigError."""
     document = read_document(path)
     mistakes = _Mistakes()
     config = mistakes.config(document if document is not None else {}, path.parent)
@@ -110,7 +110,7 @@ def read_web_config(path: Path) -> WebConfig:
 
 
 class _Mistakes:
-    """Reads a document and gathers what is wrong with it."""
+    """Reads a document and collects its mistakes."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -149,7 +149,7 @@ class _Mistakes:
         if auth is not ssl.CERT_NONE and files["client_ca_file"] is None:
             self.lines.append("tls_server_config.client_ca_file: missing, and client_auth_type needs it")
         if auth is ssl.CERT_NONE and files["client_ca_file"] is not None:
-            self.lines.append("tls_server_config.client_auth_type: missing, and without it no certificate is asked for")
+            self.lines.append("tls_server_config.client_auth_type: missing, and without it no certificate is requested")
         lowest, highest = (
             self._one_of(tls, name, VERSIONS, default)
             for name, default in (("min_version", "TLS12"), ("max_version", "TLS13"))
@@ -176,7 +176,7 @@ class _Mistakes:
             self.lines.append(f"tls_server_config.{name}: not the path of a file")
         return folder / str(value) if value else None
 
-    def _one_of(self, tls: dict[str, Any], name: str, meanings: Mapping[str, Any], default: str) -> Any:  # noqa: ANN401 - what the table holds
+    def _one_of(self, tls: dict[str, Any], name: str, meanings: Mapping[str, Any], default: str) -> Any:  # noqa: ANN401 - a value of the table
         value = tls.get(name, default)
         if not isinstance(value, str) or value not in meanings:
             known = ", ".join(each for each in meanings if each)
@@ -206,6 +206,6 @@ class _Mistakes:
 
 
 def _read_key(mapping: dict[str, Any], name: str) -> object:
-    """Return what a key holds; none is an empty mapping, and anything else that is empty is no mapping."""
+    """Return the value of a key; null is an empty mapping, any other empty value is no mapping."""
     value = mapping.get(name)
     return {} if value is None else value

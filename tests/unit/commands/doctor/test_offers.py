@@ -115,7 +115,7 @@ def test_what_another_engine_never_tells_is_said_with_the_reason() -> None:
     found = offers((OTHERS / "llama-cpp-idle.prom").read_text(), "engine_inputs")
 
     assert found.state is Status.OK
-    untold = "llama.cpp does not export requests_finished: it counts none: growth per request cannot be told"
+    untold = "llama.cpp does not export requests_finished: it counts none: growth per request is not known"
     assert untold in found.details
 
 

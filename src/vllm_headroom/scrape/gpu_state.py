@@ -1,18 +1,40 @@
-"""Log lines for what changes on one GPU."""
+"""What is remembered of a GPU between two readings: its peaks and its last failure."""
 
 from __future__ import annotations
+
+from collections import deque
+from typing import Final
 
 from vllm_headroom.log import Log
 from vllm_headroom.model import GpuReading
 
 log = Log(__name__)
 
+WINDOW_SECONDS: Final = 60.0
+"""Four scrapes at Prometheus' usual 15 s: a peak between two of them is on the page for several."""
+
+
+class Peak:
+    """Keeps the samples that can still become the highest: each is higher than all later ones."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, used_bytes: int) -> None:
+        """Take a sample; `now` must not decrease."""
+        while self._samples and self._samples[-1][1] <= used_bytes:
+            self._samples.pop()
+        self._samples.append((now, used_bytes))
+
+    def highest_bytes(self, now: float) -> int | None:
+        """Return the highest sample of the window that ends now; None without one."""
+        while self._samples and self._samples[0][0] < now - WINDOW_SECONDS:
+            self._samples.popleft()
+        return self._samples[0][1] if self._samples else None
+
 
 class GpuTransitions:
-    """Says once that a GPU fails, answers again, or does not tell its memory.
-
-    A GPU is known by its UUID, since it may come back at another index; by its index while it does not tell its UUID.
-    """
+    """Logs once when a GPU, by UUID or else by index, fails, answers again, or does not report its memory."""
 
     def __init__(self) -> None:
         self._failed: frozenset[str] = frozenset()
@@ -42,7 +64,7 @@ class GpuTransitions:
         if reading.memory is None and reading.uuid not in self._without_memory:
             self._without_memory.add(reading.uuid)
             log.warning(
-                "GPU does not tell its memory: its memory series are absent", gpu=reading.index, uuid=reading.uuid
+                "GPU does not report its memory: its memory series are absent", gpu=reading.index, uuid=reading.uuid
             )
 
 
