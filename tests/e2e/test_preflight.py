@@ -50,8 +50,8 @@ def test_a_go_ends_with_status_0(nvml: FakeNvml) -> None:
 
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.splitlines() == [
-        "GPU 0 (GPU-a) NVIDIA H100 80GB HBM3: 79.41 GiB free of 79.41 GiB, vLLM asks for 73.06 GiB",
-        "GPU 1 (GPU-b) NVIDIA H100 80GB HBM3: 79.41 GiB free of 79.41 GiB, vLLM asks for 73.06 GiB",
+        "GPU 0 (GPU-a) NVIDIA H100 80GB HBM3: 79.41 GiB free of 79.41 GiB, vLLM requests 73.06 GiB",
+        "GPU 1 (GPU-b) NVIDIA H100 80GB HBM3: 79.41 GiB free of 79.41 GiB, vLLM requests 73.06 GiB",
         "GO",
         "The highest --gpu-memory-utilization that would work now is 0.99.",
     ]

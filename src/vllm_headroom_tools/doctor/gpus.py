@@ -192,7 +192,7 @@ def check_process_memory(survey: Survey) -> Check:
         return Check(
             Status.MISSING,
             f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
-            " and takes all that is in use on the engine's GPUs for the engine's",
+            " and attributes all memory in use on the engine's GPUs to the engine",
             absent=WITHOUT_HOLDERS,
             fixes=(fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS),
         )
@@ -227,11 +227,11 @@ def _list_unreported(readings: GpuReadings, found: ProcessReadings) -> list[str]
 ATTRIBUTIONS: Final = {
     Attribution.PROCESS: "the engine's (process: one of its processes is on it)",
     Attribution.UUID: "the engine's (uuid: HEADROOM_GPUS names it)",
-    Attribution.SINGLE: "taken for the engine's (single: no other is visible)",
-    Attribution.ASSUMED: "taken for the engine's (assumed: HEADROOM_GPUS is all)",
-    None: "not taken for the engine's",
+    Attribution.SINGLE: "attributed to the engine (single: no other is visible)",
+    Attribution.ASSUMED: "attributed to the engine (assumed: HEADROOM_GPUS is all)",
+    None: "not attributed to the engine",
 }
-NOT_ON_SINGLE: Final = "the only visible GPU is taken for the engine's, but none of the engine's processes is on it"
+NOT_ON_SINGLE: Final = "the only visible GPU is attributed to the engine, but none of the engine's processes is on it"
 NOT_ON_ANY: Final = (
     "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs that this container does"
     " not see"
@@ -279,7 +279,7 @@ def _judge_attribution(survey: Survey, selection: Selection) -> Check:
     is_up = not isinstance(survey.page, Failure)
     if owned[0].attribution is Attribution.SINGLE and is_up and _can_match(survey):  # and they are not on it
         return Check(Status.UNKNOWN, NOT_ON_SINGLE, fixes=(_name_gpus(survey), *fixes.SEE_THE_GPUS))
-    return Check(Status.OK, f"{len(owned)} of {len(survey.gpus)} taken for the engine's")
+    return Check(Status.OK, f"{len(owned)} of {len(survey.gpus)} attributed to the engine")
 
 
 def _can_match(survey: Survey) -> bool:

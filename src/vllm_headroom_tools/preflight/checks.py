@@ -35,7 +35,7 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def most_own_bytes(self) -> int:
-        """What vLLM may take for itself before it looks."""
+        """What vLLM may take for itself before its check of free memory."""
         return MOST_OWN_BYTES_IN_PARALLEL if self.tensor_parallel_size > 1 else MOST_OWN_BYTES
 
 
@@ -113,7 +113,7 @@ def report_failure(failure: Failure, gpu: int | None = None) -> Finding:
 
 
 def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str) -> Iterator[Finding]:
-    """Compare what is free with what vLLM asks for and takes besides; `held_by` says who has the rest."""
+    """Compare the free memory with what vLLM requests and takes besides; `held_by` says who has the rest."""
     if device.failure is not None:
         yield report_failure(device.failure, device.index)
     elif device.memory is None:
@@ -139,7 +139,7 @@ def _check_machine(device: GpuReading, memory: GpuMemory, ask: MemoryRequest) ->
         f" and to its own processes: {format_gib(LEFT_TO_THE_MACHINE_BYTES)} are the least, or it swaps and hangs"
     )
     highest = compute_highest_utilization(ask, memory)
-    less = "end what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
+    less = "stop what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
     yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
 
 
@@ -155,24 +155,17 @@ def check_swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
 
 def _report_shortage(device: GpuReading, memory: GpuMemory, ask: MemoryRequest, held_by: str) -> Finding:
     asked, usable = compute_asked_bytes(ask, memory), memory.usable_bytes
+    asks = f"{format_gib(asked)} besides the {format_gib(LEAST_OWN_BYTES)} or more that it takes before its check"
     if asked + LEAST_OWN_BYTES > usable:
-        text = (
-            f"vLLM asks for {format_gib(asked)} besides the {format_gib(LEAST_OWN_BYTES)} or more"
-            f" that it takes before it looks, and"
-            f" this GPU has {format_gib(usable)} in all"
-        )
-        return _report_memory(device, Conclusion.NOT_GOOD, text, "ask for less")
-    text = (
-        f"{format_gib(memory.free_bytes)} are free, and vLLM asks for {format_gib(asked)} besides"
-        f" the {format_gib(LEAST_OWN_BYTES)} or more"
-        f" that it takes before it looks: {format_gib(asked + LEAST_OWN_BYTES - memory.free_bytes)}"
-        f" are missing{held_by}"
-    )
+        text = f"vLLM requests {asks}, and this GPU has {format_gib(usable)} in all"
+        return _report_memory(device, Conclusion.NOT_GOOD, text, "request less")
+    missing = format_gib(asked + LEAST_OWN_BYTES - memory.free_bytes)
+    text = f"{format_gib(memory.free_bytes)} are free, and vLLM requests {asks}: {missing} are missing{held_by}"
     return _report_memory(device, Conclusion.NOT_GOOD, text, _suggest_less(ask, memory), may_pass=True)
 
 
 def _suggest_less(ask: MemoryRequest, memory: GpuMemory) -> str:
-    wait = "wait for what a process that has ended gives back (--wait 120s), or end what holds the rest"
+    wait = "wait until the driver frees an exited process's memory (--wait 120s), or stop what holds the rest"
     highest = compute_highest_utilization(ask, memory)
     if highest is None or ask.utilization_ratio is None:
         return wait
@@ -182,11 +175,10 @@ def _suggest_less(ask: MemoryRequest, memory: GpuMemory) -> str:
 def _check_margin(device: GpuReading, ask: MemoryRequest, spare_bytes: int) -> Iterator[Finding]:
     if spare_bytes < ask.most_own_bytes:
         text = (
-            f"it is close: {format_gib(spare_bytes)} are left beside what vLLM asks for, and it"
-            f" takes {format_gib(LEAST_OWN_BYTES)}"
-            f" to {format_gib(ask.most_own_bytes)} before it looks"
+            f"it is close: {format_gib(spare_bytes)} are left beside vLLM's request, and it takes"
+            f" {format_gib(LEAST_OWN_BYTES)} to {format_gib(ask.most_own_bytes)} before its check"
         )
-        yield _report_memory(device, Conclusion.GOOD, text, "should it refuse, ask for a little less")
+        yield _report_memory(device, Conclusion.GOOD, text, "if vLLM refuses to start, request a little less")
 
 
 def _report_memory(device: GpuReading, verdict: Conclusion, text: str, fix: str, *, may_pass: bool = False) -> Finding:
@@ -216,7 +208,7 @@ def check_faults(faults: GpuFaults) -> Iterator[Finding]:
 
 def report_unanswered(device: GpuReading) -> Finding:
     """Report a GPU that did not answer about its faults."""
-    text = "the GPU did not say in time whether a reset is due: look for Xid lines in the node's kernel log"
+    text = "the GPU did not report in time whether a reset is due: look for Xid lines in the node's kernel log"
     return Finding(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
 
 
@@ -231,7 +223,7 @@ def check_host_memory(host: HostMemory | None, ask: MemoryRequest) -> Iterator[F
         f" vLLM's server, core and workers"
         f" hold {format_gib(needed_bytes)} or more: the kernel would kill it while it starts"
     )
-    fix = "raise the container's memory limit, or end what else takes memory here; or --ignore host"
+    fix = "raise the container's memory limit, or stop what else takes memory here; or --ignore host"
     yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, fix, may_pass=True)
 
 

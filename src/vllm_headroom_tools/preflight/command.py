@@ -146,7 +146,7 @@ COMMAND: Final[Command[Clearance]] = Command(
     usage="%(prog)s [OPTION]...",
     description="""\
 Says whether vLLM would start on these GPUs now: memory that is free against
-what vLLM asks for, who holds the rest, what the driver says of the GPUs, and
+what vLLM requests, who holds the rest, what the driver says of the GPUs, and
 /dev/shm. Run it where vLLM will run, with vLLM's own options.
 """,
     epilog="""\

@@ -148,7 +148,7 @@ def _format_gpu(gpu: GpuReport) -> Iterator[str]:
         yield f"{name}: memory not known"
         return
     free, usable = format_gib(memory.free_bytes), format_gib(memory.usable_bytes)
-    yield f"{name}: {free} free of {usable}, vLLM asks for {format_gib(gpu.asked_bytes)}"
+    yield f"{name}: {free} free of {usable}, vLLM requests {format_gib(gpu.asked_bytes)}"
     yield from (f"  {held or '?':>10}  {who}" for held, who in list_shares(gpu))
 
 
@@ -261,7 +261,7 @@ def _check_gpu_wake(gpu: GpuReport, request: MemoryRequest, engine_pids: frozens
         Kind.MEMORY,
         Conclusion.NOT_GOOD,
         f"{text}{describe_holders(gpu)}",
-        "end or move what else is there first: vLLM that wakes without room ends with an out-of-memory",
+        "stop or move what else is there first: a vLLM that wakes without room fails with an out-of-memory",
         gpu=index,
         may_pass=True,
     )

@@ -65,7 +65,7 @@ class EngineServer:
         """Return a failure to answer in time without the daemon's advice, which is about another time limit."""
         if failure.reason is not Reason.TIMEOUT:
             return failure
-        message = f"{self.address(path)} did not answer within {seconds:.3g} s: look whether vLLM hangs, in its log"
+        message = f"{self.address(path)} did not answer within {seconds:.3g} s: look for a hang in vLLM's log"
         return Failure(source=failure.source, reason=failure.reason, message=message)
 
     def _build_reader(self, path: str, seconds: float) -> PageReader:

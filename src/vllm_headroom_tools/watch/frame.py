@@ -48,7 +48,7 @@ def _draw_room(gpu: dict[str, Any], history: dict[str, Any], width: int) -> Iter
         return
     free, left = gpu["memory_free_bytes"], gpu["time_to_oom_seconds"]
     now = "not known now" if free is None else f"{format_size(free)} free"
-    until = "" if left is None else f", none in {format_duration(left)}"
+    until = "" if left is None else f", full in {format_duration(left)}"
     span = format_duration(curve[-1][0] - curve[0][0])
     name = name_device(gpu["gpu"], gpu["uuid"]).translate(CONTROLS)
     yield Text(f"{name}: {now}{until}; the last {span}, down to zero", "bold")

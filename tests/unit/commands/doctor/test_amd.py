@@ -49,7 +49,7 @@ def test_cards_of_amds_need_no_nvml_and_are_the_engines_by_its_processes(
         "not needed: the GPUs are AMD's, whose driver reports them in /sys",
     )
     assert findings["gpus"].details[0] == "GPU 0 (GPU-0000000000000000) AMD Instinct MI300X OAM"
-    assert findings["gpu_attribution"].text == "1 of 2 taken for the engine's"
+    assert findings["gpu_attribution"].text == "1 of 2 attributed to the engine"
     memory = findings["process_memory"]
     assert (memory.state, memory.text) == (
         Status.OK,
@@ -63,7 +63,7 @@ def test_a_container_that_may_trace_the_engine_needs_no_newer_driver(sys: AmdTre
 
     findings = examined(tree, sys.path, ENGINE_URL=vllm.url)
 
-    assert findings["gpu_attribution"].text == "1 of 2 taken for the engine's"
+    assert findings["gpu_attribution"].text == "1 of 2 attributed to the engine"
     assert findings["process_memory"].state is Status.OK
 
 

@@ -24,9 +24,9 @@ def test_the_gpus_of_the_engines_processes_are_told_as_such(nvml: FakeNvml, vllm
         "GPU 1 (GPU-b) NVIDIA H100 80GB HBM3",
     )
     owned = findings["gpu_attribution"]
-    assert (owned.state, owned.text) == (Status.OK, "1 of 2 taken for the engine's")
+    assert (owned.state, owned.text) == (Status.OK, "1 of 2 attributed to the engine")
     assert owned.details == (
-        "GPU 0 (GPU-a) not taken for the engine's",
+        "GPU 0 (GPU-a) not attributed to the engine",
         "GPU 1 (GPU-b) the engine's (process: one of its processes is on it)",
     )
     assert findings["processes"].text == "vLLM's are seen (1 api_server, 1 engine_core), in a container's PID namespace"
@@ -109,14 +109,14 @@ def test_the_only_gpu_is_taken_where_processes_cannot_be_seen(nvml: FakeNvml, vl
     found = examined(proc(tmp_path), ENGINE_URL=vllm.url)["gpu_attribution"]
 
     assert found.state is Status.OK
-    assert found.details == ("GPU 0 (GPU-a) taken for the engine's (single: no other is visible)",)
+    assert found.details == ("GPU 0 (GPU-a) attributed to the engine (single: no other is visible)",)
 
 
 @pytest.mark.parametrize(("gpus", "how"), [("GPU-A,1", "(uuid: HEADROOM_GPUS names it)"), ("all", "(assumed: ")])
 def test_named_gpus_are_told_as_named(gpus: str, how: str) -> None:
     found = examined(GPUS=gpus)["gpu_attribution"]
 
-    assert (found.state, found.text) == (Status.OK, "2 of 2 taken for the engine's")
+    assert (found.state, found.text) == (Status.OK, "2 of 2 attributed to the engine")
     assert all(how in detail for detail in found.details)
 
 

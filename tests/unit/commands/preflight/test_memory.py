@@ -29,7 +29,7 @@ def test_a_taken_gpu_is_no_go_and_says_who_has_it_and_what_would_work(preflight:
 
     assert finding.kind is Kind.MEMORY
     assert finding.text == (
-        "59.41 GiB are free, and vLLM asks for 73.06 GiB besides the 0.30 GiB or more that it takes before it looks:"
+        "59.41 GiB are free, and vLLM requests 73.06 GiB besides the 0.30 GiB or more that it takes before its check:"
         " 13.95 GiB are missing; held: 17.00 GiB by python3 train.py (pid 4242), 3.00 GiB by no process listed here"
     )
     assert finding.fix is not None
@@ -77,7 +77,7 @@ def test_a_budget_that_fits_only_just_is_a_go_with_a_remark(preflight: Preflight
 
     assert tight.verdict is Conclusion.GOOD
     assert tight.findings[0].text == (
-        "it is close: 0.39 GiB are left beside what vLLM asks for, and it takes 0.30 GiB to 0.60 GiB before it looks"
+        "it is close: 0.39 GiB are left beside vLLM's request, and it takes 0.30 GiB to 0.60 GiB before its check"
     )
     assert short.verdict is Conclusion.NOT_GOOD
     assert "0.30 GiB to 1.00 GiB" in parallel.findings[0].text
@@ -131,7 +131,7 @@ def test_a_process_that_nvml_lists_and_the_machine_does_not_has_ended(preflight:
     finding = only(preflight.report())
 
     assert "held: 20.00 GiB by a process that has ended (pid 4242)" in finding.text
-    assert str(finding.fix).startswith("wait for what a process that has ended gives back (--wait 120s)")
+    assert str(finding.fix).startswith("wait until the driver frees an exited process's memory (--wait 120s)")
     preflight.in_a_container()
     assert "has ended (pid" not in only(preflight.report()).text
 
@@ -181,4 +181,4 @@ def test_what_helps_two_gpus_is_said_once(preflight: Preflight, nvml: FakeNvml) 
     lines = list(render_text(preflight.report()))
 
     assert len([line for line in lines if " are missing" in line]) == 2
-    assert len([line for line in lines if line.startswith("    wait for what")]) == 1
+    assert len([line for line in lines if line.startswith("    wait until")]) == 1

@@ -29,7 +29,7 @@ def test_the_verdict_and_the_time_left_are_written() -> None:
     shown = drawn(day(leaking=frozenset({0})), width=100)
 
     assert "ALARM      GPU 0 leaks: out of memory in about 4 h 0 min, at the earliest in 2 h 0 min." in shown
-    assert "none in 4 h 0 min; the last 23 h 59 min, down to zero" in shown
+    assert "full in 4 h 0 min; the last 23 h 59 min, down to zero" in shown
 
 
 def test_instances_of_one_gpu_are_told_apart() -> None:
