@@ -1,4 +1,4 @@
-"""What one engine did over a trace."""
+"""The figures of one engine over a trace."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vllm_headroom_tools.advise.facts import (
     PrefixFacts,
     StrandedFacts,
 )
-from vllm_headroom_tools.history.counter import Histogram, Rise
+from vllm_headroom_tools.history import Histogram, Rise
 
 CAP_RATIO = 0.97
 CAP_SHARE = 0.9
-"""Ours: what vLLM allows to run is what ran, to 3 %, in nine tenths of the time in which requests waited."""
+"""Ours: the cap is what ran, to 3 %, in nine tenths of the time in which requests waited."""
 
 
 class FullHistory:
-    """The time in which the cache was full, and the sample after it, which has its last preemptions."""
+    """The time with a full cache; the sample after it has the last preemptions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -33,18 +33,18 @@ class FullHistory:
         self._tokens = Histogram()
 
     def step(self, seconds: float, finished: float, preemptions: float) -> None:
-        """Count what was done in the time before a sample."""
+        """Count the work of the time before a sample."""
         self.seconds += seconds
         self._finished += finished
         self._preemptions += preemptions
 
     def add_reading(self, reading: EngineReading) -> None:
-        """Count what ran at a sample."""
+        """Count the load of a sample."""
         self._running.add(reading.running)
         self._tokens.add(count_tokens_per_request(reading))
 
     def facts(self) -> FullFacts | None:
-        """Return what is known; None where the cache was never full."""
+        """Return the facts; None where the cache was never full."""
         running = self._running.quantile(0.5)
         if running is None:
             return None
@@ -58,7 +58,7 @@ class FullHistory:
 
 
 class WaitingHistory:
-    """The time in which requests waited, by how many ran and how full the cache was."""
+    """The time in which requests waited, by running requests and use of the cache."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -78,7 +78,7 @@ class WaitingHistory:
             self._used.add(used)
 
     def facts(self, most_running: float | None) -> CappedFacts | None:
-        """Return the time at the cap; None where the waiting has another reason, such as a full cache."""
+        """Return the time at the cap; None where requests waited for another reason, such as a full cache."""
         used = self._used.quantile(0.9)
         if not most_running or used is None:
             return None
@@ -89,9 +89,9 @@ class WaitingHistory:
 
 
 class IdleHistory:
-    """Follows the idle times of one life: what was held a minute after the last request, and whether it rose each time.
+    """The cache held at idle times of one run of the engine, a minute after the last request.
 
-    What falls was given back after all, and what came before it is no leak.
+    A fall means that it was released: what came before is no leak.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class IdleHistory:
         self._ratios: list[float] = []
 
     def step(self, began_seconds: float | None, held: float | None) -> None:
-        """Go on to the next sample; `held` is None but a minute after the last request."""
+        """Add a sample; `held` is None until a minute after the last request."""
         if began_seconds != self._began:
             self._began, self._ratios = began_seconds, []
         if held is None:
@@ -110,14 +110,14 @@ class IdleHistory:
             self._ratios.append(held)
 
     def facts(self) -> StrandedFacts | None:
-        """Return what is known; None where the engine was never idle for a minute."""
+        """Return the facts; None where the engine was never idle for a minute."""
         if not self._ratios:
             return None
         return StrandedFacts(ratio=self._ratios[-1], first_ratio=self._ratios[0], rises=len(self._ratios) - 1)
 
 
 class EngineHistory:
-    """Follows one engine through a trace, for as long as its settings seem the same."""
+    """The history of one engine while its settings stay the same."""
 
     def __init__(self) -> None:
         self._last: EngineReading | None = None
@@ -132,12 +132,12 @@ class EngineHistory:
         self._full, self._waiting, self._idle = FullHistory(), WaitingHistory(), IdleHistory()
 
     def has_other_settings(self, reading: EngineReading) -> bool:
-        """Tell whether the KV cache is of another size than before."""
+        """Return whether the KV cache has changed its size."""
         before, now = self._capacity, reading.kv_capacity_tokens
         return before is not None and now is not None and abs(now - before) > CHANGED_RATIO * before
 
     def step(self, reading: EngineReading, seconds: float, stranded: float | None) -> None:
-        """Go on to the next sample, `seconds` after the one before; `stranded` is what an idle engine's cache holds."""
+        """Add a sample, `seconds` after the last; `stranded` is the share that an idle engine's cache holds."""
         self._last = reading
         self._known_seconds += seconds
         self._capacity = self._capacity if reading.kv_capacity_tokens is None else reading.kv_capacity_tokens
@@ -169,7 +169,7 @@ class EngineHistory:
             self._calm_running = max(self._calm_running or 0.0, reading.running)
 
     def facts(self) -> EngineFacts | None:
-        """Return what is known; None before the first sample."""
+        """Return the facts; None before the first sample."""
         last = self._last
         if last is None:
             return None

@@ -1,4 +1,4 @@
-"""The command `check`: its options, and every limit that was given, judged."""
+"""The command `check`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ OUTCOMES: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "failed", Con
 
 HEADS: Final = ("", "limit", "of", "found", "at most", "baseline")
 INDENT: Final = " " * 13
-"""The width of the marks: a reason stands below the limit's name."""
+"""The width of the marks: a reason goes below the limit's name."""
 
 
 def sum_up(judgements: Sequence[Judgement]) -> str:
-    """Return the sum in a line."""
+    """Summarise the judgements in a line."""
     verdict = judge_overall(judgements)
     counts = {each: sum(judgement.verdict is each for judgement in judgements) for each in Conclusion}
     if verdict is Conclusion.GOOD:
@@ -60,7 +60,7 @@ def sum_up(judgements: Sequence[Judgement]) -> str:
 
 
 def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> list[str]:
-    """Return what each trace is, a row for each judgement with its reason below it, and the sum."""
+    """Return a line for each trace, a row for each judgement with its reason below it, and the summary."""
     rows: list[tuple[str, ...]] = [HEADS]
     rows += [(MARKS[each.verdict], each.limit, each.of, *each.words) for each in judgements]
     rows = rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
@@ -85,7 +85,7 @@ def _describe_trace(record: TraceRecord) -> str:
 
 
 def build_document(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> dict[str, Any]:
-    """Return what --json prints; None is what is unknown, or was not given."""
+    """Build the object of --json; None is what is unknown or was not given."""
     (trace, *others) = [_build_summary(name, record) for name, record in traces]
     return {
         "outcome": OUTCOMES[judge_overall(judgements)],
@@ -124,23 +124,23 @@ SUITE: Final = "vllm-headroom check"
 HEAD: Final = '<?xml version="1.0" encoding="utf-8"?>'
 CLASS: Final = "vllm_headroom_tools.check"
 ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
-"""What cannot be told is an error: a skipped test would count as good."""
+"""What cannot be judged is an error: a skipped test would count as good."""
 
 
 def build_junit(judgements: Sequence[Judgement]) -> str:
-    """Return a suite with a test for each judgement."""
+    """Build a JUnit suite with a test for each judgement."""
     return _build_suite(
         [_build_case(each.name, ELEMENTS.get(each.verdict), format_message(each), each.why) for each in judgements]
     )
 
 
 def build_error_junit(why: str) -> str:
-    """Return a suite with one error: a report of an earlier build must not be left in its place."""
+    """Build a suite with one error, which replaces the report of an earlier build."""
     return _build_suite([_build_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], why, "")])
 
 
 def format_message(judgement: Judgement) -> str:
-    """Return what was found and what is allowed, in a line."""
+    """Return the value, the bound and the baseline in a line."""
     found, allowed, before = judgement.words
     at_most = f", at most {allowed}" if allowed else ""
     baseline = f", baseline {before}" if before else ""
@@ -161,7 +161,7 @@ def _build_suite(cases: Sequence[ET.Element]) -> str:
 
 
 def _build_case(name: str, element: str | None, text: str, why: str) -> ET.Element:
-    """Return a test: `text` is its message where it has not passed, and its output where it has."""
+    """Build a test; `text` is its message, or its output where it passed."""
     case = ET.Element("testcase", {"classname": CLASS, "name": name})
     if element is None:
         ET.SubElement(case, "system-out").text = f"{text}\n{why}".rstrip()
@@ -173,7 +173,7 @@ def _build_case(name: str, element: str | None, text: str, why: str) -> ET.Eleme
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
     """Yield an error for each limit that is exceeded, a warning for each that cannot be judged, else one notice.
 
-    GitHub shows ten of a kind and step, so what is kept has one together.
+    GitHub shows ten of a kind and step, so all limits that are kept share a notice.
     """
     for judgement in judgements:
         if level := LEVELS.get(judgement.verdict):
@@ -184,15 +184,15 @@ def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
 
 
 def _format_annotation(level: str, text: str) -> str:
-    """Return a workflow command; its text is escaped as GitHub's own toolkit does (actions/toolkit, command.ts)."""
+    """Build a workflow command, escaped as GitHub's toolkit does (actions/toolkit, command.ts)."""
     escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return f"::{level} title={SUITE}::{escaped}"
 
 
 DESCRIPTION: Final = """\
-The gate for CI: says whether an engine kept its limits while a trace of it was
-recorded, and beside it what an older version did. A limit is kept, exceeded, or
-cannot be judged on this trace; only when all are kept has it passed.
+The gate for CI: judges whether an engine kept its limits while a trace was
+recorded, beside the figures of an older version. A limit is kept, exceeded, or
+cannot be judged on this trace; the check passes if all limits are kept.
 """
 
 EXAMPLES: Final = """\
@@ -205,7 +205,7 @@ Example:
 """
 
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
-"""Takes the trace, the baseline and the limit; yields a judgement for each thing that the limit is on."""
+"""Judges a trace by its baseline and the limit; yields a judgement for each GPU, role or engine."""
 
 SIZE: Final = size("1MiB")
 NUMBER: Final = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
@@ -218,18 +218,18 @@ JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
         judge_discrepancies,
         "SHARE",
         SHARE,
-        "GPU memory held beyond what the engine was told to use",
+        "GPU memory held beyond the engine's budget",
     ),
     "max_bytes_per_request": (COST, judge_costs, "SIZE", SIZE, "GPU memory over running requests, at full load"),
     "max_preemptions_per_thousand_requests": (PREEMPTIONS, judge_preemptions, "N", NUMBER, "as vLLM counts them"),
     "max_growth_over_baseline": (GROWTH, judge_growths, "SHARE", SHARE, SAME_LOAD),
     "max_restarts": (RESTARTS, judge_restarts, "N", whole(0), "of the engine during the trace; 0 if not given"),
 }
-"""The limit that an option sets: its name, who judges it, and what is said of the option."""
+"""Each limit by its option: name, judge, and the option's metavar, type and help."""
 
 
 def judge(limits: Mapping[str, float], record: TraceRecord, before: TraceRecord | None) -> Iterator[Judgement]:
-    """Yield the judgements on each limit, which is by its option; on what is not in the trace it cannot be told."""
+    """Yield the judgements on each limit, by option; what the trace lacks cannot be judged."""
     for option, most in limits.items():
         name, judged, *_ = JUDGES[option]
         why = f"the trace has no {'process' if name == HOST_LEAK else 'GPU'} of the engine's"
@@ -245,7 +245,7 @@ ONE_REPORT: Final = "--gpu-memory-utilization and --reported-bytes cannot both b
 
 
 def read_limits(given: Namespace) -> dict[str, float]:
-    """Return the limits among the options, by their names; raises BadOptions where options do not go together."""
+    """Return the limits that were given, by option; raises BadOptions where options conflict."""
     limits = {option: most for option in JUDGES if (most := getattr(given, option)) is not None}
     problems = {
         NO_LIMIT: not limits,
@@ -275,13 +275,13 @@ def add_options(parser: Parser) -> None:
 
 
 def _add_report(parser: Parser) -> None:
-    add = parser.add_argument_group("what the engine was told to use of each GPU, for --max-discrepancy").add_argument
+    add = parser.add_argument_group("the engine's budget on each GPU, for --max-discrepancy").add_argument
     add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
     add("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
 
 
 class CheckResult(Struct, frozen=True, kw_only=True):
-    """The traces with their names, the first of which was judged, and how; `for_github` as it was asked for."""
+    """The named traces, of which the first was judged, and the judgements."""
 
     traces: Sequence[tuple[str, TraceRecord]]
     judgements: tuple[Judgement, ...]
@@ -306,7 +306,7 @@ def _run(given: Namespace) -> CheckResult:
 
 
 def _read(option: str, name: str, given: Namespace) -> TraceRecord:
-    """Return the trace that an option names; raises BadInput, which names the option."""
+    """Read the trace of an option; raises BadInput, which names the option."""
     expected = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
     record = TraceRecord(
         expected,

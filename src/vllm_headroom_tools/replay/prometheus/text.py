@@ -1,4 +1,4 @@
-"""What the command line says of a history: the span of time and which series."""
+"""The span and the matchers of a history, from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MS: Final = 1000
 
 
 class TimeSpan(Struct, frozen=True, kw_only=True):
-    """Evenly spaced times, with `end_ms` when a step ends there; in milliseconds since the epoch, as in Prometheus."""
+    """Evenly spaced times in milliseconds since the epoch, including `end_ms` if a step ends there."""
 
     start_ms: int
     end_ms: int
@@ -27,7 +27,7 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
 
     @property
     def length_ms(self) -> int:
-        """How long it is."""
+        """The length of the span."""
         return self.end_ms - self.start_ms
 
     def times(self) -> range:
@@ -45,7 +45,7 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
 
 
 Time = tuple[bool, float]
-"""Whether it is told from now, and the seconds from then or from the epoch."""
+"""Whether it is relative to now, and the seconds from now or from the epoch."""
 
 
 def _parse_time(text: str) -> Time:
@@ -62,7 +62,7 @@ def _parse_time(text: str) -> Time:
 
 
 def _parse_matcher(text: str) -> str:
-    """Return the label matcher as PromQL has it, with the quotes that a shell takes away."""
+    """Parse a label matcher, adding the quotes that a shell removes."""
     found = _MATCHER.fullmatch(text)
     if found is None:
         raise ValueError
@@ -80,7 +80,7 @@ MATCHER: Final = Value(read=_parse_matcher, accepts='label="value", with =, !=, 
 
 
 def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:
-    """Return the span that --start, --end and --step say, or raise BadInput."""
+    """Build the span of --start, --end and --step; raises BadInput."""
     if start is None:
         raise BadInput("--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h")
     start_ms, end_ms = (round((seconds + now_seconds * from_now) * _MS) for from_now, seconds in (start, end))

@@ -17,8 +17,8 @@ READ: Final = """
 import sys
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.replay.command import COMMAND
-from vllm_headroom_tools.replay.prometheus.records import records_from
-print(sum(1 for _ in records_from(parser_of(COMMAND, "replay").read(sys.argv[1:], {}))))
+from vllm_headroom_tools.replay.prometheus.records import read_records
+print(sum(1 for _ in read_records(parser_of(COMMAND, "replay").read(sys.argv[1:], {}))))
 """
 
 
