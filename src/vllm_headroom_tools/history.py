@@ -19,6 +19,7 @@ from vllm_headroom.derive.life.lives import EngineRuns, RunState, update_run
 from vllm_headroom.derive.readings import count_running
 from vllm_headroom.expose.drawing import Point
 from vllm_headroom.model import HostMemory, Sample, Snapshot
+from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 
@@ -278,7 +279,6 @@ class LeakReplay:
         return snapshot
 
     def _follow(self, sample: Sample, before: LeakMemory) -> None:
-        """Add a leak state to its series."""
         *place, name, state = sample.labels
         if place:
             self._indices[name] = int(place[0])
@@ -325,3 +325,8 @@ def _build_moment(seconds: float, estimate: Estimate | None, where: LeakLocation
     }
     known = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
     return Moment(seconds=seconds, by_requests=estimate.by_requests, location=where, **known)
+
+
+def describe_span(samples: int, begin: float, end: float) -> str:
+    """Return the samples, the length and both ends of a trace."""
+    return f"{samples} samples over {format_duration(end - begin)}, {format_instant(begin)} to {format_instant(end)}"

@@ -10,7 +10,6 @@ from typing import Any, Final
 from vllm_headroom.config.kinds import RATIO, TRACE, Value, page_url, tokens, whole
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.parse import read_trace
-from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom_tools.advise.facts import Facts, Origin
 from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
@@ -18,6 +17,7 @@ from vllm_headroom_tools.advise.settings import EngineArgs, Flag, Version, forma
 from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.history import describe_span
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
 
@@ -37,10 +37,7 @@ def _describe_source(facts: Facts) -> str:
     if facts.origin is Origin.PAGE or facts.begin_seconds is None or facts.end_seconds is None:
         return f"The sidecar's page, now{version}."
     begin, end = facts.begin_seconds, facts.end_seconds
-    return (
-        f"{facts.samples} samples over {format_duration(end - begin)}, {format_instant(begin)}"
-        f" to {format_instant(end)}{version}."
-    )
+    return f"{describe_span(facts.samples, begin, end)}{version}."
 
 
 def _format_advice(number: int, advice: Advice) -> Iterator[str]:
@@ -126,7 +123,6 @@ def _build_change(change: Change) -> dict[str, Any]:
 
 
 def _round_value(value: float | None, flag: Flag | None) -> float | None:
-    """Return a whole number, except for the one option that takes a ratio."""
     return value if value is None or flag is Flag.GPU_MEMORY_UTILIZATION else int(value)
 
 

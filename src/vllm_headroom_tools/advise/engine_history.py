@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from msgspec.structs import replace
+
 from vllm_headroom.derive.kv_cache import count_tokens_per_request
 from vllm_headroom.model import EngineReading
 from vllm_headroom_tools.advise.facts import (
-    CHANGED_RATIO,
     FULL_RATIO,
-    ROOMY_RATIO,
-    WAITING_REQUESTS,
     CappedFacts,
     EngineFacts,
     FullFacts,
@@ -16,6 +17,15 @@ from vllm_headroom_tools.advise.facts import (
     StrandedFacts,
 )
 from vllm_headroom_tools.history import Histogram, Rise
+
+WAITING_REQUESTS: Final = 10
+"""Fewer than this waiting is noise (alert HeadroomQueueBacklog)."""
+
+ROOMY_RATIO: Final = 0.7
+"""Ours: with more than three tenths of the KV cache free, requests wait for another reason."""
+
+CHANGED_RATIO: Final = 0.01
+"""Ours: a larger change of the KV cache's size means other settings; equal starts differ by less."""
 
 CAP_RATIO = 0.97
 CAP_SHARE = 0.9
@@ -119,13 +129,9 @@ class IdleHistory:
 class EngineHistory:
     """The history of one engine while its settings stay the same."""
 
-    def __init__(self) -> None:
-        self._last: EngineReading | None = None
-        self._most_running: float | None = None
-        self._calm_running: float | None = None
-        self._capacity: float | None = None
-        self._known_seconds = 0.0
-        self._kv_known = False
+    def __init__(self, model_name: str, engine: str) -> None:
+        self._facts = EngineFacts(model_name=model_name, engine=engine)
+        self._seconds = 0.0
         self._was_full = False
         self._finished, self._preemptions, self._queries, self._hits = Rise(), Rise(), Rise(), Rise()
         self._usual = Histogram()
@@ -133,66 +139,59 @@ class EngineHistory:
 
     def has_other_settings(self, reading: EngineReading) -> bool:
         """Return whether the KV cache has changed its size."""
-        before, now = self._capacity, reading.kv_capacity_tokens
+        before, now = self._facts.capacity_tokens, reading.kv_capacity_tokens
         return before is not None and now is not None and abs(now - before) > CHANGED_RATIO * before
 
     def step(self, reading: EngineReading, seconds: float, stranded: float | None) -> None:
         """Add a sample, `seconds` after the last; `stranded` is the share that an idle engine's cache holds."""
-        self._last = reading
-        self._known_seconds += seconds
-        self._capacity = self._capacity if reading.kv_capacity_tokens is None else reading.kv_capacity_tokens
-        finished, preempted = (
-            self._finished.step(reading.finished_total),
-            self._preemptions.step(reading.preemptions_total),
-        )
+        self._seconds += seconds
+        finished = self._finished.step(reading.finished_total)
+        preempted = self._preemptions.step(reading.preemptions_total)
         self._queries.step(reading.prefix_queries_total)
         self._hits.step(reading.prefix_hits_total)
         self._waiting.step(seconds, reading)
         self._idle.step(reading.started_at_seconds, stranded)
-        if reading.running is not None:
-            self._most_running = max(self._most_running or 0.0, reading.running)
+        capacity, facts = reading.kv_capacity_tokens, self._facts
+        self._facts = replace(
+            facts,
+            capacity_tokens=facts.capacity_tokens if capacity is None else capacity,
+            kv_known=facts.kv_known or reading.kv_used_ratio is not None,
+            most_running=_find_higher(facts.most_running, reading.running),
+        )
         if reading.kv_used_ratio is None:
             return
-        self._kv_known = True
         full = reading.kv_used_ratio > FULL_RATIO
         if full or self._was_full:
             self._full.step(seconds if full else 0.0, finished, preempted)
         if full:
             self._full.add_reading(reading)
         else:
-            self._add_calm(reading, preempted)
+            self._usual.add(count_tokens_per_request(reading))
+            if reading.running and not preempted:
+                self._facts = replace(self._facts, calm_running=_find_higher(self._facts.calm_running, reading.running))
         self._was_full = full
 
-    def _add_calm(self, reading: EngineReading, preempted: float) -> None:
-        self._usual.add(count_tokens_per_request(reading))
-        if reading.running and not preempted:
-            self._calm_running = max(self._calm_running or 0.0, reading.running)
-
-    def facts(self) -> EngineFacts | None:
-        """Return the facts; None before the first sample."""
-        last = self._last
-        if last is None:
-            return None
-        return EngineFacts(
-            model_name=last.model_name,
-            engine=last.engine,
-            capacity_tokens=self._capacity,
-            kv_known=self._kv_known,
+    def facts(self) -> EngineFacts:
+        """Return the facts."""
+        return replace(
+            self._facts,
             preemptions_known=self._preemptions.total is not None,
-            most_running=self._most_running,
             finished=self._finished.total,
             usual_tokens=self._usual.quantile(0.5),
             high_tokens=self._usual.quantile(0.99),
-            calm_running=self._calm_running,
             full=self._full.facts(),
-            capped=self._waiting.facts(self._most_running),
+            capped=self._waiting.facts(self._facts.most_running),
             prefix=self._prefix(),
             stranded=self._idle.facts(),
         )
 
     def _prefix(self) -> PrefixFacts | None:
-        queries, hits, seconds = self._queries.total, self._hits.total, self._known_seconds
+        queries, hits, seconds = self._queries.total, self._hits.total, self._seconds
         if queries is None or hits is None:
             return None
         blocked = self._waiting.seconds / seconds if seconds else 0.0
         return PrefixFacts(queries=queries, hits=hits, seconds=seconds, blocked_ratio=blocked)
+
+
+def _find_higher(before: float | None, now: float | None) -> float | None:
+    return before if now is None else max(before or 0.0, now)

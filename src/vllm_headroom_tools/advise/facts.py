@@ -219,68 +219,13 @@ PEAK_BYTES: Final = 256 * MIB
 AIM_BYTES: Final = GIB
 """The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
 
-LOST_RATIO: Final = 0.01
-LOST_RISES: Final = 3
-"""The share of the KV cache that no request holds, and its rises (alert HeadroomKvBlocksLeak)."""
-
-HOST_LOW_RATIO: Final = 0.05
-"""Ours: with less than a twentieth of the limit left, one request with a large video can be the last."""
-
-LESS_CACHE_GB: Final = 1.0
-"""Ours: a quarter of the default."""
 
 LASTING_SECONDS: Final = 600.0
 """What lasts for so long is no burst (`for: 10m` of HeadroomGpuMemoryLow and HeadroomKvCacheThrashing)."""
 
-APART_SECONDS: Final = 300.0
-"""Shortages this far apart are two (the five minutes that HeadroomGpuMemoryLow looks back)."""
 
 SOMEBODY_BYTES: Final = 200 * MIB
 """Up to this, memory without a visible process is the driver's (runbook HeadroomGpuMemoryLow)."""
 
 FULL_RATIO: Final = 0.95
 """A KV cache is full above this (alert HeadroomKvCacheThrashing). Full alone queues, and harms nobody."""
-
-HURTING_PREEMPTIONS: Final = 0.1
-"""Preemptions for each finished request: 0.01 is nothing, above this it hurts (runbook HeadroomKvCacheThrashing)."""
-
-LARGER_REQUESTS: Final = 2.0
-"""Ours: requests of twice the usual size fill a cache by their size; smaller ones by their number."""
-
-FEWEST_REQUESTS: Final = 4
-"""Ours: where fewer usual requests fit at once, nothing can be batched: the model is too large."""
-
-WAITING_REQUESTS: Final = 10
-"""Fewer than this waiting is noise (alert HeadroomQueueBacklog)."""
-
-ROOMY_RATIO: Final = 0.7
-"""Ours: with more than three tenths of the KV cache free, requests wait for another reason."""
-
-PAYING_RATIO: Final = 0.3
-"""Below this hit ratio, lookups cost about what they save (alert HeadroomPrefixCacheNotPaying)."""
-
-PREFIX_SECONDS: Final = 6 * 3600.0
-PREFIX_TOKENS_PER_SECOND: Final = 100.0
-"""It takes six hours of at least this traffic to judge a prefix cache; less has little to gain (the same alert)."""
-
-BLOCKED_RATIO: Final = 0.05
-"""Ours: before vLLM 0.27 a waiting request is looked up again in each step (vllm-project/vllm#43736), so the hit ratio
-means nothing where requests wait for more than this share of the time."""
-
-USUAL_SECONDS: Final = 6 * 3600.0
-"""Ours: after this time the highest peaks count as the usual ones; nothing is raised before."""
-
-HIGHEST_UTILIZATION: Final = 0.95
-"""The highest value that vLLM's author calls safe (vllm-project/vllm#1298)."""
-
-SHORTEST_SECONDS: Final = 3600.0
-"""A shorter trace cannot show health: the leak detector takes an hour to be sure."""
-
-STALE_SECONDS: Final = 120.0
-"""A page this old is not the present (alert HeadroomSampleStale)."""
-
-CHANGED_RATIO: Final = 0.01
-"""Ours: a larger change of the KV cache's size means other settings; equal starts differ by less."""
-
-FAILED_STARTS: Final = 2
-"""Ours: a single one may be an operator who stopped it."""

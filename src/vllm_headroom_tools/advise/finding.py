@@ -76,21 +76,9 @@ def drop_none(*changes: Change | None) -> tuple[Change, ...]:
     return tuple(change for change in changes if change is not None)
 
 
-def format_count(value: float) -> str:
-    """Format a count with separators of thousands."""
-    return f"{value:,.0f}"
-
-
 def format_percent(ratio: float) -> str:
     """Format a ratio in percent."""
     return f"{100 * ratio:.3g} %"
-
-
-def format_per_request(preemptions: float, finished: float) -> str:
-    """Format the preemptions per finished request."""
-    if not finished:
-        return f"{format_count(preemptions)} and no request finished"
-    return f"{preemptions / finished:.2g} for each finished request"
 
 
 def name_engine(facts: Facts, engine: EngineFacts) -> str:

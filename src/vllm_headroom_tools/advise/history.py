@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec.structs import replace
 
 from vllm_headroom.derive.life.lives import EngineRuns
 from vllm_headroom.derive.readings import awake, count_running, label_engine, list_named
 from vllm_headroom.derive.verdicts import LOW_BYTES
-from vllm_headroom.model import EnginePage, Failure, Gpu, Leftover, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
+from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.engine_history import EngineHistory
 from vllm_headroom_tools.advise.facts import (
-    APART_SECONDS,
     LASTING_SECONDS,
     PEAK_BYTES,
     SOMEBODY_BYTES,
@@ -27,6 +29,9 @@ from vllm_headroom_tools.advise.facts import (
 )
 from vllm_headroom_tools.advise.settings import OLDEST, EngineArgs, Version, add_page_settings, find_oldest_version
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, Course, LeakReplay
+
+APART_SECONDS: Final = 300.0
+"""Shortages this far apart are two (the five minutes that HeadroomGpuMemoryLow looks back)."""
 
 
 class ExitHistory:
@@ -69,7 +74,6 @@ class ExitHistory:
         self._served = self._start = None
 
     def _grow_start(self, gpus: tuple[Gpu, ...]) -> Start:
-        """Add a reading to the start in progress, or begin one."""
         before = self._start or Start(
             most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=0.0, room_before_bytes=self._idle_room
         )
@@ -105,19 +109,13 @@ class GpuHistory:
     """The history of one GPU; the memory of others does not count as the engine's shortage."""
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
-        self._index, self._uuid = index, uuid
-        self._usable: float | None = None
-        self._least_room: float | None = None
-        self._others: Extent | None = None
-        self._leftovers: tuple[Leftover, ...] = ()
-        self._roomy_running: float | None = None
+        self._facts = GpuFacts(index=index, uuid=uuid, leak=Leak(state=LeakState.UNKNOWN))
         self._held_since = began_seconds
         self._open: _OpenSpell | None = None
-        self._spells: list[Spell] = []
 
     def close_spell(self, now: float, *, ended_engine: bool) -> None:
         """Close a spell at the engine's exit or sleep, after which it takes memory again."""
-        self._close(ended_engine=ended_engine)
+        self._facts, self._open = self._add_spell(ended_engine=ended_engine), None
         self._held_since = now
 
     def step(self, gpu: Gpu, now: float, seconds: float, running: float | None, *, serving: bool) -> None:
@@ -128,50 +126,38 @@ class GpuHistory:
         memory = gpu.reading.memory
         if memory is None:
             return
-        self._usable, self._leftovers = float(memory.usable_bytes), gpu.leftovers
-        room, others = self._usable - memory.used_bytes, measure_others(gpu)
-        self._least_room = max(0.0, room if self._least_room is None else min(room, self._least_room))
-        if others is not None:
-            self._others = (self._others or Extent(others, others, others)).widen(others)
+        usable, others, facts = float(memory.usable_bytes), measure_others(gpu), self._facts
+        room = usable - memory.used_bytes
+        self._facts = replace(
+            facts,
+            usable_bytes=usable,
+            least_room_bytes=max(0.0, room if facts.least_room_bytes is None else min(room, facts.least_room_bytes)),
+            others=facts.others if others is None else (facts.others or Extent(others, others, others)).widen(others),
+            leftovers=gpu.leftovers,
+        )
         if serving:
             self._add_room(room + (others or 0.0), now, seconds, running)
 
     def facts(self, leak: Leak) -> GpuFacts:
         """Return the facts, including an open spell."""
-        closed = None if self._open is None else self._open.build_spell(self._held_since, ended_engine=False)
-        return GpuFacts(
-            index=self._index,
-            uuid=self._uuid,
-            leak=leak,
-            usable_bytes=self._usable,
-            least_room_bytes=self._least_room,
-            others=self._others,
-            spells=(*self._spells, *(() if closed is None else (closed,))),
-            leftovers=self._leftovers,
-            roomy_running=self._roomy_running,
-        )
+        return replace(self._add_spell(ended_engine=False), leak=leak)
 
     def _add_room(self, room: float, now: float, seconds: float, running: float | None) -> None:
         if room >= LOW_BYTES:
             if self._open is not None and now - self._open.last_seconds >= APART_SECONDS:
-                self._close(ended_engine=False)
+                self._facts, self._open = self._add_spell(ended_engine=False), None
             if running and self._open is None:
-                self._roomy_running = max(self._roomy_running or 0.0, running)
+                self._facts = replace(self._facts, roomy_running=max(self._facts.roomy_running or 0.0, running))
             return
-        if self._open is None:
-            self._open = _OpenSpell(now)
+        self._open = self._open or _OpenSpell(now)
         self._open.step(room, now, seconds, running)
 
-    def _close(self, *, ended_engine: bool) -> None:
-        if self._open is not None:
-            spell = self._open.build_spell(self._held_since, ended_engine=ended_engine)
-            self._spells += () if spell is None else (spell,)
-        self._open = None
+    def _add_spell(self, *, ended_engine: bool) -> GpuFacts:
+        spell = self._open and self._open.build_spell(self._held_since, ended_engine=ended_engine)
+        return replace(self._facts, spells=(*self._facts.spells, spell)) if spell else self._facts
 
 
 class _OpenSpell:
-    """A spell that is not over."""
-
     def __init__(self, began_seconds: float) -> None:
         self.last_seconds = began_seconds
         self._began_seconds = began_seconds
@@ -239,7 +225,7 @@ class TraceHistory:
         stranded = {} if snapshot.life is None else dict(snapshot.life.stranded)
         for engine in engines:
             key = label_engine(engine)
-            self._engines.setdefault(key, EngineHistory()).step(engine, seconds, stranded.get(key))
+            self._engines.setdefault(key, EngineHistory(*key)).step(engine, seconds, stranded.get(key))
         self._at_least = max(self._at_least, find_oldest_version(engines))
         self._step_gpus(snapshot, seconds, ended=ended)
         self._step_host(snapshot)
@@ -249,7 +235,6 @@ class TraceHistory:
         begin, end = self._watch.span
         settings = settings if self._page is None else add_page_settings(settings, self._page)
         gpus = ((uuid, course) for _, uuid, course in self._watch.gpus if uuid in self._gpus)
-        engines = (history.facts() for history in self._engines.values())
         return Facts(
             origin=Origin.TRACE,
             settings=replace(settings, at_least=max(self._at_least, settings.at_least)),
@@ -258,7 +243,7 @@ class TraceHistory:
             end_seconds=end,
             since_seconds=self._since,
             gpus=tuple(self._gpus[uuid].facts(_build_leak(course)) for uuid, course in gpus),
-            engines=tuple(facts for facts in engines if facts is not None),
+            engines=tuple(history.facts() for history in self._engines.values()),
             hosts=tuple(
                 HostFacts(process=str(role), leak=_build_leak(course), held_bytes=self._host_bytes.get(role))
                 for role, course in self._watch.host
@@ -275,8 +260,8 @@ class TraceHistory:
         for history in self._gpus.values() if ended or not serving else ():
             history.close_spell(self._now, ended_engine=ended)
         for gpu in snapshot.devices:
-            index, uuid = gpu.reading.index, gpu.reading.uuid
-            history = self._gpus.setdefault(uuid, GpuHistory(index, uuid, self._now))
+            uuid = gpu.reading.uuid
+            history = self._gpus.setdefault(uuid, GpuHistory(gpu.reading.index, uuid, self._now))
             history.step(gpu, self._now, seconds, running, serving=serving)
 
     def _step_host(self, snapshot: Snapshot) -> None:

@@ -35,13 +35,7 @@ OLDEST: Final[Version] = (0, 4, 0)
 NEWEST: Final[Version] = (0, 33, 0)
 """The newest version whose options were checked."""
 
-FIRST_VERSIONS: Final[dict[Flag, Version]] = {
-    Flag.GPU_MEMORY_UTILIZATION: OLDEST,
-    Flag.MAX_NUM_SEQS: OLDEST,
-    Flag.MAX_MODEL_LEN: OLDEST,
-    Flag.MAX_NUM_BATCHED_TOKENS: OLDEST,
-    Flag.ENFORCE_EAGER: OLDEST,
-    Flag.TENSOR_PARALLEL_SIZE: OLDEST,
+FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
     Flag.NO_ENABLE_PREFIX_CACHING: (0, 6, 5),
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
     Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),

@@ -10,59 +10,38 @@ from msgspec.structs import replace
 
 from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.advise.facts import (
-    PREFIX_SECONDS,
-    SHORTEST_SECONDS,
-    STALE_SECONDS,
-    EngineFacts,
-    Facts,
-    Leak,
-    Origin,
-)
+from vllm_headroom_tools.advise.facts import EngineFacts, Facts, Leak, Origin
 from vllm_headroom_tools.advise.finding import Advice, name_engine
-from vllm_headroom_tools.advise.rules.capacity import (
-    find_full_cache,
-    find_poor_prefix_cache,
-    find_too_few_requests,
-    has_enough_lookups,
-    has_few_hits,
-    has_reliable_counts,
-    is_busy,
-)
-from vllm_headroom_tools.advise.rules.leaks import (
-    find_burst,
-    find_chronic_shortage,
-    find_configuration_overshoot,
-    find_gpu_leak,
-    find_host_leak,
-    find_kv_block_leak,
-)
-from vllm_headroom_tools.advise.rules.starts import (
-    find_crash,
-    find_failing_starts,
-    find_host_shortage,
-    find_leftovers,
-    find_other_tenant,
-    find_sudden_ends,
-)
+from vllm_headroom_tools.advise.rules import capacity, leaks, starts
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST, Flag, format_version
 from vllm_headroom_tools.conclusion import Conclusion
 
+SHORTEST_SECONDS: Final = 3600.0
+"""A shorter trace cannot show health: the leak detector takes an hour to be sure."""
+
+STALE_SECONDS: Final = 120.0
+"""A page this old is not the present (alert HeadroomSampleStale)."""
+
 Rule = Callable[[Facts], Advice | None]
 
-LEAKS: Final[tuple[Rule, ...]] = (find_gpu_leak, find_host_leak)
-EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (find_leftovers, find_other_tenant, find_failing_starts, find_kv_block_leak)
+LEAKS: Final[tuple[Rule, ...]] = (leaks.find_gpu_leak, leaks.find_host_leak)
+EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (
+    starts.find_leftovers,
+    starts.find_other_tenant,
+    starts.find_failing_starts,
+    leaks.find_kv_block_leak,
+)
 """Rules that hold with and without a leak; with one, without values of options: the leak distorts them."""
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
-    find_crash,
-    find_host_shortage,
-    find_configuration_overshoot,
-    find_chronic_shortage,
-    find_burst,
-    find_full_cache,
-    find_too_few_requests,
-    find_poor_prefix_cache,
+    starts.find_crash,
+    starts.find_host_shortage,
+    leaks.find_configuration_overshoot,
+    leaks.find_chronic_shortage,
+    leaks.find_burst,
+    capacity.find_full_cache,
+    capacity.find_too_few_requests,
+    capacity.find_poor_prefix_cache,
 )
 """In the order of the answer: what can end the engine before what slows it down."""
 
@@ -84,8 +63,8 @@ class Assessment(Struct, frozen=True, kw_only=True):
 
 def judge(facts: Facts) -> Assessment:
     """Apply every rule; the verdict is good only where nothing important is unknown."""
-    leaks = (*(gpu.leak for gpu in facts.gpus), *(host.leak for host in facts.hosts))
-    growing = any(leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in leaks)
+    all_leaks = (*(gpu.leak for gpu in facts.gpus), *(host.leak for host in facts.hosts))
+    growing = any(leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in all_leaks)
     found = _apply_rules(LEAKS, facts)
     always = _apply_rules(EVEN_WITH_A_LEAK, facts)
     if growing:
@@ -195,8 +174,8 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
         )
     if any(change.difference is not None for change in changes):
         remarks.append(SET_NOW)
-    endings = find_sudden_ends(facts)
-    if endings and find_crash(facts) is None:
+    endings = starts.find_sudden_ends(facts)
+    if endings and starts.find_crash(facts) is None:
         left = "" if endings[0].room_bytes is None else ", with memory left"
         remarks.append(f"The engine exited at {format_instant(endings[0].seconds)} while requests ran{left}: {EXITED}")
     if not facts.hosts:
@@ -214,14 +193,14 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
 def _explain_prefix_cache(facts: Facts, engine: EngineFacts) -> str | None:
     """Return why a prefix cache that seems to hit rarely is not judged; None where it is, or has little to gain."""
     prefix = engine.prefix
-    if prefix is None or not has_few_hits(prefix) or not is_busy(prefix):
+    if prefix is None or not capacity.has_few_hits(prefix) or not capacity.is_busy(prefix):
         return None
-    if not has_enough_lookups(prefix):
+    if not capacity.has_enough_lookups(prefix):
         return (
             f"Too little was looked up in the prefix cache to judge it:"
-            f" {format_duration(PREFIX_SECONDS)} of traffic do."
+            f" {format_duration(capacity.PREFIX_SECONDS)} of traffic do."
         )
-    if not has_reliable_counts(facts, prefix):
+    if not capacity.has_reliable_counts(facts, prefix):
         return (
             "The prefix cache's low hit ratio is not reliable: before vLLM 0.27 waiting requests are counted again in"
             " each step."

@@ -65,7 +65,8 @@ def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence
     rows += [(MARKS[each.verdict], each.limit, each.of, *each.words) for each in judgements]
     rows = rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_format_row(row, widths) for row in rows]
+    widths[0] = len(INDENT) - 2
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     shown = [lines[0]]
     for judgement, line in zip(judgements, lines[1:], strict=True):
         shown += [line, *wrap_text(INDENT, judgement.why)]
@@ -73,15 +74,10 @@ def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence
     return [*heads, "", *shown, "", sum_up(judgements)]
 
 
-def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
-    widths = (len(INDENT) - 2, *widths[1:])
-    return "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
 def _describe_trace(record: TraceRecord) -> str:
     done = record.finished.total
     requests = "requests unknown" if done is None else f"{done:,.0f} requests finished"
-    return f"{record.samples:,} samples over {format_duration(record.span_seconds)}, {requests}"
+    return f"{record.replay.samples:,} samples over {format_duration(record.span_seconds)}, {requests}"
 
 
 def build_document(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> dict[str, Any]:
@@ -98,10 +94,10 @@ def build_document(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequen
 def _build_summary(name: str, record: TraceRecord) -> dict[str, Any]:
     return {
         "file": name,
-        "samples": record.samples,
+        "samples": record.replay.samples,
         "span_seconds": record.span_seconds,
         "requests_finished": record.finished.total,
-        "engine_restarts": record.restarts,
+        "engine_restarts": record.replay.runs.restarts,
     }
 
 
@@ -129,9 +125,7 @@ ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "erro
 
 def build_junit(judgements: Sequence[Judgement]) -> str:
     """Build a JUnit suite with a test for each judgement."""
-    return _build_suite(
-        [_build_case(each.name, ELEMENTS.get(each.verdict), format_message(each), each.why) for each in judgements]
-    )
+    return _build_suite([_build_case(x.name, ELEMENTS.get(x.verdict), format_message(x), x.why) for x in judgements])
 
 
 def build_error_junit(why: str) -> str:
@@ -237,22 +231,17 @@ def judge(limits: Mapping[str, float], record: TraceRecord, before: TraceRecord 
         yield from tuple(judged(record, before, most)) or (nothing,)
 
 
-NO_LIMIT: Final = "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
-NO_BASELINE: Final = "--max-growth-over-baseline needs a --baseline"
-TWICE_STDIN: Final = "--trace and --baseline cannot both be standard input"
-ONE_OUTPUT: Final = "--json and --format cannot both be given"
-ONE_REPORT: Final = "--gpu-memory-utilization and --reported-bytes cannot both be given"
-
-
 def read_limits(given: Namespace) -> dict[str, float]:
     """Return the limits that were given, by option; raises BadOptions where options conflict."""
     limits = {option: most for option in JUDGES if (most := getattr(given, option)) is not None}
     problems = {
-        NO_LIMIT: not limits,
-        NO_BASELINE: "max_growth_over_baseline" in limits and given.baseline is None,
-        TWICE_STDIN: given.trace == given.baseline == "-",
-        ONE_OUTPUT: given.json and given.format is not None,
-        ONE_REPORT: given.gpu_memory_utilization is not None and given.reported_bytes is not None,
+        "needs a limit, such as --max-leak-per-thousand-requests 1MiB": not limits,
+        "--max-growth-over-baseline needs a --baseline": "max_growth_over_baseline" in limits
+        and given.baseline is None,
+        "--trace and --baseline cannot both be standard input": given.trace == given.baseline == "-",
+        "--json and --format cannot both be given": given.json and given.format is not None,
+        "--gpu-memory-utilization and --reported-bytes cannot both be given": given.gpu_memory_utilization is not None
+        and given.reported_bytes is not None,
     }
     if any(problems.values()):
         raise BadOptions(*(problem for problem, is_there in problems.items() if is_there))
@@ -267,17 +256,13 @@ def add_options(parser: Parser) -> None:
     limits = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
     for name, (_, _, word, kind, text) in JUDGES.items():
         limits(f"--{name.replace('_', '-')}", metavar=word, type=kind, help=text)
-    _add_report(parser)
+    budget = parser.add_argument_group("the engine's budget on each GPU, for --max-discrepancy").add_argument
+    budget("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
+    budget("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
     output = parser.add_argument_group("output").add_argument
     output("--junit", metavar="FILE", type=FILE, help="write JUnit XML, which GitLab and Jenkins show")
     formats = choice(("text", "github"))
     output("--format", metavar="NAME", type=formats, help="text, or github with annotations for a workflow's run")
-
-
-def _add_report(parser: Parser) -> None:
-    add = parser.add_argument_group("the engine's budget on each GPU, for --max-discrepancy").add_argument
-    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
-    add("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
 
 
 class CheckResult(Struct, frozen=True, kw_only=True):

@@ -70,7 +70,6 @@ def _judge_alarm(draft: Judgement, found: Moment, most: float) -> Judgement:
 
 
 def _compute_interval(found: Moment) -> tuple[float, float] | None:
-    """Return the 95 % interval of the leak per thousand requests."""
     rate, low, high = found.bytes_per_second, found.bytes_per_second_lower, found.bytes_per_second_upper
     value = _compute_per_thousand(found)
     if value is None or rate is None or rate <= 0 or low is None or high is None:
@@ -151,7 +150,6 @@ def _find_floor(readings: Sequence[DetectorInput]) -> int | None:
 
 
 def _can_see(readings: Sequence[DetectorInput], bytes_per_request: float) -> bool:
-    """Return whether a leak would have raised an alarm, or an early warning that lasts."""
     track = Track(clock=readings[0][0].seconds)
     for seen, done in readings:
         track = observe(track, _add_leak(seen, ceil(done * bytes_per_request / STEP_BYTES) * STEP_BYTES))

@@ -204,11 +204,11 @@ def judge_restarts(record: TraceRecord, before: TraceRecord | None, most: float)
     missing = find_shortfall(record) or find_gap(record, record.engine, "the engine")
     yield Judgement(
         limit=RESTARTS,
-        verdict=compare(record.restarts, most, missing),
+        verdict=compare(record.replay.runs.restarts, most, missing),
         unit=Unit.COUNT,
-        value=float(record.restarts),
+        value=float(record.replay.runs.restarts),
         most=most,
-        baseline=None if before is None else float(before.restarts),
+        baseline=None if before is None else float(before.replay.runs.restarts),
         why=missing or "",
     )
 
@@ -244,7 +244,6 @@ def judge_growths(record: TraceRecord, before: TraceRecord | None, ratio: float)
 
 
 def _find_difference(record: TraceRecord, before: TraceRecord) -> str | None:
-    """Return why the two traces cannot be compared at all."""
     if record.models != before.models:
         return f"the baseline is of another model: {_list_models(before)} there, {_list_models(record)} here"
     if len(record.gpus) != len(before.gpus):
@@ -259,7 +258,6 @@ def _list_models(record: TraceRecord) -> str:
 def _find_doubt(
     record: TraceRecord, series: MemorySeries | None, before: TraceRecord, past: MemorySeries | None
 ) -> str | None:
-    """Return why this series of the two traces cannot be compared."""
     if series is None:
         return "only the baseline has it"
     if past is None:

@@ -171,29 +171,19 @@ class TraceRecord:
         self._budget = budget
         self._keeps_gpus, self._keeps_host = keeps_gpus, keeps_host
         self._gpus: dict[str, MemorySeries] = {}
-        self._replay = LeakReplay()
+        self.replay = LeakReplay()
         self._restarts = 0
-
-    @property
-    def restarts(self) -> int:
-        """The restarts of the engine."""
-        return self._replay.runs.restarts
-
-    @property
-    def samples(self) -> int:
-        """The number of samples."""
-        return self._replay.samples
 
     @property
     def span_seconds(self) -> float:
         """From the first sample to the last, or the time watched where the clock was set back."""
-        begin, end = self._replay.span
+        begin, end = self.replay.span
         return max(end - begin, self.watched.seconds)
 
     @property
     def gpus(self) -> tuple[MemorySeries, ...]:
         """The GPUs, by index."""
-        return tuple(self._gpus[uuid] for _, uuid, _ in self._replay.gpus if uuid in self._gpus)
+        return tuple(self._gpus[uuid] for _, uuid, _ in self.replay.gpus if uuid in self._gpus)
 
     @property
     def has_budget(self) -> bool:
@@ -203,7 +193,7 @@ class TraceRecord:
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample."""
         now = snapshot.time_seconds
-        served = keep_service(self._replay.step(snapshot))
+        served = keep_service(self.replay.step(snapshot))
         given: dict[str, Observation] = {gpu.reading.uuid: seen for gpu, seen in observe_gpus(served, served.devices)}
         given.update(observe_host(served))
         self.watched.step(now)
@@ -216,21 +206,21 @@ class TraceRecord:
         for uuid, excess in find_excesses(snapshot, self._budget):
             self._gpus[uuid].add_excess(excess)
         for role, seen in observe_host(snapshot):
-            new = MemorySeries(role, role, self._replay.course(role), keeps=self._keeps_host)
-            self.host.setdefault(role, new).step(seen, given.get(role), self._replay.requests(role), running)
+            new = MemorySeries(role, role, self.replay.course(role), keeps=self._keeps_host)
+            self.host.setdefault(role, new).step(seen, given.get(role), self.replay.requests(role), running)
 
     def _add_gpu(self, gpu: Gpu, seen: Observation, given: Observation | None, running: float | None) -> None:
         reading, uuid = gpu.reading, gpu.reading.uuid
-        new = MemorySeries(uuid, reading.called, self._replay.course(uuid), keeps=self._keeps_gpus)
+        new = MemorySeries(uuid, reading.called, self.replay.course(uuid), keeps=self._keeps_gpus)
         series = self._gpus.setdefault(uuid, new)
         series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
-        series.step(seen, given, self._replay.requests(uuid), running)
+        series.step(seen, given, self.replay.requests(uuid), running)
         for part, part_bytes in () if running is None or gpu.inside is None else gpu.inside.parts:
             series.parts.step(part, part_bytes)
 
     def _add_page(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)
-        restarted, self._restarts = self.restarts != self._restarts, self.restarts
+        restarted, self._restarts = self.replay.runs.restarts != self._restarts, self.replay.runs.restarts
         self.finished.step(count_finished(page), restarted=restarted)
         self.preemptions.step(sum_known(engine.preemptions_total for engine in list_named(page)), restarted=restarted)
         for engine in list_named(page):
@@ -266,7 +256,7 @@ def find_doubt(record: TraceRecord, coverage: Coverage | None, what: str) -> str
 
 def find_shortfall(record: TraceRecord) -> str | None:
     """Return why the trace is too short; None where it is long enough."""
-    if not record.samples:
+    if not record.replay.samples:
         return "the trace has no samples"
     watched, done = record.watched.seconds, record.finished.total
     if watched < LEAST_SECONDS:

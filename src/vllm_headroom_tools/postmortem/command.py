@@ -13,23 +13,11 @@ from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.parse import BadInput, read_trace
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.history import Curves
+from vllm_headroom_tools.postmortem import rules
 from vllm_headroom_tools.postmortem.facts import Circumstances, find_trace, read_header
 from vllm_headroom_tools.postmortem.follow import Follower
 from vllm_headroom_tools.postmortem.report import Postmortem, Timeline, build_document, render_text
-from vllm_headroom_tools.postmortem.rules import (
-    Diagnosis,
-    EndCause,
-    Sureness,
-    diagnose_burst,
-    diagnose_crash,
-    diagnose_hang,
-    diagnose_idle_end,
-    diagnose_kill,
-    diagnose_leak,
-    diagnose_neighbour,
-    diagnose_start,
-    diagnose_stop,
-)
+from vllm_headroom_tools.postmortem.rules import Diagnosis, EndCause, Sureness
 from vllm_headroom_tools.progress import track_lines
 
 DESCRIPTION: Final = """\
@@ -51,15 +39,15 @@ Example:
 """
 
 RULES: Final[tuple[Callable[[Circumstances], Diagnosis | None], ...]] = (
-    diagnose_kill,
-    diagnose_start,
-    diagnose_neighbour,
-    diagnose_leak,
-    diagnose_burst,
-    diagnose_hang,
-    diagnose_stop,
-    diagnose_idle_end,
-    diagnose_crash,
+    rules.diagnose_kill,
+    rules.diagnose_start,
+    rules.diagnose_neighbour,
+    rules.diagnose_leak,
+    rules.diagnose_burst,
+    rules.diagnose_hang,
+    rules.diagnose_stop,
+    rules.diagnose_idle_end,
+    rules.diagnose_crash,
 )
 """Of equally sure findings, the first counts."""
 

@@ -201,7 +201,6 @@ def read_used(header: Header) -> dict[str, list[tuple[float, int]]]:
 
 
 def _is_look(value: object) -> bool:
-    """Return whether a value is a time with a number of bytes."""
     if not isinstance(value, list) or not all(type(each) in {int, float} for each in value):
         return False
     return len(value) == 2 and 0 <= value[0] < YEAR_10000 and 0 <= value[1] <= LARGEST  # noqa: PLR2004 - as said

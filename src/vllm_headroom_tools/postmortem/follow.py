@@ -181,14 +181,12 @@ class Follower:
         return snapshot
 
     def _steady_clock(self, snapshot: Snapshot) -> Snapshot:
-        """Shift the time where the clock was set back."""
         now, before = snapshot.time_seconds, self._last
         self._shift += before - now + STEP_SECONDS if now < before else 0.0
         self._last = now
         return replace(snapshot, monotonic_seconds=now + self._shift)
 
     def _find_event(self, snapshot: Snapshot) -> tuple[IncidentKind | None, ExitReason | None]:
-        """Return the event of this sample and its reason, as far as they are known."""
         life = snapshot.life
         reason = None if life is None else life.ended
         stalled = life is not None and life.state is EngineState.STALLED is not self._state
@@ -202,7 +200,6 @@ class Follower:
         return (IncidentKind.ENDED if reason else IncidentKind.STALLED if stalled else None), reason
 
     def _forget(self) -> None:
-        """Start over with another run of the engine."""
         self._began: float | None = None
         self._began_seconds: float | None = None
         self._is_young = False

@@ -253,8 +253,9 @@ def _build_body(report: Postmortem) -> Iterator[str]:
     yield "</ul>"
     yield from _draw_figures(report)
     for title, lines in list_sections(report, MOST_SHOWN):
-        items = (f"<b>{escape_text(head)}</b> {escape_text(body)}" for head, body in lines)
-        yield _build_list(title, [_LINK.sub(r'<a href="\g<0>">\g<0></a>', item) for item in items])
+        items = "".join(f"<li><b>{escape_text(head)}</b> {escape_text(body)}</li>" for head, body in lines)
+        links = _LINK.sub(r'<a href="\g<0>">\g<0></a>', items)
+        yield f"<h2>{escape_text(title)}</h2><ul>{links}</ul>" if items else ""
 
 
 def _draw_figures(report: Postmortem) -> Iterator[str]:
@@ -290,8 +291,3 @@ def _draw_figure(title: str, points: list[Point], at: float | None, *, sized: bo
         f"<div"
         f" class=axis><span>{format_instant(frame.begin)}</span><span>{format_instant(frame.end)}</span></div></figure>"
     )
-
-
-def _build_list(title: str, items: list[str]) -> str:
-    lines = "".join(f"<li>{each}</li>" for each in items)
-    return f"<h2>{escape_text(title)}</h2><ul>{lines}</ul>" if items else ""

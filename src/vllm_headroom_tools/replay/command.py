@@ -18,7 +18,7 @@ from vllm_headroom.trace.entries import build_host_entry, name_by_index
 from vllm_headroom.trace.parse import parse_snapshot, read_trace
 from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom_tools.cli import Command, save
-from vllm_headroom_tools.history import Course, Curves, Interval, LeakReplay, Moment
+from vllm_headroom_tools.history import Course, Curves, Interval, LeakReplay, Moment, describe_span
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
 from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME
@@ -36,10 +36,7 @@ def format_verdict(watch: LeakReplay) -> Iterator[str]:
         yield "The trace has no samples."
         return
     begin, end = watch.span
-    yield (
-        f"{watch.samples} samples over {format_duration(end - begin)}, {format_instant(begin)} to"
-        f" {format_instant(end)}."
-    )
+    yield f"{describe_span(watch.samples, begin, end)}."
     for index, uuid, course in watch.gpus:
         name = f"GPU {index}" if uuid == name_by_index(index) else f"GPU {index} ({uuid})"
         yield from _format_series(name, course, begin, end)
@@ -53,7 +50,6 @@ def format_verdict(watch: LeakReplay) -> Iterator[str]:
 
 
 def _describe_host(memory: HostMemory) -> Iterator[str]:
-    """Yield the peak of the host memory and its out-of-memory kills."""
     if memory.used_bytes is not None:
         of = "" if memory.limit_bytes is None else f" of {format_size(memory.limit_bytes)}"
         yield f"Host memory: at most {format_size(memory.used_bytes)}{of} in use."
@@ -62,7 +58,6 @@ def _describe_host(memory: HostMemory) -> Iterator[str]:
 
 
 def _describe_sleeps(watch: LeakReplay) -> Iterator[str]:
-    """Yield the memory kept in each sleep, and the KV cache that no request held."""
     for gpu, sleeps in watch.residues.items():
         kept = tuple(sleeps.values())
         grown = "" if len(kept) == 1 else f" in the first sleep, {format_size(kept[-1])} in the last of {len(kept)}"
@@ -247,7 +242,6 @@ def _run(given: Namespace) -> ReplayResult:
 
 
 def _read_snapshots(given: Namespace) -> Iterator[Snapshot]:
-    """Yield the snapshots; raises BadInput."""
     if given.from_prometheus is not None:
         from vllm_headroom_tools.replay.prometheus.records import read_records  # noqa: PLC0415 - a trace needs no HTTP client
 

@@ -146,7 +146,6 @@ def _draw_chart(
     pick: Pick = min,
     floor: float = 0.0,
 ) -> Iterator[str]:
-    """Yield the lines of one chart; none without values."""
     values = [value for _, value in points if value is not None]
     if not values:
         return

@@ -9,17 +9,8 @@ from typing import Final
 from vllm_headroom.units import MIB, format_duration, format_size
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
-    BLOCKED_RATIO,
-    FEWEST_REQUESTS,
     FULL_RATIO,
-    HIGHEST_UTILIZATION,
-    HURTING_PREEMPTIONS,
-    LARGER_REQUESTS,
     LASTING_SECONDS,
-    PAYING_RATIO,
-    PREFIX_SECONDS,
-    PREFIX_TOKENS_PER_SECOND,
-    USUAL_SECONDS,
     CappedFacts,
     EngineFacts,
     Facts,
@@ -34,13 +25,37 @@ from vllm_headroom_tools.advise.finding import (
     Change,
     Evidence,
     drop_none,
-    format_count,
-    format_per_request,
     format_percent,
     lower_option,
     name_engine,
 )
 from vllm_headroom_tools.advise.settings import COUNTS_PREFIXES_ONCE, Flag
+
+HURTING_PREEMPTIONS: Final = 0.1
+"""Preemptions for each finished request: 0.01 is nothing, above this it hurts (runbook HeadroomKvCacheThrashing)."""
+
+LARGER_REQUESTS: Final = 2.0
+"""Ours: requests of twice the usual size fill a cache by their size; smaller ones by their number."""
+
+FEWEST_REQUESTS: Final = 4
+"""Ours: where fewer usual requests fit at once, nothing can be batched: the model is too large."""
+
+PAYING_RATIO: Final = 0.3
+"""Below this hit ratio, lookups cost about what they save (alert HeadroomPrefixCacheNotPaying)."""
+
+PREFIX_SECONDS: Final = 6 * 3600.0
+PREFIX_TOKENS_PER_SECOND: Final = 100.0
+"""It takes six hours of at least this traffic to judge a prefix cache; less has little to gain (the same alert)."""
+
+BLOCKED_RATIO: Final = 0.05
+"""Ours: before vLLM 0.27 a waiting request is looked up again in each step (vllm-project/vllm#43736), so the hit ratio
+means nothing where requests wait for more than this share of the time."""
+
+USUAL_SECONDS: Final = 6 * 3600.0
+"""Ours: after this time the highest peaks count as the usual ones; nothing is raised before."""
+
+HIGHEST_UTILIZATION: Final = 0.95
+"""The highest value that vLLM's author calls safe (vllm-project/vllm#1298)."""
 
 _EXACT: Final = 1e-9
 """Tolerance for binary fractions such as 0.92 * 100."""
@@ -157,17 +172,13 @@ def find_full_cache(facts: Facts) -> Advice | None:
         summary = f"The model leaves too little of the GPU for the KV cache of {name}."
         remark = "vllm-headroom plan computes what fits with other weights, another KV cache type or more GPUs."
     elif _has_larger_requests(engine, full):
-        cause, changes = (
-            Cause.KV_CACHE_BLOW_OUT,
-            drop_none(take_more(facts), _shorten_requests(facts, engine, full), REPLICA),
-        )
+        cause = Cause.KV_CACHE_BLOW_OUT
+        changes = drop_none(take_more(facts), _shorten_requests(facts, engine, full), REPLICA)
         summary = f"Requests that are longer than usual fill the KV cache of {name}, and it preempts."
     else:
         now = " now" if facts.origin is Origin.PAGE else ""
-        cause, changes = (
-            Cause.CONCURRENCY_MISJUDGED,
-            drop_none(_run_fewer(facts, engine, full), take_more(facts), REPLICA),
-        )
+        cause = Cause.CONCURRENCY_MISJUDGED
+        changes = drop_none(_run_fewer(facts, engine, full), take_more(facts), REPLICA)
         summary = f"More requests run at once than the KV cache of {name} holds{now}, and it preempts."
     evidence = tuple(_list_cache_evidence(engine, full))
     return Advice(cause=cause, summary=summary, evidence=evidence, changes=changes, remark=remark)
@@ -203,13 +214,11 @@ def _is_hurt(full: FullFacts) -> bool:
 
 
 def _has_larger_requests(engine: EngineFacts, full: FullFacts) -> bool:
-    """Return whether a request holds LARGER_REQUESTS times its usual tokens."""
     usual = engine.usual_tokens
     return full.tokens is not None and usual is not None and full.tokens >= LARGER_REQUESTS * usual
 
 
 def _is_too_small(engine: EngineFacts, full: FullFacts) -> bool:
-    """Return whether fewer than FEWEST_REQUESTS of the usual size fit at once."""
     usual = engine.usual_tokens if engine.usual_tokens is not None else full.tokens
     return bool(engine.capacity_tokens and usual) and (engine.capacity_tokens or 0) < FEWEST_REQUESTS * (usual or 0)
 
@@ -225,8 +234,7 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, full: FullFacts) -> Cha
         facts,
         Flag.MAX_MODEL_LEN,
         value,
-        text=f"99 % of the time running requests held {format_count(engine.high_tokens)} tokens"
-        f" each or fewer, on average",
+        text=f"99 % of the time running requests held {engine.high_tokens:,.0f} tokens each or fewer, on average",
         cost="longer requests are refused, and single ones may be longer than the average of those that run together:"
         " look at vllm:request_prompt_tokens first; a restart",
     )
@@ -240,9 +248,7 @@ def _run_fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | N
         facts,
         Flag.MAX_NUM_SEQS,
         floor(engine.calm_running) if calm and engine.calm_running is not None else value,
-        text="the most that ran without preemption"
-        if calm
-        else f"{format_percent(KEPT_RATIO)} of what fills the cache",
+        text="the most that ran without preemption" if calm else f"{100 * KEPT_RATIO:.3g} % of what fills the cache",
         cost="the rest waits in the queue, where no work is lost; a restart",
     )
 
@@ -250,17 +256,19 @@ def _run_fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | N
 def _list_cache_evidence(engine: EngineFacts, full: FullFacts) -> Iterator[Evidence]:
     lasted = "now" if full.seconds is None else f"for {format_duration(full.seconds)}"
     yield Evidence("full_seconds", full.seconds or 0.0, f"more than {format_percent(FULL_RATIO)} in use {lasted}")
-    often = format_per_request(full.preemptions, full.finished)
+    often = f"{full.preemptions:,.0f} and no request finished"
+    if full.finished:
+        often = f"{full.preemptions / full.finished:.2g} for each finished request"
     when = " since the engine's start" if full.seconds is None else " meanwhile"
     yield Evidence("preemptions", full.preemptions, f"preemptions{when}: {often}")
-    yield Evidence("running", full.running, f"{format_count(full.running)} requests running then")
+    yield Evidence("running", full.running, f"{full.running:,.0f} requests running then")
     if full.tokens is not None:
-        usual = "" if engine.usual_tokens is None else f", {format_count(engine.usual_tokens)} usually"
-        text = f"{format_count(full.tokens)} tokens of the cache for each{usual}"
+        usual = "" if engine.usual_tokens is None else f", {engine.usual_tokens:,.0f} usually"
+        text = f"{full.tokens:,.0f} tokens of the cache for each{usual}"
         yield Evidence("tokens_per_request", full.tokens, text)
     if engine.capacity_tokens is not None:
         in_bytes = "" if engine.capacity_bytes is None else f", {format_size(engine.capacity_bytes)}"
-        text = f"the cache holds {format_count(engine.capacity_tokens)} tokens{in_bytes}"
+        text = f"the cache holds {engine.capacity_tokens:,.0f} tokens{in_bytes}"
         yield Evidence("capacity_tokens", engine.capacity_tokens, text)
 
 
@@ -309,7 +317,7 @@ def _run_more(facts: Facts, capped: CappedFacts) -> Change | None:
 def _list_cap_evidence(capped: CappedFacts) -> Iterator[Evidence]:
     text = f"requests waited for {format_duration(capped.seconds)} with room in the KV cache"
     yield Evidence("waiting_seconds", capped.seconds, text)
-    text = f"never more than {format_count(capped.running)} ran: probably the value of --max-num-seqs"
+    text = f"never more than {capped.running:,.0f} ran: probably the value of --max-num-seqs"
     yield Evidence("running", capped.running, text)
     used = capped.kv_used_ratio
     yield Evidence("kv_used_ratio", used, f"{format_percent(used)} of the KV cache in use meanwhile")
@@ -322,12 +330,7 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
     """
     for engine in facts.engines:
         prefix = engine.prefix
-        if (
-            prefix is not None
-            and has_few_hits(prefix)
-            and has_enough_lookups(prefix)
-            and has_reliable_counts(facts, prefix)
-        ):
+        if prefix and has_few_hits(prefix) and has_enough_lookups(prefix) and has_reliable_counts(facts, prefix):
             return _advise_on_prefixes(facts, engine, prefix)
     return None
 
@@ -382,4 +385,4 @@ def _list_prefix_evidence(prefix: PrefixFacts) -> Iterator[Evidence]:
     if prefix.recent_ratio is not None:
         of_late = f"{prefix.recent_ratio:.2f} in the last five minutes"
         yield Evidence("recent_hit_ratio", prefix.recent_ratio, of_late)
-    yield Evidence("queries", prefix.queries, f"{format_count(prefix.queries)} tokens looked up")
+    yield Evidence("queries", prefix.queries, f"{prefix.queries:,.0f} tokens looked up")

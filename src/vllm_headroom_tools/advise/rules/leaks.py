@@ -12,8 +12,6 @@ from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
-    LOST_RATIO,
-    LOST_RISES,
     EngineFacts,
     Facts,
     GpuFacts,
@@ -28,7 +26,6 @@ from vllm_headroom_tools.advise.finding import (
     Change,
     Evidence,
     drop_none,
-    format_count,
     format_percent,
     lower_option,
     name_engine,
@@ -36,6 +33,10 @@ from vllm_headroom_tools.advise.finding import (
 from vllm_headroom_tools.advise.rules.capacity import take_less
 from vllm_headroom_tools.advise.settings import Flag
 from vllm_headroom_tools.history import Moment
+
+LOST_RATIO: Final = 0.01
+LOST_RISES: Final = 3
+"""The share of the KV cache that no request holds, and its rises (alert HeadroomKvBlocksLeak)."""
 
 NO_FLAG: Final = "No option fixes a leak: a smaller share for vLLM only delays the next restart."
 RESTART: Final = "a restart: drain the engine first, while another replica serves"
@@ -117,9 +118,9 @@ def find_host_leak(facts: Facts) -> Advice | None:
     known = [cure for role, first, last, cure in KNOWN if role == name and version and first <= version <= last]
     soon = _find_time_left(alarm)
     when = (
-        f"within {format_duration(soon)}, the lower bound of the time to a kill by the kernel"
-        if soon is not None
-        else LIMIT
+        LIMIT
+        if soon is None
+        else f"within {format_duration(soon)}, the lower bound of the time to a kill by the kernel"
     )
     return Advice(
         cause=Cause.HOST_LEAK,
@@ -132,7 +133,6 @@ def find_host_leak(facts: Facts) -> Advice | None:
 
 
 def _find_time_left(alarm: Moment) -> float | None:
-    """Return the earliest time to out of memory that is known."""
     lower = alarm.time_to_oom_seconds_lower
     return alarm.time_to_oom_seconds if lower is None else lower
 
@@ -287,8 +287,8 @@ def _list_shortage_evidence(facts: Facts, found: list[ShortageFound]) -> Iterato
     if ended:
         yield Evidence("engine_ended", ended, f"the engine released its memory after {ended} of them")
     if spell.running is not None:
-        ran = f"{format_count(spell.running)} requests ran then"
-        roomy = "" if gpu.roomy_running is None else f", at most {format_count(gpu.roomy_running)} while more was left"
+        ran = f"{spell.running:,.0f} requests ran then"
+        roomy = "" if gpu.roomy_running is None else f", at most {gpu.roomy_running:,.0f} while more was left"
         yield Evidence("running", spell.running, ran + roomy)
     if facts.settings.gpu_memory_utilization is not None:
         now = facts.settings.gpu_memory_utilization

@@ -15,10 +15,6 @@ from vllm_headroom.model import HostMemory
 from vllm_headroom.units import format_instant, format_size
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
-    FAILED_STARTS,
-    HIGHEST_UTILIZATION,
-    HOST_LOW_RATIO,
-    LESS_CACHE_GB,
     Ending,
     Extent,
     Facts,
@@ -26,9 +22,18 @@ from vllm_headroom_tools.advise.facts import (
     Origin,
     Start,
 )
-from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, format_count, lower_option
-from vllm_headroom_tools.advise.rules.capacity import has_run_short, split_model, take_less
+from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, lower_option
+from vllm_headroom_tools.advise.rules.capacity import HIGHEST_UTILIZATION, has_run_short, split_model, take_less
 from vllm_headroom_tools.advise.settings import Flag
+
+HOST_LOW_RATIO: Final = 0.05
+"""Ours: with less than a twentieth of the limit left, one request with a large video can be the last."""
+
+LESS_CACHE_GB: Final = 1.0
+"""Ours: a quarter of the default."""
+
+FAILED_STARTS: Final = 2
+"""Ours: a single one may be an operator who stopped it."""
 
 LOADED_RATIO: Final = 0.5
 """Ours: an engine that held half of the GPU had loaded its model."""
@@ -197,7 +202,7 @@ def _list_crash_evidence(found: tuple[Ending, ...]) -> Iterator[Evidence]:
     times = "once," if len(found) == 1 else f"{len(found)} times, the last"
     yield Evidence("crashes", len(found), f"it exited {times} at {format_instant(last.seconds)}")
     if last.running is not None:
-        yield Evidence("running", last.running, f"{format_count(last.running)} requests ran just before")
+        yield Evidence("running", last.running, f"{last.running:,.0f} requests ran just before")
     if last.room_bytes is not None:
         left = f"{format_size(last.room_bytes)} were left then"
         yield Evidence("room_bytes", last.room_bytes, left)

@@ -260,7 +260,6 @@ def _sample_own_engines(values: Iterable[Value]) -> Side:
 
 
 def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
-    """Read the series as the daemon reads the engine's page."""
     page = build_page(profile, [Sample(series.name, dict(series.labels), value) for series, value in values])
     return [] if isinstance(page, Failure) else [build_engine_entry(engine) for engine in page.engines]
 

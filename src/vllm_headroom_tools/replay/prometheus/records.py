@@ -69,7 +69,6 @@ def find_sources(
 def _find_present(
     api: PrometheusApi, look: TimeSpan, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
 ) -> frozenset[str]:
-    """Return the lead names that have a series."""
     selected = build_selector([name for kind in kinds for name in kind.lead], matchers)
     expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
     return frozenset(series.name for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page))
