@@ -10,10 +10,13 @@ IMAGE_FOLDER ?= .image
 BROWSER_FOLDER ?= .browser
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
 SCORE ?=
-# Two processes, each with whole files, the slow ones first: what a file has started is started once.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Processes that each take whole files: what a file has started is started once. Three, since end-to-end tests wait.
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test check ruff mypy imports bench bench-leak engine-test gpu-test image-test browser-test clean
+# What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
+SINCE ?= main
+ROOMS ?=
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test gpu-test image-test browser-test clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -30,6 +33,12 @@ test: $(VENV)/.test
 check: $(VENV)/.test
 	$(MAKE) --jobs=2 ruff mypy imports
 	$(PYTEST) --hypothesis-profile=ci
+	$(if $(CI),,$(MAKE) --no-print-directory coverage)
+
+# By tests/unit alone, and not in CI: on Python 3.11 it takes twice the CPU that the tests do.
+coverage: $(VENV)/.test
+	mkdir -p .cache
+	COVERAGE_FILE=$(CURDIR)/.cache/coverage $(PYTEST) --hypothesis-profile=ci tests/unit
 
 ruff: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -40,6 +49,9 @@ mypy: $(VENV)/.test
 
 imports: $(VENV)/.test
 	$(BIN)/lint-imports
+
+mutants: $(VENV)/.test
+	$(BIN)/python tests/mutants.py --since '$(SINCE)' $(ROOMS)
 
 bench: $(VENV)/.test
 	$(BIN)/pytest -m bench -s tests/bench

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import namespace
 
 Golden = Callable[[Path, str], None]
 
@@ -15,6 +20,44 @@ Golden = Callable[[Path, str], None]
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 if settings.get_current_profile_name() != "ci":
     settings.load_profile("local")
+
+# The program is compiled once, not in each of the many processes that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Prometheus and promtool collect garbage less often: a quarter less CPU for 120 MB.
+os.environ.setdefault("GOGC", "400")
+
+if MEASURES := "COVERAGE_FILE" in os.environ:  # before the conftest of a folder imports the program
+    from tests.coverage_by_room import CoverageByRoom
+
+    COVERAGE = CoverageByRoom()
+
+END_TO_END: Final = Path(__file__).parent / "e2e"
+WHY_NOT_ALONE = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the end-to-end tests, and what runs with them, where no process shows but theirs."""
+    places = [Path(each.partition("::")[0]).resolve() for each in config.args]
+    chosen = any(END_TO_END.is_relative_to(place) or place.is_relative_to(END_TO_END) for place in places)
+    if chosen and not hasattr(config, "workerinput") and not config.option.collectonly:
+        config.stash[WHY_NOT_ALONE] = namespace.enter()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if MEASURES:
+        config.pluginmanager.register(COVERAGE)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    why = config.stash.get(WHY_NOT_ALONE, "")
+    return f"other processes of this machine show, such as a vLLM's, and may fail e2e tests: {why}" if why else None
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes after their argument: pytest shows their content, which for gzip's holds the time."""
+    return argname if isinstance(val, bytes) else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

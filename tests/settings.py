@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
+from unittest.mock import patch
 
-from vllm_headroom.config.fields import about
-from vllm_headroom.config.options import Parser
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import variable
+from vllm_headroom.config import Settings, variable, words
+from vllm_headroom_tools.options import Parser
+from vllm_headroom_tools.settings import ModelSettings
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
-def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+def load(argv: Sequence[str], environ: Mapping[str, str]) -> ModelSettings:
     """Return the daemon's settings; raises BadOptions."""
-    return load_as(Settings, argv, environ)
+    return load_as(ModelSettings, argv, environ)
 
 
 def load_as(kind: type[AnySettings], argv: Sequence[str], environ: Mapping[str, str]) -> AnySettings:
     """Return the settings of a command; raises BadOptions."""
     parser = Parser("vllm-headroom")
     parser.add_settings(kind)
-    settings = parser.read(argv, environ).settings
+    with patch("os.environ", dict(environ)):
+        settings = parser.read(argv).settings
     assert isinstance(settings, kind)
     return settings
 
@@ -30,7 +31,7 @@ def load_as(kind: type[AnySettings], argv: Sequence[str], environ: Mapping[str, 
 def settings_table() -> str:
     """Return docs' table of settings, in Markdown."""
     rows = [
-        f"| `{variable(name)}` | {about(field).default} | {field.description} | {about(field).kind.accepts} |"
+        f"| `{variable(name)}` | {words(field)['default']} | {field.description} | {words(field)['accepts']} |"
         for name, field in Settings.model_fields.items()
     ]
     return "\n".join(("| setting | default | meaning | accepts |", "| --- | --- | --- | --- |", *rows)) + "\n"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import partial
-from typing import NoReturn
 
 from vllm_headroom_tools.early import count_files, end_on_signals, stand_in
 
 COMMANDS = {
-    "run": ("run.command", "The daemon, beside a vLLM server; what runs without a command."),
+    "run": ("run", "The daemon, beside a vLLM server; what runs without a command."),
     "demo": ("demo.command", "The daemon over a simulated engine and GPU, to look at."),
     "doctor": ("doctor.command", "What the daemon can see from here, and what to do about the rest."),
     "probe": ("probe", "Puts the probe into vLLM; asks it who allocates."),
@@ -26,9 +23,6 @@ COMMANDS = {
 }
 """Modules of `vllm_headroom_tools`; nothing of a command is imported before it is called."""
 
-TELLS = frozenset({"-h", "--help", "--version", "--print-config"})
-"""Options that only say something, for which no daemon has to be imported."""
-
 
 def main() -> None:
     """Run the command that the process was started with, the daemon without one."""
@@ -37,17 +31,9 @@ def main() -> None:
     stand_in()
     count_files()
     end_on_signals(0 if name in {"run", "demo"} else None)  # before imports: they take time too
-    if name == "run" and not TELLS & set(sys.argv):
-        from vllm_headroom_tools.run.process import run  # noqa: PLC0415 - see above
-
-        run(partial(_start, name, sys.argv[1 + is_named :]))
-    _start(name, sys.argv[1 + is_named :])
-
-
-def _start(name: str, argv: Sequence[str]) -> NoReturn:
     from vllm_headroom_tools.cli import start  # noqa: PLC0415 - see above
 
-    start(COMMANDS, name, argv)
+    start(COMMANDS, name, sys.argv[1 + is_named :])
 
 
 if __name__ == "__main__":

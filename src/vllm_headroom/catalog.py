@@ -1,4 +1,4 @@
-"""Every metric the daemon exports, on one page, in the order of the page: the public contract in code."""
+"""Every exported metric, in the order of the page: the public contract in code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOURCE_FAILURES: Final = _counter(
 SOURCE_LAST_SUCCESS: Final = _gauge(
     "source_last_success_timestamp_seconds",
     ("source",),
-    "When it was last read successfully, in seconds since the epoch.",
+    "When this source was last read successfully, in seconds since the epoch.",
 )
 SAMPLE_AGE: Final = _gauge("sample_age_seconds", (), "Age of the published sample at the time of the scrape.")
 SAMPLE_SKEW: Final = _gauge(
@@ -45,7 +45,7 @@ INPUT_AVAILABLE: Final = _gauge(
 GPU_INFO: Final = _gauge(
     "gpu_info",
     ("gpu", "uuid", "name", "attribution"),
-    "A GPU; attribution is how it came to be the engine's, empty when it is not.",
+    "A GPU; attribution is how it was assigned to the engine, empty when it is not the engine's.",
 )
 GPU_UP: Final = _gauge("gpu_up", GPU, "1 when this device can be read, 0 when it is lost or does not answer.")
 GPU_MEMORY_TOTAL: Final = _gauge("gpu_memory_total_bytes", GPU, "Memory of the device.")
@@ -53,19 +53,17 @@ GPU_MEMORY_USED: Final = _gauge(
     "gpu_memory_used_bytes", GPU, "Memory in use on the device by any process, without what the driver reserves."
 )
 GPU_MEMORY_FREE: Final = _gauge("gpu_memory_free_bytes", GPU, "Memory free on the device.")
-GPU_MEMORY_RESERVED: Final = _gauge(
-    "gpu_memory_reserved_bytes", GPU, "Memory the driver and firmware keep for themselves."
-)
+GPU_MEMORY_RESERVED: Final = _gauge("gpu_memory_reserved_bytes", GPU, "Memory that the driver and firmware reserve.")
 GPU_MEMORY_USED_PEAK: Final = _gauge(
     "gpu_memory_used_peak_bytes", GPU, "Highest memory in use seen in the last 60 seconds of fast sampling."
 )
 GPU_MEMORY_HELD: Final = _gauge(
-    "gpu_memory_held_bytes", (*GPU, "holder"), "Memory in use by who holds it; the holders sum to the memory in use."
+    "gpu_memory_held_bytes", (*GPU, "holder"), "Memory in use by holder; the holders sum to the memory in use."
 )
 GPU_MEMORY_LEFT_BEHIND: Final = _gauge(
     "gpu_memory_left_behind_bytes",
     GPU,
-    "Memory held by processes that are sure to serve no engine any more; absent without.",
+    "GPU memory held by left-over processes of an exited engine; absent when there are none.",
 )
 GPU_UTILIZATION: Final = _gauge(
     "gpu_utilization_ratio", GPU, "Share of the driver's last period in which the GPU was busy."
@@ -75,7 +73,7 @@ GPU_POWER: Final = _gauge("gpu_power_watts", GPU, "Power drawn by the device.")
 GPU_XID_ERRORS: Final = _counter(
     "gpu_xid_errors",
     (*GPU, "xid"),
-    "XID errors the driver reported for this device since the daemon started; 0 is what came after 128 codes.",
+    "XID errors the driver reported for this device since the daemon started; xid 0 counts what came after 128 codes.",
 )
 
 ENGINE_INFO: Final = _gauge(
@@ -112,23 +110,23 @@ ENGINE_PREFIX_HITS: Final = _counter(
 ENGINE_STATE: Final = _gauge(
     "engine_state",
     ("state",),
-    "1 for the one state the server as a whole is in. down: no page and no process of the engine; starting: it was"
-    " begun and has not served yet; stalled: it should make progress and makes none.",
+    "1 for the state of the server as a whole. down: no metrics page and no engine process; starting: it has not served"
+    " yet; stalled: it should make progress and makes none.",
 )
 ENGINE_START: Final = _gauge(
-    "engine_start_timestamp_seconds", (), "When this life of the engine began, in seconds since the epoch."
+    "engine_start_timestamp_seconds", (), "When this run of the engine started, in seconds since the epoch."
 )
-ENGINE_RESTARTS: Final = _counter("engine_restarts", (), "New lives of the engine seen after the first one.")
-ENGINE_EXITS: Final = _counter(
-    "engine_exits", ("reason",), "Lives of the engine that ended, by what is known of the cause."
-)
+ENGINE_RESTARTS: Final = _counter("engine_restarts", (), "Engine starts seen after the first one.")
+ENGINE_EXITS: Final = _counter("engine_exits", ("reason",), "Engine exits, by what is known of the cause.")
 LAST_INCIDENT: Final = _gauge(
     "last_incident_timestamp_seconds",
     (),
-    "When the newest incident in the state directory was, in seconds since the epoch; absent without one.",
+    "Time of the newest incident in the state directory, in seconds since the epoch; absent without one.",
 )
 ENGINE_PROGRESS_AGE: Final = _gauge(
-    "engine_progress_age_seconds", (), "Time since a token, a prefill or a request last moved; absent without work."
+    "engine_progress_age_seconds",
+    (),
+    "Time since a token, a prefill or a request last made progress; absent without work.",
 )
 ENGINE_KV_STRANDED: Final = _gauge(
     "engine_kv_cache_stranded_ratio",
@@ -140,13 +138,13 @@ ENGINE_KV_STRANDED: Final = _gauge(
 ENGINE_MEMORY: Final = _gauge(
     "engine_memory_bytes",
     (*GPU, "part"),
-    "What the engine's memory is used for, by the probe in it; where all parts are known they sum to what it holds.",
+    "GPU memory of the engine by use, from the probe in it; where all parts are known they sum to what it holds.",
 )
 ALLOCATOR_ALLOCATED: Final = _gauge(
     "allocator_allocated_bytes", GPU, "Memory of tensors in torch's caching allocator, by the probe inside the engine."
 )
 ALLOCATOR_RESERVED: Final = _gauge(
-    "allocator_reserved_bytes", GPU, "Memory that torch's caching allocator took, in use or kept."
+    "allocator_reserved_bytes", GPU, "Memory that torch's caching allocator reserved, in use or cached."
 )
 ALLOCATOR_RETRIES: Final = _counter(
     "allocator_retries", GPU, "Allocations that found no memory and were tried again after the cache was flushed."
@@ -156,7 +154,7 @@ ALLOCATOR_OOMS: Final = _counter("allocator_ooms", GPU, "OutOfMemoryErrors that 
 MEMORY_REPORTED: Final = _gauge(
     "memory_reported_bytes",
     (*GPU, "basis"),
-    "What the engine says it uses or was told to use on this GPU, by how that is known.",
+    "What the engine reports or is configured to use on this GPU, by the basis of the figure.",
 )
 MEMORY_DISCREPANCY: Final = _gauge(
     "memory_discrepancy_bytes", (*GPU, "basis"), "Memory the engine holds on this GPU minus what it reports."
@@ -187,14 +185,15 @@ LEAKED: Final = _gauge("leaked_bytes", GPU, "Growth since the leak began; absent
 LEAK_LOCATION: Final = _gauge(
     "leak_location",
     (*GPU, "location"),
-    "1 for where it grows: tensors nobody frees, fragmentation, or outside torch; absent unless growing or leaking.",
+    "1 for where memory grows: tensors nobody frees, fragmentation, or outside torch; absent unless growing or"
+    " leaking.",
 )
 TIME_TO_OOM: Final = _gauge(
-    "time_to_oom_seconds", GPU, "Time until the device is full at the load to expect; absent unless growing or leaking."
+    "time_to_oom_seconds", GPU, "Time until the device is full at the expected load; absent unless growing or leaking."
 )
 TIME_TO_OOM_LOWER: Final = _gauge("time_to_oom_seconds_lower", GPU, "Lower bound of the time to out-of-memory.")
 MEMORY_PER_RUNNING_REQUEST: Final = _gauge(
-    "memory_per_running_request_bytes", GPU, "Memory the engine holds over its running requests.", needs=("running",)
+    "memory_per_running_request_bytes", GPU, "Memory the engine holds per running request.", needs=("running",)
 )
 MEMORY_PER_REQUEST_RATIO: Final = _gauge(
     "memory_per_running_request_ratio",
@@ -203,13 +202,13 @@ MEMORY_PER_REQUEST_RATIO: Final = _gauge(
     needs=("running", "finished_total"),
 )
 ENGINE_KV_TOKENS_PER_REQUEST: Final = _gauge(
-    "engine_kv_cache_tokens_per_running_request", ENGINE, "KV cache tokens over running requests.", needs=LIVE_TOKENS
+    "engine_kv_cache_tokens_per_running_request", ENGINE, "KV cache tokens per running request.", needs=LIVE_TOKENS
 )
 ENGINE_KV_BYTES_PER_REQUEST: Final = _gauge(
-    "engine_kv_cache_bytes_per_running_request", ENGINE, "KV cache bytes over running requests.", needs=LIVE_TOKENS
+    "engine_kv_cache_bytes_per_running_request", ENGINE, "KV cache bytes per running request.", needs=LIVE_TOKENS
 )
 ENGINE_ADDITIONAL_REQUESTS: Final = _gauge(
-    "engine_additional_requests", ENGINE, "Requests of the present average size that still fit.", needs=LIVE_SHARE
+    "engine_additional_requests", ENGINE, "Requests of the current average size that still fit.", needs=LIVE_SHARE
 )
 ENGINE_PREFIX_HIT_RATIO: Final = _gauge(
     "engine_prefix_cache_hit_ratio",
@@ -218,25 +217,27 @@ ENGINE_PREFIX_HIT_RATIO: Final = _gauge(
     needs=("prefix_queries_total", "prefix_hits_total"),
 )
 HOST_MEMORY: Final = _gauge(
-    "host_memory_bytes", ("process",), "Resident memory of the engine's processes on the host, summed by what they do."
+    "host_memory_bytes", ("process",), "Resident memory of the engine's processes on the host, summed by role."
 )
 
 HOST_MEMORY_USED: Final = _gauge(
     "host_memory_used_bytes",
     (),
-    "Memory in use that counts against the limit of the engine's container, or of the machine; no cache of files.",
+    "Memory in use that counts against the limit of the engine's container, or of the machine; without page cache.",
 )
 HOST_MEMORY_LIMIT: Final = _gauge(
-    "host_memory_limit_bytes", (), "Where the kernel begins to kill: the limit of the container, or of the machine."
+    "host_memory_limit_bytes",
+    (),
+    "Memory at which the kernel starts to kill: the limit of the container, or of the machine.",
 )
 HOST_OOM_KILLS: Final = _counter("host_oom_kills", (), "Processes of the engine's container that the kernel killed.")
-HOST_SHM_USED: Final = _gauge("host_shm_used_bytes", (), "In use in the engine's /dev/shm.")
+HOST_SHM_USED: Final = _gauge("host_shm_used_bytes", (), "Memory in use in the engine's /dev/shm.")
 HOST_SHM_LIMIT: Final = _gauge("host_shm_limit_bytes", (), "Size of the engine's /dev/shm.")
 
 SLEEP_RESIDUE: Final = _gauge(
     "sleep_residue_bytes",
     GPU,
-    "What the engine holds while it sleeps; the last sleep's figure until the next.",
+    "Memory the engine holds while it sleeps; the figure of the last sleep while it is awake.",
     needs=("awake",),
 )
 
@@ -247,7 +248,7 @@ HOST_LEAK_RATE: Final = _gauge(
     "host_leak_bytes_per_second", ("process",), "Growth that load does not explain; absent unless growing or leaking."
 )
 HOST_TIME_TO_OOM: Final = _gauge(
-    "host_time_to_oom_seconds", (), "Time until the kernel kills; absent unless growing or leaking and the limit known."
+    "host_time_to_oom_seconds", (), "Time until the kernel kills; absent unless growing or leaking with a known limit."
 )
 HOST_TIME_TO_OOM_LOWER: Final = _gauge(
     "host_time_to_oom_seconds_lower", (), "Lower bound of the time until the kernel kills."
@@ -258,6 +259,6 @@ GATE_OPEN: Final = _gauge(
 )
 
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))
-"""All of them, in the order in which they stand above and on the page."""
+"""All metrics, in the order above and on the page."""
 
 BY_NAME: Final = {metric.name: metric for metric in METRICS}

@@ -1,4 +1,4 @@
-"""The one place that reads the time."""
+"""The only place that reads the time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The time everything is sampled by."""
+    """The clock of all sampling."""
 
     def time(self) -> float:
         """Return seconds since the epoch."""
@@ -17,7 +17,7 @@ class Clock(Protocol):
         """Return seconds that never go back."""
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until that time has come, never less; when it has passed, only let others run."""
+        """Wait until that time, never less; if it has passed, only yield to other tasks."""
 
 
 class SystemClock:
@@ -32,14 +32,14 @@ class SystemClock:
         return time.monotonic()
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until that time has come, never less; when it has passed, only let others run."""
+        """Wait until that time, never less; if it has passed, only yield to other tasks."""
         await sleep_until(self, monotonic_seconds, speed=1.0)
 
 
 async def sleep_until(clock: Clock, monotonic_seconds: float, *, speed: float) -> None:
     """Wait until `clock`, which runs `speed` times as fast as the machine's, shows that time.
 
-    uvloop's timers count whole milliseconds and may fire that much early; a step on a grid would then be taken twice.
+    uvloop's timers count whole milliseconds and may fire early; a step on a grid would then run twice.
     """
     while True:
         await asyncio.sleep(max(0.0, (monotonic_seconds - clock.monotonic()) / speed))

@@ -1,4 +1,4 @@
-"""What a file that people write holds, whatever is in its place."""
+"""Bounded reading of a file that people write, or of a pipe in its place."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 WAIT_SECONDS: Final = 5.0
-"""For who writes into a pipe, as a shell's `<(command)` is one; where nobody does, opening it would last for ever."""
+"""Time for the writer of a pipe, such as a shell's `<(command)`; without one, reading would block for ever."""
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return what the file holds, cut to so many bytes; raises OSError, also where a pipe gives nothing in time."""
+    """Return at most `most_bytes` of the file; raises OSError, also if a pipe stays empty."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         return b"".join(_read_parts(descriptor, most_bytes))

@@ -1,7 +1,7 @@
-"""Sizes, durations, shares and times: what people write understood, and what is shown to them.
+"""Parsing and formatting of sizes, durations, shares and times.
 
-A size is bytes with a unit. A number without one is bytes too, and accepted from 1 MiB on: fewer are hardly meant for
-the memory of a GPU or a page, and `80` may well be 80 GiB.
+A size is bytes with a unit. A number without one is bytes too, and accepted from 1 MiB on: less is hardly meant for the
+memory of a GPU or a page, and `80` may mean 80 GiB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNITS_BYTES: Final = {"": 1, "b": 1} | {
     for byte in ("b", "")
     if binary or byte
 }
-"""Units of sizes in lower case: kB is 1000, KiB and Ki are 1024; a bare K could be either and is refused."""
+"""Units of sizes in lower case: kB is 1000, KiB and Ki are 1024; a bare K is ambiguous and refused."""
 SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
 UNITS_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
@@ -30,15 +30,15 @@ SHARE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(%?)", re.ASCII)
 PREFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 VLLM_NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])", re.ASCII)
 MOST_BYTES: Final = 2**53
-"""What a float counts exactly."""
+"""The largest integer a float represents exactly."""
 
 
 class RefusedError(ValueError):
-    """A value that is refused for a reason that the operator can do something about."""
+    """A value refused for a reason that the operator can correct."""
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as `8MiB`, or of a number of bytes that can be meant."""
+    """Parse a size such as `8MiB`, or a plausible number of bytes."""
     size = SIZE.fullmatch(text)
     if size is None or size[2].lower() not in UNITS_BYTES:
         raise ValueError
@@ -51,7 +51,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_vllm_number(text: str) -> int:
-    """Return a whole number as vLLM writes it: 32k is 32,000 and 32K is 32,768 (human_readable_int of its options)."""
+    """Parse a whole number as vLLM does: 32k is 32,000 and 32K is 32,768 (human_readable_int of its options)."""
     number = VLLM_NUMBER.fullmatch(text)
     if number is None:
         return int(text)
@@ -62,7 +62,7 @@ def parse_vllm_number(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of a duration such as `90`, `120s`, `15m`, `1.5h` or `1h30m`."""
+    """Parse a duration such as `90`, `120s`, `15m`, `1.5h` or `1h30m` into seconds."""
     text = text.strip()
     if not DURATION.fullmatch(text):
         raise ValueError
@@ -70,7 +70,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """Return the ratio that a share such as `5%` or `0.05` is."""
+    """Parse a share such as `5%` or `0.05` into a ratio."""
     found = SHARE.fullmatch(text.strip())
     if found is None:
         raise ValueError
@@ -78,7 +78,7 @@ def parse_share(text: str) -> float:
 
 
 def format_size(n_bytes: float) -> str:
-    """Return bytes with a binary prefix and three digits."""
+    """Format bytes with a binary prefix and three digits."""
     value, power = abs(n_bytes), 0
     while value >= 999.5 and power < len(PREFIXES) - 1:  # noqa: PLR2004 - what three digits round to a thousand
         value, power = value / 1024, power + 1
@@ -87,12 +87,12 @@ def format_size(n_bytes: float) -> str:
 
 
 def format_gib(n_bytes: float) -> str:
-    """Return bytes in GiB, in which vLLM logs them."""
+    """Format bytes in GiB, as vLLM logs them."""
     return f"{n_bytes / GIB:,.2f} GiB"
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in its two largest units."""
+    """Format a duration in its two largest units."""
     whole = round(abs(seconds))
     days, rest = divmod(whole, 86400)
     hours, rest = divmod(rest, 3600)
@@ -104,5 +104,5 @@ def format_duration(seconds: float) -> str:
 
 
 def format_instant(seconds: float) -> str:
-    """Return a time of the trace as a date in UTC."""
+    """Format seconds since the epoch as a date in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

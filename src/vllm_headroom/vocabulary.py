@@ -1,4 +1,4 @@
-"""The closed sets of words that become label values."""
+"""The closed sets of label values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 
 class Source(StrEnum):
-    """Where a reading comes from; the values of the label `source`."""
+    """The source of a reading; the values of the label `source`."""
 
     ENGINE = "engine"
     NVML = "nvml"
@@ -83,11 +83,11 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.TIMEOUT,
     ),
 }
-"""The reasons each source can give: what `headroom_source_failures_total` starts with, at 0."""
+"""The reasons of each source: `headroom_source_failures_total` starts with them, at 0."""
 
 
 class Attribution(StrEnum):
-    """How a GPU came to be taken for the engine's; the values of the label `attribution`."""
+    """How a GPU was assigned to the engine; the values of the label `attribution`."""
 
     PROCESS = "process"
     UUID = "uuid"
@@ -96,7 +96,7 @@ class Attribution(StrEnum):
 
 
 class Role(StrEnum):
-    """What an engine's process does; the values of the label `process`."""
+    """The role of an engine's process; the values of the label `process`."""
 
     API_SERVER = "api_server"
     ENGINE_CORE = "engine_core"
@@ -105,7 +105,7 @@ class Role(StrEnum):
 
 
 class HostBasis(StrEnum):
-    """How it is known what the engine takes of the host's memory, the surest first."""
+    """The basis of the engine's host-memory figures, most reliable first."""
 
     CGROUP = "cgroup"
     PROBE = "probe"
@@ -114,7 +114,7 @@ class HostBasis(StrEnum):
 
 
 class EngineState(StrEnum):
-    """What the server as a whole does; the values of the label `state`."""
+    """The state of the whole server; the values of the label `state`."""
 
     UNKNOWN = "unknown"
     DOWN = "down"
@@ -125,7 +125,7 @@ class EngineState(StrEnum):
 
 
 class ExitReason(StrEnum):
-    """What is known of the cause that ended a life of the engine; the values of the label `reason`."""
+    """The cause of an engine's exit as far as known; the values of the label `reason`."""
 
     REPLACED = "replaced"
     GONE = "gone"
@@ -134,7 +134,7 @@ class ExitReason(StrEnum):
 
 
 class MemoryPart(StrEnum):
-    """What the engine uses GPU memory for; the values of the label `part`."""
+    """The uses of the engine's GPU memory; the values of the label `part`."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -154,7 +154,7 @@ class LeakLocation(StrEnum):
 
 
 class LeakState(StrEnum):
-    """What the leak detector says of one series; the values of the label `state`."""
+    """The leak detector's state of one series; the values of the label `state`."""
 
     UNKNOWN = "unknown"
     WARMING_UP = "warming_up"
@@ -166,14 +166,14 @@ class LeakState(StrEnum):
 
 
 class GateName(StrEnum):
-    """What a kubelet asks; the values of the label `gate`."""
+    """The gates a kubelet queries; the values of the label `gate`."""
 
     READY = "ready"
     LIVE = "live"
 
 
 class Level(StrEnum):
-    """How bad a verdict is, the worst last."""
+    """The severity of a verdict, worst last."""
 
     GOOD = "good"
     UNKNOWN = "unknown"
@@ -182,7 +182,7 @@ class Level(StrEnum):
 
 
 WORDS: Final = {Level.GOOD: "OK", Level.UNKNOWN: "NOT KNOWN", Level.WARNING: "WARNING", Level.ALARM: "ALARM"}
-"""What people read of a level, on the page and in the terminal."""
+"""The level as shown on the page and in the terminal."""
 
 
 class MetricType(StrEnum):
@@ -194,4 +194,4 @@ class MetricType(StrEnum):
 
 _DIRECTION_CODES: Final = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTION_CODES)}
-"""What an engine's text could do to a terminal, to the next line, or to the order in which a line is read."""
+"""Characters that could control a terminal, break a line or reorder the text in it."""

@@ -1,4 +1,4 @@
-"""One daemon thread that makes calls which may never return."""
+"""A daemon thread for calls that may never return."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Job = tuple[Callable[[], T], "asyncio.AbstractEventLoop", "asyncio.Future[T]"]
 
 
 class Worker(Generic[T]):
-    """Runs blocking calls one after another on a daemon thread of its own.
+    """Runs blocking calls one after another on its own daemon thread.
 
-    An executor would hold the process until its call returns (measured with a call that hangs 6 s: asyncio.to_thread
-    held the loop's exit 6.1 s, a daemon thread let it go in 0.6 s), and a hung driver never returns.
+    An executor keeps the process alive until its call returns (measured with a call that hangs 6 s: asyncio.to_thread
+    held the loop's exit 6.1 s, a daemon thread released it in 0.6 s), and a hung driver never returns.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,11 +28,11 @@ class Worker(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Have `function` called on the thread, and return what will be what it returns or raises.
+        """Call `function` on the thread and return the future of its result.
 
-        To cancel that is to give the call up: it is never made if its turn has not come. One that has begun runs on
-        and what it gives is dropped; until it returns, this raises TimeoutError, so that none pile up behind it.
-        Raises OSError, EAGAIN as the kernel says it, where no thread can be started; the next call tries again.
+        Cancelling the future drops the call if it has not started; a started call runs on and its result is dropped.
+        Until that call returns, this raises TimeoutError, so that calls do not pile up. Raises OSError (EAGAIN) if no
+        thread can be started; the next call tries again.
         """
         if (begun := self._begun) is not None and begun.done():
             raise TimeoutError
@@ -45,20 +45,20 @@ class Worker(Generic[T]):
     async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
         """Return what `function` returns on the thread, or raise what it or `begin` raises.
 
-        Raises TimeoutError after `timeout_seconds`, waiting for earlier calls included; then, and when cancelled, the
-        call is given up.
+        Raises TimeoutError after `timeout_seconds`, which include earlier calls; then, and when cancelled, the call is
+        dropped.
         """
         future = self.begin(function)
         async with asyncio.timeout(timeout_seconds):
             return await future
 
     def stop(self) -> None:
-        """End the thread once the calls made so far have returned, without waiting for that; call nothing after it."""
+        """End the thread after the calls made so far, without waiting for it; call nothing after it."""
         self._jobs.put(None)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs; after `stop`, whether a call is still out."""
+        """Whether the thread runs; after `stop`, whether a call is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
@@ -74,7 +74,7 @@ class Worker(Generic[T]):
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
-    """Return a daemon thread that runs; raises OSError where a limit on threads or memory forbids it."""
+    """Start a daemon thread; raises OSError where a limit on threads or memory forbids it."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()

@@ -1,7 +1,6 @@
-"""A probe that vLLM loads into each of its processes: it writes what the process knows of its memory to a file.
+"""The probe that vLLM loads into each of its processes, to write what the process knows of its memory to a file.
 
-Nothing here raises into vLLM, keeps it waiting, initialises CUDA, or runs without HEADROOM_PROBE_DIR. It runs in vLLM's
-own Python, 3.9 or newer, and needs nothing but the standard library.
+It never raises into vLLM, blocks it or initialises CUDA. It runs in vLLM's Python, 3.9 or newer, without packages.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import sys
 
 
 def register() -> None:
-    """Begin to write into the folder that HEADROOM_PROBE_DIR names; vLLM's plugin call, which nothing guards."""
+    """Start to write into HEADROOM_PROBE_DIR; vLLM calls this plugin without catching errors."""
     try:
         if folder := os.environ.get("HEADROOM_PROBE_DIR"):
-            from vllm_headroom_probe.life import begin  # noqa: PLC0415 - inert without a folder, and errors end here
+            from vllm_headroom_probe.hooks import begin  # noqa: PLC0415 - inert without a folder, errors are caught
 
             begin(folder, sys._getframe(1))  # noqa: SLF001 - the callers' frames hold what vLLM is building
     except Exception:

@@ -1,4 +1,4 @@
-"""Where vLLM 0.9 to 0.33 keeps its worker and its core, and what they know: attributes, read."""
+"""Read the attributes of the worker and the core of vLLM 0.9 to 0.33."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from types import FrameType
 from typing import Any
 
 HOLDERS = {"init_worker": "self", "__init__": "self", "worker_main": "worker", "run_engine_core": "engine_core"}
-"""Functions of vLLM in which a process builds or keeps its worker or core, and what it is called there."""
+"""Functions of vLLM in which a process builds or keeps its worker or core, and the name of the variable."""
 
 LOOPS = {"worker_main", "run_engine_core"}
-"""Those that run as long as the process: their few names hold no tensor that looking at them could keep alive."""
+"""Those that run as long as the process: reading their few variables keeps no tensor alive."""
 
 WORKERS = {"WorkerWrapperBase", "WorkerProc", "WorkerBase"}
 CORE = "EngineCore"
 FULL = "FullAttentionSpec"
-"""Of these layers every token keeps its place in the cache; a window gives it back."""
+"""Layers in which every token keeps its place in the cache; windows release it."""
 
 
-def read_own(thing: object, path: str) -> Any:  # noqa: ANN401 - whatever vLLM keeps there
-    """Return an object's own attribute, or that of one below it; None where there is none."""
+def read_own(thing: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
+    """Return an object's instance attribute by path; None without one."""
     for name in path.split("."):
         thing = getattr(thing, "__dict__", {}).get(name)
     return thing
 
 
 def to_whole(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
-    """Return a number as a whole one; None for what is no amount."""
+    """Return a number as an integer; None for anything that is no amount."""
     is_amount = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 63
     return int(value) if is_amount else None
 
 
 class EngineObjects:
-    """The worker and the core of this process, which are vLLM's: nothing is held that it lets go."""
+    """The worker and the core of this process, weakly referenced: vLLM may release them."""
 
     def __init__(self) -> None:
         self._worker: Callable[[], Any] = lambda: None
         self._core: Callable[[], Any] = lambda: None
 
     def search(self, frame: FrameType | None) -> None:
-        """Look through a stack for them, from this frame down."""
+        """Search a stack for them, from this frame down."""
         while frame is not None:
             if (name := HOLDERS.get(frame.f_code.co_name)) is not None:
                 self._keep(frame.f_locals.get(name))
             frame = frame.f_back
 
     def search_main(self) -> None:
-        """Look through the main thread's stack: a forked process was never called as a plugin."""
+        """Search the main thread's stack: vLLM does not call the plugin in a forked process."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
         while frame is not None and frame.f_code.co_name not in LOOPS:
             frame = frame.f_back
@@ -70,7 +70,7 @@ class EngineObjects:
 
     @property
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
-        """The worker itself, inside what vLLM wraps it in; with one GPU it lives in the core's process."""
+        """The worker itself, without vLLM's wrappers; with one GPU it is in the core's process."""
         thing = self._worker() or read_own(self.core, "model_executor.driver_worker")
         while (inner := read_own(thing, "worker")) is not None:
             thing = inner
@@ -78,12 +78,12 @@ class EngineObjects:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is nothing left to search for."""
+        """Whether the search is complete."""
         return self.core is not None or self._worker() is not None
 
 
 def find_role(engine: EngineObjects, process_name: str) -> str:
-    """Return what this process is to vLLM."""
+    """Return this process's role in vLLM."""
     if engine.core is not None or process_name.startswith("EngineCore"):
         return "engine_core"
     if engine.worker is not None or process_name.startswith("VllmWorker"):
@@ -92,7 +92,7 @@ def find_role(engine: EngineObjects, process_name: str) -> str:
 
 
 def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
-    """Return the worker's ranks; of a model without experts every data-parallel engine takes itself for rank 0."""
+    """Return the worker's ranks; without experts every data-parallel engine has data_parallel_rank 0."""
     parallel = read_own(engine.worker or engine.core, "vllm_config.parallel_config")
     index = read_own(parallel, "data_parallel_index")
     return {
@@ -103,7 +103,7 @@ def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
 
 
 def read_scheduler(core: object) -> dict[str, int | None] | None:
-    """Return the state of the scheduler and the limits it was given; None where there is none yet."""
+    """Return the state and the limits of the scheduler; None where there is none yet."""
     scheduler = read_own(core, "scheduler")
     if scheduler is None:
         return None
@@ -127,7 +127,7 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
 
 
 def _compute_bytes_per_kv_token(kv: object, parallel: object) -> int | None:
-    """Return what a token takes on all ranks; None where it depends on the layer, the token's place or the rank."""
+    """Return the bytes of a token on all ranks; None where it depends on the layer, the position or the rank."""
     groups: list[Any] = read_own(kv, "kv_cache_groups") or []
     others = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     if len(groups) != 1 or any((read_own(parallel, name) or 1) != 1 for name in others):

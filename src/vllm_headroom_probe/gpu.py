@@ -1,4 +1,4 @@
-"""The worker's GPU memory: torch's allocator, vLLM's own bookkeeping, and the record of an OutOfMemoryError."""
+"""Read the worker's GPU memory from torch's allocator and vLLM's bookkeeping."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from vllm_headroom_probe.engine import read_own, to_whole
 
 CALLBACKS = ("enable_sleep_mode", "enable_cumem_allocator")
-"""With these vLLM's allocator calls Python while torch's is locked: whoever holds the GIL and waits for that lock, as
-reading torch's figures from another thread does, would stop the engine for good (vllm/csrc/cumem_allocator.cpp)."""
+"""With these, vLLM's allocator calls Python while torch's is locked: reading torch's figures from another thread, which
+waits for that lock with the GIL held, would stop the engine for good (vllm/csrc/cumem_allocator.cpp)."""
 
 
 def find_pool() -> Any:  # noqa: ANN401 - vLLM's
-    """Return vLLM's allocator for sleep mode, None where it was never made."""
+    """Return vLLM's allocator for sleep mode, None without one."""
     return read_own(read_own(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator"), "instance")
 
 
 def can_ask_torch(worker: object) -> bool:
-    """Tell whether torch's allocator may be asked: only where it is certain that it never waits for Python."""
+    """Return whether torch's allocator can be read: only where it certainly never waits for Python."""
     model = read_own(worker, "vllm_config.model_config")
     return model is not None and not any(read_own(model, name) for name in CALLBACKS) and find_pool() is None
 
@@ -34,7 +34,7 @@ def find_cuda() -> Any:  # noqa: ANN401 - torch's
 
 
 class WorkerGpu:
-    """The one device of this process's worker; `call_seconds` is how long its allocator was last waited for."""
+    """The device of this process's worker; `call_seconds` is the time of the last call of its allocator."""
 
     def __init__(self) -> None:
         self.call_seconds = 0.0
@@ -43,7 +43,7 @@ class WorkerGpu:
         self._fixed: dict[str, Any] = {}
 
     def device(self, worker: object) -> dict[str, Any] | None:
-        """Return what torch knows of the device; None where there is no GPU, or nobody knows whose it is yet."""
+        """Return torch's facts about the device; None without a GPU, or while its worker is unknown."""
         index = to_whole(getattr(read_own(worker, "device"), "index", None))
         torch_cuda = find_cuda()
         if torch_cuda is None or index is None:
@@ -51,12 +51,12 @@ class WorkerGpu:
         if not self._fixed:
             properties = torch_cuda.get_device_properties(index)
             self._fixed = {"uuid": _format_uuid(properties), "total": to_whole(properties.total_memory)}
-        if self._fixed["uuid"] is None:  # nobody could tell whose the figures are
+        if self._fixed["uuid"] is None:  # the figures could not be attributed
             return None
         return self._fixed | (self._allocator(torch_cuda, index, worker) if can_ask_torch(worker) else {})
 
     def _allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
-        """Return torch's figures; with the index, since the current device of this thread would be another."""
+        """Return torch's figures, by index: this thread's current device is another."""
         began = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - began
@@ -85,7 +85,7 @@ class WorkerGpu:
         }
 
     def _weights(self, worker: object) -> int | None:
-        """Return the model's memory as vLLM measured it; where it does not, as on a CPU, its parameters and buffers."""
+        """Return the model's memory as vLLM measured it, else (as on a CPU) its parameters and buffers."""
         measured = to_whole(read_own(worker, "model_runner.model_memory_usage"))
         model = read_own(worker, "model_runner.model")
         if measured or model is None or not can_ask_torch(worker):
@@ -96,10 +96,7 @@ class WorkerGpu:
 
 
 def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
-    """Return the UUID as the driver's tools write it; torch leaves out what kind of device it is of.
-
-    HIP fills its bytes with the sixteen digits of an AMD card's id (hip_device.cpp).
-    """
+    """Return the UUID as the driver's tools write it; HIP fills it with an AMD card's id (hip_device.cpp)."""
     uuid = getattr(properties, "uuid", None)  # torch 2.5
     digits = bytes.fromhex(str(uuid or "").replace("-", ""))
     if re.fullmatch(rb"[0-9a-f]{16}", digits):
@@ -113,14 +110,14 @@ def _read_current(stats: dict[str, Any], name: str) -> int | None:
 
 
 def _read_graphs(stats: dict[str, Any], worker: object) -> int | None:
-    """Return what the pool of vLLM's CUDA graphs has reserved; torch says so since 2.13."""
+    """Return the reserved bytes of vLLM's CUDA graph pool; torch reports them since 2.13."""
     handle = getattr(type(read_own(worker, "current_platform")), "_global_graph_pool", None)
     found = stats.get("reserved_bytes_by_private_pools", {}).get(handle)
     return None if found is None else to_whole(found["all"]["current"])
 
 
 def _sum_by_tag() -> dict[str, Any]:
-    """Return what the sleep pool holds by tag, and whether any of it sleeps; nothing where vLLM does not mark that."""
+    """Return the sleep pool's bytes by tag, and whether any of it sleeps; nothing where vLLM does not mark sleep."""
     held: dict[str, int] = {}
     asleep = False
     for allocation in list(read_own(find_pool(), "pointer_to_data").values()):
@@ -133,12 +130,12 @@ def _sum_by_tag() -> dict[str, Any]:
 
 
 def _sum_kv_cache(worker: object) -> int | None:
-    """Return the bytes of the KV cache's tensors; no tensor of the sleep pool is touched."""
+    """Return the bytes of the KV cache's tensors, without touching the sleep pool."""
     caches = read_own(worker, "model_runner.kv_caches")
     return _sum_bytes(list(_walk_tensors(caches))) if caches and can_ask_torch(worker) else None
 
 
-def _walk_tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, nested as each kind of layer wants it
+def _walk_tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, nested by kind of layer
     for cache in caches:
         if isinstance(cache, (list, tuple)):
             yield from _walk_tensors(cache)
@@ -147,6 +144,6 @@ def _walk_tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, neste
 
 
 def _sum_bytes(tensors: list[Any]) -> int:
-    """Return the bytes behind tensors, of which several may share some."""
+    """Return the bytes of the storages of tensors, each storage once."""
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())

@@ -1,4 +1,4 @@
-"""The host memory of the container, which only a process inside it can read."""
+"""Read the container's host memory, which only a process inside it can."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 V1 = {"used": "memory.usage_in_bytes", "limit": "memory.limit_in_bytes", "events": "memory.oom_control"}
 V2 = {"used": "memory.current", "limit": "memory.max", "events": "memory.events"}
 NO_LIMIT = 1 << 60
-"""What cgroup v1 shows without a limit is a page less than 2^63."""
+"""Without a limit, cgroup v1 shows a page less than 2^63."""
 
 
 def read_host(root: str = "/") -> dict[str, Any]:
-    """Return the memory of this process's cgroup and of /dev/shm; what cannot be read is None."""
+    """Return the memory of this process's cgroup and of /dev/shm; None where unreadable."""
     return {"cgroup": _read_cgroup(root), "shm": _read_shm(os.path.join(root, "dev/shm"))}  # noqa: PTH118
 
 
@@ -26,7 +26,7 @@ def _read_shm(path: str) -> dict[str, int] | None:
 
 
 def _read_cgroup(root: str) -> dict[str, int | None] | None:
-    """Return what counts against the limit, and `file`: the page cache in it, which the kernel takes back."""
+    """Return the memory that counts against the limit, and `file`, the reclaimable page cache in it."""
     place = _find_cgroup(root)
     if place is None:
         return None
@@ -44,7 +44,7 @@ def _read_cgroup(root: str) -> dict[str, int | None] | None:
 
 
 def _find_cgroup(root: str) -> tuple[str, dict[str, str]] | None:
-    """Return the folder of this process's memory cgroup; in a container the mount begins at its own."""
+    """Return the folder of this process's memory cgroup, in a container the root of the mount."""
     for line in _read_text(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in {"", "memory"}:

@@ -1,4 +1,4 @@
-"""The thread that looks every few seconds and writes what it saw; it stops for good before it can be in the way."""
+"""Write the process's memory every few seconds on a thread that stops for good before it becomes a burden."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ T = TypeVar("T")
 
 INTERVAL_SECONDS = 5.0
 SLOW_SECONDS = 0.05
-"""Of a look: what it used of the CPU, or the allocator's call if that was longer, since both hold the GIL."""
+"""CPU time of a reading, or the time of the allocator's call if longer: both hold the GIL."""
 TOO_SLOW, FORGIVEN = 2.5, 0.01
-"""The third slow look ends the probe; a hundred quick ones make up for one, so that weeks of service do not."""
+"""The third slow reading stops the probe; a hundred fast ones cancel a slow one, so that weeks of service do not."""
 FORK_SECONDS = 0.2
 OOM_SECONDS = 0.05
-"""How long a fork, or an OutOfMemoryError on its way up, waits at most for a write to end: one takes 0.1 ms."""
+"""The longest wait of a fork, or of an OutOfMemoryError, for a write, which takes 0.1 ms."""
 
 
 def try_look(look: Callable[[], T | None]) -> T | None:
-    """Return what a look finds; None where vLLM or torch is not as it was read."""
+    """Return what a reading finds; None where vLLM or torch differs from the known versions."""
     try:
         return look()
-    except Exception:  # noqa: BLE001 - whatever changed there, it is absent and vLLM serves on
+    except Exception:  # noqa: BLE001 - any change there makes the fact absent, and vLLM serves on
         return None
 
 
 class Probe:
-    """One process's probe: `engine` finds what vLLM keeps, `record` answers requests for a culprit."""
+    """One process's probe: `engine` finds vLLM's objects, `record` records allocations on request."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class Probe:
         self._slow = self._longest_seconds = self._cpu_seconds = 0.0
 
     def start(self) -> None:
-        """Start the thread, or start it again after a rest; one that could not rest was hanging, and is the last."""
+        """Start the thread, also after `rest`; one that did not end is hanging, and no other is started."""
         if self._thread is not None and self._thread.is_alive():
             self._give_up("a write hung while vLLM forked")
         if self._stopped is None:
@@ -64,14 +64,14 @@ class Probe:
             self._thread.start()
 
     def rest(self) -> None:
-        """End the thread, for a fork; wait for it no longer than a moment."""
+        """End the thread for a fork, waiting at most FORK_SECONDS."""
         self._rests = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(FORK_SECONDS)
 
     def note_oom(self, device: int, asked: int, total: int, free: int) -> None:
-        """Keep what is known while torch is about to raise an OutOfMemoryError, and have it written before."""
+        """Write what is known before torch raises an OutOfMemoryError."""
         worker = self.engine.worker
         on_it = getattr(vllm.read_own(worker, "device"), "index", None) == device
         gpu = try_look(lambda: self.gpu.device(worker) if on_it else None) or {}
@@ -101,7 +101,7 @@ class Probe:
                     self._due = time.monotonic() + INTERVAL_SECONDS
         except OSError as error:
             self._stop(f"{error.filename or self.folder}: {error.strerror or error}")
-        except Exception as error:  # noqa: BLE001 - a mistake of the probe's own ends the probe, never vLLM
+        except Exception as error:  # noqa: BLE001 - an error of the probe ends the probe, never vLLM
             self._stop(f"{type(error).__name__}: {error}")
 
     def _tick(self) -> None:
@@ -121,7 +121,7 @@ class Probe:
             self._stop(f"three looks took more than {SLOW_SECONDS * 1000:.0f} ms, one {self._longest_seconds:.3f} s")
 
     def _look(self) -> dict[str, Any]:
-        """Return what is known now; what cannot be told is None."""
+        """Return the current facts; None where unknown."""
         if not self._fixed:
             self._fixed = self._identity()
         if not self.engine.is_known:
@@ -145,7 +145,7 @@ class Probe:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """Return what stays; the process's place among the files is made on the way."""
+        """Return the constant facts; prune the folder and set the file's name."""
         prune(self.folder)
         since_boot, began = read_start()
         self._name = f"{os.getpid()}-{int(began)}"
@@ -163,7 +163,7 @@ class Probe:
         }
 
     def _stop(self, why: str) -> None:
-        """Stop for good, and say why in the file too, if that can still be written."""
+        """Stop for good, with the reason in the file if it can be written."""
         self._give_up(why)
         with contextlib.suppress(Exception):
             if self._last:

@@ -1,4 +1,4 @@
-"""Who allocates: a recording by tracemalloc and by torch, on request only, for a time, and never without an end."""
+"""Record allocations with tracemalloc and torch, on request and for a limited time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vllm_headroom_probe.gpu import can_ask_torch, find_cuda
 REQUEST = "record.json"
 LONGEST_SECONDS = 3600
 UNATTENDED_SECONDS = 60
-"""Whoever asks touches the request every few seconds: with them gone, nothing is recorded for nobody."""
+"""The requester touches the request every few seconds; without it the recording ends."""
 FRAMES = 8
 STACKS = 20
 LARGEST_BYTES = 256 * 1024
 LARGEST_REQUEST_BYTES = 4096
 MOST_MEMORY_BYTES = 128 << 20
-"""Of tracemalloc's own, for about a million allocations: their copy at the end holds the GIL for about a second."""
+"""Of tracemalloc, for about a million allocations: copying them at the end holds the GIL for about a second."""
 
 
 class Recording:
-    """The recording that is running in this process, if one is."""
+    """The recording in this process, if any."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class Recording:
         self._host = self._gpu = False
 
     def tick(self, name: str, role: str, worker: object) -> None:
-        """Begin, go on with or end what the request in the folder asks for."""
+        """Start, continue or end the recording that the folder's request asks for."""
         asked = _read_request(self._folder)
         if self._asked and asked.get("id") != self._asked["id"]:
             self.forget()
@@ -83,7 +83,7 @@ class Recording:
         return True
 
     def _end(self) -> dict[str, Any]:
-        """Return the stacks that allocated most of what has been allocated since and is still held."""
+        """Return the stacks that allocated most of what is still held since the start."""
         cpu_seconds, began = time.thread_time(), time.perf_counter()
         memory_bytes = tracemalloc.get_tracemalloc_memory() if self._host else 0
         traced = tracemalloc.take_snapshot() if self._host else None
@@ -107,7 +107,7 @@ class Recording:
 
 
 def _read_request(folder: str) -> dict[str, Any]:
-    """Return the request in the folder, empty where there is none that can be understood."""
+    """Return the request in the folder, empty without a valid one."""
     try:
         content, written = _read(os.path.join(folder, REQUEST))  # noqa: PTH118 - see folder
         asked = json.loads(content)
@@ -119,7 +119,7 @@ def _read_request(folder: str) -> dict[str, Any]:
 
 
 def _read(path: str) -> tuple[bytes, float]:
-    """Return a file's first bytes and when it was touched; raise OSError for a link, and do not wait for a pipe."""
+    """Return a file's first bytes and its time of change; raise OSError for a link, and do not wait for a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return os.read(descriptor, LARGEST_REQUEST_BYTES), os.fstat(descriptor).st_mtime
@@ -139,7 +139,7 @@ def _list_host_stacks(traced: tracemalloc.Snapshot) -> list[dict[str, Any]]:
 
 
 def _list_gpu_stacks(blocks: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the stacks behind torch's blocks; one from before the recording has none."""
+    """Return the stacks of torch's blocks; a block from before the recording has none."""
     held: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for segment in blocks["segments"]:
         for block in segment["blocks"]:

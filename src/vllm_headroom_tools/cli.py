@@ -16,10 +16,10 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from msgspec import Struct
 
-from vllm_headroom.config.options import BadOptions, Parser, Told
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import CONTROLS
-from vllm_headroom_tools.early import unhindered
+from vllm_headroom_tools.early import no_collection
+from vllm_headroom_tools.options import BadOptions, Parser, Printed
 from vllm_headroom_tools.terminal import render_line
 
 Result = TypeVar("Result")
@@ -55,9 +55,9 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
         say(_version())
         status = 0
     elif name in table:
-        with unhindered():
+        with no_collection():
             command = importlib.import_module(f"vllm_headroom_tools.{table[name][0]}").COMMAND
-        status = execute(command, name, argv, os.environ, table)
+        status = execute(command, name, argv, table)
     else:
         status = BAD_INPUT
         import difflib  # noqa: PLC0415 - only a mistake asks for it
@@ -73,17 +73,16 @@ def execute(
     command: Command[Any],
     name: str,
     argv: Sequence[str],
-    environ: Mapping[str, str],
     table: Mapping[str, tuple[str, str]] = {},
 ) -> int:
     """Run a command and show its answer; return the exit status."""
     try:
-        given = parser_of(command, name, table).read(argv, environ)
+        given = parser_of(command, name, table).read(argv)
         answer = command.run(given)
         if isinstance(answer, Coroutine):
             answer = _awaited(answer)
-    except Told as told:
-        say(str(told))
+    except Printed as printed:
+        say(str(printed))
         return 0
     except (BadOptions, BadInput) as error:
         for line in error.lines if isinstance(error, BadOptions) else (str(error),):

@@ -10,8 +10,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
-from vllm_headroom.derive import LEAK
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import LEAK, answer
 from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory

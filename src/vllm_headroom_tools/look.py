@@ -11,10 +11,10 @@ from typing import Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import Settings
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.daemon.sampler import close_all
-from vllm_headroom.derive.attribution import AttributionState, attribute
+from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.gpus import Gpus
@@ -53,7 +53,7 @@ async def fetch_engines(reader: PageReader, profile: str | None = None) -> Engin
 
 
 async def read_machine(
-    settings: PlainSettings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
+    settings: Settings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
 ) -> Machine:
     """Read the GPUs and `proc` once and attribute them, as the daemon does with these settings.
 
@@ -72,5 +72,5 @@ async def read_machine(
         await cards.close()
     gpus: tuple[Gpu, ...] = ()
     if not isinstance(readings, Failure):
-        gpus = attribute(AttributionState(), readings, processes, settings.selection)[1]
+        gpus = attribute(AttributionState(), readings, processes, Selection.of(settings.gpus))[1]
     return Machine(readings=readings, processes=processes, gpus=gpus)

@@ -16,9 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from vllm_headroom.config.kinds import DURATION, FILE, Value, bounded, choice
-from vllm_headroom.config.options import BadOptions, Parser
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings
 from vllm_headroom.derive.inside import classify_probe
 from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
 from vllm_headroom.parse import fields
@@ -28,12 +26,12 @@ from vllm_headroom.scrape.probe import ProbeReader, read_content
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, Value, bounded, choice
 
 FORMAT: Final = "headroom_record"
 VERSION: Final = 1
 MOST_STACKS: Final = 20
 MOST_FRAMES: Final = 16
-
 
 Recording = dict[str, Any]
 """A process's answer, as --json has it: a `note`, the `cost`, and the stacks of `host` and `gpu` that hold most.
@@ -94,7 +92,7 @@ MOST_BYTES: Final = 256 * 1024
 async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
     """Have all processes record for so long; raise BadInput where there is none, or another recording is running.
 
-    What is returned is what --json prints; a process without a usable answer has null for what it did not say.
+    Return what --json prints; a process without a usable answer has null for what is missing.
 
     Where this ends early, cancelled or killed, the probes stop recording within a minute.
     """
@@ -195,31 +193,11 @@ def install(folder: Path) -> tuple[str, ...]:
 
 
 def _find_source() -> Path:
-    """Return where the probe is in this distribution, without importing it."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise BadInput(f"{PACKAGE} is not in this installation of vllm-headroom")
     return Path(found.origin).parent
 
-
-DESCRIPTION: Final = """\
-install puts the probe into a folder where any vLLM from 0.9 on finds it, its
-image unchanged. It tells the sidecar what only vLLM's processes know of their
-memory, by files in HEADROOM_PROBE_DIR, which both can use.
-
-record asks the probes of a running vLLM who allocates, for a time, what is
-kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
-vLLM meanwhile, and is never done unasked. See docs/probe.md.
-"""
-
-EPILOG: Final = """\
-It ends with status 0, and with 2 when the folder cannot be written or no probe
-is there to record.
-
-Example:
-  vllm-headroom probe install /opt/headroom-probe
-  kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
-"""
 
 Document = Mapping[str, Any]
 """A part of what --json prints."""
@@ -229,15 +207,15 @@ MOST_SHOWN: Final = 3
 
 
 def render_recording(recorded: Document) -> Iterator[str]:
-    """Yield for each process what it took and kept, by the stacks that took most; the process with most is first."""
+    """Yield what each process kept, by the stacks that kept most; the process with most is first."""
+
+    def most(process: Document) -> int:
+        return max((stack["bytes"] for stack in (*(process["host"] or ()), *(process["gpu"] or ()))), default=0)
+
     yield f"In {format_duration(recorded['seconds'])}, what each process allocated and still holds:"
-    for process in sorted(recorded["processes"], key=_find_most, reverse=True):
+    for process in sorted(recorded["processes"], key=most, reverse=True):
         yield ""
         yield from _format_process(process)
-
-
-def _find_most(process: Document) -> int:
-    return max((stack["bytes"] for stack in (*(process["host"] or ()), *(process["gpu"] or ()))), default=0)
 
 
 def _format_process(process: Document) -> Iterator[str]:
@@ -264,11 +242,11 @@ def _format_stack(kind: str, stack: Document) -> Iterator[str]:
 def _format_cost(cost: Document) -> str:
     pause, cpu, memory = cost["pause_seconds"], cost["cpu_seconds"], cost["memory_bytes"]
     parts = (
-        None if pause is None else f"{pause:.3f} s of standing still",
+        None if pause is None else f"{pause:.3f} s of pause",
         None if cpu is None else f"{cpu:.3f} s of CPU",
         None if memory is None else f"{format_size(memory)} of host memory",
     )
-    return ", ".join(part for part in parts if part) or "what it does not tell"
+    return ", ".join(part for part in parts if part) or "an unknown amount"
 
 
 INSTALL, RECORD = "install", "record"
@@ -316,8 +294,23 @@ def _render_text(found: dict[str, Any]) -> Iterator[str]:
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s install [--json] FOLDER\n       %(prog)s record [--json] --for DURATION [OPTION VALUE]...",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+install puts the probe into a folder where any vLLM from 0.9 on finds it, its
+image unchanged. It reports to the sidecar what only vLLM's processes know about
+their memory, through files in HEADROOM_PROBE_DIR, which both can use.
+
+record asks the probes of a running vLLM who allocates, for a time, what is
+kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
+vLLM meanwhile, and is never done unasked. See docs/probe.md.
+""",
+    epilog="""\
+It ends with status 0, and with 2 when the folder cannot be written or no probe
+is there to record.
+
+Example:
+  vllm-headroom probe install /opt/headroom-probe
+  kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
+""",
     options=_add_options,
     run=_run,
     text=_render_text,

@@ -1,4 +1,4 @@
-"""How far something long has come: a bar on a terminal, gone when it is done."""
+"""Progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def track(
     *,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Iterator[Item]:
-    """Yield the items, and show on a terminal how much of the `whole` their sizes come to; None is not known."""
+    """Yield the items, and show on a terminal how much of the `whole` (None: not known) is done."""
     done, due, drawn = 0.0, time.monotonic() + patience_seconds, None
     can_draw = is_terminal(sys.stderr)
     try:

@@ -1,4 +1,4 @@
-"""Text for people: broken into lines, and on a terminal drawn by rich, its words coloured by how it stands."""
+"""Text for people: broken into lines, and on a terminal drawn by rich with coloured words."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
 
 
 def wrap_headed(head: str, body: str) -> list[str]:
-    """Return the lines of a text behind a word, as all words of an answer stand in one column."""
+    """Return the lines of a text behind a word; all words of an answer are in one column."""
     return wrap_text(f"   {head:<{HEAD - 3}}", body)
 
 
@@ -113,20 +113,18 @@ def draw_bars(
 ) -> list[str]:
     """Return a bar for each column: of its stretch of time what `pick` takes, else what was last; a gap is blank.
 
-    `ends` are what the lowest and the highest bar stand for; without them zero, and the highest there is.
+    `ends` are the values of the lowest and the highest bar; without them zero, and the highest there is.
     """
     columns = _reduce_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
     low, high = ends or (0.0, max((value for value in columns if value is not None), default=0.0))
-    heights = [0 if value is None else _count_eighths(value - low, high - low, rows) for value in columns]
+    span = (high - low) or 1.0
+    heights = [
+        0 if value is None else max(1, round(8 * rows * (value - low) / span)) for value in columns
+    ]  # 0 is a gap
     return [
         "".join(BLOCKS[min(8, max(0, height - 8 * row))] for height in heights).rstrip()
         for row in reversed(range(rows))
     ]
-
-
-def _count_eighths(value: float, span: float, rows: int) -> int:
-    """Return how high a bar is; the least is not nothing, which would be a gap."""
-    return max(1, round(8 * rows * value / (span or 1.0)))
 
 
 def _reduce_columns(curve: Sequence[Point], width: int, pick: Pick) -> list[float | None]:
@@ -136,9 +134,6 @@ def _reduce_columns(curve: Sequence[Point], width: int, pick: Pick) -> list[floa
     times = [float(seconds) for seconds, _ in curve]
     edges = [bisect_right(times, begin + span * place / width) for place in range(width)] + [len(curve)]
     edges[0] = 0
-    return [_pick_value(curve[min(first, last - 1) : last], pick) for first, last in pairwise(edges)]
-
-
-def _pick_value(stretch: Sequence[Point], pick: Pick) -> float | None:
-    known = [float(value) for _, value in stretch if value is not None]
-    return pick(known) if known else None
+    stretches = (curve[min(first, last - 1) : last] for first, last in pairwise(edges))
+    known = ([float(value) for _, value in stretch if value is not None] for stretch in stretches)
+    return [pick(values) if values else None for values in known]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.assets.compose import FOLDER, PROFILES, SERVICES, by_default, lay_out, mounts, reachable_names, started
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings
 from vllm_headroom_tools.demo.command import SCENARIOS
 
 OURS: Final = ("processes", "probe", "headroom", "demo")

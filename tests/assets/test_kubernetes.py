@@ -25,7 +25,7 @@ from tests.assets.kubernetes.rendering import (
     rendered,
 )
 from tests.conftest import Golden
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings
 
 EXAMPLE: Final = DEPLOY / "example"
 

@@ -26,7 +26,7 @@ ENVIRONMENT: Final = {**WORKFLOW["env"], "TRACE": "nightly.jsonl"}
 def read(words: Sequence[str]) -> Namespace:
     """Return the options of one of our commands, which is the first word."""
     command = importlib.import_module(f"vllm_headroom_tools.{words[0]}.command").COMMAND
-    return parser_of(command, words[0]).read(words[1:], {})
+    return parser_of(command, words[0]).read(words[1:])
 
 
 def steps() -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings
 from vllm_headroom.expose.server import MOST_CONNECTIONS
 
 FOLDER: Final = Path(__file__).parents[2] / "deploy" / "systemd"

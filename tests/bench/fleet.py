@@ -17,7 +17,7 @@ from tests.assets.promql import RULES
 from tests.dashboards.history import scrapes
 from tests.dashboards.store import Prometheus, add, running
 from vllm_headroom.model import GpuReadings
-from vllm_headroom_tools.demo.readers import SimulatedGpus
+from vllm_headroom_tools.demo.run import SimulatedGpus
 from vllm_headroom_tools.demo.scenario import TABLE
 
 SIDECARS: Final = 1_000

@@ -17,8 +17,7 @@ from msgspec.structs import fields, replace
 
 from tests.bench.results import Results
 from vllm_headroom.daemon.state.file import STATE, Identity, Memory, SavedState, identify_engine
-from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.model import EngineStatus, Snapshot
 from vllm_headroom.trace.parse import parse_trace

@@ -28,7 +28,7 @@ def test_start_to_the_first_complete_page(nvml: FakeNvml, results: Results) -> N
     their_seconds, their_cpu = (median(other[which] for _, other in pairs) for which in (0, 1))
 
     what = f"start to the first complete /metrics, live engine, median of {STARTS}"
-    results.at_most(0.35, f"{what}: CPU", cpu, " s")
+    results.at_most(0.45, f"{what}: CPU", cpu, " s")
     results.note(f"CPU of {PEER} until its first page", f"{their_cpu:.3g} s")
     results.note(f"{what}: ours / {PEER}, with all that runs beside them", f"{seconds:.3g} / {their_seconds:.3g} s")
 

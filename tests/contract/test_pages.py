@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.conftest import Golden
 from tests.contract.recorded import CAPTURES, FOLDER, HANDMADE, OTHERS
 from tests.samples import gpu
-from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.expose.metrics import HeadroomCollector
 from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Sample, Snapshot

@@ -8,7 +8,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.model import GpuMemory, GpuReading, GpuReadings
-from vllm_headroom_tools.demo.readers import SimulatedGpus
+from vllm_headroom_tools.demo.run import SimulatedGpus
 
 LEAKING: Final = 5
 INSTANCES: Final = tuple(f"MIG-{letter * 8}-0000-5000-8000-000000000000" for letter in ("a", "b", "c"))

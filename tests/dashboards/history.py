@@ -19,8 +19,7 @@ from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.metrics import HeadroomCollector, build_registry
 from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom_tools.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
-from vllm_headroom_tools.demo.run import bind_world
+from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
 from vllm_headroom_tools.demo.scenario import TABLE, Scenario
 from vllm_headroom_tools.demo.world import World
 

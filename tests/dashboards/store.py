@@ -17,7 +17,7 @@ import httpx
 from tests.dashboards.cards import EightGpus, MigInstances, SmallCard
 from tests.dashboards.history import BARE_METAL, Target, open_metrics
 from tests.dashboards.rules import evaluated
-from vllm_headroom_tools.demo.readers import SimulatedGpus
+from vllm_headroom_tools.demo.run import SimulatedGpus
 from vllm_headroom_tools.demo.scenario import TABLE, Scenario, Visits
 
 END: Final = 1_767_225_600
@@ -123,16 +123,13 @@ def missing() -> str:
     return " and ".join(name for name in ("prometheus", "promtool") if shutil.which(name) is None)
 
 
-@contextmanager
-def stored(folder: Path) -> Iterator[Prometheus]:
-    """Give a Prometheus that has scraped every target for HOURS, and evaluated the rules."""
+def store(folder: Path) -> None:
+    """Store what a Prometheus has that scraped every target for HOURS, and evaluated the rules."""
     scraped = open_metrics(list(TARGETS.values()), HOURS, ends_seconds=END, scrape_seconds=SCRAPE_SECONDS)
     add(folder, "scraped", [scraped])
     with running(folder) as prometheus:
         text = evaluated(lambda expr: prometheus.over_time(expr, SCRAPE_SECONDS), range(BEGIN, END, SCRAPE_SECONDS))
     add(folder, "rules", [text])  # blocks that are added to a running Prometheus are seen only after a minute
-    with running(folder) as prometheus:
-        yield prometheus
 
 
 def add(folder: Path, name: str, text: Iterable[str]) -> None:

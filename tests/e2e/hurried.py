@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_headroom.__main__ import main
 from vllm_headroom.daemon import parts
+from vllm_headroom.scrape.proc import files
 from vllm_headroom_tools.demo.run import ScaledClock
 
 
@@ -28,4 +29,6 @@ class HurriedClock(ScaledClock):
 
 if __name__ == "__main__":
     vars(parts)["SystemClock"] = HurriedClock
+    # In the namespace of the tests all pids are of one kind, as on a host.
+    vars(files)["sees_host_pids"] = lambda _: True
     main()

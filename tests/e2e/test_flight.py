@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon, eventually
-from vllm_headroom.trace.incidents import list_incidents
+from vllm_headroom.trace.flight import list_incidents
 from vllm_headroom.trace.parse import read_trace
 
 

@@ -11,7 +11,7 @@ from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.preload import preloadable
 from tests.process import daemon, eventually
-from vllm_headroom.trace.incidents import list_incidents
+from vllm_headroom.trace.flight import list_incidents
 from vllm_headroom.trace.parse import read_trace
 from vllm_headroom_tools.postmortem.command import build_report
 from vllm_headroom_tools.postmortem.rules import EndCause

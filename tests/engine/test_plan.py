@@ -35,7 +35,7 @@ def test_every_sequence_takes_what_vllm_reckons() -> None:
             for tokens in LENGTHS:
                 asked = {"ranks": ranks, "tokens": tokens, "in_flight_tokens": IN_FLIGHT_TOKENS}
                 cases.append({"name": name, "block_tokens": layout.block_tokens, **asked, "shape": to_builtins(shape)})
-                planned.append(layout.blocks(tokens) * layout.block_bytes)
+                planned.append(layout.count_blocks(tokens) * layout.block_bytes)
 
     found = reckoned("reckon.py", cases)
     wrong = [case for case, ours, theirs in zip(cases, planned, found, strict=True) if ours != theirs]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
 import pytest
 
@@ -21,7 +22,7 @@ def limited(limit_bytes: int, name: str = "") -> Iterator[Path]:
     What is in it at the end is killed. `name` tells several of one test apart.
     """
     top, limit = (V1, "memory.limit_in_bytes") if (V1 / "memory.limit_in_bytes").exists() else (V2, "memory.max")
-    folder = top / f"headroom-test-{os.getpid()}{name}"
+    folder = top / f"headroom-test-{uuid4()}{name}"
     try:
         folder.mkdir()
         (folder / limit).write_text(str(limit_bytes))

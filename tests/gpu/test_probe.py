@@ -100,13 +100,13 @@ import sys, threading, time
 from types import SimpleNamespace
 import torch
 from vllm.device_allocator.cumem import CuMemAllocator
-from vllm_headroom_probe.gpu import Gpu
+from vllm_headroom_probe.gpu import WorkerGpu
 torch.cuda.init()
 pool = CuMemAllocator.get_instance()
 model = SimpleNamespace(enable_sleep_mode=sys.argv[1] == "guarded", enable_cumem_allocator=False)
 worker = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model), device=torch.device("cuda", 0))
 def look():
-    gpu = Gpu()
+    gpu = WorkerGpu()
     while True:
         if sys.argv[1] == "guarded":
             gpu.device(worker)

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from vllm_headroom.__main__ import COMMANDS
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import key, option
+from vllm_headroom.config import Settings, key
+from vllm_headroom_tools.options import option
 
 OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
 
@@ -36,7 +36,7 @@ def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("usage: vllm-headroom [run] [OPTION VALUE]...\n")
     assert "\n  demo       The daemon over a simulated engine and GPU, to look at.\n" in process.stdout
-    assert all(f"\n  {option(name)} " in process.stdout for name in Settings.model_fields)
+    assert all(f"\n  {option(key(name))} " in process.stdout for name in Settings.model_fields)
     assert max(map(len, process.stdout.splitlines())) <= 80
 
 
@@ -166,7 +166,7 @@ def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str)
 def test_help_imports_nothing_of_the_daemon(name: str) -> None:
     code = (
         "import sys; from importlib import import_module; from vllm_headroom_tools.cli import execute;"
-        f" execute(import_module('vllm_headroom_tools.{name}.command').COMMAND, '{name}', ['--help'], {{}});"
+        f" execute(import_module('vllm_headroom_tools.{COMMANDS[name][0]}').COMMAND, '{name}', ['--help']);"
         " print(*sys.modules, file=sys.stderr)"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
@@ -210,10 +210,10 @@ def test_the_version_needs_no_settings() -> None:
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
 
     assert process.stdout == f"vllm-headroom {metadata.version('vllm-headroom')}\n"
-    assert not {"pydantic", "yaml", "vllm_headroom_tools.run.command"} & set(process.stderr.split())
+    assert not {"pydantic", "yaml", "vllm_headroom_tools.run"} & set(process.stderr.split())
 
 
-@pytest.mark.parametrize("name", ["vllm_headroom_tools.cli", "argparse", "vllm_headroom.config.settings", "uvloop"])
+@pytest.mark.parametrize("name", ["vllm_headroom_tools.cli", "argparse", "vllm_headroom.config", "uvloop"])
 @pytest.mark.parametrize(("command", "status"), [("run", 0), ("demo", 0), ("doctor", -2)])
 def test_an_interrupt_during_the_imports_ends_without_a_traceback(name: str, command: str, status: int) -> None:
     process = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a newcomer adds takes as few places as CONTRIBUTING.md says: each is added to a copy of the source, and works."""
+"""A copy of the source takes what a newcomer adds in as few places as CONTRIBUTING.md has, and works."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SOURCE: Final = Path(vllm_headroom.__file__).parent
 LOOK: Final = """
 import json, sys
 from vllm_headroom_tools.doctor.engine import SERIES
-from vllm_headroom.derive import derivations
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import build_derivations
+from vllm_headroom.derive import answer
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.entries import HEADER, line, record_of
+from vllm_headroom.trace.parse import parse_trace
+from vllm_headroom.trace.entries import HEADER, encode_line, build_record
 
 page = parse_engines(sys.stdin.read())
 seen = Snapshot(time_seconds=1.0, monotonic_seconds=1.0, engines=page, gpus=(), processes=())
-(back,) = snapshots((line(HEADER), line(record_of(seen))))
+(back,) = parse_trace((encode_line(HEADER), encode_line(build_record(seen))))
 print(json.dumps({
     "profile": page.profile,
-    "page": {s.metric.name: s.value for each in derivations() for s in answer(each, each.initial, seen)[1]},
+    "page": {s.metric.name: s.value for each in build_derivations() for s in answer(each, each.initial, seen)[1]},
     "inputs": dict(page.inputs),
-    "record": record_of(seen)["engines"][0],
+    "record": build_record(seen)["engines"][0],
     "kept": back.engines.engines == page.engines,
     "doctor": {name: [metric.name for metric in made] for name, made in SERIES.items()},
 }))
@@ -74,7 +74,7 @@ def test_a_raw_fact_takes_three_places(source: Path) -> None:
     add(
         source / "model" / "engine.py",
         "    waiting:",
-        '    swapped: Annotated[float | None, Input("requests_swapped", "headroom_engine_requests_swapped")] = None\n',
+        '    swapped: Annotated[float | None, _input("requests_swapped", "requests_swapped")] = None\n',
     )
     add(
         source / "parse/profiles/vllm.py",
@@ -112,7 +112,7 @@ def test_a_derived_metric_takes_three_places_and_its_test(source: Path) -> None:
         "from vllm_headroom.derive.health",
         "from vllm_headroom.derive.half import half\n",
     )
-    add(source / "derive/__init__.py", r'        stateless\("readings"', '        stateless("half", half),\n')
+    add(source / "derive/__init__.py", r'        make_stateless\("readings"', '        make_stateless("half", half),\n')
 
     found = look(source, PAGE)
 

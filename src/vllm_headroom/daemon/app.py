@@ -1,4 +1,4 @@
-"""The composition root: builds the parts, joins them and takes them down."""
+"""The composition root: build the daemon, run it and shut it down."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-import structlog
 import uvloop
 
-from vllm_headroom.clock import Clock
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.life import (
+from vllm_headroom.daemon.loop import (
     NEEDS_NEW_CONTAINER,
     STOPPED,
     GraceTime,
@@ -32,111 +30,102 @@ from vllm_headroom.daemon.life import (
 )
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
 from vllm_headroom.daemon.sampler import Canary, Sampler, close_all
-from vllm_headroom.daemon.state.file import FolderLock
+from vllm_headroom.daemon.state.file import HISTORY, FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
-from vllm_headroom.daemon.views import Views
 from vllm_headroom.derive import build_derivations
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.gates import GATES, Rules, build_gates
+from vllm_headroom.derive.readings import count_running
+from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.expose.answers import Handler, build_application
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import respond_snapshot
-from vllm_headroom.expose.view import History, View
+from vllm_headroom.expose.view import History, Incident, View
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
-from vllm_headroom.model import Snapshot
+from vllm_headroom.log import Log
+from vllm_headroom.model import Snapshot, Verdict
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.recorder import Recorder
-from vllm_headroom_tools.sizing.footprint import bind_token_bytes
 
 LONGEST_TICK_SECONDS: Final = 30.0
-"""Between two ticks, whatever hangs meanwhile: each source has seconds. Beyond it the daemon was stopped or starved."""
+"""Between two ticks, with hanging sources: each has a timeout of seconds. Longer, the daemon was stopped or starved."""
 
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns states that an earlier process kept, by derivation."""
+"""Returns the states that an earlier process saved, by derivation."""
 
 
-def build_sampler(parts: Parts, settings: PlainSettings, recall: Recall | None, canary: Canary | None) -> Sampler:
-    """Return the straight line from the sources to what is published."""
-    return Sampler(
-        sources=parts,
-        parse=partial(parse_engines, profile=settings.profile),
-        selection=settings.selection,
-        derivations=build_derivations(
-            reported_bytes=settings.reported_bytes,
-            kv_bytes_per_token=settings.kv_bytes_per_token,
-            model=bind_token_bytes(settings.model_shape),
-            baseline_bytes_per_request=settings.baseline_bytes_per_request,
-        ),
-        clock=parts.clock,
-        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
-        recall=recall,
-        judge=partial(build_gates, _build_gate_rules(settings)),
-        canary=canary,
-        host_limit_bytes=settings.host_memory_limit_bytes,
-    )
-
-
-def _build_gate_rules(settings: PlainSettings) -> Rules:
-    return Rules(
+def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canary: Canary | None) -> Sampler:
+    """Return the sampler that turns the sources into what is published."""
+    rules = Rules(
         ready_seconds=settings.gate_ready_seconds,
         ready_most_seconds=settings.gate_ready_most_seconds,
         live_seconds=settings.gate_live_seconds,
         name=settings.gate_name or socket.gethostname(),
     )
+    return Sampler(
+        sources=parts,
+        parse=partial(parse_engines, profile=None if settings.engine_profile == AUTO else settings.engine_profile),
+        selection=Selection.of(settings.gpus),
+        derivations=build_derivations(
+            reported_bytes=settings.reported_bytes,
+            kv_bytes_per_token=settings.kv_bytes_per_token,
+            model=settings.token_bytes,
+            baseline_bytes_per_request=settings.baseline_bytes_per_request,
+        ),
+        clock=parts.clock,
+        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
+        recall=recall,
+        judge=partial(build_gates, rules),
+        canary=canary,
+        host_limit_bytes=settings.host_memory_limit_bytes,
+    )
 
 
-def build_canary(parts: Parts, settings: PlainSettings) -> Canary | None:
-    """Return what asks an idle engine for a token; None where it is not wanted, or nobody can be asked."""
+def build_canary(parts: Parts, settings: Settings) -> Canary | None:
+    """Return the canary, None where it is not configured or has no engine."""
     if parts.asked is None or settings.canary_interval_seconds is None:
         return None
     most = max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds)
     return Canary(parts.asked.ask, settings.canary_interval_seconds, parts.clock, most_pause_seconds=most)
 
 
-@cache  # looked up in the distribution's files, and told on every page
+@cache  # read from the distribution's files, and shown on every page
 def read_version() -> str:
     """Return the version of the installed distribution."""
     return metadata.version("vllm-headroom")
 
 
 def read_build() -> tuple[str, str, str]:
-    """Return version, source revision (empty where the build wrote none) and the version of Python."""
+    """Return version, source revision (empty where the build wrote none) and Python version."""
     stamp = Path(__file__).parents[1] / "REVISION"
     revision = stamp.read_text().strip() if stamp.is_file() else ""
     return read_version(), revision, platform.python_version()
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 CANNOT_LISTEN: Final = 2
 SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
-"""Scrapes in progress may take as long beside it."""
-
-TOKENS_DIFFER: Final = (
-    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so that tokens differ in size; a size to count"
-    " with can be given in HEADROOM_KV_BYTES_PER_TOKEN"
-)
+"""Scrapes in progress may take as long in parallel."""
 
 
-def serve(settings: PlainSettings) -> NoReturn:
-    """Run the real daemon until it is told to stop, and end the process with its status; an error of its own is raised.
-
-    The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
-    SIGTERM may not.
-    """
+def serve(settings: Settings) -> NoReturn:
+    """Run the real daemon until it is stopped, and exit with its status; raise an error of the daemon itself."""
     logs.configure(settings.log_format, settings.log_level)
     status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(build_real_parts(settings), settings))
     logging.shutdown()
-    os._exit(status)
+    os._exit(status)  # without waiting for threads: a resolver that does not answer holds one for 10 s (measured)
 
 
-async def run(parts: Parts, settings: PlainSettings) -> int:
+async def run(parts: Parts, settings: Settings) -> int:
     """Run the daemon over `parts`, which it closes at the end; return the exit status."""
     try:
         listener = listen(settings.listen_host, settings.listen_port)
+        door = None if settings.web_config_file is None else Door(settings.web_config_file)
     except OSError as error:
         log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
             "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of this machine",
@@ -145,103 +134,128 @@ async def run(parts: Parts, settings: PlainSettings) -> int:
             problem=error.strerror,
         )
         return CANNOT_LISTEN
-    try:
-        door = None if settings.web_config_file is None else Door(settings.web_config_file)
     except WebConfigError as error:
         for line in error.lines:
-            log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - a line says it all
+            log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - one line per mistake
         return CANNOT_LISTEN
+    if settings.model_problem and settings.kv_bytes_per_token is None:
+        log.warning("KV cache known in tokens only", problem=settings.model_problem)
     ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    shape = settings.model_shape
-    if shape is not None and not shape.has_every_token and settings.kv_bytes_per_token is None:
-        log.warning("KV cache known in tokens only", problem=TOKENS_DIFFER)
     with handle_signals(partial(request_end, ending, STOPPED)):
         try:
-            log.info("listening", port=listener.getsockname()[1], version=read_version())
-            return await _run(parts, settings, listener, ending, door)
+            port = listener.getsockname()[1]
+            log.info("listening", port=port, version=read_version())
+            daemon = Daemon(parts, settings, home=f"http://localhost:{port}/", ending=ending)
+            return await run_until_end(daemon.list_loops(), Server(daemon.build_handler(), door), listener, ending)
         finally:
             await close_all(parts.engine, parts.gpus, parts.asked)
 
 
-async def _run(
-    parts: Parts, settings: PlainSettings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
-) -> int:
-    interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
-    folder, trace, lock = settings.state_dir, settings.trace_file, FolderLock()
-    keeper = None if folder is None else StateKeeper(folder=folder, clock=clock, version=read_version(), lock=lock)
-    canary = build_canary(parts, settings)
-    heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
-    empty = View(
-        version=read_version(),
-        interval_seconds=interval,
-        history=History(),
-        notice=parts.notice,
-        runbooks=settings.runbooks_url,
-    )
-    lines = logs.remember_lines().lines
-    flight = None if folder is None else Flight(folder=folder, lines=lines, version=read_version(), lock=lock)
-    views = Views(empty=empty, clock=clock, unhealthy=heartbeat.find_stall, flight=flight)
-    recall = None if keeper is None else partial(_recall_states, keeper, views)
-    sampler = build_sampler(parts, settings, recall, canary)
-    grace = GraceTime(settings.gpu_fatal_grace_seconds)
-    recorder = None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)
-    home = f"http://localhost:{listener.getsockname()[1]}/"
+class Daemon:
+    """Joins the parts, and owns what is shown and kept beside the samples: verdicts, the day's history, incidents."""
 
-    async def tick() -> None:
-        first = sampler.published is None
-        await sampler.tick()
-        views.step(sampler)
-        heartbeat.beat()
-        if first:
-            log.info("first sample published", look_at=home, scrape=f"{home}metrics")
-        if sampler.snapshot is not None and grace.is_over(sampler.snapshot.gpus, clock.monotonic()):
-            log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
-            request_end(ending, NEEDS_NEW_CONTAINER)
-        if sampler.snapshot is not None and recorder is not None:
-            await recorder.record(sampler.snapshot)
-        await views.record(sampler)
+    def __init__(self, parts: Parts, settings: Settings, *, home: str, ending: asyncio.Future[int]) -> None:
+        clock, version, folder, lock = parts.clock, read_version(), settings.state_dir, FolderLock()
+        self._parts, self._clock, self._home, self._ending = parts, clock, home, ending
+        self._interval_seconds = settings.sample_interval_seconds
+        self._memory_interval_seconds = settings.gpu_sample_interval_seconds
+        self._runbooks = settings.runbooks_url
+        self._heartbeat = Heartbeat(self._interval_seconds, clock, asyncio.get_running_loop().time)
+        self._grace = GraceTime(settings.gpu_fatal_grace_seconds)
+        self._history = History()
+        self._verdicts: tuple[Verdict, ...] = ()
+        lines = logs.remember_lines().lines
+        self._flight = None if folder is None else Flight(folder=folder, lines=lines, version=version, lock=lock)
+        self._keeper = None if folder is None else StateKeeper(folder=folder, clock=clock, version=version, lock=lock)
+        trace = settings.trace_file
+        self._recorder = None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)
+        self._canary = build_canary(parts, settings)
+        self._sampler = build_sampler(parts, settings, None if self._keeper is None else self._recall, self._canary)
 
-    served = _build_handler(sampler, views, heartbeat, clock)
-    looking = () if fast >= interval else (run_every(fast, partial(_sample_memory, parts, views, fast), clock),)
-    saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
-    asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
-    return await run_until_end(
-        (run_every(interval, tick, clock), *looking, *saving, *asking), Server(served, door), listener, ending
-    )
+    def list_loops(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the loops that run until shutdown."""
+        loops = [run_every(self._interval_seconds, self._tick, self._clock)]
+        if self._memory_interval_seconds < self._interval_seconds:
+            loops.append(run_every(self._memory_interval_seconds, self._sample_memory, self._clock))
+        if self._keeper is not None:
+            loops.append(self._save_states(self._keeper))
+        if self._canary is not None:
+            loops.append(self._canary.run(lambda: self._sampler.snapshot))
+        return loops
 
+    def build_handler(self) -> Handler:
+        """Return the handler of all requests."""
+        sampler, find_stall = self._sampler, self._heartbeat.find_stall
+        collector = HeadroomCollector(
+            lambda: sampler.published,
+            self._clock.monotonic,
+            read_build(),
+            lambda: None if self._last_incident is None else self._last_incident.seconds,
+        )
+        return build_application(
+            metrics=MetricsPage(collector),
+            page=lambda _: respond_html(render_page(self._build_view())),
+            snapshot=lambda _: respond_snapshot(self._build_view()),
+            unhealthy=find_stall,
+            ready=lambda: sampler.published is not None,
+            gate=lambda name: None if find_stall() else sampler.states[GATES].reason(name),
+        )
 
-def _build_handler(sampler: Sampler, views: Views, heartbeat: Heartbeat, clock: Clock) -> Handler:
-    return build_application(
-        metrics=MetricsPage(
-            HeadroomCollector(
-                lambda: sampler.published,
-                clock.monotonic,
-                read_build(),
-                lambda: None if views.last_incident is None else views.last_incident.seconds,
-            )
-        ),
-        page=lambda _: respond_html(render_page(views.build_view(sampler))),
-        snapshot=lambda _: respond_snapshot(views.build_view(sampler)),
-        unhealthy=heartbeat.find_stall,
-        ready=lambda: sampler.published is not None,
-        gate=lambda name: None if heartbeat.find_stall() else sampler.states[GATES].reason(name),
-    )
+    async def _tick(self) -> None:
+        is_first = self._sampler.published is None
+        snapshot = await self._sampler.tick()
+        self._verdicts = judge_snapshot(snapshot, self._sampler.values)
+        self._history.step(snapshot, self._verdicts, count_running(snapshot.page))
+        self._heartbeat.beat()
+        if is_first:
+            log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
+        if self._grace.is_over(snapshot.gpus, self._clock.monotonic()):
+            log.critical("the GPUs stay unreadable until this container is restarted: exiting with status 3")
+            request_end(self._ending, NEEDS_NEW_CONTAINER)
+        if self._recorder is not None:
+            await self._recorder.record(snapshot)
+        if self._flight is not None:
+            await self._flight.step(snapshot, self._verdicts, self._sampler.values)
 
+    async def _sample_memory(self) -> None:
+        """Read the GPU memory in use between two ticks."""
+        timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._memory_interval_seconds)
+        used_bytes = await self._parts.gpus.sample_used(timeout_seconds)
+        if self._flight is not None:
+            self._flight.look(self._clock.time(), used_bytes)
 
-async def _sample_memory(parts: Parts, views: Views, interval: float) -> None:
-    """Look at the memory of the GPUs between two ticks."""
-    views.look(parts.clock.time(), await parts.gpus.sample_used(min(GPU_TIMEOUT_SECONDS, interval)))
+    async def _recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
+        """Return the states that an earlier process kept of this engine, and restore the history it kept."""
+        states = {} if self._keeper is None else await self._keeper.recall(snapshot)
+        if HISTORY.name in states:
+            self._history.take_up(states[HISTORY.name])
+        return states
 
+    async def _save_states(self, keeper: StateKeeper) -> None:
+        def collect() -> Mapping[str, Any]:
+            return {**self._sampler.states, HISTORY.name: self._history.kept()}
 
-async def _recall_states(keeper: StateKeeper, views: Views, snapshot: Snapshot) -> Mapping[str, Any]:
-    """Return the states that an earlier process kept of this engine; its curves go to what is shown."""
-    states = await keeper.recall(snapshot)
-    views.take_up(states)
-    return states
+        try:
+            await run_every(SAVE_SECONDS, lambda: keeper.save(collect()), self._clock)
+        finally:
+            await keeper.save(collect(), LAST_SAVE_SECONDS)
 
+    @property
+    def _last_incident(self) -> Incident | None:
+        return None if self._flight is None else self._flight.last
 
-async def _save(keeper: StateKeeper, states: Callable[[], Mapping[str, Any]], clock: Clock) -> None:
-    try:
-        await run_every(SAVE_SECONDS, lambda: keeper.save(states()), clock)
-    finally:
-        await keeper.save(states(), LAST_SAVE_SECONDS)
+    def _build_view(self) -> View:
+        published = self._sampler.published
+        return View(
+            version=read_version(),
+            interval_seconds=self._interval_seconds,
+            history=self._history,
+            snapshot=self._sampler.snapshot,
+            values=self._sampler.values,
+            verdicts=self._verdicts,
+            age_seconds=0.0 if published is None else self._clock.monotonic() - published.monotonic_seconds,
+            unwell=self._heartbeat.find_stall(),
+            notice=self._parts.notice,
+            runbooks=self._runbooks,
+            last_incident=self._last_incident,
+        )

@@ -1,4 +1,4 @@
-"""When a line goes to the flight record, and when a stretch of it is set aside as an incident."""
+"""Write the flight record, and set a part of it aside as an incident when the engine exits or stalls."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-import structlog
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from vllm_headroom import catalog
 from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.expose.view import Incident
+from vllm_headroom.log import Log
 from vllm_headroom.model import EngineStatus, Failure, ProbedProcess, Snapshot, Values, Verdict
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, IncidentKind, find_newest, name_incident
+from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, find_newest, keep, name_incident, set_aside
 from vllm_headroom.trace.recorder import FileWriter, resolve_folder
 from vllm_headroom.vocabulary import EngineState
 
@@ -30,11 +29,11 @@ FIGURES: Final = (
     catalog.LEAKED,
     catalog.TIME_TO_OOM,
 )
-"""What the leak detector says of a GPU besides its state."""
+"""The leak detector's results for a GPU besides its state."""
 
 
 def build_context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> dict[str, Any]:
-    """Return what a later reader cannot tell from the samples alone."""
+    """Return what a later reader cannot derive from the samples alone."""
     parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
     holders = [
         {"uuid": gpu.reading.uuid, "pid": each.pid, "used": each.used_bytes}
@@ -52,7 +51,7 @@ def build_context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Value
 
 
 def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return the newest OutOfMemoryError of each process that the probe tells of, also of those that have ended."""
+    """Return the newest OutOfMemoryError of each probed process, including exited ones."""
     return [
         {
             "t": round(each.oom.at_seconds, 3),
@@ -75,7 +74,7 @@ def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
 
 
 def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
-    """Return a value without what it does not say."""
+    """Return a value for JSON without fields that are None."""
     if isinstance(value, Struct):
         return {name: _drop_unknown(each) for name, each in asdict(value).items() if each is not None}
     return [_drop_unknown(each) for each in value] if isinstance(value, tuple) else value
@@ -89,15 +88,15 @@ def _describe_leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:
 
 MOST_LOOKS: Final = 600
 LEAST_LOOK_SECONDS: Final = 0.9
-"""A look a second at the most, with room for one that comes early. With eight GPUs it all takes 0.5 MB."""
+"""At most one memory sample a second, with tolerance for an early one. With eight GPUs all take 0.5 MB."""
 
 MOST_XIDS: Final = 32
 MOST_GPUS: Final = 16
-"""What one engine has on one machine: so many are 260 kB in the header of an incident."""
+"""The most that one engine has on one machine: 260 kB in the header of an incident."""
 
 
 class Recent:
-    """Keeps the newest looks between ticks, and in `xids` the driver's newest errors, in seconds since the epoch."""
+    """Keeps the newest memory samples between ticks and, in `xids`, the driver's newest errors."""
 
     def __init__(self) -> None:
         self.xids: deque[dict[str, Any]] = deque(maxlen=MOST_XIDS)
@@ -105,38 +104,38 @@ class Recent:
         self._counted: dict[tuple[str, int], int] | None = None
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
-        """Take a look at GPUs, by UUID."""
+        """Add the memory in use by UUID."""
         if used_bytes and (not self._looks or abs(seconds - self._looks[-1][0]) >= LEAST_LOOK_SECONDS):
             self._looks.append((round(seconds, 1), used_bytes))
 
     def note(self, snapshot: Snapshot) -> None:
-        """Take note of the XID errors that are new in a sample."""
+        """Add the XID errors that are new in a sample."""
         if not snapshot.devices:
             return
         counts = {(gpu.reading.uuid, xid): n for gpu in snapshot.devices for xid, n in gpu.reading.xid_errors}
         before, self._counted = self._counted, {**(self._counted or {}), **counts}
-        if before is None:  # what was counted before this process could tell when
+        if before is None:  # the time of earlier errors is unknown
             return
         for (uuid, xid), count in counts.items():
             if count > before.get((uuid, xid), 0):
                 self.xids.append({"t": round(snapshot.time_seconds, 3), "uuid": uuid, "xid": xid})
 
     def of(self, uuids: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
-        """Return the looks at these GPUs, as time and memory in use."""
+        """Return the samples of these GPUs, as time and memory in use."""
         return {
             uuid: [(seconds, seen[uuid]) for seconds, seen in self._looks if uuid in seen]
             for uuid in sorted(uuids)[:MOST_GPUS]
         }
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 LEAST_SECONDS: Final = 0.9
-"""A line a second at the most, with room for a tick that comes early: at 0.1 s the record would hold minutes."""
+"""At most one line a second, with tolerance for an early tick: at 0.1 s the record would hold minutes."""
 
 AFTER_SECONDS: Final = 300.0
-"""What follows within this belongs to the same incident, until the engine has served again: a hang that a probe ends,
-the first steps of the next life, starts that fail."""
+"""Later events belong to the same incident until the engine has served again: a hang that a probe ends, the first steps
+of the next run, starts that fail."""
 
 AGAIN_SECONDS: Final = 60.0
 MOST_EVENTS: Final = 32
@@ -144,7 +143,7 @@ XID_SECONDS: Final = 900.0
 
 
 class OpenIncident(Struct, frozen=True, kw_only=True):
-    """What happened, first and then, when it is to be written next, and when it is complete; on the monotonic clock."""
+    """The events of an incident; `due` is when it is written next, `closes` when it is complete (monotonic)."""
 
     seconds: float
     closes: float
@@ -154,10 +153,10 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 
 
 class Flight:
-    """Owns the record in `folder` once `lock` is this daemon's; `lines` returns the last lines of its own log.
+    """Owns the record in `folder` once `lock` is this daemon's; `lines` returns the daemon's last log lines.
 
-    `last` is the newest incident that is on disk. What goes wrong on the volume is
-    logged when it begins and when it ends, and costs the record only.
+    `last` is the newest incident on disk. Errors of the volume are logged when they begin and end, and affect the
+    record only.
     """
 
     def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str, lock: FolderLock) -> None:
@@ -176,17 +175,17 @@ class Flight:
         self._ooms: list[dict[str, Any]] = []
 
     def look(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
-        """Take note of the memory in use between ticks, by UUID."""
+        """Add the memory in use between ticks, by UUID."""
         self._recent.add(seconds, used_bytes)
 
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
-        """Take note of one tick."""
+        """Record one tick."""
         now = snapshot.monotonic_seconds
         self._recent.note(snapshot)
         self._ooms = list_ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._event(snapshot.life)
         if not self._lock.is_ours:
-            return  # what has happened is in the other daemon's record
+            return  # the other daemon records it
         if self._written is None:
             await self._writing.do(self._look_back)
         if event is not None:
@@ -227,7 +226,7 @@ class Flight:
         self._served = False
 
     async def _set_aside(self, incident: OpenIncident, now: float) -> OpenIncident | None:
-        """Write what there is of an incident; return it as it goes on, None where it is complete or given up."""
+        """Write the incident so far; return it while it continues, None when it is complete or abandoned."""
         done = await self._writing.do(partial(set_aside, self._folder, incident.seconds, self._build_header(incident)))
         if done:
             file = self._folder / INCIDENTS / name_incident(incident.seconds)
@@ -251,7 +250,7 @@ class Flight:
         }
 
     def _look_back(self) -> None:
-        """Find the last incident of an earlier process, in the folder that was set, be it by a link."""
+        """Find the last incident of an earlier process, in the configured folder or the one it links to."""
         self._folder = resolve_folder(self._folder)
         found = find_newest(self._folder)
         self.last = None if found is None else _build_incident(*found)

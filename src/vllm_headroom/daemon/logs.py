@@ -1,47 +1,38 @@
-"""How log lines are written: to stderr, as logfmt or JSON, our own and those of libraries alike."""
+"""Write log lines to stderr, as logfmt or JSON, the daemon's and those of libraries."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import textwrap
 import threading
 from collections import deque
+from datetime import UTC, datetime
 from queue import Full, Queue
 from typing import Final
-
-import structlog
-from structlog.stdlib import ProcessorFormatter
-from structlog.typing import EventDict, Processor, WrappedLogger
 
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom.worker import start_thread
 
 OURS: Final = "vllm_headroom"
-FIRST: Final = ("ts", "level", "event")
-SHARED: Final[tuple[Processor, ...]] = (
-    structlog.stdlib.add_log_level,
-    structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-    structlog.processors.format_exc_info,
-)
-
 STDERR: Final = 2
 MOST_WAITING: Final = 1000
-"""Lines kept for a reader of stderr that is slow: a burst of a bad hour, half a megabyte."""
+"""Lines that wait for a slow reader of stderr: half a megabyte."""
 
 MOST_RECENT: Final = 40
 LONGEST_RECENT: Final = 500
-"""What was said around an incident, within 20 kB of memory and of its file."""
+"""The lines around an incident, within 20 kB of memory and of its file."""
 
 SHUTDOWN_SECONDS: Final = 0.2
-"""How long the end waits for the last lines to be taken, out of the second that the whole exit may take."""
+"""How long the exit, which may take a second in all, waits for the last lines to be read."""
 
 
 class Background(logging.Handler):
-    """Writes to stderr from a thread of its own, so that a pipe that nobody reads holds up nobody.
+    """Writes to stderr from a separate thread, so that an unread pipe does not block the daemon.
 
-    What finds no room among the lines that wait is dropped and counted, and the next line that is written says so.
+    Lines beyond the queue are dropped and counted; a line with their number follows the next one that is written.
     """
 
     def __init__(self) -> None:
@@ -56,7 +47,7 @@ class Background(logging.Handler):
             self._waiting.put_nowait(record)
         except Full:
             self._dropped += 1
-        with contextlib.suppress(OSError):  # no thread can be started: the lines wait until one can
+        with contextlib.suppress(OSError):  # no thread can be started: the lines wait
             self._thread = self._thread or start_thread(self._run, "log")
 
     def flush(self) -> None:
@@ -65,13 +56,13 @@ class Background(logging.Handler):
             self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, SHUTDOWN_SECONDS)
 
     def _run(self) -> None:
-        told = 0
+        reported = 0
         while True:
             self._write(self._waiting.get())
-            if (dropped := self._dropped) > told:
+            if (dropped := self._dropped) > reported:
                 message = "log lines were dropped, stderr was not read: dropped=%d"
-                self._write(logging.LogRecord(OURS, logging.WARNING, "", 0, message, (dropped - told,), None))
-                told = dropped
+                self._write(logging.LogRecord(OURS, logging.WARNING, "", 0, message, (dropped - reported,), None))
+                reported = dropped
             self._waiting.task_done()
 
     def _write(self, record: logging.LogRecord) -> None:
@@ -79,20 +70,20 @@ class Background(logging.Handler):
             left = f"{self.format(record)}\n".encode(errors="backslashreplace")
             while left:
                 left = left[os.write(STDERR, left) :]
-        except Exception:  # noqa: BLE001 - nowhere is left to complain: the line is lost, the next may not be
+        except Exception:  # noqa: BLE001 - there is nowhere to report it: the line is lost
             self._dropped += 1
 
 
 class RecentLines(logging.Handler):
-    """Remembers the last lines, each cut to a length, whatever becomes of them on stderr."""
+    """Keeps the last lines, each cut to a length."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: deque[str] = deque(maxlen=MOST_RECENT)
-        self.setFormatter(_build_formatter(_render_logfmt))
+        self.setFormatter(Logfmt())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Remember the line."""
+        """Keep the line."""
         self._lines.append(self.format(record)[:LONGEST_RECENT])
 
     def lines(self) -> tuple[str, ...]:
@@ -101,41 +92,60 @@ class RecentLines(logging.Handler):
 
 
 def remember_lines() -> RecentLines:
-    """Return what remembers our own lines from now on."""
+    """Return a handler that keeps the daemon's lines from now on."""
     recent = RecentLines()
     logging.getLogger(OURS).addHandler(recent)
     return recent
 
 
 def configure(log_format: str, log_level: str) -> None:
-    """Write the lines of `log_level` and above to stderr; of libraries, warnings and above at any level.
+    """Write lines of `log_level` and above to stderr, of libraries at least of level warning.
 
     In logfmt a traceback follows its line as an indented block, in JSON it is the field `exception`.
     """
     level = logging.getLevelNamesMapping()[log_level.upper()]
     handler = Background()
-    renderer = structlog.processors.JSONRenderer() if log_format == "json" else _render_logfmt
-    handler.setFormatter(_build_formatter(renderer))
+    handler.setFormatter(Json() if log_format == "json" else Logfmt())
     logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING), force=True)
     logging.getLogger(OURS).setLevel(level)
-    structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *SHARED, ProcessorFormatter.wrap_for_formatter],
-        wrapper_class=structlog.stdlib.BoundLogger,
-        logger_factory=structlog.stdlib.LoggerFactory(),
-    )
 
 
-def _build_formatter(renderer: Processor) -> ProcessorFormatter:
-    return ProcessorFormatter(
-        foreign_pre_chain=SHARED, processors=(ProcessorFormatter.remove_processors_meta, _order_fields, renderer)
-    )
+def _read_fields(record: logging.LogRecord) -> dict[str, object]:
+    first = {
+        "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "level": record.levelname.lower(),
+        "event": record.getMessage(),
+    }
+    return {**first, **getattr(record, "fields", {})}
 
 
-def _order_fields(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    return {key: event[key] for key in FIRST} | dict(event)
+class Json(logging.Formatter):
+    """A line of JSON; a traceback is its field `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        exception = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
+        return json.dumps(_read_fields(record) | exception, default=repr)
 
 
-def _render_logfmt(logger: WrappedLogger, method: str, event: EventDict) -> str:
-    traceback = event.pop("exception", None)
-    line = structlog.processors.LogfmtRenderer(bool_as_flag=False)(logger, method, event).translate(CONTROLS)
-    return line if traceback is None else f"{line}\n{textwrap.indent(traceback, '  ')}"
+class Logfmt(logging.Formatter):
+    """A line of logfmt (brandur.org/logfmt); a traceback follows it as an indented block."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = " ".join(f"{name}={_render_word(value)}" for name, value in _read_fields(record).items()).translate(
+            CONTROLS
+        )
+        if not record.exc_info:
+            return line
+        return f"{line}\n{textwrap.indent(self.formatException(record.exc_info), '  ')}"
+
+
+def _render_word(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    text = str(value)
+    if not any(each in text for each in ' ="'):
+        return text.replace("\n", "\\n")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

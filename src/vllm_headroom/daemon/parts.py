@@ -1,4 +1,4 @@
-"""What the daemon is made of where it meets the outside: the real engine, GPUs and processes."""
+"""The daemon's parts that read the outside: the real engine, GPUs and processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import Settings
 from vllm_headroom.daemon.sampler import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
@@ -20,19 +20,19 @@ GPU_TIMEOUT_SECONDS: Final = 2.0
 
 HEALTH_SECONDS: Final = 10.0
 TOKEN_SECONDS: Final = 60.0
-"""For one token of an idle engine; beyond it the request is given up, and asked again."""
+"""For one token of an idle engine; beyond it the request is abandoned and sent again."""
 
 
 class Parts(Sources, frozen=True, kw_only=True):
-    """What differs between the daemon and the demo: `notice` is for people, `asked` whom a canary asks."""
+    """What differs between the daemon and the demo: `notice` is for people, `asked` sends the canary's requests."""
 
     clock: Clock
     notice: str = ""
     asked: CanaryRequest | None = None
 
 
-def build_real_parts(settings: PlainSettings) -> Parts:
-    """Return what reads the engine, the GPUs and /proc of this machine."""
+def build_real_parts(settings: Settings) -> Parts:
+    """Return the readers of the engine, the GPUs and /proc of this machine."""
     clock = SystemClock()
     url = httpx.URL(settings.engine_url)
     timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
@@ -46,20 +46,20 @@ def build_real_parts(settings: PlainSettings) -> Parts:
     )
 
 
-def build_page_reader(settings: PlainSettings, url: str, *, timeout_seconds: float) -> PageReader:
-    """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
+def build_page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
+    """Return a reader of a page of the engine, with the connection's settings."""
     return PageReader(
         url=url,
         timeout_seconds=timeout_seconds,
         max_bytes=settings.engine_max_page_bytes,
         bearer_token_file=settings.engine_bearer_token_file,
         ca_file=settings.engine_ca_file,
-        headers=settings.engine_headers,
+        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
     )
 
 
-def build_canary_request(settings: PlainSettings) -> CanaryRequest:
-    """Return what asks the server beside its page; whether the engine sleeps is told by the engine, as a token is."""
+def build_canary_request(settings: Settings) -> CanaryRequest:
+    """Return the canary's requests, to paths of the server beside its page."""
     url = httpx.URL(settings.engine_url)
 
     def reader(path: str, seconds: float) -> PageReader:

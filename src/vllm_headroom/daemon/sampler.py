@@ -1,4 +1,4 @@
-"""The straight line, once per tick: read, attribute, derive, publish."""
+"""Sample once per tick: read, attribute, derive, publish."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, Protocol, TypeVar
 
-import structlog
 from msgspec import Struct
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.transitions import Transitions
+from vllm_headroom.derive import Derivation, answer
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
-from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.health import add_lost_gpus
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.derive.inside import add_inside, classify_probe
 from vllm_headroom.derive.kv_cache import add_steps
 from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState, forget_run, update_run
-from vllm_headroom.derive.readings import awake, list_named
+from vllm_headroom.derive.readings import is_page_awake, list_named
+from vllm_headroom.log import Log
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -39,10 +39,10 @@ from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import EngineState, Reason, Source
 from vllm_headroom.worker import Worker
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 RETRY_SECONDS: Final = 10.0
-"""An engine that did not answer is asked again so soon: an error that passes is over before it counts as a hang."""
+"""An engine that did not answer gets the next request so soon, before a passing error counts as a hang."""
 
 CANARY_EVENTS: Final = {
     True: "canary is answered",
@@ -52,10 +52,10 @@ CANARY_EVENTS: Final = {
 
 
 class Canary:
-    """Asks one request at a time, on a task of its own, and only while the engine is awake and has nothing to do.
+    """Sends one request at a time, on a separate task, and only while the engine is awake and idle.
 
-    `since_seconds` is since when, on the monotonic clock, it has not been answered; None while it is. With more than
-    `most_pause_seconds` between two ticks the daemon itself stood still, and could have taken no answer.
+    `since_seconds` is the monotonic time since when there is no answer; None while there is. With more than
+    `most_pause_seconds` between two ticks the daemon itself was stopped, and could have received no answer.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Canary:
         self._said: bool | None = True
 
     async def run(self, snapshot: Callable[[], Snapshot | None]) -> None:
-        """Ask, and wait, for ever; `snapshot` returns the newest one."""
+        """Send requests for ever; `snapshot` returns the newest one."""
         while True:
             doubted = self.since_seconds is not None
             seconds = min(RETRY_SECONDS, self._interval_seconds) if doubted else self._interval_seconds
@@ -83,7 +83,7 @@ class Canary:
             await self.turn(snapshot())
 
     def unanswered_since(self) -> float | None:
-        """Return, once a tick, since when nothing has been answered; not for as long as the daemon stood still."""
+        """Return, once a tick, since when there is no answer, without pauses of the daemon itself."""
         before, self._ticked_seconds = self._ticked_seconds, self._clock.monotonic()
         pause = self._ticked_seconds - before
         if self.since_seconds is not None and pause > self._most_pause_seconds:
@@ -91,7 +91,7 @@ class Canary:
         return self.since_seconds
 
     async def turn(self, snapshot: Snapshot | None) -> None:
-        """Ask once, unless the engine of this snapshot is not known to be idle."""
+        """Send one request, if the engine of this snapshot is known to be idle."""
         model_name = None if snapshot is None else _find_idle_model(snapshot)
         if model_name is None:
             self.since_seconds = None
@@ -102,14 +102,14 @@ class Canary:
         if answered is not False:
             self.since_seconds = None
         if answered is not self._said:
-            tell = log.info if answered else log.warning
-            tell(CANARY_EVENTS[answered])
+            write = log.info if answered else log.warning
+            write(CANARY_EVENTS[answered])
         self._said = answered
 
 
 def _find_idle_model(snapshot: Snapshot) -> str | None:
-    """Return a model of the server while all its engines are there, awake and known to have nothing to do."""
-    if isinstance(snapshot.engines, Failure) or snapshot.life is None or awake(snapshot.engines) is False:
+    """Return a model of the server while all its engines are present, awake and idle."""
+    if isinstance(snapshot.engines, Failure) or snapshot.life is None or is_page_awake(snapshot.engines) is False:
         return None
     engines = list_named(snapshot.engines)
     if snapshot.life.state not in (EngineState.SERVING, EngineState.STALLED) or not engines:
@@ -122,45 +122,45 @@ CLOSE_SECONDS: Final = 0.3
 
 
 class Closable(Protocol):
-    """What holds something open."""
+    """A resource to close."""
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
 
 
 class EngineSource(Closable, Protocol):
-    """Where the engine's page comes from."""
+    """The source of the engine's page."""
 
     async def fetch(self) -> str | Failure:
         """Return the page's text."""
 
 
 class GpuSource(Closable, Protocol):
-    """Where GPU readings come from."""
+    """The source of GPU readings."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every device."""
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID, and note it for its peak; without those that cannot be read now."""
+        """Return the memory in use by UUID of the GPUs that can be read, and add it to their peaks."""
 
 
 class ProcessSource(Protocol):
-    """Where the engine's processes are found."""
+    """The source of the engine's processes."""
 
     async def read(self, timeout_seconds: float, page: EnginePage | Failure) -> ProcessReadings | Failure:
-        """Return the engine's processes, which what came of asking for its page helps to tell."""
+        """Return the engine's processes, chosen with the help of its page."""
 
 
 class ProbeSource(Protocol):
-    """Where the probe inside the engine writes."""
+    """The source of what the probe inside the engine writes."""
 
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
-        """Return what each process wrote last."""
+        """Return the last record of each process."""
 
 
 async def close_all(*opened: Closable | None) -> None:
-    """Close what was opened, unless that takes long."""
+    """Close the resources, within CLOSE_SECONDS."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
             for each in opened:
@@ -169,7 +169,7 @@ async def close_all(*opened: Closable | None) -> None:
 
 
 class Sources(Struct, frozen=True, kw_only=True):
-    """What one tick reads, side by side; `probe` is None where no folder is configured."""
+    """What one tick reads in parallel; `probe` is None where no folder is configured."""
 
     engine: EngineSource
     gpus: GpuSource
@@ -178,19 +178,18 @@ class Sources(Struct, frozen=True, kw_only=True):
 
 
 PARSE_SECONDS: Final = 2.0
-"""A page of eight engines is understood in 1 ms, the costliest that is read at all in half a second."""
+"""A page of eight engines takes 1 ms, the costliest page of the allowed size half a second."""
 
 T = TypeVar("T")
 Timed = tuple[T, ReadingTime]
 
 
 class Sampler:
-    """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
+    """Owns the state of every derivation and what is published: `published` and `values`, None and empty before a tick.
 
-    `values` are the answers of the last tick's derivations.
-    `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
-    `host_limit_bytes` is what the operator says that the engine's container may take of the host's memory.
-    `judge` returns the question that is asked last, of the values of all others.
+    `recall` returns, at any snapshot, the states of an earlier process, by derivation, to continue from.
+    `host_limit_bytes` is the operator's limit of the engine's container. `judge` returns the last derivation, from the
+    values of all others.
     """
 
     def __init__(
@@ -232,11 +231,11 @@ class Sampler:
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """The state of every derivation, by its name, and of the engine's life."""
+        """The state of every derivation, by its name, and of the engine's run."""
         return dict(self._states)
 
-    async def tick(self) -> None:
-        """Read all sources at once, derive and publish; a fault in one part costs that part only."""
+    async def tick(self) -> Snapshot:
+        """Read all sources at once, derive, publish and return the snapshot; a fault costs only its part."""
         snapshot = await self._snapshot()
         if self._recall is not None:
             self._states.update(await self._recall(snapshot))
@@ -250,6 +249,7 @@ class Sampler:
         self._transitions.verdicts(values)
         self.snapshot, self.values = snapshot, values
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
+        return snapshot
 
     async def _snapshot(self) -> Snapshot:
         async with asyncio.TaskGroup() as group:
@@ -286,7 +286,7 @@ class Sampler:
         return (text if isinstance(text, Failure) else await self._parse_page(text)), time
 
     async def _processes(self, engine: asyncio.Task[Timed[EnginePage | Failure]]) -> Timed[ProcessReadings | Failure]:
-        """Read the processes beside the page, by what the last one told of them; the first look waits for a page."""
+        """Read the processes in parallel to the page, with the last page; the first reading waits for a page."""
         page = (await engine)[0] if self.snapshot is None else self.snapshot.engines
         return await self._time_reading(Source.PROCESS, self._sources.processes.read(self._gpu_timeout_seconds, page))
 
@@ -304,7 +304,7 @@ class Sampler:
         return value, ReadingTime(source=source, seconds=ended - began, ended_monotonic_seconds=ended)
 
     async def _parse_page(self, page: str) -> EnginePage | Failure:
-        """Parse where a page that is made to be costly holds up no scrape and no look at the GPUs."""
+        """Parse on a thread, so that a page made to be costly blocks no scrape and no GPU sample."""
         try:
             return await self._parser.call(partial(self._parse, page), PARSE_SECONDS)
         except TimeoutError:
@@ -321,7 +321,7 @@ class Sampler:
         try:
             self._states[ENGINE_RUN], snapshot = update_run(self._states[ENGINE_RUN], snapshot)
             snapshot = add_lost_gpus(snapshot)
-        except Exception as error:  # noqa: BLE001 - the loop's rim, as below: without the life nothing is judged
+        except Exception as error:  # noqa: BLE001 - as below: without the run's state nothing is judged
             self._states[ENGINE_RUN] = forget_run(self._states[ENGINE_RUN])
             self._transitions.log_fault(ENGINE_RUN, error)
         else:
@@ -331,7 +331,7 @@ class Sampler:
     def _derive(self, derivation: Derivation[Any], snapshot: Snapshot) -> tuple[Sample, ...]:
         try:
             self._states[derivation.name], samples = answer(derivation, self._states[derivation.name], snapshot)
-        except Exception as error:  # noqa: BLE001 - the loop's rim: one derivation's fault never costs the page
+        except Exception as error:  # noqa: BLE001 - one derivation's fault never costs the page
             self._states[derivation.name] = derivation.initial
             self._transitions.log_fault(derivation.name, error)
             return ()

@@ -1,25 +1,24 @@
-"""One log line when something begins or ends to fail, none while it lasts."""
+"""Log each change of state once."""
 
 from __future__ import annotations
 
 from typing import Final
 
-import structlog
-
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection, describe_orphans
+from vllm_headroom.log import Log
 from vllm_headroom.model import EnginePage, EngineStatus, Failure, Gpu, ProbeReadings, Snapshot, Values, name_device
 from vllm_headroom.parse.engines import explain_empty_page
 from vllm_headroom.vocabulary import EngineState, LeakState, Source
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 NOT_ATTRIBUTED: Final = (
     "cannot tell which GPUs the engine uses: set HEADROOM_GPUS to their UUIDs or indices, or let the sidecar see the"
     " engine's processes (shareProcessNamespace: true in the pod)"
 )
 AMBIGUOUS: Final = (
-    "engines' servers are visible, and none can be told to be the one to watch: give each its own --port, let"
+    "several engines' servers are visible, and the one to watch is unknown: give each its own --port, let"
     " HEADROOM_ENGINE_URL name that of the one to watch and wait until it answers, or do not share the host's processes"
 )
 
@@ -34,18 +33,18 @@ STATES: Final = {
 }
 ALARMING: Final = frozenset({EngineState.DOWN, EngineState.STALLED})
 GROWTH_FOUND: Final = (LeakState.GROWING, LeakState.LEAKING)
-"""The verdicts of the leak detector."""
+"""The leak detector's verdicts that are logged."""
 NOT_JUDGED: Final = (LeakState.UNKNOWN, LeakState.ASLEEP)
-"""The states in which it cannot tell whether what it found goes on; in any other it has found nothing."""
+"""The states in which it cannot judge; in all others it has found no growth."""
 
 
 MOST_STOPPED: Final = 64
 FORGET_SECONDS: Final = 3600.0
-"""So many are told in an hour to have given up: a later life's are, and files of the engine's container fill no log."""
+"""Probes that stopped are logged so often an hour, so that files of the engine's container cannot fill the log."""
 
 
 class Transitions:
-    """Remembers what was last said of each source, so that a state is logged once."""
+    """Remembers the last state of each source, so that it is logged once."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
@@ -70,12 +69,12 @@ class Transitions:
             log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous)
         left = describe_orphans(snapshot.left_behind, ())
         if self._is_new("left behind", left, usual=None) and left is not None:
-            log.warning("an engine that has ended left processes behind", problem=left)
+            log.warning("an engine that exited left processes behind", problem=left)
         if snapshot.life is not None:
             self._life(snapshot.life)
 
     def verdicts(self, values: Values) -> None:
-        """Log where the leak detector says growing or leaking, and where it no longer does; not where it cannot see."""
+        """Log where the leak detector begins and ceases to find growth; not where it cannot judge."""
         for labels, held in {**values.of(catalog.LEAK_STATE), **values.of(catalog.HOST_LEAK_STATE)}.items():
             if held and labels[-1] not in NOT_JUDGED:
                 self._log_verdict(labels[:-1], labels[-1] if labels[-1] in GROWTH_FOUND else None)
@@ -86,21 +85,21 @@ class Transitions:
             self._found[labels] = now
         whose = name_device(*labels) if len(labels) > 1 else f"host memory of {labels[0]}"
         if now is None and before is not None:
-            log.info("memory no longer grows without explanation", of=whose, before=before)
+            log.info("leak no longer suspected", of=whose, before=before)
         elif now != before:
-            log.warning("memory grows without explanation", of=whose, verdict=now, before=before or "nothing found")
+            log.warning("leak suspected", of=whose, verdict=now, before=before or "nothing found")
 
     def _life(self, life: EngineStatus) -> None:
         if self._state is not None and life.ended is not None:
-            log.warning("a life of the engine ended", reason=str(life.ended), restarts=life.restarts)
+            log.warning("engine exited", reason=str(life.ended), restarts=life.restarts)
         if life.state is self._state:
             return
-        tell = log.warning if life.state in ALARMING else log.info
-        tell(STATES[life.state], before=str(self._state or "nothing yet"))
+        write = log.warning if life.state in ALARMING else log.info
+        write(STATES[life.state], before=str(self._state or "nothing yet"))
         self._state = life.state
 
     def log_fault(self, name: str, error: Exception | None) -> None:
-        """Log a derivation's fault with its traceback, and that it works again."""
+        """Log a derivation's fault with its traceback, and its recovery."""
         if not self._is_new(f"derivation {name}", error is not None, usual=False):
             return
         if error is not None:
@@ -146,7 +145,7 @@ class Transitions:
         if self._is_new("left out", uuids) and uuids:
             log.warning("HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=uuids)
         owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)
-        if not self._is_new("owners", frozenset(owners)):  # after a loss NVML may count anew, in another order
+        if not self._is_new("owners", frozenset(owners)):  # after a loss NVML may number the GPUs in another order
             return
         for uuid, attribution in owners:
             log.info("GPU taken for the engine's", uuid=uuid, attribution=attribution)
@@ -155,7 +154,7 @@ class Transitions:
         self._warn_invisible(gpus)
 
     def _is_new(self, what: str, now: object, usual: object = "nothing yet") -> bool:
-        """Remember what was said of a thing; return whether it was something else before."""
+        """Remember the state of a thing; return whether it changed."""
         before, self._said[what] = self._said.get(what, usual), now
         return now != before
 

@@ -1,11 +1,14 @@
-"""Pure: one question a file, each a function of its own state and the snapshot."""
+"""Pure derivations: one question per file, each a function of its state and the snapshot."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from math import isfinite
+from typing import Any, Final, Generic, TypeVar
 
-from vllm_headroom.derive.derivation import Derivation, make_stateless
+from msgspec import Struct
+
 from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.derive.host_memory import derive_host_memory
@@ -21,9 +24,33 @@ from vllm_headroom.derive.kv_cache import (
 from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
 from vllm_headroom.derive.per_request import Baselines, derive_baseline, derive_per_request
 from vllm_headroom.derive.readings import derive_engine_state, derive_readings
+from vllm_headroom.model import Sample, Snapshot
+
+State = TypeVar("State")
+StepFunction = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
+
+
+class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
+    """A question about every snapshot; `step` returns the next state and the samples."""
+
+    name: str
+    initial: State
+    step: StepFunction[State]
+
+
+def answer(derivation: Derivation[State], state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
+    """Run one step and drop samples that are not finite: absurd values on a page divide to infinity."""
+    following, samples = derivation.step(state, snapshot)
+    return following, tuple([sample for sample in samples if isfinite(sample.value)])
+
+
+def make_stateless(name: str, question: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:
+    """Build a derivation that needs no state."""
+    return Derivation(name=name, initial=None, step=lambda _, snapshot: (None, question(snapshot)))
+
 
 LEAK: Final = Derivation(name="leak", initial=LeakMemory(), step=derive_leaks)
-"""The leak detector, which is also fed a recorded past."""
+"""The leak detector; replay runs it on recorded traces too."""
 
 
 def build_derivations(
@@ -33,16 +60,16 @@ def build_derivations(
     model: TokenBytes | None = None,
     baseline_bytes_per_request: float | None = None,
 ) -> tuple[Derivation[Any], ...]:
-    """Return every derivation, in the order of the line: what a newcomer adds to.
+    """Return every derivation in the order of the page; a new one is added here.
 
-    `reported_bytes` is what the operator says the engine should use on each GPU, `kv_bytes_per_token` the size of one
-    token in the KV cache of one engine, `model` what tells it from a dtype, `baseline_bytes_per_request` what a
-    running request should cost on a GPU; None where the operator does not say.
+    `reported_bytes` is the configured memory use per GPU, `kv_bytes_per_token` the size of one KV-cache token in one
+    engine, `model` computes that size from the cache's dtype, `baseline_bytes_per_request` is the expected memory per
+    running request and GPU; None where not configured.
     """
     return (
         Derivation(name="health", initial=INITIAL, step=derive_health),
         make_stateless("readings", derive_readings),
-        make_stateless("life", derive_engine_state),
+        make_stateless("engine_state", derive_engine_state),
         Derivation(name="allocator", initial=Counts(), step=derive_counters),
         make_stateless("discrepancy", partial(derive_discrepancy, configured_bytes=reported_bytes)),
         make_stateless("per_request", derive_per_request),

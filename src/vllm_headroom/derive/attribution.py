@@ -1,4 +1,4 @@
-"""Whose is the memory of each GPU?"""
+"""Attribution of GPUs and their memory to the engine."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ WHAT_TO_DO: Final = {
 def find_leftovers(
     listed: Iterable[GpuProcess], processes: ProcessReadings, ours: frozenset[int], *, memory_is_true: bool
 ) -> Iterator[Leftover]:
-    """Yield the processes on a device, which NVML and /proc know by the same pids, that are sure to be left over.
+    """Yield the left-over processes on a device whose pids are the same in NVML and /proc.
 
-    `ours` are the engine's processes of before.
+    `ours` are the pids of the engine's previous processes.
     """
     for process in listed:
         fate = _find_fate(process.pid, processes, ours)
@@ -50,12 +50,12 @@ def find_leftovers(
 
 
 def is_alive(pid: int, processes: ProcessReadings) -> bool:
-    """Tell whether a pid has a process in which something runs."""
+    """Return whether a process with this pid exists and runs."""
     return pid in processes.visible_pids and pid not in processes.zombies
 
 
 def describe_leftover(leftover: Leftover) -> str:
-    """Return what it holds, whose that is and what to do."""
+    """Return the bytes held, the owner and the remedy, as a sentence part."""
     held = "an unknown share" if leftover.used_bytes is None else format_size(leftover.used_bytes)
     pid = f"pid {leftover.pid}, " if leftover.pid else "a process "
     what_to_do = WHAT_TO_DO[leftover.fate].format(pid=leftover.pid or "PID")
@@ -63,7 +63,7 @@ def describe_leftover(leftover: Leftover) -> str:
 
 
 def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
-    """Return what is said of the orphans that no GPU has among its leftovers, None where there are none."""
+    """Return a sentence about orphans that hold memory on no GPU; None without any."""
     pids = [str(pid) for pid in sorted(orphans - {left.pid for gpu in gpus for left in gpu.leftovers})]
     if not pids:
         return None
@@ -73,9 +73,10 @@ def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None
 
 
 def _find_fate(pid: int, processes: ProcessReadings, ours: frozenset[int]) -> Fate | None:
-    """Return what became of a process; None where it lives, or may.
+    """Return what became of a process; None when it is, or may be, alive.
 
-    One that never was seen is missed only where all processes of the machine show: without pid 1 some are hidden.
+    A process never seen before counts as vanished only where /proc shows the whole machine: without pid 1 some are
+    hidden.
     """
     if pid in processes.left_behind:
         return Fate.ORPHANED
@@ -92,27 +93,28 @@ _DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)
 with another process's memory (open-gpu-kernel-modules, gpu_rmapi.c: `_gpuConvertPid`, `_gpuMatchClientPid`; #614)."""
 
 _RACE_BYTES: Final = 64 * 2**20
-"""What a process may free between NVML's two calls; a sum further above what is used was not counted on this device."""
+"""What a process may free between two NVML calls; a larger excess means the sum counts memory of another device."""
 
 
 class Selection(Struct, frozen=True, kw_only=True):
-    """Which GPUs the operator calls the engine's: `everything`, those `listed` by UUID or NVML index, or auto.
-
-    The case of a UUID's letters does not matter.
-    """
+    """The configured GPUs: `everything`, those `listed` by UUID (any case) or NVML index, or automatic."""
 
     everything: bool = False
     listed: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, gpus: str | tuple[str, ...]) -> Selection:
+        """Return what `auto`, `all` or a list of names selects."""
+        return cls(listed=gpus) if isinstance(gpus, tuple) else cls(everything=gpus == "all")
+
 
 class AttributionState(Struct, frozen=True, kw_only=True):
-    """The UUIDs of the last engine's devices and its processes (pid, start time) last seen on them.
+    """The UUIDs of the engine's last devices, and its processes (pid, start time) last seen on them.
 
-    `ledger_opened` is True once the driver has told the memory of a process of the engine: from then on, not knowing
-    who holds what is a passing thing. `ours` are the engine's pids when last seen on any device: what has ended of them
-    is the engine's for as long as NVML lists it, and the pid is not another process's. `ambiguous` is whether /proc,
-    when last read, showed several engines of which none could be told to be the one. `indices` are, by UUID, those
-    under which the devices were first seen: NVML counts anew where one is gone, and the operator meant the first count.
+    `ledger_opened` is set once the driver has reported the memory of an engine process: a later gap is temporary.
+    `ours` are the engine's pids last seen on any device: one that has exited stays the engine's while NVML lists it.
+    `ambiguous` is whether /proc showed several engines and none could be identified. `indices` are the NVML indices at
+    first sight, by UUID: NVML renumbers when a device disappears, and the configuration means the first numbers.
     """
 
     remembered: frozenset[str] = frozenset()
@@ -126,15 +128,15 @@ class AttributionState(Struct, frozen=True, kw_only=True):
 def attribute(
     state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure, selection: Selection
 ) -> tuple[AttributionState, tuple[Gpu, ...]]:
-    """Return every device with how it came to be taken for the engine's, and who holds its memory.
+    """Return every device with its attribution and the holders of its memory.
 
-    Automatic attribution follows the engine's processes: devices they hold memory on, remembered while the engine is
-    down until a new one holds memory somewhere; before any was seen, the only device there is; never a guess among
-    several. What a life of the engine left behind when it ended is the engine's until it is gone: no stranger took it.
-    Who holds what is None unless /proc and NVML are sure to mean the same process: in the host's PID
-    namespace or from driver 565.57.01 on, and once a process of the engine has been seen on a device; and while the
-    engine cannot be told from others. What the engine is then taken to hold is None when it was known before, and all
-    that is used where it never can be.
+    Automatic attribution follows the engine's processes: the devices on which they hold memory, remembered while the
+    engine is down until a new engine holds memory. Before any was seen, it is the only device there is; it never
+    guesses among several. What an exited run left behind stays the engine's until it is gone.
+
+    Holders are None unless /proc and NVML mean the same process (host PID namespace, or driver 565.57.01 and newer) and
+    an engine process has been seen on a device, and while several engines are indistinguishable. Then the engine's
+    memory is None if it was known before, and all used memory if it never can be known.
     """
     indices = {each.uuid: state.indices.get(each.uuid, each.index) for each in readings.devices if each.uuid}
     state = _follow(replace(state, indices=indices), readings, processes)
@@ -165,17 +167,17 @@ def attribute(
 
 
 def are_pids_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
-    """Tell whether NVML and /proc mean the same process by one pid."""
+    """Return whether NVML and /proc mean the same process by one pid."""
     return _has_same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS)
 
 
 def is_process_memory_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
-    """Tell whether the memory that NVML lists with a pid is that process's."""
+    """Return whether the memory NVML lists for a pid belongs to that process."""
     return _has_same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
 
 
 def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure) -> AttributionState:
-    """Return where the engine is now; one that gives back its devices one after another is not a new one."""
+    """Return where the engine runs now; one that frees its devices one by one is not a new engine."""
     if isinstance(processes, Failure):
         return state
     state = replace(state, ambiguous=processes.ambiguous_roots > 0)
@@ -193,12 +195,12 @@ def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessRe
         return state
     devices = frozenset(uuid for uuid, _ in found)
     holders = frozenset(engine[each.pid] for _, each in found)
-    told = any(each.used_bytes is not None for _, each in found)
+    is_reported = any(each.used_bytes is not None for _, each in found)
     return replace(
         state,
         remembered=devices | state.remembered if holders & state.holders else devices,
         holders=holders,
-        ledger_opened=state.ledger_opened or (told and is_process_memory_true(readings, processes)),
+        ledger_opened=state.ledger_opened or (is_reported and is_process_memory_true(readings, processes)),
     )
 
 
@@ -232,7 +234,7 @@ def _attribute_device(
 def _split_memory(
     device: GpuReading, processes: ProcessReadings | Failure | None, engine_pids: frozenset[int]
 ) -> tuple[int | None, int | None]:
-    """Return the bytes the engine's processes hold and those other living ones hold; what is left is nobody's."""
+    """Return the bytes held by the engine's processes and by other live ones; the rest is unattributed."""
     if not isinstance(processes, ProcessReadings) or device.processes is None or device.memory is None:
         return None, None
     engine_bytes = _sum_memory(process for process in device.processes if process.pid in engine_pids)
@@ -259,7 +261,6 @@ def _find_held_bytes(
 
 
 def _sum_memory(processes: Iterable[GpuProcess]) -> int | None:
-    """Return the sum of the processes' memory; None when the driver does not tell that of one of them."""
     total = 0
     for process in processes:
         if process.used_bytes is None:

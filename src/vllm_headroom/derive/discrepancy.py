@@ -1,4 +1,4 @@
-"""Does the engine's story match the GPU's?"""
+"""The difference between the memory an engine reports and the memory it holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from vllm_headroom.model import EnginePage, Gpu, Sample, Snapshot
 
 
 def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[Sample, ...]:
-    """Return what the engine reports for each of its GPUs and what it holds beyond that (signed; bytes and ratio).
+    """Return, per GPU of the engine, the reported memory and what it holds beyond (signed; bytes and ratio).
 
-    The report is the first there is of: a metric in bytes on the engine's page; what torch has reserved, by the probe
-    inside the engine; its budget, which vLLM takes as gpu_memory_utilization times the device's total
-    (vllm/v1/worker/utils.py) unless kv_cache_memory_bytes replaced it; `configured_bytes` per GPU. Without one, or
-    while the page or the device cannot be read, there is no sample.
+    The report is the first available of: a metric in bytes on the engine's page; torch's reserved bytes, from the
+    probe; the budget, which vLLM computes as gpu_memory_utilization times the device's total (vllm/v1/worker/utils.py)
+    unless kv_cache_memory_bytes is set; `configured_bytes` per GPU. No sample without a report, or while the page or
+    the device cannot be read.
     """
     page = snapshot.page
     if page is None:
@@ -43,7 +43,7 @@ def _derive_gpu(gpu: Gpu, page: EnginePage, configured_bytes: float | None) -> t
 def _find_reported(
     page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: float | None
 ) -> tuple[str, float] | None:
-    """Return the basis and the bytes per GPU; engines that disagree leave it unknown."""
+    """Return the basis and the bytes per GPU; None when engines disagree."""
     measured = {engine.memory_bytes for engine in page.engines}
     if len(measured) == 1 and (value := measured.pop()):
         return "metric", value

@@ -1,4 +1,4 @@
-"""Both gates together, each only where it is configured."""
+"""The readiness and liveness gates, each only where it is configured."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.derivation import Derivation
+from vllm_headroom.derive import Derivation
 from vllm_headroom.derive.readings import count_finished, count_running, list_engines, sum_known
 from vllm_headroom.model import Metric, Sample, Snapshot, Values, name_device
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import EngineState, GateName, LeakState
 
 GROUPS: Final = 2
-"""In turn, half of the replicas stays open whatever happens to all: with more groups one of few had no replica."""
+"""Half of the replicas stay open in turn, whatever happens to all: with more groups, one of few would have no
+replica."""
 
 GOLDEN: Final = (5**0.5 - 1) / 2
-"""Multiples of it, less what is whole, fill the stretch from 0 to 1 evenly, however many there are."""
+"""The fractional parts of its multiples are evenly spread over 0 to 1, however many there are."""
 
 FIRST_PART: Final = 0.4
 HALF: Final = 0.5
-"""The moments are spread over two fifths of a turn; the last of them is a tenth long, 90 s."""
+"""Restarts are spread over two fifths of a turn; the last tenth of the half, 90 s, remains for the restart itself."""
 
 _ORDINAL: Final = re.compile(r"-(\d{1,4})$")
-"""What a StatefulSet appends: replicas with neighbouring numbers are never in one group."""
+"""The suffix of a StatefulSet's pod: replicas with neighbouring numbers are in different groups."""
 
 
 def number_replica(name: str) -> int:
-    """Return a number that differs between the replicas of a StatefulSet, and is spread evenly among others."""
+    """Return the ordinal of a StatefulSet's replica, or an evenly spread hash of any other name."""
     ordinal = _ORDINAL.search(name)
     return int(ordinal[1]) if ordinal else crc32(name.encode())
 
@@ -40,8 +41,8 @@ def number_replica(name: str) -> int:
 class Rules(Struct, frozen=True, kw_only=True):
     """When the gates close; None where a gate is not configured.
 
-    `ready_seconds` is the time to out-of-memory that must be left, `ready_most_seconds` the longest that the gate is
-    closed, and a replica's turn, `live_seconds` the least time from one restart to the next, `name` the replica's.
+    `ready_seconds` is the time to out-of-memory that must be left, `ready_most_seconds` the longest closure and the
+    length of a turn, `live_seconds` the least time between restarts, `name` the replica's name.
     """
 
     ready_seconds: float | None
@@ -51,47 +52,44 @@ class Rules(Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float:
-        """A number from 0 to 1; those of neighbours in a StatefulSet are far apart."""
+        """A number from 0 to 1, far apart for neighbours in a StatefulSet."""
         return number_replica(self.name) * GOLDEN % 1.0
 
     def has_turn(self, time_seconds: float) -> bool:
-        """Return whether it is this replica's turn to stay open; all replicas' clocks tell the same turn."""
+        """Return whether this replica must stay open now; all replicas compute the same turn from the time."""
         return number_replica(self.name) % GROUPS == int(time_seconds // self.ready_most_seconds) % GROUPS
 
     def can_leave(self, time_seconds: float) -> bool:
-        """Return whether it may be gone for minutes: in the first half of others' turn, from its own moment on."""
+        """Return whether it may restart now: in the first half of the others' turn, from its share of it on."""
         passed = time_seconds % self.ready_most_seconds / self.ready_most_seconds
         return not self.has_turn(time_seconds) and FIRST_PART * self.share <= passed < HALF
 
 
 WIDER: Final = 1.5
-"""A gate that is closed opens when things are half as well again as what closed it."""
+"""A closed gate opens when things are half as good again as what closed it."""
 
 BURST_SECONDS: Final = 600.0
 PEAK_SECONDS: Final = 60.0
-"""How long a peak is seen for (`headroom_gpu_memory_used_peak_bytes`)."""
+"""How long a peak stays visible (`headroom_gpu_memory_used_peak_bytes`)."""
 
 LEAST_BURST_BYTES: Final = 64 * 2**20
 RATE_SECONDS: Final = 120.0
 WAIT_SECONDS: Final = 300.0
-"""Whoever comes last would wait for longer than any client does."""
+"""Longer than any client waits for the last request in the queue."""
 
 URGENT_SECONDS: Final = 300.0
-"""With minutes left a replica does not stay open for the others' sake."""
+"""With minutes left a replica does not stay open for the others."""
 
 
 class Danger(Struct, frozen=True, kw_only=True):
-    """Why traffic should stay away; `urgent` where the end is minutes away."""
+    """Why traffic should stay away; `urgent` when the end is minutes away."""
 
     text: str
     urgent: bool = False
 
 
 class GateHistory(Struct, frozen=True, kw_only=True):
-    """What is remembered: of each GPU what was used and what bursts took above it, and the requests finished.
-
-    Each is a tuple of monotonic seconds and a value, as old as it is of use.
-    """
+    """Recent memory in use and bursts above it per GPU, and finished requests, each with monotonic seconds."""
 
     used: tuple[tuple[float, str, int], ...] = ()
     bursts: tuple[tuple[float, str, int], ...] = ()
@@ -99,7 +97,7 @@ class GateHistory(Struct, frozen=True, kw_only=True):
 
 
 def update_history(before: GateHistory, snapshot: Snapshot) -> GateHistory:
-    """Return what is remembered after a sample."""
+    """Return the history after a sample."""
     now = snapshot.monotonic_seconds
     used = [each for each in before.used if now - PEAK_SECONDS <= each[0] <= now]
     bursts = [each for each in before.bursts if now - BURST_SECONDS <= each[0] <= now]
@@ -117,9 +115,9 @@ def update_history(before: GateHistory, snapshot: Snapshot) -> GateHistory:
 def find_danger(
     known: GateHistory, snapshot: Snapshot, values: Values, *, least_seconds: float, closed: bool
 ) -> Danger | None:
-    """Return why traffic should stay away, None while nothing is known that says so.
+    """Return why traffic should stay away; None while nothing known demands it.
 
-    `least_seconds` is the time that must be left by the lower bound; of a gate that is `closed` more is asked.
+    `least_seconds` is the time that must be left by the lower bound; to open a `closed` gate, more must be left.
     """
     wanted = least_seconds * (WIDER if closed else 1.0)
     times = [(left, name_device(*gpu)) for gpu, left in values.of(catalog.TIME_TO_OOM_LOWER).items()]
@@ -166,14 +164,14 @@ def _add_finished(before: GateHistory, snapshot: Snapshot, now: float) -> tuple[
 
 
 CLOSE_AFTER_SECONDS: Final = 10.0
-"""Two samples at the default interval: one alone closes nothing."""
+"""Two samples at the default interval: a single one closes nothing."""
 
 OPEN_AFTER_SECONDS: Final = 60.0
-OVER: Final = "nothing closes it any more: it opens when that has held for a minute"
+OVER: Final = "its cause has ended: the gate opens when that has held for a minute"
 
 
 class ReadyGate(Struct, frozen=True, kw_only=True):
-    """The gate: `reason` is why it is closed, None while it is open; times are monotonic."""
+    """The readiness gate: `reason` is why it is closed, None while it is open; times are monotonic."""
 
     reason: str | None = None
     closed_at: float | None = None
@@ -186,12 +184,12 @@ class ReadyGate(Struct, frozen=True, kw_only=True):
 def update_ready(
     state: ReadyGate, snapshot: Snapshot, values: Values, rules: Rules, *, ending: str | None = None
 ) -> ReadyGate:
-    """Return the gate after a sample; `ending` is why the engine is to be begun anew.
+    """Return the gate after a sample; `ending` is why the engine is to be restarted.
 
-    Then it is closed: a kubelet leaves a container that it ends in its Service, where requests would go on to come.
-    Else it is closed for so long at most as the rules say, and then stays open for as long. While it is this replica's
-    turn it stays open, unless its own end is minutes away: what befalls all replicas at once does not empty their
-    Service. Where it is not configured it is never closed.
+    With `ending` it is closed: a kubelet leaves a container that it ends in its Service, where it would still receive
+    requests. Otherwise it is closed for at most `ready_most_seconds`, and then stays open for as long. During its turn
+    it stays open unless its own end is minutes away: what affects all replicas at once must not empty their Service.
+    Without configuration it never closes.
     """
     if rules.ready_seconds is None:
         return state
@@ -234,20 +232,20 @@ def _find_since(before: float | None, now: float) -> float:
 HOUR_SECONDS: Final = 3600.0
 HOURS: Final = 24
 MARGIN_SECONDS: Final = 300.0
-"""What a drain and the kubelet's own patience take, before the end may come."""
+"""Time for a drain and the kubelet's reaction before the end may come."""
 
 FAILS_SECONDS: Final = 600.0
-"""A kubelet that has not acted by then does not ask this gate."""
+"""A kubelet that has not acted by then does not use this gate."""
 
 WEIGHT: Final = 0.02
-"""Of a sample in an hour's load: some fifty samples, minutes, settle it."""
+"""Weight of a sample in an hour's load: it settles after some fifty samples, minutes."""
 
 
 class LiveGate(Struct, frozen=True, kw_only=True):
-    """The gate: `reason` is why the engine is to be begun anew, None while it is not; `life` is when its life began.
+    """The liveness gate: `reason` is why the engine is to be restarted, None if not; `life` is when its run began.
 
-    `loads` are the requests that run in each hour of the day in UTC, None where none was seen. `failed_at` is when it
-    last failed, at first when it was made: a daemon that just began does not know when that was.
+    `loads` are the running requests in each hour of the day in UTC, None where unknown. `failed_at` is when it last
+    failed, initially when the daemon started: earlier failures are unknown.
     """
 
     reason: str | None = None
@@ -257,9 +255,9 @@ class LiveGate(Struct, frozen=True, kw_only=True):
 
 
 def update_live(state: LiveGate, snapshot: Snapshot, values: Values, rules: Rules) -> LiveGate:
-    """Return the gate after a sample; what is not known never fails it, nor does anything where it is not configured.
+    """Return the gate after a sample; unknown values never fail it, and an unconfigured gate never fails.
 
-    Replicas whose turn it is to stay open do not fail before their end is minutes away.
+    Replicas in their turn to stay open do not fail before their end is minutes away.
     """
     if rules.live_seconds is None:
         return state
@@ -276,12 +274,12 @@ def update_live(state: LiveGate, snapshot: Snapshot, values: Values, rules: Rule
         return following
     if left > MARGIN_SECONDS and not rules.can_leave(snapshot.time_seconds):
         return following
-    text = f"the engine leaks and may be out of memory in {format_duration(left)}: begun anew while load is low"
+    text = f"the engine leaks and may be out of memory in {format_duration(left)}: restart while load is low"
     return replace(following, reason=text, failed_at=now)
 
 
 def _find_time_left(values: Values) -> float | None:
-    """Return the lower bound of the time that is left where a GPU or the host leaks worst; None without a leak."""
+    """Return the lower bound of the time left at the worst leak of a GPU or the host; None without a leak."""
     leaking = [values.value(catalog.TIME_TO_OOM_LOWER, *gpu) for gpu in _find_leaking(values, catalog.LEAK_STATE)]
     if _find_leaking(values, catalog.HOST_LEAK_STATE):
         leaking.append(values.value(catalog.HOST_TIME_TO_OOM_LOWER))
@@ -289,15 +287,15 @@ def _find_time_left(values: Values) -> float | None:
 
 
 def _find_leaking(values: Values, states: Metric) -> list[tuple[str, ...]]:
-    """Return the labels, but for the state, of what surely leaks."""
+    """Return the labels, without the state, of what is leaking."""
     return [labels[:-1] for labels, held in values.of(states).items() if held and labels[-1] == LeakState.LEAKING]
 
 
 def _is_time(loads: tuple[float | None, ...], now: float, left: float, rules: Rules) -> bool:
-    """Return whether this is the moment: replicas are spread over half an hour, and over the last one by what is left.
+    """Return whether to restart now: replicas are spread over half an hour, and over the last hour by time left.
 
-    The other half of the hour, or two turns of the last, is for their turns, each of which then comes: whoever is left
-    until the end is minutes away goes while others may be gone.
+    The other half of the hour, or two turns of the last, is reserved for their turns to stay open; a replica with only
+    minutes left goes although others may be gone.
     """
     turns_seconds = 2 * rules.ready_most_seconds
     if left <= HOUR_SECONDS + MARGIN_SECONDS:
@@ -335,7 +333,7 @@ class Gates(Struct, frozen=True, kw_only=True):
 
 
 def build_gates(rules: Rules, values: Values) -> Derivation[Gates]:
-    """Return the question of the gates, to be asked when all others have answered with `values`."""
+    """Build the derivation of the gates, which runs after all others have filled `values`."""
     return Derivation(name=GATES, initial=Gates(), step=partial(_step, rules, values))
 
 

@@ -1,4 +1,4 @@
-"""Which sources could be read, how long it took and when it last worked."""
+"""The state of each source: whether and when it could be read, and how long it took."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_headroom.vocabulary import REASONS, Attribution, Reason, Source
 
 
 class HealthState(Struct, frozen=True, kw_only=True):
-    """Failures counted since the daemon started, by their labels; each source's last success in epoch seconds."""
+    """Failures since the daemon started, by their labels, and each source's last success in epoch seconds."""
 
     failures: dict[tuple[str, str], int]
     last_success_seconds: dict[Source, float]
@@ -28,7 +28,7 @@ INITIAL: Final = HealthState(
     failures={labels: 0 for source in REASONS if source is not Source.PROBE for labels in _zero_counts(source)},
     last_success_seconds={},
 )
-"""The probe's failures are counted from where its folder is first read: not where none is configured."""
+"""The probe's failures start when its folder is first read: without a folder there are none."""
 
 
 def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
@@ -55,20 +55,16 @@ def _make_samples(
         yield Sample(catalog.SOURCE_FAILURES, labels, float(count))
     for source, seconds in state.last_success_seconds.items():
         yield Sample(catalog.SOURCE_LAST_SUCCESS, (str(source),), seconds)
-    yield from _measure_skew({reading.source: reading for reading in reading_times if reading.source not in failed})
-
-
-def _measure_skew(times: dict[Source, ReadingTime]) -> Iterator[Sample]:
-    if Source.ENGINE in times and Source.NVML in times:
-        difference = times[Source.ENGINE].ended_monotonic_seconds - times[Source.NVML].ended_monotonic_seconds
-        yield Sample(catalog.SAMPLE_SKEW, (), abs(difference))
+    ends = {each.source: each.ended_monotonic_seconds for each in reading_times if each.source not in failed}
+    if Source.ENGINE in ends and Source.NVML in ends:
+        yield Sample(catalog.SAMPLE_SKEW, (), abs(ends[Source.ENGINE] - ends[Source.NVML]))
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with whose its GPUs are where some that this life of the engine had do not show any more.
+    """Attribute GPUs that cannot be opened to an engine some of whose GPUs are missing.
 
-    A GPU that does not open tells no UUID, and NVML lists no process on it: it is the engine's where no more of them do
-    not open than are missing. Another is not, though it be the only one left.
+    Such a GPU has no UUID and no process list: it is the engine's if no more GPUs are unreadable than missing. A
+    readable GPU is then not assumed to be the engine's, even if it is the only one left.
     """
     known = {} if snapshot.life is None else dict(snapshot.life.first_rooms)
     missing = sorted(known.keys() - {gpu.reading.uuid for gpu in snapshot.devices})

@@ -1,4 +1,4 @@
-"""Which host memory does the engine run in, and how much of it is in use?"""
+"""The engine's host memory: its container or machine, and how much is in use."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import HostBasis, Role
 
 FULL_SHARE: Final = 0.5
-"""A container that ended when it was less full than this was not killed for want of memory: between two looks, 5 s,
-the fastest leak that was reported takes 2 GB (vllm-project/vllm#35191), and what is killed has more."""
+"""A container that was less full than this when it ended was not killed for memory: between two samples, 5 s, the
+fastest reported leak takes 2 GB (vllm-project/vllm#35191), and a killed engine holds more."""
 
 
 class ContainerState(Struct, frozen=True, kw_only=True):
-    """What was last seen: the memory, the container it was counted in, and both counts of kills at that time."""
+    """The last memory reading, the container it was counted in, and the kill counts of container and machine."""
 
     memory: HostMemory = field(default_factory=HostMemory)
     identity: str | None = None
@@ -47,11 +47,11 @@ def update_container(
     *,
     limit_bytes: int | None,
 ) -> tuple[ContainerState, HostMemory | None]:
-    """Return the state and what is known of the host memory, from the surest source there is.
+    """Return the state and the host memory, from the most reliable source available.
 
-    The cgroup of the engine's processes; what the probe reads of its own; where the cgroup has no limit, the machine;
-    else the processes' own memory and their /dev/shm, against the `limit_bytes` that the operator tells. That
-    stands in wherever the kernel tells no limit. None where nothing at all is known.
+    In order: the cgroup of the engine's processes; the cgroup the probe reads; if the cgroup has no limit, the machine;
+    else the processes' memory and /dev/shm. `limit_bytes`, from the settings, is the limit where the kernel reports
+    none. None where nothing is known.
     """
     inside, shm = _find_inside(probe)
     if isinstance(processes, Failure) and inside is None:
@@ -67,23 +67,13 @@ def update_container(
 
 
 def _find_inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, Shm | None]:
-    """Return the container and the shared memory as the engine's own processes read them; they have the same."""
+    """Return the container and shared memory as the engine's processes read them; all share one container."""
     present = probe.present if isinstance(probe, ProbeReadings) else ()
-    told = next((each.host for each in present if each.host is not None), None)
-    if told is None:
-        return None, None
-    cgroup = shm = None
-    if told.used_bytes is not None:
-        cgroup = Cgroup(
-            identity=f"probe:{min(each.started_at_seconds for each in present):.0f}",
-            used_bytes=told.used_bytes,
-            cache_bytes=told.file_bytes or 0,
-            limit_bytes=told.limit_bytes,
-            oom_kills=told.oom_kills,
-        )
-    if told.shm_used_bytes is not None and told.shm_limit_bytes is not None:
-        shm = Shm(total_bytes=told.shm_limit_bytes, free_bytes=told.shm_limit_bytes - told.shm_used_bytes)
-    return cgroup, shm
+    reading = next((each.host for each in present if each.host is not None), HostReading())
+    if reading.cgroup is None:
+        return None, reading.shm
+    started_at_seconds = min(each.started_at_seconds for each in present)
+    return replace(reading.cgroup, identity=f"probe:{started_at_seconds:.0f}"), reading.shm
 
 
 def _choose_memory(
@@ -93,39 +83,33 @@ def _choose_memory(
     reading: HostReading,
     limit_bytes: int | None,
 ) -> HostMemory:
-    told = cgroup or inside
-    if told is not None and (told.limit_bytes is not None or limit_bytes is not None or cgroup is None):
+    block = cgroup or inside
+    if block is not None and (block.limit_bytes is not None or limit_bytes is not None or cgroup is None):
         return HostMemory(
             basis=HostBasis.PROBE if cgroup is None else HostBasis.CGROUP,
-            used_bytes=max(0, told.used_bytes - told.cache_bytes),
-            limit_bytes=limit_bytes if told.limit_bytes is None else told.limit_bytes,
+            used_bytes=max(0, block.used_bytes - block.cache_bytes),
+            limit_bytes=limit_bytes if block.limit_bytes is None else block.limit_bytes,
         )
     if cgroup is not None and reading.machine is not None:
         machine = reading.machine
         used_bytes = max(0, machine.total_bytes - machine.available_bytes)
         return HostMemory(basis=HostBasis.MACHINE, used_bytes=used_bytes, limit_bytes=machine.total_bytes)
-    own = _sum_own_bytes(engine, reading)
-    return HostMemory() if own is None else replace(own, limit_bytes=limit_bytes)
-
-
-def _sum_own_bytes(engine: tuple[EngineProcess, ...], reading: HostReading) -> HostMemory | None:
-    """Return the memory that is the processes' own, files that they map left out, and their shared memory once."""
-    own_bytes = sum_known(process.anonymous_bytes for process in engine)
+    own_bytes = sum_known(process.anonymous_bytes for process in engine)  # without the files that they map
     if own_bytes is None:
-        return None
-    shared_bytes = 0 if reading.shm is None else reading.shm.used_bytes
-    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=int(own_bytes) + shared_bytes)
+        return HostMemory()
+    used_bytes = int(own_bytes) + (0 if reading.shm is None else reading.shm.used_bytes)  # shared memory counts once
+    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=used_bytes, limit_bytes=limit_bytes)
 
 
 def _count_kills(
     state: ContainerState, cgroup: Cgroup | None, reading: HostReading, memory: HostMemory
 ) -> ContainerState:
-    """Return the state with what was killed since: a container that has gone took its own count along.
+    """Add the kills since the last reading; when a container has gone, its own counter is gone too.
 
-    Then the machine's count tells, where the container was near its limit.
+    Then the machine's counter is used, if the container was near its limit.
     """
     kills, machine_kills = state.memory.oom_kills, None if reading.machine is None else reading.machine.oom_kills
-    identity = _find_identity(cgroup, memory)
+    identity = memory.basis and str(memory.basis) if cgroup is None else cgroup.identity
     ended = state.identity is not None and identity != state.identity and _was_full(state.memory)
     if ended and (killed := _count_rise(state.machine_kills, machine_kills)):
         kills = (kills or 0) + killed
@@ -138,12 +122,6 @@ def _count_kills(
         counted=counted or 0,
         machine_kills=machine_kills,
     )
-
-
-def _find_identity(cgroup: Cgroup | None, memory: HostMemory) -> str | None:
-    if cgroup is not None:
-        return cgroup.identity
-    return None if memory.basis is None else str(memory.basis)
 
 
 def _count_rise(before: int | None, now: int | None) -> int:
@@ -165,7 +143,7 @@ FACTS: Final[tuple[tuple[Metric, str], ...]] = (
 
 
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return resident bytes summed by role, and what is known of the container; what is unknown has no sample."""
+    """Return resident bytes by role and the container's memory; unknown values have no sample."""
     return (*_sum_roles(snapshot), *make_facts(FACTS, (), snapshot.host))
 
 

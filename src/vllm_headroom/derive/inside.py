@@ -1,4 +1,4 @@
-"""What does the engine use its memory on a GPU for?"""
+"""What the engine uses its memory on a GPU for."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import MemoryPart
 
 RACE_BYTES: Final = 64 * 2**20
-"""What may be freed between the probe's look and NVML's: an engine that seems to hold so much less than torch has
-reserved holds nothing outside it; one that holds less still is not understood."""
+"""What may be freed between the probe's reading and NVML's: an engine that seems to hold less than torch has
+reserved, by up to this much, holds nothing outside torch; a larger gap is unexplained."""
 
 
 _HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TORCH)
-"""Where captured graphs are counted otherwise: their private pools are whole free segments for the most part."""
+"""The parts that contain captured graphs: their private pools are mostly whole free segments."""
 
 
 class Sums(Struct, frozen=True, kw_only=True):
-    """What the processes on one GPU say together, None where one of them does not say."""
+    """Sums over the processes on one GPU; None where one of them does not report the value."""
 
     allocated: int | None
     reserved: int | None
@@ -47,14 +47,14 @@ class Sums(Struct, frozen=True, kw_only=True):
 
 
 def add_inside(gpus: tuple[Gpu, ...] | Failure, probe: ProbeReadings | Failure | None) -> tuple[Gpu, ...] | Failure:
-    """Return the GPUs with what the engine's present processes say of each."""
+    """Add to each GPU what the engine's running processes report about it."""
     if isinstance(gpus, Failure) or not isinstance(probe, ProbeReadings):
         return gpus
     return tuple(replace(gpu, inside=_find_inside(gpu, probe)) for gpu in gpus)
 
 
 def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
-    """Return nothing of a GPU that is not the engine's, nor of figures that no device of this size can have."""
+    """Return None for a GPU that is not the engine's, or when the figures exceed the device's memory."""
     uuid, memory = gpu.reading.uuid.casefold(), gpu.reading.memory
     found = [
         (device, each.parts if len(each.devices) == 1 else None)
@@ -94,7 +94,7 @@ def _sum_whole(values: Iterable[int | None]) -> int | None:
 
 
 def _find_current(parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_bytes"]) -> int | None:
-    """Return what a part takes now: the pool knows it, and what was measured at the start is gone during sleep."""
+    """Return a part's current size: from the pool, else as measured at start, unless the engine sleeps."""
     if parts is None or (parts.pool is None and parts.asleep):
         return None
     n_bytes: int | None = getattr(parts if parts.pool is None else parts.pool, name)
@@ -102,12 +102,12 @@ def _find_current(parts: EngineParts | None, name: Literal["weights_bytes", "kv_
 
 
 def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
-    """Return the parts that are known; with all of torch's figures they sum to what the engine holds.
+    """Return the known parts; with all of torch's figures they sum to what the engine holds.
 
-    What torch has allocated is weights, KV cache and other tensors; what it has reserved beyond that is fragmented or
-    cached; what the engine holds beyond that is outside torch. Each remainder is there only when all that it is the
-    remainder of is known. A captured graph keeps free blocks of a private pool and memory of the driver's: what vLLM
-    measured for graphs is taken out of these, so that every byte counts once.
+    Allocated memory is weights, KV cache and other tensors; reserved memory beyond that is fragmented or cached; held
+    memory beyond that is outside torch. A remainder is present only if all its terms are known. A captured graph keeps
+    free blocks of a private pool and driver memory: vLLM's figure for graphs is subtracted from these, so that every
+    byte counts once.
     """
     parts: dict[MemoryPart, int] = {}
     if sums.weights is not None:
@@ -118,11 +118,13 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
         other = sums.allocated - sums.weights - sums.kv_cache
         if other >= 0:
             parts[MemoryPart.OTHER_TENSORS] = other
-    return parts | _subtract_graphs(_find_free(sums), _find_outside(sums, held_bytes), sums.graphs)
+    unused = _find_free(sums)
+    if sums.reserved is not None and held_bytes is not None and held_bytes >= sums.reserved - RACE_BYTES:
+        unused[MemoryPart.OUTSIDE_TORCH] = max(0, held_bytes - sums.reserved)
+    return parts | _subtract_graphs(unused, sums.graphs)
 
 
 def _find_free(sums: Sums) -> dict[MemoryPart, int]:
-    """Return what torch has reserved and nobody uses."""
     if sums.split is None:
         return {}
     free = {MemoryPart.FRAGMENTED: sums.split}
@@ -132,17 +134,8 @@ def _find_free(sums: Sums) -> dict[MemoryPart, int]:
     return {**free, MemoryPart.CACHED: cached} if cached >= 0 else {}
 
 
-def _find_outside(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
-    if sums.reserved is None or held_bytes is None or held_bytes < sums.reserved - RACE_BYTES:
-        return {}
-    return {MemoryPart.OUTSIDE_TORCH: max(0, held_bytes - sums.reserved)}
-
-
-def _subtract_graphs(
-    free: dict[MemoryPart, int], outside: dict[MemoryPart, int], graphs: int | None
-) -> dict[MemoryPart, int]:
-    """Return all three, graphs taken out of them in this order; none if they are larger."""
-    rest = free | outside
+def _subtract_graphs(rest: dict[MemoryPart, int], graphs: int | None) -> dict[MemoryPart, int]:
+    """Return the parts with graphs taken out of them in the order of _HOMES; unchanged if graphs are larger."""
     if graphs is None or len(rest) < len(_HOMES) or graphs > sum(rest.values()):
         return rest
     left = graphs
@@ -153,26 +146,23 @@ def _subtract_graphs(
 
 
 MOST_COUNTS: Final = 512
-"""Counts of processes that are remembered: four times the files that are read at once."""
+"""Processes whose counters are kept: four times the files that are read at once."""
 
 Key = tuple[str, str, int, float]
-"""A count by the UUID of its GPU, its metric and its process."""
+"""A counter by GPU UUID, metric and process."""
 
 _METRICS: Final[tuple[Metric, ...]] = (catalog.ALLOCATOR_RETRIES, catalog.ALLOCATOR_OOMS)
 
 
 class Counts(Struct, frozen=True, kw_only=True):
-    """What each process last counted, oldest first, and the sum over all processes there ever were, by UUID and metric.
-
-    A process counts from 0 at its start, the sums go on.
-    """
+    """The last count of each process, oldest first, and the sums over all processes, by UUID and metric."""
 
     last: dict[Key, int] = field(default_factory=dict)
     sums: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
-    """Return the counters of each GPU of the engine; what a process counted before it died is in its last file."""
+    """Return the allocator counters per GPU of the engine; an exited process counts with its last file."""
     probe, gpus = snapshot.probe, snapshot.owned
     if not isinstance(probe, ProbeReadings) or not gpus:
         return state, ()
@@ -200,7 +190,7 @@ def _count(
 
 
 def _count_ooms(process: ProbedProcess, device: AllocatorReading) -> int | None:
-    """Return the errors on a device; that the observer saw one is enough where the allocator's own count is older."""
+    """Return the errors on a device; at least those the probe's observer saw, as the allocator's count may be older."""
     oom = process.oom
     if oom is None or oom.uuid is None or oom.uuid.casefold() != device.uuid.casefold():
         return device.ooms
@@ -218,20 +208,19 @@ def _make_samples(state: Counts, gpus: tuple[Gpu, ...]) -> Iterator[Sample]:
 INTERVALS: Final = 3
 LEAST_SECONDS: Final = 10.0
 MOST_SECONDS: Final = 300.0
-"""A file is fresh for three of its own intervals, which it may state as it likes."""
+"""A file is fresh for three of its intervals, within these bounds."""
 
 AHEAD_SECONDS: Final = 60.0
-"""The clock is the same machine's: what is dated further ahead is not believed, and stands for nothing."""
+"""Files share the machine's clock: one dated further ahead is ignored."""
 
 
 def classify_probe(
     files: tuple[ProbedProcess, ...] | Failure | None, processes: tuple[EngineProcess, ...] | Failure, now: float
 ) -> ProbeReadings | Failure | None:
-    """Return what the probe says at `now`, in seconds since the epoch.
+    """Sort the probe's files into present, silent and others, at `now` in seconds since the epoch.
 
-    Where the engine's processes show in /proc, a file is of this life if one of them began when its process did; pids
-    may be those of another namespace, and a clock that was set between two looks at it dates a start anew. Where none
-    shows, only its date can tell.
+    Where /proc shows engine processes, a file belongs to this run if one of them started when its process did; pids may
+    be of another namespace, and setting the clock changes a start time. Otherwise only the file's date counts.
     """
     if files is None or isinstance(files, Failure):
         return files
@@ -260,7 +249,7 @@ def _is_fresh(process: ProbedProcess, now: float) -> bool:
 
 
 def _keep_newest(files: Iterable[ProbedProcess]) -> tuple[ProbedProcess, ...]:
-    """Return one file of each process: a name does not have to be true."""
+    """Return the newest file of each process: file names are not trusted."""
     newest: dict[tuple[int, float], ProbedProcess] = {}
     for each in sorted(files, key=lambda each: each.written_at_seconds):
         newest[each.pid, each.started_at_seconds] = each

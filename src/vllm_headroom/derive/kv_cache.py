@@ -1,4 +1,4 @@
-"""How big is the KV cache, and what does a request take of it?"""
+"""The size of the KV cache and its use per request."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import EngineState, MemoryPart
 
 TokenBytes = Callable[[str, int | None], int | None]
-"""What a token takes in the cache of one engine, by the cache's dtype and the number of its GPUs, None if unknown."""
+"""Bytes per token in one engine's cache, by the cache's dtype and the engine's GPU count; None if unknown."""
 
 
 def derive_kv_cache(
     snapshot: Snapshot, *, bytes_per_token: float | None, model: TokenBytes | None = None
 ) -> tuple[Sample, ...]:
-    """Return KV figures per engine; `bytes_per_token` counts one token on all GPUs of one engine together.
+    """Return KV-cache samples per engine; `bytes_per_token` is per token on all GPUs of one engine.
 
-    vLLM tells no bytes per token: without it they are what the cache takes by the probe over the tokens it can hold, or
-    `model` tells them from the cache's dtype on the page, and where that cannot be, there are tokens and no bytes. What
-    is per running request is absent while nothing runs or nothing is held.
+    vLLM does not export bytes per token: unless configured, they are the cache's size by the probe over its capacity in
+    tokens, else `model` computes them from the dtype. Without either there are tokens and no bytes. Samples per running
+    request are absent while nothing runs or nothing is held.
     """
     gpus, known = _count_gpus(snapshot), _measure_token_bytes(snapshot) if bytes_per_token is None else bytes_per_token
     return tuple(
@@ -46,13 +46,13 @@ def derive_kv_cache(
 
 
 def _count_gpus(snapshot: Snapshot) -> int | None:
-    """Return the GPUs of one engine, at the most; None where they are not known."""
+    """Return the most GPUs one engine can have; None where unknown."""
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
     return -(-len(snapshot.owned) // max(1, len(ranks))) or None
 
 
 def _measure_token_bytes(snapshot: Snapshot) -> float | None:
-    """Return what all KV caches take over the tokens that all engines can hold; None where one of them is unknown.
+    """Return the size of all KV caches over their capacity in tokens; None where one is unknown.
 
     A cache that sleep has dropped is unknown, not free.
     """
@@ -69,7 +69,7 @@ def _find_token_bytes(engine: EngineReading, model: TokenBytes | None, gpus: int
 
 
 def count_tokens_per_request(engine: EngineReading) -> float | None:
-    """Return what a running request holds on average; None while nothing runs or nothing is held."""
+    """Return the average tokens per running request; None while nothing runs or nothing is held."""
     if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
         return None
     tokens = engine.kv_used_ratio * engine.kv_capacity_tokens / engine.running
@@ -90,7 +90,7 @@ def _derive_engine(engine: EngineReading, bytes_per_token: float | None) -> Iter
 
 WINDOW_SECONDS: Final = 300.0
 STEPS: Final = 60
-"""Counts are kept a sixtieth of the window apart, so that the memory is bounded at any sampling interval."""
+"""Counts are kept a sixtieth of the window apart, which bounds memory at any sampling interval."""
 
 
 class Count(Struct, frozen=True, kw_only=True):
@@ -102,11 +102,11 @@ class Count(Struct, frozen=True, kw_only=True):
 
 
 Counts = tuple[Count, ...]
-"""Those of the window and the one before it, oldest first."""
+"""The counts within the window and the last one before it, oldest first."""
 
 
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
-    """Counts per (model_name, engine); one that left the page is forgotten after a window, at once among many."""
+    """Counts per (model_name, engine); an engine that left the page is dropped after a window."""
 
     engines: dict[tuple[str, str], Counts] = field(default_factory=dict)
 
@@ -114,8 +114,7 @@ class PrefixCacheState(Struct, frozen=True, kw_only=True):
 def derive_prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
     """Return hits over queries of the last 5 minutes per engine; absent without queries in that time.
 
-    A counter that fell began again from 0: the engine restarted, and what its last life counted ended with it. vLLM V0
-    has no counters: there the ratio is the engine's own, over its lifetime.
+    A counter that fell restarted from 0. vLLM V0 has no counters: there the ratio is the engine's lifetime average.
     """
     if snapshot.life is not None and not snapshot.life.in_service:
         return PrefixCacheState(), ()
@@ -158,9 +157,9 @@ def _derive_ratio(engine: EngineReading, counts: Counts | None) -> Iterator[Samp
 
 
 def find_schedulers(page: EnginePage, processes: tuple[ProbedProcess, ...]) -> dict[tuple[str, str], SchedulerReading]:
-    """Return the scheduler of each engine of the page, by its labels.
+    """Return the scheduler of each engine on the page, by its labels.
 
-    An engine is its data-parallel rank; one engine and one scheduler belong together whatever they are called.
+    They match by data-parallel rank; a single engine and a single scheduler always match.
     """
     cores = [(each.data_parallel_rank, each.scheduler) for each in processes if each.scheduler is not None]
     engines = list_named(page)
@@ -171,7 +170,7 @@ def find_schedulers(page: EnginePage, processes: tuple[ProbedProcess, ...]) -> d
 
 
 def add_steps(page: EnginePage | Failure, probe: ProbeReadings | Failure | None) -> EnginePage | Failure:
-    """Return the page with the steps that each engine's core has done; of a core that fell silent, its last word."""
+    """Add to each engine the steps its core has done; a silent core keeps its last count."""
     if isinstance(page, Failure) or not isinstance(probe, ProbeReadings):
         return page
     known = find_schedulers(page, probe.present + probe.silent)
@@ -185,40 +184,40 @@ def _set_steps(engine: EngineReading, scheduler: SchedulerReading | None) -> Eng
 
 
 TIMES: Final = 3
-"""How often others must have waited beside the most that ever ran: a queue of one moment says nothing of a limit."""
+"""Samples with requests waiting at the highest load before it counts as the limit: one queue proves nothing."""
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """The most requests seen running, and how often others waited then though the KV cache had room for one more."""
+    """The most requests seen running, and how often others waited then although the KV cache had room for one more."""
 
     most: float = 0.0
     waited: int = 0
 
 
 class Batches(Struct, frozen=True, kw_only=True):
-    """A batch per (model_name, engine), in one life of the engine."""
+    """A batch per (model_name, engine), in one run of the engine."""
 
     restarts: int = 0
     engines: dict[tuple[str, str], Batch] = field(default_factory=dict)
 
 
 def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
-    """Return how many more requests each engine could run: as many as fit its KV cache and `max_num_seqs` admits.
+    """Return how many more requests each engine can run, by its free KV cache and `max_num_seqs`.
 
-    vLLM tells that setting nowhere on its page: where the probe does not either, and the most that ever ran stays the
-    most while others wait for anything but the KV cache, it is the limit. There is no sample while nothing runs, nor
-    while the engine does not serve: what its page shows asleep, or stalled, is frozen.
+    Without that setting, which only the probe reports, the limit is the most that ever ran, once others waited beside
+    it for something other than the KV cache. No sample while nothing runs or the engine does not serve: the gauges of a
+    sleeping or stalled engine are frozen.
     """
     serves = snapshot.life is None or snapshot.life.state is EngineState.SERVING
     if snapshot.page is None or not serves:
         return state, ()
     state = _update_batches(state, snapshot)
     present = snapshot.probe.present if isinstance(snapshot.probe, ProbeReadings) else ()
-    told = find_schedulers(snapshot.page, present)
+    known = find_schedulers(snapshot.page, present)
     return state, tuple(
         Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, more)
         for engine in list_named(snapshot.page)
-        if (more := _count_more(engine, state.engines[labels := label_engine(engine)], told.get(labels))) is not None
+        if (more := _count_more(engine, state.engines[labels := label_engine(engine)], known.get(labels))) is not None
     )
 
 
@@ -240,16 +239,12 @@ def _update_batch(batch: Batch, engine: EngineReading) -> Batch:
     return replace(batch, waited=min(TIMES, batch.waited + 1)) if limited else batch
 
 
-def _count_more(engine: EngineReading, batch: Batch, told: SchedulerReading | None) -> float | None:
+def _count_more(engine: EngineReading, batch: Batch, scheduler: SchedulerReading | None) -> float | None:
     if not engine.running or not engine.kv_used_ratio:
         return None
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     fitting = float(floor(fitting)) if isfinite(fitting) else fitting
-    limit = _find_limit(batch, told)
+    limit = float(batch.most) if batch.waited >= TIMES else None
+    if scheduler is not None and scheduler.max_num_seqs is not None:
+        limit = scheduler.max_num_seqs
     return fitting if limit is None else min(fitting, max(0.0, limit - engine.running))
-
-
-def _find_limit(batch: Batch, told: SchedulerReading | None) -> float | None:
-    if told is not None and told.max_num_seqs is not None:
-        return told.max_num_seqs
-    return batch.most if batch.waited >= TIMES else None

@@ -1,4 +1,4 @@
-"""Does a running request cost more than it did at comparable load?"""
+"""Memory per running request, against a baseline at comparable load."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from vllm_headroom.derive.readings import (
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 
 COMPARABLE: Final = 1.1
-"""Loads within this factor are comparable: the alarm is at 1.1 (9.5 to 10.5 MB per request in the post-mortem)."""
+"""Loads within this factor are comparable; the alert is at 1.1 (9.5 to 10.5 MB per request in the post-mortem)."""
 
 READINGS: Final = 60
-"""Readings that make a baseline, five minutes at the default interval: shorter ones catch a burst's high water."""
+"""Readings in a baseline, five minutes at the default interval: a shorter one would be a burst's peak."""
 
 WARM_REQUESTS: Final = 1000.0
-"""Requests finished in this life before a baseline is learned: first uses of kernels are over by then."""
+"""Requests finished in this run before a baseline is learned: kernels have been used for the first time by then."""
 
 
 HALF_LIFE_SECONDS: Final = 86_400.0
-"""How fast the busiest load is forgotten: load comes back daily."""
+"""Decay of the busiest load: load has a daily cycle."""
 
 
 class Baselines(Struct, frozen=True, kw_only=True):
-    """Learned memory per GPU and load band: (readings so far, mean bytes held); for one life of the engine.
+    """Learned memory per GPU and load band in one run: (readings so far, mean bytes held).
 
     `busiest` is the most requests that ran at once, and when, in seconds since the epoch.
     """
@@ -50,9 +50,9 @@ def derive_baseline(
 ) -> tuple[Baselines, tuple[Sample, ...]]:
     """Return memory per running request over its baseline.
 
-    With `configured_bytes` (per running request and GPU at full load) the ratio is to that, and there is one only while
-    the engine is about as busy as it gets: at night the same memory is spread over fewer requests. Else it is to the
-    mean of the first readings at comparable load, once there are enough of them; there is no sample while nothing runs.
+    With `configured_bytes` (per running request and GPU at full load) that is the baseline, and there is a sample only
+    near the busiest load: at night the same memory is spread over fewer requests. Else it is the mean of the first
+    readings at comparable load. No sample while nothing runs.
     """
     page = snapshot.page
     if page is None or not snapshot.in_service or isinstance(snapshot.gpus, Failure):
@@ -61,7 +61,8 @@ def derive_baseline(
     running = count_running(page)
     if not running:
         return state, ()
-    state = replace(state, busiest=_update_busiest(state.busiest, running, snapshot.time_seconds))
+    is_peak = running >= _decay_busiest(state.busiest, snapshot.time_seconds)
+    state = replace(state, busiest=(running, snapshot.time_seconds) if is_peak else state.busiest)
     band, warm = find_load_band(running), (count_finished(page) or 0.0) >= WARM_REQUESTS
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
@@ -82,25 +83,21 @@ def derive_baseline(
 
 
 def find_load_band(running: float) -> int:
-    """Return the number of the band that a load above 0 is in; loads of one band are comparable."""
+    """Return the number of the band of a load above 0; loads of one band are comparable."""
     return round(log(running) / log(COMPARABLE))
 
 
 def _keep_run(state: Baselines, page: EnginePage) -> Baselines:
     now_life, now_finished = identify_run(page), count_finished(page)
-    anew = is_new_run(state.life, now_life, state.finished_total, now_finished)
-    kept = (anew and now_life) or state.life or now_life
-    return replace(state, life=kept, finished_total=now_finished, bands={} if anew else state.bands)
+    is_new = is_new_run(state.life, now_life, state.finished_total, now_finished)
+    kept = (is_new and now_life) or state.life or now_life
+    return replace(state, life=kept, finished_total=now_finished, bands={} if is_new else state.bands)
 
 
 def _decay_busiest(busiest: tuple[float, float], now_seconds: float) -> float:
     running, seen_seconds = busiest
     passed_seconds = max(0.0, now_seconds - seen_seconds)  # below 0 where a clock was set back, by years at times
     return float(running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
-
-
-def _update_busiest(before: tuple[float, float], running: float, now_seconds: float) -> tuple[float, float]:
-    return (running, now_seconds) if running >= _decay_busiest(before, now_seconds) else before
 
 
 def _learn(before: tuple[int, float] | None, held_bytes: int) -> tuple[int, float]:
@@ -117,11 +114,11 @@ def _compute_ratio(learned: tuple[int, float] | None, held_bytes: int) -> float 
 
 
 def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the memory the engine holds on each GPU over the running requests of the whole page.
+    """Return, per GPU, the memory the engine holds over the running requests of the whole page.
 
-    A request runs on every GPU of a tensor-parallel engine and on one of a data-parallel one; either way the sum over
-    the GPUs is the memory per request of the whole server. Absent while nothing runs, or while one of the
-    engines does not say; and at nothing held, as when the engine dies between the two readings.
+    Summed over the GPUs this is the memory per request of the whole server, for tensor and data parallelism alike.
+    Absent while nothing runs, while an engine does not report its requests, and at nothing held, as when the engine
+    exits between the two readings.
     """
     running = count_running(snapshot.page)
     if not running:

@@ -1,4 +1,4 @@
-"""What the readings say themselves, under names that do not move."""
+"""The readings as samples, under stable names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ RESTART_SHARE: Final = 0.5
 
 
 def list_engines(page: EnginePage | None) -> tuple[EngineReading, ...]:
-    """Return what each engine says, nothing where the page could not be read."""
+    """Return the engines of the page; none where it could not be read."""
     return () if page is None else page.engines
 
 
 def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
-    """Return the engines with a model's name: before its first request, vLLM V0 tells its settings and no name."""
+    """Return the engines with a model name: before its first request, vLLM V0 exports its settings without one."""
     return tuple(engine for engine in list_engines(page) if engine.model_name)
 
 
 def sum_known(values: Iterable[float | None]) -> float | None:
-    """Return the sum; None where one is unknown, for the rest is not the whole, or there is none."""
+    """Return the sum; None where one value is unknown, or without values."""
     known: list[float] = []
     for value in values:
         if value is None:
@@ -33,30 +33,30 @@ def sum_known(values: Iterable[float | None]) -> float | None:
 
 
 def count_running(page: EnginePage | None) -> float | None:
-    """Return the requests all engines of the page run; None where one does not say, or there is none.
+    """Return the running requests of all engines; None where one is unknown, or without engines.
 
-    One that sleeps runs none: what its page shows then was frozen in it.
+    A sleeping engine runs none: its gauges are frozen.
     """
     return sum_known(0.0 if each.running and each.awake is False else each.running for each in list_named(page))
 
 
 def count_finished(page: EnginePage | None) -> float | None:
-    """Return the requests all engines of the page finished; None where one does not say."""
+    """Return the finished requests of all engines; None where one is unknown."""
     return sum_known(engine.finished_total for engine in list_named(page))
 
 
 def identify_run(page: EnginePage | None) -> str | None:
-    """Return what names this life of the server: when it started, where the page says so."""
+    """Return the start times of the page's servers, which identify this run; None where the page has none."""
     started = {engine.started_at_seconds for engine in list_engines(page) if engine.started_at_seconds is not None}
     return ",".join(sorted(f"{seconds:.3f}" for seconds in started)) or None
 
 
 def is_new_run(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:
-    """Return whether the second pair belongs to another life than the first; what is unknown tells nothing.
+    """Return whether the second pair belongs to another run than the first; unknown values prove nothing.
 
-    A counter that falls within one life was reset. Of several servers that answer in turn the latest start is the life;
-    an earlier one is a restart only where the count is less than half, be it that the clock was set: servers that share
-    the load count about alike.
+    A counter that falls within one run was reset. If several servers answer in turn, the latest start identifies the
+    run; an earlier start is a restart, after the clock was set, only if the count has more than halved: servers that
+    share the load have similar counts.
     """
     fell = finished is not None and new_finished is not None and new_finished < RESTART_SHARE * finished
     if life is None or new_life is None:
@@ -68,13 +68,13 @@ def is_new_run(life: str | None, new_life: str | None, finished: float | None, n
 
 
 def _find_latest_start(life: str) -> tuple[int, str]:
-    """Return what orders lives by their latest start; a process has its pid before it."""
+    """Return a sortable key of the latest start; a process has its pid before its start."""
     starts = [name.rpartition(":")[2] for name in life.split(",")]
     return max((len(start), start) for start in starts)
 
 
-def awake(page: EnginePage | None) -> bool | None:
-    """Return False while an engine of the page sleeps; None where none says."""
+def is_page_awake(page: EnginePage | None) -> bool | None:
+    """Return False while an engine of the page sleeps; None where none reports it."""
     said = [engine.awake for engine in list_engines(page) if engine.awake is not None]
     return all(said) if said else None
 
@@ -99,15 +99,15 @@ _ENGINE_FACTS: Final = tuple((catalog.BY_NAME[each.metric], field) for field, ea
 
 
 MOST_REMEMBERED: Final = 256
-"""Engines, or GPUs, kept while some of them do not show; as many engines as a page may have, and more than a machine
-has parts of GPUs. Names may be new each time."""
+"""Entries kept while some do not show: as many as a page may have engines, and more than a machine has GPU parts.
+Names may be new each time."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 def limit_remembered(known: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
-    """Return what is known by name, less what does not show now where there is much of it."""
+    """Drop what does not show now if more than MOST_REMEMBERED entries are known."""
     return {name: each for name, each in known.items() if name in present or len(known) <= MOST_REMEMBERED}
 
 
@@ -122,13 +122,13 @@ def label_engine(engine: EngineReading) -> tuple[str, str]:
 
 
 def make_states(metric: Metric, labels: tuple[str, ...], found: StrEnum) -> tuple[Sample, ...]:
-    """Return a sample of each state that a series can be in: 1 of the one it is in, 0 of the others."""
+    """Return a sample per state of a series: 1 for the current one, 0 for the others."""
     members = type(found).__members__.values()  # three times as fast as the class itself
     return tuple([Sample(metric, (*labels, str(each)), 1.0 if each is found else 0.0) for each in members])
 
 
 def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the samples that are readings: of GPUs, of engines, of what the page offers."""
+    """Return the readings of GPUs, engines and offered inputs as samples."""
     samples = [sample for gpu in snapshot.devices for sample in _derive_gpu(gpu)]
     page = snapshot.page
     if page is not None:
@@ -172,7 +172,7 @@ def _derive_engine(engine: EngineReading, profile: str) -> Iterator[Sample]:
 
 
 def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the state the server is in, when this life began and how many there were, and whether it moves."""
+    """Return the server's state, the start and number of its runs, and its progress."""
     known = snapshot.life
     if known is None:
         return ()
@@ -187,6 +187,6 @@ def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def make_facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> list[Sample]:
-    """Return what a reading says, by a table of metrics and attributes; nothing where there is none."""
+    """Return a reading's samples by a table of metrics and attributes; none without a reading."""
     values = [(metric, getattr(reading, attribute)) for metric, attribute in (table if reading is not None else ())]
     return [Sample(metric, labels, float(value)) for metric, value in values if value is not None]

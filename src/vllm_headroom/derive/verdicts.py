@@ -1,4 +1,4 @@
-"""What is to be said of each GPU, of the engine and of its host memory, in a sentence each."""
+"""The verdict on each GPU, the engine and its host memory, one sentence each."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
 
 HOUR_SECONDS: Final = 3600.0
 DAY_SECONDS: Final = 24 * HOUR_SECONDS
-"""With less left of a leak HeadroomOutOfMemorySoon pages, and HeadroomGpuMemoryLeak is critical."""
+"""HeadroomOutOfMemorySoon pages, and HeadroomGpuMemoryLeak is critical, below these times left."""
 
 Alerts = tuple[str, str, str]
 GPU_ALERTS: Final[Alerts] = ("HeadroomOutOfMemorySoon", "HeadroomGpuMemoryLeak", "HeadroomGpuMemoryGrowing")
 HOST_ALERTS: Final[Alerts] = ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryRunsOut", "HeadroomHostMemoryLeak")
-"""Of a leak that ends within the hour, within the day, and of any other growth."""
+"""For a leak that ends within the hour, within the day, and for any other growth."""
 
 
 def describe_gpu_leak(values: Values, reading: GpuReading, *, sure: bool) -> Verdict:
-    """Return what is said of a GPU that leaks, or may leak."""
+    """Return the verdict on a GPU that leaks, or may leak."""
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     left, least = values.value(catalog.TIME_TO_OOM, gpu, uuid), values.value(catalog.TIME_TO_OOM_LOWER, gpu, uuid)
     rate = _format_rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
@@ -34,7 +34,7 @@ def describe_gpu_leak(values: Values, reading: GpuReading, *, sure: bool) -> Ver
 
 
 def describe_host_leak(values: Values, role: str, *, sure: bool) -> Verdict:
-    """Return what is said of the host memory of processes that leak, or may leak."""
+    """Return the verdict on the host memory of processes that leak, or may leak."""
     left, least = values.value(catalog.HOST_TIME_TO_OOM), values.value(catalog.HOST_TIME_TO_OOM_LOWER)
     rate = _format_rate(None, values.value(catalog.HOST_LEAK_RATE, role))
     return _build_verdict("host memory", f"Host memory of {role}", rate, (left, least), HOST_ALERTS, sure=sure)
@@ -55,7 +55,7 @@ def _build_verdict(
 
 
 def _choose_alert(alerts: Alerts, seconds: float | None, *, sure: bool) -> str:
-    """Return which of `alerts` the rules give growth with so much time left."""
+    """Return the one of `alerts` that fires with so much time left."""
     hour, day, other = alerts
     if seconds is None or seconds >= (DAY_SECONDS if sure else HOUR_SECONDS):
         return other
@@ -73,20 +73,21 @@ def _format_time_left(seconds: float | None, least_seconds: float | None) -> str
         return ""
     if seconds < 1:
         return ": out of memory at any moment"
-    least = "" if least_seconds is None else f", {format_duration(least_seconds)} at the least"
-    return f": out of memory in {format_duration(seconds)}{least}"
+    least = "" if least_seconds is None else f", at the earliest in {format_duration(least_seconds)}"
+    return f": out of memory in about {format_duration(seconds)}{least}"
 
 
 NEIGHBOUR_BYTES: Final = 2**30
-"""What others hold is worth a word from here on, as HeadroomNeighbourGrowing has it; contexts alone are smaller."""
+"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller."""
 
 LOW_BYTES: Final = 512 * 2**20
 LOW_SHARE: Final = 0.5
-"""As HeadroomGpuMemoryLow: less is free than this, and than this share of what was when the engine became ready."""
+"""As HeadroomGpuMemoryLow: free memory below this, and below this share of what was free when the engine became
+ready."""
 
 LOW_HOST_BYTES: Final = 4 * 2**30
 LOW_HOST_SHARE: Final = 0.05
-"""As HeadroomHostMemoryLow: less is left than this, and than this share of the limit; LOW_SHARE holds here too."""
+"""As HeadroomHostMemoryLow: less left than this, and than this share of the limit; LOW_SHARE applies too."""
 
 GPU_LOST: Final = "HeadroomGpuLost"
 
@@ -94,11 +95,15 @@ STRANDED: Final = 0.05
 """As HeadroomKvCacheStranded."""
 
 LOOP: Final = 3
-"""Ends in 90 minutes: as the alert HeadroomEngineCrashLoop counts."""
+"""Exits in 90 minutes, as in HeadroomEngineCrashLoop."""
 
 ENGINE_SENTENCES: Final = {
-    EngineState.DOWN: (Level.ALARM, "is down: there is no page and no server of it", "HeadroomEngineDown"),
-    EngineState.STARTING: (Level.UNKNOWN, "is starting: nothing is judged before it has served", None),
+    EngineState.DOWN: (
+        Level.ALARM,
+        "is down: its metrics page does not answer and no engine process is running",
+        "HeadroomEngineDown",
+    ),
+    EngineState.STARTING: (Level.UNKNOWN, "is starting: leak detection begins when it serves", None),
     EngineState.STALLED: (Level.ALARM, "is stalled: it should make progress and makes none", "HeadroomEngineStalled"),
     EngineState.ASLEEP: (Level.GOOD, "is asleep", None),
     EngineState.SERVING: (Level.GOOD, "serves", None),
@@ -106,10 +111,14 @@ ENGINE_SENTENCES: Final = {
 }
 
 LAST_SEEN: Final = {EngineState.SERVING: "served when last seen", EngineState.ASLEEP: "was asleep when last seen"}
-"""What is said without a page while its state is still taken for what it was."""
+"""Used without a page while the state is still assumed from the last one."""
 
-NEVER_SEEN: Final = (Level.UNKNOWN, "has not been seen yet: there is no page and no server of it", None)
-"""HeadroomEngineDown waits too until one has lived."""
+NEVER_SEEN: Final = (
+    Level.UNKNOWN,
+    "has not been seen yet: its metrics page does not answer and no engine process is running",
+    None,
+)
+"""HeadroomEngineDown also waits until an engine has been seen."""
 
 QUIET: Final[dict[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, " shows no leak"),
@@ -117,13 +126,13 @@ QUIET: Final[dict[str | None, tuple[Level, str]]] = {
     LeakState.ASLEEP: (Level.GOOD, ": the engine sleeps"),
     LeakState.WARMING_UP: (Level.UNKNOWN, ": too early to tell whether it leaks"),
 }
-"""What to say where nothing is found to grow; the state that tells most comes first."""
+"""The sentence where nothing grows; the most informative state comes first."""
 
 NOT_KNOWN: Final = (Level.UNKNOWN, ": whether it leaks is not known")
 
 
 def judge_snapshot(snapshot: Snapshot, values: Values) -> tuple[Verdict, ...]:
-    """Return what is to be said of what a tick saw and derived, the worst first, else GPUs, engine and host."""
+    """Return the verdicts on a tick, worst first, then GPUs, engine and host."""
     said = (
         *_judge_gpus(snapshot, values),
         *_judge_engine(snapshot, values),
@@ -211,7 +220,7 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
 
 
 def _describe_load(values: Values) -> str:
-    """Return what it does; while requests wait there is no room for more, whatever the KV cache has left."""
+    """Return the current load; while requests wait there is no room for more, whatever the KV cache has left."""
     counted = ((catalog.ENGINE_RUNNING, "running"), (catalog.ENGINE_WAITING, "waiting"))
     words = [f"{sum(found.values()):.0f} {word}" for metric, word in counted if (found := values.of(metric))]
     used = values.of(catalog.ENGINE_KV_USED).values()

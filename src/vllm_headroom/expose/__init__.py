@@ -1,1 +1,1 @@
-"""Samples to page."""
+"""Turn samples into metrics, the page and the snapshot."""

@@ -1,4 +1,4 @@
-"""Requests to answers: the paths there are."""
+"""Answer requests by path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_STORE: Header = ("Cache-Control", "no-store")
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """The head of an HTTP request; names of `headers` are in lower case, repeated ones joined by commas."""
+    """The head of an HTTP request; names of `headers` are lower case, repeated ones joined by commas."""
 
     method: str
     path: str
@@ -37,7 +37,7 @@ Handler = Callable[[Request], Response]
 
 
 def respond_text(status: int, line: str, *headers: Header) -> Response:
-    """Return an answer of one line, with these headers beside the usual ones."""
+    """Return an answer of one line, with additional headers."""
     return Response(status=status, body=f"{line}\n".encode(), headers=(NO_SNIFF, NO_STORE, *headers))
 
 
@@ -50,10 +50,7 @@ def build_application(
     ready: Callable[[], bool],
     gate: Callable[[GateName], str | None] = lambda _: None,
 ) -> Handler:
-    """Return what answers every request; `unhealthy` says why the sampling loop is not well, None when it is.
-
-    `gate` says why a gate is closed, None while it is open.
-    """
+    """Return the handler of every request; `unhealthy` and `gate` return why the loop is unhealthy or a gate closed."""
     answers: dict[str, Handler] = {
         "/": page,
         "/metrics": metrics,

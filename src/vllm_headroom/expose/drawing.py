@@ -1,4 +1,4 @@
-"""Curves over time as SVG, for the page, for files and for reports."""
+"""Draw curves over time as SVG, for the page, files and reports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from msgspec import Struct
 from vllm_headroom.vocabulary import CONTROLS
 
 Point = tuple[float, float | None]
-"""Seconds and a value; None where it could not be read."""
+"""Seconds and a value; None where it is unknown."""
 
 Curve = tuple[Sequence[float], Sequence[float | None]]
-"""Times in their order, and the value at each."""
+"""Ordered times, and the value at each."""
 
 Stretch = list[tuple[float, float]]
-"""Points to be joined by a line."""
+"""Points that a line joins."""
 
 STYLE: Final = (
     ":root{--ink:#1b1f24;--dim:#57606a;--line:#d0d7de;--ground:#fff;--good:#1a7f37;--unknown:#57606a;--warning:#8a5a00;"
@@ -33,24 +33,21 @@ STYLE: Final = (
     "stroke-dasharray:6 4;fill:none}svg .edge{fill:var(--alarm);fill-opacity:.15}"
     "svg path,svg line{vector-effect:non-scaling-stroke}svg text{fill:var(--dim);font:13px system-ui,sans-serif}"
 )
-"""Colours by what is drawn, in the light and in the dark; each text on its ground has a contrast of 4.5 and more."""
+"""Colours in light and dark mode; each text has a contrast of at least 4.5."""
 
 
 def escape_text(text: str) -> str:
-    """Return text as HTML and SVG take it; what turns a line about, or what no SVG may hold, shows as its code."""
+    """Return text escaped for HTML and SVG; control characters show as codes."""
     return escape(text.translate(CONTROLS))
 
 
 MARGIN: Final = 1.15
 USUAL: Final = 0.9
-"""An engine that starts leaves the card empty for minutes: what nine in ten values stay below sets the scale."""
+"""The quantile that sets the scale: while an engine starts, the card is empty for minutes."""
 
 
 def find_top(values: Iterable[float | None], *, most: float | None = None) -> float:
-    """Return the top of a picture of free memory: a card that is empty for a moment does not flatten the rest.
-
-    It is not above `most`, or the highest value.
-    """
+    """Return the top of a picture of free memory: at most `most`, without short times in which a card is empty."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return 1.0
@@ -58,7 +55,7 @@ def find_top(values: Iterable[float | None], *, most: float | None = None) -> fl
 
 
 class Frame(Struct, frozen=True, kw_only=True):
-    """Where times from `begin` to `end` and values from 0 to `top` lie in a box of `width` by `height`."""
+    """Maps times from `begin` to `end` and values from 0 to `top` to a box of `width` by `height`."""
 
     begin: float
     end: float
@@ -67,16 +64,16 @@ class Frame(Struct, frozen=True, kw_only=True):
     height: float = 200.0
 
     def x(self, seconds: float) -> float:
-        """Return how far from the left a time is."""
+        """Return the distance of a time from the left."""
         return self.width * (seconds - self.begin) / (self.end - self.begin or 1.0)
 
     def y(self, value: float) -> float:
-        """Return how far from the upper edge a value is; what is above the top lies on the edge."""
+        """Return the distance of a value from the upper edge; values above the top lie on it."""
         return self.height * max(0.0, 1 - value / (self.top or 1.0))
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
-    """From a value at a time to zero after `seconds`; after `least_seconds` at the earliest, where that is known."""
+    """From a value at a time to zero after `seconds`, at the earliest after `least_seconds`, where known."""
 
     begin: float
     value: float
@@ -85,16 +82,13 @@ class Forecast(Struct, frozen=True, kw_only=True):
 
 
 def build_curve(points: Iterable[Point]) -> Curve:
-    """Return the curve through these points; in a trace the clock may have been set back."""
+    """Return the curve through these points, sorted: in a trace the clock may go back."""
     ordered = sorted(points, key=itemgetter(0))
     return [seconds for seconds, _ in ordered], [value for _, value in ordered]
 
 
 def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stretch]:
-    """Return at most two points per column of the picture, the lowest and the highest, so that no peak is lost.
-
-    Columns in which nothing could be read divide the stretches: a gap is drawn as a gap.
-    """
+    """Return at most two points per column, its lowest and highest; columns without values divide the stretches."""
     times, values = curve
     start = bisect_left(times, begin)
     size = max(1, ceil((len(values) - start) / columns))
@@ -110,13 +104,13 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
 
 
 def draw_line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
-    """Return the curve; `kind` is its class in STYLE. A stretch of one point is a dot as wide as the line."""
+    """Return the curve, of class `kind` in STYLE; a stretch of one point is a dot."""
     path = "".join(_draw_path(frame, stretch) + ("h.1" if len(stretch) == 1 else "") for stretch in stretches)
     return f'<path class="{kind}" d="{path}"/>' if path else ""
 
 
 def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
-    """Return the curve, and shaded what lies between it and zero."""
+    """Return the curve, with the area below it shaded."""
     drawn = list(stretches)
     if not drawn:
         return ""
@@ -127,12 +121,12 @@ def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
 
 
 def draw_zero(frame: Frame) -> str:
-    """Return the line that nobody wants to reach."""
+    """Return the line at zero."""
     return f'<line class="zero" x1="0" x2="{frame.width:.0f}" y1="{frame.height:.0f}" y2="{frame.height:.0f}"/>'
 
 
 def draw_mark(frame: Frame, seconds: float) -> str:
-    """Return a line at a time; none where it lies outside."""
+    """Return a vertical line at a time; none outside the frame."""
     if not frame.begin <= seconds <= frame.end:
         return ""
     x = frame.x(seconds)
@@ -140,7 +134,7 @@ def draw_mark(frame: Frame, seconds: float) -> str:
 
 
 def draw_forecast(frame: Frame, forecast: Forecast) -> str:
-    """Return the way to zero, and shaded what lies between it and its lower edge; both are cut off at the frame."""
+    """Return the line to zero, with the area to its lower bound shaded; both are cut off at the frame."""
     begin = forecast.begin, forecast.value
     likely = _find_end(frame, forecast, forecast.seconds)
     drawn = draw_line(frame, [[begin, likely]], kind="ahead")
@@ -153,7 +147,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
 
 
 def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
-    """Return the end of a straight way to zero within `seconds`, in the frame."""
+    """Return the end, within the frame, of a straight line to zero in `seconds`."""
     share = min(1.0, (frame.end - forecast.begin) / seconds) if seconds > 0 else 1.0
     return forecast.begin + share * seconds, (1 - share) * forecast.value
 
@@ -163,10 +157,7 @@ def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
 
 
 def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
-    """Return the box with its shapes; `title` says to those who do not see it what it shows.
-
-    `stretch` lets the box take any shape that it is given, as a page does; texts within would be bent by it.
-    """
+    """Return the box with its shapes; `title` is for screen readers, `stretch` scales it to any shape, texts too."""
     shape = ' preserveAspectRatio="none"' if stretch else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {frame.width:.0f} {frame.height:.0f}"{shape} role="img"'

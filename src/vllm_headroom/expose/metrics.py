@@ -1,4 +1,4 @@
-"""The page of metrics: written once per sample and format, with the age of the sample put in at the scrape."""
+"""Serve the metrics page, encoded once per sample and format, with the sample's age at the scrape."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class HeadroomCollector(Collector):
-    """Turns what `published` returns (None before the first sample) into families; does no I/O and does not raise.
+    """Turns what `published` returns (None before the first sample) into families, without I/O or errors.
 
-    `incident` returns when the newest one was, None without one.
+    `incident` returns the time of the newest incident, None without one.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HeadroomCollector(Collector):
         self._build = Sample(catalog.BUILD_INFO, build, 1.0)
 
     def describe(self) -> Iterator[Family]:
-        """Yield every family there can be, so that a scraper may ask for some by `name[]`."""
+        """Yield every possible family, so that a scraper can select some by `name[]`."""
         return (_build_family(metric, []) for metric in catalog.METRICS)
 
     def collect(self) -> Iterator[Family]:
@@ -53,7 +53,7 @@ class HeadroomCollector(Collector):
         return (_build_family(metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups)
 
     def samples(self) -> list[Sample]:
-        """Return all there is to show now."""
+        """Return all current samples."""
         published = self.published()
         if published is None:
             return [self._build]
@@ -62,7 +62,7 @@ class HeadroomCollector(Collector):
         return [self._build, Sample(catalog.SAMPLE_AGE, (), self.age_seconds(published)), *incident, *published.samples]
 
     def age_seconds(self, published: Published) -> float:
-        """Return how long ago its tick ended."""
+        """Return the time since its tick ended."""
         return max(0.0, self._monotonic() - published.monotonic_seconds)
 
 
@@ -75,7 +75,7 @@ def _build_family(metric: Metric, samples: list[Sample]) -> Family:
 
 
 def build_registry(collector: HeadroomCollector) -> CollectorRegistry:
-    """Return a registry of its own with `collector` and the daemon's own process_* series."""
+    """Return a separate registry with `collector` and the daemon's process_* series."""
     own = CollectorRegistry(auto_describe=False)
     own.register(collector)
     ProcessCollector(registry=own)
@@ -90,15 +90,15 @@ _FASTEST: Final = 1
 """Of gzip's levels; a page of eight GPUs takes 60 us, and becomes a sixth."""
 
 _MOST_FORMATS: Final = 3
-"""Formats kept of one sample: there are two, and a version and an escaping scheme that a scraper may make up. Each
-takes 8 MiB of the largest page that an engine's names can make."""
+"""Formats kept per sample: there are two, times a version and an escaping scheme that a scraper chooses. Each takes
+8 MiB for the largest page that an engine's names can produce."""
 
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
 _GZIP_HEADERS: Final = (*_HEADERS, ("Content-Encoding", "gzip"))
 
 
 class MetricsPage:
-    """Answers /metrics with what the collector has to show now."""
+    """Answers /metrics with the collector's samples."""
 
     def __init__(self, collector: HeadroomCollector) -> None:
         self._collector = collector
@@ -107,7 +107,7 @@ class MetricsPage:
         self._formats: dict[str, bytes] = {}
 
     def __call__(self, request: Request) -> Response:
-        """Return the page, or the families of it that the query names, in the format and encoding asked for."""
+        """Return the page, or the families that the query names, in the requested format and encoding."""
         encode, content_type = _choose_encoder(request.headers.get("accept", ""))
         if names := parse_qs(request.query).get("name[]"):
             body = encode(self._registry.restricted_registry(names))
@@ -133,7 +133,7 @@ class MetricsPage:
 
 @lru_cache(maxsize=_MOST_FORMATS)
 def _choose_encoder(accept: str) -> tuple[Encode, str]:
-    """Return the format that a header asks for; the usual one where it asks in a way that no answer could repeat."""
+    """Return the format that a header requests; the default for a header that is not ASCII or not valid."""
     wanted = [each for each in accept.split(",") if not _is_refused(each)]
     try:
         return choose_encoder(",".join(wanted) if accept.isascii() else "")
@@ -142,7 +142,7 @@ def _choose_encoder(accept: str) -> tuple[Encode, str]:
 
 
 def _is_gzip_accepted(accept_encoding: str) -> bool:
-    """Tell whether gzip is asked for, by name."""
+    """Return whether gzip is requested by name."""
     for each in accept_encoding.lower().split(","):
         if each.partition(";")[0].strip() in ("gzip", "x-gzip"):
             return not _is_refused(each)
@@ -150,5 +150,5 @@ def _is_gzip_accepted(accept_encoding: str) -> bool:
 
 
 def _is_refused(choice: str) -> bool:
-    """Tell whether a choice of a header that weighs several has the weight 0 (RFC 9110, 12.4.2)."""
+    """Return whether a choice of a weighted header has the weight 0 (RFC 9110, 12.4.2)."""
     return any(_ZERO.fullmatch(parameter.strip()) for parameter in choice.lower().split(";")[1:])

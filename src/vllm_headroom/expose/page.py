@@ -1,4 +1,4 @@
-"""The page as a whole: what is to be said first, then why, and who holds what."""
+"""Render the page: verdicts first, then curves, then tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from urllib.parse import quote
 
 from vllm_headroom import catalog
-from vllm_headroom.expose import drawing
+from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.drawing import MARGIN, STYLE, Curve, Forecast, Frame, escape_text
 from vllm_headroom.expose.view import Event, Incident, View
@@ -19,17 +19,17 @@ from vllm_headroom.units import format_duration, format_gib, format_instant, for
 from vllm_headroom.vocabulary import WORDS, Level
 
 MOST_COLUMNS: Final = 480
-"""Of all curves together: two points of 10 characters each make 10 kB, and the page stays below 60."""
+"""Of all curves together: two points of 10 characters each are 10 kB, and the page stays below 60 kB."""
 
 LEAST_COLUMNS: Final = 40
 MOST_GPUS: Final = 16
 HOUR_SECONDS: Final = 3600.0
 AHEAD: Final = 0.5
-"""With an end in sight, the future that is drawn is half as long as the past, which is an hour at least."""
+"""With a forecast, the future is half as long as the past, which is at least an hour."""
 
 
 def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a figure for each GPU of the engine's whose memory was seen, and one of the load over the first's time."""
+    """Yield a figure for each GPU of the engine's with known memory, and one of the load over the same time."""
     now = snapshot.time_seconds
     owned = snapshot.owned[:MOST_GPUS]
     columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned)))
@@ -50,41 +50,38 @@ def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> t
     forecast = _find_forecast(view, gpu, now)
     begin, end = _find_span(free[0][0], now, forecast)
     curves = free, view.history.free_at_peak(reading.uuid)
-    past, peaks = (drawing.thin_curve(curve, columns, begin=begin) for curve in curves)
+    past, peaks = (svg.thin_curve(curve, columns, begin=begin) for curve in curves)
     if past and memory is not None:
         past[-1].append((now, memory.free_bytes))
     known = [value for stretch in past for _, value in stretch]
-    top = drawing.find_top(known, most=None if memory is None else memory.total_bytes)
+    top = svg.find_top(known, most=None if memory is None else memory.total_bytes)
     frame = Frame(begin=begin, end=end, top=top)
     shapes = [
-        drawing.draw_curve(frame, past),
-        drawing.draw_line(frame, peaks, kind="peak"),
-        *(
-            drawing.draw_mark(frame, event.seconds)
-            for event in view.history.events
-            if _is_marked(event, reading.called)
-        ),
-        "" if forecast is None else drawing.draw_forecast(frame, forecast) + drawing.draw_mark(frame, now),
-        drawing.draw_zero(frame),
+        svg.draw_curve(frame, past),
+        svg.draw_line(frame, peaks, kind="peak"),
+        *(svg.draw_mark(frame, event.seconds) for event in view.history.events if _is_marked(event, reading.called)),
+        "" if forecast is None else svg.draw_forecast(frame, forecast) + svg.draw_mark(frame, now),
+        svg.draw_zero(frame),
     ]
     title = f"Free memory of {reading.called}, from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
     name, room = reading.name.removesuffix(find_part(reading.uuid)).rstrip(), "memory not known now"
     if memory is not None:
-        room = f"{format_size(memory.free_bytes)} of {format_size(memory.total_bytes)} free; thin line: what peaks left"
+        room = f"{format_size(memory.free_bytes)} of {format_size(memory.total_bytes)} free"
+        room += "; thin line: lowest free memory per minute"
     return (begin, end), (
         f"<figure><figcaption><b>{escape_text(reading.called)}</b> {escape_text(name)}: {room}</figcaption>"
-        f"<i>{format_size(frame.top)}</i>{drawing.draw_picture(frame, shapes, title=title)}"
+        f"<i>{format_size(frame.top)}</i>{svg.draw_picture(frame, shapes, title=title)}"
         f"{_draw_axis(begin, now, end, forecast)}</figure>"
     )
 
 
 def _is_marked(event: Event, gpu: str) -> bool:
-    """Return whether an event is an alarm of this GPU, or of no GPU; its text begins with its subject."""
+    """Return whether an event is an alarm of this GPU or of none; its text begins with its subject."""
     return event.level is Level.ALARM and (not event.text.startswith("GPU ") or event.text.startswith(f"{gpu} "))
 
 
 def _find_span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
-    """Return the times that the picture begins and ends at."""
+    """Return the first and last time of the picture."""
     if forecast is None:
         return first, now
     past = max(HOUR_SECONDS, min(now - first, MARGIN * forecast.seconds / AHEAD))
@@ -104,11 +101,8 @@ def _draw_axis(begin: float, now: float, end: float, forecast: Forecast | None) 
     words = [f"{format_duration(now - begin)} before", f"now, {_format_clock(now)}"]
     if forecast is not None:
         oom = now + forecast.seconds
-        words.append(
-            f"out of memory {_format_clock(oom)}"
-            if oom <= end
-            else f"{_format_clock(end)}; full in {format_duration(oom - now)}"
-        )
+        later = f"{_format_clock(end)}; full in {format_duration(oom - now)}"
+        words.append(f"out of memory {_format_clock(oom)}" if oom <= end else later)
     elif end > now:
         words.append("")
     kind = '"axis ahead"' if end > now else "axis"
@@ -117,13 +111,13 @@ def _draw_axis(begin: float, now: float, end: float, forecast: Forecast | None) 
 
 def _draw_load(running: Curve, columns: int, now: float, span: tuple[float, float]) -> str:
     begin, end = span
-    stretches = drawing.thin_curve(running, columns, begin=begin)
+    stretches = svg.thin_curve(running, columns, begin=begin)
     top = max((value for stretch in stretches for _, value in stretch), default=1.0)
     frame = Frame(begin=begin, end=end, top=MARGIN * top or 1.0, height=40.0)
     title = f"Running requests, from {_format_clock(begin)} to {_format_clock(now)}, at most {top:.0f}"
     return (
         f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"
-        f"{drawing.draw_picture(frame, [drawing.draw_curve(frame, stretches)], title=title)}"
+        f"{svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)}"
         f"{_draw_axis(begin, now, end, None)}</figure>"
     )
 
@@ -169,7 +163,7 @@ _SHAPES: Final = {
 
 
 def build_icon(level: Level) -> str:
-    """Return the address of a picture of the level, told apart by its shape as well."""
+    """Return the data URL of the level's icon; levels differ in colour and shape."""
     colour, shape = _SHAPES[level]
     picture = (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><circle cx='8' cy='8' r='8' fill='{colour}'/>"
@@ -186,7 +180,7 @@ _HEADERS: Final[tuple[Header, ...]] = (
     ("Content-Security-Policy", POLICY),
 )
 LEAST_REFRESH_SECONDS: Final = 5
-"""A person reads for longer than an interval of a second lasts."""
+"""A person reads for longer than a short interval."""
 
 LINKS: Final = " \N{MIDDLE DOT} ".join(
     f'<a href="{link}">{link}</a>' for link in ("/metrics", "/snapshot.json", "/healthz", "/readyz")
@@ -194,17 +188,17 @@ LINKS: Final = " \N{MIDDLE DOT} ".join(
 
 
 def respond_html(page: str) -> Response:
-    """Return the page as an answer that may load nothing, and be shown in no frame."""
+    """Return the page as an answer that loads nothing and may not be framed."""
     return Response(
         status=200, body=page.encode(errors="replace"), content_type="text/html; charset=utf-8", headers=_HEADERS
     )
 
 
 def render_page(view: View) -> str:
-    """Return the HTML page, which loads nothing, runs nothing and refreshes itself."""
+    """Return the HTML page, which loads and runs nothing and refreshes itself."""
     notice = f'<p class="notice">{escape_text(view.notice)}</p>' if view.notice else ""
-    level = find_worst(view.said)
-    first = next(each for each in view.said if each.level == level)
+    level = find_worst(view.shown)
+    first = next(each for each in view.shown if each.level == level)
     names = {labels[0]: None for labels in view.values.of(catalog.ENGINE_INFO)}
     models = f": {escape_text(', '.join(names))}" if names else ""
     return (
@@ -215,7 +209,7 @@ def render_page(view: View) -> str:
         f"<title>{WORDS[level]}: {escape_text(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
         f'<link rel="icon" href="{build_icon(level)}"><style>{PAGE_STYLE}</style></head><body>'
         f"<header><h1>vllm-headroom{models}</h1><p class=dim>{_describe_age(view)}</p>{notice}</header>"
-        f"<main><ul class=verdicts>{''.join(_render_sentence(view, each) for each in view.said)}</ul>"
+        f"<main><ul class=verdicts>{''.join(_render_sentence(view, each) for each in view.shown)}</ul>"
         f"{''.join(_render_rest(view))}</main><footer><p>{LINKS}</p></footer></body></html>\n"
     )
 
@@ -238,7 +232,7 @@ def _render_incident(last: Incident) -> str:
     why = "" if last.reason is None else f" ({escape_text(last.reason)})"
     return (
         f"<h2>Last incident</h2><p>{format_instant(last.seconds)}: the engine {escape_text(last.what)}{why}."
-        f" <code>{escape_text(last.command)}</code>, run in the sidecar's container, says why.</p>"
+        f" <code>{escape_text(last.command)}</code>, run in the sidecar's container, reports why.</p>"
     )
 
 
@@ -260,12 +254,11 @@ NOT_KNOWN: Final = "not known"
 
 
 def render_tables(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield the tables that have rows."""
+    """Yield the tables."""
     values = view.values
     yield _render_table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _list_gpus(values), kind="figures")
-    yield _render_table(
-        "Engines", ("engine", *(title for title, _, _ in ENGINE)), _list_engines(values), kind="figures"
-    )
+    head = ("engine", *(title for title, _, _ in ENGINE))
+    yield _render_table("Engines", head, _list_engines(values), kind="figures")
     head = ("source", "last reading", "took", "last worked", "cause and cure")
     yield _render_table("Sources", head, _list_sources(values, snapshot), kind="words")
 
@@ -314,7 +307,7 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...
 
 
 def _render_table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, kind: str) -> str:
-    """Return a table of this class with a heading, nothing without rows."""
+    """Return a table of this class with a heading, empty without rows."""
     lines = "".join(
         f"<tr><th scope=row>{escape_text(first)}</th>{''.join(f'<td>{escape_text(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in rows

@@ -1,4 +1,4 @@
-"""The HTTP server: a bounded number of connections, answered one by one between what else the loop has to do."""
+"""Serve HTTP on a limited number of connections, one answer at a time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import h11
-import structlog
 
 from vllm_headroom.expose.answers import Handler, Request, Response, respond_text
 from vllm_headroom.expose.web.door import Door
+from vllm_headroom.log import Log
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
 """Prometheus sends 300 bytes, a browser with the cookies of its host a few thousand."""
 
 
 AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
-"""A client that takes the daemon for a proxy sends it before the path (RFC 9112, 3.2.2: to be accepted)."""
+"""Clients that use the daemon as a proxy send it before the path; servers must accept it (RFC 9112, 3.2.2)."""
 
 
 class Phase(Enum):
@@ -41,7 +41,7 @@ class Phase(Enum):
 
 
 class Connection(asyncio.Protocol):
-    """Speaks HTTP/1.1 by h11; nothing more is read while a request waits for its turn."""
+    """An HTTP/1.1 connection by h11; it does not read while a request waits for its turn."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -57,18 +57,18 @@ class Connection(asyncio.Protocol):
         self.since_seconds = self._loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Have the server told; every byte that the client does not take counts as blocking."""
+        """Register with the server; every byte that the client does not read counts as blocking."""
         transport.set_write_buffer_limits(high=1, low=0)  # with 0, uvloop's TLS pauses what has nothing to send
         self._transport = transport
-        self._server.opened(self)
+        self._server.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the signature is asyncio's
-        """Have the server told."""
+        """Deregister from the server."""
         self._transport = None
-        self._server.closed(self)
+        self._server.remove(self)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came."""
+        """Process received bytes."""
         self._http.receive_data(data)
         if self.phase is Phase.IDLE:
             self._enter(Phase.HEAD)
@@ -76,23 +76,23 @@ class Connection(asyncio.Protocol):
             self._advance()
 
     def eof_received(self) -> bool:
-        """Let a client that is done sending still have its answer."""
+        """Keep the connection while a client that has finished sending waits for its answer."""
         self._http.receive_data(b"")
         return self.phase in (Phase.TURN, Phase.SENDING)
 
     def pause_writing(self) -> None:
-        """Note that the client lags."""
+        """Note that the client reads too slowly."""
         self._is_blocked = True
 
     def resume_writing(self) -> None:
-        """Go on with the next request."""
+        """Continue with the next request."""
         self._is_blocked = False
         if self.phase is Phase.SENDING:
-            self._sent()
+            self._continue()
 
     @property
     def peer_certificate(self) -> dict[str, object] | None:
-        """What a client's certificate says, None where there is none."""
+        """The client's certificate, None without one."""
         return None if self._transport is None else self._transport.get_extra_info("peercert")
 
     def drop(self) -> None:
@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
         self._enter(Phase.SENDING)
         self._transport.write(self._encode(answer))
         if not self._is_blocked:
-            self._sent()
+            self._continue()
 
     def _encode(self, answer: Response) -> bytes:
         headers = [
@@ -125,8 +125,8 @@ class Connection(asyncio.Protocol):
         parts.append(self._http.send(h11.EndOfMessage()))
         return b"".join(part for part in parts if part)
 
-    def _sent(self) -> None:
-        """Begin the next request, which may be here already, or close where there can be none."""
+    def _continue(self) -> None:
+        """Start the next request, which may have come already, or close the connection."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
             transport.close()
 
     def _skip_body(self) -> None:
-        """Pass over a body that is here as a whole; for one that is not, nobody waits."""
+        """Skip a body that has come as a whole; do not wait for any other."""
         with contextlib.suppress(h11.RemoteProtocolError):
             while self._http.their_state is h11.SEND_BODY and isinstance(self._http.next_event(), h11.Data):
                 pass
@@ -156,7 +156,7 @@ class Connection(asyncio.Protocol):
             self._enter(Phase.TURN)
             if self._transport is not None:
                 self._transport.pause_reading()
-            self._server.asked(self, _parse_request(event))
+            self._server.admit(self, _parse_request(event))
         elif isinstance(event, h11.ConnectionClosed) and self._transport is not None:
             self._transport.close()
 
@@ -172,41 +172,41 @@ def _parse_request(event: h11.Request) -> Request:
     path, _, query = AUTHORITY.sub("", event.target.decode("latin-1")).partition("?")
     headers: dict[str, str] = {}
     for name, value in event.headers:
-        key, said = name.decode("latin-1"), value.decode("latin-1")
-        headers[key] = f"{headers[key]},{said}" if key in headers else said
+        key, content = name.decode("latin-1"), value.decode("latin-1")
+        headers[key] = f"{headers[key]},{content}" if key in headers else content
     return Request(method=event.method.decode("latin-1"), path=path or "/", query=query, headers=headers)
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 MOST_CONNECTIONS: Final = 256
-"""Scrapers of one sidecar are few; one more than this and the one that has waited longest for its client is closed."""
+"""Scrapers of one sidecar are few; beyond this, the connection that waits longest for its client is closed."""
 
 PATIENCE_SECONDS: Final = {Phase.HEAD: 5.0, Phase.TURN: 10.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
-"""How long a client may take over a request and an answer, how long it may wait for its turn (a check of its password
-may have given way to others), and may keep its connection: Prometheus scrapes every minute at the least often."""
+"""How long a client may take for a request and an answer, may wait for its turn (including its password check), and may
+keep its connection: Prometheus scrapes at least every minute."""
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
-"""What the kernel keeps for a connection each way, twice over: left to itself it takes 2.5 MB of answers that a client
-does not read, and lets him wait as one who is idle; all of it counts against the container's limit."""
+"""The kernel's buffer of a connection each way, which it doubles. The default takes 2.5 MB of unread answers, which
+count against the container's limit, and makes the client look idle."""
 
 MOST_GUESTS: Final = 256
-"""Handshakes and checks of passwords under way at once; the oldest gives way."""
+"""Handshakes and password checks in progress at once; the oldest is cancelled."""
 
 ACCEPT_AGAIN_SECONDS: Final = 0.1
 SWEEP_SECONDS: Final = 2.0
 SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
-"""What a kubelet asks, with a second's patience and a restart behind it: it does not wait for a crowd of scrapers."""
+"""A kubelet waits a second and restarts the container: its requests do not wait for scrapers."""
 
 SHUTDOWN_SECONDS: Final = 0.5
-"""How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
+"""How long scrapes in progress may take after the stop, out of a second for the whole exit."""
 
 
 class Server:
-    """Answers requests with `handler`, which is quick, to whom `door` lets in, to all without one.
+    """Answers requests that `door` admits, without one all, with `handler`, which is fast.
 
-    Between two answers the loop turns once: whatever scrapers do, sampling waits for one answer at most. Of requests
-    that are short and others one each is answered in turn: neither crowd keeps the other waiting.
+    Between two answers the event loop runs once, so that sampling waits for at most one answer. Short requests and
+    others are answered in turn, so that neither kind blocks the other.
     """
 
     def __init__(self, handler: Handler, door: Door | None = None) -> None:
@@ -219,7 +219,7 @@ class Server:
         self._guests: dict[asyncio.Task[None], None] = {}
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve on the socket until cancelled; requests that are here by then are answered, half a second long."""
+        """Serve on the socket until cancelled, then answer received requests for half a second."""
         works = [self._accept(listener), self._answer(), self._sweep(), *([self._door.watch()] if self._door else [])]
         tasks = [asyncio.create_task(work) for work in works]
         try:
@@ -241,13 +241,13 @@ class Server:
             connection.drop()
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Take connections one by one, so that a crowd of them, too, lets the loop turn in between."""
+        """Accept connections one by one, so that the event loop runs in between."""
         loop = asyncio.get_running_loop()
         listener.settimeout(0)
         while True:
             try:
                 client, _ = await loop.sock_accept(listener)
-            except OSError:  # no descriptor is left, or the client has gone again
+            except OSError:  # no descriptor is left, or the client has gone
                 await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
                 continue
             if self._door is None:
@@ -255,7 +255,7 @@ class Server:
                 continue
             if len(self._guests) >= MOST_GUESTS:
                 next(iter(self._guests)).cancel()
-            self._as_guest(self._welcome(client))
+            self._start_guest(self._welcome(client))
 
     async def _welcome(self, client: socket.socket) -> None:
         tls = self._door.tls if self._door else None
@@ -264,25 +264,25 @@ class Server:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: Connection(self), client, ssl=tls, ssl_handshake_timeout=patience
             )
-        except OSError:  # TLS went wrong, or took too long: what a client sends is no news for the log
+        except OSError:  # TLS failed or took too long: not logged, since any client can cause it
             client.close()
 
-    def _as_guest(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what a client has to wait for before its turn."""
+    def _start_guest(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what a client waits for before its turn."""
         task = asyncio.create_task(work)
         self._guests[task] = None
         task.add_done_callback(lambda done: self._guests.pop(done, None))
 
     async def _shutdown(self) -> None:
-        """Let the accepting task go, and answer the requests that are here."""
+        """Let the accepting task end, and answer the received requests."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_SECONDS):
                 await asyncio.sleep(0)
-                while any(connection.phase in (Phase.TURN, Phase.SENDING) for connection in self._connections):  # noqa: ASYNC110 - no event tells
+                while any(connection.phase in (Phase.TURN, Phase.SENDING) for connection in self._connections):  # noqa: ASYNC110 - no event exists
                     await asyncio.sleep(0.01)
 
-    def opened(self, connection: Connection) -> None:
-        """Take a connection in; where there are too many, for one whose client does nothing with it."""
+    def add(self, connection: Connection) -> None:
+        """Add a connection; where there are too many, drop the one that is idle longest."""
         if self._door is not None and not self._door.is_admitted(connection.peer_certificate):
             connection.drop()
             return
@@ -293,12 +293,12 @@ class Server:
             oldest.drop()
         self._connections.add(connection)
 
-    def asked(self, connection: Connection, request: Request) -> None:
-        """Queue a request for its turn, if its client may come in."""
+    def admit(self, connection: Connection, request: Request) -> None:
+        """Queue a request for its turn, if its client is admitted."""
         if self._door is None:
             self._queue(connection, request)
         else:
-            self._as_guest(self._check_login(self._door, connection, request))
+            self._start_guest(self._check_login(self._door, connection, request))
 
     async def _check_login(self, door: Door, connection: Connection, request: Request) -> None:
         refusal = await door.find_refusal(request)
@@ -312,8 +312,8 @@ class Server:
         queue.append((connection, request))
         self._has_work.set()
 
-    def closed(self, connection: Connection) -> None:
-        """Forget a connection."""
+    def remove(self, connection: Connection) -> None:
+        """Remove a connection."""
         self._connections.discard(connection)
 
     async def _answer(self) -> None:
@@ -327,16 +327,16 @@ class Server:
                         await asyncio.sleep(0)
 
     def _give(self, connection: Connection, request: Request) -> None:
-        """Answer, and outlive an answer that cannot be made or sent: one request must not end the daemon."""
+        """Answer; an error of one request must not end the daemon."""
         try:
             answer = self._handler(request)
             connection.answer(self._door.add_headers(answer) if self._door else answer)
         except Exception:
             log.exception("a request could not be answered", path=request.path)
-            connection.answer(respond_text(500, "this is a fault of the daemon, its log says more"))
+            connection.answer(respond_text(500, "this is a fault of the daemon, see its log"))
 
     async def _sweep(self) -> None:
-        """Close the connections whose clients take too long, or wait too long."""
+        """Close connections whose clients take or wait too long."""
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
@@ -352,11 +352,11 @@ def listen(host: str, port: int) -> socket.socket:
     """
     listener = None
     if not host and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # compiled in but switched off: IPv4 is what there is
+        with contextlib.suppress(OSError):  # compiled in but switched off: IPv4 only
             listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     if listener is None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
-    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # connections take them over
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # connections inherit them
         listener.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BUFFER_BYTES)
     return listener

@@ -1,4 +1,4 @@
-"""What the page shows, for programs: `/snapshot.json`, whose keys are those of the catalogue."""
+"""Build `/snapshot.json`, the page for programs, with the catalogue's keys."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ FORMAT: Final = 1
 STATE: Final = "state"
 PREFIX: Final = "headroom_"
 MANY: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": catalog.ENGINE}
-"""The lists of the document, by the labels that tell their entries apart."""
+"""The lists of the document, by the labels that identify their entries."""
 
 OWN: Final = {"gpus": "gpu_", "engines": "engine_"}
 INFO: Final = "_info"
 AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE, catalog.LAST_INCIDENT)
-"""Of the page of metrics only: `version`, `age_seconds` and `last_incident` say the same."""
+"""On the metrics page only: `version`, `age_seconds` and `last_incident` contain the same."""
 
 
 def respond_snapshot(view: View) -> Response:
-    """Return the document: null is what is not known, never 0."""
+    """Return the document; unknown is null, never 0."""
     return Response(status=200, body=json.dumps(build_document(view)).encode(), content_type="application/json")
 
 
 def build_document(view: View) -> dict[str, Any]:
-    """Return what was seen last, with what is to be said of it and the day's curves."""
+    """Return the last sample with its verdicts, and the day's curves."""
     values = view.values
     return {
         "headroom_snapshot": FORMAT,
         "version": view.version,
         "t": None if view.snapshot is None else view.snapshot.time_seconds,
         "age_seconds": None if view.snapshot is None else view.age_seconds,
-        "level": find_worst(view.said),
-        "verdicts": [{**asdict(each), "runbook": view.find_runbook(each.alert)} for each in view.said],
+        "level": find_worst(view.shown),
+        "verdicts": [{**asdict(each), "runbook": view.find_runbook(each.alert)} for each in view.shown],
         "problems": [] if view.snapshot is None else [asdict(each) for each in view.snapshot.failures],
         "last_incident": _describe_incident(view.last_incident),
         **_collect_facts(values, WHOLE, ()),
@@ -57,12 +57,12 @@ WHOLE: Final = tuple(metric for metric in catalog.METRICS if _find_list(metric) 
 
 
 def list_metrics(name: str) -> tuple[Metric, ...]:
-    """Return the metrics that the entries of a list have."""
+    """Return the metrics of a list's entries."""
     return tuple(metric for metric in catalog.METRICS if _find_list(metric) == name)
 
 
 def build_key(metric: Metric, name: str | None) -> str:
-    """Return a metric's key in the entries of a list, or in the document itself: its name less what its kin share."""
+    """Return a metric's key in the entries of a list, or in the document: its name without the common prefix."""
     return metric.name.removeprefix(PREFIX).removeprefix(OWN.get(name or "", ""))
 
 
@@ -77,10 +77,7 @@ def _list_entries(values: Values, name: str, labels: tuple[str, ...]) -> list[di
 def _collect_facts(
     values: Values, metrics: Iterable[Metric], labels: tuple[str, ...], name: str | None = None
 ) -> dict[str, Any]:
-    """Return each metric's value; with a label of its own, the values by that label.
-
-    Of a metric by states it is the one that holds, and of one that only informs, the labels themselves.
-    """
+    """Return each metric's value, or values by additional labels; of states the current one, of infos the labels."""
     return {build_key(metric, name): _read_fact(values, metric, labels) for metric in metrics}
 
 
@@ -104,8 +101,8 @@ def _read_states(found: Mapping[tuple[str, ...], float], own: tuple[str, ...]) -
 def _describe_incident(incident: Incident | None) -> dict[str, Any] | None:
     if incident is None:
         return None
-    told = asdict(incident)
-    return {"t": told.pop("seconds"), **told, "command": incident.command}
+    facts = asdict(incident)
+    return {"t": facts.pop("seconds"), **facts, "command": incident.command}
 
 
 def _describe_history(view: View) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the page and the snapshot show: one moment of the daemon."""
+"""What the page and the snapshot show at one moment."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from vllm_headroom.vocabulary import EngineState, Level
 
 STEP_SECONDS: Final = 60
 POINTS: Final = 1440
-"""A day: for eight GPUs 98 kB, and 131 kB where it is kept."""
+"""A day: for eight GPUs 98 kB, and 131 kB on disk."""
 
 MOST_BACK: Final = 5
-"""Minutes by which a clock is set back in its daily course, be it by a tenth of a second at the turn of one: the newest
-minute goes on until the clock has caught up."""
+"""Minutes by which a clock may be corrected: the newest minute continues until the clock has caught up."""
 
 MOST_GPUS: Final = 64
 MOST_CURVES: Final = 2 * MOST_GPUS + 1
 MOST_EVENTS: Final = 50
 
 TYPE: Final = "f"
-"""Bytes of a GPU's memory in four, exact to 8 KiB at 80 GiB."""
+"""Four bytes a value, exact to 8 KiB at 80 GiB."""
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """Something that changed, in seconds since the epoch."""
+    """A change, in seconds since the epoch."""
 
     seconds: float
     level: Level
@@ -43,10 +42,7 @@ VerdictKey = tuple[str, Level, str | None]
 
 
 class KeptHistory(Struct, frozen=True, kw_only=True):
-    """The history as it is kept over a restart of the daemon; `minute` is that of the newest point.
-
-    `curves` are a day's values under the name of what they are of, as floats of 32 bits, `said` is what was said last.
-    """
+    """The saved history: the newest minute, a day's curves as floats of 32 bits, events and the last verdicts."""
 
     minute: int | None = None
     curves: dict[str, bytes] = field(default_factory=dict)
@@ -55,10 +51,7 @@ class KeptHistory(Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """A ring of a day: of each GPU of the engine's the free memory, now and at its peaks, and the running requests.
-
-    The lowest of a minute is kept of the memory and the highest of the requests, so that no peak is lost.
-    """
+    """A day in a ring, by the minute: each GPU's lowest free memory, also at peaks, and the most running requests."""
 
     def __init__(self) -> None:
         self.events: tuple[Event, ...] = ()
@@ -67,7 +60,7 @@ class History:
         self._said: frozenset[VerdictKey] | None = None
 
     def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
-        """Add what one tick saw; where the clock was set back by much the day begins anew."""
+        """Add one tick; after a large step back of the clock the day starts over."""
         minute = int(snapshot.time_seconds // STEP_SECONDS)
         if self._minute is None or minute < self._minute - MOST_BACK:
             self._curves, self._minute = {}, minute
@@ -75,7 +68,7 @@ class History:
             self._forget(min(minute - self._minute, POINTS))
             self._minute = minute
         gpus = snapshot.owned[:MOST_GPUS]
-        if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that have gone
+        if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that are gone
             shown = {"", *(gpu.reading.uuid for gpu in gpus)}
             self._curves = {name: curve for name, curve in self._curves.items() if name.partition(" ")[2] in shown}
         for gpu in gpus:
@@ -89,7 +82,7 @@ class History:
         return self._curve(f"free {uuid}")
 
     def free_at_peak(self, uuid: str) -> Curve:
-        """Return what was free when most of a GPU was in use, in bytes."""
+        """Return the free memory of a GPU at its peaks in bytes."""
         return self._curve(f"peak {uuid}")
 
     def running(self) -> Curve:
@@ -97,12 +90,12 @@ class History:
         return self._curve("running")
 
     def kept(self) -> KeptHistory:
-        """Return what a later process takes up."""
+        """Return the history for a later process."""
         curves = {name: curve.tobytes() for name, curve in self._curves.items()}
         return KeptHistory(minute=self._minute, curves=curves, events=self.events, said=self._said)
 
     def take_up(self, kept: KeptHistory) -> None:
-        """Go on from what an earlier process kept; curves of another length are left out."""
+        """Continue the history of an earlier process; curves of another length are left out."""
         self._minute, self.events, self._said = kept.minute, kept.events[-MOST_EVENTS:], kept.said
         whole = {name: values for name, values in kept.curves.items() if len(values) == POINTS * array(TYPE).itemsize}
         self._curves = {name: array(TYPE, values) for name, values in whole.items()}
@@ -122,7 +115,7 @@ class History:
         curve[slot] = value if isnan(curve[slot]) else chosen(curve[slot], value)
 
     def _forget(self, minutes: int) -> None:
-        """Make the slots of the minutes up to now empty."""
+        """Clear the slots of the minutes up to now."""
         for ahead in range(1, minutes + 1):
             slot = ((self._minute or 0) + ahead) % POINTS
             for curve in self._curves.values():
@@ -142,10 +135,7 @@ class History:
         return times, values[first:]
 
     def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
-        """Note the verdicts that are new; the figures in them change always.
-
-        What an alert says of memory before a sleep is no news after it, in which nothing is judged.
-        """
+        """Add an event for each new verdict, without regard to figures; after a sleep those from before are not new."""
         state = None if snapshot.life is None else snapshot.life.state
         said = {
             (each.subject, each.level, each.alert or (state if each.subject == "engine" else None)): each
@@ -164,7 +154,7 @@ NO_SAMPLE: Final = Verdict(subject="sidecar", level=Level.UNKNOWN, sentence="No 
 
 
 class Incident(Struct, frozen=True, kw_only=True):
-    """An incident that was set aside, in seconds since the epoch: `what` is ended or stalled, `file` where it lies."""
+    """An incident on disk, in seconds since the epoch; `what` is ended or stalled."""
 
     seconds: float
     what: str
@@ -173,14 +163,14 @@ class Incident(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """What tells more of it, where the file is."""
+        """The command that explains it, where the file is."""
         return f"vllm-headroom postmortem {self.file}"
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """The last sample and its values with what is said of them, none before there was one; `age_seconds` is its age.
+    """The last sample with its values and verdicts, none before the first; `age_seconds` is its age.
 
-    `unwell` is why the sampling loop does not turn, `notice` what else people must know, `runbooks` where they are.
+    `unwell` is why the sampling loop does not run, `notice` is for people, `runbooks` is their URL.
     """
 
     version: str
@@ -196,17 +186,17 @@ class View(Struct, frozen=True, kw_only=True):
     last_incident: Incident | None = None
 
     @property
-    def said(self) -> tuple[Verdict, ...]:
-        """What is to be said at this moment: of what was seen before the loop stopped nothing is known now."""
+    def shown(self) -> tuple[Verdict, ...]:
+        """The verdicts to show now: while the loop does not run, nothing is known."""
         verdicts = self.verdicts if self.snapshot is not None else (NO_SAMPLE,)
         if self.unwell is None:
             return verdicts
-        text = f"The sidecar does not sample: {self.unwell}; what stands below is old."
+        text = f"The sidecar does not sample: {self.unwell}; the values below are old."
         stopped = Verdict(subject="sidecar", level=Level.ALARM, sentence=text, alert="HeadroomSampleStale")
         return (stopped, *(replace(each, level=Level.UNKNOWN) for each in verdicts))
 
     def find_runbook(self, alert: str | None) -> str | None:
-        """Return where the runbook of an alert is; None where that is not known."""
+        """Return the URL of an alert's runbook, None where unknown."""
         if alert is None or self.runbooks is None:
             return None
         return self.runbooks.replace("{alert}", alert) if "{alert}" in self.runbooks else f"{self.runbooks}/{alert}"

@@ -1,4 +1,4 @@
-"""The facts that flow through the daemon: frozen values whose names end in their unit."""
+"""The data that flows through the daemon: frozen values whose names end in their unit."""
 
 from vllm_headroom.model.engine import (
     INPUTS,
@@ -26,7 +26,6 @@ from vllm_headroom.model.gpu import (
     GpuProcess,
     GpuReading,
     GpuReadings,
-    HostBlock,
     Inside,
     Leftover,
     OomRecord,

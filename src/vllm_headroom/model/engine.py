@@ -1,4 +1,4 @@
-"""What is known of the engine: its page, its processes, its life."""
+"""The engine's data: its page, processes, host memory and status."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vllm_headroom.vocabulary import EngineState, ExitReason, HostBasis, Role
 
 
 class Cgroup(Struct, frozen=True, kw_only=True):
-    """What the kernel counts of a container; `limit_bytes` is None where it may take all that the machine has.
+    """A container's memory counters; `limit_bytes` is None without a limit.
 
-    `cache_bytes` is part of `used_bytes` and is taken back before anything is killed: files that were read, weights
-    that are mapped. `identity` tells a container from the next one of the same name.
+    `cache_bytes` is part of `used_bytes` and is reclaimed before anything is killed: page cache, mapped weights.
+    `identity` distinguishes a container from its successor of the same name.
     """
 
     identity: str
@@ -25,10 +25,10 @@ class Cgroup(Struct, frozen=True, kw_only=True):
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
-    """The memory of the machine as /proc tells it; `available_bytes` counts what the kernel can take back.
+    """The machine's memory from /proc; `available_bytes` includes what the kernel can reclaim.
 
-    `swap_bytes` is the size of all swap, zram and zswap included, and `swap_free_bytes` what of it is free. `oom_kills`
-    counts what the kernel killed anywhere on the machine since it booted.
+    `swap_bytes` is all swap, zram and zswap included, and `swap_free_bytes` its free part. `oom_kills` counts the
+    kernel's kills anywhere on the machine since boot.
     """
 
     total_bytes: int
@@ -39,19 +39,19 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
 
 
 class Shm(Struct, frozen=True, kw_only=True):
-    """The size of a /dev/shm and what is free in it."""
+    """The size and free space of a /dev/shm."""
 
     total_bytes: int
     free_bytes: int
 
     @property
     def used_bytes(self) -> int:
-        """What is in use in it."""
+        """The space in use."""
         return self.total_bytes - self.free_bytes
 
 
 class HostReading(Struct, frozen=True, kw_only=True):
-    """What one look showed: the container of the engine's processes, the machine, their /dev/shm; None where unseen."""
+    """One reading of the engine's container, the machine and /dev/shm; None where not visible."""
 
     cgroup: Cgroup | None = None
     machine: MachineMemory | None = None
@@ -59,10 +59,10 @@ class HostReading(Struct, frozen=True, kw_only=True):
 
 
 class HostMemory(Struct, frozen=True, kw_only=True):
-    """The host memory that the engine runs in, and how it is known; None where it is not.
+    """The host memory available to the engine, and the basis of the figures; None where unknown.
 
-    `used_bytes` is what counts against `limit_bytes` and cannot be taken back. `oom_kills` is what the kernel killed in
-    it since it was first seen.
+    `used_bytes` counts against `limit_bytes` and cannot be reclaimed. `oom_kills` are the kernel's kills since it was
+    first seen.
     """
 
     basis: HostBasis | None = None
@@ -74,52 +74,46 @@ class HostMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def room_bytes(self) -> int | None:
-        """What is left before the kernel kills; None where it is not known."""
+        """What is left before the kernel kills; None where unknown."""
         if self.used_bytes is None or self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes)
 
 
 class Input(Struct, frozen=True):
-    """An input by its name in `headroom_input_available`, and the metric that shows it as it is."""
+    """An input's name in `headroom_input_available`, and the metric that exports it unchanged."""
 
     name: str
     metric: str | None = None
 
 
+def _input(name: str, metric: str | None = None) -> Input:
+    return Input(name, metric and f"headroom_engine_{metric}")
+
+
 class EngineReading(Struct, frozen=True, kw_only=True):
-    """What one engine (one data-parallel rank) says of itself; None where the page does not offer it."""
+    """The readings of one engine (one data-parallel rank); None where the page does not offer it."""
 
     model_name: str
     engine: str
-    running: Annotated[float | None, Input("requests_running", "headroom_engine_requests_running")] = None
-    waiting: Annotated[float | None, Input("requests_waiting", "headroom_engine_requests_waiting")] = None
-    finished_total: Annotated[float | None, Input("requests_finished", "headroom_engine_requests_finished_total")] = (
-        None
-    )
-    preemptions_total: Annotated[float | None, Input("preemptions", "headroom_engine_preemptions_total")] = None
-    prompt_tokens_total: Annotated[float | None, Input("prompt_tokens", "headroom_engine_prompt_tokens_total")] = None
-    generation_tokens_total: Annotated[
-        float | None, Input("generation_tokens", "headroom_engine_generation_tokens_total")
-    ] = None
-    steps_total: Annotated[float | None, Input("scheduler_steps")] = None
-    kv_used_ratio: Annotated[float | None, Input("kv_cache_usage", "headroom_engine_kv_cache_used_ratio")] = None
-    kv_capacity_tokens: Annotated[
-        float | None, Input("kv_cache_capacity", "headroom_engine_kv_cache_capacity_tokens")
-    ] = None
-    kv_cache_dtype: Annotated[str | None, Input("kv_cache_dtype")] = None
-    prefix_queries_total: Annotated[
-        float | None, Input("prefix_cache_queries", "headroom_engine_prefix_cache_queries_total")
-    ] = None
-    prefix_hits_total: Annotated[
-        float | None, Input("prefix_cache_hits", "headroom_engine_prefix_cache_hits_total")
-    ] = None
-    prefix_hit_lifetime_ratio: Annotated[float | None, Input("prefix_cache_hit_rate")] = None
-    awake: Annotated[bool | None, Input("sleep_state", "headroom_engine_awake")] = None
-    gpu_memory_utilization_ratio: Annotated[float | None, Input("gpu_memory_utilization")] = None
-    kv_cache_memory_bytes: Annotated[float | None, Input("kv_cache_memory_bytes")] = None
-    memory_bytes: Annotated[float | None, Input("memory_bytes")] = None
-    started_at_seconds: Annotated[float | None, Input("process_start_time")] = None
+    running: Annotated[float | None, _input("requests_running", "requests_running")] = None
+    waiting: Annotated[float | None, _input("requests_waiting", "requests_waiting")] = None
+    finished_total: Annotated[float | None, _input("requests_finished", "requests_finished_total")] = None
+    preemptions_total: Annotated[float | None, _input("preemptions", "preemptions_total")] = None
+    prompt_tokens_total: Annotated[float | None, _input("prompt_tokens", "prompt_tokens_total")] = None
+    generation_tokens_total: Annotated[float | None, _input("generation_tokens", "generation_tokens_total")] = None
+    steps_total: Annotated[float | None, _input("scheduler_steps")] = None
+    kv_used_ratio: Annotated[float | None, _input("kv_cache_usage", "kv_cache_used_ratio")] = None
+    kv_capacity_tokens: Annotated[float | None, _input("kv_cache_capacity", "kv_cache_capacity_tokens")] = None
+    kv_cache_dtype: Annotated[str | None, _input("kv_cache_dtype")] = None
+    prefix_queries_total: Annotated[float | None, _input("prefix_cache_queries", "prefix_cache_queries_total")] = None
+    prefix_hits_total: Annotated[float | None, _input("prefix_cache_hits", "prefix_cache_hits_total")] = None
+    prefix_hit_lifetime_ratio: Annotated[float | None, _input("prefix_cache_hit_rate")] = None
+    awake: Annotated[bool | None, _input("sleep_state", "awake")] = None
+    gpu_memory_utilization_ratio: Annotated[float | None, _input("gpu_memory_utilization")] = None
+    kv_cache_memory_bytes: Annotated[float | None, _input("kv_cache_memory_bytes")] = None
+    memory_bytes: Annotated[float | None, _input("memory_bytes")] = None
+    started_at_seconds: Annotated[float | None, _input("process_start_time")] = None
 
 
 INPUTS: Final[Mapping[str, Input]] = {
@@ -127,11 +121,11 @@ INPUTS: Final[Mapping[str, Input]] = {
     for field, hint in get_type_hints(EngineReading, include_extras=True).items()
     if get_origin(hint) is Annotated
 }
-"""The input that each field of EngineReading is filled from."""
+"""The input of each field of EngineReading."""
 
 
 class EnginePage(Struct, frozen=True, kw_only=True):
-    """One page of an engine server, understood; `inputs` pairs every input of the profile with whether it was there."""
+    """One parsed page; `inputs` pairs every input of the profile with whether it was present."""
 
     profile: str
     engines: tuple[EngineReading, ...]
@@ -139,19 +133,18 @@ class EnginePage(Struct, frozen=True, kw_only=True):
 
 
 ProcessName = tuple[int, float]
-"""A process by its pid and its start, in seconds since the epoch: a pid alone is given to another one later."""
+"""A process by its pid and its start in seconds since the epoch: a pid alone is reused."""
 
 SAME_START_SECONDS: Final = 2.0
-"""Two programs tell the start of one process so far apart: the kernel's boot time moves when the clock is set."""
+"""Two programs may read one process's start this far apart: the kernel's boot time moves when the clock is set."""
 
 
 class EngineProcess(Struct, frozen=True, kw_only=True):
     """A process of the engine found in /proc.
 
-    `started_at_seconds` is seconds since the epoch, `since_boot_seconds` since the boot. `cpu_seconds` is what it has
-    computed so far, in all its threads. Of `rss_bytes`, `anonymous_bytes` is the process's own and `file_bytes` maps
-    files, which the kernel can take back; the rest is shared memory. None where it is not told, as of the time computed
-    in a trace.
+    `started_at_seconds` is seconds since the epoch, `since_boot_seconds` since the boot. `cpu_seconds` is the CPU time
+    of all its threads. Of `rss_bytes`, `anonymous_bytes` is its private memory and `file_bytes` its mapped files, which
+    the kernel can reclaim; the rest is shared memory. None where unknown, as CPU time in a trace.
     """
 
     pid: int
@@ -165,16 +158,14 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
 
 
 class ProcessReadings(Struct, frozen=True, kw_only=True):
-    """The engine's processes, and every pid that /proc shows.
+    """The engine's processes, and every pid visible in /proc.
 
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
-    `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
-    watched: then `engine` is empty. `neighbours` are the servers, or first processes, of all engines in sight that were
-    not taken for it. `ports` are those that the engine's command line names, or theirs where none is it. `orphans` are
-    the pids of processes that a life of the engine left behind when it ended; `strays` are those of cores and workers
-    whose server nobody saw alive, whom another has taken over, and of what hangs from them: no engine. `zombies` have
-    ended and still have a pid: nothing runs in them but what a driver may hold. `host` is the memory of the machine and
-    of the engine's container.
+    `ambiguous_roots` is the number of unrelated engines when none could be identified as the watched one: then `engine`
+    is empty. `neighbours` are the servers, or first processes, of all other engines. `ports` are those in the engine's
+    command line, or in the neighbours' where there is no engine. `orphans` are the pids left over from an exited run of
+    the engine; `strays` those of cores and workers with a new parent, whose server was never seen, and their children.
+    `zombies` have exited and still have a pid, and maybe memory in the driver.
     """
 
     engine: tuple[EngineProcess, ...]
@@ -190,20 +181,19 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
 
     @property
     def left_behind(self) -> frozenset[int]:
-        """The pids of what serves no engine any more."""
+        """The pids that serve no engine any more."""
         return self.orphans | self.strays
 
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
-    """What is known of the engine's life at one tick.
+    """The status of the engine at one tick.
 
-    `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says
-    nothing of leaks. It is None where the page tells nothing of work. `began_seconds` is seconds since the epoch.
-    `ended` is why a life ended since the look before, None where none did.
-    `recent_ends` is how many lives ended in the last 90 minutes. `progress_age_seconds` is None while there is nothing
-    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds,
-    `to_wake` the UUID of a GPU with what a sleeping engine takes of it when it wakes, `first_rooms` with what was free
-    on it when this life became ready; `first_host_room_bytes` is what was left of the host's memory then.
+    `in_service` is whether this run has worked and still runs: anything else is no evidence of a leak. It is None where
+    the page does not show work. `began_seconds` is seconds since the epoch. `ended` is why a run ended since the last
+    tick, None if none did; `recent_ends` counts exits in the last 90 minutes. `progress_age_seconds` is None without
+    work. `stranded` pairs the labels of an engine that has been idle for a minute with its KV cache still in use,
+    `to_wake` a GPU's UUID with what a sleeping engine needs there to wake, `first_rooms` with its free memory when this
+    run became ready; `first_host_room_bytes` is the host's free memory then.
     """
 
     state: EngineState

@@ -1,4 +1,4 @@
-"""What is known of a GPU: what its driver says, and whose it is."""
+"""The GPUs' data: readings of the driver and the probe, and attribution."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.model.engine import HostReading
 from vllm_headroom.vocabulary import Attribution, MemoryPart, Reason, Role, Source
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """A reading that failed; `message` is one sentence for the operator that says what to do."""
+    """A failed reading; `message` is one sentence that says what the operator can do."""
 
     source: Source
     reason: Reason
@@ -20,7 +21,7 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class ReadingTime(Struct, frozen=True, kw_only=True):
-    """When the reading of one source ended, and how long it took, both on the machine's monotonic clock."""
+    """The end and duration of one source's reading, on the monotonic clock."""
 
     source: Source
     seconds: float
@@ -28,10 +29,10 @@ class ReadingTime(Struct, frozen=True, kw_only=True):
 
 
 class AllocatorReading(Struct, frozen=True, kw_only=True):
-    """torch's caching allocator on one device; the counts are of this process, since it began.
+    """torch's caching allocator on one device; the counts start with the process.
 
-    `inactive_split_bytes` is what it holds, nobody uses and it cannot give back, as the rest of the segment is used.
-    `total_bytes` is what the process takes for the device's memory: less than that where a layer grants it a share.
+    `inactive_split_bytes` is unused but cannot be freed, as the rest of its segment is in use. `total_bytes` is the
+    device's size as the process sees it: less where a layer limits it.
     """
 
     uuid: str
@@ -44,16 +45,16 @@ class AllocatorReading(Struct, frozen=True, kw_only=True):
 
 
 class PoolReading(Struct, frozen=True, kw_only=True):
-    """vLLM's own pool, which stands in for torch's allocator where the engine can sleep, by what it is used for."""
+    """vLLM's memory pool by use; it replaces torch's allocator where the engine can sleep."""
 
     weights_bytes: int | None = None
     kv_cache_bytes: int | None = None
 
 
 class EngineParts(Struct, frozen=True, kw_only=True):
-    """What vLLM itself has measured of a worker: weights and graphs when they were made, the KV cache's tensors.
+    """vLLM's own measurements in a worker: weights and graphs at their creation, and the KV cache's tensors.
 
-    `activation_peak_bytes` is of its profiling, `requested_bytes` the budget it was given.
+    `activation_peak_bytes` is from profiling, `requested_bytes` is the budget.
     """
 
     weights_bytes: int | None = None
@@ -66,30 +67,16 @@ class EngineParts(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerReading(Struct, frozen=True, kw_only=True):
-    """What an engine core's scheduler knows and the page does not say; `steps_total` counts what it has done."""
+    """Values of a core's scheduler that are not on the page; `steps_total` counts its steps."""
 
     steps_total: int | None = None
     max_num_seqs: int | None = None
 
 
-class HostBlock(Struct, frozen=True, kw_only=True):
-    """Host memory as the container of the process sees it: its cgroup, and /dev/shm.
-
-    `file_bytes` is page cache, which counts in `used_bytes` and can be reclaimed.
-    """
-
-    used_bytes: int | None = None
-    file_bytes: int | None = None
-    limit_bytes: int | None = None
-    oom_kills: int | None = None
-    shm_used_bytes: int | None = None
-    shm_limit_bytes: int | None = None
-
-
 class OomRecord(Struct, frozen=True, kw_only=True):
-    """The newest OutOfMemoryError of a process: when torch raised it, in seconds since the epoch, and how it stood.
+    """The newest OutOfMemoryError of a process, in seconds since the epoch, with torch's figures at that time.
 
-    `seen` is how many there were.
+    `seen` is the number of errors.
     """
 
     at_seconds: float
@@ -102,9 +89,9 @@ class OomRecord(Struct, frozen=True, kw_only=True):
 
 
 class ProbedProcess(Struct, frozen=True, kw_only=True):
-    """The newest file of one process, whose pid is that of its own namespace; times in seconds since the epoch.
+    """The newest file of one process, with the pid of its namespace; times in seconds since the epoch.
 
-    `since_boot_seconds` is when it began by a count that no clock moves, `stopped` why its probe gave up for good.
+    `since_boot_seconds` is its start on the boot clock, `stopped` why its probe stopped for good.
     """
 
     pid: int
@@ -119,14 +106,14 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     devices: tuple[AllocatorReading, ...] = ()
     parts: EngineParts | None = None
     scheduler: SchedulerReading | None = None
-    host: HostBlock | None = None
+    host: HostReading | None = None
     oom: OomRecord | None = None
 
 
 class ProbeReadings(Struct, frozen=True, kw_only=True):
-    """The processes of this life that say something now, those that live and no longer write, and all the others.
+    """This run's processes that write, its live processes that no longer write, and all others.
 
-    What the others left is of the past: their counts and their end are all that is to be had of them.
+    Only the counters and the end of the others are of use.
     """
 
     present: tuple[ProbedProcess, ...] = ()
@@ -135,10 +122,9 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
 
 
 class Inside(Struct, frozen=True, kw_only=True):
-    """What the engine's processes say of one GPU: torch's allocator, and the ledger of what they hold there.
+    """The engine's report on one GPU: torch's allocator, and the ledger of its memory.
 
-    `granted_bytes` is what they may take there, by what each takes for the device's memory. A part that is not known is
-    not in `parts`.
+    `granted_bytes` is the device's size as the processes see it. Unknown parts are not in `parts`.
     """
 
     granted_bytes: int | None = None
@@ -151,17 +137,17 @@ _PART: Final = re.compile(r"(MIG-.{1,8}).*|(?:GPU-[0-9a-f]+|PCI-[0-9a-f:.]+)-([0
 
 
 class Vendor(Enum):
-    """Whose driver shows a GPU."""
+    """The vendor of a GPU's driver."""
 
     NVIDIA = "nvidia"
     AMD = "amd"
 
 
 class GpuMemory(Struct, frozen=True, kw_only=True):
-    """NVML memory info v2; in v1, `reserved_bytes` is None and `used_bytes` contains the reserved memory.
+    """NVML memory info v2; in v1 and from AMD, `reserved_bytes` is None and `used_bytes` contains the reserved memory.
 
-    AMD's driver tells it as v1 does. `machine_available_bytes` is set where the GPU works on the machine's memory: what
-    the kernel calls available there, for the GPU and all else.
+    `machine_available_bytes` is set for a GPU that uses the machine's memory: what the kernel reports as available for
+    the GPU and everything else.
     """
 
     total_bytes: int
@@ -172,47 +158,47 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> int:
-        """What CUDA calls the GPU's total, of which vLLM takes its share: NVML's less what the driver reserves.
+        """The GPU's total in CUDA, of which vLLM takes its share: NVML's total less the driver's reserve.
 
-        Seen: 95.59 GiB in NVML, 94.97 in CUDA (ollama/ollama#18201). Where NVML does not tell what is reserved, this is
-        NVML's total, and what follows errs on the safe side.
+        Seen: 95.59 GiB in NVML, 94.97 in CUDA (ollama/ollama#18201). If the reserve is unknown this is NVML's total,
+        which errs on the safe side.
         """
         return self.total_bytes - (self.reserved_bytes or 0)
 
     @property
     def left_bytes(self) -> int:
-        """What is left of that."""
+        """The part of usable_bytes not in use."""
         return self.usable_bytes - self.used_bytes
 
     @property
     def is_unified(self) -> bool:
-        """Whether it is the machine's own memory: what is used of it is used by all that runs there."""
+        """Whether this is the machine's memory, which everything on the machine uses."""
         return self.machine_available_bytes is not None
 
 
 class GpuProcess(Struct, frozen=True, kw_only=True):
-    """A compute process on a GPU; `used_bytes` is None where the driver does not tell."""
+    """A compute process on a GPU; `used_bytes` is None where the driver does not report it."""
 
     pid: int
     used_bytes: int | None
 
 
 def find_part(uuid: str) -> str:
-    """Return what tells a MIG instance, or a partition of an AMD card, from the others of its index; "" of a whole GPU.
+    """Return the suffix that identifies a MIG instance or AMD partition among those of its index; "" for a whole GPU.
 
-    Of a MIG instance's UUID that is as much as a person compares.
+    A MIG UUID is cut to what a person compares.
     """
     found = _PART.fullmatch(uuid)
     return "" if found is None else found[1] or f"partition {found[2]}"
 
 
 def name_device(index: int | str, uuid: str) -> str:
-    """Return what a person calls a device in a sentence."""
+    """Return the name of a device in a sentence."""
     return f"GPU {index} {find_part(uuid)}".rstrip()
 
 
 class Fate(StrEnum):
-    """What became of a process that holds GPU memory for no engine any more."""
+    """What became of a process that holds GPU memory and serves no engine."""
 
     ORPHANED = "orphaned"
     ZOMBIE = "zombie"
@@ -220,7 +206,7 @@ class Fate(StrEnum):
 
 
 class Leftover(Struct, frozen=True, kw_only=True):
-    """What a process holds of a GPU for no engine any more; `used_bytes` is None where the driver does not tell."""
+    """GPU memory of a process that serves no engine; `used_bytes` is None where the driver does not report it."""
 
     pid: int
     fate: Fate
@@ -228,25 +214,24 @@ class Leftover(Struct, frozen=True, kw_only=True):
 
 
 class Device(Struct, frozen=True, kw_only=True):
-    """A whole GPU or a part of one, as it is told from others."""
+    """A whole GPU or a part of one, by index and UUID."""
 
     index: int
     uuid: str
 
     @property
     def called(self) -> str:
-        """What a person calls it in a sentence."""
+        """Its name in a sentence."""
         return name_device(self.index, self.uuid)
 
 
 class GpuReading(Device, frozen=True, kw_only=True):
-    """What is told of one device, a whole GPU or a part of one: a MIG instance, or a partition of an AMD card.
+    """The reading of a whole GPU or a part of one: a MIG instance, or a partition of an AMD card.
 
-    What the device does not support is None. `index` is NVML's; AMD's cards are counted on from there.
-
-    `failure` is set when the device cannot be read: then everything but index, uuid, name and xid_errors is None.
-    `processes` is None when the list could not be read, which is not the same as an empty list.
-    `xid_errors` pairs XID codes with their count since the daemon started.
+    Unsupported values are None. `index` is NVML's; AMD's cards are numbered after NVML's. `failure` is set if the
+    device cannot be read: then everything but index, uuid, name and xid_errors is None. `processes` is None when the
+    list could not be read, unlike an empty list. `xid_errors` pairs XID codes with their count since the daemon
+    started.
     """
 
     name: str
@@ -261,7 +246,7 @@ class GpuReading(Device, frozen=True, kw_only=True):
     vendor: Vendor = Vendor.NVIDIA
 
     def failed(self, failure: Failure) -> GpuReading:
-        """Return the reading of the same device when it cannot be read; XID errors are counted here and stay known."""
+        """Return the failed reading of this device; it keeps its XID errors, which the daemon counts."""
         return GpuReading(
             index=self.index,
             uuid=self.uuid,
@@ -273,20 +258,19 @@ class GpuReading(Device, frozen=True, kw_only=True):
 
 
 class GpuReadings(Struct, frozen=True, kw_only=True):
-    """All devices that show; `driver_version` is NVIDIA's, None where its driver does not tell it."""
+    """All visible devices; `driver_version` is NVIDIA's, None where its driver does not report it."""
 
     driver_version: str | None
     devices: tuple[GpuReading, ...]
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
-    """A device with its owner: `attribution` is None where it is not taken for the engine's.
+    """A device with its owner: `attribution` is None if it is not the engine's.
 
-    `engine_bytes` and `other_bytes` are None where the processes on the device cannot be told apart.
-    `held_bytes` is what the engine is taken to hold: `engine_bytes`, or where these can never be known all that is used
-    and not known to be others'; None while they are unknown for now, and on a device that is not the engine's.
-    `process_count` is the number of compute processes NVML lists, `leftovers` those of them that are sure to serve no
-    engine any more. `inside` is what the engine's processes say themselves.
+    `engine_bytes` and `other_bytes` are None where the device's processes cannot be distinguished. `held_bytes` is the
+    engine's memory: `engine_bytes`, or, where that can never be known, all used memory that is not known to be others';
+    None while unknown, and on a device that is not the engine's. `process_count` is NVML's number of compute processes,
+    `leftovers` those of them that serve no engine. `inside` is the report of the engine's processes.
     """
 
     reading: GpuReading
@@ -300,5 +284,5 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def is_left_out(self) -> bool:
-        """Whether processes that serve the engine hold memory of it, and the operator's list leaves it out."""
+        """Whether the engine's processes hold memory of it although the configured list excludes it."""
         return bool(self.engine_bytes) and self.attribution is None and not self.leftovers

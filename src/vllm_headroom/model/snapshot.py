@@ -1,4 +1,4 @@
-"""Everything that one tick saw."""
+"""The data of one tick."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from vllm_headroom.vocabulary import Level, MetricType
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything one tick saw: the only input of a derivation besides its own state.
+    """Everything one tick read: the only input of a derivation besides its own state.
 
-    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `probe` is None where
-    no folder is configured, `host` where nothing is known of the host's memory.
-    `unanswered_since_seconds` is since when, on that clock, the engine owes an answer to a request of the daemon's own.
-    `neighbours` are the first processes of the engines in sight that were not taken for the one that is watched;
-    `ambiguous` is how many there are where any of them may be it. `left_behind` are the pids of what serves none now.
-    `life` is None where it is not known, as when following it failed: then nothing is gathered for a verdict.
+    `time_seconds` is seconds since the epoch, for display; `monotonic_seconds` is for arithmetic. `probe` is None
+    without a folder, `host` where the host's memory is unknown. `unanswered_since_seconds` is since when, on the
+    monotonic clock, the engine has not answered a request of the daemon. `neighbours` are the first processes of other
+    engines; `ambiguous` is the number of engines if the watched one could not be identified. `left_behind` are the pids
+    that serve no engine. `life` is None if unknown, as after an error: then no evidence is collected.
     """
 
     time_seconds: float
@@ -45,7 +44,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def in_service(self) -> bool:
-        """Whether what is seen is known to belong to a life of the engine that has worked and goes on."""
+        """Whether the engine is known to be in a run that has worked and still runs."""
         return self.life is not None and bool(self.life.in_service)
 
     @property
@@ -55,18 +54,18 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def owned(self) -> tuple[Gpu, ...]:
-        """The GPUs that are the engine's."""
+        """The engine's GPUs."""
         return tuple(gpu for gpu in self.devices if gpu.attribution is not None)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Why sources could not be read, of those that could not."""
+        """The failures of the sources that could not be read."""
         parts = (self.engines, self.gpus, self.processes, self.probe)
         return tuple(part for part in parts if isinstance(part, Failure))
 
 
 class Metric(Struct, frozen=True, kw_only=True):
-    """One exported family, a counter's name in `_total`; `needs` are the engine's facts that it is absent without."""
+    """One exported family, a counter's name in `_total`; absent without the engine's facts in `needs`."""
 
     name: str
     kind: MetricType
@@ -78,7 +77,7 @@ class Metric(Struct, frozen=True, kw_only=True):
 class Sample(NamedTuple):
     """One value of a metric; `labels` are the values in the order of `metric.labels`.
 
-    A tick makes hundreds, and reads them through once: a tuple is unpacked at once.
+    A tick makes hundreds and iterates them: unpacking a tuple is fast.
     """
 
     metric: Metric
@@ -87,7 +86,7 @@ class Sample(NamedTuple):
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """What a scrape sees: the samples of one tick and when that tick ended."""
+    """The data of a scrape: the samples of one tick and when that tick ended."""
 
     samples: tuple[Sample, ...]
     monotonic_seconds: float
@@ -106,7 +105,7 @@ class Values:
         return self._families.get(metric.name, {})
 
     def value(self, metric: Metric, *labels: str) -> float | None:
-        """Return one value, None where it is not known."""
+        """Return one value, None where unknown."""
         return self.of(metric).get(labels)
 
     def state(self, metric: Metric, *labels: str) -> str | None:
@@ -115,7 +114,7 @@ class Values:
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """One sentence on a GPU, the engine or its host memory; `alert` names the runbook that helps, None without one."""
+    """One sentence on a GPU, the engine or its host memory; `alert` names its runbook, None without one."""
 
     subject: str
     level: Level
@@ -124,5 +123,5 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 def find_worst(verdicts: Iterable[Verdict]) -> Level:
-    """Return the level of the worst; unknown where there is none."""
+    """Return the worst level; unknown without verdicts."""
     return max((verdict.level for verdict in verdicts), key=tuple(Level).index, default=Level.UNKNOWN)

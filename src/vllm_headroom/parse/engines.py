@@ -1,4 +1,4 @@
-"""Samples of a page to readings of engines, by a profile."""
+"""Engine readings from the samples of a page, by a profile."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
 from vllm_headroom.parse.profiles import PROFILES
 
 MOST_ENGINES: Final = 256
-"""Engines and models told apart on one page: each becomes dozens of series of ours."""
+"""Engines and models on one page: each adds dozens of series to ours."""
 
 MOST_SHARED: Final = 5000
-"""Times that a series without a model, or without an engine, is read for one of those it belongs to: 10 us each."""
+"""Most readings of series that several engines or models share: each costs 10 us."""
 
 _ONLY_ENGINE: Final = "0"
 _NO_EXCEPTIONS: Final = ("", "[]", "None")
@@ -27,14 +27,12 @@ _Families = Mapping[str, list[Sample]]
 
 
 def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
-    """Return what the samples say of each engine; no engine when no sample has a prefix of the profile.
+    """Build the page's engines from its samples; none when no sample has a prefix of the profile.
 
-    A page whose engines would cost too much is OUT_OF_BOUNDS.
-
-    A series without a model belongs to every model of its engine, one without model and engine to every engine of the
-    page, and one with a model but without an engine to engine "0". While no series names a model, the model is "": in
-    some modes vLLM shows only its settings before the first request, and its budget is one of them. Where an engine's
-    page never names one, the model has the profile's name.
+    A page that would cost too much is OUT_OF_BOUNDS. A series without a model belongs to every model of its engine, one
+    without model and engine to every engine of the page, and one with only a model to engine "0". If no series names a
+    model, the model is "" (in some modes vLLM exports only its settings, the budget among them, before the first
+    request), or the profile's name if its pages never have one.
     """
     owned = _select_owned(profile, samples)
     ranks = {engine for _, _, (_, engine) in owned if engine} or {_ONLY_ENGINE}
@@ -44,7 +42,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     families = None if len(keys) > MOST_ENGINES else _group_by_engine(keys, owned)
     if families is None:
         return refuse_page(
-            f"tells {len(keys)} engines and models apart, or their settings too often"
+            f"has {len(keys)} engines and models, or repeats their settings too often"
             f" (at most {MOST_ENGINES}, {MOST_SHARED} readings of what they share)"
         )
     engines = tuple(_build_reading(profile, key, families[key], len(ranks)) for key in keys)
@@ -55,7 +53,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
 
 
 def _select_owned(profile: Profile, samples: Iterable[Sample]) -> list[tuple[str, Sample, _Key]]:
-    """Return each sample with its name without prefix, and its model and engine, "" where it has none."""
+    """Return each sample with its name without prefix, its model and its engine, "" where missing."""
     samples = tuple(samples)
     plain = profile.plain_families
     prefix = next((prefix for prefix in profile.prefixes if any(s.name.startswith(prefix) for s in samples)), None)
@@ -75,7 +73,7 @@ def _select_owned(profile: Profile, samples: Iterable[Sample]) -> list[tuple[str
 def _group_by_engine(
     keys: list[_Key], owned: list[tuple[str, Sample, _Key]]
 ) -> dict[_Key, dict[str, list[Sample]]] | None:
-    """Return the samples of each engine by family; None when those that several share are too many."""
+    """Return the samples of each engine by family; None when too many readings are shared."""
     families: dict[_Key, dict[str, list[Sample]]] = {key: {} for key in keys}
     by_rank: dict[str, list[_Key]] = {"": keys}
     for key in keys:
@@ -122,24 +120,22 @@ def _find_value(profile: Profile, fact: Fact, families: _Families, ranks: int) -
 
 
 def _add_families(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], ranks: int) -> float | None:
-    """Return the sum of the families' values; None when one of them is unknown."""
     values = [_combine_samples(profile, fact, samples, ranks) for samples in parts]
     known = [value for value in values if value is not None]
     return _check_value(fact.field, sum(known)) if len(known) == len(values) else None
 
 
 def _has_conflict(samples: Iterable[Sample]) -> bool:
-    """Return whether a series has two values on one page, as where somebody joins the pages of several servers.
+    """Return whether a series has two values, as on a page joined from several servers.
 
-    None of them could be trusted: the format leaves undefined what it means, and Prometheus keeps whichever stands
-    first.
+    Neither can be trusted: the format leaves this undefined, and Prometheus keeps the first.
     """
-    told = {(frozenset(sample.labels.items()), sample.value) for sample in samples}
-    return len(told) > len({series for series, _ in told})
+    values = {(frozenset(sample.labels.items()), sample.value) for sample in samples}
+    return len(values) > len({series for series, _ in values})
 
 
 def _combine_samples(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
-    """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole."""
+    """Return one value for the samples; None when a part is unknown."""
     samples = tuple(samples)
     if len(samples) > 1 and _has_conflict(samples):
         return None
@@ -159,7 +155,7 @@ def _combine_samples(profile: Profile, fact: Fact, samples: Iterable[Sample], ra
 
 
 def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
-    """Return what tells the sample from the other parts of the whole; the same for repetitions of one part."""
+    """Return a key of the part that a sample measures; repetitions of one part have the same key."""
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
     return frozenset([item for item in sample.labels.items() if item[0] not in profile.repeat_labels])
@@ -182,12 +178,11 @@ DEFAULT: Final = PROFILES[0]
 
 
 def parse_engines(page: str, profile: str | None = None) -> EnginePage | Failure:
-    """Return what a page of Prometheus text says of the engines behind it, read by the profile of this name.
+    """Parse a page of Prometheus text into engine readings, with the profile of this name.
 
-    Without a name the first profile that finds its series reads it. An empty page, and one without a series of any
-    known engine, is read with the first profile and has no engines. Gives NOT_METRICS for anything but metrics,
-    INCOMPLETE for a page that is cut off, MALFORMED when a line that is needed cannot be parsed and OUT_OF_BOUNDS for a
-    page that would cost more than any engine's does.
+    Without a name, the first profile with matching series is used. An empty page, or one without series of a known
+    engine, yields the first profile and no engines. Failures: NOT_METRICS for anything but metrics, INCOMPLETE for a
+    truncated page, MALFORMED for a needed line that cannot be parsed, OUT_OF_BOUNDS for an oversized page.
     """
     if failure := check_page(page):
         return failure
@@ -206,16 +201,16 @@ def parse_engines(page: str, profile: str | None = None) -> EnginePage | Failure
 
 
 def find_profile(name: str) -> Profile:
-    """Return the profile of this name, the first for a name of none."""
+    """Return the profile of this name; the first one if there is none."""
     return next((each for each in PROFILES if each.name == name), DEFAULT)
 
 
 def explain_empty_page(page: EnginePage) -> str:
-    """Return why a page may have no engine: what was looked for, and what makes each engine tell it."""
+    """Return why a page may have no engine: the expected series, and what enables them in each engine."""
     wanted = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
-    told = "; ".join(f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" for each in wanted)
+    expected = "; ".join(f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" for each in wanted)
     return (
         "the page has no series of an engine: check that HEADROOM_ENGINE_URL is the engine's own port and path, and"
-        f" that it tells its metrics; a server that has served no request yet may show none. Looked for {told}. Another"
-        " engine is read by a profile of its own: docs/engines.md"
+        " that it exports metrics; a server that has served no request yet may show none. Looked for"
+        f" {expected}. Another engine needs its own profile: docs/engines.md"
     )

@@ -1,4 +1,4 @@
-"""Text to samples, of the wanted names only."""
+"""Samples of selected names from Prometheus text."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _EXPOSITION: Final = re.compile(
     re.MULTILINE,
 )
 MOST_SAMPLES: Final = 5000
-"""Samples read of a page, about 150 engines' worth."""
+"""Most samples read from a page, about 150 engines."""
 
 LONGEST_LINE: Final = 16 * 2**10
-"""Characters of a line that is read: vLLM's longest has 1,061. One of this length that is all escapes costs 10 ms."""
+"""Characters of a line: vLLM's longest has 1,061. A line of this length with only escapes costs 10 ms."""
 
 MOST_LABELS: Final = 128
-"""Labels of a line that is read: vLLM's settings have 37."""
+"""Labels of a line: vLLM's settings have 37."""
 
 MOST_CHARACTERS: Final = 512 * 2**10
-"""Of all lines that are read together, 230 engines' worth: the costliest that can be written cost 0.4 s."""
+"""Characters of all lines together, about 230 engines: the costliest possible page took 0.4 s."""
 
 _EXCERPT_LENGTH: Final = 60
 """Characters of a foreign page in a message: enough to recognise a login page, too few to fill a log."""
 
 _CACHED_SERIES: Final = 512
 _CACHED_LENGTH: Final = 2048
-"""Enough for the pages of 28 engines, whose longest line is 1.1 kB; no page can make what is kept exceed 16 MiB."""
+"""Enough for the pages of 28 engines, with lines up to 1.1 kB; the cache cannot exceed 16 MiB."""
 
 _SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}')
 _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.ASCII)
-"""What nearly all values look like; the parser is asked about the others."""
+"""The form of nearly all values; the library's parser handles the others."""
 
 
 def check_page(page: str) -> Failure | None:
-    """Return why the page as a whole cannot be read; None when it can, an empty page included.
+    """Return why the whole page cannot be read; None when it can, even if empty.
 
-    A page is metrics when any of its lines looks so, and is cut off when its last line does not end.
+    A page is metrics if any line looks so, and is truncated if its last line is not terminated.
     """
     if not page.strip():
         return None
@@ -65,10 +65,10 @@ def check_page(page: str) -> Failure | None:
 
 
 def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
-    """Return the samples whose name matches the regular expression `names_pattern`, in the order of the page.
+    """Return the samples whose name matches the regular expression `names_pattern`, in page order.
 
-    Only their lines reach prometheus-client's parser, which is slow and gets every label right. Cutting a page of one
-    engine (51 kB) takes 0.04 ms and parsing what is left 0.1 ms, where parsing the whole page takes 5.5 ms.
+    Only matching lines reach prometheus-client's slow parser, which handles every label correctly. Selecting the lines
+    of one engine's page (51 kB) takes 0.04 ms and parsing them 0.1 ms; parsing the whole page takes 5.5 ms.
     """
     lines = _select_lines(page, names_pattern)
     if isinstance(lines, Failure):
@@ -87,7 +87,7 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
 
 
 def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
-    """Return the lines to parse, or which bound they break: what a page may cost is decided before it is parsed."""
+    """Return the lines to parse, or the bound they exceed: the cost of a page is limited before it is parsed."""
     lines: list[str] = []
     characters = 0
     for found in _compile_line(names_pattern).finditer(f"\n{page}"):
@@ -108,13 +108,13 @@ def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
 
 
 def refuse_page(what: str) -> Failure:
-    """Return that a page would cost more than any engine's does, since it `what`."""
+    """Return the failure of a page that costs more than any engine's."""
     advice = "point HEADROOM_ENGINE_URL at one vLLM server's own /metrics, not at a page that gathers many"
     return _make_failure(Reason.OUT_OF_BOUNDS, f"The engine's page {what}: {advice}.")
 
 
 def _parse_line(line: str) -> tuple[Sample, ...]:
-    """Return the line's sample; a series that was read before gets the value that stands behind it now."""
+    """Return the line's sample; a series seen before is taken from the cache with its new value."""
     series, _, value = line.rpartition(" ")
     if len(series) <= _CACHED_LENGTH and _PLAIN_VALUE.fullmatch(value) and (known := _parse_series(series)):
         return tuple([Sample(each.name, each.labels, float(value)) for each in known])
@@ -123,7 +123,7 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
 
 @lru_cache(maxsize=_CACHED_SERIES)
 def _parse_series(series: str) -> tuple[Sample, ...]:
-    """Return the samples of a series but for their values; none for what is no series, as before a timestamp."""
+    """Return the samples of a series without values; none for text that is no series, as before a timestamp."""
     return _parse_whole(f"{series} 0") if _SERIES.fullmatch(series) else ()
 
 
@@ -133,7 +133,7 @@ def _parse_whole(line: str) -> tuple[Sample, ...]:
 
 @cache
 def _compile_line(names_pattern: str) -> re.Pattern[str]:
-    """Begin with a literal line feed: the search then skips from line to line, 3.5 times as fast as `^` does."""
+    """Compile a pattern that starts with a line feed: the search skips from line to line, 3.5 times as fast as `^`."""
     return re.compile(rf"\n((?:{names_pattern})[{{ \t].*)")
 
 

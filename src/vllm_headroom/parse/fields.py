@@ -1,4 +1,4 @@
-"""The fields of JSON objects from outside, read strictly: absent and null are None, all else is right or refused."""
+"""Strict reading of fields in foreign JSON objects: absent and null are None, anything wrong is refused."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Final, NoReturn, TypeVar
 T = TypeVar("T")
 
 LARGEST: Final = 2**53
-"""Up to what a float counts exactly; no memory and no counter comes near it."""
+"""The largest integer a float represents exactly; no memory size and no counter comes near it."""
 
 LONGEST_SHOWN: Final = 60
 
 
 class WrongFieldError(Exception):
-    """A field that cannot be used, by its place in the object and what would be right there."""
+    """A field that cannot be used, with its path and what is accepted there."""
 
     def __init__(self, field: str, value: object, accepts: str) -> None:
         super().__init__()
@@ -27,38 +27,34 @@ class WrongFieldError(Exception):
 
 
 def read_each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any], int], T]) -> tuple[T, ...] | None:
-    """Return what `read` makes of each entry of a side and its place; a wrong field is named with both."""
+    """Read each entry of a list with `read(entry, index)`; an error names list, index and field."""
     entries = record.get(side)
     if entries is None:
         return None
     if type(entries) is not list:
         raise WrongFieldError(side, entries, "a list or null")
-    found = []
-    for place, entry in enumerate(entries):
-        if type(entry) is not dict:
-            raise WrongFieldError(f"{side}[{place}]", entry, "an object")
-        try:
-            found.append(read(entry, place))
-        except WrongFieldError as wrong:
-            raise WrongFieldError(f"{side}[{place}].{wrong.field}", wrong.value, wrong.accepts) from None
-    return tuple(found)
+    return tuple(
+        [_read_object(f"{side}[{place}]", entry, "an object", read, place) for place, entry in enumerate(entries)]
+    )
 
 
 def read_within(record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]) -> T | None:
-    """Return what `read` makes of the object in a field; a wrong field in it is named with both."""
+    """Read the object in a field with `read`; an error names both fields."""
     entry = record.get(field)
-    if entry is None:
-        return None
+    return None if entry is None else _read_object(field, entry, "an object or null", read)
+
+
+def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *place: int) -> T:
     if type(entry) is not dict:
-        raise WrongFieldError(field, entry, "an object or null")
+        raise WrongFieldError(name, entry, accepts)
     try:
-        return read(entry)
+        return read(entry, *place)
     except WrongFieldError as wrong:
-        raise WrongFieldError(f"{field}.{wrong.field}", wrong.value, wrong.accepts) from None
+        raise WrongFieldError(f"{name}.{wrong.field}", wrong.value, wrong.accepts) from None
 
 
 def refuse_number(name: str) -> NoReturn:
-    """Refuse what Python reads as a number and JSON has not; raises ValueError."""
+    """Refuse NaN and infinity, which Python accepts and JSON does not; raises ValueError."""
     raise ValueError(f"{name} is no number")
 
 
@@ -79,7 +75,7 @@ def read_size(entry: Mapping[str, Any], field: str) -> int | None:
 
 
 def read_text(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return a name that can be shown on a terminal."""
+    """Return printable text."""
     value = entry.get(field)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""What a file of the probe says of its process."""
+"""The probe's file of one process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any, Final
 
 from vllm_headroom.model import (
     AllocatorReading,
+    Cgroup,
     EngineParts,
-    HostBlock,
+    HostReading,
     OomRecord,
     PoolReading,
     ProbedProcess,
     SchedulerReading,
+    Shm,
 )
 from vllm_headroom.parse.fields import (
     WrongFieldError,
@@ -32,17 +34,16 @@ VERSION: Final = 1
 
 LONGEST_TEXT: Final = 200
 MOST_DEVICES: Final = 64
-"""More than any node has; what says more is nobody's file."""
+"""More than any node has."""
 
 INTERVAL_SECONDS: Final = 5.0
-"""How often a probe writes that does not say it."""
+"""The write interval of a file that has none."""
 
 
 def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
-    """Return the process and the boot that a file is of, or what is wrong with the file.
+    """Return the process and the boot id in a file, or what is wrong with the file.
 
-    The folder belongs to the engine's container: one wrong field and nothing of the file is believed. Fields that are
-    not known are passed over.
+    The folder belongs to the engine's container: one wrong field invalidates the file. Unknown fields are ignored.
     """
     try:
         document = json.loads(content, parse_constant=refuse_number)
@@ -62,6 +63,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
     if len(devices) > MOST_DEVICES:
         raise WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
     pid, written_at_seconds = int(_read_needed(document, "pid")), _read_needed(document, "t")
+    name = read_text(document, "role")
     interval_seconds, oom = read_number(document, "interval_seconds"), read_within(document, "oom", _read_oom)
     return ProbedProcess(
         pid=pid,
@@ -69,7 +71,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         since_boot_seconds=read_number(document, "started_since_boot"),
         written_at_seconds=written_at_seconds,
         interval_seconds=INTERVAL_SECONDS if interval_seconds is None else interval_seconds,
-        role=_read_role(document),
+        role=next((role for role in Role if role == name), Role.OTHER),
         stopped=_read_label(document, "stopped"),
         data_parallel_rank=read_size(document, "data_parallel_rank"),
         vllm_version=_read_label(document, "vllm"),
@@ -77,7 +79,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         parts=read_within(document, "parts", _read_parts),
         scheduler=read_within(document, "scheduler", _read_scheduler),
         host=read_within(document, "host", _read_host),
-        oom=None if oom is None or oom.at_seconds > written_at_seconds else oom,  # it would end every life to come
+        oom=None if oom is None or oom.at_seconds > written_at_seconds else oom,  # it would end every later run
     )
 
 
@@ -91,11 +93,6 @@ def _read_needed(entry: Mapping[str, Any], field: str) -> float:
 def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
     value = read_text(entry, field)
     return None if value is None else value[:LONGEST_TEXT]
-
-
-def _read_role(document: Mapping[str, Any]) -> Role:
-    name = read_text(document, "role")
-    return next((role for role in Role if role == name), Role.OTHER)
 
 
 def _read_device(entry: dict[str, Any], _place: int) -> AllocatorReading:
@@ -123,21 +120,29 @@ def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
 
 
 def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
-    """Return sizes by their fields' names, which say the unit: `total` is `total_bytes`."""
+    """Return sizes under their fields' names with the unit: `total` becomes `total_bytes`."""
     return {f"{name}_bytes": read_size(entry, name) for name in names}
 
 
-def _read_host(entry: dict[str, Any]) -> HostBlock:
-    cgroup = read_within(entry, "cgroup", dict) or {}
-    shm = read_within(entry, "shm", dict) or {}
-    return HostBlock(
-        used_bytes=read_size(cgroup, "used"),
-        file_bytes=read_size(cgroup, "file"),
-        limit_bytes=read_size(cgroup, "limit"),
-        oom_kills=read_size(cgroup, "oom_kills"),
-        shm_used_bytes=read_size(shm, "used"),
-        shm_limit_bytes=read_size(shm, "limit"),
+def _read_host(entry: dict[str, Any]) -> HostReading:
+    return HostReading(cgroup=read_within(entry, "cgroup", _read_cgroup), shm=read_within(entry, "shm", _read_shm))
+
+
+def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
+    used_bytes, cache_bytes = read_size(entry, "used"), read_size(entry, "file") or 0
+    limit_bytes, oom_kills = read_size(entry, "limit"), read_size(entry, "oom_kills")
+    if used_bytes is None:
+        return None
+    return Cgroup(
+        identity="probe", used_bytes=used_bytes, cache_bytes=cache_bytes, limit_bytes=limit_bytes, oom_kills=oom_kills
     )
+
+
+def _read_shm(entry: dict[str, Any]) -> Shm | None:
+    used_bytes, limit_bytes = read_size(entry, "used"), read_size(entry, "limit")
+    if used_bytes is None or limit_bytes is None:
+        return None
+    return Shm(total_bytes=limit_bytes, free_bytes=limit_bytes - used_bytes)
 
 
 def _read_oom(entry: dict[str, Any]) -> OomRecord:

@@ -1,4 +1,4 @@
-"""What a profile says of one kind of engine: which series of its page fill which field."""
+"""The format of a profile, which maps the series of an engine's page to fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_headroom.model import INPUTS
 
 
 class Combine(Enum):
-    """What several series of one engine make together, when they differ in labels that no profile foresees."""
+    """How several series of one engine combine if they differ in labels unknown to the profile."""
 
     SUM = auto()
     """Amounts of replicas."""
@@ -22,19 +22,18 @@ class Combine(Enum):
     SAME = auto()
     """A setting: unknown unless they agree."""
     SHARE = auto()
-    """The amount of all engines of the page together, repeated by each: divided by the number of engines."""
+    """The total of all engines on the page, repeated by each: divided by the number of engines."""
 
 
 class Fact(Struct, frozen=True, kw_only=True):
-    """Where one field of EngineReading comes from; of several facts of a field the first that has a value counts.
+    """The source of one field of EngineReading; of several facts of a field the first with a value counts.
 
-    `families` are names of samples without the profile's prefix, in full when `prefixed` is False; the first that has a
-    value wins, so an old and a new name of one thing are never added up. Names joined by "+" are parts of one amount,
-    unknown unless all are there. With `label` the value is this label's and above 0; `where` keeps the series with one
-    of these label values; where parts stand beside their total, the total's is "". `factor` turns the page's unit into
-    that of the field. No value is below 0, and none of a field in `_ratio` above 1. The fields `kv_blocks` and
-    `kv_block_tokens` (tokens per block) stand in for an unknown `kv_capacity_tokens`, `kv_used_tokens` beside a
-    capacity for an unknown `kv_used_ratio`.
+    `families` are sample names without the profile's prefix, or full names if `prefixed` is False; the first with a
+    value counts, so an old and a new name are never added up. Names joined by "+" are summed, and unknown unless all
+    are present. With `label` the value is that label's, if above 0; `where` selects series by the values of a label (""
+    for a total beside its parts). `factor` converts the unit. Values must be at least 0, and those of a `_ratio` field
+    at most 1. The fields `kv_blocks` times `kv_block_tokens` replace an unknown `kv_capacity_tokens`, `kv_used_tokens`
+    over the capacity an unknown `kv_used_ratio`.
     """
 
     field: str
@@ -47,14 +46,14 @@ class Fact(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every family by itself."""
+        """All families, one by one."""
         return tuple(name for families in self.families for name in families.split("+"))
 
 
 class TextFact(Struct, frozen=True, kw_only=True):
-    """Where a field of EngineReading comes from that is a label's text: unknown unless all series agree on it.
+    """A field of EngineReading that is a label's text: unknown unless all series agree on it.
 
-    It is unknown, too, where the label `exceptions` names parts of the engine that it does not hold for.
+    It is also unknown where the label `exceptions` lists parts of the engine with another value.
     """
 
     field: str
@@ -66,10 +65,10 @@ class TextFact(Struct, frozen=True, kw_only=True):
 class Profile(Struct, frozen=True, kw_only=True, dict=True):
     """How to read the page of one kind of engine.
 
-    The first of `prefixes` that is on the page counts. Of series that differ only in `repeat_labels` the highest is
-    true. Of values that stand in labels only `replica_labels` tell replicas apart: the labels beside them are settings.
-    `model_label` is "" where no series names a model. `product` is what people call the engine, `path` where its page
-    is and `switch` what makes it serve one. `absent` says of an input why this engine does not offer it.
+    The first of `prefixes` found on the page counts. Among series that differ only in `repeat_labels` the highest value
+    counts. For values in labels, only `replica_labels` distinguish replicas: the other labels are settings.
+    `model_label` is "" where no series names a model. `product` is the engine's common name, `path` the page's path and
+    `switch` the option that enables it. `absent` gives the reason why an input is missing.
     """
 
     name: str
@@ -100,9 +99,9 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
-        """The inputs that engines may offer, and their fields: those, too, that this kind never does.
+        """The inputs that engines may offer, and their fields, including those this engine never offers.
 
-        For bytes of memory, where a page has none, the budget and the probe stand in.
+        Memory in bytes is optional: the budget and the probe replace it.
         """
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
         return tuple((given.name, field) for field, given in INPUTS.items() if has_bytes or field != "memory_bytes")

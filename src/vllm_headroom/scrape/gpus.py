@@ -1,4 +1,4 @@
-"""The GPUs of this machine, whosever they are."""
+"""The GPUs of this machine, of every vendor."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.vocabulary import Reason
 
 NO_NVIDIA: Final = frozenset({Reason.LIBRARY_MISSING, Reason.DRIVER_MISSING, Reason.NO_DEVICES})
-"""What NVML says on a machine without a GPU of NVIDIA's."""
+"""NVML's failures on a machine without a GPU of NVIDIA's."""
 
 NO_AMD: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class/drm"
 
 
 class Gpus:
-    """Reads NVIDIA's GPUs by NVML and AMD's by /sys, side by side, and counts AMD's on after NVIDIA's.
-
-    What each argument means, `Nvml` says; `sys` is where AMD's cards show. Beside other GPUs, AMD's integrated ones are
-    left out: they are the processors', for the screen.
-    """
+    """Reads NVIDIA's GPUs from NVML and AMD's from `sys`, without integrated ones beside others, in parallel."""
 
     def __init__(
         self,
@@ -48,10 +44,7 @@ class Gpus:
         self._of_amd: tuple[GpuReading, ...] = ()
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every GPU; takes no longer than `timeout_seconds` and does not raise.
-
-        What fails of one vendor costs nothing of the other's; only where there is no other does all fail.
-        """
+        """Return one reading of every GPU in time, or the failure of NVML where AMD has none; never raise."""
         nvml, amd = await asyncio.gather(self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds))
         if isinstance(nvml, Failure) and not amd:
             return replace(nvml, message=nvml.message + NO_AMD) if nvml.reason in NO_NVIDIA else nvml
@@ -65,23 +58,23 @@ class Gpus:
         return GpuReadings(driver_version=driver_version, devices=(*of_nvidia, *self._of_amd))
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID, and keep it for each GPU's peak."""
+        """Return the memory in use by UUID, and add it to each GPU's peak."""
         looks = self._nvml.sample_used(timeout_seconds), self._amd.sample_used(timeout_seconds)
         of_nvidia, of_amd = await asyncio.gather(*looks)
         return {**of_nvidia, **of_amd}
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
-        """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
-        untold = (GpuFaults(index=index) for index in {reading.index for reading in self._of_amd})
-        return *(await self._nvml.faults(timeout_seconds)), *untold
+        """Return the memory faults of each GPU of the last reading; one that fails is left out."""
+        unknown = (GpuFaults(index=index) for index in {reading.index for reading in self._of_amd})
+        return *(await self._nvml.faults(timeout_seconds)), *unknown
 
     async def close(self) -> None:
-        """Let go of both drivers."""
+        """Release both drivers."""
         self._amd.close()
         await self._nvml.close()
 
     def _failed(self, failure: Failure) -> tuple[GpuReading, ...]:
-        """Return that each GPU of NVIDIA's seen so far has failed; one that is not known where there should be some."""
+        """Return a failed reading of each known GPU of NVIDIA's, or of an unknown one where there should be some."""
         if not self._of_nvidia and failure.reason not in NO_NVIDIA:
             return (GpuReading(index=0, uuid="", name="", failure=failure),)
         return tuple(each.failed(failure) for each in self._of_nvidia)

@@ -1,4 +1,4 @@
-"""What the probe's files say, in a folder that another container may write anything into."""
+"""Read the probe's files, in a folder that another container may fill with anything."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 NAME: Final = re.compile(r"[0-9]{1,10}-[0-9]{1,12}\.json", re.ASCII)
-"""A process by pid and start; what the probe writes beside these is not the daemon's to read."""
+"""A process by pid and start; other files of the probe are not for the daemon."""
 
 MOST_ENTRIES: Final = 4096
-"""What a folder may hold at all. An engine leaves a file per process and life; hundreds of lives are not as many."""
+"""An engine leaves a file per process and run; hundreds of runs stay below."""
 
 MOST_FILES: Final = 128
 """The newest that are read: four times the processes of an engine on eight GPUs."""
@@ -27,7 +27,7 @@ MOST_FILES: Final = 128
 MOST_BYTES: Final = 16 * 1024
 
 Stamp = tuple[int, int, int]
-"""When a file was changed, its inode and its size: each writing replaces it by a new one."""
+"""A file's time of change, inode and size; each write replaces the file."""
 
 
 class TooManyError(Exception):
@@ -35,10 +35,7 @@ class TooManyError(Exception):
 
 
 def list_newest(folder: Path) -> dict[str, Stamp]:
-    """Return the newest files that a probe can have written; raises OSError and TooManyError.
-
-    Links are not followed, and what is no file is not looked at.
-    """
+    """Return the newest regular files named as a probe names them; raises OSError and TooManyError."""
     found: list[tuple[Stamp, str]] = []
     with os.scandir(folder) as entries:
         for count, entry in enumerate(entries, start=1):
@@ -58,10 +55,7 @@ def _read_stamp(entry: os.DirEntry[str]) -> Stamp | None:
 
 
 def read_content(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes | None:
-    """Return a file's content; None where it has gone, is no file, cannot be read or is too large.
-
-    It may have become a link or a pipe since it was listed: neither is followed or waited for.
-    """
+    """Return a file's content; None where it is gone, unreadable, too large or now a link, pipe or device."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -81,14 +75,14 @@ BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 UNREADABLE: Final = "it is no file of at most 16 KiB that can be read"
 
 Parse = Callable[[bytes], tuple[ProbedProcess, str | None] | str]
-"""Returns the process and the boot that a file is of, or what is wrong with the file."""
+"""Returns the process of a file and its boot ID, or what is wrong with the file."""
 
 
 class ProbeReader:
-    """Reads HEADROOM_PROBE_DIR, on a daemon thread: a volume that hangs costs this source alone.
+    """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a volume that hangs costs this source only.
 
-    The folder is writable for the engine's container: what is in it is bounded and checked, and believed of the
-    engine's own memory only. Files of an earlier boot of the machine are nobody's.
+    The engine's container can write to the folder: its content is bounded, checked, and trusted for the engine's own
+    memory only. Files of an earlier boot are ignored.
     """
 
     def __init__(self, folder: Path, *, parse: Parse, boot: Path = BOOT) -> None:
@@ -100,13 +94,12 @@ class ProbeReader:
         self._worker = Worker[tuple[ProbedProcess, ...] | Failure]("probe")
 
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
-        """Return the newest of what each process has said, present or past; at least one."""
+        """Return the newest record of each process, running or exited; at least one."""
         try:
             return await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:
-            return _build_failure(
-                Reason.TIMEOUT, f"{self._folder} did not answer within {timeout_seconds:g} s: a volume hangs"
-            )
+            message = f"{self._folder} did not answer within {timeout_seconds:g} s: a volume hangs"
+            return _build_failure(Reason.TIMEOUT, message)
         except TooManyError:
             message = f"{self._folder} has more than {MOST_ENTRIES} entries, which no probe makes: empty it"
             return _build_failure(Reason.OUT_OF_BOUNDS, message)
@@ -121,11 +114,11 @@ class ProbeReader:
         if self._boot_id is None:
             self._boot_id = _read_boot_id(self._boot)
         self._known = {name: self._read_entry(name, stamp) for name, stamp in list_newest(self._folder).items()}
-        told = {name: found for name, (_, found) in self._known.items()}
-        processes = tuple(found[0] for found in told.values() if not isinstance(found, str) and self._is_ours(found[1]))
-        if processes:
+        files = {name: found for name, (_, found) in self._known.items()}
+        ours = (found[0] for found in files.values() if not isinstance(found, str) and self._is_ours(found[1]))
+        if processes := tuple(ours):
             return processes
-        wrong = next(((name, found) for name, found in told.items() if isinstance(found, str)), None)
+        wrong = next(((name, found) for name, found in files.items() if isinstance(found, str)), None)
         if wrong is not None:
             return _build_failure(Reason.MALFORMED, f"{self._folder / wrong[0]} cannot be used: {wrong[1]}")
         message = (

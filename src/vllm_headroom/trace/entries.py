@@ -1,4 +1,4 @@
-"""What a line of a trace says of one GPU, one engine, one process and the host, both ways."""
+"""Write and read the entries of a trace line: GPUs, engines, processes and the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Final, get_type_hints
 
 from vllm_headroom.model import (
-    EnginePage,
     EngineProcess,
     EngineReading,
     Failure,
@@ -33,10 +32,10 @@ from vllm_headroom.parse.fields import (
 from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
 
 NO_PID: Final = 0
-"""A trace tells processes apart by their start alone."""
+"""In a trace, processes are identified by their start only."""
 
 _NAMES: Final = {"gpu_memory_utilization_ratio": "gpu_memory_utilization", "started_at_seconds": "started_at"}
-"""The engine's facts that the format calls otherwise than the code."""
+"""The engine's facts with another name in the format."""
 
 _READS: Final[Mapping[object, Any]] = {
     str: read_text,
@@ -47,7 +46,7 @@ _READS: Final[Mapping[object, Any]] = {
 _FACTS: Final = tuple(
     (name, _NAMES.get(name, name), _READS[kind]) for name, kind in get_type_hints(EngineReading).items()
 )
-"""Each field of EngineReading, its name in a trace and what reads it there."""
+"""Each field of EngineReading, its name in a trace and its parser."""
 
 
 _HOST: Final = tuple((fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis")
@@ -55,21 +54,18 @@ _HOST: Final = tuple((fact, fact.removesuffix("_bytes")) for fact in HostMemory.
 
 
 def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
-    """Return all that an engine said of itself."""
+    """Return all facts of an engine."""
     return drop_unreadable({name: getattr(engine, fact) for fact, name, _ in _FACTS})
 
 
 def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
-    """Return an engine; one without a name is known by its place in the list."""
+    """Return an engine; without a name it is identified by its place in the list."""
     facts = {fact: value for fact, name, read in _FACTS if name in entry and (value := read(entry, name)) is not None}
     return EngineReading(**{"model_name": "unknown", "engine": str(place)} | facts)
 
 
 def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
-    """Return a GPU of the engine's.
-
-    One whose holders are unknown for now is without `used`, since a reader takes all that is used for the engine's.
-    """
+    """Return a GPU of the engine's, without `used` while its holders are unknown: readers take it as the engine's."""
     memory, inside = gpu.reading.memory, gpu.inside or Inside()
     return drop_unreadable(
         {
@@ -93,7 +89,7 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
 
 
 def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
-    """Return a GPU of the engine's, which holds what is attributed to it, else what is used and not others'."""
+    """Return a GPU of the engine's; held is what is attributed to the engine, else what is used without others'."""
     index = read_size(entry, "gpu")
     index = place if index is None else index
     used, engine, other = read_size(entry, "used"), read_size(entry, "engine"), read_size(entry, "other")
@@ -124,7 +120,7 @@ def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
 
 
 def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
-    """Return what the engine's processes said; parts that are not known here are passed over."""
+    """Return the probe's facts, without parts that this version does not know."""
     parts = (
         read_within(entry, "parts", lambda parts: tuple((part, read_size(parts, part)) for part in MemoryPart)) or ()
     )
@@ -145,7 +141,7 @@ def _build_memory(used: int | None, total: int | None, reserved: int | None) -> 
 
 
 def name_by_index(index: int) -> str:
-    """Return what a GPU without a UUID is known by; no UUID looks like it."""
+    """Return the name of a GPU without a UUID; no UUID looks like it."""
     return f"index {index}"
 
 
@@ -175,21 +171,18 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
 
 
 def build_host_entry(host: HostMemory) -> dict[str, Any]:
-    """Return the host memory that the engine runs in."""
+    """Return the engine's host memory."""
     return drop_unreadable({name: getattr(host, fact) for fact, name in _HOST})
 
 
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:
-    """Return the host memory; how it was known is not in a trace."""
+    """Return the host memory; its basis is not in a trace."""
     facts = {fact: read_size(entry, name) for fact, name in _HOST}
     return HostMemory(basis=None, **facts)
 
 
 def drop_unreadable(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry to be written, without what is unknown, so that each of its fields can be read again.
-
-    No reader takes a number beyond LARGEST, or text that cannot be shown: one is left out, the other is escaped.
-    """
+    """Return an entry for writing: without unknown values and numbers beyond LARGEST, with unprintable text escaped."""
     known = ((field, value) for field, value in entry.items() if value is not None)
     return {field: _escape_text(value) for field, value in known if not (isinstance(value, float) and value > LARGEST)}
 
@@ -208,22 +201,13 @@ def encode_line(record: dict[str, Any]) -> bytes:
 
 
 def build_record(snapshot: Snapshot) -> dict[str, Any]:
-    """Return what a trace keeps of a snapshot: the engine's GPUs, the engines, their processes; None for a failure.
-
-    What is unknown is left out.
-    """
-    gpus, engines, processes = snapshot.gpus, snapshot.engines, snapshot.processes
-    host = {} if snapshot.host is None else {"host": build_host_entry(snapshot.host)}
-    return {
-        "t": round(snapshot.time_seconds, 3),
-        "gpus": None
-        if isinstance(gpus, Failure)
-        else [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None],
-        "engines": [build_engine_entry(engine) for engine in engines.engines]
-        if isinstance(engines, EnginePage)
-        else None,
-        "processes": None
-        if isinstance(processes, Failure)
-        else [build_process_entry(process) for process in processes],
-        **host,
-    }
+    """Return a snapshot's record: the engine's GPUs, the engines and their processes, None for a failed source."""
+    gpus, page, processes = snapshot.gpus, snapshot.page, snapshot.processes
+    record: dict[str, Any] = {"t": round(snapshot.time_seconds, 3), "gpus": None, "engines": None, "processes": None}
+    if not isinstance(gpus, Failure):
+        record["gpus"] = [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None]
+    if page is not None:
+        record["engines"] = [build_engine_entry(engine) for engine in page.engines]
+    if not isinstance(processes, Failure):
+        record["processes"] = [build_process_entry(process) for process in processes]
+    return record if snapshot.host is None else {**record, "host": build_host_entry(snapshot.host)}

@@ -1,61 +1,111 @@
-"""The flight record on disk: the last hours as a trace of two files, and beside it what was set aside of it."""
+"""The flight record on disk: the last hours as a trace of two files, and its incidents."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from enum import StrEnum
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-import structlog
-
+from vllm_headroom.log import Log
 from vllm_headroom.trace.entries import HEADER, encode_line
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, list_incidents, name_incident, parse_start
-from vllm_headroom.trace.parse import LONGEST_LINE
+from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
 from vllm_headroom.units import MIB
 
-log = structlog.get_logger()
+log = Log(__name__)
+
+FLIGHT: Final = "flight.jsonl"
+INCIDENTS: Final = "incidents"
+INCIDENT: Final = "incident"
+"""The key of an incident's facts, in the header of its trace."""
+
 
 FLIGHT_BYTES: Final = 22 * MIB
-"""Of each of two files, the older of which makes room for a new one: a day of one GPU at 5 s, hours of eight at 1 s."""
+"""Of each of two files, the older of which is replaced: a day of one GPU at 5 s, hours of eight at 1 s."""
 
 INCIDENT_BYTES: Final = 2 * MIB
 MOST_INCIDENTS: Final = 8
-"""With the record itself 60 MiB, so that a volume of 64 holds it, and one incident that is just being written."""
+"""With the record 60 MiB, so that a volume of 64 also holds an incident that is being written."""
 
 ROOMY_BYTES: Final = 128 * MIB
-"""A volume on which all of it takes half. The components' own has 16 MiB: hours of one GPU at 5 s all the same."""
+"""A volume of which all of it takes half. The components' volume has 16 MiB: hours of one GPU at 5 s."""
 
 BEFORE_SECONDS: Final = 6 * 3600.0
-"""The leak detector takes an hour or two to be sure; a leak that it found earlier is in the header."""
+"""The leak detector needs an hour or two; a leak that it found earlier is in the header."""
 
 CLOSE_SECONDS: Final = 600.0
 SPARSE_SECONDS: Final = 15.0
-"""Of what is longer ago than the last ten minutes, a sample in 15 s says how memory went: 1.5 MiB in six hours."""
+"""Before the last ten minutes, a sample in 15 s shows the course of memory: 1.5 MiB in six hours."""
 
 _TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
-"""How `write` begins each sample: its time without the cost of the rest."""
+"""The start of each sample: its time without parsing the rest."""
+
+
+class IncidentKind(StrEnum):
+    """What happened."""
+
+    ENDED = "ended"
+    STALLED = "stalled"
+
+
+def name_incident(seconds: float) -> str:
+    """Return the file name of an incident; names sort by time."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H-%M-%SZ}.jsonl"
+
+
+def list_incidents(folder: Path) -> list[Path]:
+    """Return the incidents of a folder, the newest last, without pipes or devices; raises OSError."""
+    return sorted(file for file in folder.glob("*.jsonl") if parse_start(file) is not None and file.is_file())
+
+
+def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest incident beside a record, and its facts; raises OSError."""
+    for file in reversed(list_incidents(folder / INCIDENTS)):
+        with file.open("rb") as stream:
+            known = parse_known(stream.readline(LONGEST_LINE))
+        if known is not None and isinstance(known.get("t"), int | float) and 0 <= known["t"] < YEAR_10000:
+            return file, known
+    return None
+
+
+def parse_start(file: Path) -> float | None:
+    """Return the time of an incident by its file name; None for other files."""
+    try:
+        return datetime.strptime(file.name, "%Y-%m-%dT%H-%M-%SZ.jsonl").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
+
+
+def parse_known(first_line: bytes) -> dict[str, Any] | None:
+    """Return the facts in the header of an incident; None for any other line."""
+    try:
+        header = json.loads(first_line)
+        known = header.get(INCIDENT) if isinstance(header, dict) else None
+        encode_line({INCIDENT: known})  # Python also reads numbers that JSON has not
+    except (ValueError, RecursionError):
+        return None
+    return known if isinstance(known, dict) else None
 
 
 def keep(folder: Path, written: bytes) -> None:
-    """Add a line to the record; raises OSError, and ValueError where another file is in its place.
-
-    One that begins with zeros is what a crash of the machine left of the record: it is set aside, over an older one.
-    """
+    """Add a line to the record; raises OSError, and ValueError where another file is in its place."""
     make_folder(folder)
     file = folder / FLIGHT
-    if file.is_symlink():  # nobody who means well puts one into a folder that is the daemon's alone
+    if file.is_symlink():  # a link in the daemon's folder is an attack
         raise ValueError(FOREIGN)
     most_bytes = int(find_share(folder) * FLIGHT_BYTES)
     try:
         append(file, written, most_bytes)
     except ValueError:
-        spoiled = file.with_name(f"{FLIGHT}.spoiled")
+        spoiled = file.with_name(f"{FLIGHT}.spoiled")  # a crash of the machine leaves zeros
         if not file.is_file() or not _begins_with_zeros(file):
             raise
         file.replace(spoiled)
@@ -69,10 +119,9 @@ def _begins_with_zeros(file: Path) -> bool:
 
 
 def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
-    """Make the incident of that time from the record as it is now, in place of one of the same time; raises OSError.
+    """Create or replace the incident of that time from the current record, atomically; raises OSError.
 
-    The file is there as a whole or not at all. The oldest samples are left out where there are too many; half of the
-    room is theirs.
+    At least half of its size is for samples; where there are too many, the oldest are left out.
     """
     most_bytes, incidents = int(find_share(folder) * INCIDENT_BYTES), folder / INCIDENTS
     header = _build_header(known, most_bytes // 2)
@@ -85,10 +134,7 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
 
 
 def _build_header(known: dict[str, Any], most_bytes: int) -> bytes:
-    """Return the first line; where it would be too long, the longest of what was known before goes first.
-
-    What the probe's files say is as long as the engine's container likes, and readers take a line of LONGEST_LINE.
-    """
+    """Return the first line, which readers take up to LONGEST_LINE, without the longest fields of `before`."""
     before = dict(known.get("before", {}))
     while len(header := encode_line({**HEADER, INCIDENT: {**known, "before": before}})) > most_bytes and before:
         del before[max(before, key=lambda name: len(encode_line(before[name])))]
@@ -96,13 +142,13 @@ def _build_header(known: dict[str, Any], most_bytes: int) -> bytes:
 
 
 def find_share(folder: Path) -> float:
-    """Return how much of the usual sizes to take, so that on a small volume the other half stays for the state."""
+    """Return the share of the usual sizes to use, so that half of a small volume is left for the state."""
     volume = os.statvfs(folder)
     return min(1.0, volume.f_blocks * volume.f_frsize / ROOMY_BYTES)
 
 
 def _make_room(incidents: Path, newest: Path) -> None:
-    """Give up what came soonest after another: of an engine that dies again and again, the first deaths stay."""
+    """Delete the incidents that came soonest after another: of repeated exits the first ones stay."""
     found = [(at, file) for file in list_incidents(incidents) if (at := parse_start(file)) is not None]
     while len(found) > MOST_INCIDENTS:
         gaps = [(at - before, file) for (before, _), (at, file) in pairwise(found)]
@@ -112,7 +158,7 @@ def _make_room(incidents: Path, newest: Path) -> None:
 
 
 def _read_lines(folder: Path) -> Iterator[bytes]:
-    """Yield the lines of the record, of what is none parts of bounded length; a pipe or a device is not opened."""
+    """Yield the lines of the record, of any other content parts of bounded length; no pipe or device is opened."""
     for file in (folder / f"{FLIGHT}.1", folder / FLIGHT):
         if file.is_file():
             with file.open("rb") as stream:
@@ -120,7 +166,7 @@ def _read_lines(folder: Path) -> Iterator[bytes]:
 
 
 def _select_samples(lines: Iterable[bytes], seconds: float, most_bytes: int) -> Iterable[bytes]:
-    """Return the samples from so long before a time on, thinned out, the newest of them where that is too much."""
+    """Return the samples from BEFORE_SECONDS before a time on, thinned out, without the oldest beyond `most_bytes`."""
     kept: deque[bytes] = deque()
     size, slot = 0, -1
     for each in lines:
@@ -139,6 +185,6 @@ def _select_samples(lines: Iterable[bytes], seconds: float, most_bytes: int) -> 
 
 
 def _parse_time(sample: bytes) -> float | None:
-    """Return the time of a sample; None of what is no whole one."""
+    """Return the time of a sample; None for an incomplete one."""
     found = _TIME.match(sample)
     return float(found[1]) if found is not None and sample.endswith(b"\n") else None

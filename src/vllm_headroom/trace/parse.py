@@ -1,4 +1,4 @@
-"""A recorded trace, from a file or standard input, line by line to snapshots."""
+"""Read a recorded trace, from a file or standard input, into snapshots."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import Reason, Source
 
 
-class BadInput(Exception):  # noqa: N818 - it says what was given, which is all the operator needs to know
+class BadInput(Exception):  # noqa: N818 - it describes the input
     """A trace, or a source of one, that cannot be used; the message is one line for the operator."""
 
 
 (FORMAT,) = HEADER
 LONGEST_LINE: Final = 2**20
-"""Bytes of a line; what has none is no trace, and need not be held in memory to find that out."""
+"""Bytes of a line: a file without lines is not read into memory."""
 
 STDIN: Final = "standard input"
 CLOCKS_SECONDS: Final = 300.0
-"""Clocks that are set right move by less."""
+"""Corrections of a clock are smaller."""
 
 BACK: Final = "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
 YEAR_10000: Final = 253_402_300_800
@@ -45,7 +45,7 @@ FOREIGN: Final = {
 }
 GZIP: Final = b"\x1f\x8b"
 MOST_QUOTED: Final = 60
-"""Characters of what is no trace, by which one sees what it is."""
+"""Characters of a file that is no trace, in its error message."""
 
 _GPUS_FAILED: Final = Failure(
     source=Source.NVML, reason=Reason.UNKNOWN, message="the trace has no reading of the GPUs here"
@@ -58,7 +58,7 @@ _PROCESSES_FAILED: Final = Failure(
 )
 
 LineWatcher = Callable[[Iterator[bytes], int | None], Iterator[bytes]]
-"""Sees the lines of a trace go by, told how many bytes there are; None of what has no size."""
+"""Passes the lines of a trace on; the second argument is its size in bytes, None where unknown."""
 
 
 def read_trace(trace: str, watched: LineWatcher = lambda lines, _: lines) -> Iterator[Snapshot]:
@@ -77,7 +77,7 @@ def read_trace(trace: str, watched: LineWatcher = lambda lines, _: lines) -> Ite
 
 
 def _note_clock_steps(seen: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
-    """Yield the snapshots; where the time goes back for the first time there is a note on standard error."""
+    """Yield the snapshots; the first time that the clock goes back is noted on standard error."""
     newest, is_noted = 0.0, False
     for snapshot in seen:
         back = newest - snapshot.time_seconds
@@ -93,7 +93,7 @@ def _note_clock_steps(seen: Iterator[Snapshot], name: str) -> Iterator[Snapshot]
 
 
 def read_lines(stream: BufferedReader) -> Iterator[bytes]:
-    """Yield the lines, also of what gzip has packed; raises BadInput where that is spoiled."""
+    """Yield the lines, also of a gzip file; raises BadInput where that is damaged."""
     plain = GzipFile(fileobj=stream) if _is_packed(stream) else stream
     try:
         yield from iter(partial(plain.readline, LONGEST_LINE), b"")
@@ -108,8 +108,8 @@ def _is_packed(stream: BufferedReader) -> bool:
 def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snapshot]:
     """Yield a snapshot for each sample after the header; raises BadInput at the first line that is wrong.
 
-    Blank lines and further headers are passed over, so that rotated traces can be put together. A last line that is cut
-    off is left out, with a note on standard error: the daemon ended while it wrote it, or is writing it now.
+    Blank lines and further headers are skipped, so that rotated traces can be concatenated. An incomplete last line is
+    skipped with a note on standard error: the daemon exited while it wrote it, or is writing it now.
     """
     number, rest = 0, iter(lines)
     for number, line in enumerate(rest, start=1):
@@ -132,7 +132,7 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 
 def _describe_start(line: bytes) -> str:
-    """Return what a file that is no trace begins with, or is."""
+    """Return the type or the start of a file that is no trace."""
     known = next((name for mark, name in FOREIGN.items() if line.startswith(mark)), None)
     return f"is {known}" if known else f"begins with {line[:MOST_QUOTED].decode(errors='replace').strip()!r}"
 
@@ -145,7 +145,7 @@ _JSON: Final = json.JSONDecoder(parse_constant=refuse_number)
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | str | None:
-    """Return the object on a line, None for a blank line, or what is wrong with it."""
+    """Return the object on a line, None for a blank line, or the error."""
     try:
         content = str(line.removeprefix(BOM_UTF8), "utf-8").strip()
         if not content:
@@ -165,8 +165,8 @@ def _parse_record(line: bytes) -> dict[str, Any] | str | None:
 def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     """Return one sample as the daemon saw it; raises BadInput.
 
-    What is absent or null is unknown; a side that is absent or null counts as failed. `t` serves as both clocks. A GPU
-    or engine without an index or a name is known by its place in the list.
+    Absent and null mean unknown, for a whole source that it failed. `t` is the time of both clocks. A GPU or engine
+    without an index or a name is identified by its place in the list.
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)
@@ -199,6 +199,6 @@ def _parse_time(record: Mapping[str, Any]) -> float:
 
 
 def _check_processes(processes: tuple[EngineProcess | None, ...] | None) -> tuple[EngineProcess, ...] | Failure:
-    """Return the processes, or a failure where the memory of one is unknown: a sum without it would be a lie."""
+    """Return the processes, or a failure where the memory of one is unknown: a sum without it would be wrong."""
     known = tuple(process for process in processes or () if process is not None)
     return _PROCESSES_FAILED if processes is None or len(known) < len(processes) else known

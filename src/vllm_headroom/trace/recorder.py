@@ -1,4 +1,4 @@
-"""The trace file: one line a tick, two files at the most."""
+"""Write the trace file: one line a tick, at most two files."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import structlog
-
+from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
 from vllm_headroom.trace.parse import LONGEST_LINE
 from vllm_headroom.worker import Worker
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 WRITE_SECONDS: Final = 1.0
-"""A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
+"""A line takes microseconds; a volume that hangs delays one tick by this, and no later one."""
 
 HANGS: Final = "the file system does not answer"
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that is the daemon's alone; raises OSError, also where a link is in its place."""
+    """Create a folder of the daemon; raises OSError, also where a link is in its place."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "a link is in the place of the folder")
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def resolve_folder(folder: Path) -> Path:
-    """Return the folder that this path leads to now, itself where that cannot be told."""
+    """Return the folder that this path leads to now."""
     return Path(os.path.realpath(folder))
 
 
 def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None:
-    """Put a file in the place of an older one: it is there as a whole, and durably, or not at all; raises OSError."""
-    unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
+    """Replace a file atomically and durably; raises OSError."""
+    unfinished.unlink(missing_ok=True)  # a killed process left it, or it is a link: never followed
     try:
         with unfinished.open("xb") as stream:
             stream.writelines(content)
@@ -50,7 +49,7 @@ def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None
 
 
 class FileWriter:
-    """Makes file operations on a thread, `seconds` long at most; in the log `what` is written, to `file`."""
+    """Runs file operations on a thread, each for at most `seconds`; `what` and `file` are their names in the log."""
 
     def __init__(self, what: str, file: Path, seconds: float = WRITE_SECONDS) -> None:
         self._begins = f"{what} not written"
@@ -61,7 +60,7 @@ class FileWriter:
         self._problem: str | None = None
 
     async def do(self, operation: Callable[[], None]) -> bool:
-        """Return whether the operation worked, and tell when that changes."""
+        """Return whether the operation worked, and log when that changes."""
         before = self._problem
         self._problem = problem = await try_write(self._worker, operation, self._seconds)
         if problem is not None and before is None:
@@ -72,7 +71,7 @@ class FileWriter:
 
 
 async def try_write(worker: Worker[None], operation: Callable[[], None], seconds: float) -> str | None:
-    """Return what went wrong with an operation that may raise OSError, or ValueError with a text for the operator."""
+    """Return the error of an operation that may raise OSError, or ValueError with a text for the operator."""
     try:
         await worker.call(operation, seconds)
     except TimeoutError:
@@ -88,7 +87,7 @@ FOREIGN: Final = "the file is there and is no trace: move it away, or name anoth
 
 
 class Recorder:
-    """Appends snapshots to `file`; at `max_bytes` it becomes `file`.1, over an older one, and a new one begins."""
+    """Appends snapshots to `file`; at `max_bytes` it is renamed to `file`.1, and a new one begins."""
 
     def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
         self._file = file
@@ -103,7 +102,7 @@ class Recorder:
 def append(file: Path, written: bytes, max_bytes: int) -> None:
     """Append a line, after a header where the file is new; raises OSError, and ValueError where it is not a trace.
 
-    The file is opened for each line: it may be moved or deleted at any time, and nothing is lost when the daemon ends.
+    It opens the file for each line: the file may be moved or deleted at any time.
     """
     with file.open("a+b") as stream:
         size = _mend(stream)
@@ -115,7 +114,7 @@ def append(file: Path, written: bytes, max_bytes: int) -> None:
 
 
 def _mend(stream: BinaryIO) -> int:
-    """Return the size of the trace, 0 where it is new, without what a crash or a full disk left of its last line."""
+    """Return the size of the trace, 0 for a new one, after cutting an incomplete last line."""
     size = stream.seek(0, os.SEEK_END)
     if not size:
         return 0
@@ -133,10 +132,7 @@ def _mend(stream: BinaryIO) -> int:
 
 
 def is_trace_start(head: bytes) -> bool:
-    """Tell whether a file that begins so is a trace to go on with: an incident is none, it is whole.
-
-    A part of the header is what a crash left of it.
-    """
+    """Return whether a trace with this first line may be continued: not an incident; a part of the header may."""
     try:
         return encode_line(HEADER).startswith(head) or bool(json.loads(head) == HEADER)
     except (ValueError, RecursionError):

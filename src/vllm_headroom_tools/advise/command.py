@@ -7,8 +7,6 @@ from argparse import Namespace
 from collections.abc import Coroutine, Iterator
 from typing import Any, Final
 
-from vllm_headroom.config.kinds import RATIO, TRACE, Value, page_url, tokens, whole
-from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.parse import read_trace
 from vllm_headroom_tools.advise.facts import Facts, Origin
 from vllm_headroom_tools.advise.finding import Advice, Change
@@ -18,6 +16,7 @@ from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history import describe_span
+from vllm_headroom_tools.options import RATIO, TRACE, BadOptions, Parser, Value, page_url, tokens, whole
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
 

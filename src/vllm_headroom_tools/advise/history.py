@@ -7,7 +7,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.derive.life.lives import EngineRuns
-from vllm_headroom.derive.readings import awake, count_running, label_engine, list_named
+from vllm_headroom.derive.readings import count_running, is_page_awake, label_engine, list_named
 from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import LeakState
@@ -256,7 +256,7 @@ class TraceHistory:
     def _step_gpus(self, snapshot: Snapshot, seconds: float, *, ended: bool) -> None:
         page = snapshot.page
         running = count_running(page)
-        serving = self._ends.serving and awake(page) is not False
+        serving = self._ends.serving and is_page_awake(page) is not False
         for history in self._gpus.values() if ended or not serving else ():
             history.close_spell(self._now, ended_engine=ended)
         for gpu in snapshot.devices:

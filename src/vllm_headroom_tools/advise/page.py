@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_headroom import catalog
-from vllm_headroom.config.kinds import redacted
 from vllm_headroom.derive.host_memory import FACTS
 from vllm_headroom.derive.readings import sum_known
 from vllm_headroom.derive.verdicts import LOW_BYTES
+from vllm_headroom.inputs import redact_url
 from vllm_headroom.model import INPUTS, Failure, HostMemory, Metric, Sample, Values
 from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
@@ -241,7 +241,7 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
     if isinstance(page, Failure):
         raise BadInput(f"--engine-url: {strip_advice(page)}: check that vLLM serves there")
     if not page.engines:
-        raise BadInput(f"--engine-url: the page at {redacted(url)} is not vLLM's")
+        raise BadInput(f"--engine-url: the page at {redact_url(url)} is not vLLM's")
     found = None if isinstance(about, Failure) else parse_server_version(about)
     version = settings.version or (parse_version(found) if found else None)
     return replace(add_page_settings(settings, page), version=version)

@@ -9,8 +9,6 @@ from xml.etree import ElementTree as ET
 
 from msgspec import Struct
 
-from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, bounded, choice, size, whole
-from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.parse import BadInput, read_trace
 from vllm_headroom.units import format_duration
 from vllm_headroom_tools.check.leaks import judge_gpu_leaks, judge_host_leaks
@@ -34,6 +32,19 @@ from vllm_headroom_tools.check.limits import (
 from vllm_headroom_tools.check.record import Budget, TraceRecord
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.options import (
+    FILE,
+    RATIO,
+    SHARE,
+    TRACE,
+    BadOptions,
+    Parser,
+    Value,
+    bounded,
+    choice,
+    size,
+    whole,
+)
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.terminal import wrap_text
 

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
-from vllm_headroom.config.fields import setting
-from vllm_headroom.config.kinds import Value, above_zero, bounded, choice
-from vllm_headroom.config.settings import Settings
+from pydantic import Field
+
+from vllm_headroom.config import from_text, setting
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.demo.scenario import TABLE
-
-DESCRIPTION: Final = """\
-Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
-"""
-
-EPILOG: Final = """\
-Example:
-  vllm-headroom demo --scenario burst --speed 10
-  curl http://127.0.0.1:9839/metrics
-"""
+from vllm_headroom_tools.options import choice
+from vllm_headroom_tools.settings import ModelSettings
 
 SCENARIOS: Final = tuple(TABLE)
+SCENARIO: Final = choice(SCENARIOS)
 FASTEST: Final = 1000
 
 
-class DemoSettings(Settings):
-    """The daemon's settings and the demo's own; how to reach an engine is none of them, for the demo brings its own."""
+class DemoSettings(ModelSettings):
+    """The daemon's settings and the demo's; those that reach an engine are left out, since the demo simulates one."""
 
-    no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
+    no_options: ClassVar = frozenset(
+        name for name in ModelSettings.model_fields if name.startswith(("engine_", "canary_"))
+    )
 
-    scenario: str = setting(choice(SCENARIOS), SCENARIOS[0], "NAME", "What happens in the simulation.")
-    speed: float = setting(
-        Value(read=above_zero(bounded(float, 0, FASTEST)), accepts=f"a number above 0, at most {FASTEST}"),
+    scenario: Annotated[str, from_text(SCENARIO.read)] = setting(
+        SCENARIOS[0], "NAME", SCENARIO.accepts, "What happens in the simulation."
+    )
+    speed: Annotated[float, Field(gt=0, le=FASTEST)] = setting(
         60,
         "NUMBER",
+        f"a number above 0, at most {FASTEST}",
         "How many times as fast as the clock the simulation's time runs.",
     )
 
@@ -45,13 +42,19 @@ async def _run(given: Namespace) -> int:
 
     settings: DemoSettings = given.settings
     logs.configure(settings.log_format, settings.log_level)
-    return await run(settings.values(), scenario=TABLE[settings.scenario], speed=settings.speed)
+    return await run(settings, scenario=TABLE[settings.scenario], speed=settings.speed)
 
 
 COMMAND: Final[Command[int]] = Command(
     usage="vllm-headroom demo [OPTION VALUE]...",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
+""",
+    epilog="""\
+Example:
+  vllm-headroom demo --scenario burst --speed 10
+  curl http://127.0.0.1:9839/metrics
+""",
     options=lambda parser: parser.add_settings(DemoSettings),
     run=_run,
     status=int,

@@ -1,19 +1,179 @@
-"""The demo's composition root: the daemon over a simulated world whose clock runs faster."""
+"""The daemon over a simulated world whose clock runs faster."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-
-import structlog
+from collections.abc import Callable, Mapping
+from math import exp
+from typing import Final
 
 from vllm_headroom.clock import Clock, sleep_until
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
-from vllm_headroom_tools.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
+from vllm_headroom.log import Log
+from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.scrape.gpu_state import Peak
+from vllm_headroom.units import MIB
+from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom_tools.demo.scenario import Scenario
-from vllm_headroom_tools.demo.world import World
+from vllm_headroom_tools.demo.world import (
+    BLOCK_TOKENS,
+    CAPACITY_TOKENS,
+    KV_BLOCKS,
+    MOST_RUNNING,
+    RESERVED_BYTES,
+    TOTAL_BYTES,
+    EngineRun,
+    World,
+)
+
+ENGINE_LABELS: Final = 'model_name="simulated-8b",engine="0"'
+CACHE_CONFIG: Final = (
+    f'engine="0",block_size="{BLOCK_TOKENS}",cache_dtype="auto",gpu_memory_utilization="0.92",'
+    f'kv_cache_memory_bytes="None",kv_cache_size_tokens="{CAPACITY_TOKENS}",num_gpu_blocks="{KV_BLOCKS}"'
+)
+ENGINE_DOWN: Final = Failure(source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="the simulated engine is down")
+
+
+class SimulatedEngine:
+    """The page of the world that `now` returns, brought to the present; `epoch_seconds` is when the demo began."""
+
+    def __init__(self, now: Callable[[], World], epoch_seconds: float) -> None:
+        self._now = now
+        self._epoch_seconds = epoch_seconds
+
+    async def fetch(self) -> str | Failure:
+        """Return the page; a Failure while the engine is down or loading."""
+        world = self._now()
+        return render_page(world.engine, self._epoch_seconds) if world.serves else ENGINE_DOWN
+
+    async def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+
+def render_page(engine: EngineRun, epoch_seconds: float) -> str:
+    """Return what the engine exports, as Prometheus text."""
+    traffic = engine.traffic
+    figures = {
+        "num_requests_running": traffic.running,
+        "num_requests_waiting": traffic.waiting,
+        "kv_cache_usage_perc": traffic.kv_used_ratio,
+        "prefix_cache_queries_total": traffic.prompt_tokens_total,
+        "prefix_cache_hits_total": traffic.prefix_hits_total,
+        "num_preemptions_total": traffic.preemptions_total,
+        "prompt_tokens_total": traffic.prompt_tokens_total,
+        "generation_tokens_total": traffic.generation_tokens_total,
+        "request_success_total": traffic.finished_total,
+        "iteration_tokens_total_count": traffic.steps_total,
+    }
+    lines = [f"vllm:{name}{{{ENGINE_LABELS}}} {value}" for name, value in figures.items()]
+    lines += [
+        f'vllm:engine_sleep_state{{{ENGINE_LABELS},sleep_state="awake"}} {int(not engine.asleep)}',
+        f"vllm:cache_config_info{{{CACHE_CONFIG}}} 1",
+        f"process_start_time_seconds {epoch_seconds + engine.started_seconds}",
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
+NEIGHBOUR_PID: Final = 90_000
+PAGE_BYTES: Final = 4_096
+RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
+    (Role.API_SERVER, 1_090),
+    (Role.ENGINE_CORE, 2_410),
+    (Role.WORKER, 5_560),
+)
+"""The engine's processes, in the order of their pids, with the memory each has when it starts to serve."""
+
+IDLE_WATTS: Final = 70.0
+IDLE_CELSIUS: Final = 31.0
+CELSIUS_PER_WATT: Final = 0.06
+
+SETTLING_MIB: Final = 45.0
+SETTLING_SECONDS: Final = 900.0
+"""How resident memory grows after the start, and how fast that fades."""
+
+
+class SimulatedGpus:
+    """One GPU of the world that `now` returns, brought to the present."""
+
+    def __init__(self, now: Callable[[], World]) -> None:
+        self._now = now
+        self._peak = Peak()
+
+    async def read(self, timeout_seconds: float) -> GpuReadings:  # noqa: ARG002 - it never takes long
+        """Return one reading of the device."""
+        world = self._look()
+        used_bytes, power_watts = world.used_bytes, IDLE_WATTS
+        if world.busy:
+            power_watts += 230.0 + 380.0 * min(1.0, world.busy / MOST_RUNNING)
+        device = GpuReading(
+            index=0,
+            uuid=UUID,
+            name="Simulated H100 80GB",
+            memory=GpuMemory(
+                total_bytes=TOTAL_BYTES,
+                used_bytes=used_bytes,
+                free_bytes=TOTAL_BYTES - RESERVED_BYTES - used_bytes,
+                reserved_bytes=RESERVED_BYTES,
+            ),
+            used_peak_bytes=self._peak.highest_bytes(world.seconds),
+            utilization_ratio=world.busy / (world.busy + 8.0),
+            temperature_celsius=float(round(IDLE_CELSIUS + CELSIUS_PER_WATT * (power_watts - IDLE_WATTS))),
+            power_watts=round(power_watts, 1),
+            processes=tuple(_list_gpu_processes(world)),
+        )
+        return GpuReadings(driver_version="580.00", devices=(device,))
+
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:  # noqa: ARG002 - it never takes long
+        """Return the memory in use by UUID, and note it for the peak of the last 60 s."""
+        return {UUID: self._look().used_bytes}
+
+    async def close(self) -> None:
+        """Do nothing: there is no driver."""
+
+    def _look(self) -> World:
+        world = self._now()
+        self._peak.add(world.seconds, world.used_bytes)
+        return world
+
+
+class SimulatedProcesses:
+    """The engine's processes of the world that `now` returns; `epoch_seconds` is when the demo began."""
+
+    def __init__(self, now: Callable[[], World], epoch_seconds: float) -> None:
+        self._now = now
+        self._epoch_seconds = epoch_seconds
+
+    async def read(self, timeout_seconds: float, page: object = None) -> ProcessReadings:  # noqa: ARG002 - it knows
+        """Return the engine's processes, none while it is down, and every pid there is."""
+        world = self._now()
+        engine = world.engine
+        served_seconds = max(0.0, world.seconds - engine.serving_seconds)
+        grown_mib = SETTLING_MIB * (1.0 - exp(-served_seconds / SETTLING_SECONDS))
+        processes = tuple(
+            EngineProcess(
+                pid=engine.first_pid + place,
+                role=role,
+                rss_bytes=int((mib + grown_mib) * MIB) // PAGE_BYTES * PAGE_BYTES,
+                started_at_seconds=self._epoch_seconds + engine.started_seconds,
+            )
+            for place, (role, mib) in enumerate(RESIDENT_MIB)
+            if engine.exists(world.seconds)
+        )
+        pids = {process.pid for process in processes} | {process.pid for process in _list_gpu_processes(world)}
+        return ProcessReadings(engine=processes, visible_pids=frozenset(pids | {1}), sees_host_pids=True)
+
+
+def _list_gpu_processes(world: World) -> list[GpuProcess]:
+    processes = []
+    if world.engine.exists(world.seconds):
+        worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
+        processes.append(GpuProcess(pid=world.engine.first_pid + worker, used_bytes=world.engine_bytes))
+    if world.neighbour is not None:
+        processes.append(GpuProcess(pid=NEIGHBOUR_PID + world.neighbour.number, used_bytes=world.neighbour_bytes))
+    return processes
 
 
 class ScaledClock:
@@ -40,7 +200,7 @@ class ScaledClock:
         return (time.monotonic() - self._began_monotonic_seconds) * self._speed
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 
 def bind_world(world: World, clock: Clock) -> Callable[[], World]:
@@ -54,7 +214,7 @@ def bind_world(world: World, clock: Clock) -> Callable[[], World]:
     return now
 
 
-async def run(settings: PlainSettings, *, scenario: Scenario, speed: float) -> int:
+async def run(settings: Settings, *, scenario: Scenario, speed: float) -> int:
     """Run the daemon over the simulated `scenario`; return the exit status."""
     log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
     clock = ScaledClock(speed)

@@ -1,4 +1,4 @@
-"""What can happen in the demo, as data, and the chance by which it does; every draw follows from a seed."""
+"""The demo's scenarios as data, with their seeded random draws."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """What happens besides healthy serving; the size of a burst is a factor on the load, of a neighbour bytes.
 
     With `cold` the engine starts with the demo, else it has served for an hour. While it hangs it takes no step, and
-    its page goes on saying what it said last.
+    its page keeps its last values.
     """
 
     name: str
@@ -68,7 +68,7 @@ TABLE: Final[dict[str, Scenario]] = {scenario.name: scenario for scenario in _AL
 
 
 def make_random(seed: int, purpose: str) -> Random:
-    """Return a source of chance of its own for `purpose`, so that one part's draws never shift another's."""
+    """Return a separate random generator for `purpose`, so that one part's draws never shift another's."""
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
 
@@ -111,17 +111,17 @@ class Recurring:
     def __init__(self, random: Random, visits: Visits | None) -> None:
         self._random = random
         self._visits = visits
-        self._visit = None if visits is None else self._next(visits, 0, 0.0)
+        self._visit = None if visits is None else self._draw_visit(visits, 0, 0.0)
 
-    def at(self, seconds: float) -> Visit | None:
+    def find_visit(self, seconds: float) -> Visit | None:
         """Return the visit going on at that time, which never goes back; None while there is none."""
         if self._visits is None or self._visit is None:
             return None
         if seconds >= self._visit.leaves_seconds:
-            self._visit = self._next(self._visits, self._visit.number, self._visit.leaves_seconds)
+            self._visit = self._draw_visit(self._visits, self._visit.number, self._visit.leaves_seconds)
         return self._visit if seconds >= self._visit.came_seconds else None
 
-    def _next(self, visits: Visits, number: int, since_seconds: float) -> Visit:
+    def _draw_visit(self, visits: Visits, number: int, since_seconds: float) -> Visit:
         came = since_seconds + self._random.uniform(*visits.pause_seconds)
         return Visit(
             number=number + 1,

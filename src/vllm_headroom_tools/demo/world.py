@@ -1,4 +1,4 @@
-"""The simulated world: one GPU, the engine on it and what befalls them."""
+"""The simulated world: one GPU, the engine on it and what happens to them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Demand:
 
 
 class Traffic:
-    """What one life of the engine has queued, runs and has counted."""
+    """The queue, the running requests and the counters of one run of the engine."""
 
     def __init__(self, random: Random) -> None:
         self.running = 0
@@ -87,7 +87,7 @@ class Traffic:
         self.running, self.waiting, self._preempted, self.kv_used_ratio = 0, 0, 0, 0.0
 
     def _admit(self) -> None:
-        """Let requests in by the room there is now; that those which run will grow is not foreseen."""
+        """Admit requests by the room there is now, without foreseeing that running requests grow."""
         fitting = int(ADMISSION_RATIO * CAPACITY_TOKENS / self._tokens_each)
         admitted = max(0, min(self.waiting, min(fitting, MOST_RUNNING) - self.running))
         self.waiting -= admitted
@@ -137,7 +137,7 @@ PIDS_APART: Final = 37
 
 
 class EngineRun:
-    """A server of one model on one GPU; times are seconds since the demo began, and `number` counts lives from 0."""
+    """A server of one model on one GPU; times are seconds since the demo began, and `number` counts runs from 0."""
 
     def __init__(self, seed: int, number: int, *, started_seconds: float, serving_seconds: float) -> None:
         self.number = number
@@ -196,7 +196,7 @@ def round_to_segments(mib: float, segment_mib: int) -> int:
 
 
 def compute_taken_mib(requests: int, most_running: int) -> int:
-    """Return what a life of a healthy engine goes on taking, and never gives back, by requests and most at once.
+    """Return the memory that a run of a healthy engine keeps taking and never frees, by requests and most at once.
 
     The picture is PyTorch's caching allocator (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily
     loaded kernels. What the n-th request needs first gets rarer as 1/n; a leak does not.
@@ -227,7 +227,7 @@ NEIGHBOUR_RAMP: Final = 0.2
 class World:
     """A function of scenario, seed and time alone; `seconds` is the time since the demo began, in whole seconds.
 
-    `busy` is how many requests the GPU works on.
+    `busy` is the number of requests that the GPU works on.
     """
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
@@ -279,11 +279,11 @@ class World:
 
     def _step(self) -> None:
         self.seconds += 1
-        burst = self._bursts.at(self.seconds)
+        burst = self._bursts.find_visit(self.seconds)
         arrived = self._demand.step(self.seconds, 1.0 if burst is None else burst.size)
-        self.neighbour = self._neighbours.at(self.seconds)
-        hangs = self._hangs.at(self.seconds) is not None
-        self.engine.sleep(asleep=self._sleeps.at(self.seconds) is not None)
+        self.neighbour = self._neighbours.find_visit(self.seconds)
+        hangs = self._hangs.find_visit(self.seconds) is not None
+        self.engine.sleep(asleep=self._sleeps.find_visit(self.seconds) is not None)
         if self.serves and not hangs:
             leaking = self.seconds > 0
             self.engine.step(arrived, self._scenario.leak_bytes_per_request if leaking else 0.0)
@@ -303,7 +303,6 @@ class World:
 
 
 def _start_engine(scenario: Scenario, seed: int) -> EngineRun:
-    """Return the engine that is there at the beginning."""
     if scenario.cold:
         loading = make_random(seed, "first load").uniform(*scenario.loading_seconds)
         return EngineRun(seed, 0, started_seconds=0.0, serving_seconds=loading)

@@ -8,29 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.doctor.engine import (
-    check_engine,
-    check_engine_inputs,
-    check_kv_bytes,
-    check_probe,
-    check_reported_memory,
-    read_probe_files,
-)
+from vllm_headroom_tools.doctor import engine, gpus, port
 from vllm_headroom_tools.doctor.fixes import Check, Status, look
-from vllm_headroom_tools.doctor.gpus import (
-    check_gpu_attribution,
-    check_gpus,
-    check_nvml,
-    check_process_memory,
-    check_processes,
-)
-from vllm_headroom_tools.doctor.port import check_listen_port, check_state_dir, check_trace_file
 from vllm_headroom_tools.look import PROC, SYS
+from vllm_headroom_tools.settings import ModelSettings
 from vllm_headroom_tools.terminal import wrap_text
 
 Document = Mapping[str, Any]
@@ -38,7 +23,7 @@ Document = Mapping[str, Any]
 
 MARKS: Final = {Status.OK: "ok", Status.MISSING: "MISSING", Status.UNKNOWN: "unknown", Status.NOT_APPLICABLE: "-"}
 INDENT: Final = " " * 9
-"""The width of the marks: what follows stands below the name."""
+"""The width of the marks: what follows is aligned with the name."""
 
 
 def build_document(checks: Mapping[str, Check], version: str) -> dict[str, Any]:
@@ -64,14 +49,14 @@ def _describe_check(name: str, check: Check) -> dict[str, Any]:
 
 
 def render_text(found: Document) -> list[str]:
-    """Return a line for each check with its mark, what else there is to say below it, and the sum."""
+    """Return a line for each check with its mark, its details below it, and the sum."""
     lines = [line for check in found["checks"] for line in _format_check(check)]
     return [*lines, *(("",) if lines[-1] else ()), _summarize(found)]
 
 
 def _format_check(check: Document) -> Iterator[str]:
-    told = check["found"] or check["missing"] or check["reason"]
-    yield from wrap_text(f"{MARKS[check['state']]:<8} {check['name']:<16} ", told)
+    text = check["found"] or check["missing"] or check["reason"]
+    yield from wrap_text(f"{MARKS[check['state']]:<8} {check['name']:<16} ", text)
     for detail in check["details"]:
         yield from wrap_text(f"{INDENT}  ", detail)
     if check["absent"]:
@@ -90,46 +75,32 @@ def _summarize(found: Document) -> str:
     return f"{states.count(Status.MISSING)} missing and {states.count(Status.UNKNOWN)} unknown, of {len(states)}."
 
 
-DESCRIPTION: Final = """\
-Says what the daemon can see from here with these settings, what is missing, and
-the line that fixes it. It reads as the daemon does, leaves nothing behind, and
-is done within ten seconds. Run it where the daemon runs:
-  kubectl exec POD -c headroom -- vllm-headroom doctor
-"""
-
-EPILOG: Final = """\
-It ends with status 0 when nothing is missing, 1 when something is missing or
-cannot be told, and 2 when it cannot use its settings. What is marked - was not
-asked for, or does not apply.
-"""
-
-
 async def _run(given: Namespace) -> dict[str, Any]:
-    logs.configure(given.settings.log_format, "error")  # the readers log what is told here in full
-    return build_document(await examine(given.settings.values()), read_version())
+    logs.configure(given.settings.log_format, "error")  # the readers log what the checks report
+    return build_document(await examine(given.settings), read_version())
 
 
-async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
+async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
-    sight, port, state, trace, files = await asyncio.gather(
+    survey, listening, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
-        check_listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
-        check_state_dir(settings.state_dir),
-        check_trace_file(settings.trace_file),
-        read_probe_files(settings.probe_dir),
+        port.check_listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
+        port.check_state_dir(settings.state_dir),
+        port.check_trace_file(settings.trace_file),
+        engine.read_probe_files(settings.probe_dir),
     )
     return {
-        "engine": check_engine(sight),
-        "engine_inputs": check_engine_inputs(sight),
-        "reported_memory": check_reported_memory(sight, settings.reported_bytes),
-        "kv_bytes": check_kv_bytes(sight, settings.kv_bytes_per_token, settings.model_shape),
-        "nvml": check_nvml(sight),
-        "gpus": check_gpus(sight),
-        "gpu_attribution": check_gpu_attribution(sight, settings.selection),
-        "processes": check_processes(sight),
-        "process_memory": check_process_memory(sight),
-        "probe": check_probe(files, sight),
-        "listen_port": port,
+        "engine": engine.check_engine(survey),
+        "engine_inputs": engine.check_engine_inputs(survey),
+        "reported_memory": engine.check_reported_memory(survey, settings.reported_bytes),
+        "kv_bytes": engine.check_kv_bytes(survey, settings.kv_bytes_per_token, settings.model_shape),
+        "nvml": gpus.check_nvml(survey),
+        "gpus": gpus.check_gpus(survey),
+        "gpu_attribution": gpus.check_gpu_attribution(survey, Selection.of(settings.gpus)),
+        "processes": gpus.check_processes(survey),
+        "process_memory": gpus.check_process_memory(survey),
+        "probe": engine.check_probe(files, survey),
+        "listen_port": listening,
         "state_dir": state,
         "trace_file": trace,
     }
@@ -137,9 +108,18 @@ async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    options=lambda parser: parser.add_settings(Settings),
+    description="""\
+Says what the daemon can see from here with these settings, what is missing, and
+the line that fixes it. It reads as the daemon does, leaves nothing behind, and
+is done within ten seconds. Run it where the daemon runs:
+  kubectl exec POD -c headroom -- vllm-headroom doctor
+""",
+    epilog="""\
+It ends with status 0 when nothing is missing, 1 when something is missing or
+is not known, and 2 when it cannot use its settings. What is marked - was not
+asked for, or does not apply.
+""",
+    options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,
     text=render_text,
     document=lambda found: found,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
@@ -23,28 +22,18 @@ from vllm_headroom.model import (
     GpuMemory,
     GpuReading,
     ProbedProcess,
-    ProbeReadings,
     Snapshot,
 )
 from vllm_headroom.parse.engines import explain_empty_page, find_profile
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.parse.profile import Profile
-from vllm_headroom.parse.profiles.vllm import VLLM as VLLM_ENGINE
+from vllm_headroom.parse.profiles.vllm import VLLM
 from vllm_headroom.scrape.http.reader import find_port
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Attribution, Reason
-from vllm_headroom_tools.doctor.fixes import (
-    COMPOSE,
-    POD,
-    VLLM,
-    Check,
-    Fix,
-    Status,
-    Survey,
-    find_engine_fixes,
-    fix_setting,
-)
+from vllm_headroom_tools.doctor import fixes
+from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, Survey, count_roles, find_engine_fixes, fix_setting
 from vllm_headroom_tools.look import PATIENCE_SECONDS
 from vllm_headroom_tools.sizing.footprint import ModelShape, bind_token_bytes
 
@@ -68,7 +57,7 @@ WITHOUT_AN_ANSWER: Final = (
     "headroom_leaked_bytes",
     "headroom_time_to_oom_*",
 )
-"""Nothing is said of leaks before the engine was seen to have served."""
+"""No leak series exist before the engine was seen to serve."""
 
 SET_ENGINE_URL: Final = fix_setting(
     "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics",
@@ -76,70 +65,67 @@ SET_ENGINE_URL: Final = fix_setting(
     "# trtllm-serve has its page at /prometheus/metrics",
 )
 
-WAIT_FOR_START: Final = Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",))
 
-
-def check_engine(sight: Survey) -> Check:
-    """Tell whether the page can be read and is an engine's, and of which version."""
-    if isinstance(sight.page, Failure):
-        return _check_unreadable(sight, sight.page)
-    if sight.page.engines:
-        return Check(Status.OK, _describe_answer(sight, sight.page))
-    fixes = [_fix_address(sight)]
-    if sight.version is not None:
-        fixes.insert(0, Fix(where=f"{VLLM}, to take out", lines=("--disable-log-stats",)))
+def check_engine(survey: Survey) -> Check:
+    """Check whether the page can be read and is an engine's, and of which version."""
+    if isinstance(survey.page, Failure):
+        return _check_unreadable(survey, survey.page)
+    if survey.page.engines:
+        return Check(Status.OK, _describe_answer(survey, survey.page))
+    ways = [_fix_address(survey)]
+    if survey.version is not None:
+        ways.insert(0, Fix(where=f"{fixes.VLLM}, to take out", lines=("--disable-log-stats",)))
     return Check(
         Status.MISSING,
-        f"{sight.url} answers, but {explain_empty_page(sight.page)}",
-        details=() if sight.version is None else (f"the server calls itself version {sight.version}",),
+        f"{survey.url} answers, but {explain_empty_page(survey.page)}",
+        details=() if survey.version is None else (f"the server calls itself version {survey.version}",),
         absent=WITHOUT_THE_PAGE,
-        fixes=tuple(fixes),
+        fixes=tuple(ways),
     )
 
 
-def _describe_answer(sight: Survey, page: EnginePage) -> str:
-    what = f"version {sight.version}" if sight.version else "a version that it does not tell"
+def _describe_answer(survey: Survey, page: EnginePage) -> str:
+    what = f"version {survey.version}" if survey.version else "version not reported"
     models = sorted({engine.model_name for engine in list_named(page)})
     serving = f"model {', '.join(models)}" if models else "no model named before its first request"
     engines = f", {len(page.engines)} engines" if len(page.engines) > 1 else ""
-    return f"{sight.url} answers: {page.profile}, {what}, {serving}{engines}"
+    return f"{survey.url} answers: {page.profile}, {what}, {serving}{engines}"
 
 
-def _check_unreadable(sight: Survey, failure: Failure) -> Check:
-    gave_up = failure.reason is Reason.TIMEOUT and sight.daemon_waits_seconds > PATIENCE_SECONDS
+def _check_unreadable(survey: Survey, failure: Failure) -> Check:
+    gave_up = failure.reason is Reason.TIMEOUT and survey.daemon_waits_seconds > PATIENCE_SECONDS
+    wait = Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",))
+    ways = find_engine_fixes(failure.reason, _fix_address(survey))
     return Check(
         Status.UNKNOWN if gave_up else Status.MISSING,
         failure.message,
-        details=tuple(_list_hints(sight, gave_up=gave_up)),
+        details=tuple(_list_hints(survey, gave_up=gave_up)),
         absent=WITHOUT_AN_ANSWER,
-        fixes=(
-            *((WAIT_FOR_START,) if _is_loading(sight) else ()),
-            *find_engine_fixes(failure.reason, _fix_address(sight)),
-        ),
+        fixes=(wait, *ways) if _is_loading(survey) else ways,
     )
 
 
-def _list_hints(sight: Survey, *, gave_up: bool) -> Iterator[str]:
+def _list_hints(survey: Survey, *, gave_up: bool) -> Iterator[str]:
     if gave_up:
-        yield f"the daemon waits {sight.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
-    if _is_loading(sight):
+        yield f"the daemon waits {survey.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
+    if _is_loading(survey):
         yield "its processes run here: while an engine loads its model, which can take minutes, it does not listen"
-    elif sight.served_port not in {None, find_port(sight.url)}:
-        yield f"an engine that runs here serves port {sight.served_port}"
+    elif survey.served_port not in {None, find_port(survey.url)}:
+        yield f"an engine that runs here serves port {survey.served_port}"
 
 
-def _is_loading(sight: Survey) -> bool:
-    """Tell whether nothing listens yet, and a vLLM that runs here may do so later."""
-    if isinstance(sight.processes, Failure) or not sight.processes.engine or not isinstance(sight.page, Failure):
+def _is_loading(survey: Survey) -> bool:
+    """Return whether nothing listens yet, and a vLLM that runs here may do so later."""
+    if isinstance(survey.processes, Failure) or not survey.processes.engine or not isinstance(survey.page, Failure):
         return False
-    return sight.page.reason is Reason.UNREACHABLE and sight.served_port in {None, find_port(sight.url)}
+    return survey.page.reason is Reason.UNREACHABLE and survey.served_port in {None, find_port(survey.url)}
 
 
-def _fix_address(sight: Survey) -> Fix:
+def _fix_address(survey: Survey) -> Fix:
     """Return how to look for the page elsewhere: at the port of the engine that runs here, where that is another."""
-    if sight.served_port in {None, find_port(sight.url)}:
+    if survey.served_port in {None, find_port(survey.url)}:
         return SET_ENGINE_URL
-    return fix_setting(f"HEADROOM_ENGINE_URL={sight.url.copy_with(port=sight.served_port)}")
+    return fix_setting(f"HEADROOM_ENGINE_URL={survey.url.copy_with(port=survey.served_port)}")
 
 
 NO_PAGE: Final = "needs the engine's page, see engine"
@@ -155,10 +141,6 @@ A_GPU: Final = Gpu(
     ),
     attribution=Attribution.ASSUMED,
 )
-NEWER: Final = Fix(where="in vLLM's image", lines=("# 0.11.1 or newer, which offers all of them",))
-TAKE_OUT: Final = Fix(where=f"{VLLM}, to take out", lines=("--kv-cache-memory-bytes",))
-
-
 WITHOUT_BYTES: Final = (catalog.ENGINE_KV_CAPACITY_BYTES.name, catalog.ENGINE_KV_BYTES_PER_REQUEST.name)
 SET_KV_BYTES: Final = (
     fix_setting("HEADROOM_MODEL_CONFIG=/models/MODEL/config.json  # of the model that is served, where it can be read"),
@@ -173,13 +155,13 @@ SERIES: Final = {
     for field, each in INPUTS.items()
     if (made := tuple(m for m in catalog.METRICS if field in m.needs or m.name == each.metric))
 }
-"""What is made of each input, and absent without it. Of the inputs that are not here, each has others that stand in for
-it, and what the engine reports of its memory is looked at by itself."""
+"""The series that need each input. An input that is not here has substitutes; `check_reported_memory` covers the
+engine's own memory figures."""
 
 
-def check_engine_inputs(sight: Survey) -> Check:
-    """Tell which inputs the page does not offer, and which series are absent for it."""
-    page = sight.page
+def check_engine_inputs(survey: Survey) -> Check:
+    """Check which inputs the page does not offer, and which series are absent without them."""
+    page = survey.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
@@ -187,31 +169,31 @@ def check_engine_inputs(sight: Survey) -> Check:
     profile = find_profile(page.profile)
     spare = ", ".join(name for name, found in page.inputs if not found and name not in SERIES)
     details = (
-        *((f"not offered, and no series is absent for it: {spare}",) if spare else ()),
-        *(f"{profile.product} does not tell {name}: {why}" for name, why in profile.absent if name in SERIES),
+        *((f"not exported, and no metric depends on it: {spare}",) if spare else ()),
+        *(f"{profile.product} does not export {name}: {why}" for name, why in profile.absent if name in SERIES),
     )
     if not wanted:
         return Check(Status.OK, offered, details=details)
     has_served = any(engine.prompt_tokens_total for engine in page.engines)
-    later = "" if has_served else "; no request has been served yet, and some come with the first"
+    later = "" if has_served else "; no request has been served yet, and some appear with the first"
     return Check(
         Status.MISSING if has_served else Status.UNKNOWN,
         f"{offered}, not {', '.join(wanted)}{later}",
         details=details,
         absent=list_lost_series(wanted, page),
-        fixes=(_fix_version(profile) if has_served else _fix_first_request(sight, page),),
+        fixes=(_fix_version(profile) if has_served else _fix_first_request(survey, page),),
     )
 
 
 def _fix_version(profile: Profile) -> Fix:
-    if profile.name == VLLM_ENGINE.name:
-        return NEWER
+    if profile.name == VLLM.name:
+        return Fix(where="in vLLM's image", lines=("# 0.11.1 or newer, which offers all of them",))
     return Fix(where=f"in {profile.product}'s image", lines=("# a newer version, where it has one that offers them",))
 
 
-def check_reported_memory(sight: Survey, configured_bytes: int | None) -> Check:
-    """Tell what there is to compare the engine's memory with: ask the derivation, for a GPU of one's own making."""
-    page = sight.page
+def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
+    """Check what the engine's memory can be compared with, by running the derivation on a made-up GPU."""
+    page = survey.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=())
@@ -220,21 +202,20 @@ def check_reported_memory(sight: Survey, configured_bytes: int | None) -> Check:
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
     product = find_profile(page.profile).product
     given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
-    untold = f"{product} does not tell one gpu_memory_utilization"
+    unknown = f"{product} does not report one gpu_memory_utilization"
+    set_bytes = fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU")
+    take_out = Fix(where=f"{fixes.VLLM}, to take out", lines=("--kv-cache-memory-bytes",))
     return Check(
         Status.MISSING,
-        f"{given if is_given else untold}, so that there is no budget to compare what it holds with",
+        f"{given if is_given else unknown}, so there is no budget to compare its memory with",
         absent=WITHOUT_A_REPORT,
-        fixes=(
-            fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU"),
-            *((TAKE_OUT,) if is_given else ()),
-        ),
+        fixes=(set_bytes, take_out) if is_given else (set_bytes,),
     )
 
 
-def _fix_first_request(sight: Survey, page: EnginePage) -> Fix:
+def _fix_first_request(survey: Survey, page: EnginePage) -> Fix:
     body = json.dumps({"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1})
-    url = shlex.quote(str(sight.url.join("v1/completions")))
+    url = shlex.quote(str(survey.url.join("v1/completions")))
     return Fix(
         where="with a first request",
         lines=(f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}",),
@@ -242,16 +223,16 @@ def _fix_first_request(sight: Survey, page: EnginePage) -> Fix:
 
 
 def _describe_report(basis: str, value: float) -> str:
-    told = {
+    texts = {
         "metric": f"the engine reports {value / GIB:.1f} GiB on each GPU",
         "budget": f"the engine's budget is {value / GIB:.0%} of each GPU (gpu_memory_utilization)",
         "configured": f"HEADROOM_REPORTED_BYTES is {value / GIB:.1f} GiB on each GPU",
     }
-    return told[basis]
+    return texts[basis]
 
 
 def list_needed(page: EnginePage) -> tuple[str, ...]:
-    """Return the inputs that the page does not offer, engines of its kind do, and something is made of."""
+    """Return the inputs that the page lacks, engines of its kind offer, and some series need."""
     never = dict(find_profile(page.profile).absent)
     return tuple(name for name, found in page.inputs if not found and name in SERIES and name not in never)
 
@@ -264,22 +245,24 @@ def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ..
     return tuple(metric.name for metric in catalog.METRICS if metric in without)
 
 
-def check_kv_bytes(sight: Survey, bytes_per_token: float | None, model: ModelShape | None) -> Check:
-    """Tell whether the KV cache can be known in bytes: with a model, ask the derivation; it works without them."""
+def check_kv_bytes(survey: Survey, bytes_per_token: float | None, model: ModelShape | None) -> Check:
+    """Check whether the KV cache can be known in bytes: with a model, by running the derivation."""
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
     if model is None:
-        text = "HEADROOM_MODEL_CONFIG is not set: the KV cache is told in tokens, not in bytes"
+        text = "HEADROOM_MODEL_CONFIG is not set: the KV cache is reported in tokens, not in bytes"
         return Check(Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
-    if isinstance(sight.page, Failure) or not sight.page.engines:
+    if isinstance(survey.page, Failure) or not survey.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
-    gpus = sight.readings if isinstance(sight.readings, Failure) else sight.gpus
-    snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=sight.page, gpus=gpus, processes=())
-    told = {sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=bind_token_bytes(model))}
-    if catalog.ENGINE_KV_CAPACITY_BYTES in told:
-        return Check(Status.OK, "HEADROOM_MODEL_CONFIG tells the bytes per token")
+    gpus = survey.readings if isinstance(survey.readings, Failure) else survey.gpus
+    snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=())
+    metrics = {
+        sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=bind_token_bytes(model))
+    }
+    if catalog.ENGINE_KV_CAPACITY_BYTES in metrics:
+        return Check(Status.OK, "HEADROOM_MODEL_CONFIG gives the bytes per token")
     text = (
-        "HEADROOM_MODEL_CONFIG does not tell the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
+        "HEADROOM_MODEL_CONFIG does not give the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
         " or its layers keep a window or a state"
     )
     return Check(Status.MISSING, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
@@ -288,11 +271,11 @@ def check_kv_bytes(sight: Survey, bytes_per_token: float | None, model: ModelSha
 READ_SECONDS: Final = 2.0
 FROM_PROBE: Final = ("headroom_engine_memory_bytes", "headroom_allocator_*", "headroom_leak_location")
 NO_PROBE_DIR: Final = "HEADROOM_PROBE_DIR is not set: what only vLLM's processes know is not read"
-NO_GPU: Final = "torch's allocator is not told: vLLM has no GPU, has not begun to use it, or may sleep"
+NO_GPU: Final = "torch's allocator reports nothing: vLLM has no GPU, has not used it yet, or may sleep"
 
 INSTALL_PROBE: Final = (
     Fix(
-        where=f"{POD}, after the container that runs vllm-headroom probe install (the component probe has it all)",
+        where=f"{fixes.POD}, after the container that runs vllm-headroom probe install (all in the component probe)",
         lines=(
             "containers:",
             "- name: vllm",
@@ -305,12 +288,14 @@ INSTALL_PROBE: Final = (
         ),
     ),
     Fix(
-        where=f"in vLLM's compose service (deploy/compose), and the folder {COMPOSE} too",
+        where=f"in vLLM's compose service (deploy/compose), and the folder {fixes.COMPOSE} too",
         lines=("environment: {PYTHONPATH: /opt/headroom-probe, HEADROOM_PROBE_DIR: /run/headroom-probe}",),
     ),
     Fix(where="where vLLM's environment has VLLM_PLUGINS", lines=("VLLM_PLUGINS=...,headroom_probe",)),
 )
-RESTART: Final = (Fix(where="by a restart of vLLM, once what its log says is mended", lines=("headroom probe: ...",)),)
+RESTART: Final = (
+    Fix(where="by a restart of vLLM, once the error in its log is fixed", lines=("headroom probe: ...",)),
+)
 
 
 async def read_probe_files(folder: Path | None) -> tuple[ProbedProcess, ...] | Failure | None:
@@ -318,21 +303,22 @@ async def read_probe_files(folder: Path | None) -> tuple[ProbedProcess, ...] | F
     return None if folder is None else await ProbeReader(folder, parse=parse_probe).read(READ_SECONDS)
 
 
-def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Survey) -> Check:
-    """Tell whether the probe is there, loaded by the vLLM that runs, and writes."""
-    processes = () if isinstance(sight.processes, Failure) else sight.processes.engine
+def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
+    """Check whether the probe is installed, loaded by the running vLLM, and writes."""
+    processes = () if isinstance(survey.processes, Failure) else survey.processes.engine
     found = classify_probe(files, processes, time.time())
     if found is None:
         return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
     if isinstance(found, Failure):
         return _report_missing(found.message, (), *INSTALL_PROBE)
-    stopped = tuple(
-        f"{_name_process(each)} has stopped: {each.stopped}" for each in _select_current(found) if each.stopped
-    )
+    began = min((each.started_at_seconds for each in found.present), default=0.0)
+    current = [each for each in found.others if each.started_at_seconds >= began]  # older ones are of another run
+    stopped = tuple(f"{_name_process(each)} has stopped: {each.stopped}" for each in current if each.stopped)
     if not found.present:
-        return _report_missing(
-            _explain_silence(found), stopped, *(RESTART if found.silent or stopped else INSTALL_PROBE)
-        )
+        text = "none of vLLM's processes writes now: it is down, still starting, or was started without the probe"
+        if found.silent:
+            text = "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"
+        return _report_missing(text, stopped, *(RESTART if found.silent or stopped else INSTALL_PROBE))
     details = (*stopped, *(f"{_name_process(each)} writes no longer" for each in found.silent))
     if details:
         return _report_missing(f"{_count_roles(found.present)}, but not all", details, *RESTART)
@@ -344,22 +330,9 @@ def _report_missing(text: str, details: tuple[str, ...], *fixes: Fix) -> Check:
     return Check(Status.MISSING, text, details=details, absent=FROM_PROBE, fixes=fixes)
 
 
-def _select_current(found: ProbeReadings) -> tuple[ProbedProcess, ...]:
-    """Return those that may be of the engine that runs: not older than what writes now."""
-    began = min((each.started_at_seconds for each in found.present), default=0.0)
-    return tuple(each for each in found.others if each.started_at_seconds >= began)
-
-
-def _explain_silence(found: ProbeReadings) -> str:
-    if found.silent:
-        return "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"
-    return "none of vLLM's processes writes now: it is down, still starting, or was started without the probe"
-
-
 def _count_roles(present: tuple[ProbedProcess, ...]) -> str:
-    roles = Counter(str(each.role) for each in present)
     versions = sorted({each.vllm_version for each in present if each.vllm_version})
-    counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+    counted = count_roles(each.role for each in present)
     return f"it answers in {counted}" + (f" of vLLM {', '.join(versions)}" if versions else "")
 
 

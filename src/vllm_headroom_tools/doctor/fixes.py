@@ -1,8 +1,10 @@
-"""What the doctor says of one thing, and the lines that mend what is missing."""
+"""A check of the doctor, and the lines that fix what is missing."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -10,17 +12,17 @@ from typing import Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.scrape.http.failures import hide_secrets
-from vllm_headroom.vocabulary import Reason
+from vllm_headroom.vocabulary import Reason, Role
 from vllm_headroom_tools.look import PATIENCE_SECONDS, Machine, fetch_engines, fetch_once, read_machine
 from vllm_headroom_tools.openai import parse_server_version
 
 
 class Status(StrEnum):
-    """How it stands with one thing; what could not be found out is never called available or missing."""
+    """The state of a check; what could not be determined is never called available or missing."""
 
     OK = "ok"
     MISSING = "missing"
@@ -29,17 +31,17 @@ class Status(StrEnum):
 
 
 class Fix(Struct, frozen=True, kw_only=True):
-    """One way to mend a thing: the lines to write, and where; several of them are alternatives."""
+    """One way to fix a thing: the lines to write, and where; several of them are alternatives."""
 
     where: str
     lines: tuple[str, ...]
 
 
 class Check(Struct, frozen=True):
-    """How it stands with one thing.
+    """The result of one check.
 
-    `text` says what was found, what is missing, or why it cannot be told or does not apply. `absent` are the series
-    that are not on the daemon's page meanwhile; one that ends in `*` stands for all that begin so.
+    `text` says what was found, what is missing, or why it is not known or does not apply. `absent` are the series
+    that the daemon does not export meanwhile; one that ends in `*` means all with this prefix.
     """
 
     state: Status
@@ -54,8 +56,12 @@ COMPOSE: Final = "in the sidecar's compose service"
 NODE: Final = "on the node"
 VLLM: Final = "in vLLM's arguments"
 
-
 CLAIM: Final = "resources: {claims: [{name: gpu}]}"
+
+
+def count_roles(roles: Iterable[Role]) -> str:
+    """Return how many processes have each role, as in a sentence."""
+    return ", ".join(f"{count} {role}" for role, count in sorted(Counter(map(str, roles)).items()))
 
 
 def fix_setting(*lines: str) -> Fix:
@@ -125,7 +131,7 @@ TRACE_THEM: Final = (
 )
 NEW_CONTAINER: Final = (
     Fix(
-        where="in Kubernetes nothing: after this time the daemon ends, and the kubelet makes its container anew",
+        where="in Kubernetes nothing: after this time the daemon exits, and the kubelet restarts its container",
         lines=("HEADROOM_GPU_FATAL_GRACE_SECONDS=60",),
     ),
     Fix(where="with compose", lines=("docker compose up --detach --force-recreate headroom",)),
@@ -150,17 +156,17 @@ _NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
 
 
 def find_nvml_fixes(reason: Reason) -> tuple[Fix, ...]:
-    """Return what mends NVML as a whole."""
+    """Return what fixes NVML as a whole."""
     return _NVML.get(reason, (KERNEL_LOG,))
 
 
 def find_gpu_fixes(reason: Reason) -> tuple[Fix, ...]:
-    """Return what mends one GPU."""
+    """Return what fixes one GPU."""
     return SEE_THE_GPUS if reason is Reason.NO_PERMISSION else (KERNEL_LOG,)
 
 
 def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
-    """Return what makes the engine's page come; `elsewhere` names another address for it."""
+    """Return what makes the engine's page readable; `elsewhere` names another address for it."""
     match reason:
         case Reason.TIMEOUT:
             slower = ("HEADROOM_ENGINE_TIMEOUT_SECONDS=10", "HEADROOM_SAMPLE_INTERVAL_SECONDS=10")
@@ -176,15 +182,15 @@ def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
 
 
 VERSION_SECONDS: Final = 1.0
-"""For what only helps: the engine's version."""
+"""For the engine's version, which only helps."""
 
 
 class Survey(Machine, frozen=True, kw_only=True):
     """What was seen of the machine and the engine.
 
-    `url` is where the engine's page should be, without user and password. `version` is what the server calls itself,
-    None where it does not. `host_limit_bytes` is what the operator says of vLLM's host memory, `daemon_waits_seconds`
-    how long the daemon waits for the page, which may be longer than the doctor does.
+    `url` is where the engine's page should be, without user and password. `version` is what the server
+    reports, None where it does not. `host_limit_bytes` is the operator's limit of vLLM's host memory.
+    `daemon_waits_seconds` is how long the daemon waits for the page, which may be longer than the doctor does.
     """
 
     url: httpx.URL
@@ -200,12 +206,14 @@ class Survey(Machine, frozen=True, kw_only=True):
         return min(ports) if len(ports) == 1 else None
 
 
-async def look(settings: PlainSettings, proc: Path, sys: Path) -> Survey:
+async def look(settings: Settings, proc: Path, sys: Path) -> Survey:
     """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS))
-    page = asyncio.create_task(fetch_engines(reader, settings.profile))
+    page = asyncio.create_task(
+        fetch_engines(reader, None if settings.engine_profile == AUTO else settings.engine_profile)
+    )
     here, about = await asyncio.gather(
         read_machine(settings, page, proc, sys),
         fetch_once(build_page_reader(settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS)),

@@ -21,76 +21,72 @@ from vllm_headroom.model import Failure, GpuReading, GpuReadings, ProcessReading
 from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.units import format_gib
 from vllm_headroom.vocabulary import Attribution, HostBasis, Reason
+from vllm_headroom_tools.doctor import fixes
 from vllm_headroom_tools.doctor.fixes import (
-    ASK_KFD,
-    NEWER_DRIVER,
-    NODE,
-    SAY_WHICH_PORT,
-    SEE_HOST_PIDS,
-    SEE_THE_GPUS,
-    SEE_THE_PROCESSES,
-    TRACE_THEM,
     Check,
     Fix,
     Status,
     Survey,
+    count_roles,
     find_gpu_fixes,
     find_nvml_fixes,
     fix_setting,
 )
 
 OWNED_GPU_SERIES: Final = ("headroom_leak_*", "headroom_leaked_bytes", "headroom_memory_*", "headroom_time_to_oom_*")
-"""What there is of the engine's GPUs only."""
+"""Series that exist for the engine's GPUs only."""
 
 WITHOUT_NVML: Final = ("headroom_gpu_*", *OWNED_GPU_SERIES, "headroom_sample_skew_seconds")
 NO_NVML: Final = "needs NVML, see nvml"
 
 
-def check_nvml(sight: Survey) -> Check:
-    """Tell whether NVML answers, and of which driver it is."""
-    if isinstance(sight.readings, Failure):
+def check_nvml(survey: Survey) -> Check:
+    """Check whether NVML answers, and with which driver."""
+    if isinstance(survey.readings, Failure):
         return Check(
             Status.MISSING,
-            sight.readings.message,
+            survey.readings.message,
             absent=WITHOUT_NVML,
-            fixes=find_nvml_fixes(sight.readings.reason),
+            fixes=find_nvml_fixes(survey.readings.reason),
         )
-    if all(device.vendor is Vendor.AMD for device in sight.readings.devices):
-        text = "not needed: the GPUs are AMD's, whose driver tells of them in /sys"
+    if all(device.vendor is Vendor.AMD for device in survey.readings.devices):
+        text = "not needed: the GPUs are AMD's, whose driver reports them in /sys"
         return Check(Status.NOT_APPLICABLE, text)
-    version = sight.readings.driver_version
-    text = f"NVML answers, driver {version}" if version else "NVML answers, and does not tell the driver's version"
+    version = survey.readings.driver_version
+    text = f"NVML answers, driver {version}" if version else "NVML answers, and does not report the driver's version"
     return Check(Status.OK, text)
 
 
-def check_gpus(sight: Survey) -> Check:
-    """Tell which GPUs are visible, and whether each can be read."""
-    if isinstance(sight.readings, Failure):
+def check_gpus(survey: Survey) -> Check:
+    """Check which GPUs are visible, and whether each can be read."""
+    if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
-    devices = sight.readings.devices
+    devices = survey.readings.devices
     details = tuple(
         f"{name_device(device)} {device.name}".rstrip() + _describe_unified(device) + _describe_trouble(device)
         for device in devices
     )
     details += tuple(
-        f"{name_device(gpu.reading)}: {describe_leftover(leftover)}" for gpu in sight.gpus for leftover in gpu.leftovers
+        f"{name_device(gpu.reading)}: {describe_leftover(leftover)}"
+        for gpu in survey.gpus
+        for leftover in gpu.leftovers
     )
     unread = [device for device in devices if _describe_trouble(device)]
     if not unread:
         return Check(Status.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
-    untold = ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
+    missing = fixes.ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
     return Check(
         Status.MISSING,
         f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,
         absent=tuple(f"headroom_gpu_memory_* of {name_device(device)}" for device in unread),
-        fixes=find_gpu_fixes(failures[0]) if failures else untold,
+        fixes=find_gpu_fixes(failures[0]) if failures else missing,
     )
 
 
 def name_device(device: GpuReading) -> str:
-    """Return how a GPU is called; one that never opened has no UUID."""
+    """Return a GPU's name; one that never opened has no UUID."""
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
 
@@ -101,13 +97,13 @@ def _describe_trouble(device: GpuReading) -> str:
         return ""
     if device.vendor is Vendor.AMD:
         return (
-            ": what its processes may take of its memory or the machine's is not told by KFD, or not to this container"
+            ": KFD does not report what its processes may use of its memory or the machine's, or not to this container"
         )
-    return ": NVML tells no memory of it"
+    return ": NVML reports no memory for it"
 
 
 def _describe_unified(device: GpuReading) -> str:
-    """Say where a GPU has no memory of its own, so that nothing but the machine's swap stands between it and a hang."""
+    """Describe memory that a GPU shares with its machine: only swap separates it from a hang."""
     if device.memory is None or not device.memory.is_unified:
         return ""
     total, free = format_gib(device.memory.total_bytes), format_gib(device.memory.free_bytes)
@@ -116,7 +112,6 @@ def _describe_unified(device: GpuReading) -> str:
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
 WITHOUT_PROCESSES: Final = ("headroom_host_*", *WITHOUT_HOLDERS)
-NO_LIMIT: Final = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES tells it),"
 BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.CGROUP: "by the cgroup of vLLM's processes",
     HostBasis.MACHINE: "by the machine, since their cgroup has no limit",
@@ -124,46 +119,52 @@ BASES: Final[Mapping[HostBasis | None, str]] = {
 }
 NO_PROC: Final = "needs the processes, see processes"
 SHOW_PROC: Final = Fix(where="in the systemd unit", lines=("ProtectProc=default", "ProcSubset=all"))
-STUCK: Final = Fix(where=f"{NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
+STUCK: Final = Fix(where=f"{fixes.NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
 ON_ITS_MACHINE: Final = Fix(where="on the machine where vLLM runs", lines=("vllm-headroom doctor",))
 ASK_THE_NODE: Final = Fix(
-    where=f"{NODE}, whether it tells", lines=("nvidia-smi --query-compute-apps=pid,used_memory --format=csv",)
+    where=f"{fixes.NODE}, to see whether the driver reports it",
+    lines=("nvidia-smi --query-compute-apps=pid,used_memory --format=csv",),
 )
 
 
-def check_processes(sight: Survey) -> Check:
-    """Tell whether the engine's processes are seen, which they are only where the PID namespace is shared."""
-    found = sight.processes
+def check_processes(survey: Survey) -> Check:
+    """Check whether the engine's processes are seen, which needs a shared PID namespace."""
+    found = survey.processes
     if isinstance(found, Failure):
-        return _report_without(Status.MISSING, found.message, *_find_fixes(found))
-    check, left = _check_seen(sight, found), describe_orphans(found.left_behind, sight.gpus)
+        share = fixes.SEE_THE_PROCESSES if found == HIDDEN else ()
+        return _report_without(
+            Status.MISSING, found.message, *share, STUCK if found.reason is Reason.TIMEOUT else SHOW_PROC
+        )
+    check, left = _check_seen(survey, found), describe_orphans(found.left_behind, survey.gpus)
     return check if left is None else replace(check, details=(*check.details, left))
 
 
-def _check_seen(sight: Survey, found: ProcessReadings) -> Check:
+def _check_seen(survey: Survey, found: ProcessReadings) -> Check:
     if found.engine:
-        roles = Counter(str(process.role) for process in found.engine)
-        counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+        counted = count_roles(process.role for process in found.engine)
         text = f"vLLM's are seen ({counted}), in {_name_namespace(found)}"
-        return Check(Status.OK, text, details=tuple(_describe_host(sight, found)))
+        return Check(Status.OK, text, details=tuple(_describe_host(survey, found)))
     if found.ambiguous_roots:
-        return _report_without(Status.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
+        return _report_without(Status.MISSING, AMBIGUOUS, *fixes.SAY_WHICH_PORT)
     place = f"among the {len(found.visible_pids)} seen in {_name_namespace(found)}"
-    if isinstance(sight.page, Failure):
+    if isinstance(survey.page, Failure):
         text = f"vLLM's are not {place}; it does not answer, so it may not be running"
-        return _report_without(Status.UNKNOWN, text, *(() if found.sees_host_pids else SEE_THE_PROCESSES))
+        return _report_without(Status.UNKNOWN, text, *(() if found.sees_host_pids else fixes.SEE_THE_PROCESSES))
     text = f"vLLM answers, but its processes are not {place}"
     if found.sees_host_pids:
         other = "it runs on another machine, or other users' processes are hidden from this one"
         return _report_without(Status.MISSING, f"{text}: {other}", ON_ITS_MACHINE, SHOW_PROC)
-    return _report_without(Status.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
+    return _report_without(
+        Status.MISSING, f"{text}, which is not shared with vLLM's container", *fixes.SEE_THE_PROCESSES
+    )
 
 
-def _describe_host(sight: Survey, found: ProcessReadings) -> Iterator[str]:
-    """Yield what is known of the host memory and how, and whether there is swap, which puts off the end."""
-    memory = update_container(ContainerState(), found, limit_bytes=sight.host_limit_bytes)[1]
+def _describe_host(survey: Survey, found: ProcessReadings) -> Iterator[str]:
+    """Yield what is known of the host memory and how, and whether there is swap, which delays an out-of-memory."""
+    memory = update_container(ContainerState(), found, limit_bytes=survey.host_limit_bytes)[1]
     if memory is not None and memory.used_bytes is not None:
-        limit = NO_LIMIT if memory.limit_bytes is None else f" of {format_gib(memory.limit_bytes)}"
+        limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
+        limit = limit if memory.limit_bytes is None else f" of {format_gib(memory.limit_bytes)}"
         yield f"host memory: {format_gib(memory.used_bytes)}{limit} in use, {BASES[memory.basis]}"
     machine = found.host.machine
     if machine is not None and machine.swap_bytes:
@@ -174,9 +175,9 @@ def _describe_host(sight: Survey, found: ProcessReadings) -> Iterator[str]:
         )
 
 
-def check_process_memory(sight: Survey) -> Check:
-    """Tell whether the memory that this driver tells of a process is that process's, seen from here."""
-    readings, found = sight.readings, sight.processes
+def check_process_memory(survey: Survey) -> Check:
+    """Check whether this driver reports each process's own memory, as seen from here."""
+    readings, found = survey.readings, survey.processes
     if isinstance(readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     if isinstance(found, Failure):
@@ -184,35 +185,29 @@ def check_process_memory(sight: Survey) -> Check:
     driver = readings.driver_version
     of_amd = [device for device in readings.devices if device.vendor is Vendor.AMD]
     if driver is None and not found.sees_host_pids and not of_amd:
-        return Check(Status.UNKNOWN, "the driver does not tell its version")
+        return Check(Status.UNKNOWN, "the driver does not report its version")
     if not is_process_memory_true(readings, found):
         is_its_pid = are_pids_true(readings, found)
-        what = "may tell another process's memory" if is_its_pid else "tells the host's pids, which are others here"
+        what = "may report another process's memory" if is_its_pid else "reports the host's pids, which differ here"
         return Check(
             Status.MISSING,
             f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
             " and takes all that is in use on the engine's GPUs for the engine's",
             absent=WITHOUT_HOLDERS,
-            fixes=(NEWER_DRIVER, SEE_HOST_PIDS),
+            fixes=(fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS),
         )
-    untold = _list_unreported(readings, found)
-    if untold:
-        text = f"the memory of each process is not told on {', '.join(untold)}"
-        fixes = (*TRACE_THEM, SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
-        return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=fixes)
-    told = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of a version not told'}"
-    text = f"{told} tells each process's own memory, seen from {_name_namespace(found)}"
+    unreported = _list_unreported(readings, found)
+    if unreported:
+        text = f"the driver does not report the memory of each process on {', '.join(unreported)}"
+        ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
+        return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=ways)
+    source = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of unknown version'}"
+    text = f"{source} reports each process's own memory, as seen from {_name_namespace(found)}"
     return Check(Status.OK, text)
 
 
 def _report_without(state: Status, text: str, *fixes: Fix) -> Check:
     return Check(state, text, absent=WITHOUT_PROCESSES, fixes=fixes)
-
-
-def _find_fixes(failure: Failure) -> tuple[Fix, ...]:
-    if failure == HIDDEN:
-        return *SEE_THE_PROCESSES, SHOW_PROC
-    return (STUCK if failure.reason is Reason.TIMEOUT else SHOW_PROC,)
 
 
 def _name_namespace(found: ProcessReadings) -> str:
@@ -248,85 +243,84 @@ NOT_LISTED: Final = (
     "the engine's processes are seen, but what this driver lists on the GPUs cannot be matched with them in a container"
 )
 NOT_TRACED: Final = (
-    "the engine's processes are seen, but not what they have open, which alone tells a container who is on AMD's cards"
+    "the engine's processes are seen, but not their open files, which alone show a container who uses AMD's cards"
 )
 NEEDS_ENGINE: Final = "needs the engine to run, see engine"
 
 
-def check_gpu_attribution(sight: Survey, selection: Selection) -> Check:
-    """Tell which GPUs are taken for the engine's, how that came, and why it is none."""
-    if isinstance(sight.readings, Failure):
+def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
+    """Check which GPUs are attributed to the engine, how, and why none is."""
+    if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     return replace(
-        _judge_attribution(sight, selection),
-        details=tuple(f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in sight.gpus),
-        absent=() if any(gpu.attribution for gpu in sight.gpus) else OWNED_GPU_SERIES,
+        _judge_attribution(survey, selection),
+        details=tuple(f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in survey.gpus),
+        absent=() if any(gpu.attribution for gpu in survey.gpus) else OWNED_GPU_SERIES,
     )
 
 
-def _judge_attribution(sight: Survey, selection: Selection) -> Check:
-    owned = [gpu for gpu in sight.gpus if gpu.attribution]
-    names = {name.casefold() for gpu in sight.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
+def _judge_attribution(survey: Survey, selection: Selection) -> Check:
+    owned = [gpu for gpu in survey.gpus if gpu.attribution]
+    names = {name.casefold() for gpu in survey.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
     invisible = [name for name in selection.listed if name.casefold() not in names]
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
-        return Check(Status.MISSING, text, fixes=(_name_gpus(sight), *SEE_THE_GPUS))
-    if others := [gpu for gpu in sight.gpus if gpu.is_left_out]:
+        return Check(Status.MISSING, text, fixes=(_name_gpus(survey), *fixes.SEE_THE_GPUS))
+    if others := [gpu for gpu in survey.gpus if gpu.is_left_out]:
         shown = ", ".join(name_device(gpu.reading) for gpu in others)
         text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {shown}"
         return Check(
             Status.MISSING,
             text,
-            fixes=(fix_setting("# leave HEADROOM_GPUS out: the engine's processes tell its GPUs"),),
+            fixes=(fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs"),),
         )
     if not owned:
-        return _explain_none(sight)
-    is_up = not isinstance(sight.page, Failure)
-    if owned[0].attribution is Attribution.SINGLE and is_up and _can_match(sight):  # and they are not on it
-        return Check(Status.UNKNOWN, NOT_ON_SINGLE, fixes=(_name_gpus(sight), *SEE_THE_GPUS))
-    return Check(Status.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's")
+        return _explain_none(survey)
+    is_up = not isinstance(survey.page, Failure)
+    if owned[0].attribution is Attribution.SINGLE and is_up and _can_match(survey):  # and they are not on it
+        return Check(Status.UNKNOWN, NOT_ON_SINGLE, fixes=(_name_gpus(survey), *fixes.SEE_THE_GPUS))
+    return Check(Status.OK, f"{len(owned)} of {len(survey.gpus)} taken for the engine's")
 
 
-def _can_match(sight: Survey) -> bool:
-    """Tell whether a process of the engine on a visible GPU would have been found on it."""
-    if isinstance(sight.processes, Failure) or not sight.processes.engine:
+def _can_match(survey: Survey) -> bool:
+    """Return whether a process of the engine on a visible GPU would have been found on it."""
+    if isinstance(survey.processes, Failure) or not survey.processes.engine:
         return False
-    return _has_true_pids(sight) and all(gpu.reading.processes is not None for gpu in sight.gpus)
+    return _has_true_pids(survey) and all(gpu.reading.processes is not None for gpu in survey.gpus)
 
 
-def _has_true_pids(sight: Survey) -> bool:
-    return not isinstance(sight.readings, Failure) and are_pids_true(sight.readings, sight.processes)
+def _has_true_pids(survey: Survey) -> bool:
+    return not isinstance(survey.readings, Failure) and are_pids_true(survey.readings, survey.processes)
 
 
-def _explain_none(sight: Survey) -> Check:
-    """Return why automatic attribution took none of several GPUs."""
-    processes, name_them = sight.processes, _name_gpus(sight)
+def _explain_none(survey: Survey) -> Check:
+    processes, name_them = survey.processes, _name_gpus(survey)
     if isinstance(processes, Failure):
-        share = SEE_THE_PROCESSES if processes == HIDDEN else ()
+        share = fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
         return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
     if processes.ambiguous_roots:
-        return Check(Status.MISSING, AMBIGUOUS, fixes=(*SAY_WHICH_PORT, name_them))
-    if isinstance(sight.page, Failure):
+        return Check(Status.MISSING, AMBIGUOUS, fixes=(*fixes.SAY_WHICH_PORT, name_them))
+    if isinstance(survey.page, Failure):
         return Check(Status.UNKNOWN, NEEDS_ENGINE, fixes=(name_them,))
     if not processes.engine:
-        share = () if processes.sees_host_pids else SEE_THE_PROCESSES
+        share = () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
         return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
-    if _can_match(sight):
-        return Check(Status.MISSING, NOT_ON_ANY, fixes=(*SEE_THE_GPUS, name_them))
-    return _explain_unmatched(sight, name_them)
+    if _can_match(survey):
+        return Check(Status.MISSING, NOT_ON_ANY, fixes=(*fixes.SEE_THE_GPUS, name_them))
+    return _explain_unmatched(survey, name_them)
 
 
-def _explain_unmatched(sight: Survey, name_them: Fix) -> Check:
+def _explain_unmatched(survey: Survey, name_them: Fix) -> Check:
     """Return why the engine's processes are not found on GPUs though they are seen."""
-    if any(gpu.reading.failure for gpu in sight.gpus) and _has_true_pids(sight):
+    if any(gpu.reading.failure for gpu in survey.gpus) and _has_true_pids(survey):
         return Check(Status.MISSING, NOT_ON_THOSE_READ, fixes=(name_them,))
-    if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in sight.gpus):
-        return Check(Status.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
-    return Check(Status.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))
+    if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in survey.gpus):
+        return Check(Status.MISSING, NOT_TRACED, fixes=(*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS, name_them))
+    return Check(Status.MISSING, NOT_LISTED, fixes=(fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS, name_them))
 
 
-def _name_gpus(sight: Survey) -> Fix:
-    devices = [gpu.reading for gpu in sight.gpus]
+def _name_gpus(survey: Survey) -> Fix:
+    devices = [gpu.reading for gpu in survey.gpus]
     whole = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
     names = [str(device.index) if whole[device.index] == 1 else device.uuid for device in devices]
     return fix_setting(f"HEADROOM_GPUS={','.join(names)}  # leave out those that the engine does not use")

@@ -37,9 +37,9 @@ PEM_END: Final = "-----END CERTIFICATE-----"
 
 
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
-    """Tell whether the daemon serves at its address already, or could.
+    """Check whether the daemon serves at its address already, or could.
 
-    Behind TLS it is known by the certificate that `web_config` names; what asks for more is told as such.
+    Behind TLS the certificate that `web_config` names identifies it; a server that needs a password stays unknown.
     """
     if port == 0:
         text = "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one"
@@ -72,7 +72,7 @@ def _fix_port(port: int) -> Fix:
 
 
 async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check | None:
-    """Tell of the daemon that serves there, or of what may be one; None where there is none."""
+    """Find the daemon that serves there, or what may be one; None where there is none."""
     url = httpx.URL(scheme="http", host=host, port=port, path="/metrics")
     page = await fetch_once(PageReader(url=str(url), timeout_seconds=ANSWER_SECONDS))
     if isinstance(page, Failure):
@@ -86,7 +86,7 @@ async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check |
 
 
 async def _check_locked(failure: Failure, host: str, port: int, web_config: Path | None) -> Check | None:
-    """Return what stands behind a password or TLS there; None where neither does."""
+    """Check a server behind a password or TLS; None where neither answers."""
     if failure.reason is Reason.UNAUTHORIZED:
         return _report_unknown(f"port {port} asks for a user and a password")
     try:
@@ -102,14 +102,13 @@ async def _check_locked(failure: Failure, host: str, port: int, web_config: Path
 
 
 def _report_unknown(found: str) -> Check:
-    text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one cannot be told from here"
+    text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one is not known"
     return Check(Status.UNKNOWN, text)
 
 
 def _read_certificate(host: str, port: int) -> bytes | None:
-    """Return the certificate that is shown there, None where no TLS is spoken."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # it is looked at, and told nothing
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only its certificate is read
     try:
         with (
             socket.create_connection((host, port), ANSWER_SECONDS) as plain,
@@ -138,7 +137,7 @@ FOLDER: Final = "/var/lib/vllm-headroom"
 
 
 async def check_state_dir(folder: Path | None) -> Check:
-    """Tell whether the leak detector's state can be kept."""
+    """Check whether the leak detector's state can be kept."""
     if folder is None:
         text = (
             "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector learned, and nothing"
@@ -150,7 +149,7 @@ async def check_state_dir(folder: Path | None) -> Check:
 
 
 async def check_trace_file(file: Path | None) -> Check:
-    """Tell whether samples can be recorded."""
+    """Check whether samples can be recorded."""
     if file is None:
         text = "HEADROOM_TRACE_FILE is not set: nothing is recorded"
         return Check(Status.NOT_APPLICABLE, text)
@@ -183,7 +182,7 @@ def _fix_volume(variable: str, value: str) -> tuple[Fix, ...]:
 
 
 async def _try_write(attempt: Callable[[], None]) -> str | None:
-    """Return what went wrong; on a thread of its own, since a volume can hang."""
+    """Return what went wrong; on a separate thread, since a volume can hang."""
     return await try_write(Worker[None]("files"), attempt, FILE_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""So many clients at once for so long, each asking again as soon as it has its answer, if its turn has come."""
+"""Concurrent clients: each sends its next request after its answer, when the pace allows it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
 
 LOST: Final = Completion(outcome=Outcome.CLOSED)
 MOST_BODY_BYTES: Final = 2**16
-"""Of an answer that is no stream; enough for what a server says of an error."""
+"""Of an answer that is no stream; enough for a server's error message."""
 
 
 class ClientConnection(asyncio.Protocol):
-    """Carries one request at a time; `reusable` tells whether another may follow."""
+    """Carries one request at a time; while `is_reusable` another may follow."""
 
     def __init__(self) -> None:
         self.is_reusable = False
@@ -52,7 +52,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write((head or b"") + (data or b""))
 
     async def answer(self) -> Completion:
-        """Return what the request came to. Cancelling hangs up."""
+        """Return the request's result. Cancelling hangs up."""
         try:
             return await self._reply
         finally:
@@ -209,7 +209,7 @@ class Pace:
         """Whether the cap is reached."""
         return self._left == 0
 
-    async def turn(self, until_seconds: float) -> bool:
+    async def wait_turn(self, until_seconds: float) -> bool:
         """Wait until the caller may begin a request; return False where that is not before `until_seconds`."""
         now = monotonic()
         due = max(now, self._next_seconds)
@@ -228,7 +228,7 @@ PAUSE_SECONDS: Final = 1.0
 
 
 class Clients:
-    """Runs a step's clients; what is open `grace_seconds` after its end is given up, at once when told to stop."""
+    """Runs a step's clients; what is open `grace_seconds` after its end is given up, at once on `stop`."""
 
     def __init__(self, *, asker: RequestSender, pace: Pace, grace_seconds: float) -> None:
         self.stopped = False
@@ -254,7 +254,7 @@ class Clients:
                 self._deadline.reschedule(0.0)
 
     async def _client(self, ends: float, tally: Tally) -> None:
-        while not self.stopped and await self._pace.turn(ends):
+        while not self.stopped and await self._pace.wait_turn(ends):
             if await self._asker.ask(tally) is not Outcome.SUCCEEDED:
                 if monotonic() + PAUSE_SECONDS >= ends:
                     return

@@ -10,50 +10,25 @@ from typing import Any, Final
 
 from msgspec.structs import fields
 
-from vllm_headroom.config.kinds import (
+from vllm_headroom.inputs import show_url
+from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.load.report import render_text
+from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_lengths
+from vllm_headroom_tools.options import (
     DURATION,
     FILE,
     FOLDER,
     GPUS,
     NUMBER,
     SHARE,
+    Parser,
     Value,
     page_url,
-    shown_url,
     whole,
 )
-from vllm_headroom.config.options import Parser
-from vllm_headroom.config.plain import AUTO
-from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.load.report import render_text
-from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_lengths
 
 MOST_CLIENTS: Final = 1_000_000
-
-DESCRIPTION: Final = """\
-Puts a bounded load on a server that you name, and watches its memory meanwhile
-as the daemon does: steps of 50, 75, 100 and 120 % of --concurrency, in which
-each client asks again as soon as it has its answer. Run it beside vLLM, so that
-it sees the GPUs and the processes.
-"""
-
-EXAMPLES: Final = """\
-LENGTHS are a number of tokens, or two such as 256..2048: all lengths between
-them, each doubling as likely as the next. Of prompts they are about so many:
-words stand in for tokens, and the report has the server's own counts.
-
-It ends with status 0 when requests were served, next to none failed and no
-answer was out of memory; with 1 when one was, when more failed, when the engine
-died or leaks; with 2 when it cannot tell, was interrupted or cannot use its
-options. Ctrl-C ends the step and reports what there is.
-
-Example:
-  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 64
-  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 200 \\
-    --api chat --prompt-tokens 256..8192 --output-tokens 64..512 \\
-    --shared-prefix 30% --duration 5m --max-requests 20000 --json
-"""
 
 Add = Callable[..., Any]
 
@@ -65,12 +40,12 @@ def add_options(parser: Parser) -> None:
 
 
 def read_order(given: Namespace) -> LoadOrder:
-    """Return what was ordered."""
+    """Build the order from the options."""
     return LoadOrder(**{each.name: getattr(given, each.name) for each in fields(LoadOrder)})
 
 
 def _add_target(add: Add) -> None:
-    base = Value(read=parse_base_url, accepts="an http or https URL without user, password and query", shown=shown_url)
+    base = Value(read=parse_base_url, accepts="an http or https URL without user, password and query", shown=show_url)
     add("--engine-url", dest="url", metavar="URL", type=base, required=True, help="the server; there is no default")
     add(
         "--api",
@@ -112,7 +87,7 @@ def _add_readers(add: Add) -> None:
     when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     add("--metrics-url", metavar="URL", type=page, help="the engine's page; without it /metrics of --engine-url")
     gpus = "the engine's; without it those its processes use"
-    add("--gpus", metavar="GPUS", type=GPUS, default=AUTO, help=gpus)
+    add("--gpus", metavar="GPUS", type=GPUS, default="auto", help=gpus)
     probe, usual = (
         "where the probe inside vLLM writes; without it HEADROOM_PROBE_DIR",
         os.environ.get("HEADROOM_PROBE_DIR"),
@@ -126,14 +101,34 @@ async def _run(given: Namespace) -> dict[str, Any]:
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
     from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415 - --help need not wait for the sampler
 
-    logs.configure("logfmt", "error")  # the readers log what is told here in full
+    logs.configure("logfmt", "error")  # the readers log what the report has in full
     return await run_load(read_order(given))
 
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s --engine-url URL --concurrency NUMBER [OPTION]...",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
+    description="""\
+Puts a bounded load on a server that you name, and watches its memory meanwhile
+as the daemon does: steps of 50, 75, 100 and 120 % of --concurrency, in which
+each client asks again as soon as it has its answer. Run it beside vLLM, so that
+it sees the GPUs and the processes.
+""",
+    epilog="""\
+LENGTHS are a number of tokens, or two such as 256..2048: all lengths between
+them, each doubling as likely as the next. Of prompts they are about so many:
+words are counted as tokens, and the report has the server's own counts.
+
+It ends with status 0 when requests were served, next to none failed and no
+answer was out of memory; with 1 when one was, when more failed, when the engine
+died or leaks; with 2 when it cannot tell, was interrupted or cannot use its
+options. Ctrl-C ends the step and reports what there is.
+
+Example:
+  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 64
+  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 200 \\
+    --api chat --prompt-tokens 256..8192 --output-tokens 64..512 \\
+    --shared-prefix 30% --duration 5m --max-requests 20000 --json
+""",
     options=add_options,
     run=_run,
     text=render_text,

@@ -1,4 +1,4 @@
-"""Joins the parts of a load, runs it and takes them down."""
+"""The composition root of `load`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from random import Random, SystemRandom
 from typing import Any, Final
 
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.config.plain import AUTO, selected
-from vllm_headroom.daemon.life import handle_signals
+from vllm_headroom.daemon.loop import handle_signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.failures import UnusableCredentials, load_trust, read_token
@@ -28,7 +28,7 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
 from vllm_headroom_tools.load.clients import Clients, Pace, RequestSender
 from vllm_headroom_tools.load.report import build_document
-from vllm_headroom_tools.load.run import LoadRun, Sampling, Screen, UnavailableSource, count_most_streams, create_trace
+from vllm_headroom_tools.load.run import LoadRun, Sampling, Screen, UnavailableSource, count_streams, create_trace
 from vllm_headroom_tools.load.target import LoadOrder, Prompts, Target, build_request_body, fetch_model, find_target
 
 OWN_DESCRIPTORS: Final = 64
@@ -43,10 +43,6 @@ TLS_STREAM_BYTES: Final = 128 * 2**10
 MOST: Final = 2**31
 
 
-Limit = tuple[int, str]
-"""How many streams something is enough for, and its name."""
-
-
 def raise_descriptors() -> int:
     """Raise the soft limit of open files to the hard one, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,8 +52,8 @@ def raise_descriptors() -> int:
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
-def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[Limit]:
-    """Return what limits the streams to one address, the first to end first; what cannot be read is left out."""
+def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[tuple[int, str]]:
+    """Return how many streams to one address each limit allows, the lowest first; what cannot be read is left out."""
     open_now = sum(1 for _ in Path("/proc/self/fd").iterdir())
     ports = _count_local_ports(proc)
     memory = _read_free_bytes(proc)
@@ -94,7 +90,7 @@ INTERRUPTED: Final = 130
 
 SAMPLE_SECONDS: Final = 1.0
 PAGE_SECONDS: Final = 10.0
-"""How long the engine's page may take: a server under more load than it can bear answers late, and it is asked then."""
+"""How long the engine's page may take: an overloaded server answers late."""
 
 
 async def run_load(order: LoadOrder) -> dict[str, Any]:
@@ -111,7 +107,7 @@ async def run_load(order: LoadOrder) -> dict[str, Any]:
     clock = SystemClock()
     sampling = Sampling(
         parts=_build_parts(order, target, clock),
-        selection=selected(order.gpus),
+        selection=Selection.of(order.gpus),
         interval_seconds=SAMPLE_SECONDS,
         trace=order.trace,
     )
@@ -140,7 +136,7 @@ async def run_load(order: LoadOrder) -> dict[str, Any]:
 
 
 def _check_limits(order: LoadOrder, *, tls: bool) -> None:
-    needed = count_most_streams(order.concurrency)
+    needed = count_streams(order.concurrency)
     held, name = list_limits(raise_descriptors(), tls=tls)[0]
     if needed > held:
         raise BadInput(
@@ -173,7 +169,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
             ca_file=order.ca_file,
         ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
-        if here or order.gpus != AUTO
+        if here or order.gpus != "auto"
         else UnavailableSource(Source.NVML, Reason.NO_DEVICES),
         processes=Processes(engine_port=find_port(order.page), monotonic=clock.monotonic)
         if here
@@ -188,8 +184,8 @@ def _make_bodies(order: LoadOrder, model: str) -> Callable[[], bytes]:
     prompts = Prompts(shared_ratio=order.shared_ratio, random=random)
 
     def body() -> bytes:
-        prompt = prompts.of(order.prompt_tokens.drawn(random.random()))
-        return build_request_body(order.api, model, prompt, order.output_tokens.drawn(random.random()))
+        prompt = prompts.make(order.prompt_tokens.draw(random.random()))
+        return build_request_body(order.api, model, prompt, order.output_tokens.draw(random.random()))
 
     return body
 

@@ -1,11 +1,10 @@
-"""What a load came to, as the one object of `load --json`."""
+"""The report of a load, as JSON and as text."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from functools import partial
 from typing import Any, Final
 
 from vllm_headroom import catalog
@@ -15,17 +14,17 @@ from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import LeakState, Source
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history import Course, Histogram, LeakReplay
-from vllm_headroom_tools.load.run import SHARES, Labels, Observation, SeriesSummary, Stage
+from vllm_headroom_tools.load.run import SHARES, Observation, SeriesSummary, Stage
 from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.target import LoadOrder
 from vllm_headroom_tools.terminal import join_paragraphs
 
 TOLERATED_RATIO: Final = 0.01
-"""Of the requests that may fail: one connection that breaks among hundreds says nothing of the server."""
+"""Of the requests that may fail: one broken connection among hundreds does not count against the server."""
 
 
 class LeakVerdict(StrEnum):
-    """What the detector says of the whole run."""
+    """The detector's verdict on the whole run."""
 
     LEAKING = "leaking"
     GROWING = "growing"
@@ -34,7 +33,7 @@ class LeakVerdict(StrEnum):
 
 
 def judge_growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
-    """Return what a course over so many seconds amounts to, and why: a short one that saw nothing is no proof."""
+    """Judge the detector's course over so many seconds, with the reason: a short one proves no absence."""
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"
     if course.growing:
@@ -48,14 +47,6 @@ def judge_growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]
     if course.state is LeakState.STABLE:
         return LeakVerdict.NO_LEAK, "no growth that load does not explain"
     return LeakVerdict.CANNOT_TELL, f"the detector ended in state {course.state}"
-
-
-def judge_load(outcomes: Counter[Outcome], *, is_faulty: bool, stopped: bool) -> Conclusion:
-    """Return whether it is good; a load that was cut short cannot be."""
-    if is_faulty:
-        return Conclusion.NOT_GOOD
-    unsure = stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]
-    return Conclusion.CANNOT_TELL if unsure else Conclusion.GOOD
 
 
 def list_faults(
@@ -80,8 +71,6 @@ def list_faults(
 
 
 QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
-ENGINE_DIED: Final = "the engine died: its web server says so"
-NOT_CHOSEN: Final = "it cannot be told which of them are the engine's: name them with --gpus"
 
 
 def build_document(
@@ -98,10 +87,13 @@ def build_document(
         {"process": role} | _describe_memory(span, whole, watch.course(role))
         for (role,), span in sorted(whole.host.items())
     ]
-    ended = whole.ended or (ENGINE_DIED if any(step.tally.engine_dead for step in steps) else None)
+    died = any(step.tally.engine_dead for step in steps)
+    ended = whole.ended or ("the engine died: its web server says so" if died else None)
     found = list(list_faults(outcomes, ended, (*gpus, *host), stopped=stopped))
+    is_unsure = stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]  # one cut short is never good
+    verdict = Conclusion.CANNOT_TELL if is_unsure else Conclusion.GOOD
     return {
-        "verdict": judge_load(outcomes, is_faulty=bool(found), stopped=stopped),
+        "verdict": Conclusion.NOT_GOOD if found else verdict,
         "faults": found,
         "interrupted": stopped,
         "target": str(order.url),
@@ -110,7 +102,7 @@ def build_document(
         "requests": _count_requests(outcomes),
         "said": [{"outcome": outcome, "text": text, "count": count} for (outcome, text), count in texts.most_common()],
         "steps": [_describe_step(step) for step in steps],
-        "preemptions": whole.grown(catalog.ENGINE_PREEMPTIONS),
+        "preemptions": whole.count_growth(catalog.ENGINE_PREEMPTIONS),
         "gpus": gpus,
         "host": host,
         "unread": list(_list_unread(whole, str(order.page))),
@@ -141,8 +133,21 @@ def _describe_step(step: Stage) -> dict[str, Any]:
         "generation_tokens_per_second": _compute_rate(tokens, tally.served_seconds),
         "requests_per_second": _compute_rate(tally.outcomes[Outcome.SUCCEEDED], tally.served_seconds),
         "own_delay_seconds": _read_quantiles(tally.delays),
-        "engine": _describe_engine(observed),
-        "gpus": [_describe_gpu(labels, observed) for labels in sorted(observed.held)],
+        "engine": {
+            "running_most": _find_most(observed, catalog.ENGINE_RUNNING),
+            "waiting_most": _find_most(observed, catalog.ENGINE_WAITING),
+            "kv_used_ratio_most": _find_most(observed, catalog.ENGINE_KV_USED),
+            "preemptions": observed.count_growth(catalog.ENGINE_PREEMPTIONS),
+        },
+        "gpus": [
+            {
+                "gpu": int(index),
+                "uuid": uuid,
+                "held_most_bytes": observed.held[index, uuid].most,
+                "bytes_per_running_request": observed.bytes_per_request((index, uuid)),
+            }
+            for index, uuid in sorted(observed.held)
+        ],
         "host": [{"process": role, "most_bytes": span.most} for (role,), span in observed.host.items()],
     }
 
@@ -151,33 +156,13 @@ def _compute_rate(count: int | None, seconds: float) -> float | None:
     return count / seconds if count and seconds else None
 
 
-def _describe_engine(observed: Observation) -> dict[str, float | None]:
-    return {
-        "running_most": _find_most(observed, catalog.ENGINE_RUNNING),
-        "waiting_most": _find_most(observed, catalog.ENGINE_WAITING),
-        "kv_used_ratio_most": _find_most(observed, catalog.ENGINE_KV_USED),
-        "preemptions": observed.grown(catalog.ENGINE_PREEMPTIONS),
-    }
-
-
 def _find_most(observed: Observation, metric: Metric) -> float | None:
     span = observed.engine(metric)
     return None if span is None else span.most
 
 
-def _describe_gpu(labels: Labels, observed: Observation) -> dict[str, Any]:
-    index, uuid = labels
-    return {
-        "gpu": int(index),
-        "uuid": uuid,
-        "held_most_bytes": observed.held[labels].most,
-        "bytes_per_running_request": observed.bytes_per_request(labels),
-    }
-
-
 def _describe_memory(span: SeriesSummary, whole: Observation, course: Course) -> dict[str, Any]:
-    """Return one series over the whole run: how it changed, and what the detector says of it."""
-    delta_bytes, finished = span.last - span.first, whole.grown(catalog.ENGINE_FINISHED)
+    delta_bytes, finished = span.last - span.first, whole.count_growth(catalog.ENGINE_FINISHED)
     leak = None if course.last is None else course.last.bytes_per_request
     judged, reason = judge_growth(course, whole.seconds)
     return {
@@ -200,7 +185,7 @@ def _list_unread(whole: Observation, page: str) -> Iterator[str]:
         yield f"{source} in {count} of {whole.samples} samples: {why}"
     gpus = () if whole.last is None or isinstance(whole.last.gpus, Failure) else whole.last.gpus
     if gpus and all(gpu.attribution is None for gpu in gpus):
-        yield f"nvml: {NOT_CHOSEN}"
+        yield "nvml: which of them are the engine's is not known: name them with --gpus"
 
 
 def _read_quantiles(values: Histogram) -> dict[str, float | None]:
@@ -208,9 +193,6 @@ def _read_quantiles(values: Histogram) -> dict[str, float | None]:
 
 
 Document = Mapping[str, Any]
-Row = tuple[str, Callable[[Document], str]]
-"""A label, and the cell below each step."""
-
 NAMES: Final = {
     Outcome.SUCCEEDED: "succeeded",
     Outcome.OUT_OF_MEMORY: "OUT OF MEMORY",
@@ -228,29 +210,23 @@ LATENCIES: Final = {
     "inter_token_seconds": "between two tokens (ITL)",
     "end_to_end_seconds": "to the end",
 }
-"""With the names that vLLM's own benchmark has for them, and means the same by."""
+"""With the names and meanings of vLLM's own benchmark."""
 
-GROWTHS: Final = {
-    "leaking": "LEAKING",
-    "growing": "growing",
-    "no_leak": "no leak",
-}
+GROWTHS: Final = {"leaking": "LEAKING", "growing": "growing", "no_leak": "no leak"}
 UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
-LABEL_WIDTH: Final = 32
-CELL_WIDTH: Final = 11
 UNKNOWN: Final = "-"
 LATE_SECONDS: Final = 0.05
-"""When this process is that late in one case of a hundred, its own delay shows in the figures."""
+"""At this delay in one case of a hundred, the process's own delay shows in the figures."""
 
 
 def render_text(found: Document) -> Iterator[str]:
-    """Yield everything there is to tell, the steps side by side."""
+    """Yield the whole report, the steps side by side."""
     memory, steps = [*found["gpus"], *found["host"]], found["steps"]
     parts = (
         [f"{found['target']}, model {found['model']}: {found['asked']}."],
         [
-            label.ljust(LABEL_WIDTH) + "".join(cell(step).rjust(CELL_WIDTH) for step in steps)
-            for label, cell in _list_rows(steps, found["requests"])
+            f"{label:<32}{''.join(f'{cell:>11}' for cell in cells)}"
+            for label, cells in _list_rows(steps, found["requests"])
         ],
         [*map(_format_memory, memory), *dict.fromkeys(map(_format_growth, memory))],
         [f"Not read: {each}" for each in found["unread"]],
@@ -260,39 +236,37 @@ def render_text(found: Document) -> Iterator[str]:
     yield from join_paragraphs(parts)
 
 
-def _list_rows(steps: Sequence[Document], requests: Document) -> Iterator[Row]:
-    yield "step", lambda step: f"{step['share']:.0%}"
-    yield "clients", lambda step: str(step["clients"])
-    yield "streams open at once", lambda step: str(step["streams_most"])
-    yield "seconds", lambda step: f"{step['seconds']:.0f}"
-    yield "requests", lambda step: str(step["requests"]["began"])
+def _list_rows(steps: Sequence[Document], requests: Document) -> Iterator[tuple[str, Iterable[str]]]:
+    engines = [step["engine"] for step in steps]
+    yield "step", (f"{step['share']:.0%}" for step in steps)
+    yield "clients", (str(step["clients"]) for step in steps)
+    yield "streams open at once", (str(step["streams_most"]) for step in steps)
+    yield "seconds", (f"{step['seconds']:.0f}" for step in steps)
+    yield "requests", (str(step["requests"]["began"]) for step in steps)
     for outcome, name in NAMES.items():
         if requests[outcome] or outcome is Outcome.SUCCEEDED:
-            yield f"  {name}", partial(_format_count, outcome)
+            yield f"  {name}", [str(step["requests"][outcome]) for step in steps]
     for field, name in LATENCIES.items():
-        for share in ("p50", "p95", "p99"):
-            yield f"{name}, {share}", partial(_format_latency, field, share)
-    yield "tokens of a request, in + out", _format_tokens
-    yield "tokens generated per second", lambda step: _format_number(step["generation_tokens_per_second"])
-    yield "requests per second", lambda step: _format_number(step["requests_per_second"])
-    yield "running, at most", lambda step: _format_number(step["engine"]["running_most"])
-    yield "waiting, at most", lambda step: _format_number(step["engine"]["waiting_most"])
-    yield "KV cache used, at most", lambda step: _format_share(step["engine"]["kv_used_ratio_most"])
-    yield "preemptions", lambda step: _format_number(step["engine"]["preemptions"])
+        for share in QUANTILES:
+            yield f"{name}, {share}", [_format_latency(step[field][share]) for step in steps]
+    yield "tokens of a request, in + out", map(_format_tokens, steps)
+    yield "tokens generated per second", (_format_number(step["generation_tokens_per_second"]) for step in steps)
+    yield "requests per second", (_format_number(step["requests_per_second"]) for step in steps)
+    yield "running, at most", (_format_number(engine["running_most"]) for engine in engines)
+    yield "waiting, at most", (_format_number(engine["waiting_most"]) for engine in engines)
+    ratios = (engine["kv_used_ratio_most"] for engine in engines)
+    yield "KV cache used, at most", (UNKNOWN if ratio is None else f"{ratio:.1%}" for ratio in ratios)
+    yield "preemptions", (_format_number(engine["preemptions"]) for engine in engines)
     for gpu, uuid in dict.fromkeys((gpu["gpu"], gpu["uuid"]) for step in steps for gpu in step["gpus"]):
-        yield f"{name_device(gpu, uuid)} held, at most", partial(_format_gpu, uuid, "held_most_bytes")
+        name = name_device(gpu, uuid)
+        yield f"{name} held, at most", [_format_gpu(step, uuid, "held_most_bytes") for step in steps]
         yield (
-            f"{name_device(gpu, uuid)} held per running request",
-            partial(_format_gpu, uuid, "bytes_per_running_request"),
+            f"{name} held per running request",
+            [_format_gpu(step, uuid, "bytes_per_running_request") for step in steps],
         )
 
 
-def _format_count(outcome: Outcome, step: Document) -> str:
-    return str(step["requests"][outcome])
-
-
-def _format_latency(field: str, share: str, step: Document) -> str:
-    seconds = step[field][share]
+def _format_latency(seconds: float | None) -> str:
     if seconds is None:
         return UNKNOWN
     unit, name = next((unit, name) for least, unit, name in UNITS if seconds >= least)
@@ -310,11 +284,7 @@ def _format_number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"  # noqa: PLR2004 - three digits
 
 
-def _format_share(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.1%}"
-
-
-def _format_gpu(uuid: str, field: str, step: Document) -> str:
+def _format_gpu(step: Document, uuid: str, field: str) -> str:
     value = next((gpu[field] for gpu in step["gpus"] if gpu["uuid"] == uuid), None)
     return UNKNOWN if value is None else format_size(value)
 
@@ -322,9 +292,9 @@ def _format_gpu(uuid: str, field: str, step: Document) -> str:
 def _format_memory(series: Document) -> str:
     delta, rate = series["delta_bytes"], series["delta_bytes_per_thousand_requests"]
     change = f"{'+' if delta >= 0 else ''}{format_size(delta)}"
-    told = "" if rate is None else f", {format_size(rate)} per thousand requests"
+    rate_text = "" if rate is None else f", {format_size(rate)} per thousand requests"
     before, most, after = (format_size(series[field]) for field in ("before_bytes", "most_bytes", "after_bytes"))
-    return f"{_name_series(series)}: {before} before, {most} at most, {after} after: {change}{told}"
+    return f"{_name_series(series)}: {before} before, {most} at most, {after} after: {change}{rate_text}"
 
 
 def _name_series(series: Document) -> str:
@@ -333,15 +303,15 @@ def _name_series(series: Document) -> str:
 
 def _format_growth(series: Document) -> str:
     if series["verdict"] == "cannot_tell":
-        return f"Whether it leaks cannot be told: {series['reason']}"
+        return f"Cannot tell whether it leaks: {series['reason']}"
     leak = series["leak_bytes_per_thousand_requests"]
-    told = "" if leak is None else f", {format_size(leak)} per thousand requests by the detector"
-    return f"{_name_series(series)}: {GROWTHS[series['verdict']]}: {series['reason']}{told}"
+    rate_text = "" if leak is None else f", {format_size(leak)} per thousand requests by the detector"
+    return f"{_name_series(series)}: {GROWTHS[series['verdict']]}: {series['reason']}{rate_text}"
 
 
 def _list_answers(said: Sequence[Document]) -> Iterator[str]:
     if said:
-        yield "What was said of those that did not succeed:"
+        yield "Answers to the requests that did not succeed:"
     for each in said:
         yield f"{each['count']:>7} x {NAMES[each['outcome']]}: {each['text']}"
 
@@ -350,7 +320,7 @@ def _list_conclusions(found: Document) -> Iterator[str]:
     late = [step["own_delay_seconds"]["p99"] for step in found["steps"]]
     worst = max((seconds for seconds in late if seconds is not None), default=0.0)
     if worst > LATE_SECONDS:
-        yield f"This process was short of CPU, up to {1000 * worst:.0f} ms late to what came: times contain that."
+        yield f"This process was short of CPU, up to {1000 * worst:.0f} ms late: the times contain this delay."
     if found["interrupted"]:
         yield "It was interrupted."
     elif len(found["steps"]) < len(SHARES):
@@ -368,4 +338,4 @@ def _explain_verdict(found: Document) -> str:
         return f"it was interrupted after {requests[Outcome.SUCCEEDED]} requests had succeeded"
     if requests[Outcome.SUCCEEDED]:
         return f"{requests[Outcome.SUCCEEDED]} of {requests['began']} requests succeeded, none was out of memory"
-    return "no request had the time to end"
+    return "no request had time to finish"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
-from vllm_headroom.daemon.life import run_every
+from vllm_headroom.daemon.loop import run_every
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler, close_all
 from vllm_headroom.derive import LEAK, build_derivations
@@ -51,7 +51,7 @@ COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_FINISHED: add,
     catalog.ENGINE_KV_USED: max,
 }
-"""How the figures of several engines are one: of KV caches the fullest counts."""
+"""How the figures of several engines are combined: of KV caches the fullest counts."""
 
 
 class SeriesSummary(Struct):
@@ -74,7 +74,7 @@ class SeriesSummaries(dict[Labels, SeriesSummary]):
 
 
 class Observation:
-    """Takes the samples of a stretch; what none of them told is absent.
+    """Collects the samples of a stretch; what none of them had is absent.
 
     `failures` has, of each source that failed, in how many of the samples, and the newest failure.
     """
@@ -115,11 +115,11 @@ class Observation:
             self.failures[failure.source] = (count + 1, failure)
 
     def engine(self, metric: Metric) -> SeriesSummary | None:
-        """Return the span of one of the engine's figures; None where the engine did not tell it."""
+        """Return the summary of one of the engine's figures; None where the engine did not export it."""
         return self._engine.get((metric.name,))
 
-    def grown(self, metric: Metric) -> float | None:
-        """Return what one of the engine's counters counted; None where it did not tell it, or began anew."""
+    def count_growth(self, metric: Metric) -> float | None:
+        """Return what one of the engine's counters counted; None where it was not exported, or was reset."""
         span = self.engine(metric)
         return None if span is None or span.fell else span.last - span.first
 
@@ -132,7 +132,7 @@ class Observation:
 
     @property
     def ended(self) -> str | None:
-        """How the engine ended meanwhile: it is gone, or another started; None where it did not."""
+        """How the engine ended during the load: it is gone, or another started; None where it did not."""
         first = None if self.first is None else self.first.engines
         last = None if self.last is None else self.last.engines
         if not isinstance(first, EnginePage) or last is None:
@@ -161,7 +161,7 @@ OTHER_MACHINE: Final = "the server's host is another machine: run this beside vL
 
 
 class UnavailableSource:
-    """Stands in for NVML, or for /proc, where its GPUs or processes would not be the server's."""
+    """Replaces NVML or /proc on a machine whose GPUs or processes are not the server's."""
 
     def __init__(self, source: Source, reason: Reason) -> None:
         self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)
@@ -261,7 +261,7 @@ class Screen:
             tell(f"  {elapsed_seconds:3.0f} s  {_format_counts(tally)}")
 
     def end(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Show what it came to; its bar stays, full unless the step was cut short."""
+        """Show the result; the bar stays, full unless the step was cut short."""
         if self._bar is None:
             self._next_seconds = inf
             tell(f"  {elapsed_seconds:3.0f} s  {_format_counts(tally)}; over")
@@ -275,15 +275,15 @@ def _format_counts(tally: Tally) -> str:
     good = tally.outcomes[Outcome.SUCCEEDED]
     out_of_memory = tally.outcomes[Outcome.OUT_OF_MEMORY]
     bad = tally.outcomes.total() - good - out_of_memory
-    told = f"{tally.open} open, {good} succeeded, {bad} not"
-    return f"{told}, {out_of_memory} OUT OF MEMORY" if out_of_memory else told
+    text = f"{tally.open} open, {good} succeeded, {bad} not"
+    return f"{text}, {out_of_memory} OUT OF MEMORY" if out_of_memory else text
 
 
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
-"""Below, near, at and beyond what was asked for: what breaks breaks in the last."""
+"""Below, near, at and beyond the concurrency of the order: overload shows in the last."""
 
 DELAY_SECONDS: Final = 0.1
-"""How often it is measured how late this process comes to what it has to do."""
+"""How often this process's own delay is measured."""
 
 SHOW_SECONDS: Final = 1.0
 
@@ -298,18 +298,14 @@ class Stage(Struct, frozen=True, kw_only=True):
     observed: Observation
 
 
-def count_most_streams(concurrency: int) -> int:
-    """Return how many streams the largest step opens."""
-    return _count_clients(concurrency, max(SHARES))
-
-
-def _count_clients(concurrency: int, share: float) -> int:
+def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
+    """Return how many streams a step opens, without `share` the largest."""
     return ceil(round(concurrency * share, 6))
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadRun:
-    """Runs every step for `seconds`, until the clients are stopped or the pace's cap is reached."""
+    """Runs every step for `seconds`, until the clients are stopped or the pace is used up."""
 
     concurrency: int
     seconds: float
@@ -324,7 +320,9 @@ class LoadRun:
         done: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
-            aside = [group.create_task(each) for each in (self.sampling.run(), self._measure_delays(), self._shown())]
+            aside = [
+                group.create_task(each) for each in (self.sampling.run(), self._measure_delays(), self._show_progress())
+            ]
             for number, share in enumerate(SHARES, start=1):
                 if not self.clients.stopped and not self.pace.is_used_up:
                     done.append(await self._step(number, share))
@@ -333,7 +331,7 @@ class LoadRun:
         return tuple(done)
 
     async def _step(self, number: int, share: float) -> Stage:
-        count, observed = _count_clients(self.concurrency, share), Observation()
+        count, observed = count_streams(self.concurrency, share), Observation()
         await self.sampling.look(observed)
         tally = self._tally = Tally(monotonic())
         self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)
@@ -344,13 +342,13 @@ class LoadRun:
         return Stage(share=share, clients=count, seconds=seconds, tally=tally, observed=observed)
 
     async def _measure_delays(self) -> None:
-        """Measure how late the loop is: what comes late here looks late of the server."""
+        """Measure how late the loop is: its delay looks like the server's."""
         while True:
             due = monotonic() + DELAY_SECONDS
             await asyncio.sleep(DELAY_SECONDS)
             self._tally.delays.add(max(0.0, monotonic() - due))
 
-    async def _shown(self) -> None:
+    async def _show_progress(self) -> None:
         while True:
             await asyncio.sleep(SHOW_SECONDS)
             self.screen.show(self._tally, monotonic() - self._tally.began_seconds)

@@ -1,4 +1,4 @@
-"""A streamed answer, followed event by event, and what a request came to."""
+"""A streamed answer, parsed event by event, and the tally of requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 ENGINE_DEAD: Final = re.compile(
     r"EngineCore encountered an issue|EngineDead|Background loop (?:has errored|is stopped)"
 )
-"""What vLLM's web server says when its engine is gone: V1's EngineDeadError, V0's AsyncEngineDeadError."""
+"""What vLLM's web server answers when its engine is dead: V1's EngineDeadError, V0's AsyncEngineDeadError."""
 
 BUSY: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 BROKEN_FINISHES: Final = frozenset({"abort", "error"})
@@ -46,7 +46,7 @@ class Outcome(StrEnum):
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """A request's outcome, and `text` to say of it; tokens are the server's counts, None where it gave none."""
+    """A request's outcome, and `text` that explains it; tokens are the server's counts, None where it gave none."""
 
     outcome: Outcome
     text: str = ""
@@ -61,11 +61,6 @@ def parse_refusal(status: int, body: bytes) -> Completion:
     said = find_error(parse_object(text)) or text
     otherwise = Outcome.REJECTED if status in BUSY else Outcome.FAILED
     return _build_failure(said, f"{status}: {said}" if said else str(status), otherwise)
-
-
-def parse_error(said: str) -> Completion:
-    """Return what an error within a stream means."""
-    return _build_failure(said, said, Outcome.FAILED)
 
 
 def shorten_text(text: str) -> str:
@@ -89,7 +84,7 @@ class StreamError(Exception):
 
 
 class Stream:
-    """What has come so far of one answer; `gap` is told the seconds from each event with a choice to the next.
+    """What has arrived of one answer; `gap` receives the seconds from each event with a choice to the next.
 
     `first_seconds` is when the first such event came, None before it. vLLM's own benchmark counts the same events
     (vllm/benchmarks/lib/endpoint_request_func.py). Those that come in one piece have no time between them.
@@ -107,7 +102,7 @@ class Stream:
         self._usage: dict[str, Any] = {}
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take what came at `now`; raises NotUnderstood."""
+        """Take what came at `now`; raises StreamError."""
         for event in self._events(data):
             if event == DONE:
                 self._done = True
@@ -121,9 +116,9 @@ class Stream:
             self._take(said, now)
 
     def answer(self) -> Completion:
-        """Return what it came to, now that it is over."""
+        """Return the result, now that it is over."""
         if self._error is not None:
-            return parse_error(self._error)
+            return _build_failure(self._error, self._error, Outcome.FAILED)
         if not self._done:
             text = "it answered 200 with no stream of events" if self.first_seconds is None else "no [DONE] at the end"
             return Completion(outcome=Outcome.FAILED, text=text)
@@ -159,7 +154,6 @@ class Stream:
 
 
 def _find_broken_choice(choices: object) -> str | None:
-    """Return that the server gave up a choice; None where it did not."""
     for choice in choices if isinstance(choices, list) else ():
         finish = choice.get("finish_reason") if isinstance(choice, dict) else None
         if finish in BROKEN_FINISHES:

@@ -1,4 +1,4 @@
-"""Where the load goes: the address that the user named, found and asked for its models."""
+"""The server under load: its address, its models and its requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.config.kinds import http_url
+from vllm_headroom.inputs import parse_http_url
 from vllm_headroom.scrape.http.failures import explain_no_answer, strip_advice
 from vllm_headroom.scrape.http.reader import find_port, read_body
 from vllm_headroom.trace.parse import BadInput
@@ -31,7 +31,7 @@ class Lengths(Struct, frozen=True, kw_only=True):
     least: int
     most: int
 
-    def drawn(self, chance: float) -> int:
+    def draw(self, chance: float) -> int:
         """Return the length at `chance`, a number from 0 to below 1."""
         return min(self.most, int(self.least * ((self.most + 1) / self.least) ** chance))
 
@@ -68,7 +68,7 @@ RING_WORDS: Final = 8192
 
 
 class CompletionApi(StrEnum):
-    """How a completion is asked for."""
+    """The API of a completion."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -83,7 +83,7 @@ class Prompts:
         self._common = random.choices(WORDS, k=RING_WORDS)
         self._ring = random.choices(WORDS, k=RING_WORDS)
 
-    def of(self, words: int) -> str:
+    def make(self, words: int) -> str:
         """Return a prompt of so many words, each of which is about a token."""
         shared = round(self._shared_ratio * words)
         own = words - shared
@@ -124,13 +124,12 @@ MOST_LIST_BYTES: Final = 2**20
 """Of the list of models, some 500 bytes each."""
 
 PATHS: Final = {CompletionApi.COMPLETIONS: "/v1/completions", CompletionApi.CHAT: "/v1/chat/completions"}
-Address = tuple[str, int]
 
 
 class Target(Struct, frozen=True, kw_only=True):
     """Where each request goes: one address of the host, the path and the headers, less Content-Length."""
 
-    address: Address
+    address: tuple[str, int]
     host: str
     path: str
     headers: tuple[tuple[str, str], ...]
@@ -139,7 +138,7 @@ class Target(Struct, frozen=True, kw_only=True):
 
 def parse_base_url(text: str) -> httpx.URL:
     """Return an http or https URL without what OpenAI's clients write at its end (/v1); raises ValueError."""
-    url = http_url(text)
+    url = parse_http_url(text)
     if url.query or url.userinfo:
         raise ValueError
     return url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"))
@@ -182,7 +181,7 @@ def _describe_failure(error: Exception, url: httpx.URL) -> str:
 
 
 async def fetch_model(url: httpx.URL, target: Target) -> Model:
-    """Return the first model that the server lists, asked as the target is; raises BadInput where it lists none."""
+    """Return the first model that the server lists; raises BadInput where it lists none."""
     where = join_path(url, "/v1/models")
     try:
         async with (
@@ -203,7 +202,7 @@ async def fetch_model(url: httpx.URL, target: Target) -> Model:
 
 
 class LoadOrder(Struct, frozen=True, kw_only=True):
-    """Everything that is set; None where nothing is. `seconds` are a step's, `shared_ratio` is of each prompt."""
+    """The options of a load; None where not set. `seconds` are a step's, `shared_ratio` is of each prompt."""
 
     url: httpx.URL
     metrics_url: str | None

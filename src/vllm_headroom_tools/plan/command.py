@@ -12,12 +12,11 @@ from typing import Any, Final
 
 from msgspec.structs import fields, replace
 
-from vllm_headroom.config.kinds import FILE, RATIO, Value, bounded, choice, size, tokens, whole
-from vllm_headroom.config.options import Parser
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.plan.report import Planned, build_planned_document, read_parts, render_planned
+from vllm_headroom_tools.options import FILE, RATIO, Parser, Value, bounded, choice, size, tokens, whole
+from vllm_headroom_tools.plan.report import Planned, build_document, read_parts, render_text
 from vllm_headroom_tools.sizing.estimate import can_start, estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
 from vllm_headroom_tools.sizing.model_config import NAME, count_checkpoint_bytes, parse_model_config, read_model
@@ -39,22 +38,25 @@ SIZES: Final = (
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""Options that say a model's size, the fields of its configuration that they stand for, and their meaning."""
+"""Options for a model's size, the fields of its configuration that they replace, and their meaning."""
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
-"""What the KV cache's size cannot be told without."""
+"""What the KV cache's size cannot be computed without."""
 
 
 def build_question(given: argparse.Namespace) -> Question:
-    """Return what is asked; raises BadInput where that cannot be."""
+    """Build the question from the options; raises BadInput where that is not possible."""
     shape = _read_shape(given)
     if isinstance(shape, str):
         raise BadInput(shape)
+    draft = None if given.draft_model_config is None else read_model(given.draft_model_config)
+    if isinstance(draft, str):
+        raise BadInput(f"{given.draft_model_config}: {draft}")
     checkpoint, parameters = _read_weights(given, shape)
     sequences, tokens = choose_defaults(given.gpu_memory_bytes)
     sequences = given.max_num_seqs or sequences
-    told = {each.name: getattr(given, each.name) for each in fields(Question) if hasattr(given, each.name)}
-    told |= {
+    values = {each.name: getattr(given, each.name) for each in fields(Question) if hasattr(given, each.name)}
+    values |= {
         "shape": _apply_dtype(shape, given.dtype, given.quantization, language_model_only=given.language_model_only),
         "checkpoint_bytes": checkpoint,
         "parameters": parameters,
@@ -63,9 +65,9 @@ def build_question(given: argparse.Namespace) -> Question:
         "max_num_batched_tokens": given.max_num_batched_tokens or max(tokens, sequences),
         "max_loras": given.max_loras if given.enable_lora else 0,
         "cpu_offload_bytes": given.cpu_offload_gb * GIB,
-        "draft": _read_draft(given.draft_model_config),
+        "draft": draft,
     }
-    asked = Question(**told)
+    asked = Question(**values)
     if problem := find_problem(asked):
         raise BadInput(problem)
     return asked
@@ -79,8 +81,8 @@ def _read_shape(given: argparse.Namespace) -> ModelShape | str:
         shape = read_model(given.model_config, overrides)
         if isinstance(shape, str):
             return f"{given.model_config}: {shape}"
-        told = all(getattr(given, name) is not None for name in NEEDED_SIZES)
-        return replace(shape, unknown_type=None) if told else shape
+        is_complete = all(getattr(given, name) is not None for name in NEEDED_SIZES)
+        return replace(shape, unknown_type=None) if is_complete else shape
     missing = [_name_flag(name) for name in NEEDED_SIZES if getattr(given, name) is None]
     if missing:
         return (
@@ -90,13 +92,6 @@ def _read_shape(given: argparse.Namespace) -> ModelShape | str:
     return parse_model_config("{}", overrides)
 
 
-def _read_draft(path: Path | None) -> ModelShape | None:
-    shape = None if path is None else read_model(path)
-    if isinstance(shape, str):
-        raise BadInput(f"{path}: {shape}")
-    return shape
-
-
 def _name_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -104,7 +99,7 @@ def _name_flag(name: str) -> str:
 def _read_weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
     """Return the bytes of the weights and the number of parameters, as far as they are known without counting.
 
-    Weights that are quantised in the file are served as they lie there; others in the dtype that is asked for.
+    Weights that are quantised in the file are served as they lie there; others in the dtype of the options.
     """
     if given.parameters is not None or given.model_config is None:
         return None, given.parameters
@@ -118,7 +113,7 @@ def _read_weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | N
 
 
 def _apply_dtype(shape: ModelShape, dtype: str, quantization: str | None, *, language_model_only: bool) -> ModelShape:
-    """Return the shape as it is served: in the dtype and with the quantisation that were asked for, if any."""
+    """Return the shape as it is served: in the dtype and with the quantisation of the options, if any."""
     changed: dict[str, Any] = {}
     if language_model_only:
         changed["encoder"] = None
@@ -133,25 +128,6 @@ def _apply_dtype(shape: ModelShape, dtype: str, quantization: str | None, *, lan
     return served if quantization is None else served.apply_quantisation(quantization, QUANTISED_BYTES[quantization])
 
 
-DESCRIPTION: Final = """\
-Will it fit? Tells from a model's configuration what vLLM will need of each GPU,
-how many tokens and sequences its KV cache will hold, and what to change where
-that is too little. It needs no GPU and no vLLM.
-"""
-
-EXAMPLES: Final = """\
-Figures are of each GPU. It ends with status 0 when vLLM would start, with 1
-when it would not, and with 2 when that cannot be told: bad input, something is
-not known, or too close to call.
-
-Example:
-  vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
-    --gpu-memory 80GiB -tp 4 --max-model-len 32K --max-num-seqs 64
-  vllm-headroom plan --layers 80 --kv-heads 8 --head-size 128 \\
-    --hidden-size 8192 --vocabulary 128256 --parameters 70.6B \\
-    --gpu-memory 141GiB
-"""
-
 MOST: Final = 2**24
 COUNT: Final = whole(1, MOST)
 TOKENS: Final = tokens(MOST)
@@ -159,7 +135,6 @@ DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
 PARAMETERS: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 THOUSANDS: Final = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
 MOST_PARAMETERS: Final = 10**14
-
 
 MOST_GIBIBYTES: Final = 2**20
 
@@ -176,7 +151,7 @@ def add_options(parser: Parser) -> None:
     probe = "a file of the probe in a worker that serves this model: what it measured, beside what is planned"
     parser.add_argument("--probe", metavar="FILE", type=FILE, help=probe)
     _add_model(parser.add_argument_group("the model"))
-    _add_engine(parser.add_argument_group("what vLLM is told, by its own names"))
+    _add_engine(parser.add_argument_group("vLLM's options, by its own names"))
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -254,11 +229,26 @@ def _run(given: Namespace) -> Planned:
 
 COMMAND: Final[Command[Planned]] = Command(
     usage="%(prog)s --model-config PATH --gpu-memory SIZE [OPTION]...",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
+    description="""\
+Will it fit? Computes from a model's configuration what vLLM needs of each GPU,
+how many tokens and sequences its KV cache will hold, and what to change where
+that is too little. It needs no GPU and no vLLM.
+""",
+    epilog="""\
+Figures are of each GPU. It ends with status 0 when vLLM would start, with 1
+when it would not, and with 2 when that is not known: bad input, something is
+missing, or too close to call.
+
+Example:
+  vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
+    --gpu-memory 80GiB -tp 4 --max-model-len 32K --max-num-seqs 64
+  vllm-headroom plan --layers 80 --kv-heads 8 --head-size 128 \\
+    --hidden-size 8192 --vocabulary 128256 --parameters 70.6B \\
+    --gpu-memory 141GiB
+""",
     options=add_options,
     run=_run,
-    text=render_planned,
-    document=build_planned_document,
+    text=render_text,
+    document=build_document,
     status=lambda found: STATUS[can_start(found.estimate)],
 )

@@ -20,7 +20,7 @@ from vllm_headroom_tools.sizing.estimate import (
     Range,
     can_start,
     list_longest,
-    list_most_sequences,
+    list_most,
 )
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.question import UTILIZATION
@@ -30,16 +30,17 @@ BILLION: Final = 10**9
 UNKNOWN: Final = "not known"
 
 
-def render_text(found: MemoryEstimate) -> Iterator[str]:
-    """Yield the whole answer."""
-    parts = (
-        _format_heading(found),
-        _format_memory(found),
-        _format_cache(found),
-        _format_tables(found),
-        _format_answer(found),
-    )
-    yield from join_paragraphs(parts)
+class Planned(Struct, frozen=True, kw_only=True):
+    """A plan, and what a worker of the engine measured on its GPU; None where no file was given."""
+
+    estimate: MemoryEstimate
+    measured: EngineParts | None = None
+
+
+def render_text(planned: Planned) -> Iterator[str]:
+    """Yield the plan and, where something was measured, a table of both."""
+    parts = (_format_heading, _format_memory, _format_cache, _format_tables, _format_answer)
+    yield from join_paragraphs((*(part(planned.estimate) for part in parts), _format_measured(planned)))
 
 
 def _format_heading(found: MemoryEstimate) -> Iterator[str]:
@@ -91,7 +92,7 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     left = (
         None if found.kv_cache is None else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
     )
-    yield _format_line("KV cache", left, "as told" if question.kv_cache_memory_bytes else "what is left")
+    yield _format_line("KV cache", left, "as set" if question.kv_cache_memory_bytes else "what is left")
     besides = ("CUDA context", *(("NCCL",) if question.gpus > 1 else ()))
     besides += ("the system", "vLLM's own processes") if question.unified_memory else ()
     yield _format_line("beside the budget", found.outside, ", ".join(besides))
@@ -130,7 +131,10 @@ def _format_cache(found: MemoryEstimate) -> Iterator[str]:
     if question.gpus > 1:
         yield f"  {bound}{found.engine_bytes_per_token:,} bytes per token on all GPUs together"
     if length is not None:
-        size, blocks = format_gib(sequences * found.count_sequence_bytes(length)), sequences * layout.blocks(length)
+        size, blocks = (
+            format_gib(sequences * found.count_sequence_bytes(length)),
+            sequences * layout.count_blocks(length),
+        )
         yield f"  {sequences:,} x {length:,} tokens (max_num_seqs x max_model_len) take {size}, {blocks:,} blocks"
     if not found.blocks:
         return
@@ -138,7 +142,7 @@ def _format_cache(found: MemoryEstimate) -> Iterator[str]:
         least = "" if question.kv_cache_memory_bytes else "at least "
         yield f"  holds {least}{found.capacity_tokens:,} tokens, in {found.blocks:,} blocks"
     for tokens, name in ((length, "max_model_len"), (question.typical_len, "typical")):
-        at_once = None if tokens is None else found.sequences(tokens)
+        at_once = None if tokens is None else found.count_sequences(tokens)
         if at_once is not None:
             yield f"  {floor(at_once * 10) / 10:,.1f} sequences of {tokens:,} tokens ({name}) at once"
 
@@ -146,7 +150,7 @@ def _format_cache(found: MemoryEstimate) -> Iterator[str]:
 def _format_tables(found: MemoryEstimate) -> Iterator[str]:
     if not found.blocks:
         return
-    by_sequences, by_length = list_longest(found), list_most_sequences(found)
+    by_sequences, by_length = list_longest(found), list_most(found)
     yield "The largest that fits at once"
     yield from _format_table(("max_num_seqs", "max_model_len"), by_sequences)
     yield ""
@@ -188,9 +192,11 @@ SETTINGS: Final = (
 )
 
 
-def build_document(found: MemoryEstimate) -> dict[str, Any]:
+def build_document(planned: Planned) -> dict[str, Any]:
     """Return the answer: bytes are of each GPU unless their name says otherwise, and null is what is not known."""
+    found, pairs = planned.estimate, _pair_parts(planned)
     question, answer = found.question, can_start(found)
+    measured = {f"{name.replace(' ', '_').lower()}_bytes": value for name, _, value in pairs}
     return {
         "fits": answer,
         "verdict": explain_verdict(found),
@@ -216,6 +222,7 @@ def build_document(found: MemoryEstimate) -> dict[str, Any]:
         "library_bytes": _split_range(LIBRARIES),
         "outside_budget_bytes": _split_range(found.outside),
         **_describe_kv_cache(found),
+        **({"measured": measured} if pairs else {}),
     }
 
 
@@ -227,16 +234,14 @@ def _describe_kv_cache(found: MemoryEstimate) -> dict[str, Any]:
         "kv_capacity_tokens": found.capacity_tokens,
         "kv_capacity_blocks": found.blocks,
         "sequence_bytes": None if length is None else found.count_sequence_bytes(length),
-        "sequences_at_max_model_len": None if length is None else found.sequences(length),
-        "sequences_at_typical_len": found.sequences(question.typical_len),
+        "sequences_at_max_model_len": None if length is None else found.count_sequences(length),
+        "sequences_at_typical_len": found.count_sequences(question.typical_len),
         "all_at_once_bytes": None if length is None else sequences * found.count_sequence_bytes(length),
-        "all_at_once_blocks": None if length is None else sequences * found.layout.blocks(length),
+        "all_at_once_blocks": None if length is None else sequences * found.layout.count_blocks(length),
         "largest_max_model_len": [
             {"max_num_seqs": count, "max_model_len": size} for count, size in list_longest(found)
         ],
-        "largest_max_num_seqs": [
-            {"max_model_len": size, "max_num_seqs": count} for size, count in list_most_sequences(found)
-        ],
+        "largest_max_num_seqs": [{"max_model_len": size, "max_num_seqs": count} for size, count in list_most(found)],
     }
 
 
@@ -248,15 +253,8 @@ MOST_BYTES: Final = 16 * 1024
 NO_PARTS: Final = "it is of a process without a GPU; take the file of a worker, whose role is worker"
 
 
-class Planned(Struct, frozen=True, kw_only=True):
-    """A plan, and what a worker of the engine measured on its GPU; None where no file was given."""
-
-    estimate: MemoryEstimate
-    measured: EngineParts | None = None
-
-
 def read_parts(file: Path) -> EngineParts:
-    """Return what a file of the probe says of its worker; raises BadInput."""
+    """Read the parts of a worker's memory from a file of the probe; raises BadInput."""
     try:
         with file.open("rb") as stream:
             found = parse_probe(stream.read(MOST_BYTES))
@@ -269,31 +267,18 @@ def read_parts(file: Path) -> EngineParts:
     return found[0].parts
 
 
-def render_planned(found: Planned) -> Iterator[str]:
-    """Yield the plan and, where something was measured, a table of both."""
-    yield from render_text(found.estimate)
-    if found.measured is None:
-        return
-    yield ""
-    yield f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"
-    for name, planned, measured in _pair_parts(found.estimate, found.measured):
+def _format_measured(found: Planned) -> Iterator[str]:
+    pairs = _pair_parts(found)
+    if pairs:
+        yield f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"
+    for name, planned, measured in pairs:
         yield f"  {name:<22}{format_amount(planned):>17}{format_amount(measured):>12}"
 
 
-def build_planned_document(found: Planned) -> dict[str, Any]:
-    """Return the plan, with `measured` in bytes where a file was given."""
-    if found.measured is None:
-        return build_document(found.estimate)
-    pairs = _pair_parts(found.estimate, found.measured)
-    return {
-        **build_document(found.estimate),
-        "measured": {f"{name.replace(' ', '_').lower()}_bytes": m for name, _, m in pairs},
-    }
-
-
-def _pair_parts(
-    planned: MemoryEstimate, measured: EngineParts
-) -> tuple[tuple[str, float | Range | None, int | None], ...]:
+def _pair_parts(found: Planned) -> tuple[tuple[str, float | Range | None, int | None], ...]:
+    planned, measured = found.estimate, found.measured
+    if measured is None:
+        return ()
     return (
         ("budget", planned.budget, measured.requested_bytes),
         ("weights", planned.weights, measured.weights_bytes),

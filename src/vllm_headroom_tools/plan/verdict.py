@@ -22,7 +22,7 @@ from vllm_headroom_tools.sizing.question import Question, find_problem
 
 
 def list_unknown(found: MemoryEstimate) -> list[str]:
-    """Return what is not known and would be needed to tell whether it fits, each with the options that say it."""
+    """Return what is not known and needed to judge whether it fits, each with the options that set it."""
     question = found.question
     kind = question.shape.unknown_type
     needs = (
@@ -88,7 +88,7 @@ def _explain_concurrency(found: MemoryEstimate) -> str:
     length, sequences = found.question.max_model_len or 1, found.question.max_num_seqs
     if not found.layout.block_bytes:
         return "It keeps nothing of a sequence: there is no KV cache."
-    at_once = int(found.sequences(length) or 0)
+    at_once = int(found.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
     return (
@@ -98,7 +98,7 @@ def _explain_concurrency(found: MemoryEstimate) -> str:
 
 
 def list_notes(found: MemoryEstimate) -> list[str]:
-    """Return where the figures are bounds, and what one might not expect of them."""
+    """Return where the figures are bounds, and what might surprise in them."""
     return [*_note_layers(found), *_note_copies(found), *_note_omissions(found)]
 
 
@@ -133,13 +133,13 @@ def _note_omissions(found: MemoryEstimate) -> Iterator[str]:
     question, card, budget = found.question, found.question.gpu_memory_bytes, found.budget
     if question.shape.unknown_type is not None:
         yield (
-            f"Nobody has checked models of type {question.shape.unknown_type!r} to keep what vLLM keeps of them: the"
-            " figures take their layers for those of a usual decoder."
+            f"Models of type {question.shape.unknown_type!r} have not been checked against vLLM: the figures assume the"
+            " layers of a usual decoder."
         )
     if question.has_more_weights:
-        yield "The weights are the language model's alone: an image or audio encoder's come on top."
+        yield "The weights are those of the language model: an image or audio encoder adds its own."
     if question.has_more_activations:
-        yield "What vLLM's profiling takes of the encoder comes on top of the activations."
+        yield "vLLM's profiling of the encoder adds to the activations."
     if question.draft is not None:
         yield "The draft model is counted whole; one that shares its embeddings takes less."
     if question.unified_memory:
@@ -165,7 +165,7 @@ SIXTEEN_BITS: Final = 2.0
 HIGHEST_UTILIZATION: Final = 0.95
 
 Option = tuple[str, str, str, Question]
-"""Option, value, price, and what is asked with it."""
+"""Option, value, price, and the question with it."""
 
 
 class Saving(Struct, frozen=True, kw_only=True):
@@ -211,7 +211,7 @@ def _list_candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
 
 def _shorten(question: Question) -> Iterator[tuple[Saving, Question]]:
     found, asked = estimate_memory(question), question.max_model_len
-    longest = (found.longest(1) if found else None) or 0
+    longest = (found.find_longest(1) if found else None) or 0
     if asked is not None and SMALLEST_LENGTH <= longest < asked:
         settings = (("--max-model-len", str(longest)),)
         yield (

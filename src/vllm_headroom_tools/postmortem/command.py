@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.config.kinds import FILE, Value
-from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.parse import BadInput, read_trace
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.history import Curves
+from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
 from vllm_headroom_tools.postmortem import rules
 from vllm_headroom_tools.postmortem.facts import Circumstances, find_trace, read_header
 from vllm_headroom_tools.postmortem.follow import Follower

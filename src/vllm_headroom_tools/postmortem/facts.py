@@ -13,7 +13,7 @@ from vllm_headroom.derive.readings import sum_known
 from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.model import Device, EngineReading
 from vllm_headroom.parse.fields import LARGEST
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, IncidentKind, list_incidents, parse_known
+from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, list_incidents, parse_known
 from vllm_headroom.trace.parse import YEAR_10000, BadInput, read_lines
 from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import ExitReason, LeakState

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from vllm_headroom.derive.life.lives import EngineRun, is_broken
 from vllm_headroom.derive.readings import list_named, sum_known
 from vllm_headroom.model import EngineReading, Failure, Fate, Gpu, Snapshot
-from vllm_headroom.trace.incidents import IncidentKind
+from vllm_headroom.trace.flight import IncidentKind
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason
 from vllm_headroom_tools.history import LeakReplay, Moment
 from vllm_headroom_tools.postmortem.facts import (

@@ -9,7 +9,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.derive.life.lives import TIGHT_BYTES
-from vllm_headroom.trace.incidents import IncidentKind
+from vllm_headroom.trace.flight import IncidentKind
 from vllm_headroom.units import GIB, format_duration, format_size
 from vllm_headroom.vocabulary import ExitReason, LeakState
 from vllm_headroom_tools.postmortem.facts import Circumstances, GpuAtEnd

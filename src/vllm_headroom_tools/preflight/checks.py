@@ -1,4 +1,4 @@
-"""What speaks against starting vLLM on one GPU, or with this /dev/shm?"""
+"""The checks of one GPU, of host memory and of /dev/shm before vLLM starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_OWN_BYTES_IN_PARALLEL: Final = GIB
 
 
 class MemoryRequest(Struct, frozen=True, kw_only=True):
-    """What vLLM is told: a share of each GPU, bytes on each GPU, or both; and its tensor-parallel size."""
+    """What vLLM requests: a share of each GPU, bytes on each GPU, or both; and its tensor-parallel size."""
 
     utilization_ratio: float | None
     bytes_per_gpu: int | None = None
@@ -70,9 +70,9 @@ class Kind(StrEnum):
 
 
 class Finding(Struct, frozen=True):
-    """One thing that keeps vLLM from starting, that cannot be told, or, with GOOD, that is worth a remark.
+    """One thing that keeps vLLM from starting, that is not known, or, with GOOD, that is worth a remark.
 
-    `fix` is None where `text` ends in what to do; `gpu` is an NVML index. With `may_pass`, waiting may mend it.
+    `fix` is None where `text` ends in what to do; `gpu` is an NVML index. With `may_pass`, waiting may fix it.
     """
 
     kind: Kind
@@ -106,7 +106,7 @@ LARGER_SHM: Final = (
 
 
 def report_failure(failure: Failure, gpu: int | None = None) -> Finding:
-    """Return what it means that NVML, or one GPU, failed; its message ends in what to do."""
+    """Report a failure of NVML, or of one GPU; its message ends in what to do."""
     verdict = Conclusion.NOT_GOOD if failure.reason in CERTAIN else Conclusion.CANNOT_TELL
     silent = failure.reason is Reason.TIMEOUT
     return Finding(Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=silent)
@@ -117,8 +117,8 @@ def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str) -> Iterat
     if device.failure is not None:
         yield report_failure(device.failure, device.index)
     elif device.memory is None:
-        text = "the driver tells no memory of this GPU"
-        yield _report_memory(device, Conclusion.CANNOT_TELL, text, "look at what `free` calls available")
+        text = "the driver reports no memory for this GPU"
+        yield _report_memory(device, Conclusion.CANNOT_TELL, text, "see what `free` reports as available")
     elif (spare_bytes := device.memory.free_bytes - compute_asked_bytes(ask, device.memory)) < LEAST_OWN_BYTES:
         yield _report_shortage(device, device.memory, ask, held_by)
     else:
@@ -127,7 +127,7 @@ def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str) -> Iterat
 
 
 def _check_machine(device: GpuReading, memory: GpuMemory, ask: MemoryRequest) -> Iterator[Finding]:
-    """Tell what is left to the machine where the GPU works on the machine's memory: vLLM would start all the same."""
+    """Check what is left to a machine that shares its memory with the GPU: vLLM would start all the same."""
     if memory.machine_available_bytes is None:
         return
     left_bytes = memory.machine_available_bytes - compute_asked_bytes(ask, memory) - ask.most_own_bytes
@@ -144,7 +144,7 @@ def _check_machine(device: GpuReading, memory: GpuMemory, ask: MemoryRequest) ->
 
 
 def check_swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
-    """Say of swap, zram included, that it is no room for what lies on a GPU that works on the machine's memory."""
+    """Note that swap, zram included, is no room for a GPU that works on the machine's memory."""
     if device.memory is not None and device.memory.is_unified and swap_bytes:
         text = (
             f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room: it would"
@@ -194,7 +194,7 @@ def _report_memory(device: GpuReading, verdict: Conclusion, text: str, fix: str,
 
 
 def check_faults(faults: GpuFaults) -> Iterator[Finding]:
-    """Tell what waits for a reset, or for a new GPU: NVIDIA's GPU memory error management guide."""
+    """Check what waits for a reset or a new GPU (NVIDIA's GPU memory error management guide)."""
     reset = (
         f"reset it while nothing runs on it (nvidia-smi --gpu-reset -i {faults.index}, on the node), or reboot the node"
     )
@@ -215,7 +215,7 @@ def check_faults(faults: GpuFaults) -> Iterator[Finding]:
 
 
 def report_unanswered(device: GpuReading) -> Finding:
-    """Tell that a GPU which was read did not answer about its faults."""
+    """Report a GPU that did not answer about its faults."""
     text = "the GPU did not say in time whether a reset is due: look for Xid lines in the node's kernel log"
     return Finding(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
 
@@ -240,14 +240,14 @@ def check_shared_memory(shm: Shm | None) -> Iterator[Finding]:
     if shm is None:
         yield Finding(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
         return
-    told = f"{_format_mib(shm.free_bytes)} of the {_format_mib(shm.total_bytes)} of /dev/shm are free"
+    free = f"{_format_mib(shm.free_bytes)} of the {_format_mib(shm.total_bytes)} of /dev/shm are free"
     if shm.free_bytes < LEAST_SHM_BYTES:
-        text = f"{told}, and vLLM needs {_format_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
+        text = f"{free}, and vLLM needs {_format_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
         left = shm.total_bytes >= ENOUGH_SHM_BYTES
         fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)" if left else LARGER_SHM
         yield Finding(Kind.SHM, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore shm")
     elif shm.free_bytes < ENOUGH_SHM_BYTES:
-        text = f"{told}: NVIDIA asks for {_format_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
+        text = f"{free}: NVIDIA asks for {_format_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
         yield Finding(Kind.SHM, Conclusion.GOOD, text, LARGER_SHM)
 
 
@@ -256,10 +256,10 @@ def _format_mib(n_bytes: int) -> str:
 
 
 class GpuChoice(Struct, frozen=True, kw_only=True):
-    """What is said of vLLM's GPUs, None where nothing is.
+    """The options that choose vLLM's GPUs, None where not set.
 
     `named` are NVML's indices or UUIDs; `visible` is CUDA_VISIBLE_DEVICES, whose indices are CUDA's, and
-    `in_slot_order` whether CUDA is told to count as NVML does. `count` is how many vLLM takes.
+    `in_slot_order` whether CUDA counts as NVML does. `count` is how many vLLM takes.
     """
 
     named: tuple[str, ...] | None = None
@@ -271,7 +271,7 @@ class GpuChoice(Struct, frozen=True, kw_only=True):
 def choose_gpus(
     devices: tuple[GpuReading, ...], wanted: GpuChoice
 ) -> tuple[tuple[GpuReading, ...], tuple[Finding, ...]]:
-    """Return the GPUs that vLLM will use, and what speaks against that choice.
+    """Return the GPUs that vLLM will use, and the problems of that choice.
 
     Those that are named; else, of those that CUDA_VISIBLE_DEVICES leaves, the first `count`, as vLLM takes them.
     """
@@ -288,12 +288,12 @@ def choose_gpus(
 
 
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
-    """Tell that GPUs which are to work in parallel differ; those that cannot be read are told of elsewhere."""
+    """Check that GPUs which work in parallel are alike; those that cannot be read have findings already."""
     kinds = {(device.name, device.memory.total_bytes) for device in devices if device.memory is not None}
     if len(kinds) <= 1:
         return
-    told = ", ".join(sorted(f"{name} with {total_bytes} bytes" for name, total_bytes in kinds))
-    text = f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {told}"
+    found = ", ".join(sorted(f"{name} with {total_bytes} bytes" for name, total_bytes in kinds))
+    text = f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {found}"
     fix = (
         "name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so does"
         " their ECC mode; or --ignore identical"
@@ -310,10 +310,9 @@ def _match_gpus(
 
 
 def _is_named(device: GpuReading, name: str) -> bool:
-    """Tell whether this is its index or its UUID, of which CUDA takes the beginning too."""
     if name.isdecimal():
         return device.index == int(name)
-    return device.uuid.casefold().startswith(name.casefold())
+    return device.uuid.casefold().startswith(name.casefold())  # CUDA takes a prefix too
 
 
 def _check_missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: str) -> Iterator[Finding]:
@@ -333,6 +332,6 @@ def _check_count(chosen: tuple[GpuReading, ...], count: int) -> Iterator[Finding
 
 def _check_order(devices: tuple[GpuReading, ...], *, in_slot_order: bool) -> Iterator[Finding]:
     if not in_slot_order and len({device.name for device in devices}) > 1:
-        text = "which of these different GPUs vLLM takes cannot be told: CUDA counts the fastest first, NVML by slot"
+        text = "which of these different GPUs vLLM takes is not known: CUDA counts the fastest first, NVML by slot"
         fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"
         yield Finding(Kind.GPUS, Conclusion.CANNOT_TELL, text, fix)

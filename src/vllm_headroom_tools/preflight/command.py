@@ -12,14 +12,14 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.config.kinds import GPU, GPUS, RATIO, Value, choice, page_url, size, whole
-from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.daemon import logs
+from vllm_headroom.inputs import GPU
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.units import parse_duration
 from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.options import GPUS, RATIO, BadOptions, Parser, Value, choice, page_url, size, whole
 from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import look
 from vllm_headroom_tools.preflight.report import Clearance, build_document, judge, judge_wake, render_text
@@ -39,21 +39,6 @@ SAY_SECONDS: Final = 10.0
 MOST_GPUS: Final = 64
 IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
 """What vLLM may start with all the same."""
-
-DESCRIPTION: Final = """\
-Says whether vLLM would start on these GPUs now: memory that is free against
-what vLLM asks for, who holds the rest, what the driver says of the GPUs, and
-/dev/shm. Run it where vLLM will run, with vLLM's own options.
-"""
-
-EXAMPLES: Final = """\
-It ends with status 0 for a go, 1 for no go, and 2 when it cannot tell or cannot
-use its options.
-
-Example:
-  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s
-  vllm-headroom preflight --tensor-parallel-size 4 --json
-"""
 
 
 def add_options(parser: Parser) -> None:
@@ -82,7 +67,7 @@ async def wait_until_settled(
 ) -> Clearance:
     """Return the first report that waiting cannot better, or the last one.
 
-    Meanwhile says every ten seconds what it waits for.
+    Meanwhile reports every ten seconds what it waits for.
     """
     now = asyncio.get_running_loop().time
     ends = now() + wait_seconds
@@ -90,8 +75,8 @@ async def wait_until_settled(
     began = say_at = now()
     while report.may_pass and now() < ends:
         if now() >= say_at:
-            told = "; ".join(f"GPU {each.gpu}: {each.text}" for each in report.hindrances)
-            say(f"waiting, {ends - now():.0f} s left: {told}")
+            reasons = "; ".join(f"GPU {each.gpu}: {each.text}" for each in report.hindrances)
+            say(f"waiting, {ends - now():.0f} s left: {reasons}")
             say_at = now() + SAY_SECONDS
         await asyncio.sleep(min(POLL_SECONDS, ends - now()))
         report = await look()
@@ -99,7 +84,7 @@ async def wait_until_settled(
 
 
 def _read_choice(given: Namespace, environ: Mapping[str, str]) -> GpuChoice:
-    """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES, or HIP's, does not say."""
+    """Return which GPUs vLLM will use; raises BadOptions for a bad CUDA_VISIBLE_DEVICES, or HIP's."""
     variable = "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in environ else "HIP_VISIBLE_DEVICES"
     count, visible = given.tensor_parallel_size, environ.get(variable)
     in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
@@ -114,7 +99,7 @@ def _read_choice(given: Namespace, environ: Mapping[str, str]) -> GpuChoice:
 
 
 def _read_port(url: str | None) -> int:
-    """Return the port of the engine that is looked for; without one it is asked who is there, not whose that is."""
+    """Return the port of the engine that is looked for; without one any engine's processes count."""
     if url is None:
         return 0
     import httpx  # noqa: PLC0415 - a start needs no HTTP client
@@ -132,7 +117,7 @@ async def _read_page(url: str) -> EnginePage | Failure:
 
 
 async def _run(given: Namespace) -> Clearance:
-    logs.configure("logfmt", "error")  # the readers log what is told here in full
+    logs.configure("logfmt", "error")  # the readers log what the report has in full
     wanted = _read_choice(given, os.environ)
     plain = given.gpu_memory_utilization is None and given.bytes is None and given.engine_url is None
     ask = MemoryRequest(
@@ -159,8 +144,19 @@ async def _run(given: Namespace) -> Clearance:
 
 COMMAND: Final[Command[Clearance]] = Command(
     usage="%(prog)s [OPTION]...",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
+    description="""\
+Says whether vLLM would start on these GPUs now: memory that is free against
+what vLLM asks for, who holds the rest, what the driver says of the GPUs, and
+/dev/shm. Run it where vLLM will run, with vLLM's own options.
+""",
+    epilog="""\
+It ends with status 0 for a go, 1 for no go, and 2 when it cannot tell or cannot
+use its options.
+
+Example:
+  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s
+  vllm-headroom preflight --tensor-parallel-size 4 --json
+""",
     options=add_options,
     run=_run,
     text=render_text,

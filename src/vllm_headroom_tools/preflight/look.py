@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from vllm_headroom.derive.attribution import FATE_TEXTS, are_pids_true, find_leftovers, is_process_memory_true
 from vllm_headroom.derive.host_memory import ContainerState, update_container
-from vllm_headroom.model import Failure, GpuReading, GpuReadings, HostMemory, ProcessReadings, Shm
+from vllm_headroom.model import Failure, GpuReadings, HostMemory, ProcessReadings, Shm
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.nvml.device import GpuFaults
 from vllm_headroom.scrape.proc.files import read_entry, read_own_pid
@@ -94,21 +94,13 @@ async def _find_holders(
             names[left.pid] = f"{named}, {FATE_TEXTS[left.fate]}" if named else ENDED
     memory_is_true = is_process_memory_true(readings, listed)
     return {
-        device.uuid: _list_holders(device, names, memory_is_true=memory_is_true)
+        device.uuid: tuple(
+            Holder(pid=each.pid, name=names.get(each.pid), used_bytes=each.used_bytes if memory_is_true else None)
+            for each in device.processes
+        )
         for device in readings.devices
         if device.processes is not None
     }
-
-
-def _list_holders(device: GpuReading, names: Mapping[int, str], *, memory_is_true: bool) -> tuple[Holder, ...]:
-    return tuple(
-        Holder(
-            pid=process.pid,
-            name=names.get(process.pid),
-            used_bytes=process.used_bytes if memory_is_true else None,
-        )
-        for process in device.processes or ()
-    )
 
 
 async def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:

@@ -9,21 +9,12 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from vllm_headroom.derive.readings import awake, sum_known
+from vllm_headroom.derive.readings import is_page_awake, sum_known
 from vllm_headroom.model import EnginePage, Failure, GpuMemory, GpuReading
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.conclusion import Conclusion, find_worst
 from vllm_headroom_tools.preflight import checks
-from vllm_headroom_tools.preflight.checks import (
-    Finding,
-    GpuChoice,
-    Kind,
-    MemoryRequest,
-    check_identical,
-    choose_gpus,
-    compute_asked_bytes,
-    compute_highest_utilization,
-)
+from vllm_headroom_tools.preflight.checks import Finding, GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import Conditions, Holder
 
 WORTH_A_WORD_BYTES: Final = GIB // 20
@@ -53,7 +44,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Conclusion:
-        """Whether vLLM would start: one certain hindrance is enough, whatever else cannot be told."""
+        """Whether vLLM would start: one certain hindrance is enough, whatever else is not known."""
         return find_worst(finding.verdict for finding in self.findings)
 
     @property
@@ -74,26 +65,26 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
 
 def judge(conditions: Conditions, ask: MemoryRequest, wanted: GpuChoice, ignored: Collection[Kind]) -> Clearance:
-    """Return what speaks against starting vLLM; what is `ignored` remains as a remark."""
+    """Judge whether vLLM can start; what is `ignored` remains as a remark."""
     if isinstance(conditions.readings, Failure):
         return Clearance(conditions=conditions, findings=(checks.report_failure(conditions.readings),))
-    devices, found = choose_gpus(conditions.readings.devices, wanted)
+    devices, found = checks.choose_gpus(conditions.readings.devices, wanted)
     gpus = tuple(build_gpu_report(device, conditions, ask) for device in devices)
     findings = [*found, *(finding for gpu in gpus for finding in _check_gpu(gpu, conditions, ask))]
     findings += checks.check_host_memory(conditions.host, ask)
     if ask.tensor_parallel_size > 1:
-        findings += (*check_identical(devices), *checks.check_shared_memory(conditions.shm))
-    told = tuple(
+        findings += (*checks.check_identical(devices), *checks.check_shared_memory(conditions.shm))
+    checked = tuple(
         replace(each, verdict=Conclusion.GOOD, text=f"{each.text} (ignored)") if each.kind in ignored else each
         for each in dict.fromkeys(findings)
     )
-    return Clearance(conditions=conditions, findings=told, gpus=gpus)
+    return Clearance(conditions=conditions, findings=checked, gpus=gpus)
 
 
 def describe_holders(gpu: GpuReport) -> str:
     """Return who has the memory of a GPU, as the end of a sentence; nothing where that is not known."""
-    told = [f"{held or 'an unknown share'} by {who}" for held, who in list_shares(gpu)]
-    return f"; held: {', '.join(told)}" if told else ""
+    parts = [f"{held or 'an unknown share'} by {who}" for held, who in list_shares(gpu)]
+    return f"; held: {', '.join(parts)}" if parts else ""
 
 
 def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
@@ -106,12 +97,12 @@ def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
 
 
 def build_gpu_report(device: GpuReading, conditions: Conditions, ask: MemoryRequest) -> GpuReport:
-    """Return what is known of a GPU that is asked for so much."""
+    """Return what is known of a GPU for this request."""
     memory, holders = device.memory, conditions.holders.get(device.uuid)
     return GpuReport(
         reading=device,
-        asked_bytes=None if memory is None else compute_asked_bytes(ask, memory),
-        highest_utilization_ratio=None if memory is None else compute_highest_utilization(ask, memory),
+        asked_bytes=None if memory is None else checks.compute_asked_bytes(ask, memory),
+        highest_utilization_ratio=None if memory is None else checks.compute_highest_utilization(ask, memory),
         holders=holders,
         unlisted_bytes=None if memory is None else _count_unlisted(memory, holders),
     )
@@ -128,8 +119,8 @@ def _check_gpu(gpu: GpuReport, conditions: Conditions, ask: MemoryRequest) -> It
     yield from checks.check_memory(gpu.reading, ask, describe_holders(gpu))
     yield from checks.check_swap(gpu.reading, conditions.swap_bytes)
     if gpu.reading.failure is None:
-        told = [faults for faults in conditions.faults if faults.index == gpu.reading.index]
-        yield from checks.check_faults(told[0]) if told else (checks.report_unanswered(gpu.reading),)
+        found = [faults for faults in conditions.faults if faults.index == gpu.reading.index]
+        yield from checks.check_faults(found[0]) if found else (checks.report_unanswered(gpu.reading),)
 
 
 VERDICT_WORDS: Final = {Conclusion.GOOD: "GO", Conclusion.NOT_GOOD: "NO GO", Conclusion.CANNOT_TELL: "CANNOT TELL"}
@@ -169,7 +160,7 @@ def _format_finding(finding: Finding) -> str:
 
 
 def build_document(report: Clearance) -> dict[str, Any]:
-    """Return the same for scripts; bytes, ratios and seconds, null where unknown."""
+    """Return the report for scripts; bytes, ratios and seconds, null where unknown."""
     conditions = report.conditions
     return {
         "verdict": report.verdict,
@@ -204,48 +195,46 @@ def _describe_gpu(gpu: GpuReport) -> dict[str, Any]:
     }
 
 
-NO_SLEEP_STATE: Final = "the engine does not say whether it sleeps: vLLM does from 0.11.1 on"
+NO_SLEEP_STATE: Final = "the engine does not report whether it sleeps: vLLM does since 0.11.1"
 NOT_SEEN: Final = "none of its processes is seen on a visible GPU"
 SEE_IT: Final = "run it where the engine runs: in its pod with shareProcessNamespace: true, or on the host"
-NO_SHARE: Final = "what it holds while it is awake is not told"
-GIVE_SHARE: Final = (
-    "say it with --gpu-memory-utilization or --bytes; a sidecar's page knows it of an engine it saw awake"
-)
+NO_SHARE: Final = "what it holds while it is awake is not known"
+GIVE_SHARE: Final = "set it with --gpu-memory-utilization or --bytes; a sidecar that saw the engine awake exports it"
 
 
 def judge_wake(conditions: Conditions, page: EnginePage | Failure, ask: MemoryRequest) -> Clearance:
-    """Return whether each GPU has free what the engine gave back for its sleep; `ask` is what the operator told.
+    """Return whether each GPU has free what the engine gave back for its sleep; `ask` is what the operator set.
 
     What it held is its share of the GPU within a GiB or two: activations come and go, and graphs lie beside it.
     """
     if isinstance(conditions.readings, Failure):
         return Clearance(conditions=conditions, findings=(checks.report_failure(conditions.readings),))
-    told = _find_request(page, ask)
-    reports = (build_gpu_report(device, conditions, told or ask) for device in conditions.readings.devices)
+    request = _find_request(page, ask)
+    reports = (build_gpu_report(device, conditions, request or ask) for device in conditions.readings.devices)
     gpus = tuple(gpu for gpu in reports if {each.pid for each in gpu.holders or ()} & conditions.engine_pids)
-    shown = () if told is None else tuple(replace(gpu, highest_utilization_ratio=None) for gpu in gpus)
-    return Clearance(conditions=conditions, findings=_check_wake(conditions, page, told, gpus), gpus=shown)
+    shown = () if request is None else tuple(replace(gpu, highest_utilization_ratio=None) for gpu in gpus)
+    return Clearance(conditions=conditions, findings=_check_wake(conditions, page, request, gpus), gpus=shown)
 
 
 def _check_wake(
-    conditions: Conditions, page: EnginePage | Failure, told: MemoryRequest | None, gpus: tuple[GpuReport, ...]
+    conditions: Conditions, page: EnginePage | Failure, request: MemoryRequest | None, gpus: tuple[GpuReport, ...]
 ) -> tuple[Finding, ...]:
     if isinstance(page, Failure):
         return (_report_unknown(page.message),)
-    sleeps = awake(page)
+    sleeps = is_page_awake(page)
     if sleeps is None:
         return (_report_unknown(NO_SLEEP_STATE),)
     if sleeps:
         return (_remark(f"the engine is awake: there is nothing to wake{_describe_room(conditions)}"),)
     if not gpus:
         return (_report_unknown(NOT_SEEN, SEE_IT),)
-    if told is None:
+    if request is None:
         return (_report_unknown(NO_SHARE, GIVE_SHARE),)
-    return tuple(_check_gpu_wake(gpu, told, conditions.engine_pids) for gpu in gpus)
+    return tuple(_check_gpu_wake(gpu, request, conditions.engine_pids) for gpu in gpus)
 
 
 def _find_request(page: EnginePage | Failure, ask: MemoryRequest) -> MemoryRequest | None:
-    """Return what the engine takes: as the operator says, else as its page does; None where neither does."""
+    """Return what the engine takes by the options, else by its page; None where neither has it."""
     if isinstance(page, Failure) or ask != MemoryRequest(
         utilization_ratio=None, tensor_parallel_size=ask.tensor_parallel_size
     ):
@@ -256,12 +245,12 @@ def _find_request(page: EnginePage | Failure, ask: MemoryRequest) -> MemoryReque
     return None if in_bytes or share is None else replace(ask, utilization_ratio=share)
 
 
-def _check_gpu_wake(gpu: GpuReport, told: MemoryRequest, engine_pids: frozenset[int]) -> Finding:
+def _check_gpu_wake(gpu: GpuReport, request: MemoryRequest, engine_pids: frozenset[int]) -> Finding:
     memory, index = gpu.reading.memory, gpu.reading.index
     held = sum_known(each.used_bytes for each in gpu.holders or () if each.pid in engine_pids)
     if memory is None or held is None:
-        return replace(_report_unknown("what the engine holds of it cannot be told from here", SEE_IT), gpu=index)
-    to_wake = max(0, compute_asked_bytes(told, memory) - held)
+        return replace(_report_unknown("what the engine holds of it cannot be seen from here", SEE_IT), gpu=index)
+    to_wake = max(0, checks.compute_asked_bytes(request, memory) - held)
     text = f"the engine sleeps and holds {format_gib(held)}; to wake takes about {format_gib(to_wake)}, and"
     if to_wake <= memory.free_bytes:
         return replace(_remark(f"{text} {format_gib(memory.free_bytes)} are free"), gpu=index)

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from msgspec.structs import asdict
 
-from vllm_headroom.config.kinds import FILE, TRACE, url
-from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory, Snapshot, name_device
@@ -19,6 +17,7 @@ from vllm_headroom.trace.parse import parse_snapshot, read_trace
 from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.history import Course, Curves, Interval, LeakReplay, Moment, describe_span
+from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, url
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
 from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME

@@ -1,4 +1,4 @@
-"""The encoder that makes tokens of images, video or sound, told from a model's configuration."""
+"""The encoder of images, video or sound in a model's configuration."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ GEMMA_VIDEO: Final = (32, 70 + 8)
 LLAMA_TILES: Final = 16 + 1
 """Of the largest image, and all of it once more (transformers, Llama4ImageProcessor)."""
 
-
 USUAL_WIDTH: Final = 4
-"""Times the hidden size, where the configuration does not tell an MLP's width."""
+"""Times the hidden size, where the configuration does not give an MLP's width."""
 
 Cut = tuple[int, int, int]
-"""The tokens of the largest image or video, of how many patches each is, and how many are made of it, side by side."""
+"""The tokens of the largest image or video, of how many patches each is, and how many copies of it remain."""
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
-    """The largest image or video: its tokens, and the values that it is made of.
+    """The largest image or video: its tokens, and the values that encode it.
 
     The encoder has `whole_values` of it at once, and `divided_values` that tensor parallelism may divide; of the
     language model's hidden size `copies` for each token are left.
@@ -50,7 +49,7 @@ class EncoderInput(Struct, frozen=True, kw_only=True):
 
 
 class Encoder(Struct, frozen=True, kw_only=True):
-    """What is known of a model's encoders; None where the configuration does not tell, or nobody has looked it up."""
+    """What is known of a model's encoders; None where the configuration does not give it."""
 
     parameters: int | None
     largest: EncoderInput | None
@@ -82,7 +81,7 @@ def _find_largest(config: Config, vision: Config) -> EncoderInput | None:
 
 
 def _count_parameters(found: Config) -> int | None:
-    """Return the parameters of an encoder's layers; None where its configuration does not tell them."""
+    """Return the parameters of an encoder's layers; None where its configuration does not give them."""
     layers = read_whole(found, "num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
     hidden, width = read_whole(found, *HIDDEN), read_whole(found, *WIDTH)
     if layers is None or hidden is None or width is None:

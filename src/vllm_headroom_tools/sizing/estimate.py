@@ -15,7 +15,7 @@ LOGITS_BYTES: Final = 4
 LOGITS_LOW, LOGITS_HIGH = 4, 11
 FORWARD_HIGH: Final = 1.3
 USUAL_WIDTH: Final = 4
-"""Times the hidden size, where the configuration does not tell an MLP's width; GPT's, and near most others'."""
+"""Times the hidden size, where the configuration does not give an MLP's width; GPT's, and near most others'."""
 
 
 class Range(Struct, frozen=True, kw_only=True):
@@ -53,7 +53,6 @@ COMMUNICATION: Final = Range(low=0.1 * GIB, high=3.0 * GIB)
 NVIDIA/nccl#964: 544 to 688 MB for a group of GPUs. Start-up logs of four ranks on the largest cards: 2.5 to 3.5 GiB are
 missing from "Free memory on device".
 """
-
 
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
 """Ours: half for vLLM's own processes on the host, of which each takes one or two, half for the rest of the system.
@@ -122,7 +121,7 @@ LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
     """What one GPU needs and has, all in bytes; None where it is not known.
 
-    `kv_cache` is what is left for the KV cache: the low end with the highest overhead; both the same where it is told.
+    `kv_cache` is what is left for the KV cache: the low end with the highest overhead; both the same where it is set.
     `engine_bytes_per_token` is one token on all GPUs of an engine together.
     """
 
@@ -158,21 +157,21 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         if self.blocks is None or self.question.shape.has_every_token:
             return None if self.blocks is None else self.blocks * self.layout.block_tokens
         length = self.question.max_model_len
-        return None if length is None else self.blocks * length // self.layout.blocks(length)
+        return None if length is None else self.blocks * length // self.layout.count_blocks(length)
 
     def count_sequence_bytes(self, tokens: int) -> int:
         """Return what a sequence of this many tokens takes."""
-        return self.layout.blocks(tokens) * self.layout.block_bytes
+        return self.layout.count_blocks(tokens) * self.layout.block_bytes
 
-    def sequences(self, tokens: int) -> float | None:
+    def count_sequences(self, tokens: int) -> float | None:
         """Return how many sequences of this many tokens fit at once, at least."""
-        return None if self.blocks is None else self.blocks / self.layout.blocks(tokens)
+        return None if self.blocks is None else self.blocks / self.layout.count_blocks(tokens)
 
-    def longest(self, sequences: int) -> int | None:
+    def find_longest(self, sequences: int) -> int | None:
         """Return the most tokens, up to the model's own limit, that so many sequences can have at once; 0 for none."""
         limits = [limit for limit in (self.question.shape.max_model_len, self.question.max_model_len) if limit]
         ceiling = max(limits, default=LONGEST)
-        return None if self.blocks is None else self.layout.longest(self.blocks // sequences, ceiling)
+        return None if self.blocks is None else self.layout.find_longest(self.blocks // sequences, ceiling)
 
 
 def estimate_memory(question: Question) -> MemoryEstimate | None:
@@ -181,13 +180,14 @@ def estimate_memory(question: Question) -> MemoryEstimate | None:
     engine = _count_bytes_per_token(question, spread=False)
     if layout is None or token is None or engine is None:
         return None
+    total = None if question.kv_cache_memory_bytes is not None else question.gpu_memory_bytes
     found = MemoryEstimate(
         question=question,
         layout=layout,
         bytes_per_token=token,
         engine_bytes_per_token=engine,
         weights=question.weights_bytes,
-        budget=_compute_budget(question),
+        budget=None if total is None else total * question.gpu_memory_utilization,
         activations=estimate_activations(question),
         graphs=NOTHING if question.enforce_eager else GRAPHS,
         outside=estimate_outside(question),
@@ -213,7 +213,6 @@ def _build_layout(question: Question) -> KvLayout | None:
 
 
 def _count_bytes_per_token(question: Question, *, spread: bool) -> int | None:
-    """Return the bytes of a token on the GPU that holds most, or on all GPUs of an engine together."""
     stages, ranks = question.pipeline_parallel_size, question.tensor_parallel_size
     own = count_bytes_per_token(
         question.shape,
@@ -232,16 +231,10 @@ def _count_draft_bytes_per_token(question: Question) -> int | None:
     return count_bytes_per_token(question.draft, kv_dtype=question.kv_cache_dtype, tensor_parallel=ranks)
 
 
-def _compute_budget(question: Question) -> float | None:
-    if question.gpu_memory_bytes is None or question.kv_cache_memory_bytes is not None:
-        return None
-    return question.gpu_memory_bytes * question.gpu_memory_utilization
-
-
 def _compute_kv_cache(found: MemoryEstimate) -> Range | None:
-    told, overhead = found.question.kv_cache_memory_bytes, found.overhead
-    if told is not None:
-        return Range(low=told, high=told)
+    given, overhead = found.question.kv_cache_memory_bytes, found.overhead
+    if given is not None:
+        return Range(low=given, high=given)
     if found.budget is None or found.weights is None or overhead is None:
         return None
     left = found.budget - found.weights
@@ -249,7 +242,7 @@ def _compute_kv_cache(found: MemoryEstimate) -> Range | None:
 
 
 def can_start(found: MemoryEstimate) -> bool | None:
-    """Tell whether vLLM starts: one sequence of `max_model_len` fits, and everything is on the card.
+    """Return whether vLLM starts: one sequence of `max_model_len` fits, and everything is on the card.
 
     None where it starts with the low end of the estimates and not with the high one, or something is not known: such as
     this type of model, or the weights or the largest input of its encoder.
@@ -259,8 +252,8 @@ def can_start(found: MemoryEstimate) -> bool | None:
     surely, possibly = _has_room(found, worst=True), _has_room(found, worst=False)
     if possibly is False:
         return False
-    untold = found.question.has_more_weights or found.question.has_more_activations
-    return True if surely and not untold else None
+    uncounted = found.question.has_more_weights or found.question.has_more_activations
+    return True if surely and not uncounted else None
 
 
 def _has_room(found: MemoryEstimate, *, worst: bool) -> bool | None:
@@ -274,27 +267,27 @@ def _has_room(found: MemoryEstimate, *, worst: bool) -> bool | None:
 
 
 def _is_within_card(found: MemoryEstimate, *, worst: bool) -> bool | None:
-    """Tell whether budget and what lies outside of it are no more than the card has; vLLM refuses less free memory."""
-    card, overhead, told = found.question.gpu_memory_bytes, found.overhead, found.question.kv_cache_memory_bytes
+    """Return whether budget and what lies outside of it fit the card; vLLM refuses less free memory."""
+    card, overhead, given = found.question.gpu_memory_bytes, found.overhead, found.question.kv_cache_memory_bytes
     if card is None:
         return None
     if found.budget is not None:
         return card - found.budget >= found.outside.low
-    if found.weights is None or overhead is None or told is None:
+    if found.weights is None or overhead is None or given is None:
         return None
     rest = overhead + found.outside
-    return found.weights + told + (rest.high if worst else rest.low) <= card
+    return found.weights + given + (rest.high if worst else rest.low) <= card
 
 
 def list_longest(found: MemoryEstimate) -> list[tuple[int, int]]:
     """Return for several `max_num_seqs` the largest `max_model_len` that all can use up at once; 0 for none."""
     asked = found.question.max_num_seqs
     counts = sorted({count for count in SEQUENCES if count <= asked} | {asked})
-    return [(count, length) for count in counts if (length := found.longest(count)) is not None]
+    return [(count, length) for count in counts if (length := found.find_longest(count)) is not None]
 
 
-def list_most_sequences(found: MemoryEstimate) -> list[tuple[int, int]]:
+def list_most(found: MemoryEstimate) -> list[tuple[int, int]]:
     """Return for several `max_model_len`, up to what one sequence can have, how many can use it up at once."""
-    limit, asked = found.longest(1) or 0, found.question.max_model_len
+    limit, asked = found.find_longest(1) or 0, found.question.max_model_len
     lengths = sorted({length for length in LENGTHS if length <= limit} | ({asked} if asked is not None else set()))
-    return [(length, int(count)) for length in lengths if (count := found.sequences(length)) is not None]
+    return [(length, int(count)) for length in lengths if (count := found.count_sequences(length)) is not None]

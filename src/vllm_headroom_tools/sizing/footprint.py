@@ -16,7 +16,7 @@ from vllm_headroom_tools.sizing.parameters import LayerParameters
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """What a model's configuration says of its size; None where it does not.
+    """The size of a model by its configuration; None where it is not given.
 
     `full_layers` keep keys and values of every token, `windowed_layers` only of the last `window_tokens` (`chunked`:
     since the last multiple of them), and `stateful_layers` keep `state_bytes` of each sequence instead,
@@ -24,9 +24,9 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     from a full one's `heads`. `latent_width` is what multi-head latent
     attention keeps per token and layer. `mlp_width` is how many values a token takes in the widest MLP, all its experts
     together. `stored_bytes` is a parameter of the checkpoint, `dtype_bytes` one that is served without quantisation,
-    `kv_dtype_bytes` a value in the KV cache when vLLM is told no dtype for it. `weight_bytes_per_parameter` is said of
-    all of `parameters` but the plain ones. `tied_embeddings` also says that there is no output to have weights.
-    `encoder` reads images or sound. `unknown_type` names a type of model that nobody has checked to be understood here.
+    `kv_dtype_bytes` a value in the KV cache without a dtype option for it. `weight_bytes_per_parameter` holds for
+    all of `parameters` but the plain ones. `tied_embeddings` also means that there is no output layer.
+    `encoder` reads images or sound. `unknown_type` names a type of model that has not been checked here.
     """
 
     layers: int
@@ -57,18 +57,13 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     unknown_type: str | None = None
 
     @property
-    def kv_layers(self) -> int:
-        """The layers that keep keys and values."""
-        return self.full_layers + self.windowed_layers
-
-    @property
     def has_every_token(self) -> bool:
         """Whether all that the cache holds of a sequence grows with each token, so that bytes per token say it all."""
         return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
 
     @property
     def embeddings(self) -> int | None:
-        """The parameters of the embedding and of the output; None where they are not told."""
+        """The parameters of the embedding and of the output; None where they are not given."""
         if self.vocabulary is None or self.hidden_size is None:
             return None
         return self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)
@@ -117,7 +112,11 @@ def count_bytes_per_token(
     if layer is None or windowed is None:
         return None
     full, rest = ceil(shape.full_layers / pipeline_parallel), ceil(shape.windowed_layers / pipeline_parallel)
-    return ceil(shape.kv_layers / pipeline_parallel) * layer if layer == windowed else full * layer + rest * windowed
+    return (
+        ceil((shape.full_layers + shape.windowed_layers) / pipeline_parallel) * layer
+        if layer == windowed
+        else full * layer + rest * windowed
+    )
 
 
 def count_layer_bytes(
@@ -181,7 +180,6 @@ def count_weights_bytes(
 
 
 def _compute_experts_share(shape: ModelShape) -> float:
-    """Return the share of the layers' bytes that belongs to experts."""
     each, found = shape.weight_bytes_per_parameter or shape.dtype_bytes, shape.parameters
     counted = (found.total - found.plain) * each + found.plain * shape.dtype_bytes if found else 0
     return found.experts * each / counted if found and counted else 0.0
@@ -239,13 +237,13 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     window_ends: int
     state_blocks: int
 
-    def blocks(self, tokens: int) -> int:
+    def count_blocks(self, tokens: int) -> int:
         """Return the blocks that a sequence of this many tokens takes."""
         full = ceil(tokens / self.block_tokens)
         windowed = ceil(min(tokens, self.window_tokens) / self.windowed_block_tokens) + self.window_ends
         return self.full_groups * full + self.windowed_groups * windowed + self.state_blocks
 
-    def longest(self, blocks: int, ceiling: int) -> int:
+    def find_longest(self, blocks: int, ceiling: int) -> int:
         """Return the most tokens, at most `ceiling`, of a sequence that takes no more than so many blocks; 0 for none.
 
         In a window only, a sequence can be as long as one likes.
@@ -253,7 +251,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         low, high = 0, ceil(ceiling / self.block_tokens)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks(middle * self.block_tokens) <= blocks else (low, middle - 1)
+            low, high = (middle, high) if self.count_blocks(middle * self.block_tokens) <= blocks else (low, middle - 1)
         return min(ceiling, low * self.block_tokens)
 
 
@@ -286,7 +284,8 @@ def build_kv_layout(
     there = [count for count in counts if count] or [0]
     group = max(there) if max(there) < PADDED_RATIO * min(there) else min(there)
     full, windowed, stateful = (ceil(count / group) if count else 0 for count in counts)
-    tokens = _count_state_tokens(shape, layer, block_tokens, tensor_parallel)
+    least = max(block_tokens, LATENT_BLOCK) if shape.latent_width and shape.stateful_layers else block_tokens
+    tokens = least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
     page = max(layer if full else 0, windowed_layer if windowed else 0) * tokens
     return KvLayout(
         block_tokens=tokens * _count_pages(page, layer * tokens),
@@ -301,11 +300,6 @@ def build_kv_layout(
     )
 
 
-def _count_state_tokens(shape: ModelShape, layer: int, block_tokens: int, tensor_parallel: int) -> int:
-    least = max(block_tokens, LATENT_BLOCK) if shape.latent_width and shape.stateful_layers else block_tokens
-    return least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
-
-
 def _count_pages(page: int, own: int) -> int:
-    """Return how many of its own pages a layer's page holds: those that do not divide it are padded to it."""
+    """Return how many pages of this size the common page holds: those that do not divide it are padded to it."""
     return page // own if own and page and page % own == 0 else 1

@@ -53,7 +53,6 @@ KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
 PATTERN: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
 
-
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 INPUT_BYTES: Final = 2
 MOST_LAYERS: Final = 10_000
@@ -75,7 +74,7 @@ def list_kinds(config: Config, layers: int) -> list[str]:
     if unknown:
         raise ValueError(f"how much a layer of kind {unknown[0]!r} keeps is not known here")
     if len(found) != layers:
-        raise ValueError(f"it has {layers} layers and tells {len(found)}")
+        raise ValueError(f"it has {layers} layers and describes {len(found)}")
     if not any(kind in STATEFUL for kind in found) and any(name.startswith(("mamba_", "ssm_")) for name in config):
         raise ValueError("which of its layers keep a state is not known here")
     shared = read_whole(config, "num_kv_shared_layers") or 0  # the last ones read the cache of others (Gemma 3n)
@@ -168,7 +167,7 @@ class KvHeads(Struct, frozen=True, kw_only=True):
 
 
 def read_full_heads(config: Config) -> KvHeads:
-    """Return the heads of layers that keep every token; raises ValueError where they are not told."""
+    """Return the heads of layers that keep every token; raises ValueError where they are not given."""
     if read_whole(config, "global_head_dim"):  # Gemma 4
         size = read_whole(config, "global_head_dim") or 0
         own = read_whole(config, "num_global_key_value_heads") if config.get("attention_k_eq_v") else None

@@ -8,27 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.text_file import read_file
+from vllm_headroom_tools.sizing import layers
 from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
-from vllm_headroom_tools.sizing.layers import (
-    CHUNKED,
-    FULL,
-    HEADS,
-    HIDDEN,
-    LARGEST,
-    MAMBA_2_HEADS,
-    STATEFUL,
-    WINDOWED,
-    Config,
-    count_state_bytes,
-    list_kinds,
-    read_full_heads,
-    read_needed,
-    read_part,
-    read_whole,
-    read_window,
-    read_windowed_heads,
-)
+from vllm_headroom_tools.sizing.layers import Config, read_needed, read_part, read_whole
 from vllm_headroom_tools.sizing.parameters import LENGTHS, count_layer_parameters, read_mlp
 from vllm_headroom_tools.sizing.quantisation import read_kv_dtype_bytes, read_stored_bytes, read_weight_bytes
 
@@ -72,9 +55,6 @@ ENCODERS: Final = frozenset(
 )
 """Model types that read a text at once: they keep no keys and values (vLLM, `EncoderOnlyAttentionSpec`)."""
 
-LONGEST_TYPE: Final = 40
-"""Characters of a type of model that a sentence shows."""
-
 HEADLESS: Final = (
     "Model",
     "ForSequenceClassification",
@@ -89,25 +69,14 @@ HEADED: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"}
 """Classes of generating models that end so too."""
 
 
-def find_defaults(config: Config) -> Config:
-    """Return the fields that this type of model leaves out."""
-    return LEFT_OUT.get(str(config.get("model_type")), {})
-
-
-def find_unknown_type(config: Config) -> str | None:
-    """Return the type of model where it is one that nobody has checked; None where it is known, or not told."""
-    kind = config.get("model_type")
-    return None if kind is None or str(kind) in KNOWN else str(kind)[:LONGEST_TYPE]
-
-
 def is_encoder(config: Config) -> bool:
-    """Tell whether the model keeps nothing of a sequence, since every token sees all others."""
+    """Return whether the model keeps nothing of a sequence, since every token sees all others."""
     whole_text = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
     return whole_text or str(config.get("model_type")) in ENCODERS
 
 
 def has_output(config: Config) -> bool:
-    """Tell whether the model has weights of its own to give the next token's logits."""
+    """Return whether the model has separate weights for the next token's logits."""
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
     if is_encoder(config) or (name.endswith(HEADLESS) and name not in HEADED):
@@ -148,7 +117,7 @@ def parse_model_config(text: str, overrides: Config | None = None, beside: Confi
     config = {
         **(beside or {}),
         **_drop_nulls(root),
-        **find_defaults(language),
+        **LEFT_OUT.get(str(language.get("model_type")), {}),
         **_drop_nulls(language),
         **(overrides or {}),
     }
@@ -171,28 +140,32 @@ def _drop_nulls(config: Config) -> Config:
 
 
 def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
-    layers, whole_text = read_needed(config, *LAYERS), is_encoder(config)
-    found_kinds = list_kinds(config, layers)
-    full, windowed, stateful = (sum(kind in names for kind in found_kinds) for names in (FULL, WINDOWED, STATEFUL))
+    count, whole_text = read_needed(config, *LAYERS), is_encoder(config)
+    found_kinds = layers.list_kinds(config, count)
+    full, windowed, stateful = (
+        sum(kind in names for kind in found_kinds) for names in (layers.FULL, layers.WINDOWED, layers.STATEFUL)
+    )
     if not full + windowed:
         raise ValueError("none of its layers has a KV cache")
-    heads, narrow = read_full_heads(config), read_windowed_heads(config)
+    heads, narrow = layers.read_full_heads(config), layers.read_windowed_heads(config)
     weight_bytes, quantisation = read_weight_bytes(config, SERVED_BYTES)
-    found_mlp, latent = read_mlp(config), read_whole(config, "kv_lora_rank")
+    found_mlp, latent, kind = read_mlp(config), read_whole(config, "kv_lora_rank"), config.get("model_type")
     return ModelShape(
-        layers=layers,
+        layers=count,
         full_layers=0 if whole_text else full,
         windowed_layers=0 if whole_text else windowed,
-        window_tokens=read_window(config) if windowed and not whole_text else None,
-        chunked=bool(windowed) and (CHUNKED in found_kinds or read_whole(config, "sliding_window") is None),
+        window_tokens=layers.read_window(config) if windowed and not whole_text else None,
+        chunked=bool(windowed) and (layers.CHUNKED in found_kinds or read_whole(config, "sliding_window") is None),
         windowed_heads=narrow,
         stateful_layers=stateful,
-        state_bytes=count_state_bytes(config) if stateful else None,
-        state_checkpoints=int(stateful and read_whole(config, *MAMBA_2_HEADS) is not None),  # one at the prompt's end
-        attention_heads=read_whole(config, *HEADS),
+        state_bytes=layers.count_state_bytes(config) if stateful else None,
+        state_checkpoints=int(
+            stateful and read_whole(config, *layers.MAMBA_2_HEADS) is not None
+        ),  # one at the prompt's end
+        attention_heads=read_whole(config, *layers.HEADS),
         heads=heads,
         latent_width=latent + (read_whole(config, "qk_rope_head_dim") or 0) if latent else None,
-        hidden_size=read_whole(config, *HIDDEN),
+        hidden_size=read_whole(config, *layers.HIDDEN),
         vocabulary=read_whole(config, *VOCABULARY),
         mlp_width=found_mlp[0] if found_mlp else None,
         experts_per_token=found_mlp[1] if found_mlp else 1,
@@ -204,17 +177,17 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         kv_dtype_bytes=read_kv_dtype_bytes(config, SERVED_BYTES),
         weight_bytes_per_parameter=weight_bytes,
         quantisation=quantisation,
-        unknown_type=find_unknown_type(config),
+        unknown_type=None if kind is None or str(kind) in KNOWN else str(kind)[:40],
     )
 
 
 def _read_length(config: Config) -> int | None:
-    """Return the longest sequence that vLLM takes when it is told none: some scalings of positions stretch it."""
+    """Return the longest sequence that vLLM takes by default: some scalings of positions stretch it."""
     length, scaling = read_whole(config, *LENGTHS), read_part(config, "rope_scaling", "rope_parameters")
     factor = scaling.get("factor")
     kind = str(scaling.get("rope_type") or scaling.get("type"))
     stretched = kind not in NOT_SCALED and "gemma3" not in str(config.get("model_type"))
-    if length is None or not stretched or not isinstance(factor, int | float) or not 1 <= factor <= LARGEST:
+    if length is None or not stretched or not isinstance(factor, int | float) or not 1 <= factor <= layers.LARGEST:
         return length
     return int(length * factor)
 
@@ -224,7 +197,6 @@ QUANTISATION: Final = "hf_quant_config.json"
 PREPROCESSOR: Final = "preprocessor_config.json"
 LARGEST_BYTES: Final = 2**24
 """A real one is a few kB."""
-
 
 INDEX: Final = "model.safetensors.index.json"
 LARGEST_INDEX_BYTES: Final = 2**27
@@ -254,7 +226,6 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
 
 
 def _read_json(file: Path) -> Config:
-    """Return what a file beside the configuration says; nothing where there is none."""
     try:
         found = json.loads(read_file(file, LARGEST_INDEX_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -26,7 +26,7 @@ NOT_GATED: Final = frozenset(
         *("bert", "roberta", "xlm-roberta", "nemotron", "nemotron_h", "arcee", "phi", "persimmon"),
     }
 )
-"""Model types whose MLP has two matrices instead of three; without a size of its own it is four times as wide."""
+"""Model types whose MLP has two matrices instead of three; without a given size it is four times as wide."""
 
 INNER: Final = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
 EXPERTS: Final = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
@@ -63,10 +63,10 @@ class Matrix(Struct, frozen=True, kw_only=True):
 def list_matrices(
     config: Config, kinds: Sequence[str], heads_of_full: KvHeads, heads_of_windowed: KvHeads
 ) -> tuple[Matrix, ...] | None:
-    """Return the matrices of layers of these kinds; None where they cannot be told."""
+    """Return the matrices of layers of these kinds; None where they are not known."""
     hidden, heads = read_whole(config, *HIDDEN), read_whole(config, *HEADS)
-    told = hidden and heads and (read_width(config) or read_expert_count(config))
-    if hidden is None or heads is None or not told or any(config.get(name) for name in OWN_WAYS):
+    has_mlp = hidden and heads and (read_width(config) or read_expert_count(config))
+    if hidden is None or heads is None or not has_mlp or any(config.get(name) for name in OWN_WAYS):
         return None
     if any(kind in STATEFUL for kind in kinds) and not {"linear_num_value_heads", "mamba_num_heads"} & set(config):
         return None
@@ -86,7 +86,7 @@ def list_matrices(
 
 
 def read_width(config: Config) -> int | None:
-    """Return the width of the MLP; None where it is not told."""
+    """Return the width of the MLP; None where it is not given."""
     found = read_whole(config, *INNER)
     if found is None and str(config.get("model_type")) in NOT_GATED:
         hidden = read_whole(config, *HIDDEN)
@@ -109,12 +109,13 @@ def read_shared_width(config: Config) -> int:
     if config.get("model_type") == "llama4_text":
         return read_width(config) or 0  # always one, which its configuration does not say
     shared = read_whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
-    told = read_whole(config, "moe_shared_expert_intermediate_size")
-    return shared * (told or read_expert_width(config)) + (read_whole(config, "shared_expert_intermediate_size") or 0)
+    width = read_whole(config, "moe_shared_expert_intermediate_size")
+    return shared * (width or read_expert_width(config)) + (read_whole(config, "shared_expert_intermediate_size") or 0)
 
 
 def _is_sparse(config: Config, number: int, kind: str) -> bool:
-    if not read_expert_count(config) or number in _read_numbers(config, "mlp_only_layers"):
+    dense = config.get("mlp_only_layers")
+    if not read_expert_count(config) or (isinstance(dense, list) and number in dense):
         return False
     if isinstance(config.get("hybrid_override_pattern"), str):
         return kind == "moe"
@@ -124,11 +125,6 @@ def _is_sparse(config: Config, number: int, kind: str) -> bool:
     first = read_whole(config, "first_k_dense_replace", "moe_layer_start_index") or 0
     step = read_whole(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
     return number >= first and (number + 1) % step == 0
-
-
-def _read_numbers(config: Config, name: str) -> Sequence[int]:
-    found = config.get(name)
-    return found if isinstance(found, list) else ()
 
 
 def _list_mlp(config: Config, place: str, hidden: int, *, sparse: bool) -> Iterator[Matrix]:
@@ -239,7 +235,7 @@ def _count_adapter(found: Sequence[Matrix]) -> Adapter:
 
 
 def read_mlp(config: Config) -> tuple[int, int] | None:
-    """Return the width of the widest MLP that a token passes, and its experts; None where the size is not told.
+    """Return the width of the widest MLP that a token passes, and its experts; None where the size is not given.
 
     An expert is as wide as `moe_intermediate_size`, else as the MLP; shared experts are passed beside the chosen.
     """

@@ -83,7 +83,7 @@ def read_stored_bytes(config: Config) -> float:
 def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
     """Return bytes per parameter of the linear layers and the name of the quantisation, None for none.
 
-    The bytes are None for a quantisation whose name does not tell them.
+    The bytes are None for a quantisation whose name does not give them.
     """
     found = read_part(config, "quantization_config", "compression_config")
     if not found:
@@ -135,7 +135,7 @@ def _compile_expression(name: str) -> re.Pattern[str]:
 
 
 def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
-    """Return the bytes of a value in the KV cache when vLLM is told "auto".
+    """Return the bytes of a value in the KV cache with `--kv-cache-dtype auto`.
 
     That is the model's dtype, or FP8 where the checkpoint brings scales for it, which llm-compressor's say by
     `kv_cache_scheme` and ModelOpt's also by `kv_cache_quant_algo` (vLLM 0.32, model_executor/layers/attention/
@@ -149,7 +149,7 @@ def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
 
 
 def _find_weights(found: Config) -> Config:
-    """Return what compressed-tensors and ModelOpt say of weights: of the first group."""
+    """Return the weights' entry of compressed-tensors and ModelOpt, of the first group."""
     groups = found.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     return read_part(first, "weights") if isinstance(first, dict) else {}

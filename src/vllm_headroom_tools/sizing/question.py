@@ -1,4 +1,4 @@
-"""What is asked: a model, and what vLLM is told."""
+"""The question of `plan`: a model, and vLLM's settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_TOKENS: Final = 16
 """vLLM's `DEFAULT_BLOCK_SIZE` on NVIDIA GPUs (config/cache.py)."""
 
 BATCHES: Final = ((160 * GIB, 1024, 16384), (70 * GIB, 1024, 8192), (0, 256, 2048))
-"""From so much memory on, vLLM's server takes so many sequences and batched tokens unless it is told otherwise.
+"""From so much memory on, vLLM's server takes so many sequences and batched tokens by default.
 
 Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. An A100 of 80 GiB counts there as a small card.
 """
@@ -33,7 +33,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
     `checkpoint_bytes` are the weights of the whole model as they are served, `parameters` how many it has, where these
     are known better than by counting. `gpu_memory_bytes` is one card's total: with `unified_memory` that of its
-    machine, on whose memory it works. `kv_cache_memory_bytes` is the KV cache's size when vLLM is told it, and then
+    machine, on whose memory it works. `kv_cache_memory_bytes` is the KV cache's size when vLLM is given it, and then
     counts instead of the utilization. `cpu_offload_bytes` of each GPU's weights lie in the host's memory. `max_loras`
     is 0 without adapters. `draft` is the model that speculates.
     """

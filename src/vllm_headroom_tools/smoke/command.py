@@ -1,49 +1,247 @@
-"""The command `smoke`: its steps, and how they went."""
+"""The command `smoke`: whether a vLLM that was just started serves."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from http import HTTPStatus
+from typing import Annotated, Any, ClassVar, Final
+
+import httpx
+from msgspec import Struct
+from pydantic import Field
 
 from vllm_headroom import catalog
-from vllm_headroom.config.fields import setting
-from vllm_headroom.config.kinds import SHARE, Value, above_zero, bounded
-from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings, from_text, setting
 from vllm_headroom.daemon import logs
+from vllm_headroom.daemon.parts import build_page_reader
+from vllm_headroom.daemon.sampler import close_all
 from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot, name_device
+from vllm_headroom.parse.engines import explain_empty_page, parse_engines
+from vllm_headroom.scrape.http.failures import hide_secrets
+from vllm_headroom.scrape.http.reader import PageReader, Reply
 from vllm_headroom.units import format_duration, parse_duration
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.cli import Command, tell
-from vllm_headroom_tools.look import read_machine
-from vllm_headroom_tools.smoke.completion import (
-    EngineServer,
-    SmokeStep,
-    StepState,
-    check_counters,
-    check_inputs,
-    read_page,
-    request_completion,
+from vllm_headroom_tools.look import fetch_once, read_machine
+from vllm_headroom_tools.openai import find_error, parse_first_model, parse_object
+from vllm_headroom_tools.options import SHARE
+
+
+class EngineServer:
+    """Requests to the server that has the engine's page."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._page = httpx.URL(settings.engine_url)
+
+    def address(self, path: str) -> str:
+        """Return where something is, without what may be secret."""
+        return str(hide_secrets(self._page.join(path)))
+
+    async def text(self, path: str, seconds: float) -> str | Failure:
+        """Return what is served at `path`, which is relative to the engine's page; never raise."""
+        answer = await fetch_once(self._build_reader(path, seconds))
+        return self._drop_advice(path, seconds, answer) if isinstance(answer, Failure) else answer
+
+    async def page(self) -> str | Failure:
+        """Return the engine's page of metrics; never raise."""
+        return await self.text("", self._settings.engine_timeout_seconds)
+
+    async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
+        """Return what is answered to `body`; never raise."""
+        reader = self._build_reader(path, seconds)
+        try:
+            answer = await reader.post(body)
+        finally:
+            await close_all(reader)
+        return self._drop_advice(path, seconds, answer) if isinstance(answer, Failure) else answer
+
+    def _drop_advice(self, path: str, seconds: float, failure: Failure) -> Failure:
+        """Return a failure to answer in time without the daemon's advice, which is about another time limit."""
+        if failure.reason is not Reason.TIMEOUT:
+            return failure
+        message = f"{self.address(path)} did not answer within {seconds:.3g} s: look whether vLLM hangs, in its log"
+        return Failure(source=failure.source, reason=failure.reason, message=message)
+
+    def _build_reader(self, path: str, seconds: float) -> PageReader:
+        return build_page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
+
+
+class StepState(StrEnum):
+    """The state of a step; what could not be tried is never called ok."""
+
+    OK = "ok"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+class SmokeStep(Struct, frozen=True):
+    """The result of one step; `text` says what was seen, or why it failed or was skipped, and what to do."""
+
+    state: StepState
+    text: str
+
+
+MODELS: Final = "v1/models"
+MODELS_SECONDS: Final = 10.0
+TOKENS: Final = 8
+FORMS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
+    ("v1/completions", {"prompt": "Hello"}),
+    ("v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
 )
+"""The second for a model that has only chat."""
+
+NOT_SERVED: Final = frozenset(
+    {HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED}
+)
+"""What servers answer to a form of request that the model does not serve."""
+
+SAID_CHARACTERS: Final = 200
+
+
+async def request_completion(reach: EngineServer, deadline_seconds: float) -> SmokeStep:
+    """Ask the first model that the server lists for a completion, and where it has none for a chat's answer."""
+    now = asyncio.get_running_loop().time
+    listed = await reach.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
+    if isinstance(listed, Failure):
+        return SmokeStep(StepState.FAILED, listed.message)
+    model = parse_first_model(listed)
+    if model is None:
+        return SmokeStep(
+            StepState.FAILED,
+            f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port",
+        )
+    problem = ""
+    for path, prompt in FORMS:
+        began = now()
+        body = {"model": model.name, "max_tokens": TOKENS, "temperature": 0, **prompt}
+        answer = await reach.post(path, body, deadline_seconds)
+        tokens = _read_completion(answer, reach.address(path))
+        if isinstance(tokens, int):
+            return SmokeStep(StepState.OK, f"{model.name} gave {tokens} tokens in {now() - began:.2f} s")
+        problem = problem or tokens
+        if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
+            return SmokeStep(StepState.FAILED, tokens)
+    return SmokeStep(StepState.FAILED, problem)
+
+
+def _read_completion(answer: Reply | Failure, address: str) -> int | str:
+    if isinstance(answer, Failure):
+        if answer.reason is Reason.INCOMPLETE:
+            return f"{address} hung up in the middle of the completion: look for a crash in the engine's log"
+        return answer.message
+    if answer.status != HTTPStatus.OK:
+        said = (find_error(parse_object(answer.text)) or answer.text).strip()[:SAID_CHARACTERS]
+        return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {_advise(answer.status, said)}"
+    said = answer.text[:SAID_CHARACTERS]
+    nothing = f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
+    return _count_tokens(parse_object(answer.text)) or nothing
+
+
+def _advise(status: int, said: str) -> str:
+    if "out of memory" in said.lower():
+        return "lower --gpu-memory-utilization: the memory that ran out lies outside that budget, and needs more room"
+    if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+        return "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may use the API"
+    return "look for the cause in the engine's log"
+
+
+def _count_tokens(document: Mapping[str, Any]) -> int:
+    usage, choices = document.get("usage"), document.get("choices")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) and isinstance(choices, list) and choices else 0
+
+
+COUNT_POLL_SECONDS: Final = 0.5
+COUNTED_SECONDS: Final = 15.0
+"""vLLM counts a request as it finishes; its web server may be busy, and gauges of several of them lag."""
+
+NEEDED: Final = ("requests_running", "requests_waiting", "requests_finished")
+
+NO_COUNTERS: Final = (
+    "the page answers and has no counters of vLLM's, although it completes: take --disable-log-stats out of vLLM's"
+    " options; if it is not there, HEADROOM_ENGINE_URL is not vLLM's own port"
+)
+
+
+async def read_page(reach: EngineServer) -> EnginePage | Failure:
+    """Return the engine's page, understood."""
+    text = await reach.page()
+    return text if isinstance(text, Failure) else parse_engines(text)
+
+
+async def check_counters(
+    reach: EngineServer, before: EnginePage | Failure, patience_seconds: float = COUNTED_SECONDS
+) -> tuple[SmokeStep, EnginePage | Failure]:
+    """Return whether one more request has finished than in `before`, and the page that says so."""
+    finished_before = 0.0 if isinstance(before, Failure) else sum_finished(before)
+    now = asyncio.get_running_loop().time
+    ends = now() + patience_seconds
+    while True:
+        page = await read_page(reach)
+        more = 0.0 if isinstance(page, Failure) else sum_finished(page) - finished_before
+        if more >= 1 or now() >= ends:
+            break
+        await asyncio.sleep(COUNT_POLL_SECONDS)
+    problem = _find_missing(page, NO_COUNTERS)
+    if problem is None and more < 1:
+        problem = (
+            f"finished requests stay at {finished_before:.0f} after a completion: check that HEADROOM_ENGINE_URL is the"
+            " page of the server that answers beside it"
+        )
+    if isinstance(page, Failure) or problem is not None:
+        return SmokeStep(StepState.FAILED, problem or ""), page
+    return SmokeStep(StepState.OK, f"{_count_inputs(page)}; finished requests rose by {more:.0f}"), page
+
+
+def check_inputs(page: EnginePage | Failure) -> SmokeStep:
+    """Return what the page offers when there is no completion to count."""
+    problem = _find_missing(page, "" if isinstance(page, Failure) else explain_empty_page(page))
+    if isinstance(page, Failure) or problem is not None:
+        return SmokeStep(StepState.FAILED, problem or "")
+    text = f"{_count_inputs(page)}; there is no completion to look for in them"
+    return SmokeStep(StepState.SKIPPED, text)
+
+
+def sum_finished(page: EnginePage) -> float:
+    """Return how many requests have finished, on all engines of the page; a counter not there yet is at 0."""
+    return sum(engine.finished_total or 0.0 for engine in page.engines)
+
+
+def _find_missing(page: EnginePage | Failure, nothing: str) -> str | None:
+    """Return what keeps a request from being found on the page, `nothing` where it has no engine; None if nothing."""
+    if isinstance(page, Failure):
+        return page.message
+    if not page.engines:
+        return nothing
+    missing = [name for name, is_there in page.inputs if name in NEEDED and not is_there]
+    return f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more" if missing else None
+
+
+def _count_inputs(page: EnginePage) -> str:
+    there = sum(is_there for _, is_there in page.inputs)
+    return f"{there} of {len(page.inputs)} inputs are on the page"
+
 
 NOT_ITS_OWN: Final = -0.5
-"""A vLLM that has answered holds what it was told to, or is not on this GPU: half of it is missing only then."""
+"""A vLLM that has answered holds its budget: less than half of it means that it is not on this GPU."""
 
-NO_GPU: Final = "none of the visible GPUs can be told to be the engine's: HEADROOM_GPUS names them"
 NO_REPORT: Final = (
-    "vLLM does not say what it should hold (--kv-cache-memory-bytes replaces its budget): HEADROOM_REPORTED_BYTES does"
+    "vLLM does not report its budget (--kv-cache-memory-bytes replaces it): set HEADROOM_REPORTED_BYTES to what it"
+    " should hold"
 )
 NO_ENGINE: Final = (
-    "the page has no series of an engine, and so no budget: HEADROOM_REPORTED_BYTES says what it should hold"
+    "the page has no series of an engine, and so no budget: set HEADROOM_REPORTED_BYTES to what it should hold"
 )
-UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be told from here: `vllm-headroom doctor` says why"
+UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor` says why"
 
 
-async def check_discrepancy(settings: PlainSettings, page: EnginePage | Failure, limit_ratio: float) -> SmokeStep:
+async def check_discrepancy(settings: Settings, page: EnginePage | Failure, limit_ratio: float) -> SmokeStep:
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
         return SmokeStep(StepState.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}")
@@ -51,7 +249,8 @@ async def check_discrepancy(settings: PlainSettings, page: EnginePage | Failure,
     if isinstance(here.readings, Failure):
         return SmokeStep(StepState.SKIPPED, f"the GPUs cannot be read: {here.readings.message}")
     if not any(gpu.attribution for gpu in here.gpus):
-        return SmokeStep(StepState.SKIPPED, NO_GPU)
+        text = "none of the visible GPUs is known to be the engine's: name them in HEADROOM_GPUS"
+        return SmokeStep(StepState.SKIPPED, text)
     snapshot = Snapshot(
         time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=here.gpus, processes=()
     )
@@ -72,66 +271,43 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Smok
     ]
     if not ratios:
         return SmokeStep(StepState.SKIPPED, UNKNOWN_HOLDERS if samples else NO_REPORT)
-    told = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios)
+    ratios_text = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios)
     strangers = [gpu for gpu, ratio in ratios if ratio < NOT_ITS_OWN]
     if any(ratio > limit_ratio for _, ratio in ratios):
-        text = f"more is held than was asked for, {told}, where {limit_ratio:.1%} is allowed: who holds it is in"
+        text = f"more is held than was asked for, {ratios_text}, where {limit_ratio:.1%} is allowed: who holds it is in"
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
         return SmokeStep(StepState.FAILED, text)
     if strangers:
         return SmokeStep(
             StepState.SKIPPED,
-            f"{told}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
+            f"{ratios_text}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
         )
-    return SmokeStep(StepState.OK, f"{told}, {limit_ratio:.1%} is allowed")
+    return SmokeStep(StepState.OK, f"{ratios_text}, {limit_ratio:.1%} is allowed")
 
 
 USED: Final = frozenset({"gpus", "reported_bytes"})
 
-
-DURATION: Final = Value(
-    read=above_zero(bounded(parse_duration, 0, 86400)),
-    accepts="a duration above 0, at most a day, such as 90s or 15m",
-)
+Seconds = Annotated[float, from_text(parse_duration), Field(gt=0, le=86400)]
+DURATION: Final = ("DURATION", "a duration above 0, at most a day, such as 90s or 15m")
 
 
 class SmokeSettings(Settings):
-    """The daemon's settings for how to reach the engine and its GPUs, and the smoke test's own."""
+    """The daemon's settings that reach the engine and its GPUs, and the smoke test's."""
 
     no_options: ClassVar = frozenset(
         name for name in Settings.model_fields if not name.startswith("engine_") and name not in USED
     )
 
-    deadline: float = setting(
-        DURATION,
-        900,
-        "DURATION",
-        "How long vLLM may take until it is healthy; a large model loads for minutes.",
-        shown="15m",
+    deadline: Seconds = setting(
+        900, *DURATION, "How long vLLM may take until it is healthy; a large model loads for minutes.", shown="15m"
     )
-    completion_deadline: float = setting(
-        DURATION, 120, "DURATION", "How long the one completion may take; the first compiles kernels.", shown="2m"
+    completion_deadline: Seconds = setting(
+        120, *DURATION, "How long the one completion may take; the first compiles kernels.", shown="2m"
     )
-    max_discrepancy: float = setting(
-        SHARE, 0.05, "SHARE", "How much more GPU memory vLLM may hold than it was told to use.", shown="5%"
+    max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(
+        0.05, "SHARE", SHARE.accepts, "How much more GPU memory vLLM may hold than configured.", shown="5%"
     )
 
-
-DESCRIPTION: Final = """\
-Says whether a vLLM that was just started serves: waits until it is healthy,
-lets it complete one short prompt, looks for that request in its metrics, and
-compares the GPU memory it holds with what it was told to use. It takes the
-daemon's settings for how to reach vLLM.
-"""
-
-EPILOG: Final = """\
-It ends with status 0 when vLLM serves, 1 when something failed, and 2 when it
-cannot use its settings. What cannot be looked at from here is skipped, and it
-says why.
-
-Example:
-  vllm-headroom smoke --engine-url http://127.0.0.1:8000 --deadline 20m
-"""
 
 PATH: Final = "health"
 ANSWER_SECONDS: Final = 5.0
@@ -142,7 +318,7 @@ LASTING: Final = frozenset({Reason.TLS, Reason.CREDENTIALS, Reason.UNAUTHORIZED,
 
 
 async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]) -> SmokeStep:
-    """Ask until /health answers 200; says what it waits for whenever that changes, and every half minute."""
+    """Poll /health until it answers 200; report what it waits for when that changes, and every half minute."""
     now = asyncio.get_running_loop().time
     began = say_at = now()
     ends, said = began + deadline_seconds, ""
@@ -167,8 +343,8 @@ MARKS: Final = {StepState.OK: "ok", StepState.FAILED: "FAILED", StepState.SKIPPE
 
 async def _run(given: Namespace) -> dict[str, Any]:
     settings: SmokeSettings = given.settings
-    logs.configure(settings.log_format, "error")  # the readers log what is told here in full
-    reach = EngineServer(settings.values())
+    logs.configure(settings.log_format, "error")  # the readers log what the steps report
+    reach = EngineServer(settings)
     steps = await take_steps(settings, reach, tell)
     return {
         "serves": all(step.state is not StepState.FAILED for step in steps.values()),  # what was skipped does not fail
@@ -178,7 +354,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
 
 
 async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]) -> dict[str, SmokeStep]:
-    """Take the steps one after another; without health there is nothing to ask, and the others are skipped."""
+    """Take the steps one after another; without health the others are skipped."""
     health = await wait_until_healthy(reach, settings.deadline, say)
     if health.state is StepState.FAILED:
         skipped = SmokeStep(StepState.SKIPPED, "vLLM is not healthy")
@@ -189,14 +365,26 @@ async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable
         metrics, page = check_inputs(before), before
     else:
         metrics, page = await check_counters(reach, before)
-    discrepancy = await check_discrepancy(settings.values(), page, settings.max_discrepancy)
+    discrepancy = await check_discrepancy(settings, page, settings.max_discrepancy)
     return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+Says whether a vLLM that was just started serves: waits until it is healthy,
+lets it complete one short prompt, looks for that request in its metrics, and
+compares the GPU memory it holds with what it was configured to use. It takes
+the daemon's settings for how to reach vLLM.
+""",
+    epilog="""\
+It ends with status 0 when vLLM serves, 1 when something failed, and 2 when it
+cannot use its settings. What cannot be looked at from here is skipped, and it
+says why.
+
+Example:
+  vllm-headroom smoke --engine-url http://127.0.0.1:8000 --deadline 20m
+""",
     options=lambda parser: parser.add_settings(SmokeSettings),
     run=_run,
     text=lambda found: (f"{MARKS[step['state']]:<8} {step['name']:<12} {step['text']}" for step in found["steps"]),

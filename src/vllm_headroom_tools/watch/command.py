@@ -12,30 +12,14 @@ from typing import Final
 
 import httpx
 
-from vllm_headroom.config.kinds import FILE, url
-from vllm_headroom.config.options import Parser
 from vllm_headroom.daemon.sampler import close_all
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.cli import Command, say
+from vllm_headroom_tools.options import FILE, Parser, url
 from vllm_headroom_tools.terminal import console, is_terminal
 from vllm_headroom_tools.watch.sidecar import NO_DOCUMENT, Document, describe_verdict, fetch_document
-
-DESCRIPTION: Final = """\
-Shows what a sidecar says, live: its verdict on each GPU, the engine and the
-host, free memory of the last day, and the time that is left.
-"""
-
-EPILOG: Final = """\
-On a terminal it draws until Ctrl-C, elsewhere it writes a line when something
-changes. It ends with status 0; with --json, which asks once, with 2 without
-an answer.
-
-Example:
-  vllm-headroom watch http://gpu-7:9839
-  kubectl exec -it POD -c headroom -- vllm-headroom watch
-"""
 
 HERE: Final = "http://127.0.0.1:9839"
 EVERY_SECONDS: Final = 2.0
@@ -98,7 +82,7 @@ async def _write_lines(asked: FetchDocument, _host: str, stopped: asyncio.Event)
 
 
 def _describe_verdicts(document: Document) -> dict[str, str]:
-    """Return the line of each verdict, under what tells it from another: of the engine's, also what it does."""
+    """Return the line of each verdict by its identity: for the engine's, with the engine's state."""
     state = {"engine": document.get("engine_state")}
     return {
         f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": describe_verdict(each)
@@ -113,8 +97,19 @@ async def _pause(stopped: asyncio.Event) -> None:
 
 COMMAND: Final[Command[Document | None]] = Command(
     usage="%(prog)s [OPTION]... [URL]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+Shows what a sidecar says, live: its verdict on each GPU, the engine and the
+host, free memory of the last day, and the time that is left.
+""",
+    epilog="""\
+On a terminal it draws until Ctrl-C, elsewhere it writes a line when something
+changes. It ends with status 0; with --json, which asks once, with 2 without
+an answer.
+
+Example:
+  vllm-headroom watch http://gpu-7:9839
+  kubectl exec -it POD -c headroom -- vllm-headroom watch
+""",
     options=_options,
     run=_run,
     document=lambda document: document or {},

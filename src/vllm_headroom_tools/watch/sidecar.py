@@ -1,4 +1,4 @@
-"""What a sidecar says of itself at /snapshot.json."""
+"""The sidecar's document at /snapshot.json."""
 
 from __future__ import annotations
 

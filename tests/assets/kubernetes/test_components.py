@@ -12,7 +12,7 @@ import yaml
 from tests.assets.kubernetes.combinations import GPUS, SIDECARS, WORKLOADS, Combination, combined
 from tests.assets.kubernetes.difference import differences
 from tests.assets.kubernetes.rendering import COMPONENTS, REPOSITORY, build, kustomization, needs_kustomize
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings
 
 pytestmark = needs_kustomize
 

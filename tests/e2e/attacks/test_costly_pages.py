@@ -169,12 +169,12 @@ def test_a_page_for_which_there_is_no_memory_costs_samples_and_not_the_daemon() 
         resource.prlimit(pid, resource.RLIMIT_AS, (virtual_bytes(pid) + 3 * MIB, most))
         engine.answer = page("# " + "x" * (4 * MIB - 1000) + f"\n{RECORDED}"[-900:])
         before = len(engine.requests)
-        eventually(lambda: "no memory is left" in running.log(), "it is told")
+        eventually(lambda: "out of memory: a step of the daemon was skipped" in running.log(), "it is told")
         eventually(lambda: len(engine.requests) >= before + 3, "it asks on")
 
         resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
         engine.answer = page(RECORDED)
-        eventually(lambda: "memory is there again" in running.log(), "it is over")
+        eventually(lambda: "memory is available again" in running.log(), "it is over")
         running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers again")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.recorded import FOLDER
+from tests.e2e.life import HURRIED
 from tests.fakes.engine_server import EngineServer, page
 from tests.process import Daemon, Page, daemon, eventually
 
@@ -54,10 +55,10 @@ def test_a_volume_that_became_read_only_costs_what_is_kept_there_alone(tmp_path:
             assert running.stop()[0] == 0
         before = {file.name: file.read_bytes() for file in state.iterdir()}
         mount = f"mount --bind '{state}' '{state}' && mount -o remount,ro,bind '{state}'"
-        with mounted(mount, engine, **files) as running:
+        with mounted(mount, engine, **HURRIED, **files) as running:
             running.sees(answers, "the engine answers")
             for what in ("trace not written", "flight record not written", "state is not kept"):
-                eventually(partial(is_told, running, what), what, deadline_seconds=180)  # state is kept once a minute
+                eventually(partial(is_told, running, what), what)
             asked = len(engine.requests)
             eventually(lambda: len(engine.requests) >= asked + 2, "samples go on")
 

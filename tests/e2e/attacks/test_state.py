@@ -13,7 +13,7 @@ from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.preload import preloadable
 from tests.process import Page, daemon, eventually
-from vllm_headroom.daemon.state.file import LIVES, STATE
+from vllm_headroom.daemon.state.file import RUNS, STATE
 
 VOLUME = Path(__file__).parents[2] / "fakes" / "stuck_volume.c"
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
@@ -102,6 +102,6 @@ def test_a_state_that_cannot_be_set_aside_costs_nothing_but_itself(tmp_path: Pat
             in_the_way.rmdir()
             eventually(lambda: "saved state set aside" in running.log(), "it is set aside as soon as it can be")
             assert running.stop()[0] == 0
-    restarted = LIVES.read(tmp_path)
+    restarted = RUNS.read(tmp_path)
     assert restarted is not None
     assert restarted.restarts == 1

@@ -69,11 +69,12 @@ def test_stderr_that_nobody_reads_holds_up_neither_the_samples_nor_the_end() -> 
 
 def test_what_was_dropped_is_counted_once_there_is_room_again() -> None:
     script = (
-        "import logging, structlog, sys\n"
+        "import sys\n"
         "from vllm_headroom.daemon import logs\n"
+        "from vllm_headroom.log import Log\n"
         "logs.configure('logfmt', 'info')\n"
         "for number in range(logs.MOST_WAITING + 100):\n"
-        "    structlog.get_logger('vllm_headroom').info('line', number=number)\n"
+        "    Log('vllm_headroom').info('line', number=number)\n"
         "print('all said', flush=True)\n"
         "sys.stdin.read()\n"
     )

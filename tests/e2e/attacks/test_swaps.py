@@ -12,7 +12,7 @@ from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.preload import preloadable
 from tests.process import Daemon, Page, daemon, eventually
 from vllm_headroom.daemon.state.file import STATE
-from vllm_headroom.trace.incidents import FLIGHT
+from vllm_headroom.trace.flight import FLIGHT
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 CLOCK = Path(__file__).parents[2] / "fakes" / "stepped_clock.c"

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
 import pynvml
 import pytest
@@ -30,7 +31,7 @@ def build(folder: Path, *, no_v2: bool = False) -> Path:
     if compiler is None:
         pytest.skip("no C compiler named cc: the fake NVML library cannot be built")
     folder.mkdir(parents=True, exist_ok=True)
-    library, unfinished = folder / SONAME, folder / f"{SONAME}.{os.getpid()}"
+    library, unfinished = folder / SONAME, folder / f"{SONAME}.{uuid4()}"
     options = ["-O1", "-fPIC", "-shared", "-pthread", f"-Wl,-soname,{SONAME}", *(["-DNO_V2"] if no_v2 else [])]
     subprocess.run([compiler, *options, "-o", str(unfinished), str(SOURCE)], check=True)
     return unfinished.replace(library)

@@ -35,13 +35,13 @@ def command(run: Callable[[Namespace], Any]) -> Command[Answering]:
 
 
 def test_text_stays_on_its_line_and_sends_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    status = execute(command(lambda _given: Answering("\x1b[31mred\nand \u202emore")), "test", [], {})
+    status = execute(command(lambda _given: Answering("\x1b[31mred\nand \u202emore")), "test", [])
 
     assert (status, capsys.readouterr().out) == (7, "\\x1b[31mred\\x0aand \\x202emore\nthe end\n")
 
 
 def test_json_is_one_indented_object(capsys: pytest.CaptureFixture[str]) -> None:
-    execute(command(lambda _given: Answering("\x1b")), "test", ["--json"], {})
+    execute(command(lambda _given: Answering("\x1b")), "test", ["--json"])
 
     assert capsys.readouterr().out == '{\n  "text": "\\u001b"\n}\n'
 
@@ -50,19 +50,19 @@ def test_a_command_without_an_answer_says_why_in_a_line(capsys: pytest.CaptureFi
     def run(_given: Namespace) -> Answering:
         raise BadInput("line 1\nof a file")
 
-    assert execute(command(run), "test", [], {}) == 2
+    assert execute(command(run), "test", []) == 2
     assert capsys.readouterr() == ("", "vllm-headroom test: line 1\\x0aof a file\n")
 
 
 LIVE: Final = """
 import asyncio, sys
 from vllm_headroom_tools import cli
-from vllm_headroom_tools.run import command
+from vllm_headroom_tools import run as command
 async def daemon(given):
     print(type(asyncio.get_running_loop()).__module__, flush=True)
     {end}
 command.COMMAND = cli.Command(usage="", description="", epilog="", options=lambda parser: None, run=daemon, status=int)
-cli.start({{"run": ("run.command", "")}}, "run", [])
+cli.start({{"run": ("run", "")}}, "run", [])
 """
 
 

@@ -27,7 +27,7 @@ def lines():
 end_on_signals(None)
 progress.BETWEEN_SECONDS = 0.0
 whole, patience = (None if "pipe" in sys.argv else 10), (60.0 if "soon" in sys.argv else 0.0)
-for line in progress.followed(lines(), "Reading [red]:smile:", whole, len, patience_seconds=patience):
+for line in progress.track(lines(), "Reading [red]:smile:", whole, len, patience_seconds=patience):
     print(end=f"{line}" if "each" in sys.argv else "")
 print("done")
 """
@@ -35,7 +35,7 @@ print("done")
 REPLAY: Final = """
 import sys
 from vllm_headroom_tools import progress
-progress.followed.__kwdefaults__["patience_seconds"] = 0.0
+progress.track.__kwdefaults__["patience_seconds"] = 0.0
 sys.argv = ["vllm-headroom", "replay", sys.argv[1]]
 from vllm_headroom.__main__ import main
 main()

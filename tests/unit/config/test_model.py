@@ -9,9 +9,9 @@ import yaml
 
 from tests.settings import load
 from tests.unit.sizing.models import FOLDER, config_text, model
-from vllm_headroom.config.options import BadOptions
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.yaml_file import settings_yaml
+from vllm_headroom.config import settings_yaml
+from vllm_headroom_tools.options import BadOptions
+from vllm_headroom_tools.settings import ModelSettings
 
 TINY = FOLDER / "tiny.json"
 
@@ -24,7 +24,7 @@ def refused(argv: list[str], environ: dict[str, str]) -> str:
 
 
 def test_without_it_no_model_is_known() -> None:
-    assert Settings().values().model_shape is None
+    assert ModelSettings().model_shape is None
 
 
 def test_a_file_or_its_folder_says_the_model_by_any_way_to_set_it(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_file_or_its_folder_says_the_model_by_any_way_to_set_it(tmp_path: Path
         load(["--config", str(tmp_path / "headroom.yaml")], {}),
     )
 
-    assert [settings.values().model_shape for settings in ways] == [model("tiny")] * len(ways)
+    assert [settings.model_shape for settings in ways] == [model("tiny")] * len(ways)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ import pytest
 from pydantic import ValidationError
 
 from tests.settings import load
-from vllm_headroom.config.options import BadOptions
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config import Settings
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom_tools.options import BadOptions
+from vllm_headroom_tools.settings import ModelSettings
 
 UUID = "GPU-8a1b0d6e-0b64-4f7c-9a53-1d1f1a2b3c4d"
 
@@ -29,7 +30,7 @@ def test_without_any_source_the_defaults_of_the_contract_are_in_force() -> None:
 
 
 def test_every_default_passes_its_own_check() -> None:
-    assert Settings.model_validate(Settings().model_dump()) == Settings()
+    assert Settings.model_validate(Settings().model_dump(by_alias=True)) == Settings()
 
 
 def test_the_command_line_beats_the_environment_which_beats_the_file_which_beats_the_default(tmp_path: Path) -> None:
@@ -64,9 +65,9 @@ def test_an_empty_variable_an_empty_file_and_a_null_count_as_not_set(tmp_path: P
     empty.write_text("# nothing yet\n")
     null.write_text("reported_bytes: null\nlisten_port:\n")
 
-    assert load([], {"HEADROOM_REPORTED_BYTES": "", "HEADROOM_LISTEN_PORT": " "}) == Settings()
-    assert load(["--config", str(empty)], {}) == Settings()
-    assert load(["--config", str(null)], {}) == Settings()
+    assert load([], {"HEADROOM_REPORTED_BYTES": "", "HEADROOM_LISTEN_PORT": " "}) == ModelSettings()
+    assert load(["--config", str(empty)], {}) == ModelSettings()
+    assert load(["--config", str(null)], {}) == ModelSettings()
 
 
 def test_the_environment_is_the_one_that_load_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,7 @@ def test_sizes_are_bytes_or_carry_a_unit(text: str, size: int) -> None:
     ],
 )
 def test_gpus_are_auto_all_or_a_list(text: str, selection: Selection) -> None:
-    assert load(["--gpus", text], {}).values().selection == selection
+    assert Selection.of(load(["--gpus", text], {}).gpus) == selection
 
 
 def test_yaml_gives_lists_mappings_and_plain_values(tmp_path: Path) -> None:

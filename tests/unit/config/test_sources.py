@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.settings import load
-from vllm_headroom.config.options import BadOptions
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import variable
+from vllm_headroom.config import Settings, variable
+from vllm_headroom_tools.options import BadOptions
+from vllm_headroom_tools.settings import ModelSettings
 
 
 def mistakes(argv: list[str], environ: dict[str, str]) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ OF_SERVICES = {
 
 
 def test_what_kubernetes_injects_for_a_service_called_headroom_is_no_mistake() -> None:
-    assert load([], OF_SERVICES) == Settings()
+    assert load([], OF_SERVICES) == ModelSettings()
 
 
 def test_what_only_looks_like_a_services_variable_is_a_mistake() -> None:

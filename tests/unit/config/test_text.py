@@ -3,22 +3,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.settings import load, settings_table
-from vllm_headroom.config.fields import about
-from vllm_headroom.config.options import Parser
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import option, variable
-from vllm_headroom.config.yaml_file import settings_yaml
+from tests.settings import load, load_as, settings_table
+from vllm_headroom.config import Settings, key, settings_yaml, variable, words
 from vllm_headroom_tools.demo.command import DemoSettings
+from vllm_headroom_tools.options import Parser, option
 
 
 def test_every_setting_says_what_it_is_for_and_what_it_accepts() -> None:
     for name, field in DemoSettings.model_fields.items():
         assert field.description, name
         assert field.description.endswith("."), name
-        assert about(field).kind.accepts, name
-        assert about(field).default, name
-        assert about(field).word.isupper(), name
+        assert words(field)["accepts"], name
+        assert words(field)["default"], name
+        assert words(field)["word"].isupper(), name
 
 
 def help_of(kind: type[Settings], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -32,8 +29,8 @@ def test_help_has_every_setting_with_its_variable_and_its_default(monkeypatch: p
     text = " ".join((*help_of(Settings, monkeypatch).split(), ""))
 
     for name, field in Settings.model_fields.items():
-        assert f" {option(name)} {about(field).word} " in text
-        assert f" {variable(name)}; default: {about(field).default} " in text
+        assert f" {option(key(name))} {words(field)['word']} " in text
+        assert f" {variable(name)}; default: {words(field)['default']} " in text
     assert " Accepts a number of seconds from 0 to 3600. HEADROOM_GPU_FATAL_GRACE_SECONDS; default: 60 " in text
 
 
@@ -71,7 +68,7 @@ def test_the_printed_defaults_are_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "headroom.yaml"
     file.write_text(settings_yaml(Settings()))
 
-    assert load(["--config", str(file)], {}) == Settings()
+    assert load_as(Settings, ["--config", str(file)], {}) == Settings()
 
 
 def test_secrets_are_neither_printed_nor_shown_by_repr() -> None:

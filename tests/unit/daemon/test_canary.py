@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import engine, failure, page, snapshot
 from vllm_headroom.daemon.sampler import RETRY_SECONDS, Canary
 from vllm_headroom.model import EnginePage, EngineReading, EngineStatus, Failure, Snapshot

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.process import eventually
 from tests.samples import gpu, snapshot
 from tests.unit.daemon.state.engine import free
@@ -29,8 +29,7 @@ from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import list_incidents, name_incident, parse_known
+from vllm_headroom.trace.flight import keep, list_incidents, name_incident, parse_known, set_aside
 from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.vocabulary import Level, Role
 from vllm_headroom.worker import Worker
@@ -227,6 +226,18 @@ def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
 
     (xid,) = header(the_incident(tmp_path))["xids"]
     assert (xid["uuid"], xid["xid"]) == ("GPU-a", 79)
+
+
+@pytest.mark.parametrize(("minutes", "known"), [(14.5, [79]), (15.5, [])])
+def test_an_xid_belongs_to_an_incident_of_the_next_15_minutes(tmp_path: Path, minutes: float, known: list[int]) -> None:
+    subject, watch = flight(tmp_path), serving()
+    step(subject, seen(watch))
+    watch.look(working(30), gpus=(gpu(xid_errors=((79, 1),)),))
+    step(subject, seen(watch))
+    watch.look(working(40), after=60 * minutes)
+    died(subject, watch)
+
+    assert [each["xid"] for each in header(the_incident(tmp_path))["xids"]] == known
 
 
 def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import list_incidents
+from vllm_headroom.trace.flight import keep, list_incidents, set_aside
 from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.units import MIB
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from structlog.testing import capture_logs
-
+from tests.logs import capture_logs
 from tests.unit.daemon.test_sampler import Said, ticked
 from tests.unit.daemon.test_sampler_life import readings, sampler
 from tests.unit.derive.life.watch import WHOLE
@@ -49,5 +48,5 @@ def test_what_an_engine_left_behind_and_stays_is_told_once_and_on_the_page_where
             sentences = [each.sentence for each in judge_snapshot(subject.snapshot, subject.values)]
             assert (LEFT_BEHIND in sentences) is (ahead in (70, 75)), "half a minute after it was first seen so"
 
-    told = [line["problem"] for line in lines if line["event"] == "an engine that has ended left processes behind"]
+    told = [line["problem"] for line in lines if line["event"] == "an engine that exited left processes behind"]
     assert told == ["pid 10 is left behind by an engine that has ended: end it with kill 10, or kill -9 10"]

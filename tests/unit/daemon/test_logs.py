@@ -4,10 +4,11 @@ import subprocess
 import sys
 
 SCRIPT = """
-import logging, structlog
+import logging
 from vllm_headroom.daemon import logs
 logs.configure({log_format!r}, {log_level!r})
-log = structlog.get_logger("vllm_headroom.part")
+from vllm_headroom.log import Log
+log = Log("vllm_headroom.part")
 {body}
 """
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import build_derivations
+from vllm_headroom.derive import Derivation, build_derivations, make_stateless
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.derivation import Derivation, make_stateless
 from vllm_headroom.model import (
     EnginePage,
     Failure,

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.unit.daemon.test_sampler_probe import Folder, sampler, ticked
 from vllm_headroom import catalog
 from vllm_headroom.model import ProbedProcess

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import engine, gpu, page, snapshot, values
 from tests.unit.daemon.test_sampler import MEMORY, Processes, Said, parsed, ticked
 from tests.unit.derive.life.watch import REFUSED, WHOLE
@@ -51,7 +51,7 @@ def state(samples: tuple[Sample, ...]) -> str:
 
 
 def told(lines: list[Any]) -> list[tuple[str, str]]:
-    ours = ("engine is", "a life")
+    ours = ("engine is", "engine exited")
     return [(line["event"].split(":")[0], line["log_level"]) for line in lines if line["event"].startswith(ours)]
 
 
@@ -74,10 +74,10 @@ def test_every_change_of_state_is_told_once() -> None:
         ("engine is starting", "info"),
         ("engine is serving", "info"),
         ("engine is stalled", "warning"),
-        ("a life of the engine ended", "warning"),
+        ("engine exited", "warning"),
         ("engine is down", "warning"),
     ]
-    assert [line["reason"] for line in lines if line["event"] == "a life of the engine ended"] == ["gone"]
+    assert [line["reason"] for line in lines if line["event"] == "engine exited"] == ["gone"]
 
 
 def leak(state: LeakState, *labels: str) -> Values:
@@ -93,10 +93,10 @@ def test_every_change_of_a_verdict_is_told_once() -> None:
         subject.verdicts(leak(LeakState.LEAKING, "worker"))
 
     assert [(line["event"], line["of"], line.get("verdict")) for line in lines] == [
-        ("memory grows without explanation", "GPU 0", "growing"),
-        ("memory grows without explanation", "GPU 0", "leaking"),
-        ("memory no longer grows without explanation", "GPU 0", None),
-        ("memory grows without explanation", "host memory of worker", "leaking"),
+        ("leak suspected", "GPU 0", "growing"),
+        ("leak suspected", "GPU 0", "leaking"),
+        ("leak no longer suspected", "GPU 0", None),
+        ("leak suspected", "host memory of worker", "leaking"),
     ]
 
 
@@ -117,8 +117,8 @@ def test_a_verdict_that_cannot_be_told_for_a_while_is_not_said_to_be_over(blind:
             subject.verdicts(Values(()) if found is None else leak(found, "0", "GPU-a"))
 
     assert [line["event"] for line in lines] == [
-        "memory grows without explanation",
-        "memory no longer grows without explanation",
+        "leak suspected",
+        "leak no longer suspected",
     ]
 
 

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import failure, probed, snapshot, values
 from tests.unit.daemon.test_sampler import Processes, Said, parsed
 from vllm_headroom import catalog

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from structlog.testing import capture_logs
-
+from tests.logs import capture_logs
 from tests.samples import gpu, snapshot
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute

@@ -13,7 +13,6 @@ from vllm_headroom.model import (
     Cgroup,
     EngineProcess,
     Failure,
-    HostBlock,
     HostMemory,
     HostReading,
     MachineMemory,
@@ -43,7 +42,7 @@ def host(processes: ProcessReadings | Failure, **more: Any) -> HostMemory | None
     return update_container(ContainerState(), processes, **{"limit_bytes": None, **more})[1]
 
 
-def probed(block: HostBlock | None) -> ProbeReadings:
+def probed(block: HostReading | None) -> ProbeReadings:
     """Return what the probe of one process says, beside one that says nothing of the host."""
     other = ProbedProcess(pid=7, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER)
     return ProbeReadings(present=(other, replace(other, pid=8, host=block)))
@@ -92,9 +91,10 @@ def test_the_kernels_limit_comes_before_what_was_told() -> None:
 
 
 def test_without_the_tree_the_probe_tells() -> None:
-    told = HostBlock(used_bytes=40 * GIB, file_bytes=30 * GIB, shm_used_bytes=GIB, shm_limit_bytes=2 * GIB)
+    cgroup = Cgroup(identity="probe", used_bytes=40 * GIB, cache_bytes=30 * GIB, limit_bytes=None, oom_kills=None)
+    block = HostReading(cgroup=cgroup, shm=Shm(total_bytes=2 * GIB, free_bytes=GIB))
 
-    seen = host(readings(SERVER), probe=probed(told), limit_bytes=48 * GIB)
+    seen = host(readings(SERVER), probe=probed(block), limit_bytes=48 * GIB)
 
     assert seen is not None
     assert (seen.basis, seen.used_bytes, seen.limit_bytes) == (HostBasis.PROBE, 10 * GIB, 48 * GIB)
@@ -102,14 +102,16 @@ def test_without_the_tree_the_probe_tells() -> None:
 
 
 def test_the_probe_is_enough_where_no_process_can_be_seen() -> None:
-    seen = host(failure(Source.PROCESS), probe=probed(HostBlock(used_bytes=5, limit_bytes=9, oom_kills=2)))
+    cgroup = Cgroup(identity="probe", used_bytes=5, cache_bytes=0, limit_bytes=9, oom_kills=2)
+
+    seen = host(failure(Source.PROCESS), probe=probed(HostReading(cgroup=cgroup)))
 
     assert seen == HostMemory(basis=HostBasis.PROBE, used_bytes=5, limit_bytes=9, oom_kills=2)
 
 
 def test_a_probe_that_says_nothing_of_the_host_is_none() -> None:
     assert host(failure(Source.PROCESS), probe=probed(None)) is None
-    assert host(failure(Source.PROCESS), probe=probed(HostBlock(shm_used_bytes=1))) is None
+    assert host(failure(Source.PROCESS), probe=probed(HostReading())) is None
 
 
 def test_without_both_the_processes_own_memory_and_their_shared_memory_are_summed() -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from tests.samples import engine, page
 from vllm_headroom.derive.readings import (
-    awake,
     count_finished,
     count_running,
     identify_run,
     is_new_run,
+    is_page_awake,
     list_named,
     sum_known,
 )
@@ -62,7 +62,7 @@ def test_what_is_unknown_or_began_earlier_tells_of_no_other_life(
     ("said", "whole"), [((True, True), True), ((True, False), False), ((True, None), True), ((None, None), None)]
 )
 def test_one_engine_that_sleeps_is_a_server_that_sleeps(said: tuple[bool | None, ...], *, whole: bool | None) -> None:
-    assert awake(page(*(engine(str(rank), awake=each) for rank, each in enumerate(said)))) is whole
+    assert is_page_awake(page(*(engine(str(rank), awake=each) for rank, each in enumerate(said)))) is whole
 
 
 def test_an_engine_that_sleeps_runs_nothing_whatever_is_frozen_in_it() -> None:

@@ -57,7 +57,7 @@ def test_a_leak_is_an_alarm_with_its_rate_and_its_end() -> None:
     verdict = of("GPU 0", state(LeakState.LEAKING), *LEAK)
 
     assert verdict.sentence == (
-        "GPU 0 leaks 12.6 MiB per 1,000 requests: out of memory in 7 h 36 min, 5 h 0 min at the least."
+        "GPU 0 leaks 12.6 MiB per 1,000 requests: out of memory in about 7 h 36 min, at the earliest in 5 h 0 min."
     )
     assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuMemoryLeak")
 
@@ -172,7 +172,10 @@ def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
 
     said = of("engine", at=at)
     assert (said.level, said.alert) == (Level.UNKNOWN, None)
-    assert said.sentence == "The engine has not been seen yet: there is no page and no server of it."
+    assert (
+        said.sentence
+        == "The engine has not been seen yet: its metrics page does not answer and no engine process is running."
+    )
 
 
 def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
@@ -201,7 +204,9 @@ def test_a_closed_gate_is_told_and_an_open_one_is_not() -> None:
 def test_a_silent_page_is_told_with_its_cause() -> None:
     silent = replace(seen(EngineState.DOWN), engines=failure(Source.ENGINE))
 
-    assert of("engine", at=silent).sentence == ("The engine is down: there is no page and no server of it; it failed.")
+    assert of("engine", at=silent).sentence == (
+        "The engine is down: its metrics page does not answer and no engine process is running; it failed."
+    )
 
 
 def test_of_a_server_without_a_core_it_is_not_said_that_it_has_work() -> None:
@@ -308,7 +313,10 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     room = (Sample(catalog.HOST_MEMORY_USED, (), 12.0 * GIB), Sample(catalog.HOST_MEMORY_LIMIT, (), 64.0 * GIB))
 
     verdict = of("host memory", leaking, soon, least)
-    assert verdict.sentence == "Host memory of worker leaks: out of memory in 30 min 0 s, 20 min 0 s at the least."
+    assert (
+        verdict.sentence
+        == "Host memory of worker leaks: out of memory in about 30 min 0 s, at the earliest in 20 min 0 s."
+    )
     assert verdict.alert == "HeadroomHostOutOfMemorySoon"
     now = Sample(catalog.HOST_TIME_TO_OOM, (), 0.0)
     assert of("host memory", leaking, now).sentence == "Host memory of worker leaks: out of memory at any moment."

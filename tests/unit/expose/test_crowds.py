@@ -65,7 +65,7 @@ def order(*paths: str) -> list[str]:
     async def ask() -> None:
         server, listener = Server(handler), listen("127.0.0.1", 0)
         for path in paths:
-            server.asked(Connection(server), Request(method="GET", path=path, headers={}))
+            server.admit(Connection(server), Request(method="GET", path=path, headers={}))
         serving = asyncio.create_task(server.serve(listener))
         async with asyncio.timeout(60):
             while len(answered) < len(paths):  # noqa: ASYNC110 - the loop has to turn between answers

@@ -13,7 +13,7 @@ from tests.unit.expose.views import NOW, day, view
 from vllm_headroom import catalog
 from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.view import Event, History, Incident, View
-from vllm_headroom.model import Sample
+from vllm_headroom.model import Sample, Verdict
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Level, Source
 
@@ -71,7 +71,7 @@ def test_the_leak_is_the_first_thing_that_is_read() -> None:
     first = shown.index("<li class=alarm>")
     assert shown.startswith("<!doctype html>")
     assert "<title>ALARM: GPU 1" in shown
-    assert "out of memory in 4 h 0 min, 2 h 0 min at the least." in shown
+    assert "out of memory in about 4 h 0 min, at the earliest in 2 h 0 min." in shown
     assert first < shown.index("<li class=good>")
     assert shown.index("<b>GPU 1</b>") < shown.index("<b>GPU 0</b>")
 
@@ -149,6 +149,16 @@ def test_names_from_outside_cannot_write_html_nor_turn_a_line_about() -> None:
 
     assert not any(each in shown for each in ("<script>", "\u202e"))
     assert r"&lt;script&gt;\x202e / 0" in shown
+
+
+def test_a_verdict_cannot_write_html() -> None:
+    verdict = Verdict(subject="GPU <i>", level=Level.ALARM, sentence="<b>leaks</b> & grows")
+
+    shown = render_page(replace(view(), verdicts=(verdict,)))
+
+    assert "&lt;b&gt;leaks&lt;/b&gt; &amp; grows" in shown
+    assert "GPU &lt;i&gt; " in shown
+    assert not any(each in shown for each in ("<b>leaks", "<i>"))
 
 
 def test_the_last_incident_is_shown_with_what_tells_more() -> None:

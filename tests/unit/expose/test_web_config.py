@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, MOST_BYTES, WebConfig, WebConfigError, read_web_config
+from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, WebConfig, WebConfigError, read_web_config
+from vllm_headroom.yaml_file import MOST_BYTES
 
 HASH = "$2y$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
 

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from vllm_headroom.model import (
     AllocatorReading,
+    Cgroup,
     EngineParts,
-    HostBlock,
+    HostReading,
     OomRecord,
     PoolReading,
     ProbedProcess,
     SchedulerReading,
+    Shm,
 )
 from vllm_headroom.parse.probe import MOST_DEVICES, parse_probe
 from vllm_headroom.vocabulary import Role
@@ -101,7 +103,10 @@ def test_a_whole_file_is_understood() -> None:
                 pool=PoolReading(weights_bytes=1, kv_cache_bytes=2),
             ),
             scheduler=SchedulerReading(steps_total=12345, max_num_seqs=256),
-            host=HostBlock(used_bytes=1, file_bytes=2, limit_bytes=3, oom_kills=0, shm_used_bytes=1, shm_limit_bytes=2),
+            host=HostReading(
+                cgroup=Cgroup(identity="probe", used_bytes=1, cache_bytes=2, limit_bytes=3, oom_kills=0),
+                shm=Shm(total_bytes=2, free_bytes=1),
+            ),
             oom=OomRecord(
                 at_seconds=1.5,
                 uuid="GPU-a",
@@ -113,6 +118,14 @@ def test_a_whole_file_is_understood() -> None:
         ),
         "a-boot",
     )
+
+
+@pytest.mark.parametrize("shm", [{"used": 1}, {"limit": 2}], ids=["no limit", "no use"])
+def test_a_half_known_host_is_not_known(shm: dict[str, int]) -> None:
+    parsed = parse_probe(json.dumps(WHOLE | {"host": {"cgroup": {"limit": 3}, "shm": shm}}).encode())
+
+    assert not isinstance(parsed, str)
+    assert parsed[0].host == HostReading()
 
 
 def test_all_but_the_first_block_may_be_missing() -> None:

@@ -19,7 +19,7 @@ from tests.fakes.inside.torch import cuda
 from tests.fakes.inside.vllm.engine import EngineCore, config
 from tests.fakes.inside.vllm.worker import WorkerBase
 from tests.process import eventually
-from vllm_headroom_probe import life, probe
+from vllm_headroom_probe import hooks, probe
 from vllm_headroom_probe.folder import prune
 from vllm_headroom_probe.probe import Probe
 
@@ -64,9 +64,9 @@ def look(running: Probe) -> None:
 def test_an_out_of_memory_error_is_written_before_it_is_raised(
     running: Probe, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "_probe", running)
+    monkeypatch.setattr(hooks, "_probe", running)
     monkeypatch.setattr(probe, "OOM_SECONDS", 60.0)
-    life._on_oom(1, 2 << 30, 80 << 30, 1 << 20)
+    hooks._on_oom(1, 2 << 30, 80 << 30, 1 << 20)
 
     document = written(folder)
     assert document is not None
@@ -84,7 +84,7 @@ def test_an_out_of_memory_error_is_written_before_it_is_raised(
         "seen": 1,
     }
 
-    life._on_oom(0, 1, 2, 3)
+    hooks._on_oom(0, 1, 2, 3)
     again = written(folder)
     assert again is not None
     assert (again["oom"]["seen"], again["oom"]["uuid"]) == (2, None), "of another device nothing more is known"
@@ -100,11 +100,11 @@ def test_nothing_waits_for_a_probe_that_has_stopped(running: Probe, monkeypatch:
 def test_the_observer_is_attached_when_vllm_initialises_cuda_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(cuda, "_initialized", False)
-    life._watch_for_ooms()
+    hooks._watch_for_ooms()
     assert torch.observers == []
 
     cuda.begin()
-    assert torch.observers == [life._on_oom]
+    assert torch.observers == [hooks._on_oom]
 
 
 def test_an_allocator_that_keeps_the_gil_is_asked_three_times(
@@ -190,13 +190,13 @@ def test_files_of_many_lives_do_not_fill_the_folder(folder: Path) -> None:
 
 
 def test_its_thread_is_gone_while_vllm_forks(running: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "_probe", running)
+    monkeypatch.setattr(hooks, "_probe", running)
     thread = running._thread
     assert thread is not None
-    life._before_fork()
+    hooks._before_fork()
     assert not thread.is_alive()
 
-    life._after_in_parent()
+    hooks._after_in_parent()
     assert running._thread is not None
     assert running._thread.is_alive()
     look(running)
@@ -213,11 +213,11 @@ def test_a_write_that_hangs_holds_no_fork_back_and_is_the_last(
 
     monkeypatch.setattr(probe, "replace", hang)
     monkeypatch.setattr(probe, "FORK_SECONDS", 0.01)
-    monkeypatch.setattr(life, "_probe", running)
+    monkeypatch.setattr(hooks, "_probe", running)
     running._wake.set()
     assert begun.wait(60)
-    life._before_fork()
-    life._after_in_parent()
+    hooks._before_fork()
+    hooks._after_in_parent()
     ends.set()
 
     assert running._stopped == "a write hung while vLLM forked"

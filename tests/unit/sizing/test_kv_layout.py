@@ -42,15 +42,15 @@ def test_a_sequence_takes_what_vllm_reckons(name: str, ranks: int, tokens: int, 
     """Expected is `_max_memory_usage_bytes_from_groups` of vLLM 0.32, given the same layers and tokens in flight."""
     found = layout(name, ranks)
 
-    assert found.blocks(tokens) * found.block_bytes == expected
+    assert found.count_blocks(tokens) * found.block_bytes == expected
 
 
 def test_reference_blocks_of_llama_70b() -> None:
     found = layout("llama-3.1-70b")
 
     assert found.block_bytes == 5_242_880
-    assert 64 * found.blocks(4_096) == 16_384
-    assert 64 * found.blocks(4_096) * found.block_bytes == 80 * 2**30
+    assert 64 * found.count_blocks(4_096) == 16_384
+    assert 64 * found.count_blocks(4_096) * found.block_bytes == 80 * 2**30
 
 
 def test_a_gibibyte_of_the_tiny_model_holds_the_tokens_that_vllm_reports() -> None:
@@ -72,7 +72,11 @@ def test_a_dtype_that_is_not_known_has_no_layout() -> None:
 def test_longer_sequences_take_no_less(name: str, tokens: int) -> None:
     found = layout(name)
 
-    assert found.blocks(tokens) <= found.blocks(tokens + 1) <= found.blocks(tokens) + found.full_groups * 2 + 16
+    assert (
+        found.count_blocks(tokens)
+        <= found.count_blocks(tokens + 1)
+        <= found.count_blocks(tokens) + found.full_groups * 2 + 16
+    )
 
 
 @settings(deadline=None)
@@ -80,8 +84,8 @@ def test_longer_sequences_take_no_less(name: str, tokens: int) -> None:
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(name: str, blocks: int, ceiling: int) -> None:
     found = layout(name)
 
-    longest = found.longest(blocks, ceiling)
+    longest = found.find_longest(blocks, ceiling)
 
     assert 0 <= longest <= ceiling
-    assert longest == 0 or found.blocks(longest) <= blocks
-    assert longest == ceiling or found.blocks(longest + found.block_tokens) > blocks
+    assert longest == 0 or found.count_blocks(longest) <= blocks
+    assert longest == ceiling or found.count_blocks(longest + found.block_tokens) > blocks

@@ -9,8 +9,7 @@ import pytest
 from tests.samples import snapshot
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import INCIDENT_BYTES, find_share, keep, set_aside
-from vllm_headroom.trace.incidents import find_newest, list_incidents
+from vllm_headroom.trace.flight import INCIDENT_BYTES, find_newest, find_share, keep, list_incidents, set_aside
 from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.units import MIB
 

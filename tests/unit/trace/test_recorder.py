@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.process import eventually
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, Snapshot

@@ -1,1 +1,1 @@
-"""Keeps what the leak detector learned over a restart of the daemon."""
+"""The state that outlasts a restart of the daemon."""

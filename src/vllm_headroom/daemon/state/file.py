@@ -1,4 +1,4 @@
-"""A file of state, in a folder that is one daemon's at a time: always the old state or the new one, as a whole."""
+"""Files of state, replaced as a whole, in a folder that belongs to one daemon at a time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.trace.recorder import make_folder, replace_file
 
 COUNTED_SECONDS: Final = 300.0
-"""A counter alone vouches for a gap of this length. Nothing is said of growth before ten minutes of work, and a new
-engine does not catch up with ten minutes of work in five, less its start."""
+"""The longest gap that a counter alone can bridge: growth is judged after ten minutes of work, and a new engine needs
+longer than this to start and catch up with ten minutes of work."""
 
 
 class Identity(Struct, frozen=True, kw_only=True):
-    """What names an engine and its life: its models, when it started and how far it has counted, where it says so."""
+    """What identifies a run of an engine: its models, its start time and its count of requests, where known."""
 
     models: tuple[str, ...]
     life: str | None
@@ -38,7 +38,7 @@ class Identity(Struct, frozen=True, kw_only=True):
 
 
 def identify_engine(page: EnginePage | Failure) -> Identity | None:
-    """Return whose page it is; None while no engine on it has a name."""
+    """Return the identity of the page's engine; None while no engine on it has a name."""
     if isinstance(page, Failure) or not list_named(page):
         return None
     models = sorted({engine.model_name for engine in list_named(page)})
@@ -46,47 +46,42 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 
 
 def explain_mismatch(saved: Identity, now: Identity, gap_seconds: float) -> str | None:
-    """Return why this is not the life that was saved; None when it is.
-
-    Without a start time on both sides the counter has to vouch: it must be known, go on and not for too long.
-    """
+    """Return why this is not the saved run; None when it is. Without a start time the count of requests decides."""
     if now.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"
     if now.life != saved.life:
-        return "it is of another engine, or of the time before the engine's restart"
+        return "it is of another engine, or from before the engine's restart"
     if now.life is not None:
         return None
     if saved.finished_total is None or now.finished_total is None or now.finished_total < saved.finished_total:
-        return "the engine tells no start time and its count of requests does not go on from there"
+        return "the engine reports no start time, and its count of requests is unknown or lower than before"
     if gap_seconds > COUNTED_SECONDS:
-        return (
-            f"the engine tells no start time and {gap_seconds:.0f} s are too long a gap to go by its count of requests"
-        )
+        return f"the engine reports no start time, and after {gap_seconds:.0f} s its count of requests proves nothing"
     return None
 
 
 FORMAT: Final = 10
-"""To be raised when the fields of a state, or what they mean, change."""
+"""Raise it when the fields of a state, or their meaning, change."""
 
 LOAD_GAP_SECONDS: Final = 60.0
-"""Load that was not seen for longer than one of its minutes cannot be said to have been level."""
+"""After a longer gap than one of its minutes, load is not known to have been level."""
 
 STALE_SECONDS: Final = 86400.0
-"""As long as the detector itself remembers a device that it does not see."""
+"""As long as the detector remembers a device that it does not see."""
 
 FUTURE_SECONDS: Final = 300.0
-"""Clocks of machines differ by less; beyond that the age of the file is not known."""
+"""Clocks of machines differ by less; beyond it the age of the file is unknown."""
 
 
 class Memory(Struct, frozen=True, kw_only=True):
-    """The states that survive, under the names of their derivations."""
+    """The saved states, under the names of their derivations."""
 
     leak: LeakMemory = field(default_factory=LeakMemory)
     baseline: Baselines = field(default_factory=Baselines)
 
 
 class SavedState(Struct, frozen=True, kw_only=True):
-    """A memory with the engine it is of, and when it was saved: in seconds since the epoch and on the clock it uses."""
+    """A memory with its engine, and the time when it was saved: since the epoch and on the monotonic clock."""
 
     version: str
     saved_at_seconds: float
@@ -101,10 +96,7 @@ def list_visible(snapshot: Snapshot) -> set[str]:
 
 
 def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
-    """Return the memory as if this process had slept since it was saved, for the GPUs that are visible.
-
-    The monotonic clock starts anew with each machine, and the downtime is a gap on it.
-    """
+    """Return the memory of the visible GPUs, moved to this machine's monotonic clock with the downtime as a gap."""
     here = list_visible(snapshot)
     gap = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
     shift = snapshot.monotonic_seconds - gap - saved.monotonic_seconds
@@ -126,7 +118,7 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
 
 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
-    """Return why the saved state cannot be this engine's; None when it is, or when that is not known yet."""
+    """Return why the saved state is not this engine's; None when it is, or when that is unknown yet."""
     age = snapshot.time_seconds - saved.saved_at_seconds
     if age > STALE_SECONDS:
         return f"it is {age / 3600:.0f} h old"
@@ -142,7 +134,7 @@ def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
 
 
 def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
-    """Return whether it can be told which of its GPUs are here: one that does not open yet may be any of them."""
+    """Return whether it is known which of its GPUs are present: one that does not open yet may be any."""
     missing = saved.memory.leak.gpus.keys() - list_visible(snapshot)
     return not missing or not (isinstance(snapshot.gpus, Failure) or "" in list_visible(snapshot))
 
@@ -152,10 +144,10 @@ def _shift_tracks(tracks: Tracks, shift: float) -> Tracks:
 
 
 class FolderLock:
-    """A folder that this process has to itself from when it is free until the process ends; `is_ours` tells which.
+    """Locks a folder, once it is free, until the process exits; `is_ours` is whether it did.
 
-    It is the folder itself that is locked: that takes no room, and nothing can be put in the place of a file. Where it
-    cannot be opened or its file system knows no locks there is none: what is kept is worth more.
+    The folder itself is locked: that takes no space, and no file can be replaced. Where it cannot be opened or its file
+    system has no locks, it counts as locked: keeping the state matters more.
     """
 
     def __init__(self) -> None:
@@ -163,10 +155,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def take(self, folder: Path) -> bool:
-        """Return whether the folder, which is made, is this process's now.
-
-        One that was deleted is locked to no end: the folder that has its name now may be another's.
-        """
+        """Create the folder and return whether it is this process's; a folder that was deleted is locked again."""
         if self._descriptor is not None and not _is_same_folder(folder, self._descriptor):
             os.close(self._descriptor)
             self.is_ours, self._descriptor = False, None
@@ -185,10 +174,10 @@ def _is_same_folder(folder: Path, descriptor: int) -> bool:
 
 
 def _lock_folder(folder: Path) -> tuple[bool, int | None]:
-    """Return whether a folder may be written to, and what locks it."""
+    """Return whether a folder may be written to, and the descriptor that locks it."""
     try:
         make_folder(folder)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # stays open: closed, it would be free
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # stays open: closing it would unlock
     except OSError:
         return True, None
     try:
@@ -203,20 +192,17 @@ def _lock_folder(folder: Path) -> tuple[bool, int | None]:
 
 
 MOST_BYTES: Final = 64 * 2**20
-"""A hundred times the state of eight GPUs: what is larger is not ours and would only fill memory."""
+"""A hundred times the state of eight GPUs."""
 
 T = TypeVar("T")
 
 
-class UnusableState(Exception):  # noqa: N818 - it says what the file is
-    """A file that holds no state for this daemon; its text says why."""
+class UnusableState(Exception):  # noqa: N818 - the name describes the file
+    """A file without a state for this daemon; the message has the reason."""
 
 
 class StateFile(Generic[T]):
-    """The file `name` of a folder, which holds a value of `kind`, a struct.
-
-    `number` is that of its format, to be raised when the fields of what is kept, or what they mean, change.
-    """
+    """The file `name` of a folder, with a value of `kind`, a struct, in the format `number`."""
 
     def __init__(self, name: str, kind: type[T], number: int) -> None:
         self.name = name
@@ -224,12 +210,12 @@ class StateFile(Generic[T]):
         self._format = number
 
     def encode(self, saved: T) -> bytes:
-        """Return the file's content; raises ValueError when a value is not finite."""
+        """Return the file's content; raises ValueError for a value that is not finite."""
         document = {**msgspec.to_builtins(saved, str_keys=True), "format": self._format}
         return _encode_canonical({**document, "checksum": _compute_checksum(document)})
 
     def decode(self, content: bytes) -> T:
-        """Return what `encode` was given; raises Unusable."""
+        """Return the value of a file's content; raises UnusableState."""
         try:
             document = json.loads(content)
             written = document.pop("format"), document.pop("checksum")
@@ -242,10 +228,7 @@ class StateFile(Generic[T]):
             raise UnusableState("it is damaged: it is no complete state") from None
 
     def read(self, folder: Path) -> T | None:
-        """Return the saved state, None where there is none; raises Unusable and OSError.
-
-        A link, a pipe or a device in its place is not followed, opened or waited for: it is no state of ours.
-        """
+        """Return the saved state, None without one; raises OSError, and UnusableState also for a link or device."""
         try:
             with open(folder / self.name, "rb", opener=_open_unfollowed) as stream:
                 status = os.fstat(stream.fileno())
@@ -263,7 +246,7 @@ class StateFile(Generic[T]):
         return self.decode(content)
 
     def write(self, folder: Path, saved: T) -> None:
-        """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
+        """Replace the saved state atomically and durably; raises OSError and what `encode` raises."""
         content = self.encode(saved)
         make_folder(folder)
         replace_file(folder / self.name, folder / f"{self.name}.new", (content,))
@@ -274,7 +257,7 @@ class StateFile(Generic[T]):
             os.close(directory)
 
     def set_aside(self, folder: Path) -> None:
-        """Rename the saved state, adding `.bad` to its name, over an older one; raises OSError."""
+        """Add `.bad` to the file's name, replacing an older one; raises OSError."""
         (folder / self.name).replace(folder / f"{self.name}.bad")
 
 
@@ -291,8 +274,8 @@ def _compute_checksum(document: dict[str, Any]) -> str:
 
 
 STATE: Final = StateFile("state.json", SavedState, FORMAT)
-LIVES: Final = StateFile("lives.json", EngineRuns, 2)
-"""Apart from what the leak detector learned, which is of one life: this goes on when that is set aside."""
+RUNS: Final = StateFile("lives.json", EngineRuns, 2)
+"""Separate from the leak detector's state, which is of one run: this continues when that is set aside."""
 
 HISTORY: Final = StateFile("history.json", KeptHistory, 3)
-"""Apart from the rest: it is of whatever engine was there, and only shown."""
+"""Separate from the rest: it is of any engine, and only shown."""

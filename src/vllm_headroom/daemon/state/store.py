@@ -1,4 +1,4 @@
-"""When to read, take up, refuse and write the state."""
+"""Decide when to read, restore, refuse and write the state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import structlog
-
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.state.file import (
     HISTORY,
-    LIVES,
+    RUNS,
     STATE,
     FolderLock,
     Identity,
@@ -27,28 +25,29 @@ from vllm_headroom.daemon.state.file import (
     restore_memory,
 )
 from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState
+from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.recorder import resolve_folder
 from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
-log = structlog.get_logger()
+log = Log(__name__)
 
 FILE_SECONDS: Final = 2.0
 """A file operation takes milliseconds; beyond this the volume counts as hung."""
 
 SET_ASIDE: Final = {
     STATE.name: "saved state set aside, the leak detector starts afresh",
-    LIVES.name: "saved state set aside, the engine's restarts are counted afresh",
+    RUNS.name: "saved state set aside, the engine's restarts are counted afresh",
     HISTORY.name: "saved curves set aside, the page draws afresh",
 }
 
 
 class StateKeeper:
-    """Owns the files of state in `folder` once `lock` is this daemon's; while it is another's they are only read.
+    """Owns the files of state in `folder` once `lock` is this daemon's; until then they are only read.
 
-    The lives of the engine are taken up at once. While a file cannot be read, or set aside, or waits for its engine to
-    be seen, nothing is written over it.
+    The runs of the engine are restored at once. A file that cannot be read or set aside, or that waits for its engine,
+    is not overwritten.
     """
 
     def __init__(self, *, folder: Path, clock: Clock, version: str, lock: FolderLock) -> None:
@@ -58,37 +57,35 @@ class StateKeeper:
         self._worker = Worker[Any]("state")
         self._clock = clock
         self._version = version
-        self._unread = {LIVES.name, HISTORY.name, STATE.name}
+        self._unread = {RUNS.name, HISTORY.name, STATE.name}
         self._saved: SavedState | None = None
         self._identity: Identity | None = None
         self._failing: set[str] = set()
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the saved states by derivation, once, when the snapshot shows that they are of this engine."""
+        """Return the saved states by derivation, once, when the snapshot shows that they are this engine's."""
         if not self._owned:
             await self._lock_state()
-        lives = {} if self._owned is None else await self._read_the_rest()
+        runs = {} if self._owned is None else await self._read_files()
         self._identity = identify_engine(snapshot.engines) or self._identity
         if self._saved is None:
-            return lives
+            return runs
         if reason := explain_refusal(self._saved, snapshot):
             self._saved = None
             await self._refuse(STATE, reason)
         elif identify_engine(snapshot.engines) is not None and is_gpu_list_known(self._saved, snapshot):
-            return {**lives, **self._take_up(self._saved, snapshot)}
-        return lives
+            return {**runs, **self._restore(self._saved, snapshot)}
+        return runs
 
     async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
         if self._owned:
-            await self._lock_state(
-                timeout_seconds
-            )  # the folder may have been deleted, and be another daemon's since then
+            await self._lock_state(timeout_seconds)  # another daemon may have created the deleted folder again
         if not self._owned:
             return
-        life = states.get(ENGINE_RUN)
-        if LIVES.name not in self._unread and life is not None and life.lives.newest is not None:
-            await self._try(LIVES.name, partial(LIVES.write, self._folder, life.lives), timeout_seconds)
+        run = states.get(ENGINE_RUN)
+        if RUNS.name not in self._unread and run is not None and run.lives.newest is not None:
+            await self._try(RUNS.name, partial(RUNS.write, self._folder, run.lives), timeout_seconds)
         if HISTORY.name not in self._unread and HISTORY.name in states:
             await self._try(HISTORY.name, partial(HISTORY.write, self._folder, states[HISTORY.name]), timeout_seconds)
         if STATE.name in self._unread or self._saved is not None or self._identity is None:
@@ -103,10 +100,7 @@ class StateKeeper:
         await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
     async def _lock_state(self, timeout_seconds: float = FILE_SECONDS) -> None:
-        """Ask for the folder, and tell when it is another daemon's and when no longer.
-
-        A link that was set as the folder is followed now, once: one that is put in its place later is not.
-        """
+        """Lock the folder, where it is a link the one it leads to at first, and log when another daemon has it."""
         before = self._owned
         if before is None:
             self._folder = await self._try(".", partial(resolve_folder, self._folder)) or self._folder
@@ -117,15 +111,15 @@ class StateKeeper:
         elif self._owned and before is False:
             log.info("the other daemon has ended: state is kept from now on", folder=str(self._folder))
 
-    async def _read_the_rest(self) -> dict[str, Any]:
-        """Return lives and curves as soon as they are read; what cannot be is looked at again at the next tick."""
-        lives, history = await self._read(LIVES), await self._read(HISTORY)
+    async def _read_files(self) -> dict[str, Any]:
+        """Return runs and history once they are read; a file that cannot be read is tried again at the next tick."""
+        runs, history = await self._read(RUNS), await self._read(HISTORY)
         self._saved = await self._read(STATE) or self._saved
-        found = {ENGINE_RUN: None if lives is None else RunState(lives=lives), HISTORY.name: history}
+        found = {ENGINE_RUN: None if runs is None else RunState(lives=runs), HISTORY.name: history}
         return {name: state for name, state in found.items() if state is not None}
 
     async def _read(self, file: StateFile[T]) -> T | None:
-        """Return what a file that was not read before holds, None where there is none or it cannot be used."""
+        """Return the content of a file that was not read before, None without a usable one."""
         if file.name not in self._unread:
             return None
         try:
@@ -140,7 +134,7 @@ class StateKeeper:
                 self._report(_name_rejected(file), None)
         return saved
 
-    def _take_up(self, saved: SavedState, snapshot: Snapshot) -> Mapping[str, Any]:
+    def _restore(self, saved: SavedState, snapshot: Snapshot) -> Mapping[str, Any]:
         self._saved = None
         memory = restore_memory(saved, snapshot)
         log.info(
@@ -152,20 +146,20 @@ class StateKeeper:
         return {"leak": memory.leak, "baseline": memory.baseline}
 
     async def _refuse(self, file: StateFile[T], reason: str) -> None:
-        """Set a file aside; one that cannot be is looked at again, and not written over."""
+        """Set a file aside; where that fails it is tried again, and not overwritten."""
         self._unread.discard(file.name)
         if not self._owned:
-            return  # the other daemon judges of its files
+            return  # the files are the other daemon's
         self._unread.add(file.name)
         await self._try(_name_rejected(file), partial(file.set_aside, self._folder))
         if _name_rejected(file) not in self._failing:
             self._unread.discard(file.name)
             log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / _name_rejected(file)))
 
-    async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - whatever the operation returns
+    async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - what the operation returns
         """Return what an operation on the file of this name returns, None when it fails."""
         try:
-            # shielded: a call cancelled by the end would keep the last one from being made
+            # shielded: a call cancelled by the shutdown would block the last one
             value = await asyncio.shield(self._worker.call(function, timeout_seconds))
         except TimeoutError:
             problem = f"the volume does not answer within {timeout_seconds:g} s"
@@ -193,5 +187,5 @@ class StateKeeper:
 
 
 def _name_rejected(file: StateFile[T]) -> str:
-    """Return the name under which a file is kept that is no state for this daemon."""
+    """Return the name of a file that was set aside."""
     return f"{file.name}.bad"

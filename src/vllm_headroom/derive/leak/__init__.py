@@ -1,1 +1,1 @@
-"""Is memory leaking: growth that load, warm-up and the allocator do not explain."""
+"""Leak detection: growth that load, warm-up and the allocator do not explain."""

@@ -1,4 +1,4 @@
-"""Blocks of readings that end: evidence for their level, a part of the next one's block, a step in the history."""
+"""The end of a block of readings: evidence for its level, a part of the next level's block, a history entry."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ HISTORY_POINTS: Final = 200
 NEWEST_RISES: Final = 31
 FEW_RISES: Final = 3
 LEAP: Final = 2.0
-"""Load that is so many times as high as ever before makes demands of its own. Level load exceeds its first minutes by a
-half at times."""
+"""Load this many times as high as ever before creates new demands. Steady load exceeds its first minutes by up to a
+half."""
 
 ALIKE_LOAD, APART = 0.85, 1.01
-"""What came at less than this share of the most load is no precedent for what comes now; and how far from each other
-the peaks are that are remembered, but for the newest."""
+"""Load below this share of the peak is no precedent for the present; and the least ratio between remembered peaks,
+except the newest."""
 
 GIVEN_BACK_BYTES: Final = 8 * MIB
 GIVEN_BACK_SECONDS: Final = 3 * 3600.0
 GIVEN_BACK_LEVEL: Final = 2
-"""Memory that stays this far below its highest floor for this long was given back: the comparison begins anew, once
-there is no verdict that this would end."""
+"""Memory that stays this far below its highest floor for this long was given back: the comparison starts over, once
+no verdict would end by that."""
 
 
 def lower_level(level: BlockLevel, drop: float) -> BlockLevel:
-    """Return the level as if so much less had been held until now."""
+    """Return the level as if this much less had been held until now."""
     reference, began, block = level.reference_bytes, level.began, level.block
     return replace(
         level,
@@ -58,7 +58,7 @@ def lower_level(level: BlockLevel, drop: float) -> BlockLevel:
 
 
 def add_peak(peaks: Peaks, running: float | None, now: float) -> Peaks:
-    """Return the peaks of load with one more reading of it."""
+    """Return the peaks of load with one more reading."""
     if not running or (peaks and running <= peaks[-1][1]):
         return peaks
     apart = peaks[:-1] if len(peaks) > 1 and running < APART * peaks[-2][1] else peaks
@@ -66,10 +66,10 @@ def add_peak(peaks: Peaks, running: float | None, now: float) -> Peaks:
 
 
 def choose_first_block(track: Track, block: Block) -> Track:
-    """Return the track with the block that work is counted from: the first one, or a later one in which load doubled.
+    """Return the track with the block from which work is counted: the first, or a later one in which load doubled.
 
-    Demands are alike only at a load of a height: at twice the most that ever was, their records begin anew. Under an
-    alarm only its end counts.
+    Demands are comparable only at similar load: at twice the previous peak their records start over. During an alarm
+    only its end matters.
     """
     most = track.peaks[-1][1] if track.peaks else 0.0
     alike = most <= LEAP * track.first_load or track.projected is Certainty.LEAKING
@@ -81,7 +81,7 @@ def choose_first_block(track: Track, block: Block) -> Track:
 
 
 def close_block(track: Track, block: Block) -> Track | None:
-    """End the shortest block: weigh it, and make it a part of the next level's block, which may end with it.
+    """End the shortest block: weigh it and add it to the next level's block, which may end too.
 
     None when memory was given back for good.
     """
@@ -100,7 +100,6 @@ def close_block(track: Track, block: Block) -> Track | None:
 
 
 def _join_block(whole: Block | None, part: Block) -> Block:
-    """Return a block with one more part."""
     first = whole or replace(part, parts=0)
     return Block(
         first.seconds,
@@ -128,7 +127,7 @@ def _end_block(track: Track, index: int, block: Block) -> BlockLevel | None:
 
 
 def _is_evidence(track: Track, reference_bytes: float, block: Block, point: Point) -> bool:
-    """Return whether a block counts: an idle one in which nothing rose is no evidence against a leak by requests."""
+    """Return whether a block counts: an idle one without a rise is no evidence against a leak by requests."""
     uncounted = track.work.finished_total is None
     return uncounted or point.requests > block.requests or point.floor_bytes >= reference_bytes + RISE_BYTES
 
@@ -136,8 +135,7 @@ def _is_evidence(track: Track, reference_bytes: float, block: Block, point: Poin
 def _compute_chance(track: Track, block: Block) -> float:
     """Return the chance that a healthy engine's floor rises with a block.
 
-    Where load was higher than ever in the block before, that explains one: what rises in a block shows in the next
-    one's floor.
+    A new peak of load in the block before explains a rise: what rises in a block shows in the next one's floor.
     """
     assert track.first is not None  # noqa: S101 - it is set before the first block is weighed
     if any(2 * block.seconds - track.seconds <= peak <= block.seconds for peak, _ in track.peaks):
@@ -154,7 +152,7 @@ def _check_given_back(level: BlockLevel, block: Block) -> BlockLevel:
 
 
 def _remember(track: Track, block: Block) -> Track:
-    """Add a shortest block to busy time, to the clipped growth and, now and then, to the history."""
+    """Add a shortest block to busy time, to the clipped growth and, at intervals, to the history."""
     reference = track.levels[0].reference_bytes
     rise = 0.0 if reference is None else max(0.0, block.floor_bytes - reference)
     if track.work.requests <= block.requests and rise < RISE_BYTES:

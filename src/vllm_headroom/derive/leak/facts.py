@@ -1,4 +1,4 @@
-"""What the detector is told and what it remembers of one series of memory readings."""
+"""The input and the memory of the detector for one series of memory readings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.derive.readings import awake, count_finished, count_running, identify_run
+from vllm_headroom.derive.readings import count_finished, count_running, identify_run, is_page_awake
 from vllm_headroom.model import Gpu, Snapshot
 
 MIB = 2**20
@@ -20,7 +20,7 @@ Peaks = tuple[tuple[float, float], ...]
 
 
 class Certainty(IntEnum):
-    """How sure the detector is of a leak."""
+    """How certain the detector is of a leak."""
 
     NONE = 0
     GROWING = 1
@@ -28,11 +28,11 @@ class Certainty(IntEnum):
 
 
 class Observation(Struct, frozen=True, kw_only=True):
-    """One reading: monotonic seconds, bytes held (None: not known now), finished requests and who is observed.
+    """One reading: monotonic seconds, bytes held (None: unknown now), finished requests and who is observed.
 
-    `finished_total` is the engine's own counter and `running` its requests, None while its page fails or has none.
-    `life` names this life of the engine, `neighbours` the number of processes where other processes' memory cannot be
-    told apart. `room_bytes` is what is left on the device.
+    `finished_total` is the engine's counter and `running` its requests, None while its page fails or has none. `life`
+    identifies the run of the engine, `neighbours` is the number of processes where their memory cannot be
+    distinguished. `room_bytes` is what is left on the device.
     """
 
     seconds: float
@@ -46,7 +46,7 @@ class Observation(Struct, frozen=True, kw_only=True):
 
 
 def find_room(gpu: Gpu) -> int | None:
-    """Return what is left to the engine on a device: what is free, but no more than is left of what it may take."""
+    """Return what is left to the engine on a device: free memory, limited to what it may still take."""
     memory = gpu.reading.memory
     if memory is None:
         return None
@@ -57,10 +57,10 @@ def find_room(gpu: Gpu) -> int | None:
 
 
 class Point(Struct, frozen=True, gc=False):
-    """A closed block of readings: when it ended on the three axes, and the least that was held in it.
+    """A closed block of readings: its end on the three axes, and the least held in it.
 
-    `busy_seconds` counts only time in which work was done or memory grew. There are hundreds, of numbers alone: what
-    the collector of cycles would keep for each is saved.
+    `busy_seconds` counts only time with work or growth. There are hundreds, of plain numbers: gc=False saves the
+    collector's overhead.
     """
 
     seconds: float
@@ -70,7 +70,7 @@ class Point(Struct, frozen=True, gc=False):
 
 
 class Block(Struct, frozen=True):
-    """Readings that are still being gathered: where the block began, the least and the most held, its parts so far."""
+    """Readings being gathered: where the block began, the least and most held, and the parts so far."""
 
     seconds: float
     requests: float
@@ -80,7 +80,7 @@ class Block(Struct, frozen=True):
 
 
 class BlockLevel(Struct, frozen=True, kw_only=True):
-    """The evidence at one length of blocks.
+    """The evidence at one block length.
 
     `reference_bytes` is the highest floor so far, `score` the CUSUM of the log likelihood ratio of "it rose", `points`
     the newest 62 blocks, `began` the first since the score was last 0.
@@ -97,10 +97,10 @@ class BlockLevel(Struct, frozen=True, kw_only=True):
 
 
 class Work(Struct, frozen=True, kw_only=True):
-    """Requests finished since the track began, also while the engine's counter cannot be read.
+    """Requests finished since the track began, estimated while the engine's counter cannot be read.
 
-    `rate` is requests per second, averaged over minutes; `finished_total` is the highest counter of this life, and
-    `base_requests` the requests then; `below_since` is when a lower one was first read in its place. `mileage` holds
+    `rate` is requests per second, averaged over minutes; `finished_total` is the highest counter of this run, and
+    `base_requests` the requests then; `below_since` is when a lower one was first read instead. `mileage` holds
     (seconds, requests) every quarter of an hour for a day.
     """
 
@@ -114,10 +114,10 @@ class Work(Struct, frozen=True, kw_only=True):
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
-    """How fast it grows and how long that can last; times in seconds, None where it cannot be said.
+    """The growth rate and the time left; times in seconds, None where unknown.
 
-    The interval is of 95 %. `by_requests` tells whether requests or time drive the growth. `pace` and `fastest` are the
-    bytes per second to reckon with until it is full, and at most, at the load to expect; None where that is none.
+    The interval is of 95 %. `by_requests` is whether requests, rather than time, drive the growth. `pace` and `fastest`
+    are the expected and the highest bytes per second until the device is full, at the expected load; None without load.
     """
 
     bytes_per_second: float
@@ -133,9 +133,9 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
 
 class FastRise(Struct, frozen=True, kw_only=True):
-    """Rises without a fall: the newest readings of them, some seconds apart, as blocks of one.
+    """Rises without a fall: the newest readings, some seconds apart, as blocks of one.
 
-    None counts before `quiet_until`; `alarm_until` is when an alarm of them ends, 0 without one.
+    None counts before `quiet_until`; `alarm_until` is when their alarm ends, 0 without one.
     """
 
     points: tuple[Point, ...] = ()
@@ -152,7 +152,7 @@ class Flush(Struct, frozen=True):
 
 
 class Step(Struct, frozen=True, gc=False):
-    """A large rise from one reading to the next: when it was seen, what was held before and what after."""
+    """A large rise between two readings: when it was seen, and what was held before and after."""
 
     seconds: float
     bottom_bytes: float
@@ -160,16 +160,16 @@ class Step(Struct, frozen=True, gc=False):
 
 
 class Track(Struct, frozen=True, kw_only=True):
-    """Everything remembered of one series: bounded, and explicit enough to be saved.
+    """The detector's memory of one series: bounded, and saved in the state file.
 
-    `seconds` is the track's own time, which only moves forward; `clock` the snapshot time it was last moved by, and
-    `doubted_clock` one far from it that is not believed yet. `anchor_*` is where this stretch of comparable
-    readings began, `begun_bytes` what was held in its first block. `history` holds (requests, busy seconds, grown
-    bytes) at 8 % steps since the anchor, `rises` the newest rises of the shortest level, `grown_bytes` their
-    clipped sum. `first` is the block that work is counted from: the first one, or the last in which the most
-    requests that ever ran at once came to twice the `first_load` of the one before. `peaks` are those of load, the
-    newest last, as far back as load was alike. `most_bytes` is what the engine could hold at most, had others stood
-    still. `crowded_since` is when a neighbour came, `sure_seconds` when an alarm was last sure with little time left.
+    `seconds` is the track's time, which only moves forward; `clock` is the snapshot time of the last move, and
+    `doubted_clock` a distant one that is not trusted yet. `anchor_*` is where this stretch of comparable readings
+    began, `begun_bytes` what was held in its first block. `history` holds (requests, busy seconds, grown bytes) at 8 %
+    steps since the anchor, `rises` the newest rises of the shortest level, `grown_bytes` their clipped sum. `first` is
+    the block from which work is counted: the first one, or the last in which the most requests that ever ran at once
+    reached twice the `first_load` of the one before. `peaks` are those of load, newest last, as far back as load was
+    comparable. `most_bytes` is the most the engine could hold if others did not change. `crowded_since` is when a
+    neighbour came, `sure_seconds` when an alarm was last certain with little time left.
     """
 
     clock: float
@@ -204,13 +204,13 @@ class Track(Struct, frozen=True, kw_only=True):
 
 
 def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gpu, Observation]]:
-    """Yield each GPU with what the detector is told of it."""
+    """Yield each GPU with its observation."""
     page = snapshot.page
     finished_total, running, named, is_awake = (
         count_finished(page),
         count_running(page),
         identify_run(page),
-        awake(page),
+        is_page_awake(page),
     )
     for gpu in gpus:
         seen = Observation(
@@ -228,8 +228,8 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
 
 BLOCK_SECONDS: Final = 30.0
 PARTS: Final = (1, 4, 4, 2, 2, 4)
-"""How many blocks of the level below make one: 30 s, 2, 8, 16, 32 and 128 minutes. Longer ones see past the teeth of a
-collector, whose period must fit into a block."""
+"""How many blocks of the level below make one: 30 s, 2, 8, 16, 32 and 128 minutes. Longer ones see past the sawtooth
+of a garbage collector, whose period must fit into a block."""
 
 THRESHOLDS: Final = (16.7, 15.3, 13.9, 13.2, 12.5, 11.1)
 """ln(1000 days x blocks a day x 6 levels): under the null a false alarm takes e^threshold blocks (e-detectors)."""
@@ -242,19 +242,19 @@ RECORDS: Final = 6.0
 
 CHANCE_IN_A_LEAK: Final = 0.8
 LEAST_CHANCE: Final = 0.10
-"""Real benign steps come in clusters, so no rise is ever thought rarer than this."""
+"""Real benign steps come in clusters, so no rise is assumed to be rarer than this."""
 
 BACKGROUND_PER_SECOND: Final = 0.15 / 3600
 USELESS_CHANCE: Final = 0.75
-"""In blocks in which a rise is this likely anyway, there is no evidence either way: the warm-up, by itself."""
+"""Blocks in which a rise is this likely anyway are no evidence: this covers the warm-up."""
 
 SPARE: Final = 4.0
 NEWEST_POINTS: Final = 62
-"""Two hours of the second level, as an alarm may have to wait for, and no more than memory allows."""
+"""Two hours of the second level, the longest an alarm may have to wait, and no more than memory allows."""
 
 MISSES_THAT_END_IT: Final = (6, 6, 5, 2, 1, 1)
-"""Blocks without a rise that end a verdict, by level: within an hour or so of the last rise, which may have come early
-in its block, at the levels whose blocks allow it."""
+"""Blocks without a rise that end a verdict, by level: within about an hour of the last rise, which may have come
+early in its block, at the levels whose blocks allow it."""
 
 
 def compute_chance(first: tuple[float, float], last: tuple[float, float]) -> float:
@@ -273,7 +273,7 @@ def count_folds(first: tuple[float, float], last: tuple[float, float]) -> float:
 
 
 def weigh(level: BlockLevel, point: Point, rise_chance: float, threshold: float) -> BlockLevel:
-    """Return the level with the evidence of its block, which ends; its reference must be known."""
+    """Return the level with the evidence of its ended block; its reference must be known."""
     assert level.reference_bytes is not None  # noqa: S101 - the caller sets it with the first block
     rose = point.floor_bytes >= level.reference_bytes + RISE_BYTES
     score = level.score
@@ -298,7 +298,7 @@ def find_stretch(level: BlockLevel) -> tuple[Point, ...]:
 
 
 def settle(level: BlockLevel, judged: Certainty, threshold: float, most_misses: int, floor_bytes: float) -> BlockLevel:
-    """Return the level with its verdict: it rises with the evidence, and ends with the growth or when that is gone."""
+    """Return the level with its verdict, which rises with the evidence and ends with the growth or the evidence."""
     ended = level.misses >= most_misses or level.score < threshold / 2 or _is_given_back(level, floor_bytes)
     verdict = Certainty.NONE if ended else max(level.verdict, judged)
     return level if verdict is level.verdict else replace(level, verdict=verdict)

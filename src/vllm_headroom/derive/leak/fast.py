@@ -1,4 +1,4 @@
-"""Growth so fast that blocks would come too late: a minute of readings that only rise."""
+"""Growth too fast for blocks: a minute of readings that only rise."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 APART_SECONDS: Final = 5.0
 APART_MOST_SECONDS: Final = 90.0
 READINGS: Final = 12
-"""Rises that are compared, at least and at most so many seconds apart: 55 s of them at the default interval."""
+"""Rises that are compared, with these limits on the seconds between them: 55 s at the default interval."""
 
 FEWEST_READINGS: Final = 6
 LEAST_SECONDS: Final = 50.0
 FAST_SECONDS: Final = 600.0
 STILL_FAST_SECONDS: Final = 3600.0
-"""The device would be full within this; an alarm goes on while it would be within that."""
+"""The device would be full within the first; an alarm continues while it would be within the second."""
 
 STEP_BYTES: Final = 20 * MIB
 """The true amount is known to one of the allocator's segments."""
 
 QUIET_SECONDS: Final = 300.0
-"""So long after a start or a wake nothing counts: memory that comes back is even and fast."""
+"""For this long after a start or a wake nothing counts: returning memory is even and fast."""
 
 SURGE: Final = 1.5
-"""Where so many times as many requests were finished as usual within minutes, load explains it."""
+"""If this many times as many requests as usual finished within minutes, load explains the growth."""
 
 LASTS_SECONDS: Final = 120.0
 UNEVEN_SHARE: Final = 0.5
-"""Of the pace, how far its thirds may be apart: so fast a leak is even, the marks of a first burst are not."""
+"""The most its thirds may differ, as a share of the pace: so fast a leak is even, a first burst is not."""
 
 STRAIGHT_SHARE: Final = 0.05
-"""Of the growth, how far a reading may be off an even pace, beside one segment: first uses come at random times."""
+"""The most a reading may be off an even pace, as a share of the growth, beside one segment: first uses are random."""
 
 LUMPY_SECONDS: Final = 120.0
 LUMP_SHARE: Final = 0.3
-"""What leaks takes the place of what is cached, whose segments are then taken anew: where all readings are rises, of at
-most so large a share of the growth, over two minutes, one may be off by the largest of them."""
+"""A leak takes cached segments, which are then allocated again: if all readings are rises, each at most this share
+of the growth, over two minutes, one may be off by the largest."""
 
 
 def follow_rise(run: FastRise, now: Point) -> FastRise:
-    """Return the run with one more reading; the same where it adds nothing."""
+    """Return the rise with one more reading; unchanged if it adds nothing."""
     if not run.points:
         return replace(run, points=(now,))
     last = run.points[-1]
@@ -55,9 +55,9 @@ def follow_rise(run: FastRise, now: Point) -> FastRise:
 
 
 def estimate_fast(run: FastRise, room_bytes: float, rate: float, *, on: bool) -> Estimate | None:
-    """Return how fast it grows; None unless it grows evenly, not with the load, and would soon fill the room.
+    """Return the growth rate; None unless growth is even, unrelated to load, and would soon fill the room.
 
-    `rate` is that of the requests, averaged over minutes. `on`: the alarm is up.
+    `rate` is requests per second, averaged over minutes; `on` is whether the alarm is active.
     """
     first, last = run.points[0], run.points[-1]
     lasted, grown = last.seconds - first.seconds, last.floor_bytes - first.floor_bytes
@@ -113,15 +113,15 @@ WAKE_SHARE: Final = 0.8
 """Half of the memory gone is a sleep or a stop; it is back at four fifths. Between them nothing is decided."""
 
 REST_MOST_SECONDS: Final = 1800.0
-"""An engine that holds half of what it did for this long while awake holds what it needs now."""
+"""An engine awake that holds half of its earlier memory for this long needs no more."""
 
 
 CROWDED_MOST_SECONDS: Final = 3600.0
-"""A neighbour that stays for this long belongs to the card; one that goes sooner leaves things as they were."""
+"""A neighbour that stays longer belongs to the device; one that leaves earlier changes nothing."""
 
 
 def update_neighbours(track: Track, neighbours: int | None) -> Track:
-    """Return the track waiting while another process is on the card, and begun anew when it stays."""
+    """Return the track, paused while another process is on the device, and restarted if it stays."""
     if not neighbours or neighbours == track.neighbours:
         return track if track.crowded_since is None else replace(track, crowded_since=None)
     if track.neighbours is None or neighbours < track.neighbours:
@@ -135,7 +135,7 @@ def update_neighbours(track: Track, neighbours: int | None) -> Track:
 
 
 def _pause(track: Track) -> Track:
-    """Return the track without the block it was gathering, so that what follows a pause is not compared within it."""
+    """Return the track without its open block, so that a pause never falls within a block."""
     if not track.levels:
         return track
     levels = (replace(track.levels[0], block=None), *track.levels[1:])
@@ -143,7 +143,7 @@ def _pause(track: Track) -> Track:
 
 
 def anchor_track(track: Track) -> Track:
-    """Return the track at the beginning of a new stretch of comparable readings."""
+    """Return the track at the start of a new stretch of comparable readings."""
     return Track(
         clock=track.clock,
         seconds=track.seconds,
@@ -159,9 +159,9 @@ def anchor_track(track: Track) -> Track:
 
 
 def update_rest(track: Track, held_bytes: int) -> Track:
-    """Return the track resting while the engine sleeps or has let go of its memory.
+    """Return the track, resting while the engine sleeps or has released its memory.
 
-    What was learned is kept over it: the same process goes on with what it did not give back.
+    Its evidence is kept: the same process continues with what it did not give back.
     """
     if track.anchor_seconds is None:
         track = anchor_track(track)

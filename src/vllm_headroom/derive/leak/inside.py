@@ -1,4 +1,4 @@
-"""Does what the probe sees inside the engine grow: tensors, what is outside torch, all that is in use?"""
+"""Growth inside the engine, from the probe: tensors, memory outside torch, and all memory in use."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ KIB: Final = 1024
 
 RISE_BYTES: Final = 64 * KIB
 GIVEN_BACK_BYTES: Final = 512 * KIB
-"""A block that rises less says nothing; one that falls by more gave back what it held, which no leak does."""
+"""A smaller rise of a block is no evidence; a larger fall gave back memory, which no leak does."""
 
 LEAST_BLOCKS: Final = 8
 LEAST_GROWTH_BYTES: Final = 16 * MIB
-"""Rises in a row, and growth, before anything is said: two minutes and a half of the post-mortem's leak are 20 MB."""
+"""Rises in a row, and growth, before a verdict: the post-mortem's leak grew 20 MB in two and a half minutes."""
 
 EVENT_BYTES: Final = 32 * KIB
 JITTER: Final = 0.1
-"""Whatever grows by events of a size has a variance of its mean times that size, and reading at uneven times adds a
-share of the mean. An image's embeddings take megabytes, an adapter or a kernel's first workspace tens of them: what
-grows by less than this at a time is no cache of vLLM's."""
+"""Growth by events of one size has a variance of its mean times that size, and uneven reading times add a share of
+the mean. An image's embeddings take megabytes, an adapter or a kernel's first workspace tens of them: growth in
+smaller events is no cache of vLLM's."""
 
 LATEST_RISES: Final = 24
 LARGER: Final = 4
-"""One in so many rises may be larger: kernels go on being used for the first time while it leaks."""
+"""One rise in so many may be larger: kernels are still used for the first time during a leak."""
 
 OVERDUE: Final = 2.0
 
 LEAKING_SECONDS: Final = 1800.0
-"""A leak is called so when it has lasted for this long: caches that fill as smoothly are full by then."""
+"""A leak is reported after this long: caches that fill as smoothly are full by then."""
 
 PACE: Final = 0.6
-"""The least share of the first third's pace that the last third keeps; filling up and warming up fade."""
+"""The least share of the first third's pace in the last third; filling caches and warm-up fade."""
 
 LOAD_SHARE, LOAD_REQUESTS = 0.15, 2.0
-"""Growth of running requests by more than this, from one half to the other, explains growth of memory."""
+"""More running requests by this much, from one half to the other, explain growth of memory."""
 
 MOST_POINTS: Final = 120
 
 
 class Floor(Struct, frozen=True):
-    """The least that was held in a block of readings, when it ended, requests finished by then and those running."""
+    """The least held in a block, its end, the requests finished by then and those running."""
 
     seconds: float
     requests: float
@@ -71,7 +71,7 @@ class Steady(Struct, frozen=True, kw_only=True):
 
 
 def follow_floors(steady: Steady, floor: Floor) -> Steady:
-    """Return the run with one more block; one in which nothing rose is passed over while little had to rise."""
+    """Return the rises with one more block; a block without a rise is skipped while no rise was due."""
     if not steady.latest:
         return Steady(latest=(floor,), points=(floor,))
     rise = floor.held_bytes - steady.latest[-1].held_bytes
@@ -88,7 +88,7 @@ def follow_floors(steady: Steady, floor: Floor) -> Steady:
 
 
 def _is_overdue(steady: Steady, floor: Floor) -> bool:
-    """Return whether by the pace of the run twice its usual rise was due by now."""
+    """Return whether twice the usual rise was due by now, at the measured pace."""
     if len(steady.latest) == 1:
         return True
     last, usual = steady.latest[-1], median(_list_rises(steady.latest))
@@ -116,7 +116,7 @@ def _judge_floors(steady: Steady) -> Certainty:
 
 
 def _is_smooth(latest: tuple[Floor, ...]) -> bool:
-    """Return whether the rises are of many small events, by time or by requests, a few larger steps among them."""
+    """Return whether the rises consist of many small events, by time or by requests, with few larger steps."""
     by_time = _is_in_pieces(latest, [after.seconds - before.seconds for before, after in pairwise(latest)])
     by_requests = _is_in_pieces(latest, [after.requests - before.requests for before, after in pairwise(latest)])
     return by_time or by_requests
@@ -146,14 +146,14 @@ def _is_keeping_pace(points: tuple[Floor, ...]) -> bool:
 
 
 def _measure_pace(points: tuple[Floor, ...]) -> float:
-    """Return growth by request, where requests are counted, else by time."""
+    """Return growth per request where requests are counted, else per second."""
     first, last = points[0], points[-1]
     done = last.requests - first.requests
     return (last.held_bytes - first.held_bytes) / (done if done > 0 else last.seconds - first.seconds)
 
 
 def estimate_steady(steady: Steady, room_bytes: float | None) -> Estimate | None:
-    """Return how fast it grows and how long that can last; what is used for the first time meanwhile moves no slope."""
+    """Return the growth rate and the time left; single first uses do not change the slope."""
     if not steady.verdict:
         return None
     points = steady.points
@@ -179,17 +179,17 @@ def estimate_steady(steady: Steady, room_bytes: float | None) -> Estimate | None
 
 
 BLOCK_SECONDS: Final = 20.0
-"""Four readings of each side: the least of them is what is held between two steps of the engine."""
+"""Four readings of each source: their least is what is held between two steps of the engine."""
 
 GAP_SECONDS: Final = 120.0
-"""After a longer silence of the probe a run of rises begins anew."""
+"""After a longer silence of the probe the rises start over."""
 
 MOST_MARKS: Final = 256
 FORGET_SECONDS: Final = 86400.0
 
 
 class Mark(Struct, frozen=True, gc=False):
-    """The least of a block: what torch has allocated, its fragments, and what the engine holds outside torch."""
+    """The least of a block: torch's allocated bytes, its fragments, and what the engine holds outside torch."""
 
     seconds: float
     allocated_bytes: float
@@ -198,11 +198,11 @@ class Mark(Struct, frozen=True, gc=False):
 
 
 class InsideTrack(Struct, frozen=True, kw_only=True):
-    """What is remembered of one GPU's inside in one life of the engine.
+    """The detector's memory of one GPU's inside in one run of the engine.
 
-    `block` is the least so far of the block that began at `began_seconds`; `marks` are the blocks since the life
-    began, thinned out. `room_bytes` is what was left on the device. `in_use` is the track of all that is held, without
-    the cache that torch keeps: what leaks in large steps shows there, however much the cache takes in.
+    `block` is the least so far of the block that began at `began_seconds`; `marks` are the blocks since the run began,
+    thinned out. `room_bytes` is what was left on the device. `in_use` is the track of held memory without torch's
+    cache: it shows a leak in large steps, however much the cache absorbs.
     """
 
     clock: float
@@ -217,7 +217,7 @@ class InsideTrack(Struct, frozen=True, kw_only=True):
 
     @property
     def surest(self) -> Steady:
-        """The run with the surest verdict."""
+        """The rises with the most certain verdict."""
         return max(self.tensors, self.outside, key=lambda run: run.verdict)
 
 
@@ -226,7 +226,7 @@ InsideTracks = dict[str, InsideTrack]
 
 
 def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
-    """Return the tracks after one more look; what sleeps or begins anew is compared from there on."""
+    """Return the tracks after one more sample; a sleeping or restarted engine starts its comparison over."""
     now = snapshot.monotonic_seconds
     tracks = limit_remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
     kept = {uuid: track for uuid, track in tracks.items() if 0 <= now - track.clock < FORGET_SECONDS}
@@ -287,7 +287,7 @@ def _close_block(track: InsideTrack, block: Mark, snapshot: Snapshot, seen: Obse
 
 
 def _update_in_use(track: Track | None, block: Mark, seen: Observation) -> Track:
-    """Return the track of what is in use after a block; the cache is room, for torch gives it back."""
+    """Return the track of memory in use after a block; the cache is room, since torch gives it back."""
     used_bytes = int(block.allocated_bytes + block.outside_bytes)
     cached_bytes = (seen.held_bytes or 0) - used_bytes
     room_bytes = None if seen.room_bytes is None else seen.room_bytes + cached_bytes
@@ -295,9 +295,9 @@ def _update_in_use(track: Track | None, block: Mark, seen: Observation) -> Track
 
 
 def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None) -> Track:
-    """Return the track of what is held with the surest verdict: its own, what is kept asleep, or what is inside.
+    """Return the track of held memory with the most certain verdict: its own, of sleep, or of the inside.
 
-    Of all that is in use only its large steps say anything: a cache that fills is as even there as a leak.
+    Of all memory in use only the large steps count: a filling cache is as even there as a leak.
     """
     track = take_surer(track, asleep)
     if inside is None:
@@ -312,7 +312,7 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
 
 
 def move_track(track: InsideTrack, shift: float) -> InsideTrack:
-    """Return a track on another clock, in whose time the marks are; its runs begin anew."""
+    """Return a track on another clock, moving its marks; its rises start over."""
     in_use = track.in_use
     return InsideTrack(
         clock=track.clock + shift,
@@ -324,17 +324,17 @@ def move_track(track: InsideTrack, shift: float) -> InsideTrack:
 
 
 PARTS: Final = 6
-"""Of a leak's time, in each of which it must have grown; thirds mistook one simulated leak in ten."""
+"""Parts of a leak's time, in each of which it must have grown; thirds misplaced one simulated leak in ten."""
 
 STEADY_SHARE: Final = 0.01
-"""Steady growth of less than this share of what grew most is not what leaks."""
+"""Steady growth below this share of the largest growth is not the leak."""
 
 PLACES: Final = {
     LeakLocation.TENSORS: "tensors",
     LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
     LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
 }
-"""The places as sentences have them, after "in"."""
+"""The places as used in a sentence after "in"."""
 
 HELD: Final[dict[LeakLocation, Callable[[Mark], float]]] = {
     LeakLocation.TENSORS: lambda mark: mark.allocated_bytes,
@@ -344,11 +344,11 @@ HELD: Final[dict[LeakLocation, Callable[[Mark], float]]] = {
 
 
 def find_location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
-    """Return where it grows: where most was added in every sixth of the leak's time.
+    """Return where memory grows: where most was added in every sixth of the leak's time.
 
-    What is used for the first time comes in steps, and a sixth without one does not count for it. Where next to
-    nothing grew in every sixth, as when it leaks in lumps or has just begun, the whole counts. What demand at its
-    highest leaves cached is no place: torch gives that back.
+    First uses come in steps, and a sixth without one excludes them. If almost nothing grew in every sixth, as with a
+    leak in lumps or a new one, the whole time counts. Cache left over from peak demand is no location: torch gives it
+    back.
     """
     if found is None or inside is None or found.bytes_per_second <= 0:
         return None
@@ -368,7 +368,7 @@ def find_location(found: Estimate | None, inside: InsideTrack | None) -> LeakLoc
 
 
 def _find_ends(marks: tuple[Mark, ...]) -> list[Mark]:
-    """Return the marks between which the sixths of the time are; none where there are too few to say."""
+    """Return the marks that separate the sixths of the time; none if there are too few."""
     return [marks[round(part * (len(marks) - 1) / PARTS)] for part in range(PARTS + 1)] if len(marks) > PARTS else []
 
 

@@ -1,4 +1,4 @@
-"""What the evidence, the last hours and the room that is left amount to."""
+"""The verdict and the estimate, from the evidence, the last hours and the room left."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T_95: Final = 2.776
 """Student's t for 95 % with 4 degrees of freedom."""
 
 SLOPE_POINTS: Final = 16
-"""Points that slopes are taken between: their number is quadratic, and more points gave no better rates."""
+"""Points for slopes: the cost is quadratic, and more points gave no better rates."""
 
 LARGEST_STEP_BYTES: Final = 64 * MIB
 UNLIKE: Final = 1.4
@@ -49,17 +49,17 @@ UNLIKE: Final = 1.4
 
 DAY_SECONDS: Final = 86_400.0
 UNSEEN_SHARE: Final = 0.6
-"""Load comes back daily: before a day was seen, it may be so much higher than it was that only this share is left."""
+"""Load has a daily cycle: before a day was seen, it may rise so much that only this share of the time is left."""
 
 LAST_SECONDS: Final = 3600.0
-"""The load of the last hour may go on, whatever the night before it was like."""
+"""The load of the last hour may continue, whatever the night before was like."""
 
 MARGIN_SECONDS: Final = 300.0
-"""An estimate is up to two minutes old, and what comes and goes within minutes is in the floor of no block."""
+"""An estimate is up to two minutes old, and peaks of some minutes are in no block's floor."""
 
 
 def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_bytes: float | None) -> Estimate:
-    """Return rates from the later half of the stretch, and the paces at the request rate to expect.
+    """Return rates from the later half of the stretch, and the paces at the expected request rate.
 
     The slope is Theil and Sen's, which single benign steps do not move. Its interval comes from the means of five
     batches, because rises are not independent, widened by one median rise over the window, because the true amount is
@@ -91,15 +91,15 @@ def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_
 
 
 def _is_unseen(horizon: float, now: float) -> bool:
-    """Return whether what is left is long against what was seen of the load, which was not yet a whole day."""
+    """Return whether the time left is long compared with the observed load, and that is less than a day."""
     return now < DAY_SECONDS and horizon > now / 2
 
 
 def set_time_left(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:
-    """Return the estimate with the time that is left now.
+    """Return the estimate with the time left now.
 
-    The next height, with a demand on it as large as the largest of late, may be what finds no room: the lower bound of
-    the time is to that.
+    The next peak, with a demand as large as the largest recent one, may be the one that finds no room: the lower bound
+    is the time until then.
     """
     room, least = _find_usable(room_bytes), max(0.0, room_bytes - max(demand_bytes, OUT_OF_MEMORY_BYTES))
     return replace(
@@ -129,9 +129,9 @@ def measure_rate(axis: list[float], values: tuple[float, ...], step_bytes: float
 
 
 def _fit_late_slope(axis: list[float], values: tuple[float, ...]) -> float:
-    """Return the slope of the later half, Theil and Sen's: single steps do not move it, nor do a few that are large.
+    """Return the Theil-Sen slope of the later half, which a few large steps do not move.
 
-    Where it is none the growth was in such, and the slope is that of the whole.
+    If it is 0 the growth was in such steps, and the slope is that of the whole.
     """
     half = len(axis) // 2
     every = -(-(len(axis) - half) // SLOPE_POINTS)
@@ -162,9 +162,9 @@ def _fit_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
 
 
 def _forecast_rates(room: float, per_request: float, work: Work, now: float) -> tuple[float, float]:
-    """Return the requests per second to expect until the room is full, and the most to reckon with.
+    """Return the expected and the highest requests per second until the room is full.
 
-    The horizon decides the rate to expect, and the rate the horizon.
+    The horizon depends on the expected rate, and the rate on the horizon.
     """
     rate = work.rate
     for _ in range(3):
@@ -182,19 +182,19 @@ PROJECTED_LEVEL: Final = 3
 NEAR_SECONDS: Final = 3600.0
 NEAR_SHARE: Final = 0.25
 HELD_SECONDS: Final = 2700.0
-"""With less than an hour left, or room for a quarter of what leaked, an alarm is held for so long after its growth."""
+"""With less than an hour left, or room for a quarter of the leak, an alarm is held this long after its growth."""
 
 STEP_LEVEL: Final = 1
 STEP_SECONDS: Final = 3240.0
-"""An alarm of a few large steps is a warning again after 54 minutes without a rise, which this level sees four minutes
-late at most, and until the next one."""
+"""An alarm of a few large steps becomes a warning after 54 minutes without a rise, which this level sees at most
+four minutes late, until the next one."""
 
 REFILL_SECONDS: Final = 3600.0
-"""After the allocator gave back its cache that fills again, and for this long is not taken for the leak's rate."""
+"""After the allocator gave back its cache, the cache refills for this long, which is not the leak's rate."""
 
 
 def judge_track(track: Track, room_bytes: int | None) -> Track:
-    """Return the track with the verdict of the surest level and its estimate."""
+    """Return the track with the verdict of the most certain level and its estimate."""
     if track.seconds < track.run.alarm_until:
         return track
     if room_bytes is not None:
@@ -217,7 +217,7 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
 
 def forecast_certainty(track: Track) -> Certainty:
-    """Return what the last hours foretell, less between two steps; an alarm of theirs is older than any block here."""
+    """Return the forecast of the last hours, reduced between two steps; their alarm is older than any block here."""
     if track.projected is not Certainty.LEAKING:
         return track.projected
     points = track.levels[STEP_LEVEL].points
@@ -227,7 +227,6 @@ def forecast_certainty(track: Track) -> Certainty:
 
 
 def _find_flush_time(track: Track) -> float:
-    """Return when the allocator last gave back its cache, 0 where it never did."""
     return 0.0 if track.flush is None else track.flush.seconds
 
 
@@ -236,9 +235,9 @@ def _find_floor(track: Track) -> float:
 
 
 def _weigh_levels(track: Track, room_bytes: float | None) -> tuple[Track, Growth | None]:
-    """Return the track with each level's verdict and that of the last hours, and the growth that says most.
+    """Return the track with the verdicts of each level and of the last hours, and the most significant growth.
 
-    There is none where the surest level, the longest of them, has no new block.
+    It is None if the most certain level, the longest of them, has no new block.
     """
     steady, floor_bytes = judge_steadiness(track.history, measure_progress(track)), _find_floor(track)
     levels = []
@@ -255,12 +254,12 @@ def _weigh_levels(track: Track, room_bytes: float | None) -> tuple[Track, Growth
 
 
 def _find_grown(track: Track, level: BlockLevel, threshold: float) -> Growth | None:
-    """Return the growth of a level whose evidence is enough; a level says something new only when its block ended."""
+    """Return the growth of a level with enough evidence; there is nothing new until its block ends."""
     return find_growth(find_stretch(level)) if level.score >= threshold and _has_just_ended(track, level) else None
 
 
 def _project_growth(track: Track, room_bytes: float | None) -> tuple[Certainty, Growth | None]:
-    """Return what the last hours foretell; anew when one of their blocks ends, and for an alarm without a figure."""
+    """Return the forecast of the last hours, renewed when one of their blocks ends or an alarm has no figure."""
     level = track.levels[PROJECTED_LEVEL]
     unknown = track.projected is Certainty.LEAKING and track.estimate is None and bool(level.points)
     if track.first is None or not (unknown or _has_just_ended(track, level)):
@@ -280,7 +279,6 @@ def _has_just_ended(track: Track, level: BlockLevel) -> bool:
 
 
 def _update_time_left(track: Track, room_bytes: int | None) -> Track:
-    """Return the track with the time that is left now, at the paces of its estimate."""
     found = track.estimate
     if found is None or room_bytes is None:
         return track
@@ -302,7 +300,7 @@ def _is_held(track: Track) -> bool:
 
 
 def _update_estimate(track: Track, grown: Growth, room_bytes: int | None) -> Track:
-    """Return the track with a new estimate; with the one it has where the new one, in a valley, sees no growth."""
+    """Return the track with a new estimate; with its old one if the new one, in a valley, shows no growth."""
     began = min(
         (level.began for level in track.levels if level.verdict and level.began),
         key=lambda point: point.seconds,

@@ -1,4 +1,4 @@
-"""Is anything leaking: load, GPUs and host looked at together."""
+"""The leak derivation: load, GPUs and host memory together."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 from vllm_headroom.derive.leak.track import is_warming_up, observe, update_held, update_residues
 from vllm_headroom.derive.life.signs import derive_out_of_service, keep_service
 from vllm_headroom.derive.readings import (
-    awake,
     count_finished,
     count_running,
     identify_run,
     is_new_run,
+    is_page_awake,
     label_gpu,
     limit_remembered,
     list_named,
@@ -32,7 +32,7 @@ from vllm_headroom.vocabulary import LeakState, Role
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
 FORGET_SECONDS: Final = 86400.0
-"""A device or role not seen for a day is forgotten: memory stays bounded while pods and MIG instances change."""
+"""A device or role not seen for a day is dropped: this bounds memory while pods and MIG instances change."""
 
 
 Tracks = dict[str, Track]
@@ -48,13 +48,13 @@ def derive_gpu_leaks(
     for gpu, each in seen:
         uuid = gpu.reading.uuid
         tracks[uuid] = update_held(tracks.get(uuid) or Track(clock=each.seconds), each, asleep.get(uuid))
-        told = sharpen_track(tracks[uuid], asleep.get(uuid), inside.get(uuid))
-        samples += _make_samples(gpu, told, inside.get(uuid), settled=settled)
+        sharp = sharpen_track(tracks[uuid], asleep.get(uuid), inside.get(uuid))
+        samples += _make_samples(gpu, sharp, inside.get(uuid), settled=settled)
     return tracks, tuple(samples)
 
 
 def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
-    """Return the tracks that were moved within a day of the newest; a wild date makes none forgotten."""
+    """Return the tracks updated within a day of the newest; a wrong date drops none."""
     newest = max((track.clock for track in tracks.values()), default=0.0)
     tracks = limit_remembered(tracks, present)
     return {name: track for name, track in tracks.items() if newest - track.clock < FORGET_SECONDS}
@@ -100,10 +100,10 @@ def _make_samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled
 
 
 def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:
-    """Return the leak state of each role's memory, and when all roles that grow will have filled what is left.
+    """Return the leak state of each role's memory, and when the growing roles will have filled the room.
 
-    The same detector as on GPU memory. A role without a process has no series; a process that comes, goes or is another
-    begins a new life of its role.
+    The detector is the same as on GPU memory. A role without a process has no series; a process that comes, goes or
+    changes starts a new run of its role.
     """
     if isinstance(snapshot.processes, Failure):
         return state, ()
@@ -120,10 +120,10 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
 
 
 def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
-    """Yield what the detector is told of the processes of each role that shows.
+    """Yield the observation of each role with processes.
 
-    Files that are mapped, such as weights, do not count: the kernel takes them back before it kills. Nor does the room
-    end before its last page, as a GPU's does, of which the detector leaves some.
+    Mapped files, such as weights, do not count: the kernel reclaims them before it kills. Unlike a GPU's, the room can
+    be used to the last page, while the detector reserves some.
     """
     all_of_them = () if isinstance(snapshot.processes, Failure) else snapshot.processes
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
@@ -138,7 +138,7 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
             finished_total=None if page is None else count_finished(page),
             running=None if page is None else count_running(page),
             life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
-            awake=None if page is None else awake(page),
+            awake=None if page is None else is_page_awake(page),
             room_bytes=None if room_bytes is None else room_bytes + OUT_OF_MEMORY_BYTES,
         )
         yield role, seen
@@ -152,7 +152,7 @@ def _make_host_samples(role: Role, track: Track, *, settled: bool) -> Iterator[S
 
 
 def _derive_time_left(growing: list[Estimate]) -> Iterator[Sample]:
-    """Yield the time that is left where several roles fill the same room: their paces add up."""
+    """Yield the time left where several roles fill the same room: their paces add up."""
     for metric, times in (
         (catalog.HOST_TIME_TO_OOM, [found.oom_seconds for found in growing]),
         (catalog.HOST_TIME_TO_OOM_LOWER, [found.oom_seconds_lower for found in growing]),
@@ -164,17 +164,17 @@ def _derive_time_left(growing: list[Estimate]) -> Iterator[Sample]:
 
 MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
-"""The window of the plain rule this figure comes from, a post-mortem's alert on growth over 10 minutes."""
+"""The window of a simple rule in a post-mortem, an alert on growth over 10 minutes."""
 
 BAND: Final = 0.15
 SLACK_REQUESTS: Final = 2.0
-"""A minute's mean may differ from the window's by this share or these few requests: arrivals alone do that."""
+"""A minute's mean may differ from the window's by this share or number: arrivals alone vary as much."""
 
 
 class LoadState(Struct, frozen=True, kw_only=True):
-    """Minute means of the requests in the engine (newest last), the minute being gathered and what memory was then.
+    """Minute means of the requests in the engine (newest last), the current minute, and the memory held then.
 
-    `stable_since` is None while load is not stable; `held_bytes` is, by UUID, what was held when it became stable.
+    `held_bytes` is, by UUID, what was held when load became stable.
     """
 
     minutes: tuple[float, ...] = ()
@@ -186,7 +186,7 @@ class LoadState(Struct, frozen=True, kw_only=True):
 
 
 def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
-    """Return whether the requests in the engine stayed level for ten minutes, and each GPU's change since they have."""
+    """Return whether the engine's requests stayed level for ten minutes, and each GPU's change since then."""
     requests = _count_requests(snapshot)
     if requests is None:
         return LoadState(), ()
@@ -202,7 +202,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
 
 
 def _count_requests(snapshot: Snapshot) -> float | None:
-    """Return requests running and waiting in all engines; None where one does not say how many run."""
+    """Return the requests running and waiting in all engines; None where the running ones are unknown."""
     engines = () if snapshot.page is None else list_named(snapshot.page)
     running = sum_known(engine.running for engine in engines)
     return None if running is None else running + sum(engine.waiting or 0.0 for engine in engines)
@@ -229,17 +229,17 @@ def _find_held(snapshot: Snapshot) -> dict[str, tuple[tuple[str, str], int]]:
 
 
 SETTLED_SECONDS: Final = 30.0
-"""Memory goes after the page says that the engine sleeps, on some cards seconds after (vllm-project/vllm#37533)."""
+"""Memory is freed after the page reports sleep, on some devices seconds later (vllm-project/vllm#37533)."""
 
 GIVEN_BACK: Final = 0.1
-"""What gives back less than this share of what it keeps has no residue: level 0 pauses the scheduler and keeps all."""
+"""Below this share given back there is no residue: sleep level 0 pauses the scheduler and keeps all memory."""
 
 
 class SleepState(Struct, frozen=True, kw_only=True):
-    """Since when this life sleeps, on the monotonic clock, and the least it held of each GPU in its last sleep.
+    """Since when this run sleeps, on the monotonic clock, and the least it held of each GPU in its last sleep.
 
-    `settled` is whether that is of the sleep that goes on. The least, because it has not let go of everything at the
-    beginning, and takes up again before it says so.
+    `settled` is whether that is the current sleep. The least counts, because memory is freed late in the beginning, and
+    taken again before the page reports the wake.
     """
 
     life: str | None = None
@@ -249,9 +249,9 @@ class SleepState(Struct, frozen=True, kw_only=True):
 
 
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
-    """Return the residue of each of the engine's GPUs: of this sleep once it has settled, or of the one before.
+    """Return the residue of each of the engine's GPUs: of this sleep once settled, else of the previous one.
 
-    Another life has not slept yet.
+    A new run has not slept yet.
     """
     state = _update_sleep(state, snapshot)
     samples = tuple(
@@ -267,9 +267,9 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
     if page is None:
         return state
     now, named = snapshot.monotonic_seconds, identify_run(page)
-    anew = is_new_run(state.life, named, None, None)
-    state = SleepState(life=named) if anew else replace(state, life=state.life or named)
-    if awake(page) is not False:
+    is_new = is_new_run(state.life, named, None, None)
+    state = SleepState(life=named) if is_new else replace(state, life=state.life or named)
+    if is_page_awake(page) is not False:
         return SleepState(life=state.life, least_bytes=state.least_bytes)
     since = now if state.since_seconds is None else state.since_seconds
     if now - since < SETTLED_SECONDS:
@@ -285,7 +285,7 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 class LeakMemory(Struct, frozen=True, kw_only=True):
-    """Everything the detector remembers."""
+    """The detector's whole state."""
 
     load: LoadState = field(default_factory=LoadState)
     gpus: Tracks = field(default_factory=dict)
@@ -296,9 +296,9 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
 
 
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
-    """Return what is kept asleep, whether load is stable and the leak family of every GPU and role of the engine's.
+    """Return the sleep residues, the stability of load and the leak family of every GPU and role of the engine.
 
-    Only a life that has worked and goes on is looked at for leaks; any other is asleep or not, all the same.
+    Only a run in service is examined for leaks; sleep is tracked for any.
     """
     slept, kept = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)

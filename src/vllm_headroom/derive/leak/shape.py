@@ -1,4 +1,4 @@
-"""Does the growth of a stretch look like a leak: many rises, even, long enough and not fading?"""
+"""The shape of a leak: many even rises that last long and do not fade."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from msgspec.structs import replace
 from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Point, Track, Work
 
 LEAST_RISES: Final = 6
-"""Rises before anything is said: fewer are indistinguishable from first uses of kernels."""
+"""Least rises for a verdict: fewer are indistinguishable from first uses of kernels."""
 
 LEAST_GROWTH_BYTES: Final = 48 * MIB
-"""Growth before anything is said: a few of the allocator's 20 MiB segments (c10 kLargeBuffer) are not a leak."""
+"""Least growth for a verdict: a few of the allocator's 20 MiB segments (c10 kLargeBuffer) are no leak."""
 
 CLIP: Final = 3.0
 """A rise counts at most this many median rises: one large step must not make a trend."""
 
 LARGEST_STEP: Final = 0.40
-"""A stretch of which one rise makes up more than this may be growing; it is not called a leak."""
+"""A stretch with one rise above this share may be growing; it is not called a leak."""
 
 EVEN_SHARES: Final = {Certainty.LEAKING: (0.45, 0.35), Certainty.GROWING: (0.40, 0.30)}
 """The later half's least share of the growth, on the axis where it is larger and on the other one."""
@@ -33,27 +33,28 @@ FIRST_QUARTER, LAST_QUARTER = 0.05, 0.10
 """Least shares of the first and last quarter: growth that began or ended within the stretch is not even."""
 
 STEADY_PACE, STEADY_BY_TIME, GROWING_PACE = 0.82, 0.75, 0.50
-"""Least pace of the last half of a life against the quarter before, by requests: a logarithm gives 0.5, a line 1."""
+"""Least pace of the last half of a run against the quarter before, by requests: a logarithm gives 0.5, a line 1."""
 
 YOUNG: Final = 3
 GROWING_SECONDS: Final = 600.0
 LEAKING_SECONDS: Final = 3600.0
-"""How long a stretch must last. Bounded ramps (caches, LoRA slots) are linear until they end: only waiting tells."""
+"""Least length of a stretch. Bounded ramps (caches, LoRA slots) are linear until they end: only time distinguishes
+them."""
 
 HASTE: Final = 0.25
-"""An alarm may come after this share of the time that is left until out-of-memory, if that is sooner."""
+"""An alarm may come after this share of the time left until out-of-memory, if that is sooner."""
 
 PATIENCE: Final = 0.05
 MOST_PATIENCE_SECONDS: Final = 12 * 3600.0
-"""And it waits for this share where out-of-memory is far, half a day at most: what is days away wakes nobody, and slow
-ramps mostly end."""
+"""If out-of-memory is far, the alarm waits for this share of it, at most half a day: what is days away wakes nobody,
+and slow ramps mostly end."""
 
 OUT_OF_MEMORY_BYTES: Final = 100 * MIB
-"""What is left when allocations begin to fail: they come in segments of 20 MiB and more."""
+"""What is left when allocations begin to fail: segments are 20 MiB and larger."""
 
 
 class Growth(Struct, frozen=True, kw_only=True):
-    """A stretch's rises, clipped, and their sum, between retained floors; `largest_share` is before the clipping."""
+    """A stretch's rises, clipped, and their sum, between retained floors; `largest_share` is before clipping."""
 
     points: tuple[Point, ...]
     retained_bytes: tuple[float, ...]
@@ -63,7 +64,7 @@ class Growth(Struct, frozen=True, kw_only=True):
 
 
 def find_growth(points: tuple[Point, ...]) -> Growth | None:
-    """Return the growth that was never given back; None when it is too little to say anything."""
+    """Return the growth that was never given back; None when too small for a verdict."""
     floors = find_retained(points)
     raw = [after - before for before, after in pairwise(floors)]
     rising = [rise for rise in raw if rise > 0]
@@ -88,10 +89,10 @@ def find_retained(points: tuple[Point, ...]) -> tuple[float, ...]:
 
 
 def judge_growth(grown: Growth, steadiness: Certainty, room_bytes: float | None) -> Certainty:
-    """Return what the stretch amounts to, given how steady the whole life's growth is.
+    """Return the verdict on a stretch, given the steadiness of the whole run's growth.
 
-    Whatever its cause may be, growth that has lasted longer than what is left until the device is full is an alarm.
-    Single large steps are no part of an even pace: sure growth is waited for the longer, the more of it is theirs.
+    Whatever its cause, growth that has lasted longer than the time left until the device is full is an alarm. Large
+    single steps are not an even pace: the larger their share, the longer the wait.
     """
     even = _judge_evenness(grown)
     if Certainty.NONE in (even, steadiness):
@@ -109,7 +110,7 @@ def judge_growth(grown: Growth, steadiness: Certainty, room_bytes: float | None)
 
 
 def compute_patience(left: float | None) -> float:
-    """Return how many seconds sure growth must have lasted, given what is left."""
+    """Return how many seconds certain growth must have lasted, given the time left."""
     if left is None:
         return LEAKING_SECONDS
     late = min(max(PATIENCE * left, LEAKING_SECONDS), MOST_PATIENCE_SECONDS)
@@ -117,7 +118,7 @@ def compute_patience(left: float | None) -> float:
 
 
 def _find_time_left(grown_bytes: float, lasted: float, room_bytes: float | None) -> float | None:
-    """Return the seconds until the device is full at a stretch's pace; None where nothing can fill up."""
+    """Return the seconds until the device is full at a stretch's pace; None if nothing can fill up."""
     return None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) * lasted / grown_bytes
 
 
@@ -151,7 +152,7 @@ def _split_quarters(grown: Growth, axis: list[float]) -> list[float] | None:
 
 
 def judge_steadiness(history: tuple[tuple[float, float, float], ...], now: tuple[float, float, float]) -> Certainty:
-    """Return whether growth keeps its pace over this life: the last half against the quarter before it.
+    """Return whether growth keeps its pace over this run: the last half against the quarter before it.
 
     `history` and `now` are (requests, busy seconds, grown bytes) since the anchor. Growth by records and first uses is
     logarithmic in the work done, which halves the pace; a leak keeps it.
@@ -179,7 +180,6 @@ def _measure_pace(
 
 
 def _interpolate_grown(history: tuple[tuple[float, float, float], ...], axis: int, where: float) -> float:
-    """Interpolate the grown bytes at a place on an axis."""
     index = bisect_right(history, where, key=lambda entry: entry[axis])
     if index in (0, len(history)):
         return history[index - 1 if index else 0][2]
@@ -188,10 +188,10 @@ def _interpolate_grown(history: tuple[tuple[float, float, float], ...], axis: in
 
 
 def estimate_swing(track: Track, held_bytes: float, pace: float) -> float:
-    """Return how far above what is held now memory would be at its next height, at a pace of growth beneath.
+    """Return how far above the present memory its next peak would be, at this pace of growth.
 
-    Memory that follows load, and the teeth of a collector, come back to where they were, and higher by what leaked
-    since: out-of-memory is at the height, not in the valley that is seen now.
+    Memory that follows load, and the sawtooth of a garbage collector, return to their old peak plus what leaked since:
+    out-of-memory happens at the peak, not in the present valley.
     """
     most = max(_estimate_swing(level.points, track.seconds, held_bytes, pace) for level in track.levels)
     if track.flush is None:
@@ -215,17 +215,17 @@ def _estimate_swing(points: tuple[Point, ...], now: float, held_bytes: float, pa
 AVERAGE_SECONDS: Final = 300.0
 MILEAGE_SECONDS: Final = 900.0
 RESET_SECONDS: Final = 600.0
-"""A counter that stays lower for this long was reset, and is counted on from there."""
+"""A counter that stays lower for this long was reset, and continues from there."""
 
 MILEAGE_POINTS: Final = 97
-"""A day in quarters of an hour: the request rate expected over an horizon is that of as long a time before."""
+"""A day in quarters of an hour: the expected rate over a horizon is that of an equally long past."""
 
 
 def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     """Return the work done by `now`.
 
-    While the counter cannot be read, or a lower one of another server is, requests go on at the last known rate: a gap
-    taken for idleness would make what grew in it look like growth without work.
+    While the counter cannot be read, or belongs to another server, requests continue at the last known rate: treated as
+    idle time, a gap would turn its growth into growth without work.
     """
     life = work.life or seen.life
     highest, total = work.finished_total, seen.finished_total
@@ -260,7 +260,7 @@ def _add_mileage(
 
 
 def forecast_rate(work: Work, now: float, horizon_seconds: float) -> float:
-    """Return the requests per second to expect over a horizon: the mean of as long a time back, a day at most."""
+    """Return the expected requests per second over a horizon: the mean of an equally long past, at most a day."""
     then = bisect_right(work.mileage, now - horizon_seconds, key=itemgetter(0)) - 1
     seconds, requests = work.mileage[max(0, then)] if work.mileage else (now, work.requests)
     if horizon_seconds < MILEAGE_SECONDS or now - seconds < MILEAGE_SECONDS:

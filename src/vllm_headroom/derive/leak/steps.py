@@ -1,4 +1,4 @@
-"""Does memory grow by large steps at a pace, and of sizes, that records and first uses of work never have?"""
+"""Large steps of memory at a pace, and of sizes, that records and first uses of work never have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_STEP_BYTES: Final = 24 * MIB
 """More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
 
 JOINED_SECONDS: Final = 60.0
-"""Steps so close to each other are one event: what one load or one batch takes comes within a minute."""
+"""Steps this close together are one event: a load or a batch allocates within a minute."""
 
 NEWEST_STEPS: Final = 32
 
@@ -25,12 +25,12 @@ ALIKE_BYTES: Final = 2 * MIB
 NEARLY_ALIKE: Final = 1.04
 REPEATED_BYTES: Final = 96 * MIB
 REPEATED, MOST_REPEATED, SMALLER, RECORD = 2.0, 6.0, 0.5, -1.0
-"""What a size that comes again says, for each e-fold above 96 MiB and at most; one smaller than some before; and one
-above all before. Slots, graphs and kernels are alike too, but smaller. Fitted to simulated days."""
+"""The score of a repeated size, per e-fold above 96 MiB and at most; of one smaller than some before; and of one
+above all before. Slots, graphs and kernels repeat too, but are smaller. Fitted to simulated days."""
 
 
 def add_step(steps: tuple[Step, ...], seconds: float, before_bytes: float, held_bytes: float) -> tuple[Step, ...]:
-    """Return the steps with the difference between two readings that follow each other."""
+    """Return the steps with the difference between two successive readings."""
     if held_bytes <= before_bytes:
         return _lower_steps(steps, held_bytes)
     if held_bytes - before_bytes < LEAST_STEP_BYTES:
@@ -39,7 +39,7 @@ def add_step(steps: tuple[Step, ...], seconds: float, before_bytes: float, held_
 
 
 def _lower_steps(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
-    """Return what is left of the steps: nothing above what is held now."""
+    """Return the steps without anything above what is held now."""
     while steps and steps[-1].top_bytes > held_bytes:
         last, steps = steps[-1], steps[:-1]
         if held_bytes - last.bottom_bytes >= LEAST_STEP_BYTES:
@@ -48,11 +48,11 @@ def _lower_steps(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]
 
 
 def score_likeness(steps: tuple[Step, ...], since: float, least_bytes: float) -> float:
-    """Return how much the sizes of the events after a time, of so many bytes at least, speak for a leak.
+    """Return how much the sizes of the events after a time, of at least so many bytes, indicate a leak.
 
-    As a log likelihood ratio. Records outgrow all before them: the allocator takes a new segment for a demand that fits
-    into none that it kept. What leaks is of one kind and one size, or takes the place of segments that are then
-    taken again, each in the size that it had: so the parts of an event are compared too, with those of earlier ones.
+    As a log likelihood ratio. Records exceed all before them: the allocator takes a new segment for a demand that fits
+    into no cached one. A leak has one kind and size, or takes cached segments that are then allocated again in their
+    sizes: so the parts of an event are compared with earlier ones too.
     """
     earlier: list[float] = []
     most = total = 0.0
@@ -95,47 +95,46 @@ def _score_new(size: float, most: float) -> float:
 
 LEAST_BYTES: Final = 512 * MIB
 LEAST_STEPS: Final = 1.8
-"""Growth before a projection says anything, and how many equal steps it has to be worth: one step is no pace."""
+"""Least growth for a projection, and how many equal steps it must be worth: one step is no pace."""
 
 ODDS, LEAST_ODDS = log(12), log(8)
-"""Twelve to one that the window goes on by time, and not by folds of work as the life before it did; for an alarm eight
-to one do, where the steps look like a leak's."""
+"""Twelve to one that growth continues by time, and not by folds of work as before; for an alarm eight to one is
+enough if the steps look like a leak's."""
 
 SURE: Final = 7.5
-"""For an alarm: the odds with the likeness of the steps to a leak's."""
+"""For an alarm: the odds plus the steps' likeness to a leak."""
 
 SURE_WHERE_FULL, ODDS_WHERE_FULL = 6.0, log(3)
-"""And where no step as large as the largest finds room any more, three to one: few engines fill so far whose growth is
-bounded."""
+"""If a step as large as the largest no longer fits, three to one: few engines with bounded growth fill up so far."""
 
 SCARCE, MOST_LEFT = 0.7, 20.0
-"""And so much more for each e-fold of the number of largest steps that fit into what is left, up to 20."""
+"""Added for each e-fold of the number of largest steps that still fit, up to 20."""
 
 YOUNG_SECONDS: Final = 4 * 3600.0
-"""No alarm so early in a life: slots and caches fill as evenly as a leak, and many are full by then."""
+"""No alarm so early in a run: slots and caches fill as evenly as a leak, and many are full by then."""
 
 ROOM_SHARE: Final = 0.25
 ENOUGH_BYTES: Final = 1536 * MIB
-"""For an alarm, a quarter of the room that there was has to be gone, or so much that few caches are as large."""
+"""For an alarm, a quarter of the room must be gone, or so much that few caches are as large."""
 
 STEP_SHARE: Final = 0.05
 """Steps of at least a twentieth of the growth are compared."""
 
 DAY_SECONDS: Final = 86_400.0
 GROWING_SHARE: Final = 0.25
-"""How long it has lasted, as a share of what is left, for a warning."""
+"""For a warning: the time it has lasted, as a share of the time left."""
 
 LAST_SHARE: Final = 0.05
 PAUSE_SECONDS: Final = 1800.0
 PAUSE_GAPS: Final = 1.5
-"""Growth has ended when no more than its last twentieth came for this long, and for so many of its steps' distances."""
+"""Growth has ended when at most its last twentieth came in this time, and in so many distances of its steps."""
 
 
 class WindowContext(Struct, frozen=True, kw_only=True):
-    """What the window is held against: the block that work is counted from, the room that is left.
+    """What a window is compared with: the block from which work is counted, and the room left.
 
-    `before` is what was said last, `flushed_seconds` when the allocator gave back its cache for want of room: what grew
-    within the cache until then was not seen. Before `alike_seconds` load was lower.
+    `before` is the previous verdict, `flushed_seconds` when the allocator gave back its cache for lack of room: growth
+    within the cache until then was invisible. Before `alike_seconds` load was lower.
     """
 
     first: Point
@@ -146,10 +145,10 @@ class WindowContext(Struct, frozen=True, kw_only=True):
 
 
 class Window(Struct, frozen=True, kw_only=True):
-    """The last blocks: the first of them, what was held at most before, and the growth beyond that, which stayed.
+    """The last blocks: the first of them, the most held before, and the retained growth beyond that.
 
     A block's floor is what was held as it began, so `opened` is the end of the one before. `typical_bytes` is the size
-    of its steps, were they equal; `slowness` the logarithm of the seconds that an e-fold of work took, where it grew.
+    of its steps if they were equal; `slowness` the logarithm of the seconds per e-fold of work, where it grew.
     """
 
     begin: int
@@ -162,12 +161,11 @@ class Window(Struct, frozen=True, kw_only=True):
 
 
 def project(points: tuple[Point, ...], steps: tuple[Step, ...], life: WindowContext) -> tuple[Certainty, Growth | None]:
-    """Return what the retained floors and the steps foretell, and the growth that does: of the surest windows the best.
+    """Return the verdict by retained floors and steps, and the growth behind it: the best of the most certain windows.
 
-    Growing: the device would be full within a day. Leaking: steps at a pace that does not slow down, of sizes that come
-    again rather than outgrow each other, when a quarter of the room is gone, whatever the evidence by blocks says.
-    Where nobody knows the room it is taken for as much as was held at first. Once there is an alarm, only its end
-    counts.
+    Growing: the device would be full within a day. Leaking: steps at a pace that does not slow down, with repeated
+    rather than growing sizes, once a quarter of the room is gone, whatever the evidence by blocks. If the room is
+    unknown it is taken as what was held at first. During an alarm only its end matters.
     """
     floors, whole = find_retained(points), _count_folds(life.first, life.first, points[-1])
     steps = tuple(step for step in steps if step.seconds > life.first.seconds)
@@ -182,9 +180,9 @@ def project(points: tuple[Point, ...], steps: tuple[Step, ...], life: WindowCont
 
 
 def _find_windows(points: tuple[Point, ...], floors: tuple[float, ...], life: WindowContext) -> Iterator[Window]:
-    """Yield each window of this life that begins with a step and is worth two, the shortest first.
+    """Yield each window of this run that begins with a step and is worth two, the shortest first.
 
-    One is enough when the cache has been given back: what was lost before was taken from it, and no step was seen.
+    One is enough after the cache was given back: earlier losses came from the cache, and no step was visible.
     """
     since = life.first.seconds if life.before is Certainty.LEAKING else max(life.first.seconds, life.alike_seconds)
     first, least = life.first, 1.0 if life.flushed_seconds > points[0].seconds else LEAST_STEPS
@@ -220,7 +218,7 @@ def _count_folds(first: Point, before: Point, after: Point) -> float:
 
 
 def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, ...], life: WindowContext) -> bool:
-    """Return whether growth has paused for long; an alarm does not end where one more step may find no room."""
+    """Return whether growth has paused for long; an alarm stays while one more step may not fit."""
     if life.before is Certainty.LEAKING and life.room_bytes is not None and life.room_bytes <= window.largest_bytes:
         return False
     risen = points[bisect_left(floors, floors[-1] - LAST_SHARE * window.grown_bytes, lo=1) - 1].seconds
@@ -232,9 +230,9 @@ def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, .
 def _compute_odds(window: Window, first: Point, now: Point, whole: float) -> float:
     """Return the log likelihood ratio of growth by time in the window against growth by all the folds of work.
 
-    Records and first uses come at a constant rate per e-fold of work, or a falling one, a leak by time: Poisson's law,
-    the steps taken as equal. One more of them, the largest, is granted to the life before: a window that begins with a
-    step was chosen so.
+    Records and first uses come at a constant or falling rate per e-fold of work, a leak by time: Poisson's law with
+    equal steps. One more step, the largest, is attributed to the time before: the window was chosen to begin with a
+    step.
     """
     before = max(0.0, window.highest_bytes - first.floor_bytes) + window.largest_bytes
     pace = (before + window.grown_bytes) / whole
@@ -246,7 +244,6 @@ def _compute_odds(window: Window, first: Point, now: Point, whole: float) -> flo
 def _judge_window(
     window: Window, odds: float, steps: tuple[Step, ...], now: Point, life: WindowContext
 ) -> tuple[Certainty, float]:
-    """Return the verdict of a window, and how sure it is."""
     room = life.first.floor_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     left_steps, lasted = room / window.largest_bytes, now.seconds - window.opened.seconds
     left = room / window.grown_bytes * lasted

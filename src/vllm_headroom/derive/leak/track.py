@@ -1,4 +1,4 @@
-"""One series of memory readings followed through its lives, rests and blocks."""
+"""One series of memory readings, followed through runs, rests and blocks."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ from vllm_headroom.derive.readings import is_new_run
 from vllm_headroom.model import Gpu
 
 DOUBTED_SECONDS: Final = 86_400.0
-"""A time this far ahead, or an earlier one, is believed when a second reading bears it out."""
+"""A time this far ahead, or an earlier one, is trusted once a second reading confirms it."""
 
 JUDGED_LEVEL: Final = 1
-"""Evidence is judged whenever a block of this level ends, every two minutes: judging costs more than all the rest."""
+"""Evidence is judged whenever a block of this level ends, every two minutes: judging costs more than the rest."""
 
 FLUSHED_BYTES: Final = 64 * MIB
 FLUSHED_ROOM_BYTES: Final = 1024 * MIB
-"""A fall of this much when there was no more room than this is torch's allocator giving back its cache."""
+"""A fall of this size with no more room than this is torch's allocator giving back its cache."""
 
 KEPT_SHARE: Final = 0.85
 KEPT_BYTES: Final = 512 * MIB
 SETTLED_SECONDS: Final = 3600.0
-"""What it could not give back is in use: an alarm where that is so much, and so much of what has grown in this life,
-and load, whose needs are in use as well, has not doubled of late."""
+"""What it could not give back is in use: an alarm if that is this much, and this share of this run's growth, and
+load, whose needs are in use too, has not doubled recently."""
 
 CACHE_SHARE: Final = 1 / 3
 REFILLED_SECONDS: Final = 600.0
-"""And where ten minutes later no more than this is held, an alarm was of cache: what serving needs of the cache, which
-was there before anything grew, has come back by then."""
+"""If ten minutes later no more than this is held, the alarm was about cache: what serving needs of the cache, which
+was there before the growth, is back by then."""
 
 
 def observe(track: Track, seen: Observation) -> Track:
-    """Return the track with one more reading; takes some microseconds, and a millisecond when a long block ends."""
+    """Return the track with one more reading; takes microseconds, and a millisecond when a long block ends."""
     if _is_doubtful(track, seen):
         return replace(track, doubted_clock=seen.seconds)
     work = track.work
@@ -88,7 +88,7 @@ def observe(track: Track, seen: Observation) -> Track:
 
 
 def _is_doubtful(track: Track, seen: Observation) -> bool:
-    """Return whether a time is far off, and the reading before was not as far off."""
+    """Return whether a time is far off while the reading before was not equally far off."""
     if 0 <= seen.seconds - track.clock < DOUBTED_SECONDS:
         return False
     doubted = track.doubted_clock
@@ -130,7 +130,6 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
 
 
 def _update_steps(track: Track, held_bytes: float) -> Track:
-    """Return the track with the difference to the reading before."""
     if held_bytes == track.held_bytes:
         return track
     before_bytes = held_bytes if track.held_bytes is None else track.held_bytes
@@ -138,10 +137,10 @@ def _update_steps(track: Track, held_bytes: float) -> Track:
 
 
 def _apply_flush(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
-    """Return the track with all that was before lowered by what the allocator gave back of its cache.
+    """Return the track with its past lowered by what the allocator gave back of its cache.
 
-    Before torch fails for want of room it gives back whole free segments; the growth beneath goes on from there, and
-    what is left of it is no cache.
+    Before torch fails for lack of room it gives back whole free segments; the growth beneath continues from there, and
+    the rest of it is no cache.
     """
     block, first = track.levels[0].block, track.first
     if block is None or first is None or room_bytes is None:
@@ -164,7 +163,7 @@ def _apply_flush(track: Track, held_bytes: float, room_bytes: int | None) -> Tra
 
 
 def _was_cache(track: Track, held_bytes: float) -> bool:
-    """Return whether most of what had grown until the allocator gave back its cache has not been taken again."""
+    """Return whether most of the growth before the allocator gave back its cache has not been taken again."""
     flush = track.flush
     if flush is None or track.seconds - flush.seconds < REFILLED_SECONDS:
         return False
@@ -174,7 +173,7 @@ def _was_cache(track: Track, held_bytes: float) -> bool:
 def _raise_fast_alarm(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     """Return the track with the alarm of growth that leaves no time for evidence.
 
-    Where nobody knows how much room there is, it is taken for as much as is held. What only comes back is no growth.
+    If the room is unknown, it is taken as what is held. Memory that only returns is no growth.
     """
     run, reference = track.run, track.levels[0].reference_bytes
     if track.seconds < run.quiet_until or reference is None or held_bytes < reference - GIVEN_BACK_BYTES:
@@ -201,10 +200,10 @@ def update_residues(
     least_bytes: Mapping[str, int],
     seen: Iterable[tuple[Gpu, Observation]],
 ) -> dict[str, Track]:
-    """Return the tracks of what is kept of each GPU, by UUID, after one more look; `least_bytes` are the residues.
+    """Return the tracks of the memory kept in sleep, by UUID, after one more sample; `least_bytes` are the residues.
 
-    One begins in a sleep that is seen, of a life that has worked: what was kept before tells of less than its work.
-    `tracks` are those of what is held, before this look.
+    A track starts in an observed sleep of a run that has worked: earlier residues say less than its work. `tracks` are
+    those of held memory, before this sample.
     """
     found = {uuid: track for uuid, track in asleep.items() if uuid in least_bytes}
     for gpu, each in seen if least_bytes else ():
@@ -216,16 +215,16 @@ def update_residues(
 
 
 def _observe_residue(seen: Observation, least_bytes: int) -> Observation:
-    """Return the look as if the engine held the residue until its next sleep.
+    """Return the observation as if the engine held the residue until its next sleep.
 
-    Nothing is known asleep, when the room is not what it will be, nor where another process may hold a part of it.
+    Nothing is known during sleep, when the room is different, nor where another process may hold a part of it.
     """
     alone = seen.neighbours is None or seen.neighbours <= 1
     return replace(seen, held_bytes=least_bytes if seen.awake and alone else None, awake=None)
 
 
 def _update_residue(before: Track, held: Track | None, seen: Observation) -> Track:
-    """Return the track with one more look; an alarm of either is held for a while after a sleep that kept more."""
+    """Return the track after one more sample; an alarm is held for a while after a sleep that kept more."""
     track = observe(before, seen)
     alarm = before if held is None else take_surer(held, before)
     more = seen.held_bytes is not None and seen.held_bytes >= (before.held_bytes or 0.0) + RISE_BYTES
@@ -235,9 +234,9 @@ def _update_residue(before: Track, held: Track | None, seen: Observation) -> Tra
 
 
 def update_held(before: Track, seen: Observation, asleep: Track | None) -> Track:
-    """Return the track of what is held with one more look, begun anew at a wake to whose alarm the sleep added nothing.
+    """Return the track of held memory after one more sample, restarted at a wake if the sleep denies its alarm.
 
-    What had grown was cache, then.
+    Then the growth was cache.
     """
     track = observe(before, seen)
     woke = before.resting_since is not None and track.resting_since is None
@@ -247,9 +246,9 @@ def update_held(before: Track, seen: Observation, asleep: Track | None) -> Track
 
 
 def take_surer(track: Track, asleep: Track | None) -> Track:
-    """Return the track with the verdict of what is kept asleep, unless its own is as sure.
+    """Return the track with the verdict of the memory kept in sleep, unless its own is as certain.
 
-    Its own time to out-of-memory reckons with the next height, of which what is kept knows nothing.
+    Its own time to out-of-memory includes the next peak, which the kept memory does not show.
     """
     if asleep is None or asleep.verdict <= track.verdict:
         return track

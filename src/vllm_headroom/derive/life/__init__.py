@@ -1,1 +1,1 @@
-"""Follows the engine through its lives: begun, serving, stalled, asleep, ended."""
+"""The runs of the engine: starting, serving, stalled, asleep, exited."""

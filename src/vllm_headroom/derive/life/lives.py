@@ -1,4 +1,4 @@
-"""What does the engine do now, and is what is seen of it fit to be judged?"""
+"""The state of the engine and its runs, across restarts."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from vllm_headroom.derive.life.signs import (
     has_worked,
     update_movements,
 )
-from vllm_headroom.derive.readings import RESTART_SHARE, awake, is_new_run, limit_remembered, sum_known
+from vllm_headroom.derive.readings import RESTART_SHARE, is_new_run, is_page_awake, limit_remembered, sum_known
 from vllm_headroom.model import SAME_START_SECONDS, EngineProcess, EngineStatus, ProcessName, Snapshot
 from vllm_headroom.vocabulary import EngineState, ExitReason, Role
 
 LOOP_SECONDS: Final = 90 * 60.0
-"""How far back ends are told, as the alert HeadroomEngineCrashLoop looks."""
+"""How far back exits are counted, as in HeadroomEngineCrashLoop."""
 
 MOST_ENDS: Final = 64
 
 TIGHT_BYTES: Final = 256 * 2**20
 SHRUNK_RATIO: Final = 0.5
-"""A GPU ran out of memory when the least that was free in the last minute is below both: this much, and this share of
-what was free when the engine had just become ready. An engine that was made to leave little is not called so."""
+"""A GPU ran out of memory when the least free memory of the last minute is below both: this size, and this share of
+what was free when the engine became ready. An engine configured to leave little free is not out of memory."""
 
 VITAL: Final = (Role.ENGINE_CORE, Role.WORKER)
-"""Processes without which a server serves nobody, though its page may answer for half a minute, or for ever."""
+"""A server without one of these processes serves nobody, though its page may answer for half a minute, or for ever."""
 
 
 class EngineRun(Struct, frozen=True, kw_only=True):
-    """A life of the engine: by what it is known again, and what it has come to.
+    """One run of the engine: what identifies it, and what was seen of it.
 
-    `ready` is whether its page ever answered, `worked` whether it ever did something, None where the page does not
-    tell. `vital` is the most processes of each vital role seen while the page answered, `top_bytes` the most it held
-    then; `rooms` is what was free on its GPUs, by UUID, and `host_room_bytes` of the host's memory when it became
-    ready, `tight` whether a GPU was full when last seen. `oom_kills` is what the kernel had killed in its container
-    when it was last whole.
+    `ready` is whether its page ever answered, `worked` whether it ever processed a request, None where the page does
+    not show it. `vital` is the most processes of each vital role seen while the page answered, `top_bytes` the most
+    memory it held then; `rooms` is the free memory of its GPUs, by UUID, and `host_room_bytes` that of the host, when
+    it became ready, `tight` whether a GPU was full when last seen. `oom_kills` is the kernel's count in its container
+    when last complete.
     """
 
     began_seconds: float | None = None
@@ -65,7 +65,7 @@ class EngineRun(Struct, frozen=True, kw_only=True):
 
 
 class EngineRuns(Struct, frozen=True, kw_only=True):
-    """What outlives a life, and the daemon: the newest life, how many came and went, and when the last ones ended."""
+    """The newest run, the number of restarts and exits, and the last exit times; survives the daemon."""
 
     newest: EngineRun | None = None
     restarts: int = 0
@@ -75,123 +75,122 @@ class EngineRuns(Struct, frozen=True, kw_only=True):
 
     @property
     def present(self) -> EngineRun:
-        """The life that goes on; one of which nothing is known where none does."""
+        """The current run; an empty one where none is running."""
         return EngineRun() if self.newest is None or self.newest.ended else self.newest
 
 
-def advance(lives: EngineRuns, seen: Signs, now: float, *, answered_before: bool) -> EngineRuns:
-    """Return the lives with one more look, at `now` seconds since the epoch.
+def advance(runs: EngineRuns, seen: Signs, now: float, *, answered_before: bool) -> EngineRuns:
+    """Return the runs after one more sample, at `now` seconds since the epoch.
 
-    `answered_before` is whether the page was there at the last look. An end that is dated ahead is forgotten: the clock
+    `answered_before` is whether the page answered at the last sample. An exit dated in the future is dropped: the clock
     was set.
     """
-    ends = tuple(seconds for seconds in lives.ends_seconds if 0 <= now - seconds < LOOP_SECONDS)
-    life, restarts, exits = lives.newest, lives.restarts, lives.exits
-    if life is not None and not life.ready and not life.ended and _is_among(life.processes, seen.snapshot.neighbours):
-        life = None  # another engine was taken for this one: what lives on did not end
-    if life is not None and not life.ended and _is_over(life, seen, answered_before=answered_before):
-        reason = _find_cause(life, seen, answered_before=answered_before)
-        life = replace(life, ended=True)
+    ends = tuple(seconds for seconds in runs.ends_seconds if 0 <= now - seconds < LOOP_SECONDS)
+    run, restarts, exits = runs.newest, runs.restarts, runs.exits
+    if run is not None and not run.ready and not run.ended and _is_among(run.processes, seen.snapshot.neighbours):
+        run = None  # another engine was mistaken for this one, and still runs
+    if run is not None and not run.ended and _is_over(run, seen, answered_before=answered_before):
+        reason = _find_cause(run, seen, answered_before=answered_before)
+        run = replace(run, ended=True)
         exits = {**exits, reason: exits.get(reason, 0) + 1}
         ends = (*ends, now)[-MOST_ENDS:]
-    if life is not None and not life.ended:
-        life = _update_seen(life, seen)
+    if run is not None and not run.ended:
+        run = _update_seen(run, seen)
     elif seen.answer is Answer.GIVEN or seen.alive:
-        restarts += life is not None
-        life = _update_seen(EngineRun(), seen)
-    return EngineRuns(newest=life, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted)
+        restarts += run is not None
+        run = _update_seen(EngineRun(), seen)
+    return EngineRuns(newest=run, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted)
 
 
-def is_broken(life: EngineRun, processes: tuple[EngineProcess, ...] | None) -> bool:
-    """Return whether a process without which this life serves nobody has gone; not where none can be seen."""
+def is_broken(run: EngineRun, processes: tuple[EngineProcess, ...] | None) -> bool:
+    """Return whether a vital process of this run has gone; False where no processes are visible."""
     if not processes:
         return False
     now = Counter(process.role for process in processes)
-    return any(now[role] < most for role, most in life.vital.items())
+    return any(now[role] < most for role, most in run.vital.items())
 
 
-def _find_cause(life: EngineRun, seen: Signs, *, answered_before: bool) -> ExitReason:
-    """Return why a life ended, the kernel's own word first; what is not known is `gone`."""
-    if seen.host.oom_kills is not None and seen.host.oom_kills > life.oom_kills:
+def _find_cause(run: EngineRun, seen: Signs, *, answered_before: bool) -> ExitReason:
+    """Return why a run ended, the kernel's count first; `gone` when unknown."""
+    if seen.host.oom_kills is not None and seen.host.oom_kills > run.oom_kills:
         return ExitReason.OOM_KILLED
-    if life.tight or _is_tight(life, seen) or _has_run_out(life, seen):
+    if run.tight or _is_tight(run, seen) or _has_run_out(run, seen):
         return ExitReason.OUT_OF_MEMORY
     return ExitReason.REPLACED if answered_before and not _is_gone(seen) else ExitReason.GONE
 
 
-def _is_tight(life: EngineRun, seen: Signs) -> bool:
-    """Return whether a GPU has run full since the engine became ready."""
-    first = life.rooms
+def _is_tight(run: EngineRun, seen: Signs) -> bool:
+    """Return whether a GPU has filled up since the engine became ready."""
+    first = run.rooms
     return any(
         uuid in first and room <= min(TIGHT_BYTES, SHRUNK_RATIO * first[uuid]) for uuid, room in seen.rooms.items()
     )
 
 
-def _has_run_out(life: EngineRun, seen: Signs) -> bool:
-    """Return whether the probe saw an OutOfMemoryError in this life that a process did not outlive."""
+def _has_run_out(run: EngineRun, seen: Signs) -> bool:
+    """Return whether the probe saw a fatal OutOfMemoryError in this run."""
     if seen.oom_seconds is None:
         return False
-    return life.began_seconds is None or seen.oom_seconds >= life.began_seconds
+    return run.began_seconds is None or seen.oom_seconds >= run.began_seconds
 
 
 def _is_gone(seen: Signs) -> bool:
     return seen.answer is not Answer.GIVEN and seen.alive is False
 
 
-def _is_over(life: EngineRun, seen: Signs, *, answered_before: bool) -> bool:
-    """Return whether it is gone, or this is another life: its start is another, all its processes are, or its count.
+def _is_over(run: EngineRun, seen: Signs, *, answered_before: bool) -> bool:
+    """Return whether the run has ended: nothing is left of it, or start, processes or counter are another run's.
 
-    A count alone is that of another of several servers which answer in turn, unless it has fallen far, or the page was
-    away.
+    A lower counter alone may come from another of several servers that answer in turn: it counts if it fell far, or if
+    the page was unavailable before.
     """
     if _is_gone(seen):
         return True
-    if life.page_life is not None and seen.page_life is not None:
-        return is_new_run(life.page_life, seen.page_life, life.finished_total, seen.finished_total)
-    if life.processes and seen.names:
-        return not _is_among(life.processes, seen.names)
-    if life.finished_total is None or seen.finished_total is None:
+    if run.page_life is not None and seen.page_life is not None:
+        return is_new_run(run.page_life, seen.page_life, run.finished_total, seen.finished_total)
+    if run.processes and seen.names:
+        return not _is_among(run.processes, seen.names)
+    if run.finished_total is None or seen.finished_total is None:
         return False
-    return seen.finished_total < life.finished_total * (RESTART_SHARE if answered_before else 1.0)
+    return seen.finished_total < run.finished_total * (RESTART_SHARE if answered_before else 1.0)
 
 
 def _is_among(known: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
-    """Return whether any of the known ones is one of these processes, which have one pid where a trace tells none."""
+    """Return whether any known process is among these; in a trace without pids all have the same one."""
     pairs = product(known, processes)
     return any(pid == now and abs(started - began) <= SAME_START_SECONDS for (pid, started), (now, began) in pairs)
 
 
-def _update_seen(life: EngineRun, seen: Signs) -> EngineRun:
-    """Return a life that goes on after one more look at it."""
-    began = life.began_seconds if life.began_seconds is not None else seen.started_at_seconds
-    processes = seen.names or life.processes
+def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
+    began = run.began_seconds if run.began_seconds is not None else seen.started_at_seconds
+    processes = seen.names or run.processes
     if seen.page is None:
-        is_tight = life.tight or _is_tight(life, seen)
-        return replace(life, began_seconds=began, processes=processes, tight=is_tight)
+        is_tight = run.tight or _is_tight(run, seen)
+        return replace(run, began_seconds=began, processes=processes, tight=is_tight)
     now, kills = Counter(process.role for process in seen.processes or ()), seen.host.oom_kills
     return EngineRun(
         began_seconds=began,
-        page_life=life.page_life or seen.page_life,
-        finished_total=life.finished_total if seen.finished_total is None else seen.finished_total,
+        page_life=run.page_life or seen.page_life,
+        finished_total=run.finished_total if seen.finished_total is None else seen.finished_total,
         processes=processes,
         ready=True,
-        worked=life.worked or has_worked(seen.page),
-        vital={role: max(now[role], life.vital.get(role, 0)) for role in VITAL},
-        top_bytes=max(life.top_bytes, sum(seen.held.values())),
-        rooms=life.rooms or seen.rooms,
-        host_room_bytes=seen.host.room_bytes if life.host_room_bytes is None else life.host_room_bytes,
-        tight=_is_tight(life, seen) if seen.rooms else life.tight,
-        oom_kills=life.oom_kills if kills is None or is_broken(life, seen.processes) else kills,
+        worked=run.worked or has_worked(seen.page),
+        vital={role: max(now[role], run.vital.get(role, 0)) for role in VITAL},
+        top_bytes=max(run.top_bytes, sum(seen.held.values())),
+        rooms=run.rooms or seen.rooms,
+        host_room_bytes=seen.host.room_bytes if run.host_room_bytes is None else run.host_room_bytes,
+        tight=_is_tight(run, seen) if seen.rooms else run.tight,
+        oom_kills=run.oom_kills if kills is None or is_broken(run, seen.processes) else kills,
     )
 
 
 ENOUGH_SECONDS: Final = 1.0
-"""CPU time by which a server shows that it runs. One that is stopped, or waits for what never comes, takes next to
-none. One of many that want the same cores gets its share: ten seconds a minute of two cores at a load of 42."""
+"""CPU time that proves a server runs. One that is stopped, or waits for what never comes, uses almost none; one that
+competes for cores still gets its share: ten seconds a minute of two cores at a load of 42."""
 
 
 class Computing(Struct, frozen=True, kw_only=True):
-    """The CPU time of all API servers together when they had last taken enough of it, and when that was."""
+    """The CPU time of all API servers when they last used enough of it, and the time of that."""
 
     cpu_seconds: float
     at_seconds: float
@@ -200,10 +199,10 @@ class Computing(Struct, frozen=True, kw_only=True):
 def update_computing(
     before: Computing | None, processes: tuple[EngineProcess, ...] | None, now: float
 ) -> Computing | None:
-    """Return when the API servers last took enough CPU time; None while that has never been seen.
+    """Return when the API servers last used enough CPU time; None while that has never been seen.
 
-    Only they speak for a page that is silent: the core and its workers spin while they wait for a GPU that never
-    answers (NCCL does), but then the page answers, and says that nothing moves.
+    Only they explain a silent page: the core and its workers spin while they wait for a hung GPU (NCCL does), but then
+    the page answers and shows no progress.
     """
     taken = sum_known(each.cpu_seconds for each in processes or () if each.role is Role.API_SERVER)
     if taken is None:
@@ -214,29 +213,28 @@ def update_computing(
 
 
 ENGINE_RUN: Final = "engine_life"
-"""The name of this state among those of the derivations, which rest on it."""
+"""The name of this state among those of the derivations, which depend on it."""
 
 STALLED_SECONDS: Final = 60.0
-"""How long nothing may move while there is work, and how long the page may be missing while its processes live.
-
-A step takes less: a chunk of a prefill, 8192 tokens by default, seconds on the slowest cards. vLLM gives up a step of
-its own after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
+"""Longest time without progress while there is work, and without a page while its processes are alive. A step takes
+less: a chunk of a prefill, 8192 tokens by default, takes seconds on the slowest cards. vLLM itself aborts a step
+after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
 
 _REASONS: Final = tuple(ExitReason)
 
 LEFT_SECONDS: Final = 30.0
-"""How long what an engine leaves is given to end by itself: a worker took up to 9 s after its core (vLLM 0.32)."""
+"""Time in which left-over processes may still exit: a worker took up to 9 s after its core (vLLM 0.32)."""
 
 SILENT_SECONDS: Final = 20.0
-"""How long nothing may move while the probe in the core has fallen silent too: a process that hangs writes nothing."""
+"""Longest time without progress once the probe in the core is silent too: a process that hangs writes nothing."""
 
 
 class RunState(Struct, frozen=True, kw_only=True):
-    """The lives so far, and what is remembered of this one by the clock of this process.
+    """The runs so far, and the state of the current one on the monotonic clock.
 
-    `silent_seconds` is when the page was first asked for in vain since it last answered, None while it answers: a look
-    that was not taken is no silence. `served_bytes` is the most that the engine held of each GPU, by UUID, while it
-    served, since it began or last woke. `left` is since when each pid has been left behind.
+    `silent_seconds` is when the page first failed since it last answered, None while it answers: a sample that was not
+    taken is no failure. `served_bytes` is the most memory held per GPU, by UUID, while serving, since the start or the
+    last wake. `left` is since when each pid has been left over.
     """
 
     lives: EngineRuns = field(default_factory=EngineRuns)
@@ -250,24 +248,23 @@ class RunState(Struct, frozen=True, kw_only=True):
 
 
 def forget_run(state: RunState) -> RunState:
-    """Return the state without what may have made a look at it fail: what was counted so far stays."""
+    """Return the state without the current run, whose data may have made a sample fail; the counts stay."""
     return RunState(lives=replace(state.lives, newest=None))
 
 
 def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]:
-    """Return the state after one more snapshot, and the snapshot with what is known of the engine's life.
+    """Return the state after one more snapshot, and the snapshot with the engine's status.
 
-    Of what it left behind, what goes by itself within seconds is taken out: nobody need end that.
-    Which state follows from what the page and the processes show is in the table of DESIGN.md, 38.
+    Left-over processes that exit within seconds are removed from it. DESIGN.md, 38 has the table of states.
 
     A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
-    spins. These cannot be told apart from here, so that none of them is said.
+    spins. These look alike from here, so none of them is reported.
     """
     now, asleep = snapshot.monotonic_seconds, state.state is EngineState.ASLEEP
     seen = collect_signs(snapshot, sighted=state.lives.sighted, top_bytes=state.lives.present.top_bytes, asleep=asleep)
-    lives = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
-    ended = next((reason for reason, n in lives.exits.items() if n > state.lives.exits.get(reason, 0)), None)
-    looked = _update_state(state, lives, seen, now)
+    runs = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
+    ended = next((reason for reason, n in runs.exits.items() if n > state.lives.exits.get(reason, 0)), None)
+    looked = _update_state(state, runs, seen, now)
     age = None if seen.page is None else find_progress_age(looked.movements, now, snapshot.unanswered_since_seconds)
     doing, served = _judge_state(looked, seen, age, now), looked.served_bytes
     if doing is EngineState.SERVING:
@@ -280,13 +277,13 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
     return state, replace(snapshot, life=_describe_run(state, seen, age, now, ended), left_behind=stays)
 
 
-def _update_state(state: RunState, lives: EngineRuns, seen: Signs, now: float) -> RunState:
-    """Return the state after one more look, but for what the engine does now."""
-    goes_on = lives.restarts == state.lives.restarts
+def _update_state(state: RunState, runs: EngineRuns, seen: Signs, now: float) -> RunState:
+    """Return the state after one more sample, except for the engine's state."""
+    goes_on = runs.restarts == state.lives.restarts
     movements = state.movements if goes_on else {}
     answered = seen.answer is Answer.GIVEN
     return RunState(
-        lives=lives,
+        lives=runs,
         movements=movements if seen.page is None else update_movements(movements, seen.page, now),
         silent_seconds=None if answered else now if state.silent_seconds is None else state.silent_seconds,
         answered=answered,
@@ -297,16 +294,16 @@ def _update_state(state: RunState, lives: EngineRuns, seen: Signs, now: float) -
 
 
 def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) -> EngineState:
-    """Return what the engine does, by a state that says what it did before."""
-    life = state.lives.newest
+    """Return the engine's state, given a state that holds the previous one."""
+    run = state.lives.newest
     if seen.page is not None:
         return _judge_answering(state, seen, age)
-    may_be_there = life is None and seen.snapshot.ambiguous
+    may_be_there = run is None and seen.snapshot.ambiguous
     if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED and not may_be_there):
         return EngineState.DOWN
-    if life is None or life.ended or (seen.answer is Answer.UNREADABLE and not life.ready):
+    if run is None or run.ended or (seen.answer is Answer.UNREADABLE and not run.ready):
         return EngineState.UNKNOWN
-    if not life.ready:
+    if not run.ready:
         return EngineState.STARTING
     if state.silent_seconds is not None and now - state.silent_seconds < STALLED_SECONDS:
         return state.state
@@ -315,13 +312,13 @@ def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) ->
 
 
 def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineState:
-    life = state.lives.present
-    has_told = life.page_life is not None or life.finished_total is not None  # of itself: a page does not forget that
-    if seen.page is None or not (seen.page.engines or (seen.processes and not has_told)):
+    run = state.lives.present
+    is_known = run.page_life is not None or run.finished_total is not None  # of itself: a page does not forget that
+    if seen.page is None or not (seen.page.engines or (seen.processes and not is_known)):
         return EngineState.UNKNOWN
-    if is_broken(life, seen.processes):
+    if is_broken(run, seen.processes):
         return EngineState.STALLED
-    if awake(seen.page) is False:
+    if is_page_awake(seen.page) is False:
         return EngineState.ASLEEP
     most = SILENT_SECONDS if seen.silent else STALLED_SECONDS
     return EngineState.STALLED if age is not None and age >= most else EngineState.SERVING
@@ -330,20 +327,20 @@ def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineS
 def _describe_run(
     state: RunState, seen: Signs, age: float | None, now: float, ended: ExitReason | None
 ) -> EngineStatus:
-    life = state.lives.present
-    is_lost = state.state is EngineState.DOWN or is_broken(life, seen.processes)
+    run = state.lives.present
+    is_lost = state.state is EngineState.DOWN or is_broken(run, seen.processes)
     return EngineStatus(
         state=state.state,
-        in_service=False if is_lost else life.worked,
-        began_seconds=life.began_seconds,
+        in_service=False if is_lost else run.worked,
+        began_seconds=run.began_seconds,
         restarts=state.lives.restarts,
         exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in _REASONS]),
         ended=ended,
         recent_ends=len(state.lives.ends_seconds),
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,
         stranded=() if seen.page is None else find_stranded(state.movements, now),
-        first_rooms=tuple(life.rooms.items()),
-        first_host_room_bytes=life.host_room_bytes,
+        first_rooms=tuple(run.rooms.items()),
+        first_host_room_bytes=run.host_room_bytes,
         to_wake=tuple(
             (uuid, max(0, state.served_bytes[uuid] - n_bytes))
             for uuid, n_bytes in seen.held.items()

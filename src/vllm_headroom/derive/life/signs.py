@@ -1,4 +1,4 @@
-"""What a snapshot shows of the engine being there: its page, its processes, its memory."""
+"""The signs of the engine in one snapshot: its page, processes and memory."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
 
 OCCUPIED_RATIO: Final = 0.05
-"""A GPU on which less than this share is held runs no model: CUDA contexts take half a gigabyte."""
+"""A GPU with a smaller share held runs no model: CUDA contexts take half a gigabyte."""
 
 KEPT_RATIO: Final = 0.5
-"""An engine whose memory fell below this share of the most it held while it served has let go of its weights."""
+"""An engine that holds less than this share of its most while serving has released its weights."""
 
 OUTLIVED_SECONDS: Final = 60.0
-"""vLLM's engine dies of an OutOfMemoryError within seconds; one that still writes after this long has survived it."""
+"""vLLM's engine exits within seconds of an OutOfMemoryError; one that still writes after this long has recovered."""
 
 _SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE, Reason.HTTP_STATUS})
 
 
 class Answer(Enum):
-    """How the server took the question for its page."""
+    """How the server answered the request for its page."""
 
     GIVEN = auto()
     REFUSED = auto()
-    """Nobody listens: vLLM does so until it is ready, and from the moment its server ends."""
+    """Nothing listens: so until vLLM is ready, and once its server ends."""
     SILENT = auto()
-    """Something is there that does not come up with a page, be it vLLM or a proxy before it."""
+    """Something accepts the request and returns no page: vLLM, or a proxy in front of it."""
     UNREADABLE = auto()
-    """The answer says nothing of the engine: a login, a wrong address, another server."""
+    """The answer is not the engine's: a login, a wrong address, another server."""
 
 
 class Signs(Struct, frozen=True, kw_only=True):
-    """What one snapshot shows; None where it cannot tell.
+    """What one snapshot shows; None where unknown.
 
-    `alive` is whether processes of the engine exist, be it by what they hold on the GPUs where they cannot be seen.
-    `sighted` is whether the engine's processes can be seen from here at all: not where its page answers and none shows.
-    `silent` is whether the probe in a core that lives no longer writes, `oom_seconds` when, in seconds since the epoch,
-    a process last ran out of GPU memory that did not outlive it. `held` is by UUID what the engine holds of its GPUs,
-    `rooms` the least that was free on each in the last minute.
+    `alive` is whether processes of the engine exist, judged by held GPU memory where they are not visible. `sighted` is
+    whether the engine's processes are visible at all: not if its page answers and none shows. `silent` is whether the
+    probe in a live core has stopped writing, `oom_seconds` when a process last had a fatal out-of-memory error, in
+    seconds since the epoch. `held` is the engine's memory per GPU UUID, `rooms` the least free memory of each in the
+    last minute.
     """
 
     snapshot: Snapshot
@@ -81,17 +81,16 @@ class Signs(Struct, frozen=True, kw_only=True):
 
     @property
     def started_at_seconds(self) -> float | None:
-        """When the server was started, by its page or else by its oldest process."""
-        told = [engine.started_at_seconds for engine in self.page.engines] if self.page else []
+        """When the server started, by its page, else by its oldest process."""
+        starts = [engine.started_at_seconds for engine in self.page.engines] if self.page else []
         seen = [started for _, started in self.names if started > 0]
-        return min((at for at in told if at is not None), default=None) or min(seen, default=None)
+        return min((at for at in starts if at is not None), default=None) or min(seen, default=None)
 
 
 def collect_signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: bool) -> Signs:
-    """Return what the snapshot shows, given what was known of the sight and the most this life held while it served.
+    """Return the signs in a snapshot, given the earlier visibility and the most memory held while serving.
 
-    That an engine which was `asleep` holds little tells nothing of its end, nor does the rest where one of its GPUs
-    cannot be read.
+    Little held memory does not prove the end of an engine that was `asleep`, or of one with an unreadable GPU.
     """
     page = snapshot.page
     processes = None if snapshot.ambiguous or isinstance(snapshot.processes, Failure) else snapshot.processes
@@ -142,28 +141,27 @@ def _classify_answer(page: EnginePage | Failure) -> Answer:
 
 
 def _find_least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
-    """Return what an engine holds at the least, of the GPUs where that is known."""
+    """Return the least that a running engine holds on the GPUs where that is known."""
     memories = [gpu.reading.memory for gpu in gpus if gpu.held_bytes is not None]
     total_bytes = sum(memory.total_bytes for memory in memories if memory is not None)
     return max(OCCUPIED_RATIO * total_bytes, KEPT_RATIO * top_bytes)
 
 
 def _find_room(gpu: Gpu) -> int | None:
-    """Return the least that was left in the last minute."""
     memory = gpu.reading.memory
     return None if memory is None else min(memory.left_bytes, memory.usable_bytes - (gpu.reading.used_peak_bytes or 0))
 
 
 IDLE_SECONDS: Final = 60.0
-"""How long no request must have run or waited before what the KV cache holds is called stranded."""
+"""Idle time after which KV cache still held counts as stranded."""
 
 Labels = tuple[str, str]
 
 
 class Movement(Struct, frozen=True, kw_only=True):
-    """What one engine had counted, when that last changed and since when it has been idle, on the monotonic clock.
+    """The counters of one engine, when they last changed and since when it is idle, on the monotonic clock.
 
-    `moved_seconds` is of its work, and now while it has none; `done_seconds` is when its tokens or steps last changed.
+    `moved_seconds` is when work last progressed, or now without work; `done_seconds` when tokens or steps last changed.
     """
 
     counted: tuple[float | None, ...]
@@ -175,7 +173,7 @@ class Movement(Struct, frozen=True, kw_only=True):
 
 
 def update_movements(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> dict[Labels, Movement]:
-    """Return the movement of each engine of the page; one that was idle or slept starts to move when it has work."""
+    """Return the movement of each engine on the page; an idle or sleeping one starts to move when it gets work."""
     return {
         label_engine(engine): _update_movement(before.get(label_engine(engine)), engine, now)
         for engine in list_named(page)
@@ -185,10 +183,10 @@ def update_movements(before: Mapping[Labels, Movement], page: EnginePage, now: f
 def find_progress_age(
     movements: Mapping[Labels, Movement], now: float, owed_since: float | None = None
 ) -> float | None:
-    """Return the longest time in which an engine that has work has not moved; None where none has work that shows.
+    """Return the longest time an engine with work has made no progress; None without visible work.
 
-    A request of the daemon's own that has waited since `owed_since` is work, be it on the page or not: the gauges of a
-    core that hangs show what was there before. It is as old as what was done last, whoever had asked for it.
+    A request of the daemon that has been pending since `owed_since` is work too: the gauges of a hung core are frozen.
+    Its age counts from the last progress of any request.
     """
     ages = [now - each.moved_seconds for each in movements.values() if each.busy and any(map(_is_known, each.counted))]
     if owed_since is not None and movements:
@@ -197,7 +195,7 @@ def find_progress_age(
 
 
 def find_stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[Labels, float], ...]:
-    """Return what the KV cache of each engine still holds that has been awake and idle for a minute."""
+    """Return the KV-cache share still held by each engine that has been awake and idle for a minute."""
     return tuple(
         (labels, each.kv_used_ratio)
         for labels, each in movements.items()
@@ -206,14 +204,14 @@ def find_stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tup
 
 
 def has_worked(page: EnginePage) -> bool | None:
-    """Return whether any engine of the page has ever done something; taken for granted where none shows on it.
+    """Return whether any engine of the page has ever processed a request; True for a page without engines.
 
-    None where they have a name and tell nothing of work, as Dynamo's own series.
+    None where engines have a name but no counters, as in Dynamo's own series.
     """
     if not page.engines:
         return True
-    told = [fact for engine in list_named(page) for fact in (*_list_counters(engine)[:-1], engine.running)]
-    return None if told and not any(map(_is_known, told)) else any(told)
+    facts = [fact for engine in list_named(page) for fact in (*_list_counters(engine)[:-1], engine.running)]
+    return None if facts and not any(map(_is_known, facts)) else any(facts)
 
 
 def _update_movement(before: Movement | None, engine: EngineReading, now: float) -> Movement:
@@ -237,14 +235,14 @@ def _is_known(value: float | None) -> bool:
 
 
 _DONE: Final = slice(1, 4)
-"""Tokens and steps: a request that is given up counts as finished and frees its share of the cache."""
+"""Tokens and steps: an aborted request counts as finished and frees its share of the cache."""
 
 
 def _list_counters(engine: EngineReading) -> tuple[float | None, ...]:
-    """Return what moves while the engine works.
+    """Return what changes while the engine works.
 
-    A step whose requests all prefill counts nothing (vllm/v1/engine/async_llm.py: no IterationStats without outputs);
-    what moves then is the KV cache, which takes up each chunk. Waiting requests do not count: they come from outside.
+    A step that only prefills changes no counter (vllm/v1/engine/async_llm.py: no IterationStats without outputs), but
+    the KV cache grows with each chunk. Waiting requests are left out: they come from outside.
     """
     return (
         engine.finished_total,
@@ -256,21 +254,21 @@ def _list_counters(engine: EngineReading) -> tuple[float | None, ...]:
 
 
 _OUT_OF_SERVICE: Final = Failure(
-    source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the engine has not worked in this life, or its life ended"
+    source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the engine has not worked in this run, or its run ended"
 )
 _BEFORE_WORK: Final = {
     EngineState.STARTING: LeakState.WARMING_UP,
     EngineState.SERVING: LeakState.WARMING_UP,
     EngineState.ASLEEP: LeakState.ASLEEP,
 }
-"""What is said of a leak before an engine has worked, by what it does; in any other state nothing is known."""
+"""The leak state before an engine has worked, by the engine's state; unknown in any other."""
 
 
 def keep_service(snapshot: Snapshot) -> Snapshot:
-    """Return what belongs to a working life: of all else there is no page, no process and no held memory.
+    """Return the snapshot of a run in service; outside one, without page, processes and held memory.
 
-    While weights load, memory grows without bound and without work: a leak by all that a detector can tell. What is not
-    known to belong to a working life is taken not to.
+    While weights load, memory grows without bound and without work, like a leak. A run counts as in service only if
+    that is known.
     """
     if snapshot.in_service:
         return snapshot
@@ -281,7 +279,7 @@ def keep_service(snapshot: Snapshot) -> Snapshot:
 
 
 def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
-    """Return what the leak detector says of what is not in service: what state the engine is in, and no leak's."""
+    """Return the leak samples of an engine out of service: its state instead of a leak's."""
     life = snapshot.life
     engine = EngineState.UNKNOWN if life is None or life.in_service is None else life.state
     rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)

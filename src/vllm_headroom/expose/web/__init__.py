@@ -1,1 +1,1 @@
-"""The daemon's own door: Prometheus's web configuration file."""
+"""TLS and login by Prometheus's web configuration file."""

@@ -1,4 +1,4 @@
-"""web.config.yml, as exporters built with Prometheus's exporter-toolkit read it: the same keys, the same meanings.
+"""Read web.config.yml with the keys and meanings of Prometheus's exporter-toolkit.
 
 https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md
 """
@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from errno import EFBIG
-from os import strerror
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from msgspec import Struct
-
-from vllm_headroom.text_file import read_file
-
-if TYPE_CHECKING:
-    import yaml
 
 
 class WebConfigError(Exception):
@@ -30,46 +23,19 @@ class WebConfigError(Exception):
         super().__init__("\n".join(lines))
 
 
-MOST_BYTES: Final = 2**20
-"""A thousand users with their passwords take 100 kB; what has no end need not be held in memory."""
-
-
-def read_yaml(path: Path) -> str:
-    """Return what a file that people write holds; raises OSError, also for one that no person has written."""
-    held = read_file(path, MOST_BYTES + 1)
-    if len(held) > MOST_BYTES:
-        raise OSError(EFBIG, strerror(EFBIG))
-    return held.decode()
-
-
 def read_document(path: Path) -> object:
-    """Return what a YAML file holds. Raises WebConfigError, a key given twice included: one might open the door."""
-    import yaml  # noqa: PLC0415 - for those who set a file: it takes 15 ms of the start, and 1 MiB
+    """Return the content of a YAML file; raises WebConfigError, also for a key given twice."""
+    from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML takes 15 ms, and 1 MiB
 
     try:
-        text = read_yaml(path)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        document = yaml.safe_load(text)
+        document, twice = read_yaml(path)
     except OSError as error:
         raise WebConfigError([f"it cannot be read ({error.strerror})"]) from None
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError):  # AttributeError: `!!timestamp x`
+    except NotYamlError:
         raise WebConfigError(["it is not YAML"]) from None
-    twice = [] if root is None else list(dict.fromkeys(_find_repeated(root, set())))
     if twice:
         raise WebConfigError([f"{name}: given twice" for name in twice])
     return document
-
-
-def _find_repeated(node: yaml.Node, seen: set[int]) -> Iterator[str]:
-    """Yield the keys that a mapping has more than once; what an alias shows again is looked at once."""
-    if id(node) in seen or isinstance(node.value, str):
-        return
-    seen.add(id(node))
-    pairs = [each if isinstance(each, tuple) else (None, each) for each in node.value]
-    names = [key.value for key, _ in pairs if key is not None and isinstance(key.value, str)]
-    yield from (name for name in names if names.count(name) > 1)
-    for _, value in pairs:
-        yield from _find_repeated(value, seen)
 
 
 HEADERS: Final = (
@@ -109,11 +75,11 @@ _REFUSED: Final = {
     "prefer_server_cipher_suites": "those of OpenSSL's default are offered",
     "rate_limit": "the number of connections is bounded in any case",
 }
-"""Keys of the toolkit whose meaning cannot be kept here: refused, since a door is not to be less than was asked for."""
+"""Keys of the toolkit that are not supported: refused, since protection must not be weaker than requested."""
 
 
 class Tls(Struct, frozen=True, kw_only=True):
-    """How to speak TLS, and to whom."""
+    """The TLS settings."""
 
     cert_file: Path
     key_file: Path
@@ -126,7 +92,7 @@ class Tls(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebConfig:
-    """What the file asks for; no TLS is plain HTTP, no users is nobody asked."""
+    """The settings of the file; without `tls` plain HTTP, without `users` no login."""
 
     tls: Tls | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -134,7 +100,7 @@ class WebConfig:
 
 
 def read_web_config(path: Path) -> WebConfig:
-    """Return what the file says; paths in it are relative to it. Raises WebConfigError."""
+    """Return the file's settings, with paths relative to it; raises WebConfigError."""
     document = read_document(path)
     mistakes = _Mistakes()
     config = mistakes.config(document if document is not None else {}, path.parent)
@@ -144,7 +110,7 @@ def read_web_config(path: Path) -> WebConfig:
 
 
 class _Mistakes:
-    """Reads a document and gathers what is wrong with it."""
+    """Reads a document and collects its mistakes."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -183,7 +149,7 @@ class _Mistakes:
         if auth is not ssl.CERT_NONE and files["client_ca_file"] is None:
             self.lines.append("tls_server_config.client_ca_file: missing, and client_auth_type needs it")
         if auth is ssl.CERT_NONE and files["client_ca_file"] is not None:
-            self.lines.append("tls_server_config.client_auth_type: missing, and without it no certificate is asked for")
+            self.lines.append("tls_server_config.client_auth_type: missing, and without it no certificate is requested")
         lowest, highest = (
             self._one_of(tls, name, VERSIONS, default)
             for name, default in (("min_version", "TLS12"), ("max_version", "TLS13"))
@@ -210,7 +176,7 @@ class _Mistakes:
             self.lines.append(f"tls_server_config.{name}: not the path of a file")
         return folder / str(value) if value else None
 
-    def _one_of(self, tls: dict[str, Any], name: str, meanings: Mapping[str, Any], default: str) -> Any:  # noqa: ANN401 - what the table holds
+    def _one_of(self, tls: dict[str, Any], name: str, meanings: Mapping[str, Any], default: str) -> Any:  # noqa: ANN401 - a value of the table
         value = tls.get(name, default)
         if not isinstance(value, str) or value not in meanings:
             known = ", ".join(each for each in meanings if each)
@@ -240,6 +206,6 @@ class _Mistakes:
 
 
 def _read_key(mapping: dict[str, Any], name: str) -> object:
-    """Return what a key holds; none is an empty mapping, and anything else that is empty is no mapping."""
+    """Return the value of a key; null is an empty mapping, any other empty value is no mapping."""
     value = mapping.get(name)
     return {} if value is None else value

@@ -1,4 +1,4 @@
-"""Who may come in and how, by a web configuration file that may change while the daemon runs."""
+"""Admit clients by a web configuration file that may change while the daemon runs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from errno import ESPIPE
 from pathlib import Path
 from typing import Final
 
-import structlog
 from msgspec import Struct
 
 from vllm_headroom.expose.answers import Request, Response, respond_text
 from vllm_headroom.expose.web.config import Tls, WebConfig, WebConfigError, read_web_config
+from vllm_headroom.log import Log
 from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
-"""A hash of the usual cost takes 60 ms; who has to wait longer than this behind others' guesses may ask again."""
+"""A hash of the usual cost takes 60 ms; a client that waits longer behind others' guesses is refused."""
 
 _MOST_KEPT: Final = 100
-"""Passwords that were right, remembered by a keyed hash, as exporter-toolkit does: a scrape must not cost 60 ms."""
+"""Correct passwords, cached by a keyed hash as in exporter-toolkit: a scrape must not cost 60 ms."""
 
 _NOBODY: Final = b"$2b$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
-"""What an unknown name is checked against, so that it takes as long as a known one (it is exporter-toolkit's)."""
+"""The hash for unknown names, so that they take as long as known ones (exporter-toolkit's)."""
 
 
 class Users:
-    """Tells who may come in; checks off the loop, one after another."""
+    """Checks logins on a thread, one after another."""
 
     def __init__(self) -> None:
         self._worker = Worker[bool]("passwords")
@@ -38,7 +38,7 @@ class Users:
         self._right: dict[bytes, None] = {}
 
     async def is_login_valid(self, users: Mapping[str, str], authorization: str) -> bool:
-        """Tell whether the header names a user with the right password."""
+        """Return whether the header names a user with the right password."""
         login = _parse_login(authorization)
         if login is None:
             return False
@@ -78,14 +78,14 @@ def _parse_login(authorization: str) -> tuple[str, bytes] | None:
         return None
 
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 RELOAD_SECONDS: Final = 5.0
 FILE_SECONDS: Final = 2.0
 
 
 class _Loaded(Struct, frozen=True, kw_only=True):
-    """The file as it was read: what it asks for, the TLS that comes of it, and what its files looked like then."""
+    """The file as it was read, its TLS context, and the state of its files at that time."""
 
     config: WebConfig
     tls: ssl.SSLContext | None
@@ -93,9 +93,9 @@ class _Loaded(Struct, frozen=True, kw_only=True):
 
 
 class Door:
-    """Knows the web configuration in `file`; what cannot be used later leaves in force what was used before.
+    """Applies the web configuration in `file`; while a later version is invalid, the last valid one applies.
 
-    Files may hang, and a password takes its time on purpose: each of the two has a thread of its own.
+    File access may hang, and password checks are slow on purpose: each of the two has a separate thread.
     """
 
     def __init__(self, file: Path) -> None:
@@ -107,11 +107,11 @@ class Door:
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        """How to speak to the next connection; None for plain HTTP."""
+        """The TLS context of the next connection; None for plain HTTP."""
         return self._lock.tls
 
     def is_admitted(self, certificate: dict[str, object] | None) -> bool:
-        """Tell whether the client's certificate, which was verified, has one of the names that are wanted."""
+        """Return whether the client's verified certificate has one of the allowed names."""
         tls = self._lock.config.tls
         if tls is None or not tls.client_allowed_sans:
             return True
@@ -119,7 +119,7 @@ class Door:
         return any(name[1] in tls.client_allowed_sans for name in names)  # type: ignore[attr-defined]
 
     async def find_refusal(self, request: Request) -> Response | None:
-        """Return what is answered to a request without the right login, None to one with it."""
+        """Return the answer to a request without a valid login, None with one."""
         users = self._lock.config.users
         if not users or await self._users.is_login_valid(users, request.headers.get("authorization", "")):
             return None
@@ -127,7 +127,7 @@ class Door:
         return Response(status=401, body=refused.body, headers=(*refused.headers, ("WWW-Authenticate", "Basic")))
 
     def add_headers(self, answer: Response) -> Response:
-        """Return the answer with the headers that the file asks for."""
+        """Return the answer with the file's headers."""
         headers = self._lock.config.headers
         if not headers:
             return answer
@@ -140,7 +140,7 @@ class Door:
         )
 
     async def watch(self) -> None:
-        """Read the file again whenever it or a file that it names has changed, for ever."""
+        """Reload the file whenever it or a file that it names has changed, for ever."""
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             try:
@@ -175,7 +175,7 @@ def _reload(file: Path, lock: _Loaded) -> _Loaded:
 
 
 def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
-    """Return what changes when a file is written or replaced, by a link as Kubernetes does or in place."""
+    """Return what changes when a file is written or replaced, in place or by a link as in Kubernetes."""
     files = [file]
     if config.tls is not None:
         files += [config.tls.cert_file, config.tls.key_file]
@@ -212,7 +212,7 @@ def _build_context(tls: Tls) -> ssl.SSLContext:
 
 
 def _refuse_pipe(file: Path) -> Path:
-    """Return the file; raises OSError for a pipe, which OpenSSL would wait for."""
+    """Return the file; raises OSError for a pipe, for which OpenSSL would wait."""
     if file.is_fifo():
         raise OSError(ESPIPE, "a pipe cannot be read again")
     return file

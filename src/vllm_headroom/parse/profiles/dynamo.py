@@ -1,4 +1,4 @@
-"""Dynamo's own series, where those of the engine that it runs are not on the page: which of them say what."""
+"""Dynamo's own series, used where those of the engine inside it are not on the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 
-_ENGINE: Final = "the engine's own series tell it, on the port of DYN_SYSTEM_PORT"
+_ENGINE: Final = "the engine's own series have it, on the port of DYN_SYSTEM_PORT"
+_BLOCKS: Final = "it counts blocks, and only the engine knows how many tokens one has"
+_ABSENT: Final = (
+    *("requests_running", "requests_waiting", "requests_finished", "preemptions", "prompt_tokens", "generation_tokens"),
+    *("scheduler_steps", "kv_cache_capacity", "kv_cache_dtype", "prefix_cache_queries", "prefix_cache_hits"),
+    *("sleep_state", "gpu_memory_utilization", "kv_cache_memory_bytes", "memory_bytes", "process_start_time"),
+)
 
 DYNAMO: Final = Profile(
     name="dynamo",
@@ -15,24 +21,7 @@ DYNAMO: Final = Profile(
     prefixes=("dynamo_component_",),
     model_label="model",
     engine_label="dp_rank",
-    absent=(
-        ("requests_running", _ENGINE),
-        ("requests_waiting", _ENGINE),
-        ("requests_finished", _ENGINE),
-        ("preemptions", _ENGINE),
-        ("prompt_tokens", _ENGINE),
-        ("generation_tokens", _ENGINE),
-        ("scheduler_steps", _ENGINE),
-        ("kv_cache_capacity", "it tells blocks, and the engine how many tokens one has"),
-        ("kv_cache_dtype", _ENGINE),
-        ("prefix_cache_queries", _ENGINE),
-        ("prefix_cache_hits", _ENGINE),
-        ("sleep_state", _ENGINE),
-        ("gpu_memory_utilization", _ENGINE),
-        ("kv_cache_memory_bytes", _ENGINE),
-        ("memory_bytes", _ENGINE),
-        ("process_start_time", _ENGINE),
-    ),
+    absent=tuple((name, _BLOCKS if name == "kv_cache_capacity" else _ENGINE) for name in _ABSENT),
     facts=(
         Fact(field="kv_used_ratio", families=("gpu_cache_usage_percent",), combine=Combine.MEAN),
         Fact(field="prefix_hit_lifetime_ratio", families=("kv_cache_hit_rate",), combine=Combine.MEAN),

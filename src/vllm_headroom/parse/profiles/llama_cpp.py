@@ -1,4 +1,4 @@
-"""llama.cpp's server, with --metrics: which series of its page say what."""
+"""llama.cpp's server, with --metrics."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Final
 
 from vllm_headroom.parse.profile import Fact, Profile
 
-_NO_CACHE: Final = "its page tells nothing of its KV cache"
+_NO_CACHE: Final = "its page does not show its KV cache"
 _NO_BYTES: Final = "its page has no bytes"
 _ALL_PROMPTS: Final = "prompt_tokens_total+prompt_tokens_cached_total"
-"""What it computed, and what it had already; before 2026 the page has only the first."""
+"""Computed plus cached tokens; before 2026 the page has only the first."""
 
 LLAMA_CPP: Final = Profile(
     name="llama_cpp",
@@ -18,17 +18,17 @@ LLAMA_CPP: Final = Profile(
     prefixes=("llamacpp:",),
     model_label="",
     absent=(
-        ("requests_finished", "it counts none: growth per request cannot be told"),
+        ("requests_finished", "it counts none: growth per request is not known"),
         ("preemptions", "a slot is never taken back"),
         ("kv_cache_usage", _NO_CACHE),
         ("kv_cache_capacity", _NO_CACHE),
         ("kv_cache_dtype", _NO_CACHE),
-        ("prefix_cache_hit_rate", "its counters tell more"),
-        ("sleep_state", "its page does not tell it"),
+        ("prefix_cache_hit_rate", "its counters say more"),
+        ("sleep_state", "its page does not show it"),
         ("gpu_memory_utilization", _NO_BYTES),
         ("kv_cache_memory_bytes", _NO_BYTES),
         ("memory_bytes", _NO_BYTES),
-        ("process_start_time", "its page does not tell it"),
+        ("process_start_time", "its page does not show it"),
     ),
     facts=(
         Fact(field="running", families=("requests_processing",)),

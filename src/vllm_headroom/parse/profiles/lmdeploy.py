@@ -1,4 +1,4 @@
-"""LMDeploy, 0.18: which series of its page say what."""
+"""LMDeploy 0.18."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LMDEPLOY: Final = Profile(
     absent=(
         ("preemptions", "it counts none"),
         ("kv_cache_capacity", "its page has the share that is used, not of how many tokens"),
-        ("kv_cache_dtype", "no label that is read tells it"),
-        ("sleep_state", "its page does not tell it"),
+        ("kv_cache_dtype", "no label that is read has it"),
+        ("sleep_state", "its page does not show it"),
         ("gpu_memory_utilization", "its share of the cache is of what weights leave free"),
         ("kv_cache_memory_bytes", _NO_BYTES),
         ("memory_bytes", _NO_BYTES),
-        ("process_start_time", "its page gathers several processes, and tells none's start"),
+        ("process_start_time", "its page combines several processes, and shows no start time"),
     ),
     facts=(
         Fact(field="running", families=("num_requests_running",)),

@@ -1,4 +1,4 @@
-"""SGLang, 0.5 and newer: which series of its page say what."""
+"""SGLang 0.5 and newer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TOTAL: Final = ("priority", ("",))
 
 _HITS: Final = ("device_hit", "host_hit", "storage_hit")
 _GIBIBYTES: Final = float(GIB)
-"""Of what SGLang calls GB: it divides by 2**30 (srt/utils/common.py, srt/mem_cache/memory_pool.py)."""
+"""SGLang's GB is 2**30 bytes (srt/utils/common.py, srt/mem_cache/memory_pool.py)."""
 
 SGLANG: Final = Profile(
     name="sglang",
@@ -20,15 +20,15 @@ SGLANG: Final = Profile(
     switch="with --enable-metrics",
     prefixes=("sglang:",),
     engine_label="dp_rank",
-    repeat_labels=("tp_rank", "pp_rank", "moe_ep_rank"),  # each rank's scheduler, where all are asked to tell
+    repeat_labels=("tp_rank", "pp_rank", "moe_ep_rank"),  # each rank's scheduler, if all ranks export
     absent=(
         ("scheduler_steps", "it counts no steps"),
-        ("kv_cache_dtype", "no label tells it"),
-        ("prefix_cache_hit_rate", "its counters tell more"),
-        ("sleep_state", "its page does not tell that memory was released"),
+        ("kv_cache_dtype", "no label has it"),
+        ("prefix_cache_hit_rate", "its counters say more"),
+        ("sleep_state", "its page does not show that memory was released"),
         ("gpu_memory_utilization", "--mem-fraction-static is not on its page; its bytes are"),
-        ("kv_cache_memory_bytes", "what it was told is not on its page; what it takes is"),
-        ("process_start_time", "its page gathers several processes, and tells none's start"),
+        ("kv_cache_memory_bytes", "the configured size is not on its page; the bytes in use are"),
+        ("process_start_time", "its page combines several processes, and shows no start time"),
     ),
     facts=(
         Fact(field="running", families=("num_running_reqs",), where=_TOTAL),

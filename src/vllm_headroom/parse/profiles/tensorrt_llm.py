@@ -1,4 +1,4 @@
-"""TensorRT-LLM's trtllm-serve: which series of its page say what."""
+"""TensorRT-LLM's trtllm-serve."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TENSORRT_LLM: Final = Profile(
     path="/prometheus/metrics",
     engine_label="",
     absent=(
-        ("preemptions", "it tells how many requests are paused now, not how often"),
+        ("preemptions", "it shows how many requests are paused now, not how often"),
         ("scheduler_steps", "it counts no steps"),
-        ("kv_cache_dtype", "no label that is read tells it"),
-        ("prefix_cache_hit_rate", "its counters tell more"),
-        ("sleep_state", "its page does not tell it"),
+        ("kv_cache_dtype", "no label that is read has it"),
+        ("prefix_cache_hit_rate", "its counters say more"),
+        ("sleep_state", "its page does not show it"),
         ("gpu_memory_utilization", "its page has the bytes themselves"),
         ("kv_cache_memory_bytes", "its page has blocks, and the bytes of all"),
-        ("process_start_time", "its page does not tell it"),
+        ("process_start_time", "its page does not show it"),
     ),
     facts=(
         Fact(field="running", families=("num_requests_running",)),

@@ -1,4 +1,4 @@
-"""Text Generation Inference, 3: which series of its page say what."""
+"""Text Generation Inference 3."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from vllm_headroom.parse.profile import Fact, Profile
 
 _NO_BYTES: Final = "its page has no bytes"
-_NO_PREFIX: Final = "its page tells nothing of its prefix cache"
+_NO_PREFIX: Final = "its page does not show its prefix cache"
 
 TGI: Final = Profile(
     name="tgi",
@@ -26,7 +26,7 @@ TGI: Final = Profile(
         ("gpu_memory_utilization", _NO_BYTES),
         ("kv_cache_memory_bytes", _NO_BYTES),
         ("memory_bytes", _NO_BYTES),
-        ("process_start_time", "its page does not tell it"),
+        ("process_start_time", "its page does not show it"),
     ),
     facts=(
         Fact(field="running", families=("batch_current_size",)),

@@ -1,8 +1,10 @@
-"""vLLM, 0.4 and newer, V0 and V1: which series of its page say what."""
+"""vLLM 0.4 and newer, V0 and V1, with Aphrodite."""
 
 from __future__ import annotations
 
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
 
@@ -14,7 +16,7 @@ def _counter(field: str, *names: str) -> Fact:
     return Fact(field=field, families=tuple(spelt for name in names for spelt in (f"{name}_total", name)))
 
 
-ABSENT: Final = (("memory_bytes", "its page has no bytes: the probe tells them, or the budget stands in"),)
+ABSENT: Final = (("memory_bytes", "its page has no bytes: the probe reports them, or the budget is used"),)
 
 VLLM: Final = Profile(
     name="vllm",
@@ -66,3 +68,6 @@ VLLM: Final = Profile(
         ),
     ),
 )
+
+APHRODITE: Final = replace(VLLM, name="aphrodite", product="Aphrodite", prefixes=("aphrodite:",))
+"""Aphrodite has vLLM's page under another prefix."""

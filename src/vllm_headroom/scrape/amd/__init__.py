@@ -1,1 +1,1 @@
-"""What the kernel's driver amdgpu says of AMD's cards."""
+"""AMD's cards, read from the kernel's driver amdgpu."""

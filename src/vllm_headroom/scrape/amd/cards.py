@@ -1,4 +1,4 @@
-"""Which AMD cards are there, and how are they cut?"""
+"""Find AMD's cards and their partitions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_headroom.scrape.proc.files import read_start
 
 
 def read_text(path: str) -> str:
-    """Return what a file says; raise OSError where it cannot be read."""
+    """Return a file's text; raise OSError where it cannot be read."""
     return read_start(path).decode(errors="replace").strip()
 
 
@@ -27,7 +27,7 @@ def read_number(path: str) -> int | None:
 
 
 def read_optional_number(path: str) -> int | None:
-    """Return the number in a file, None where the driver does not tell it now or at all."""
+    """Return the number in a file, None where the driver does not provide it."""
     try:
         return read_number(path)
     except OSError:
@@ -35,7 +35,7 @@ def read_optional_number(path: str) -> int | None:
 
 
 def read_line(path: str) -> str:
-    """Return what a file says, nothing where it cannot be read."""
+    """Return a file's text, empty where it cannot be read."""
     try:
         return read_text(path)
     except OSError:
@@ -43,7 +43,7 @@ def read_line(path: str) -> str:
 
 
 def list_names(folder: str) -> list[str]:
-    """Return the names in a folder in order, none where it cannot be looked into."""
+    """Return the sorted names in a folder, none where it cannot be listed."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - no Path, as in start_of
     except OSError:
@@ -53,34 +53,30 @@ def list_names(folder: str) -> list[str]:
 DRIVER: Final = "amdgpu"
 DRM: Final = "class/drm"
 TEMPERATURES: Final = ("temp1_input", "temp2_input")
-"""At the edge, else at the junction: from MI200 on there is no sensor at the edge."""
+"""Edge, else junction: from MI200 on there is no edge sensor."""
 
 POWERS: Final = ("power1_average", "power1_input")
-"""A card has one or the other: what it took of late, or takes now."""
+"""A card has one of them: average or current power."""
 
 TOPOLOGY: Final = "class/kfd/kfd/topology"
 _CARD: Final = re.compile(r"card\d+")
 _ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""Where a partition is, there is a card too, of a device `amdgpu_xcp_N` that tells nothing."""
+"""A PCI address; partitions appear as cards too, of a device `amdgpu_xcp_N` without any facts."""
 
 
 class Node(Struct, frozen=True, kw_only=True):
-    """A compute device of KFD: a card, or a partition of one; `memory_bytes` is all that its processes may take.
-
-    KFD grants no more than that (amdgpu_amdkfd_reserve_mem_limit), and HIP calls it the device's total.
-    """
+    """A card or a partition by KFD; `memory_bytes` is its processes' limit (amdgpu_amdkfd_reserve_mem_limit)."""
 
     gpu_id: int
     memory_bytes: int | None
 
 
 class Card(Struct, frozen=True, kw_only=True):
-    """A card at a PCI address, with its folder in /sys, and the files of its sensors where it has them.
+    """A card at a PCI address, with its folder in /sys and its sensor files, if any.
 
-    Only `is_apu`, a processor's own, has a sensor of the north bridge's voltage (amdgpu_pm.c).
-
-    `nodes` are those of KFD: several where the card is cut, none where ROCm cannot use it, None where KFD does not let
-    itself be asked: in a container it does for the cards whose device in /dev the container has (kfd_topology.c).
+    `is_apu`: it has a sensor of the north bridge's voltage, as only integrated GPUs do (amdgpu_pm.c). `nodes` are
+    KFD's: several where the card is partitioned, none where ROCm cannot use it, None where KFD denies access: in a
+    container it permits the cards whose device in /dev the container has (kfd_topology.c).
     """
 
     address: str
@@ -94,7 +90,7 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 def find_cards(sys: str) -> dict[str, Card]:
-    """Return the driver's cards by UUID, in the order of PCI addresses, which is not that of their numbers in DRM."""
+    """Return the driver's cards by UUID, in the order of PCI addresses, not of DRM numbers."""
     devices = {
         os.path.realpath(f"{sys}/{DRM}/{name}/device") for name in list_names(f"{sys}/{DRM}") if _CARD.fullmatch(name)
     }
@@ -109,18 +105,18 @@ def find_cards(sys: str) -> dict[str, Card]:
 
 
 def is_driven(folder: str) -> bool:
-    """Tell whether a folder of /sys is a PCI device that amdgpu drives."""
+    """Return whether a folder of /sys is a PCI device that amdgpu drives."""
     driver = os.path.realpath(f"{folder}/driver")
     return bool(_ADDRESS.fullmatch(folder.rpartition("/")[2])) and driver.endswith(f"/{DRIVER}")
 
 
 def read_signature(sys: str) -> tuple[list[str], int | None]:
-    """Return what changes when a card comes, goes, or is cut anew."""
+    """Return what changes when a card is added, removed or repartitioned."""
     return list_names(f"{sys}/{DRM}"), read_optional_number(f"{sys}/{TOPOLOGY}/generation_id")
 
 
 def _build_card(address: str, folder: str, ids: Counter[str], nodes: tuple[Node, ...] | None) -> Card:
-    """Return one card; its id names it where it has one, and shares it with no other, as virtual functions might."""
+    """Return one card, identified by its id if that is unique: virtual functions may share one."""
     unique, product = read_line(f"{folder}/unique_id"), read_line(f"{folder}/product_name")
     monitor = f"{folder}/hwmon/{next(iter(list_names(f'{folder}/hwmon')), '')}"
     sensors = list_names(monitor)
@@ -137,7 +133,7 @@ def _build_card(address: str, folder: str, ids: Counter[str], nodes: tuple[Node,
 
 
 def _read_nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, list[Node]], bool]:
-    """Return KFD's nodes by the card they are on, and whether there are some that may not be asked."""
+    """Return KFD's nodes by the address of their card, and whether access to some was denied."""
     found: defaultdict[str, list[Node]] = defaultdict(list)
     hidden = False
     for name in sorted(list_names(f"{sys}/{TOPOLOGY}/nodes"), key=lambda name: (len(name), name)):
@@ -155,7 +151,7 @@ def _read_nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, 
 
 
 def _parse_address(properties: str, addresses: Collection[str]) -> str:
-    """Return the PCI address of a node's card; the number of a partition lies in the bits of the function."""
+    """Return the PCI address of a node's card; the function bits hold the partition's number."""
     facts = _parse_facts(properties)
     location = int(facts["location_id"])
     device = f"{int(facts.get('domain', 0)):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"

@@ -1,4 +1,4 @@
-"""What one AMD card tells, or each of its partitions."""
+"""Read one AMD card, or each of its partitions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_headroom.scrape.amd.cards import (
     read_optional_number,
     read_text,
 )
-from vllm_headroom.scrape.peak import Peak
+from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.proc.files import has_host_pids
 from vllm_headroom.scrape.proc.host import read_machine
 
@@ -35,11 +35,11 @@ Listed = Mapping[str, tuple[GpuProcess, ...]]
 
 
 class CardProcesses:
-    """What is listed at one moment, by KFD or by the processes' own files; a process is listed where it holds memory.
+    """The processes that hold GPU memory at one moment, from KFD or from the processes' own files.
 
-    KFD has a folder for each process that computes, with its bytes on each node, readable for all. It names them by the
-    machine's pids, so that it is of use in the machine's first PID namespace only. Elsewhere, and where the nodes are
-    hidden, /proc tells what each process has open, to who may trace it; it knows cards, not their partitions.
+    KFD has a folder, readable for all, for each process that computes, with its bytes on each node, under the machine's
+    pids: usable in the machine's first PID namespace only. Elsewhere, and where nodes are hidden, /proc shows what each
+    process has open, to users that may trace it, by card and not by partition.
     """
 
     def __init__(self, sys: str, proc: Path) -> None:
@@ -52,7 +52,7 @@ class CardProcesses:
         return None if listed is None else listed.get(str(node.gpu_id), ())
 
     def list_on_card(self, card: Card) -> tuple[GpuProcess, ...] | None:
-        """Return the processes on a card that is not cut, None where they cannot be known."""
+        """Return the processes on a card without partitions, None where they cannot be known."""
         if card.nodes and self._by_kfd is not None:
             return self.list_on_node(card.nodes[0])
         listed = self._by_files
@@ -60,7 +60,7 @@ class CardProcesses:
 
     @cached_property
     def _computing(self) -> list[str] | None:
-        """The pids that KFD lists, None where it does not or they mean others here."""
+        """The pids that KFD lists, None where it lists none or this is another PID namespace."""
         try:
             found = os.listdir(f"{self._sys}/{KFD}") if has_host_pids(self._proc) else None  # noqa: PTH208 - as in all
         except OSError:
@@ -81,12 +81,10 @@ class CardProcesses:
 
     @cached_property
     def _by_files(self) -> Listed | None:
-        """Return the processes by the address of their card; None where some hide theirs and none tells.
-
-        A machine has thousands of processes, and each some hundred files: only those that compute are asked, if known.
-        """
+        """Return the processes by the address of their card; None where access was denied and none is found."""
         listed: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
         hidden = False
+        # A machine has thousands of processes with hundreds of files: if known, only those that compute are read.
         pids = filter(str.isdecimal, list_names(str(self._proc))) if self._computing is None else self._computing
         for pid in pids:
             try:
@@ -102,7 +100,7 @@ class CardProcesses:
 
 
 def _read_on_node(pid: int, path: str) -> tuple[GpuProcess, ...]:
-    """Return a process that holds memory of a node; it has a file for every node it may use, at 0 where it does not."""
+    """Return a process that holds memory of a node; the file of a node that it does not use contains 0."""
     try:
         held_bytes = read_number(path)
     except FileNotFoundError:
@@ -113,10 +111,7 @@ def _read_on_node(pid: int, path: str) -> tuple[GpuProcess, ...]:
 
 
 def _read_held(process: str) -> dict[str, int]:
-    """Return the bytes that a process holds of each card; raise OSError where it does not show or has ended.
-
-    A client of DRM is one however many files it is open through (the kernel's drm-usage-stats.rst).
-    """
+    """Return the bytes that a process holds of each card, of a DRM client once; raise OSError where unreadable."""
     clients: dict[tuple[str, str], int] = {}
     for name in os.listdir(f"{process}/fd"):  # noqa: PTH208 - a process has hundreds of them
         facts = _read_facts(process, name)
@@ -130,7 +125,7 @@ def _read_held(process: str) -> dict[str, int]:
 
 
 def _read_facts(process: str, descriptor: str) -> dict[str, str]:
-    """Return what the kernel says of an open file that is a device of DRM, nothing of any other or a closed one."""
+    """Return the kernel's facts about an open file of a DRM device, none about any other or a closed one."""
     try:
         if not os.readlink(f"{process}/fd/{descriptor}").startswith(DEVICES):  # noqa: PTH115 - as above
             return {}
@@ -141,11 +136,11 @@ def _read_facts(process: str, descriptor: str) -> dict[str, str]:
 
 
 WHOLE: Final = "SPX"
-"""The compute partition of a card that is not cut."""
+"""The compute partition mode of a card without partitions."""
 
 
 class ReadContext(Struct, frozen=True, kw_only=True):
-    """What the readings of one moment share; `peaks`, by UUID, outlive it."""
+    """What the readings of one moment share; `peaks`, by UUID, are kept between readings."""
 
     processes: CardProcesses
     peaks: defaultdict[str, Peak]
@@ -156,7 +151,7 @@ class ReadContext(Struct, frozen=True, kw_only=True):
 def read_card(card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ...]:
     """Return a reading of the card, or of each of its partitions; raise OSError where its memory cannot be read."""
     if card.nodes is not None and len(card.nodes) > 1:
-        _read_own(card, "total")  # KFD would go on to say nothing of a card that is gone
+        _read_own(card, "total")  # KFD keeps its nodes when the card is gone
         return tuple(_read_partition(card, index, place, node, look) for place, node in enumerate(card.nodes))
     memory = read_memory(card, look.proc)
     busy_percent = read_optional_number(f"{card.folder}/gpu_busy_percent")
@@ -178,10 +173,7 @@ def read_card(card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ..
 
 
 def read_memory(card: Card, proc: Path) -> GpuMemory | None:
-    """Return the memory of a card that is not cut, None where it does not tell what its processes may take.
-
-    Raises OSError where it cannot be read.
-    """
+    """Return the memory of a card without partitions, None where its processes' limit is unknown; raise OSError."""
     total_bytes, used_bytes = _read_own(card, "total"), _read_own(card, "used")
     if total_bytes is None or used_bytes is None:
         return None
@@ -206,7 +198,7 @@ def _read_own(card: Card, fact: str) -> int | None:
 
 
 def _read_machine_share(card: Card, granted_bytes: int, proc: Path) -> GpuMemory | None:
-    """Return the memory of an APU that has less of its own: KFD grants the machine's then (amdgpu_ttm_init)."""
+    """Return the memory of an APU whose limit exceeds its VRAM: KFD grants the machine's (amdgpu_ttm_init)."""
     machine, taken_bytes = read_machine(proc), read_optional_number(f"{card.folder}/mem_info_gtt_used")
     if machine is None or taken_bytes is None:
         return None
@@ -215,16 +207,16 @@ def _read_machine_share(card: Card, granted_bytes: int, proc: Path) -> GpuMemory
 
 
 def _can_grant_other(card: Card) -> bool:
-    """Tell whether a card of which KFD does not tell may grant the machine's memory, or a share of its own."""
+    """Return whether a card without known nodes may grant the machine's memory, or a part of its VRAM."""
     return card.is_apu or read_line(f"{card.folder}/current_compute_partition") not in {"", WHOLE}
 
 
 def _read_partition(card: Card, index: int, place: int, node: Node, look: ReadContext) -> GpuReading:
-    """Return a reading of a partition: in use is what its processes hold, as KFD counts, beside what the driver has."""
+    """Return a reading of a partition: in use is what its processes hold as KFD counts it, without the driver's own."""
     listed = look.processes.list_on_node(node)
     used_bytes = None if listed is None else _sum_used(listed)
-    known = node.memory_bytes is not None and used_bytes is not None
-    memory = _build_memory(node.memory_bytes or 0, used_bytes or 0) if known else None
+    total_bytes = node.memory_bytes
+    memory = None if total_bytes is None or used_bytes is None else _build_memory(total_bytes, used_bytes)
     uuid = f"{card.uuid}-{place}"
     return GpuReading(
         vendor=Vendor.AMD,

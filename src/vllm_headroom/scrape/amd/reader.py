@@ -1,4 +1,4 @@
-"""Readings of AMD's cards from /sys, whatever becomes of the cards meanwhile."""
+"""Read AMD's cards from /sys, including cards that fail or disappear."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any, Final
 from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, find_cards, read_signature
 from vllm_headroom.scrape.amd.device import CardProcesses, ReadContext, read_card, read_memory
-from vllm_headroom.scrape.peak import Peak
-from vllm_headroom.scrape.transitions import GpuTransitions
+from vllm_headroom.scrape.gpu_state import GpuTransitions, Peak
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
@@ -38,26 +37,25 @@ _MESSAGES: Final = {
 
 
 def build_failure(reason: Reason, error: OSError | None = None) -> Failure:
-    """Return the failure of one card, with what the kernel said."""
+    """Return the failure of one card, with the kernel's error."""
     suffix = "" if error is None else f" ({error.strerror or error})"
     return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
 
 
 def explain_error(error: OSError) -> Failure:
-    """Return what it means that a card's file could not be read."""
+    """Return the failure that an error of a card's file means."""
     return build_failure(_REASONS.get(error.errno or 0, Reason.DRIVER_ERROR), error)
 
 
 LOOK_AGAIN_SECONDS: Final = 15.0
-"""While there is no card: another thread is not woken at every sample of a machine that has NVIDIA's."""
+"""Without a card: on a machine with NVIDIA's GPUs the thread is not woken at every sample."""
 
 
 class Amd:
-    """Reads all cards that amdgpu drives, on a thread of its own: a sensor may block while the driver is ill.
+    """Reads all cards that amdgpu drives, on a separate thread: a sensor may block while the driver is faulty.
 
-    `integrated` are the UUIDs of the processors' own that work on the machine's memory, or do not tell.
-    A card keeps the index at which it was first seen, in the order of PCI addresses, wherever it comes back, and stays
-    listed when it is gone.
+    `integrated` are the UUIDs of integrated GPUs that use the machine's memory, or do not report theirs. A card keeps
+    its first index, in the order of PCI addresses, and stays listed when it is gone.
     """
 
     def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
@@ -89,7 +87,7 @@ class Amd:
         return found
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID of every card that is not cut, and keep it for its peak."""
+        """Return the memory in use by UUID of every card without partitions, and add it to its peak."""
         used: dict[str, int] = {}
         if self._cards:
             with contextlib.suppress(OSError):  # TimeoutError is one
@@ -101,18 +99,14 @@ class Amd:
         self._worker.stop()
 
     def _read(self) -> tuple[GpuReading, ...]:
-        self._find_cards()
+        if (now := read_signature(self._sys)) != self._seen:
+            self._seen, self._cards = now, self._cards | find_cards(self._sys)
         look = ReadContext(
             processes=CardProcesses(self._sys, self._proc), peaks=self._peaks, now=self._monotonic(), proc=self._proc
         )
         found = [(card, self._card(card, index, look)) for index, card in enumerate(self._cards.values())]
         self.integrated = frozenset(part.uuid for card, parts in found for part in parts if _is_integrated(card, part))
         return tuple(part for _, parts in found for part in parts)
-
-    def _find_cards(self) -> None:
-        now = read_signature(self._sys)
-        if now != self._seen:
-            self._seen, self._cards = now, self._cards | find_cards(self._sys)
 
     def _card(self, card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ...]:
         try:
@@ -122,7 +116,7 @@ class Amd:
         return self._parts[card.uuid]
 
     def _failed(self, card: Card, index: int, why: Failure) -> tuple[GpuReading, ...]:
-        """Return that each part the card was read as last has failed."""
+        """Return a failed reading of each part that the card had at its last reading."""
         whole = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
         return tuple(part.failed(why) for part in self._parts.get(card.uuid, (whole,)))
 
@@ -131,7 +125,7 @@ class Amd:
         for card in self._cards.values():
             if card.nodes is not None and len(card.nodes) > 1:
                 continue
-            with contextlib.suppress(OSError):  # the next reading finds it too, and tells it
+            with contextlib.suppress(OSError):  # the next reading finds and reports it
                 memory = read_memory(card, self._proc)
                 if memory is not None:
                     used[card.uuid] = memory.used_bytes

@@ -1,4 +1,4 @@
-"""Why an engine's page did not come, in words for the operator."""
+"""Explain to the operator why an engine's page did not come."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import httpx
 
@@ -18,6 +18,7 @@ from vllm_headroom.scrape.shortage import SHORTAGES, build_unavailable
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
+T = TypeVar("T")
 _LOCATION_CHARACTERS: Final = 200
 """Enough for an address worth following; a header can be 100 kB long."""
 
@@ -28,17 +29,17 @@ def build_failure(reason: Reason, message: str) -> Failure:
 
 
 def strip_advice(failed: Failure) -> str:
-    """Return what happened, for those to whom the engine's settings are no help."""
+    """Return the problem without the advice, where the engine's settings do not apply."""
     return failed.message.rpartition(": ")[0]
 
 
 def hide_secrets(url: httpx.URL) -> httpx.URL:
-    """Return the URL fit to be shown: without user and password, and with stars for a query, which may hold a token."""
+    """Return the URL without user and password, and with stars for a query, which may hold a token."""
     return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
 def explain_status(response: httpx.Response, url: str) -> Failure:
-    """Return what a status other than 200 means."""
+    """Return the failure of a status other than 200."""
     answer = f"{url} answers {response.status_code} {response.reason_phrase}".strip()
     match response.status_code:
         case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
@@ -54,7 +55,7 @@ def explain_status(response: httpx.Response, url: str) -> Failure:
 
 
 def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
-    """Return what it means that a body could not be read to its end."""
+    """Return the failure of a body that could not be read to its end."""
     messages = {
         Reason.MALFORMED: f"{url} answers in an encoding that was not asked for: make it send the page uncompressed",
         Reason.TOO_LARGE: (
@@ -68,7 +69,7 @@ def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
 
 
 def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Failure:
-    """Return what it means that a request ended in `error`, one of httpx's or the operating system's."""
+    """Return the failure of a request that raised `error`, of httpx or the operating system."""
     match error:
         case TimeoutError() | httpx.TimeoutException():
             advice = "check whether vLLM hangs, or raise HEADROOM_ENGINE_TIMEOUT_SECONDS"
@@ -107,7 +108,7 @@ def _explain_unreachable(url: str, problem: str) -> Failure:
 
 
 def _walk_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Walk down to what happened: httpx wraps httpcore, which wraps anyio, which groups its attempts."""
+    """Yield the error and its causes: httpx wraps httpcore, which wraps anyio, which groups its attempts."""
     while error is not None:
         yield error
         error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
@@ -129,12 +130,12 @@ _FILE_SECONDS: Final = 1.0
 """Reading takes microseconds; a FIFO without a writer or a network volume may take for ever."""
 
 
-class UnusableCredentials(Exception):  # noqa: N818 - it says what the file is
+class UnusableCredentials(Exception):  # noqa: N818 - the name describes the file
     """A file that cannot be used; the message is for the operator."""
 
 
 def read_token(file: Path) -> str:
-    """Return the token in a file; raises Unusable."""
+    """Return the token in a file; raises UnusableCredentials."""
     try:
         with file.open("rb") as stream:
             token = stream.read(TOKEN_BYTES).decode("ascii", "replace").strip()
@@ -148,7 +149,7 @@ def read_token(file: Path) -> str:
 
 
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
-    """Return how a server's certificate is checked, by the usual authorities without a file; raises Unusable."""
+    """Return a TLS context with the file's authorities, without a file the default ones; raises UnusableCredentials."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
@@ -157,43 +158,41 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
 
 
 class CredentialReader:
-    """What `token_file` and `ca_file` hold now, read on a thread of its own."""
+    """Reads `token_file` and `ca_file` on a separate thread."""
 
     def __init__(self, token_file: Path | None, ca_file: Path | None) -> None:
         self._token_file = token_file
         self._ca_file = ca_file
-        self._worker: Worker[str | ssl.SSLContext] | None = None
+        self._worker: Worker[Any] | None = None
 
     async def token(self) -> str | Failure | None:
         """Return the token, None where no file is set."""
         file = self._token_file
         if file is None:
             return None
-        token = await self._read(lambda: read_token(file), f"the token file {file} cannot be read")
-        return token if isinstance(token, Failure) else str(token)
+        return await self._read(lambda: read_token(file), f"the token file {file} cannot be read")
 
     async def trust(self) -> ssl.SSLContext | Failure:
-        """Return how to speak TLS: with the CA file's authorities, or those that are trusted by default."""
+        """Return the TLS context: with the CA file's authorities, or the default ones."""
         file = self._ca_file
         if file is None:
             return httpx.create_ssl_context(trust_env=False)
-        context = await self._read(lambda: load_trust(file), f"the CA file {file} cannot be used")
-        assert not isinstance(context, str)  # noqa: S101 - what the worker was given to make
-        return context
+        return await self._read(lambda: load_trust(file), f"the CA file {file} cannot be used")
 
     def close(self) -> None:
-        """Let the thread end; a later reading starts another."""
+        """Stop the thread; a later reading starts another."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop()
 
-    async def _read(self, function: Callable[[], str | ssl.SSLContext], trouble: str) -> str | ssl.SSLContext | Failure:
+    async def _read(self, function: Callable[[], T], trouble: str) -> T | Failure:
         if self._worker is None:
             self._worker = Worker("credentials")
         try:
-            return await self._worker.call(function, _FILE_SECONDS)
+            found: T = await self._worker.call(function, _FILE_SECONDS)
         except TimeoutError:
             advice = "make it a file that can be read at once"
             return build_failure(Reason.CREDENTIALS, f"{trouble} (no answer within {_FILE_SECONDS:g} s): {advice}")
         except UnusableCredentials as problem:
             return build_failure(Reason.CREDENTIALS, str(problem))
+        return found

@@ -1,16 +1,15 @@
-"""The engine's page, fetched over HTTP."""
+"""Fetch the engine's page over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import httpx
 from msgspec import Struct
@@ -29,18 +28,17 @@ from vllm_headroom.vocabulary import Reason
 _PLAIN: Final = frozenset({"", "identity"})
 
 _LEAST_PART_BYTES: Final = 512
-"""Of what comes at once, on the average: a packet carries more, and each part takes 40 us, be it of one byte."""
+"""Average size of a part: a packet carries more, and each part takes 40 us, even of one byte."""
 
 _FREE_PARTS: Final = 256
-"""How many may be smaller all the same: a server that sends its page line by line is none that means harm."""
+"""Parts that may be smaller: a server may send its page line by line."""
 
 
 async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
-    """Return the body of a response that is being streamed.
+    """Return the body of a response that is being streamed, holding at most `max_bytes` of it.
 
-    Never holds more than `max_bytes` of it beside what the event loop reads ahead. Returns MALFORMED for a body that is
-    compressed, TOO_LARGE, OUT_OF_BOUNDS for one in so many pieces that nothing else would have its turn, or INCOMPLETE
-    when the connection or the length promised breaks off.
+    Returns MALFORMED for a compressed body, TOO_LARGE, OUT_OF_BOUNDS for one in so many parts that the loop would do
+    nothing else, or INCOMPLETE when it ends before its length.
     """
     if response.headers.get("Content-Encoding", "").strip().lower() not in _PLAIN:
         return Reason.MALFORMED
@@ -58,16 +56,13 @@ async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
     return bytes(body)
 
 
-T = TypeVar("T")
-
-
 def find_port(url: httpx.URL) -> int:
     """Return the port that an http or https URL means."""
     return url.port or (443 if url.scheme == "https" else 80)
 
 
 def is_here(host: str) -> bool:
-    """Tell whether an address, or localhost, is this machine's or pod's; of no other name is it asked whose it is."""
+    """Return whether an address, or localhost, is this machine's or pod's; other names are not resolved."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET  # noqa: PLR2004 - IPv6
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -78,17 +73,17 @@ def is_here(host: str) -> bool:
 
 
 class Reply(Struct, frozen=True, kw_only=True):
-    """What a server answers to a request that is not for a page, whatever its status."""
+    """A server's answer."""
 
     status: int
     text: str
 
 
 class PageReader:
-    """Fetches the page at `url`, an http or https URL, over and over.
+    """Fetches the page at `url`, an http or https URL, repeatedly.
 
-    The token in `bearer_token_file` is read for each page, so that it may be rotated, and stands in for the user and
-    password of the URL. `ca_file` replaces the authorities trusted by default. `max_bytes` bounds the decoded page.
+    The token in `bearer_token_file` is read for each page, since it may be rotated, and replaces user and password
+    of the URL. `ca_file` replaces the default authorities. `max_bytes` limits the decoded page.
     """
 
     def __init__(
@@ -114,20 +109,21 @@ class PageReader:
         self._client: httpx.AsyncClient | None = None
 
     async def fetch(self) -> str | Failure:
-        """Return the page within `timeout_seconds`, connecting included, or why it did not come; never raise.
+        """Return the page within `timeout_seconds`, connecting included, or a failure; never raise.
 
-        Bytes that are not UTF-8 become U+FFFD. A fetch that is cancelled or timed out drops its connection.
+        Bytes that are not UTF-8 become U+FFFD. When cancelled or timed out it drops its connection.
         """
-        return await self._in_time(self._page())
+        reply = await self._exchange(self._question, is_page=True)
+        return reply if isinstance(reply, Failure) else reply.text
 
     async def post(self, body: Mapping[str, object]) -> Reply | Failure:
-        """Send `body` as JSON to the URL and return what is answered to it; else like `fetch`."""
-        return await self._in_time(self._answer(body))
+        """Send `body` as JSON to the URL and return the answer, else like `fetch`."""
+        return await self._exchange(httpx.Request("POST", self._url, headers=self._headers, json=body), is_page=False)
 
-    async def _in_time(self, request: Awaitable[T | Failure]) -> T | Failure:
+    async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await request
+                return await self._send(request, is_page=is_page)
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             problem = explain_no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
@@ -141,54 +137,36 @@ class PageReader:
         if client is not None:
             await client.aclose()
 
-    async def _page(self) -> str | Failure:
-        async with self._sent(self._question) as response:
-            if isinstance(response, Failure):
-                return response
-            if response.status_code != HTTPStatus.OK:
-                return explain_status(response, self._shown)
-            return await self._text(response)
-
-    async def _answer(self, body: Mapping[str, object]) -> Reply | Failure:
-        async with self._sent(httpx.Request("POST", self._url, headers=self._headers, json=body)) as response:
-            if isinstance(response, Failure):
-                return response
-            text = await self._text(response)
-        return text if isinstance(text, Failure) else Reply(status=response.status_code, text=text)
-
-    @asynccontextmanager
-    async def _sent(self, request: httpx.Request) -> AsyncIterator[httpx.Response | Failure]:
-        client, token = await self._opened_client(), await self._credentials.token()
+    async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
+        client, token = await self._open_client(), await self._credentials.token()
         if isinstance(client, Failure):
-            yield client
-        elif isinstance(token, Failure):
-            yield token
-        else:
-            if token is not None:
-                request.headers["Authorization"] = f"Bearer {token}"
-            response = await client.send(request, auth=None if token is not None else self._auth, stream=True)
-            try:
-                yield response
-            finally:
-                await response.aclose()
-
-    async def _text(self, response: httpx.Response) -> str | Failure:
-        body = await read_body(response, self._max_bytes)
+            return client
+        if isinstance(token, Failure):
+            return token
+        if token is not None:
+            request.headers["Authorization"] = f"Bearer {token}"
+        response = await client.send(request, auth=None if token is not None else self._auth, stream=True)
+        try:
+            if is_page and response.status_code != HTTPStatus.OK:
+                return explain_status(response, self._shown)
+            body = await read_body(response, self._max_bytes)
+        finally:
+            await response.aclose()
         if isinstance(body, Reason):
             return explain_broken_body(body, self._shown, self._max_bytes)
-        return body.decode(errors="replace")
+        return Reply(status=response.status_code, text=body.decode(errors="replace"))
 
-    async def _opened_client(self) -> httpx.AsyncClient | Failure:
+    async def _open_client(self) -> httpx.AsyncClient | Failure:
         if self._client is None:
             trust = await self._credentials.trust() if self._url.scheme == "https" else None
             if isinstance(trust, Failure):
                 return trust
-            # What the engine sets is not kept: nobody logs in here, and a cookie would be one more secret to guard.
+            # No cookies are kept: there is no login, and a cookie would be one more secret to guard.
             no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
             self._client = httpx.AsyncClient(
                 transport=OneConnection(trust),
-                timeout=None,  # noqa: S113 - fetch bounds the whole, where httpx would bound each part
-                trust_env=False,  # a sidecar talks to its neighbour; the environment's proxies are for the world
+                timeout=None,  # noqa: S113 - fetch limits the whole, httpx would limit each part
+                trust_env=False,  # the engine is a neighbour: no proxy of the environment
                 cookies=no_cookies,
             )
         return self._client
@@ -196,11 +174,11 @@ class PageReader:
 
 SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})
 NOT_SERVED: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
-"""How a server answers that has no such path; vLLM has `is_sleeping` in its development mode, as it has sleep."""
+"""Answers of a server without the path; vLLM has `is_sleeping` in its development mode only."""
 
 
 class CanaryRequest:
-    """One request of the daemon's own, over readers of the server's `health`, `is_sleeping` and `v1/completions`."""
+    """The daemon's request for one token, with readers of the server's `health`, `is_sleeping` and `v1/completions`."""
 
     def __init__(self, *, health: PageReader, sleep: PageReader, completion: PageReader) -> None:
         self._health = health
@@ -208,20 +186,20 @@ class CanaryRequest:
         self._completion = completion
 
     async def ask(self, model_name: str) -> bool | None:
-        """Return whether the engine completes one token; None where that cannot be asked; never raise.
+        """Return whether the engine completes one token; None where that is unknown; never raise.
 
-        An engine that sleeps is not asked: its page may be older than its sleep, or, before vLLM 0.11.1, not tell it.
+        A sleeping engine gets no request: its page may be older than its sleep or, before vLLM 0.11.1, not report it.
         """
         for reader in (self._health, self._sleep):
-            told = await reader.fetch()
-            if isinstance(told, Failure) and told.reason not in NOT_SERVED:
-                return False if told.reason in SILENT else None
-            if isinstance(told, str) and '"is_sleeping":true' in told.replace(" ", ""):
+            page = await reader.fetch()
+            if isinstance(page, Failure) and page.reason not in NOT_SERVED:
+                return False if page.reason in SILENT else None
+            if isinstance(page, str) and '"is_sleeping":true' in page.replace(" ", ""):
                 return None
         return await self._completes(model_name)
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         for reader in (self._health, self._sleep, self._completion):
             await reader.close()
 

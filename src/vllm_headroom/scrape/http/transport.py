@@ -1,7 +1,4 @@
-"""HTTP/1.1 to one server over one connection, as httpx's transport.
-
-Fetching a page of one engine takes 0.8 ms of CPU with httpx's own transport and 0.3 with this one.
-"""
+"""HTTP/1.1 to one server over one connection, as httpx's transport: 0.3 ms of CPU a page, with httpx's own 0.8."""
 
 from __future__ import annotations
 
@@ -31,15 +28,15 @@ _MOST_HINTS: Final = 8
 
 
 class OneConnection(httpx.AsyncBaseTransport):
-    """Sends requests to one server, one after another; `tls` is how to speak to an https one."""
+    """Sends requests to one server, one after another; `tls` is for an https one."""
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
         self._resolver = Worker[list[Any]]("resolver")  # uvloop's own threads end the process when one cannot start
-        self._find_connection: _Connection | None = None
+        self._connection: _Connection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Return the answer as soon as its head is here; raise httpx's errors, the cause beside them."""
+        """Return the answer as soon as its head has come; raise httpx's errors with their cause."""
         connection = await self._ready(request.url)
         try:
             head = await connection.ask(request)
@@ -54,23 +51,23 @@ class OneConnection(httpx.AsyncBaseTransport):
         )
 
     async def aclose(self) -> None:
-        """Drop the connection; ask nothing after it."""
+        """Drop the connection; no request may follow."""
         self._drop()
         self._resolver.stop()
 
     def _drop(self) -> None:
-        connection, self._find_connection = self._find_connection, None
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.drop()
 
     async def _ready(self, url: httpx.URL) -> _Connection:
-        if self._find_connection is None or not self._find_connection.is_fresh():
+        if self._connection is None or not self._connection.is_fresh():
             self._drop()
             try:
-                self._find_connection = _Connection(*await self._connect(url))
+                self._connection = _Connection(*await self._connect(url))
             except OSError as error:  # SSLError and gaierror are among them
                 raise httpx.ConnectError(str(error)) from error
-        return self._find_connection
+        return self._connection
 
     async def _connect(self, url: httpx.URL) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to the first address of the host that answers; raise the last one's OSError."""
@@ -94,13 +91,13 @@ class OneConnection(httpx.AsyncBaseTransport):
         # bytes: a str would be encoded by a codec that refuses names the resolver has to refuse
         try:
             found = await self._resolver.begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except TimeoutError as error:  # it has not come back from a question that was given up
+        except TimeoutError as error:  # an abandoned query has not returned
             raise httpx.ConnectTimeout("the resolver hangs") from error
         return [str(address[0]) for *_, address in found]
 
 
 class _Connection:
-    """One socket and what h11 knows of it."""
+    """One socket and its h11 state."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -111,15 +108,15 @@ class _Connection:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way on it."""
+        """Whether no request is in progress on it."""
         return self._http.our_state is h11.IDLE and not self._writer.is_closing()
 
     def is_fresh(self) -> bool:
-        """Tell whether another request may be sent on it."""
+        """Return whether another request may be sent on it."""
         return self.is_idle and self._now() - self._rested_at_seconds < KEEP_ALIVE_SECONDS and self._is_silent()
 
     def drop(self) -> None:
-        """Close it without a farewell: what is still on its way is not wanted."""
+        """Abort it: data that is still on its way is not wanted."""
         self._writer.transport.abort()
 
     async def ask(self, request: httpx.Request) -> h11.Response:
@@ -141,23 +138,23 @@ class _Connection:
         raise httpx.RemoteProtocolError("hints at an answer over and over")
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes; the connection is then ready for the next request, if the server keeps it."""
+        """Yield the body as it comes; afterwards the connection takes the next request, if the server keeps it."""
         while not isinstance(event := await self._event(), h11.EndOfMessage):
             if isinstance(event, h11.Data):
                 yield bytes(event.data)
-        more, _ = self._http.trailing_data  # nobody asked for it: it would be taken for the next answer
+        more, _ = self._http.trailing_data  # not requested: it would count as the next answer
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE and not more:
             self._http.start_next_cycle()
             self._rested_at_seconds = self._now()
 
     def _is_silent(self) -> bool:
-        """Tell whether nothing came: what comes unasked is the server's farewell, still unread."""
+        """Return whether nothing came: unrequested data means that the server closes."""
         waiting = select.poll()
         waiting.register(self._writer.get_extra_info("socket").fileno(), select.POLLIN)
         return not waiting.poll(0)
 
     async def _event(self) -> object:
-        """Return the next thing the server says."""
+        """Return the server's next event."""
         try:
             while (event := self._http.next_event()) is h11.NEED_DATA:
                 self._http.receive_data(await self._reader.read(_READ_BYTES))
@@ -169,16 +166,16 @@ class _Connection:
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of an answer; what is left unread when it is closed costs the connection."""
+    """The body of an answer; closing it before its end drops the connection."""
 
     def __init__(self, connection: _Connection) -> None:
-        self._find_connection = connection
+        self._connection = connection
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._find_connection.body():
+        async for part in self._connection.body():
             yield part
 
     async def aclose(self) -> None:
         """Keep the connection only if the body was read to its end."""
-        if not self._find_connection.is_idle:
-            self._find_connection.drop()
+        if not self._connection.is_idle:
+            self._connection.drop()

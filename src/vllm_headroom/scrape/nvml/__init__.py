@@ -1,1 +1,1 @@
-"""What NVML says of the GPUs."""
+"""NVIDIA's GPUs, read from NVML."""

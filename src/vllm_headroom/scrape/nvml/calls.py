@@ -1,4 +1,4 @@
-"""The one place where an NVML call for a single fact may fail."""
+"""Map NVML's errors to failures, in one place."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ DRIVER_WIDE: Final = frozenset(
         pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
     }
 )
-"""No device can be read before NVML is initialised anew."""
+"""No device can be read before NVML is initialised again."""
 
 LOST: Final = frozenset(
     {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_GPU_NOT_FOUND}
 )
-"""This device's handle must not be used again: doing so has crashed processes (XuehaiPan/nvitop#139, #145)."""
+"""The device's handle must not be used again: that has crashed processes (XuehaiPan/nvitop#139, #145)."""
 
 BLOCKED: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_OPERATING_SYSTEM})
-"""What a device answers whose node in /dev is out of reach, as after `systemctl daemon-reload`
-(NVIDIA/nvidia-container-toolkit#48); but single calls have given it on healthy devices too.
-"""
+"""The device node is not accessible (NVIDIA/nvidia-container-toolkit#48); healthy devices return it at times too."""
 
 NEVER_ANSWERED: Final = frozenset(
     {
@@ -41,7 +39,7 @@ NEVER_ANSWERED: Final = frozenset(
         pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     }
 )
-"""This device will not answer this call, however often it is asked."""
+"""The device will never answer this call."""
 
 _SOURCE_REASONS: Final = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: Reason.LIBRARY_MISSING,
@@ -119,7 +117,7 @@ def explain_device_code(code: int) -> Failure:
 
 
 def explain_unexpected(error: Exception) -> Failure:
-    """Return the failure for an error that is not NVML's: this side is short of something, or nobody knows it."""
+    """Return the failure of an error that is not NVML's: a shortage on this side, or an unknown error."""
     if isinstance(error, OSError) and error.errno in SHORTAGES:
         return build_unavailable(Source.NVML, "NVML cannot be asked", error)
     message = f"reading NVML raised {error!r}: please report this with the driver's version"
@@ -141,10 +139,7 @@ class Handle(Protocol):
 
 
 class Calls:
-    """Asks devices for facts, and remembers which they never tell; lives from one init of NVML to the next.
-
-    What a device has told once it will tell again, whatever it answers in between.
-    """
+    """Asks devices for facts, from one init of NVML to the next, and remembers which they have never provided."""
 
     def __init__(self) -> None:
         self._answered: set[tuple[str, str]] = set()
@@ -152,12 +147,10 @@ class Calls:
         self._unsupported: set[tuple[str, str]] = set()
 
     def ask(self, uuid: str, fact: str, call: Callable[[], T], *, essential: bool = False) -> T | None:
-        """Return what `call` returns, None where the device does not tell it now or at all.
+        """Return what `call` returns, None where the device does not provide it or its text is not UTF-8.
 
-        Raises NVMLError when not the fact but its device or the whole driver fails. NVML's "unknown error" on one call
-        has been seen on healthy devices: it fails the device only where the fact is `essential`. Such a fact is asked
-        for again whatever was answered, because one transient error must not blind for good. A text that is not UTF-8
-        is not told.
+        Raises NVMLError when the device or the driver fails. NVML's "unknown error" was seen on healthy devices and
+        fails the device only where the fact is `essential`; such a fact is requested again after any error.
         """
         if (uuid, fact) in self._never_answered:
             return None
@@ -177,31 +170,27 @@ class Calls:
         return value
 
     def forget(self, uuid: str) -> None:
-        """Let go of what a device has answered that is gone."""
+        """Forget the answers of a device that is gone."""
         for known in (self._answered, self._never_answered, self._unsupported):
             known.difference_update([key for key in known if key[0] == uuid])
 
     def is_unsupported(self, uuid: str, fact: str) -> bool:
-        """Tell whether the device said that it does not know this, and has never told it."""
+        """Return whether the device reported this fact as not supported and never provided it."""
         return (uuid, fact) in self._unsupported - self._answered
 
 
 MOST_EVENTS: Final = 64
-"""Events taken at a time, so that a storm of them does not keep the thread from reading memory."""
+"""Events per poll, so that many of them do not keep the thread from reading memory."""
 
 MOST_KINDS: Final = 128
-"""Pairs of a code and an instance that a GPU's errors are counted by: several times what NVIDIA's catalogue could make.
-
-Only a driver that is out of its mind reports more; those count as OTHER, which no driver reports.
-"""
+"""Pairs of XID and instance counted per GPU, several times NVIDIA's catalogue; more, of a faulty driver, are OTHER."""
 OTHER: Final = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 
 
 class Xids:
-    """Counts XID errors since it was made; listens from one init of NVML to the next.
+    """Counts XID errors since its creation; listens from one init of NVML to the next.
 
-    NVML tells the GPU of an event, in MIG mode also the GPU instance where it knows that. Events from before the
-    listening began, or from between two inits, are not replayed.
+    NVML reports the GPU of an event, in MIG mode also the GPU instance if known. It does not replay earlier events.
     """
 
     def __init__(self) -> None:
@@ -210,7 +199,7 @@ class Xids:
         self._events: Any = None
 
     def begin(self) -> None:
-        """Make the set of events that `listen` adds to; without support, the counts stay empty."""
+        """Create the set of events that `listen` adds to; without support, the counts stay empty."""
         self._uuids = {}
         try:
             self._events = pynvml.nvmlEventSetCreate()
@@ -218,14 +207,14 @@ class Xids:
             self._events = None
 
     def end(self) -> None:
-        """Let go of the set, before NVML is shut down."""
+        """Free the set, before NVML is shut down."""
         if self._events is not None:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlEventSetFree(self._events)
         self._events = None
 
     def listen(self, handle: Handle, uuid: str) -> None:
-        """Count the XID errors of this GPU from now on. Raises NVMLError where the GPU has no such events."""
+        """Count the XID errors of this GPU from now on; raise NVMLError where the GPU has no such events."""
         if self._events is not None:
             pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
             self._uuids[_find_address(handle)] = uuid
@@ -245,10 +234,7 @@ class Xids:
                 counts[kind if kind in counts or len(counts) < MOST_KINDS else OTHER] += 1
 
     def counts(self, gpu_uuid: str, gpu_instance: int | None) -> tuple[tuple[int, int], ...]:
-        """Return pairs of XID and count of a GPU, or of one MIG instance of it.
-
-        An event for which NVML names no instance counts for each instance of the GPU: it may concern any of them.
-        """
+        """Return pairs of XID and count of a GPU or a MIG instance; events without an instance count for each."""
         counts: Counter[int] = Counter()
         for (xid, instance), count in tuple(self._counts.get(gpu_uuid, {}).items()):
             if gpu_instance is None or instance in (gpu_instance, pynvml.NVML_GPU_INSTANCE_ID_ANY):
@@ -257,5 +243,5 @@ class Xids:
 
 
 def _find_address(handle: Handle) -> int:
-    # The GPU may be lost, so its handle must not be asked for its UUID; NVML gives one address per GPU.
+    # A lost GPU's handle must not be asked for its UUID; NVML uses one address per GPU.
     return ctypes.addressof(handle.contents)

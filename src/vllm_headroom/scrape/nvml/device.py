@@ -1,32 +1,32 @@
-"""One physical GPU as NVML shows it."""
+"""Read one physical GPU from NVML."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import pynvml
 from msgspec import Struct
 
 from vllm_headroom.model import Failure, GpuMemory, GpuProcess, GpuReading
+from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.nvml.calls import LOST, Calls, Handle, Xids
-from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.proc.host import read_machine
 
 CHANGE_BYTES: Final = 2 * 2**20
-"""A device's memory is given out in pieces of 2 MiB: who moved by less has not moved."""
+"""A device's memory is allocated in pieces of 2 MiB: less is no change."""
 
 LEAST_AGE_SECONDS: Final = 1.0
-"""A list costs about 400 times what memory info does (4.5 ms against 11.6 us, flightlessmango/MangoHud#2104) and holds
-the driver's lock meanwhile, so that memory which always moves must not ask for it on every reading.
-"""
+"""A list costs 400 times what memory info does (4.5 ms, flightlessmango/MangoHud#2104) and holds the driver's lock."""
 
 
 class ProcessList:
-    """The last list and what was in use when it was made."""
+    """The last list of processes, and the memory in use at that time."""
 
     def __init__(self) -> None:
         self.processes: tuple[GpuProcess, ...] | None = None
@@ -34,7 +34,7 @@ class ProcessList:
         self._used_bytes: int | None = None
 
     def is_fresh(self, now: float, used_bytes: int | None, interval_seconds: float) -> bool:
-        """Return whether the list still tells who holds the memory now in use (None where that is not known)."""
+        """Return whether the list still matches the memory now in use (None where that is unknown)."""
         age_seconds = now - self._listed_at
         if self.processes is None or age_seconds >= interval_seconds:
             return False
@@ -43,24 +43,13 @@ class ProcessList:
         return abs(used_bytes - self._used_bytes) < CHANGE_BYTES
 
     def renew(self, now: float, used_bytes: int | None, processes: tuple[GpuProcess, ...] | None) -> None:
-        """Take a new list, None where it could not be read."""
+        """Set a new list, None where it could not be read."""
         self.processes, self._listed_at, self._used_bytes = processes, now, used_bytes
 
 
-def list_compute_processes(handle: Handle) -> tuple[GpuProcess, ...]:
-    """Return the processes NVML lists on a device. Raises NVMLError.
-
-    The function is named with its version because pynvml answers a missing one by another class of error otherwise.
-    """
-    return _build_processes(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
-
-
-def list_mps_clients(handle: Handle) -> tuple[GpuProcess, ...]:
-    """Return the processes that compute through NVIDIA's MPS, whose server alone is a compute process then."""
-    return _build_processes(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handle))
-
-
-def _build_processes(listed: Iterable[Any]) -> tuple[GpuProcess, ...]:
+def _list_processes(function: str, handle: Handle) -> tuple[GpuProcess, ...]:
+    # By name and version: for a missing function without its version pynvml raises another class of error.
+    listed = getattr(pynvml, function)(handle)
     return tuple(GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in listed)
 
 
@@ -76,12 +65,12 @@ class Part:
     handle: Handle = field(repr=False, compare=False)
 
     def failed(self, failure: Failure, xid_errors: tuple[tuple[int, int], ...]) -> GpuReading:
-        """Return the reading of this part when it cannot be read; XID errors are counted here, so they stay known."""
+        """Return a failed reading of this part; XID errors are counted here and stay known."""
         return GpuReading(index=self.index, uuid=self.uuid, name=self.name, xid_errors=xid_errors, failure=failure)
 
 
 def open_gpu(index: int, calls: Calls) -> Part:
-    """Open the GPU at an NVML index. Raises NVMLError where it cannot be opened."""
+    """Open the GPU at an NVML index; raise NVMLError where it cannot be opened."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     uuid = pynvml.nvmlDeviceGetUUID(handle)
     name = calls.ask(uuid, "name", lambda: pynvml.nvmlDeviceGetName(handle)) or ""
@@ -89,10 +78,7 @@ def open_gpu(index: int, calls: Calls) -> Part:
 
 
 def list_parts(gpu: Part, calls: Calls) -> tuple[Part, ...]:
-    """Return the MIG instances seen from here, or the GPU itself where there are none; never both.
-
-    Instances can be made and removed at any time, so this is asked anew for every reading.
-    """
+    """Return the MIG instances visible at this moment, or the GPU itself where there are none."""
     mode = calls.ask(gpu.uuid, "MIG mode", lambda: pynvml.nvmlDeviceGetMigMode(gpu.handle))
     if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         return (gpu,)
@@ -123,9 +109,9 @@ def _open_instance(gpu: Part, position: int, calls: Calls) -> Part | None:
 
 
 class GpuFaults(Struct, frozen=True, kw_only=True):
-    """The faults of the GPU at an NVML index; None where it does not tell, as with MIG instances on it.
+    """The memory faults of the GPU at an NVML index; None where unknown, as with MIG instances on it.
 
-    `ecc` is whether ECC is on now, and after the next reset. `row_remap_failed` stays True once it has been.
+    `ecc`: whether ECC is on now, and after the next reset. `row_remap_failed` stays True for good.
     """
 
     index: int
@@ -135,28 +121,14 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     page_retirement_pending: bool | None = None
 
 
-def read_faults(gpu: Part, calls: Calls) -> GpuFaults:
-    """Ask a whole GPU. Raises NVMLError where it, or the driver, fails."""
-    ecc = calls.ask(gpu.uuid, "ECC mode", lambda: pynvml.nvmlDeviceGetEccMode(gpu.handle))
-    rows = calls.ask(gpu.uuid, "row remapping", lambda: pynvml.nvmlDeviceGetRemappedRows(gpu.handle))
-    pages = calls.ask(gpu.uuid, "page retirement", lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu.handle))
-    return GpuFaults(
-        index=gpu.index,
-        ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
-        row_remap_pending=None if rows is None else bool(rows[2]),
-        row_remap_failed=None if rows is None else bool(rows[3]),
-        page_retirement_pending=None if pages is None else bool(pages),
-    )
-
-
 T = TypeVar("T")
 
 
 class DriverContext(Struct, frozen=True, kw_only=True):
     """What the GPUs of one init share; `memory_version` is NVML's number of memory info v2, None for v1.
 
-    `alone` is whether there is but one, as where it works on the machine's memory, which `proc` tells. `peaks` and
-    `xids` outlive the init, `peaks` by the UUID of a GPU or MIG instance.
+    `alone`: there is only one GPU, as on machines whose GPU uses the machine's memory, read from `proc`. `peaks` (by
+    the UUID of a GPU or MIG instance) and `xids` are kept across inits.
     """
 
     monotonic: Callable[[], float]
@@ -172,8 +144,8 @@ class DriverContext(Struct, frozen=True, kw_only=True):
 class NvmlDevice:
     """A GPU at one NVML index from init to shutdown, opened when it is first read.
 
-    Its methods make NVML calls and belong on NVML's thread. They raise NVMLError where the whole GPU, or the driver,
-    fails; after an error that means a lost GPU, `lost_code` is set and no method may be called again.
+    Its methods run on NVML's thread and raise NVMLError where the whole GPU, or the driver, fails; after the error of a
+    lost GPU, `lost_code` is set and no method may be called again.
     """
 
     def __init__(self, index: int, surroundings: DriverContext) -> None:
@@ -186,39 +158,45 @@ class NvmlDevice:
 
     def read(self) -> tuple[GpuReading, ...]:
         """Return a full reading of the GPU, or of each of its MIG instances."""
-        try:
+        with self._watch_loss():
             gpu = self.gpu or self._open()
             before, self.parts = self.parts, list_parts(gpu, self._around.calls)
             for uuid in {part.uuid for part in before} - {part.uuid for part in self.parts}:
                 self._forget(uuid)
             return tuple(self._read_part(part) for part in self.parts)
-        except pynvml.NVMLError as error:
-            self._note(error.value)
-            raise
 
     def sample_used(self) -> dict[str, int]:
-        """Return nothing but the memory in use, by UUID, and note it for its peak."""
-        try:
+        """Return the memory in use by UUID, and add it to its peak."""
+        with self._watch_loss():
             seen = {part.uuid: self._memory(part) for part in self.parts}
-        except pynvml.NVMLError as error:
-            self._note(error.value)
-            raise
         return {uuid: memory.used_bytes for uuid, memory in seen.items() if memory is not None}
 
     def faults(self) -> GpuFaults:
-        """Return what the whole GPU says of faults in its memory."""
+        """Return the faults in the memory of the whole GPU."""
+        with self._watch_loss():
+            gpu = self.gpu or self._open()
+            ecc = self._ask(gpu, "ECC mode", pynvml.nvmlDeviceGetEccMode)
+            rows = self._ask(gpu, "row remapping", pynvml.nvmlDeviceGetRemappedRows)
+            pages = self._ask(gpu, "page retirement", pynvml.nvmlDeviceGetRetiredPagesPendingStatus)
+            return GpuFaults(
+                index=gpu.index,
+                ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
+                row_remap_pending=None if rows is None else bool(rows[2]),
+                row_remap_failed=None if rows is None else bool(rows[3]),
+                page_retirement_pending=None if pages is None else bool(pages),
+            )
+
+    @contextmanager
+    def _watch_loss(self) -> Iterator[None]:
         try:
-            return read_faults(self.gpu or self._open(), self._around.calls)
+            yield
         except pynvml.NVMLError as error:
-            self._note(error.value)
+            if error.value in LOST:
+                self.lost_code = error.value
             raise
 
-    def _note(self, code: int) -> None:
-        if code in LOST:
-            self.lost_code = code
-
     def _forget(self, uuid: str) -> None:
-        """Let go of all that is known of a MIG instance that was removed: the next has a UUID of its own."""
+        """Forget a MIG instance that was removed: the next one has another UUID."""
         self._around.calls.forget(uuid)
         self._around.peaks.pop(uuid, None)
         self._lists.pop(uuid, None)
@@ -233,7 +211,9 @@ class NvmlDevice:
     def _read_part(self, part: Part) -> GpuReading:
         memory = self._memory(part)
         utilization = self._ask(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
-        temperature = self._ask(part, "temperature", _read_temperature)
+        temperature = self._ask(
+            part, "temperature", lambda handle: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+        )
         power_milliwatts = self._ask(part, "power", pynvml.nvmlDeviceGetPowerUsage)
         processes = self._processes(part, memory)
         return GpuReading(
@@ -243,7 +223,7 @@ class NvmlDevice:
             memory=memory,
             used_peak_bytes=self._around.peaks[part.uuid].highest_bytes(self._around.monotonic()),
             utilization_ratio=None if utilization is None else utilization.gpu / 100,
-            temperature_celsius=temperature,
+            temperature_celsius=None if temperature is None else float(temperature),
             power_watts=None if power_milliwatts is None else power_milliwatts / 1000,
             processes=processes.processes,
             xid_errors=self._around.xids.counts(part.gpu_uuid, part.gpu_instance),
@@ -256,7 +236,7 @@ class NvmlDevice:
             unified = self._around.alone and self._around.calls.is_unsupported(part.uuid, "memory")
             return self._read_unified(part) if unified else None
         if max(info.used, info.free) > info.total:
-            return None  # a sharing library that fell below zero (Project-HAMi/HAMi-core#200): neither can be believed
+            return None  # a sharing library below zero (Project-HAMi/HAMi-core#200): neither value is reliable
         self._around.peaks[part.uuid].add(self._around.monotonic(), info.used)
         reserved_bytes = None if version is None else info.reserved
         return GpuMemory(
@@ -264,7 +244,7 @@ class NvmlDevice:
         )
 
     def _read_unified(self, part: Part) -> GpuMemory | None:
-        """Return the machine's memory, which such a GPU works on; vLLM, too, asks the kernel there (mem_utils.py)."""
+        """Return the machine's memory, which such a GPU uses; vLLM reads it from the kernel too (mem_utils.py)."""
         machine = read_machine(self._around.proc)
         if machine is None:
             return None
@@ -282,19 +262,17 @@ class NvmlDevice:
         known, now = self._lists[part.uuid], self._around.monotonic()
         used_bytes = None if memory is None else memory.used_bytes
         if not known.is_fresh(now, used_bytes, self._around.process_interval_seconds):
-            listed = self._ask(part, "processes", list_compute_processes, essential=memory is None or memory.is_unified)
+            compute = partial(_list_processes, "nvmlDeviceGetComputeRunningProcesses_v3")
+            listed = self._ask(part, "processes", compute, essential=memory is None or memory.is_unified)
             known.renew(now, used_bytes, listed and self._add_mps_clients(part, listed))
         return known
 
     def _add_mps_clients(self, part: Part, listed: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
-        """Return the processes with those of MPS, each once; without a process there is no server of MPS either."""
-        clients = self._ask(part, "MPS clients", list_mps_clients) or ()
+        """Return the processes with the clients of MPS, each once."""
+        mps = partial(_list_processes, "nvmlDeviceGetMPSComputeRunningProcesses_v3")
+        clients = self._ask(part, "MPS clients", mps) or ()
         pids = {process.pid for process in listed}
         return *listed, *(client for client in clients if client.pid not in pids)
 
     def _ask(self, part: Part, fact: str, call: Callable[[Handle], T], *, essential: bool = False) -> T | None:
         return self._around.calls.ask(part.uuid, fact, lambda: call(part.handle), essential=essential)
-
-
-def _read_temperature(handle: Handle) -> float:
-    return float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))

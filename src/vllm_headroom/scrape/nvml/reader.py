@@ -1,4 +1,4 @@
-"""GPU readings from NVML, whatever the driver does meanwhile."""
+"""Read GPUs from NVML, including when the driver hangs or fails."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 import pynvml
 
 from vllm_headroom.model import Failure, GpuReadings
+from vllm_headroom.scrape.gpu_state import GpuTransitions
 from vllm_headroom.scrape.nvml.calls import (
     DRIVER_WIDE,
     build_device_failure,
@@ -23,24 +24,19 @@ from vllm_headroom.scrape.nvml.calls import (
 )
 from vllm_headroom.scrape.nvml.device import GpuFaults, NvmlDevice
 from vllm_headroom.scrape.nvml.session import Outcome, Roster, Session
-from vllm_headroom.scrape.transitions import GpuTransitions
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker, capture_outcome
 
 T = TypeVar("T")
 MOST_STUCK: Final = 8
-"""Threads given up at a time, one per GPU of a common node: each hangs on a GPU that is not asked again meanwhile."""
+"""Abandoned threads, one per GPU of a common node: a GPU with a stuck call is not asked again."""
 
 LEAST_SECONDS: Final = 0.02
-"""With less time left nobody is asked: a healthy GPU takes a few milliseconds."""
+"""With less time left no call is made: a healthy GPU takes a few milliseconds."""
 
 
 class Lane:
-    """Makes calls one at a time, and leaves a thread whose call does not return to its fate.
-
-    Other threads can call NVML while one is stuck in it, so the next call gets a new thread. Every call has a subject,
-    and nothing must be called on a subject that is stuck.
-    """
+    """Makes calls one at a time on a thread; while one is stuck, others use a new thread and not its subject."""
 
     def __init__(self) -> None:
         self._worker: Worker[Any] | None = None
@@ -48,13 +44,13 @@ class Lane:
 
     @property
     def stuck(self) -> frozenset[str]:
-        """The subjects of the calls that were given up and have not returned."""
+        """The subjects of the abandoned calls that have not returned."""
         self._stuck = {subject: worker for subject, worker in self._stuck.items() if worker.is_alive}
         return frozenset(self._stuck)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether so many calls are stuck that none may be made."""
+        """Whether too many calls are stuck to make another."""
         return len(self.stuck) >= MOST_STUCK
 
     async def call(self, subject: str, function: Callable[[], T], timeout_seconds: float) -> T:
@@ -68,11 +64,10 @@ class Lane:
     async def calls(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
     ) -> dict[str, T | Exception]:
-        """Return by subject what each call returned or raised; what was not made or did not return is not there.
+        """Return by subject what each call returned or raised, without calls that were not made or did not return.
 
-        The thread is woken once for all, since each time costs more than a call. One may take `limit_seconds`, but only
-        half of what is left until `deadline`, so that one that hangs leaves time for others; the last may take it all.
-        Then, and when cancelled, its subject is stuck until it returns.
+        The thread is woken once for all: waking it costs more than a call. A call may take `limit_seconds` but, except
+        the last, only half of the time until `deadline`. Then, or when cancelled, its subject is stuck.
         """
         made: dict[str, T | Exception] = {}
         waiting = [subject for subject in calls if subject not in self.stuck]
@@ -107,7 +102,7 @@ class Lane:
 
 
 class _Turn(Generic[T]):
-    """Calls made one after another on the thread, until they are ended."""
+    """Calls made one after another on the thread, until `end`."""
 
     def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
         self.outcomes: list[T | Exception] = []
@@ -116,7 +111,7 @@ class _Turn(Generic[T]):
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Make the calls; what one gives after the end is dropped, and none is made after it."""
+        """Make the calls; after the end the result of a call is dropped, and no further one is made."""
         for call in self._calls:
             made = capture_outcome(call)
             with self._lock:
@@ -138,8 +133,7 @@ def read_loop_seconds() -> float:
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
 RETRY_SECONDS: Final = 60.0
-"""The longest pause between two attempts at a failed driver, and the pause between two looks for a lost GPU: only a
-shutdown and new init of NVML can bring one back."""
+"""The longest pause between two inits of a failed driver, or to find a lost GPU again."""
 
 SHUTDOWN_SECONDS: Final = 0.2
 
@@ -149,10 +143,10 @@ _NO_ANSWER: Final = build_device_failure(Reason.TIMEOUT)
 
 
 class Nvml:
-    """Reads all GPUs; one that is lost or hangs costs only itself, a failed driver is tried again with growing pauses.
+    """Reads all GPUs; a lost or hung one affects only itself, a failed driver is tried again with growing pauses.
 
-    `call_timeout_seconds` is how long one GPU may take before its thread is given up. While a call is stuck there is no
-    shutdown, for a shutdown under it could crash. `proc` tells the memory of a GPU that has none of its own.
+    `call_timeout_seconds` is how long one GPU may take before its thread is abandoned. While a call is stuck, NVML is
+    not shut down: that could crash. `proc` has the memory of a GPU that uses the machine's.
     """
 
     def __init__(
@@ -176,9 +170,9 @@ class Nvml:
         self._look_again_at = float("inf")
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every GPU; takes no longer than `timeout_seconds` and does not raise.
+        """Return one reading of every GPU within `timeout_seconds`; never raise.
 
-        When cancelled, a call in progress runs on, and its GPU is not asked before it returns.
+        When cancelled, a call in progress continues, and its GPU is not read before it returns.
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
@@ -188,32 +182,32 @@ class Nvml:
             return _SILENT
         try:
             return await self._open(deadline) or await self._read(deadline)
-        except Exception as error:  # noqa: BLE001 - whatever else comes out of foreign code must not end the daemon
+        except Exception as error:  # noqa: BLE001 - no error of foreign code may end the daemon
             return explain_unexpected(error)
         finally:
             self._turn.release()
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID; do nothing while a reading is under way."""
+        """Return the memory in use by UUID; nothing during a reading."""
         used: dict[str, int] = {}
         if self._turn.locked():
             return used
         async with self._turn:
-            with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
+            with contextlib.suppress(Exception):  # the next reading finds and reports it
                 for _, seen in await self._ask(NvmlDevice.sample_used, read_loop_seconds() + timeout_seconds):
                     used.update({} if isinstance(seen, Failure) else seen)
         return used
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
-        """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
+        """Return the memory faults of each GPU of the last reading; one that fails is left out."""
         async with self._turn:
             answers: list[tuple[NvmlDevice, GpuFaults | Failure]] = []
-            with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
+            with contextlib.suppress(Exception):  # the next reading finds and reports it
                 answers = await self._ask(NvmlDevice.faults, read_loop_seconds() + timeout_seconds)
             return tuple(answer for _, answer in answers if isinstance(answer, GpuFaults))
 
     async def close(self) -> None:
-        """Shut NVML down if it answers quickly; leave it as it is otherwise."""
+        """Shut NVML down if it answers quickly."""
         if not self._lane.stuck:
             with contextlib.suppress(OSError):  # TimeoutError is one
                 await self._lane.call("shutdown", self._session.close, SHUTDOWN_SECONDS)
@@ -263,10 +257,7 @@ class Nvml:
     async def _ask(
         self, question: Callable[[NvmlDevice], T], deadline: float, before: Mapping[str, Callable[[], None]] = {}
     ) -> list[tuple[NvmlDevice, T | Failure]]:
-        """Return what each GPU answers, or why it failed; raise NVMLError where the driver as a whole fails.
-
-        What comes `before` is of no GPU: where it hangs, it costs itself only.
-        """
+        """Return each GPU's answer or failure, after the calls `before`, of no GPU; raise NVMLError of the driver."""
         devices = self._session.devices
         calls: dict[str, Callable[[], Any]] = {**before}
         calls |= {_name_device(device): partial(question, device) for device in devices if device.lost_code is None}

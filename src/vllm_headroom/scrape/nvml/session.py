@@ -1,4 +1,4 @@
-"""NVML from init to shutdown."""
+"""Open and close NVML, and keep the list of its GPUs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Final
 
 import pynvml
-import structlog
 
+from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, GpuReading
+from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.nvml.calls import Calls, Xids, build_device_failure, build_source_failure, explain_source_code
 from vllm_headroom.scrape.nvml.device import DriverContext, NvmlDevice, Part
-from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.vocabulary import Reason
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 
 class Session:
-    """Opens NVML, as often as needed; `devices` is empty while it is not open. Its methods belong on NVML's thread."""
+    """Opens NVML, as often as needed; `devices` is empty while it is closed. Its methods run on NVML's thread."""
 
     def __init__(self, *, monotonic: Callable[[], float], process_interval_seconds: float, proc: Path) -> None:
         self.devices: tuple[NvmlDevice, ...] = ()
@@ -35,24 +35,33 @@ class Session:
         self._said_v1 = False
 
     def open(self) -> Failure | None:
-        """Initialise NVML, after a shutdown where it was initialised, and find the GPUs; return why that failed."""
+        """Initialise NVML, after a shutdown if needed, and find the GPUs; return why that failed."""
         self.close()
         try:
             pynvml.nvmlInit()
             self._is_initialised = True
             count = pynvml.nvmlDeviceGetCount()
-            surroundings = self._build_context(alone=count == 1)
-            self.driver_version = surroundings.calls.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
+            context = DriverContext(
+                monotonic=self._monotonic,
+                process_interval_seconds=self._process_interval_seconds,
+                memory_version=self._memory_version(),
+                calls=Calls(),
+                peaks=self._peaks,
+                xids=self.xids,
+                proc=self._proc,
+                alone=count == 1,
+            )
+            self.driver_version = context.calls.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
         except pynvml.NVMLError as error:
             return explain_source_code(error.value)
         for uuid in [uuid for uuid, peak in self._peaks.items() if peak.highest_bytes(self._monotonic()) is None]:
             del self._peaks[uuid]
         self.xids.begin()
-        self.devices = tuple(NvmlDevice(index, surroundings) for index in range(count))
+        self.devices = tuple(NvmlDevice(index, context) for index in range(count))
         return None if count else build_source_failure(Reason.NO_DEVICES)
 
     def close(self) -> None:
-        """Shut NVML down where it was initialised; its handles are not valid afterwards."""
+        """Shut NVML down if it was initialised; its handles become invalid."""
         self.devices = ()
         if self._is_initialised:
             self._is_initialised = False
@@ -60,20 +69,8 @@ class Session:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
 
-    def _build_context(self, *, alone: bool) -> DriverContext:
-        return DriverContext(
-            monotonic=self._monotonic,
-            process_interval_seconds=self._process_interval_seconds,
-            memory_version=self._memory_version(),
-            calls=Calls(),
-            peaks=self._peaks,
-            xids=self.xids,
-            proc=self._proc,
-            alone=alone,
-        )
-
     def _memory_version(self) -> int | None:
-        # Decided once per init and for all GPUs: in v1, used contains reserved, and the two must not be mixed.
+        # Once per init, for all GPUs: in v1, used contains reserved, and the two must not be mixed.
         if hasattr(pynvml.nvmlLib, "nvmlDeviceGetMemoryInfo_v2"):
             return int(pynvml.nvmlMemory_v2)
         if not self._said_v1:
@@ -85,14 +82,14 @@ class Session:
 Outcome = tuple[GpuReading, ...] | Failure
 
 MOST_GPUS: Final = 64
-"""Those that are gone the longest are forgotten beyond it: more than a machine has, if each came back as another."""
+"""More than a machine has; beyond it the GPUs that are gone the longest are forgotten."""
 
 
 class Roster:
-    """Knows the parts each GPU had when it was opened last, by the GPU's UUID.
+    """Remembers the parts that each GPU had when it was last opened, by the GPU's UUID.
 
-    A GPU that is gone stays listed, with the MIG instances it had; an instance that is gone from a GPU that is there
-    was removed on purpose and is forgotten.
+    A GPU that is gone stays listed with its MIG instances; an instance gone from a present GPU was removed on purpose
+    and is forgotten.
     """
 
     def __init__(self, xids: Xids) -> None:
@@ -100,7 +97,7 @@ class Roster:
         self._xids = xids
 
     def readings(self, outcomes: list[tuple[NvmlDevice, Outcome]]) -> tuple[GpuReading, ...]:
-        """Return what was read, a failed reading for each part that was not, and one for each part of a missing GPU."""
+        """Return the readings, with a failed one for each part that was not read and each part of a missing GPU."""
         for device, _ in outcomes:
             if device.gpu is not None:
                 known = self._known.pop(device.gpu.uuid, (device.gpu,))
@@ -123,7 +120,7 @@ class Roster:
         return self._failed(self._known[uuid], failure)
 
     def _find_last_at(self, index: int, missing: set[str]) -> str:
-        # A GPU that does not open does not tell its UUID: it is taken for the missing one that was at its index.
+        # The UUID of a GPU that does not open is unknown: it counts as the missing one that had its index.
         return next((uuid for uuid in sorted(missing) if self._known[uuid][0].index == index), "")
 
     def _failed(self, parts: tuple[Part, ...], failure: Failure) -> list[GpuReading]:

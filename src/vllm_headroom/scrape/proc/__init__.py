@@ -1,1 +1,1 @@
-"""What /proc says of the engine and its processes."""
+"""The engine's processes, read from /proc."""

@@ -1,4 +1,4 @@
-"""What the files of one /proc say, read without holding anything between two reads."""
+"""Read the files of one /proc, with no state between two reads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _START_BYTES: Final = 4096
 """Holds a program and its first arguments, where a command line may be megabytes; a stat or a /sys file has less."""
 
 _MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
-"""How the names of processes begin that can get a command line of vLLM's, or another of them, and keep their name."""
+"""Prefixes of the names of processes whose command line can become or change within vLLM's without a new name."""
 
 KERNEL_THREADS: Final = 2
-"""Their parent: they have no command line. Any other process without one may be in exec, which sets the name first."""
+"""Their parent; they have no command line. Other processes have none only during exec, which sets the name first."""
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 """The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h: PROC_PID_INIT_INO)."""
@@ -33,8 +33,8 @@ _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     """One process: `command` is its command line or, where it has none, its name cut to 15 characters.
 
-    A process title takes the place of the command line. pid and `started_seconds` (since boot) together name the
-    process; a pid alone is given to another one later. `group` is its process group's.
+    A process title replaces the command line. pid and `started_seconds` (since boot) together identify the process;
+    the kernel reuses pids. `group` is the process group.
     """
 
     pid: int
@@ -46,15 +46,12 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def role(self) -> Role | None:
-        """What it is of an engine's, by itself; asked of every process whenever one comes or goes."""
+        """Its role in an engine, by its command line alone; cached, since every process is checked at each change."""
         return find_role(self.command)
 
 
 def read_content(file: Path) -> bytes:
-    """Return what a file of the kernel's holds; raise OSError.
-
-    A file is opened, read and closed, without what Path.read_text asks of it besides: half of its cost.
-    """
+    """Return the content of a kernel file, at half the cost of Path.read_text; raise OSError."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         return b"".join(iter(lambda: os.read(descriptor, 2**16), b""))
@@ -62,24 +59,23 @@ def read_content(file: Path) -> bytes:
         os.close(descriptor)
 
 
-def find_number(told: bytes, name: bytes) -> int | None:
-    """Return the number behind a name that begins a line, the separator included in the name; None without one."""
-    _, _, rest = (b"\n" + told).partition(b"\n" + name)
+def find_number(text: bytes, name: bytes) -> int | None:
+    """Return the number after a name (with its separator) at the start of a line; None without one."""
+    _, _, rest = (b"\n" + text).partition(b"\n" + name)
     words = rest.split(maxsplit=1)
     return int(words[0]) if words and words[0].isdigit() else None
 
 
 def list_pids(proc: Path) -> frozenset[int]:
-    """Return the pid of every process that shows; raise OSError where there is no /proc."""
+    """Return every visible pid; raise OSError where there is no /proc."""
     return frozenset(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208 - no Path per process
 
 
 def read_entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
-    """Return the process, or None when it has gone or is a zombie; raise OSError where that cannot be told.
+    """Return the process, or None when it has exited or is a zombie; raise OSError where that is unknown.
 
-    `known` is what was returned before: it is returned again where name, parent, group and start are the same, and the
-    command line is read anew only if a program of this name may have another one by now. Every other program that takes
-    the place of one, and every title, brings its name.
+    `known`, the last result, is returned again where name, parent, group and start are the same. Only for names that
+    can keep their name across a new command line is the command line read again.
     """
     try:
         name, fields = _read_stat(proc, pid)
@@ -97,7 +93,7 @@ def read_entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntr
 
 
 def is_zombie(proc: Path, pid: int) -> bool:
-    """Tell whether the process has ended and nobody, or not all of it, has been taken away."""
+    """Return whether the process has exited and its parent has not reaped it."""
     try:
         return _read_stat(proc, pid)[1][0] == "Z"
     except (OSError, ValueError):
@@ -112,13 +108,13 @@ def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
 
 
 def has_kernel_threads(entries: Mapping[int, ProcEntry]) -> bool:
-    """Tell whether the children of pid 2 never become anything else: in a container it is a process like any other."""
+    """Return whether pid 2 is the parent of kernel threads: in a container it is an ordinary process."""
     parent = entries.get(KERNEL_THREADS)
     return parent is not None and parent.name == "kthreadd" and parent.command == ("kthreadd",)
 
 
 def read_command(proc: Path, pid: int) -> tuple[str, ...]:
-    """Return the process's whole command line, empty when it has gone."""
+    """Return the process's whole command line, empty when it has exited."""
     try:
         return _split_arguments(read_content(proc / str(pid) / "cmdline"))
     except OSError:
@@ -126,9 +122,9 @@ def read_command(proc: Path, pid: int) -> tuple[str, ...]:
 
 
 def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
-    """Return the process's resident bytes and CPU seconds, or None when it has gone or another has got its pid.
+    """Return the process's resident bytes and CPU seconds, or None when it has exited or its pid was reused.
 
-    A process that is exiting has no memory left and counts as gone. Raises OSError where that cannot be told.
+    A process that is exiting has no memory left and counts as exited. Raises OSError where that is unknown.
     """
     try:
         pages = int(read_start(f"{proc}/{process.pid}/statm").split()[1])
@@ -142,13 +138,13 @@ def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
 
 
 def _raise_shortage(error: Exception) -> None:
-    """Raise the error if it is no answer to what was asked of a process."""
+    """Raise the error if it is a shortage on this side and says nothing about the process."""
     if isinstance(error, OSError) and error.errno in SHORTAGES:
         raise error
 
 
 def _read_stat(proc: Path, pid: int) -> tuple[str, list[str]]:
-    """Return the name and the fields after it, of which proc(5) calls the first one 3; a name may hold any byte."""
+    """Return the name, which may hold any byte, and the fields after it, from field 3 of proc(5) on."""
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     name, _, rest = text.partition("(")[2].rpartition(") ")
     fields = rest.split(maxsplit=20)
@@ -158,7 +154,7 @@ def _read_stat(proc: Path, pid: int) -> tuple[str, list[str]]:
 
 
 def read_start(path: str) -> bytes:
-    """Read without Path or buffer, or raise OSError: a host may have 10,000 processes, each three calls so."""
+    """Return the start of a file; raise OSError. Without Path or buffer: a host may have 10,000 processes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.read(descriptor, _START_BYTES)
@@ -167,8 +163,8 @@ def read_start(path: str) -> bytes:
 
 
 def _split_arguments(arguments: bytes) -> tuple[str, ...]:
-    told = arguments.rstrip(b"\0").decode(errors="replace")
-    return tuple(told.split("\0")) if told else ()
+    text = arguments.rstrip(b"\0").decode(errors="replace")
+    return tuple(text.split("\0")) if text else ()
 
 
 def _parse_start(fields: list[str]) -> float:
@@ -176,7 +172,7 @@ def _parse_start(fields: list[str]) -> float:
 
 
 def has_host_pids(proc: Path) -> bool:
-    """Tell whether this process is known to be in the machine's first PID namespace."""
+    """Return whether this process is known to be in the machine's first PID namespace."""
     try:
         return str((proc / "self" / "ns" / "pid").readlink()) == _FIRST_PID_NAMESPACE
     except OSError:
@@ -184,10 +180,7 @@ def has_host_pids(proc: Path) -> bool:
 
 
 def has_same_network(proc: Path, pid: int) -> bool:
-    """Tell whether a process is not known to be in another network namespace than this one.
-
-    Each namespace has a tree of its own below /proc/PID/net, whose inode shows to everybody; ns/net does not.
-    """
+    """Return whether a process may be in this network namespace, by an inode that, unlike ns/net, all can read."""
     try:
         return (proc / str(pid) / "net" / "stat").samefile(proc / "self" / "net" / "stat")
     except OSError:

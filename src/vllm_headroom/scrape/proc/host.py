@@ -14,9 +14,9 @@ from vllm_headroom.scrape.proc.files import find_number, read_content
 
 
 class _Version(Struct, frozen=True, kw_only=True):
-    """What a version calls its files, and what of memory.stat is taken back before anything is killed.
+    """The file names of a cgroup version, and the entries of memory.stat that the kernel reclaims before it kills.
 
-    Files on the active list count as well: what vLLM maps of its weights is there. Shared memory is on neither list.
+    Active files count too: mapped weights are among them. Shared memory is on neither list.
     """
 
     limit: str
@@ -40,10 +40,9 @@ _V1: Final = _Version(
 
 
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
-    """Return the memory of the process's cgroup, at the level above it whose limit is the lowest.
+    """Return the memory of the process's cgroup, at the level with the lowest limit; None where it is not visible.
 
-    None where the tree cannot be seen, as in a container beside it: a folder is believed only where the process is
-    listed in it. A limit above what the machine has is none.
+    Its folder must list the process. A limit above the machine's memory is no limit.
     """
     try:
         mounts, places = tuple(_list_mounts(proc)), tuple(_list_places(proc, pid))
@@ -60,7 +59,7 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
 
 
 def _list_places(proc: Path, pid: int) -> Iterator[tuple[_Version, PurePosixPath]]:
-    """Yield where each version has the process; on a machine with both the memory is in one of them."""
+    """Yield the process's cgroup path in each version; with both, one of them has the memory controller."""
     for line in read_content(proc / str(pid) / "cgroup").decode(errors="replace").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -70,7 +69,7 @@ def _list_places(proc: Path, pid: int) -> Iterator[tuple[_Version, PurePosixPath
 
 
 def _list_mounts(proc: Path) -> Iterator[tuple[_Version, PurePosixPath, Path]]:
-    """Yield each tree of cgroups that is mounted: its version, the cgroup at its top, and where that is."""
+    """Yield each mounted cgroup tree: its version, the cgroup at its root, and the mount point."""
     for line in read_content(proc / "self" / "mountinfo").decode(errors="replace").splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2) if after.count(" ") > 1 else ("", "", "")
@@ -93,11 +92,11 @@ def _read(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgr
     limits = [(limit, level) for level in levels if (limit := _read_limit(version, level)) is not None]
     limit_bytes, wall = min(limits, key=lambda each: each[0], default=(machine_bytes, folder))
     try:
-        told = read_content(wall / "memory.stat")
+        stat = read_content(wall / "memory.stat")
         return Cgroup(
             identity=f"{folder}:{folder.stat().st_ino}",
             used_bytes=int(read_content(wall / version.used)),
-            cache_bytes=sum(find_number(told, name) or 0 for name in version.cache),
+            cache_bytes=sum(find_number(stat, name) or 0 for name in version.cache),
             limit_bytes=limit_bytes if limit_bytes < machine_bytes else None,
             oom_kills=find_number(read_content(folder / version.kills), b"oom_kill "),
         )
@@ -117,12 +116,12 @@ _KIB: Final = 1024
 
 
 def read_host(proc: Path, engine: tuple[EngineProcess, ...]) -> HostReading:
-    """Return what is seen of the host's memory; the container is that of the engine's first process, its server."""
+    """Return the visible host memory; the container is that of the engine's first process, its server."""
     return read_process_host(proc, engine[0].pid) if engine else HostReading(machine=read_machine(proc))
 
 
 def read_process_host(proc: Path, pid: int) -> HostReading:
-    """Return what is seen of the host's memory around one process."""
+    """Return the visible host memory of one process's container."""
     machine = read_machine(proc)
     most_bytes = 2**63 if machine is None else machine.total_bytes
     return HostReading(
@@ -131,25 +130,25 @@ def read_process_host(proc: Path, pid: int) -> HostReading:
 
 
 def read_machine(proc: Path) -> MachineMemory | None:
-    """Return the machine's memory, None where /proc does not tell it."""
+    """Return the machine's memory, None where /proc does not have it."""
     try:
-        told = read_content(proc / "meminfo")
+        meminfo = read_content(proc / "meminfo")
     except OSError:
         return None
-    total_kib, available_kib = find_number(told, b"MemTotal:"), find_number(told, b"MemAvailable:")
+    total_kib, available_kib = find_number(meminfo, b"MemTotal:"), find_number(meminfo, b"MemAvailable:")
     if total_kib is None or available_kib is None:
         return None
     return MachineMemory(
         total_bytes=total_kib * _KIB,
         available_bytes=available_kib * _KIB,
-        swap_bytes=(find_number(told, b"SwapTotal:") or 0) * _KIB,
-        swap_free_bytes=(find_number(told, b"SwapFree:") or 0) * _KIB,
+        swap_bytes=(find_number(meminfo, b"SwapTotal:") or 0) * _KIB,
+        swap_free_bytes=(find_number(meminfo, b"SwapFree:") or 0) * _KIB,
         oom_kills=_read_kills(proc),
     )
 
 
 def read_boot_time(proc: Path) -> float:
-    """Return when the machine started, in seconds since the epoch; raise OSError where /proc/stat does not say."""
+    """Return when the machine booted, in seconds since the epoch; raise OSError where /proc/stat does not have it."""
     seconds = find_number(read_content(proc / "stat"), b"btime ")
     if seconds is None:
         raise OSError(f"{proc / 'stat'} has no line btime")
@@ -157,16 +156,16 @@ def read_boot_time(proc: Path) -> float:
 
 
 def read_resident_parts(proc: Path, pid: int) -> tuple[int | None, int | None]:
-    """Return what of a process's resident memory is its own, and what maps files; None where the kernel says nothing.
+    """Return a process's anonymous and file-mapped resident bytes; None where the kernel does not count them.
 
-    Counted by the kernel as it goes: smaps_rollup would walk the page tables under the lock that the engine's own
-    mappings need, for seconds where weights are mapped.
+    Not from smaps_rollup, which walks the page tables under the lock that the engine's own mappings need, for seconds
+    where weights are mapped.
     """
     try:
-        told = read_content(proc / str(pid) / "status")
+        status = read_content(proc / str(pid) / "status")
     except OSError:
         return None, None
-    anonymous, file = find_number(told, b"RssAnon:"), find_number(told, b"RssFile:")
+    anonymous, file = find_number(status, b"RssAnon:"), find_number(status, b"RssFile:")
     if anonymous is None or file is None:
         return None, None
     return anonymous * _KIB, file * _KIB
@@ -175,14 +174,14 @@ def read_resident_parts(proc: Path, pid: int) -> tuple[int | None, int | None]:
 def read_shm(path: Path) -> Shm | None:
     """Return the size of the file system at `path`, None where there is none."""
     try:
-        told = os.statvfs(path)
+        volume = os.statvfs(path)
     except OSError:
         return None
-    return Shm(total_bytes=told.f_blocks * told.f_frsize, free_bytes=told.f_bavail * told.f_frsize)
+    return Shm(total_bytes=volume.f_blocks * volume.f_frsize, free_bytes=volume.f_bavail * volume.f_frsize)
 
 
 def _read_process_shm(proc: Path, pid: int) -> Shm | None:
-    """Return the process's /dev/shm: through its root where that is allowed, else this one's if it is the same."""
+    """Return the process's /dev/shm: through its root where permitted, else this process's if it is the same."""
     seen = read_shm(proc / str(pid) / "root" / SHM)
     if seen is not None:
         return seen

@@ -23,11 +23,7 @@ from vllm_headroom.worker import Worker
 
 
 def assign_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
-    """Return the role of each process of an engine by pid: its `roots` and all their descendants.
-
-    `own_pid` and its descendants are never among them: an entrypoint that starts this daemon and then becomes vLLM
-    is its parent.
-    """
+    """Return the role of each process of an engine by pid: its `roots` and their descendants, without the daemon's."""
     children: dict[int, list[int]] = defaultdict(list)
     for pid, process in entries.items():
         children[process.parent_pid].append(pid)
@@ -43,10 +39,7 @@ def assign_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable
 
 
 def _find_role(process: ProcEntry, parent: ProcEntry | None) -> Role:
-    """Return the role by name; a fork that has not taken another name is no second one of its parent.
-
-    Below a server a title counts whatever VLLM_PROCESS_NAME_PREFIX has put before it.
-    """
+    """Return the role by name, of titles with any VLLM_PROCESS_NAME_PREFIX; a fork of the same name has none."""
     if parent is not None and process.command == parent.command:
         return Role.OTHER
     return process.role or find_role((f"VLLM::{process.command[0].partition('::')[2]}",)) or Role.OTHER
@@ -60,17 +53,17 @@ HIDDEN: Final = Failure(
         " pod's processes (shareProcessNamespace: true), or mount /proc without hidepid"
     ),
 )
-"""What cannot be seen is not nothing: an empty list would say that the engine is down."""
+"""An empty list would mean that the engine is down."""
 
 
 class Processes:
     """Finds the processes of the vLLM that serves `engine_port` under `proc`, and measures them.
 
-    A process that is new is looked at once. Each is looked at again within `rescan_seconds` of `monotonic`, because it
-    gets its title only after it has started: a share at every reading, so that no reading of a full host takes long.
-    All of them are whenever one of the engine's has gone.
+    A new process is read at once. Each is read again within `rescan_seconds`, because it gets its title only after its
+    start: a share at every reading, so that no reading of a full host takes long. When one of the engine's has exited,
+    all are read again.
 
-    `engine_is_here` is whether the engine's page is served on this machine: then its processes must be able to show.
+    `engine_is_here`: the engine's page is served on this machine, so its processes must be visible.
     """
 
     def __init__(
@@ -86,9 +79,9 @@ class Processes:
         self._proc = proc
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
-        self._looked_at_seconds = monotonic()
+        self._scanned_at_seconds = monotonic()
         self._entries: dict[int, ProcEntry] = {}
-        self._asked = self._unasked = PageState(port=engine_port)
+        self._page = self._first_page = PageState(port=engine_port)
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
         self._orphans = Orphans()
@@ -98,12 +91,11 @@ class Processes:
         self._worker = Worker[ProcessReadings | Failure]("processes")
 
     async def read(self, timeout_seconds: float, page: EnginePage | Failure | None = None) -> ProcessReadings | Failure:
-        """Return the engine's processes that are alive, and every pid that shows.
+        """Return the engine's running processes, and every visible pid.
 
-        `page` is what came of asking for the engine's page, None where nobody has asked; with it, `roots.engine_roots`
-        says which of the engines in sight it is.
-        Reads on a daemon thread, because a command line can block behind a process stuck in a driver: that is a
-        TIMEOUT until it lets go. UNAVAILABLE where there is no /proc, and HIDDEN where the engine cannot show in it.
+        `page` is the engine's last page, None without a request: `roots.choose_roots` chooses the engine by it. The
+        thread that reads can block on a command line, behind a process stuck in a driver: TIMEOUT until that returns.
+        UNAVAILABLE where there is no /proc, HIDDEN where the engine cannot be visible in it.
         """
         try:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
@@ -116,15 +108,15 @@ class Processes:
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
-        pids, asked = proc_files.list_pids(self._proc), self._describe_page(page)
+        pids, state = proc_files.list_pids(self._proc), self._describe_page(page)
         if not pids:
             raise OSError("no process shows, not even the daemon's own")
         if not pids >= self._roles.keys():
             self._forget()
-        engine = self._engine(pids, asked)
+        engine = self._read_engine(pids, state)
         if len(engine) < len(self._roles):
             self._forget()
-            engine = self._engine(pids, asked)
+            engine = self._read_engine(pids, state)
         if self._engine_is_here and not (engine or self._sees_others):
             return HIDDEN
         return ProcessReadings(
@@ -145,29 +137,26 @@ class Processes:
 
     def _describe_page(self, page: EnginePage | Failure | None) -> PageState:
         if page is None:
-            return self._unasked
+            return self._first_page
         if isinstance(page, Failure):
             listens = not (self._engine_is_here and page.reason is Reason.UNREACHABLE)
-            return replace(self._unasked, listens=listens, on_host=self._sees_host_pids)
-        told = [each.started_at_seconds for each in page.engines if each.started_at_seconds is not None]
-        since = min(told) - self._boot_time_seconds if told else None
-        return replace(self._unasked, answers=bool(page.engines), began_seconds=since)
+            return replace(self._first_page, listens=listens, on_host=self._sees_host_pids)
+        starts = [each.started_at_seconds for each in page.engines if each.started_at_seconds is not None]
+        since = min(starts) - self._boot_time_seconds if starts else None
+        return replace(self._first_page, answers=bool(page.engines), began_seconds=since)
 
-    def _engine(self, pids: frozenset[int], asked: PageState) -> tuple[EngineProcess, ...]:
-        if self._look(pids) or asked != self._asked:
-            self._asked = asked
-            self._roles = self._chosen(self._entries)
+    def _read_engine(self, pids: frozenset[int], page: PageState) -> tuple[EngineProcess, ...]:
+        if self._scan(pids) or page != self._page:
+            self._page = page
+            self._roles = self._choose(self._entries)
         found = (self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
 
-    def _look(self, pids: frozenset[int]) -> bool:
-        """Look at a share of the processes, which then stand behind the others, and tell whether anything changed.
-
-        At the kernel's, once is enough.
-        """
+    def _scan(self, pids: frozenset[int]) -> bool:
+        """Read a share of the processes, the kernel's only once, and move it to the end; return whether any changed."""
         now = self._monotonic()
-        share = (now - self._looked_at_seconds) / self._rescan_seconds if self._rescan_seconds else 1.0
-        self._looked_at_seconds = now
+        share = (now - self._scanned_at_seconds) / self._rescan_seconds if self._rescan_seconds else 1.0
+        self._scanned_at_seconds = now
         gone, unknown = self._entries.keys() - pids, pids - self._entries.keys()
         for pid in gone:
             del self._entries[pid]
@@ -183,23 +172,23 @@ class Processes:
             changed |= entry != before
         return changed
 
-    def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
+    def _choose(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
         own_pid = proc_files.read_own_pid(self._proc)
         self._strays = self._orphans.strays(entries)
-        self._orphaned = self._orphans.find_orphans(entries, answers=self._asked.answers)
+        self._orphaned = self._orphans.find_orphans(entries, answers=self._page.answers)
         left = self._orphaned | self._strays
         rest = {pid: entry for pid, entry in entries.items() if pid not in left}
-        self._choice = choose_roots(rest, self._told, self._asked, self._choice)
+        self._choice = choose_roots(rest, self._find_served, self._page, self._choice)
         roles = assign_roles(rest, own_pid, self._choice.roots)
         self._orphans.remember(rest, self._choice.roots, roles)
         self._sees_others = can_see_others(entries, own_pid)
         return roles
 
-    def _told(self, pid: int) -> ServedPort:
-        """Return its port, and whether it is on the daemon's network, as a page on a loopback address wants."""
+    def _find_served(self, pid: int) -> ServedPort:
+        """Return its port, and whether it shares the daemon's network, which a page on a loopback address needs."""
         may_listen = not self._engine_is_here or proc_files.has_same_network(self._proc, pid)
         command, above = (proc_files.read_command(self._proc, each) for each in (pid, self._entries[pid].parent_pid))
-        return find_port(command, self._asked.port, above), may_listen
+        return find_port(command, self._page.port, above), may_listen
 
     def _measure(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
         usage = proc_files.read_usage(self._proc, entry)
@@ -219,10 +208,10 @@ class Processes:
 
     @cached_property
     def _sees_host_pids(self) -> bool:
-        """Read once: no process ever changes its own namespace of pids."""
+        """Read once: no process changes its own pid namespace."""
         return proc_files.has_host_pids(self._proc)
 
     @cached_property
     def _boot_time_seconds(self) -> float:
-        """Read once: a step of the clock would move it, and with it the start times that tell processes apart."""
+        """Read once: a clock step would move it, and with it the start times that identify processes."""
         return read_boot_time(self._proc)

@@ -1,4 +1,4 @@
-"""Which of the engines in sight is the one that serves a port."""
+"""Choose which of the visible engines serves a port."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,18 +22,18 @@ RAY: Final = "ray::"
 """How the titles of Ray's actors begin."""
 
 Name = tuple[int, float]
-"""A process by its pid and its start, in seconds since boot: a pid alone is given to another one later."""
+"""A process by its pid and its start, in seconds since boot: the kernel reuses pids."""
 
 ServedPort = tuple[int | None, bool]
-"""The port that an engine's command line tells, and whether it can listen where the daemon asks."""
+"""The port that an engine's command line names, and whether it can listen at the address of the page."""
 
 
 class PageState(Struct, frozen=True, kw_only=True):
-    """The port that the engine's page is asked for at, and what came of it; all is possible while nobody has asked.
+    """The port of the engine's page, and the result of the last request; without a request everything is possible.
 
-    `listens` is whether something may be listening there, `answers` whether an engine does; `began_seconds` is when,
-    since boot, the server behind the page began, None where it does not say. `on_host` is whether processes of others
-    than a pod's show.
+    `listens`: something may listen there. `answers`: an engine answers there. `began_seconds`: when the server behind
+    the page started, in seconds since boot; None where the page does not say. `on_host`: processes of other pods are
+    visible.
     """
 
     port: int
@@ -46,14 +46,14 @@ class PageState(Struct, frozen=True, kw_only=True):
 class Choice(Struct, frozen=True, kw_only=True):
     """The root processes of the engine; none where it is down, or where it could be any of `ambiguous` engines.
 
-    `names` are those of its servers. `told` is what the engine told when last it was sure to be the one; None before it
-    ever was. `others` are the roots of the engines that are not it, `strangers` those of them that were seen beside the
-    one that a page named by its start, `since`. `ports` are those that it tells, or that all tell where none is it.
+    `names` are its servers. `served` is its port when it was last certain; None before the first time. `others` are the
+    roots of the other engines; `strangers` are those of them that were seen when a page identified the engine by its
+    start, `since`. `ports` are the engine's, or those of all engines where none is chosen.
     """
 
     roots: tuple[int, ...] = ()
     ambiguous: int = 0
-    told: ServedPort | None = None
+    served: ServedPort | None = None
     names: frozenset[Name] = frozenset()
     others: frozenset[Name] = frozenset()
     strangers: frozenset[Name] = frozenset()
@@ -61,64 +61,72 @@ class Choice(Struct, frozen=True, kw_only=True):
     ports: frozenset[int] = frozenset()
 
 
-Claim = tuple[float, bool, bool, bool]
-_NEVER: Final = -inf
-_NONE: Final[Claim] = (_NEVER, False, False, False)
+class Rank(NamedTuple):
+    """How certain it is that an engine serves the page; ranks compare field by field, the most certain first."""
+
+    closeness: float = -inf
+    """Minus the seconds between its start and the start that the page names; -inf where they do not match. One start
+    identifies one engine, because the last page of an exited engine is still known when its pid is reused."""
+    has_port: bool = False
+    """It has the port and can listen at the page's address, or has the port that the engine had when it was certain."""
+    may_have_port: bool = False
+    """Its port is unknown, or differs while something listens that may forward: a proxy or a port mapping."""
+    was_chosen: bool = False
 
 
 def choose_roots(
-    entries: Mapping[int, ProcEntry], told_by: Callable[[int], ServedPort], asked: PageState, before: Choice
+    entries: Mapping[int, ProcEntry], find_served: Callable[[int], ServedPort], page: PageState, before: Choice
 ) -> Choice:
-    """Return whose process trees are the engine's, after the last choice.
+    """Return which process trees are the engine's, given the last choice.
 
-    A root is a process of an engine's with none above it but one that supervises ranks. Beside a server, an engine core
-    without one is a leftover whose memory the engine does not hold: taking it for the engine's would hide the leak.
-    Ray's actors descend from Ray, which leaves open whose they are: where there is one engine they are its, without any
-    they are it while something listens, and beside several none is chosen.
+    A root is an engine's process without another above it, except one that supervises ranks. An engine core without a
+    server, beside a server, is a leftover: counting its memory as the engine's would hide the leak. Ray's actors
+    descend from Ray, not from their engine: beside one engine they belong to it, without an engine they are the engine
+    while something listens, beside several none is chosen.
 
-    Of several engines it is the one with the best claim; where none has any, the engine is down, and where two have the
-    same, it is not known which. On a host neither is it known of one that only may be it, before the page answers.
+    The engine of the highest rank is chosen. Without any rank the engine is down; with two of the same rank it is
+    unknown which one it is. On a host, an engine that only may have the port is not chosen before the page answers.
     """
     named = {pid: process for pid, process in entries.items() if process.role and not is_supervisor(process.command)}
     tops = tuple(sorted(pid for pid in named if named.keys().isdisjoint(list_ancestors(entries, pid))))
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith(RAY))
     engines = _group_engines(entries, [pid for pid in tops if pid not in actors])
-    told = {roots: told_by(roots[0]) for roots in engines}
+    served = {roots: find_served(roots[0]) for roots in engines}
     serving = {roots: _list_serving(named, roots) for roots in engines}
     began = {roots: _list_starts(entries, (*serving[roots], entries[roots[0]].parent_pid)) for roots in engines}
-    claims = {
-        roots: _rank_engine(_name_processes(entries, roots), began[roots], told[roots], asked, before)
+    ranks = {
+        roots: _rank_engine(_name_processes(entries, roots), began[roots], served[roots], page, before)
         for roots in engines
     }
-    best = max(claims.values(), default=_NONE)
-    chosen = [roots for roots in engines if claims[roots] == best != _NONE]
+    best = max(ranks.values(), default=Rank())
+    chosen = [roots for roots in engines if ranks[roots] == best != Rank()]
     names = _name_processes(entries, chain.from_iterable(engines))
     strangers = before.strangers & names
-    is_named = best[0] > _NEVER
-    is_sure = is_named or best[1] or (asked.answers and before.told is None)
-    is_guess = asked.on_host and before.told is None and not is_sure
+    is_named = best.closeness > -inf
+    is_certain = is_named or best.has_port or (page.answers and before.served is None)
+    is_guess = page.on_host and before.served is None and not is_certain
     if len(chosen) != 1 or (actors and len(engines) > 1) or is_guess:
-        roots = actors if asked.listens and not engines else ()
+        roots = actors if page.listens and not engines else ()
         before = replace(before, roots=roots, names=frozenset(), others=names, strangers=strangers)
-        return replace(before, ambiguous=len(engines) if chosen else 0, ports=_list_ports(told.values()))
+        return replace(before, ambiguous=len(engines) if chosen else 0, ports=_list_ports(served.values()))
     (roots,) = chosen
     own = _name_processes(entries, serving[roots])
     return Choice(
         roots=roots + actors,
         names=own,
-        told=told[roots] if is_sure else before.told,
+        served=served[roots] if is_certain else before.served,
         others=names - own,
         strangers=names - own if is_named else strangers,
-        since=asked.began_seconds if is_named else before.since,
-        ports=_list_ports([told[roots]]),
+        since=page.began_seconds if is_named else before.since,
+        ports=_list_ports([served[roots]]),
     )
 
 
 def _group_engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> list[tuple[int, ...]]:
     """Return the roots of each engine.
 
-    Without any server, cores and workers below one parent are one engine (a program that embeds vLLM), and beside one
-    where an API server is among them, which has outlived the process that began them all.
+    Without any server, cores and workers below one parent are one engine: a program that embeds vLLM. Beside a server
+    they are one only with an API server among them, which has outlived the process that started them all.
     """
     servers = {pid: _is_server(entries, pid) for pid in tops}
     alone = [(pid,) for pid, serves in servers.items() if serves]
@@ -127,8 +135,8 @@ def _group_engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> lis
     return alone + outlived if alone else families
 
 
-def _list_ports(told: Iterable[ServedPort]) -> frozenset[int]:
-    return frozenset(port for port, _ in told if port is not None)
+def _list_ports(served: Iterable[ServedPort]) -> frozenset[int]:
+    return frozenset(port for port, _ in served if port is not None)
 
 
 def _is_server(entries: Mapping[int, ProcEntry], pid: int) -> bool:
@@ -138,26 +146,21 @@ def _is_server(entries: Mapping[int, ProcEntry], pid: int) -> bool:
 
 
 def _rank_engine(
-    names: frozenset[Name], starts: Iterable[float], told: ServedPort, asked: PageState, before: Choice
-) -> Claim:
-    """Return how well it is vouched for that an engine is the one, the surest first.
+    names: frozenset[Name], starts: Iterable[float], served: ServedPort, page: PageState, before: Choice
+) -> Rank:
+    """Return the rank of one engine.
 
-    It began nearer than any to when the page says that its server did; one start names one engine, for the last page of
-    a dead one is still known when another has its pid. It has the port, and can listen where the page is asked for, or
-    tells what the engine told when that was sure. It may be the one for all that is known: it tells no port, or has
-    another and something listens that can stand before it, a proxy or a port mapping. It was chosen before.
-
-    A page that names its server speaks for no other, unless it has the port: a clock that was set moves the start.
+    A page that names its server supports no other engine, unless that has the port: setting the clock moves the start.
     """
-    since, never_sure = asked.began_seconds, before.told is None
-    fits, is_strange = told in {(asked.port, True), before.told}, bool(names & before.strangers)
+    since, never_certain = page.began_seconds, before.served is None
+    has_port = served in {(page.port, True), before.served}
     apart = inf if since is None else min(abs(start - since) for start in starts)
     may_be_named = since != before.since or bool(names & before.names)
-    began = -apart if apart <= SAME_START_SECONDS and may_be_named else _NEVER
-    if is_strange or (since is not None and never_sure and not fits):
-        return began, False, False, False
-    may_be = never_sure and (asked.listens or told == (None, True))
-    return began, fits, may_be, bool(names & before.names)
+    closeness = -apart if apart <= SAME_START_SECONDS and may_be_named else -inf
+    if names & before.strangers or (since is not None and never_certain and not has_port):
+        return Rank(closeness)
+    may_have_port = never_certain and (page.listens or served == (None, True))
+    return Rank(closeness, has_port, may_have_port, was_chosen=bool(names & before.names))
 
 
 def _name_processes(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> frozenset[Name]:
@@ -175,7 +178,7 @@ def _list_serving(named: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> tup
 
 
 def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
-    """Return the pids above; files read one after another can show a circle, when a pid is used again."""
+    """Return the pids above; a pid that is reused between two reads can close a circle."""
     ancestors: set[int] = set()
     parent = entries[pid].parent_pid
     while parent in entries and parent not in ancestors | {pid}:
@@ -185,7 +188,7 @@ def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
 
 
 def find_family(process: ProcEntry) -> tuple[int, int]:
-    """Return what the roots of one engine share: a parent, which for orphans is init, and the group they began in."""
+    """Return what the roots of one engine share: their parent (init for orphans) and process group."""
     return process.parent_pid, process.group
 
 
@@ -197,22 +200,19 @@ def _group_families(processes: Iterable[ProcEntry]) -> list[tuple[int, ...]]:
 
 
 def can_see_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
-    """Tell whether more than the daemon's own processes can be read: not in a container of its own, nor with hidepid.
-
-    Every namespace has a pid 1; where it cannot be read, /proc hides what belongs to other users.
-    """
+    """Return whether processes other than the daemon's are visible; pid 1 is not with hidepid."""
     line = list_ancestors(entries, own_pid) | {own_pid} if own_pid in entries else {own_pid}
     return _INIT in entries and any(pid not in line and own_pid not in list_ancestors(entries, pid) for pid in entries)
 
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
-"""What an entrypoint is run by, that takes over what a server in its own group leaves; no program of an engine's."""
+"""They run an entrypoint and become the parent of what a server in its own group leaves; no engine is one."""
 
 _BELOW_A_SERVER: Final = (Role.ENGINE_CORE, Role.WORKER)
 
 
 class Orphans:
-    """Knows the engine's processes again after the death of the core or the server above them."""
+    """Recognises the engine's processes after the exit of the core or the server above them."""
 
     def __init__(self) -> None:
         self._roots: dict[int, ProcEntry] = {}
@@ -220,11 +220,11 @@ class Orphans:
         self._left: dict[int, ProcEntry] = {}
 
     def find_orphans(self, entries: Mapping[int, ProcEntry], *, answers: bool) -> frozenset[int]:
-        """Return the pids of what was the engine's and hangs from none of its roots now, and of their children.
+        """Return the pids of former engine processes that descend from none of its roots now, and their children.
 
-        Init, or whoever takes over orphans, is their parent now, and no later engine is. A root that is no server has a
-        program above it, and is an orphan without it. Where the page `answers` and one of its servers lives, the engine
-        goes on without the process that began it (seen: vLLM 0.32 with two API servers).
+        Their parent is init, or another process that adopts orphans, and never a later engine. A root that is no server
+        has a program above it, and is an orphan without it. Where the page `answers` and one of its servers runs, the
+        engine continues without the process that started it (seen: vLLM 0.32 with two API servers).
         """
         roots = {pid for pid, root in self._roots.items() if _is_alive(root, entries.get(pid))}
         known = {**self._left, **self._members}
@@ -243,16 +243,16 @@ class Orphans:
         return _add_children(entries, self._left.keys())
 
     def remember(self, entries: Mapping[int, ProcEntry], roots: Iterable[int], members: Iterable[int]) -> None:
-        """Take note of the engine's processes as they are now."""
+        """Remember the engine's processes as they are now."""
         self._roots = {pid: entries[pid] for pid in roots}
         self._members = {pid: entries[pid] for pid in members}
 
     def strays(self, entries: Mapping[int, ProcEntry]) -> frozenset[int]:
-        """Return the pids of cores and workers that another has taken over unseen from a server, and of their children.
+        """Return the pids of cores and workers that were adopted from an unseen server, and of their children.
 
-        Only of those with a title of their own, and not of Ray's, whose daemon starts them. Nobody but init, or who
-        stands in for it, is the parent of a process of another group: an engine's are of the group of who began it.
-        Where an API server has been taken over with them, they serve on.
+        Only those with a title, and not Ray's, whose daemon starts them. Only a process that adopts orphans is the
+        parent of a process of another group: an engine's processes share the group of their parent. With an adopted
+        API server among them, they still serve.
         """
         served = {
             find_family(process)

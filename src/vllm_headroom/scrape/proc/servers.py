@@ -1,4 +1,4 @@
-"""How each kind of engine's server is told by its command line, and which port it then serves."""
+"""Recognise each kind of engine's server by its command line, and find the port it serves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _OPTIONS_WITH_VALUE: Final = ("-X", "-W")
 
 
 class ServerKind(Struct, frozen=True, kw_only=True):
-    """A kind of server: what its command line begins with, past the interpreter, and where its port stands.
+    """A kind of server: the start of its command line after the interpreter, and the place of its port.
 
-    `commands` are a program or module and, where it has several, its subcommand. `port_options` name the port,
-    which is `port` where none is given, be it by a `variable` of the environment, and not told where one of `elsewhere`
-    is. `titles` are the names that its processes take, and their roles: by the first 15 characters, since a process's
-    name is cut there.
+    `commands` are a program or module and, where it has several, its subcommand. The port is that of `port_options`,
+    else of the environment's `variable`, else `port`; with one of `elsewhere` it is unknown. `titles` are the names
+    that its processes take, cut to 15 characters as process names are, and their roles.
     """
 
     product: str
@@ -99,8 +98,7 @@ SERVERS: Final = (
         variable="DYN_HTTP_PORT",
     ),
 )
-"""Every kind of server whose processes the daemon knows; the titles are those that its processes were seen to take, or
-that its source gives them."""
+"""Every kind of server that the daemon recognises; the titles were observed, or are in the server's source."""
 
 
 _MENTIONED: Final = re.compile("|".join(sorted({each[0].partition(".")[0] for s in SERVERS for each in s.commands})))
@@ -109,15 +107,15 @@ _TITLES: Final = tuple(title for title, _ in _ROLES)
 
 
 def find_role(command: tuple[str, ...]) -> Role | None:
-    """Return the role that a title or a server's command line tells; None where it is no engine's."""
+    """Return the role of a title or a server's command line; None for any other process."""
     if command[0].startswith(_TITLES):
         return next(role for title, role in _ROLES if command[0].startswith(title))
     return Role.API_SERVER if find_server(command) else None
 
 
 def find_server(command: tuple[str, ...]) -> ServerKind | None:
-    """Return the kind of server whose command line this is, and not only one that mentions it."""
-    if not _MENTIONED.search("\0".join(command)):  # most of a host's processes, told in a microsecond
+    """Return the kind of server that this command line runs; None where it only mentions one."""
+    if not _MENTIONED.search("\0".join(command)):  # most of a host's processes, in a microsecond
         return None
     program, *arguments = _skip_interpreter(command)
     name = _strip_folder(program)
@@ -135,15 +133,15 @@ _LOCAL_RANKS: Final = ("--data-parallel-size-local", "-dpl")
 
 
 def is_supervisor(command: tuple[str, ...]) -> bool:
-    """Tell whether a vLLM serves nothing itself, but starts a server for each of its data-parallel ranks."""
+    """Return whether a vLLM serves nothing itself but starts a server for each data-parallel rank."""
     return not _SUPERVISOR.isdisjoint(command)
 
 
 def find_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[str, ...] = ()) -> int | None:
-    """Return the port that a server's command line names, else its default; None where it does not tell.
+    """Return the port that a server's command line names, else its default; None where it is unknown.
 
-    That a default is not the one that is `wanted` tells nothing where a variable may have set another. Ranks have the
-    ports from that of the supervisor `above` them on (vllm/entrypoints/openai/dp_supervisor.py).
+    A default other than the `wanted` port is unknown too where a variable may have changed it. Ranks have consecutive
+    ports from that of the supervisor `above` them (vllm/entrypoints/openai/dp_supervisor.py).
     """
     if is_supervisor(above):
         first, ranks = find_port(above), _parse_count(_find_option(above, _LOCAL_RANKS))
@@ -170,7 +168,7 @@ def _find_option(command: tuple[str, ...], options: Iterable[str]) -> str | None
 
 
 def _parse_count(text: str | None) -> int | None:
-    """Return a number of up to five digits, as ports are; anybody's command line may have any number."""
+    """Return a number of up to five digits, as ports have."""
     return int(text) if text and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 

@@ -9,9 +9,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.config.kinds import Value, bounded
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import NUMBER, parse_duration
+from vllm_headroom_tools.options import Value, bounded
 
 _MATCHER: Final = re.compile(r"\s*([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*(.*?)\s*", re.DOTALL)
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')

@@ -227,7 +227,7 @@ def test_help_has_an_example() -> None:
 def test_a_trace_alone_brings_no_http_client() -> None:
     code = (
         "import sys; from vllm_headroom_tools import cli; from vllm_headroom_tools.advise.command import COMMAND;"
-        " cli.execute(COMMAND, 'advise', ['-'], {}); print(*sys.modules, file=sys.stderr)"
+        " cli.execute(COMMAND, 'advise', ['-']); print(*sys.modules, file=sys.stderr)"
     )
     process = subprocess.run(
         [sys.executable, "-c", code],

@@ -117,7 +117,7 @@ def test_help_has_an_example_and_every_limit() -> None:
 
 
 def test_every_limit_that_can_be_set_is_judged() -> None:
-    given = vars(parser_of(COMMAND, "check").read(["--trace", "x"], {}))
+    given = vars(parser_of(COMMAND, "check").read(["--trace", "x"]))
 
     assert {name for name in given if name.startswith("max_")} == JUDGES.keys()
 
@@ -125,7 +125,7 @@ def test_every_limit_that_can_be_set_is_judged() -> None:
 def test_a_check_imports_nothing_of_the_daemon() -> None:
     code = (
         "import sys; from vllm_headroom_tools import cli; from vllm_headroom_tools.check.command import COMMAND;"
-        " cli.execute(COMMAND, 'check', sys.argv[1:], {}); print(*sys.modules)"
+        " cli.execute(COMMAND, 'check', sys.argv[1:]); print(*sys.modules)"
     )
     process = subprocess.run(
         [sys.executable, "-c", code, "--trace", "-", *LIMIT],
@@ -136,4 +136,4 @@ def test_a_check_imports_nothing_of_the_daemon() -> None:
         env=OWN,
     )
 
-    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "structlog"} & set(process.stdout.split())
+    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "pydantic"} & set(process.stdout.split())

@@ -9,7 +9,7 @@ from tests.contract.recorded import FOLDER
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Reason
-from vllm_headroom_tools.demo.readers import SimulatedEngine, render_page
+from vllm_headroom_tools.demo.run import SimulatedEngine, render_page
 from vllm_headroom_tools.demo.scenario import TABLE
 from vllm_headroom_tools.demo.world import CAPACITY_TOKENS, World
 

@@ -8,7 +8,7 @@ from vllm_headroom.derive.attribution import AttributionState, Selection, attrib
 from vllm_headroom.model import Gpu, GpuReading, ProcessReadings
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Attribution, Role
-from vllm_headroom_tools.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom_tools.demo.run import SimulatedGpus, SimulatedProcesses
 from vllm_headroom_tools.demo.scenario import TABLE
 from vllm_headroom_tools.demo.world import World
 

@@ -13,7 +13,7 @@ from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Sample
 from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom_tools.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
+from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses
 from vllm_headroom_tools.demo.scenario import TABLE
 from vllm_headroom_tools.demo.world import World
 

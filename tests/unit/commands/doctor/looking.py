@@ -67,7 +67,7 @@ def examined(proc: Path | None = None, sys: Path | None = None, /, **settings: s
     with tempfile.TemporaryDirectory() as folder:
         if proc is None:
             ProcTree(Path(folder)).add(*STRANGER)
-        return dict(asyncio.run(examine(load([], environ).values(), proc or Path(folder), sys or Path(folder))))
+        return dict(asyncio.run(examine(load([], environ), proc or Path(folder), sys or Path(folder))))
 
 
 def proc(folder: Path, server: Vllm | None = None, *, namespace: str = CONTAINER, servers: int = 1) -> Path:

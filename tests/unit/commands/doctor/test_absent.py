@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.model import INPUTS, EnginePage, EngineProcess, EngineReading, HostMemory, ReadingTime, Snapshot
 from vllm_headroom.parse.profiles import PROFILES

@@ -46,14 +46,14 @@ def test_cards_of_amds_need_no_nvml_and_are_the_engines_by_its_processes(
     nvml = findings["nvml"]
     assert (nvml.state, nvml.text) == (
         Status.NOT_APPLICABLE,
-        "not needed: the GPUs are AMD's, whose driver tells of them in /sys",
+        "not needed: the GPUs are AMD's, whose driver reports them in /sys",
     )
     assert findings["gpus"].details[0] == "GPU 0 (GPU-0000000000000000) AMD Instinct MI300X OAM"
     assert findings["gpu_attribution"].text == "1 of 2 taken for the engine's"
     memory = findings["process_memory"]
     assert (memory.state, memory.text) == (
         Status.OK,
-        "AMD's driver tells each process's own memory, seen from the machine's first PID namespace",
+        "AMD's driver reports each process's own memory, as seen from the machine's first PID namespace",
     )
 
 
@@ -76,8 +76,8 @@ def test_a_container_that_may_not_trace_the_engine_is_told_how(sys: AmdTree, vll
 
     owned, memory = findings["gpu_attribution"], findings["process_memory"]
     assert owned.state is memory.state is Status.MISSING
-    assert "which alone tells a container who is on AMD's cards" in owned.text
-    assert memory.text.startswith("the memory of each process is not told on GPU 0")
+    assert "which alone show a container who uses AMD's cards" in owned.text
+    assert memory.text.startswith("the driver does not report the memory of each process on GPU 0")
     for found in (owned, memory):
         assert any("SYS_PTRACE" in line for line in lines(found))
         assert "hostPID: true" in lines(found)
@@ -91,7 +91,8 @@ def test_a_card_whose_memory_kfd_does_not_tell_is_missing_it(sys: AmdTree, vllm:
     found = examined(proc(folder, vllm), sys.path, ENGINE_URL=vllm.url)["gpus"]
 
     assert found.state is Status.MISSING
-    assert "is not told by KFD, or not to this container" in found.details[0]
+    assert "KFD does not report what its processes may use of its memory" in found.details[0]
+    assert "or not to this container" in found.details[0]
     assert "devices: [/dev/kfd, /dev/dri]" in lines(found)
 
 

@@ -38,7 +38,7 @@ def test_a_version_that_is_not_told_is_not_made_up(version: Answer) -> None:
         found = examined(ENGINE_URL=server.url)["engine"]
 
     assert found.state is Status.OK
-    assert found.text == f"{server.url} answers: vllm, a version that it does not tell, model tiny"
+    assert found.text == f"{server.url} answers: vllm, version not reported, model tiny"
 
 
 def test_the_engine_is_asked_with_the_settings_that_the_daemon_has(tmp_path: Path) -> None:

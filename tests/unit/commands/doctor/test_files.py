@@ -8,8 +8,7 @@ import pytest
 from tests.samples import snapshot
 from tests.unit.commands.doctor.looking import examined, lines
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
-from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import INCIDENTS, list_incidents
+from vllm_headroom.trace.flight import INCIDENTS, keep, list_incidents, set_aside
 from vllm_headroom.trace.recorder import FOREIGN
 from vllm_headroom_tools.doctor.fixes import Check, Status
 

@@ -42,7 +42,7 @@ def test_a_gpu_that_tells_no_memory_is_missing_it(nvml: FakeNvml) -> None:
     found = examined()["gpus"]
 
     assert found.state is Status.MISSING
-    assert "NVML tells no memory of it" in found.details[0]
+    assert "NVML reports no memory for it" in found.details[0]
     assert found.absent == ("headroom_gpu_memory_* of GPU 0 (GPU-a)",)
 
 

@@ -73,7 +73,7 @@ def test_a_cache_of_a_given_size_leaves_no_budget() -> None:
     found = offers(recorded("vllm-0.32.0/load-waiting"), "reported_memory")
 
     assert found.state is Status.MISSING
-    assert found.text.startswith("vLLM's KV cache was given its size, as by --kv-cache-memory-bytes, so that ")
+    assert found.text.startswith("vLLM's KV cache was given its size, as by --kv-cache-memory-bytes, so ")
     assert lines(found) == [
         "HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU",
         "--kv-cache-memory-bytes",
@@ -85,7 +85,7 @@ def test_a_budget_that_is_not_told_is_missing() -> None:
     found = offers(RECORDED.replace("gpu_memory_utilization=", "other="), "reported_memory")
 
     assert found.state is Status.MISSING
-    assert "does not tell one gpu_memory_utilization" in found.text
+    assert "does not report one gpu_memory_utilization" in found.text
     assert len(found.fixes) == 1
 
 
@@ -115,7 +115,7 @@ def test_what_another_engine_never_tells_is_said_with_the_reason() -> None:
     found = offers((OTHERS / "llama-cpp-idle.prom").read_text(), "engine_inputs")
 
     assert found.state is Status.OK
-    untold = "llama.cpp does not tell requests_finished: it counts none: growth per request cannot be told"
+    untold = "llama.cpp does not export requests_finished: it counts none: growth per request is not known"
     assert untold in found.details
 
 

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("nvml")
         (CONTAINER, "535.113.01", Status.MISSING, "another process's memory"),
         (CONTAINER, "550.54.14", Status.MISSING, "another process's memory"),
         (CONTAINER, "560.35.03", Status.MISSING, "another process's memory"),
-        (CONTAINER, "565.57.01", Status.OK, "tells each process's own memory"),
-        (CONTAINER, "580.95.05", Status.OK, "tells each process's own memory"),
-        (CONTAINER, None, Status.UNKNOWN, "does not tell its version"),
-        (HOST, "530.30.02", Status.OK, "tells each process's own memory"),
-        (HOST, "550.54.14", Status.OK, "tells each process's own memory"),
-        (HOST, None, Status.OK, "tells each process's own memory"),
+        (CONTAINER, "565.57.01", Status.OK, "reports each process's own memory"),
+        (CONTAINER, "580.95.05", Status.OK, "reports each process's own memory"),
+        (CONTAINER, None, Status.UNKNOWN, "does not report its version"),
+        (HOST, "530.30.02", Status.OK, "reports each process's own memory"),
+        (HOST, "550.54.14", Status.OK, "reports each process's own memory"),
+        (HOST, None, Status.OK, "reports each process's own memory"),
     ],
 )
 def test_the_memory_of_a_process_is_trusted_where_driver_and_namespace_allow_it(
@@ -65,7 +65,7 @@ def test_memory_that_the_driver_does_not_tell_of_a_process_is_missing(
     found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["process_memory"]
 
     assert found.state is Status.MISSING
-    assert found.text == "the memory of each process is not told on GPU 0 (GPU-a)"
+    assert found.text == "the driver does not report the memory of each process on GPU 0 (GPU-a)"
 
 
 def test_a_proc_that_is_not_there_is_missing(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ def test_a_turn_that_comes_after_the_end_is_not_taken() -> None:
     async def steps() -> None:
         slow = pace(most_requests=2, requests_per_second=0.001)
 
-        assert await slow.turn(time.monotonic() + LONG_SECONDS / 100)
-        assert not await slow.turn(time.monotonic() + LONG_SECONDS / 100)
+        assert await slow.wait_turn(time.monotonic() + LONG_SECONDS / 100)
+        assert not await slow.wait_turn(time.monotonic() + LONG_SECONDS / 100)
         assert not slow.is_used_up
 
     run(steps)

@@ -103,7 +103,7 @@ LEAK = watched(LeakState.LEAKING, "GPU-a", "worker")
 def report(
     *steps: Stage, seen: Observation | None = None, watch: LeakReplay = STABLE, stopped: bool = False
 ) -> dict[str, Any]:
-    given = read_order(parser_of(COMMAND, "load").read(WORDS, {}))
+    given = read_order(parser_of(COMMAND, "load").read(WORDS))
     return build_document(given, "m", steps, seen or whole(), watch, stopped=stopped)
 
 
@@ -186,6 +186,4 @@ def test_gpus_of_which_none_is_the_engines_are_told() -> None:
     seen = Observation()
     seen.take(snapshot(gpus=(gpu(attribution=None),)), ())
 
-    assert report(seen=seen)["unread"] == [
-        "nvml: it cannot be told which of them are the engine's: name them with --gpus"
-    ]
+    assert report(seen=seen)["unread"] == ["nvml: which of them are the engine's is not known: name them with --gpus"]

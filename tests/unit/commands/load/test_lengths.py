@@ -28,13 +28,13 @@ def test_anything_else_is_refused(text: str) -> None:
 
 @given(st.integers(1, 10**7), st.integers(1, 10**7), st.floats(0, 1, exclude_max=True))
 def test_every_length_drawn_is_between_the_ends(first: int, second: int, chance: float) -> None:
-    drawn = Lengths(least=min(first, second), most=max(first, second)).drawn(chance)
+    drawn = Lengths(least=min(first, second), most=max(first, second)).draw(chance)
 
     assert min(first, second) <= drawn <= max(first, second)
 
 
 def test_each_doubling_is_as_likely_as_the_next() -> None:
-    drawn = Counter(Lengths(least=1, most=1023).drawn(chance / 10_000).bit_length() for chance in range(10_000))
+    drawn = Counter(Lengths(least=1, most=1023).draw(chance / 10_000).bit_length() for chance in range(10_000))
 
     assert set(drawn) == set(range(1, 11))
     assert max(drawn.values()) - min(drawn.values()) <= 2

@@ -91,4 +91,4 @@ def test_more_streams_than_can_be_held_are_refused_with_what_ends_first() -> Non
         BadInput,
         match=r"^--concurrency 1000000 needs 1200000 streams at once, and this process can hold \d+: .+ ends first$",
     ):
-        _check_limits(read_order(parser_of(COMMAND, "load").read(words, {})), tls=False)
+        _check_limits(read_order(parser_of(COMMAND, "load").read(words)), tls=False)

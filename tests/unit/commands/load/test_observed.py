@@ -61,8 +61,8 @@ def test_a_counter_grows_unless_it_began_anew(counts: tuple[float, ...], grown: 
     for count in counts:
         observed.take(snapshot(), samples((catalog.ENGINE_PREEMPTIONS, AN_ENGINE, count)))
 
-    assert observed.grown(catalog.ENGINE_PREEMPTIONS) == grown
-    assert observed.grown(catalog.ENGINE_FINISHED) is None
+    assert observed.count_growth(catalog.ENGINE_PREEMPTIONS) == grown
+    assert observed.count_growth(catalog.ENGINE_FINISHED) is None
 
 
 def test_the_cost_of_a_running_request_is_the_median() -> None:

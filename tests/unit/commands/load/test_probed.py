@@ -67,4 +67,4 @@ def test_the_probes_folder_is_the_sidecars_where_none_is_named(monkeypatch: pyte
     words = ["--engine-url", "http://127.0.0.1:8000", "--concurrency", "1"]
     monkeypatch.setenv("HEADROOM_PROBE_DIR", "/run/headroom-probe")
 
-    assert read_order(parser_of(COMMAND, "load").read(words, {})).probe_dir == Path("/run/headroom-probe")
+    assert read_order(parser_of(COMMAND, "load").read(words)).probe_dir == Path("/run/headroom-probe")

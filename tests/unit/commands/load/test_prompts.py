@@ -15,7 +15,7 @@ def prompts(shared_ratio: float = 0.0) -> Prompts:
 @pytest.mark.parametrize("shared_ratio", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("words", [1, 3, 5, 6, 512, RING_WORDS - 1, 3 * RING_WORDS])
 def test_a_prompt_has_so_many_words(words: int, shared_ratio: float) -> None:
-    prompt = prompts(shared_ratio).of(words).split()
+    prompt = prompts(shared_ratio).make(words).split()
 
     assert len(prompt) == words
     assert set(prompt) <= set(WORDS)
@@ -23,23 +23,23 @@ def test_a_prompt_has_so_many_words(words: int, shared_ratio: float) -> None:
 
 def test_the_share_is_the_beginning_of_every_prompt_and_the_rest_of_none() -> None:
     made = prompts(0.25)
-    all_words = [made.of(400).split() for _ in range(1000)]
+    all_words = [made.make(400).split() for _ in range(1000)]
 
     assert len({tuple(words[:100]) for words in all_words}) == 1
     assert len({tuple(words[100:105]) for words in all_words}) == 1000
-    assert made.of(200).split()[:50] == all_words[0][:50]
+    assert made.make(200).split()[:50] == all_words[0][:50]
 
 
 def test_without_a_share_no_prompt_begins_as_another() -> None:
     made = prompts()
 
-    assert len({made.of(16)[:20] for _ in range(1000)}) > 990
+    assert len({made.make(16)[:20] for _ in range(1000)}) > 990
 
 
 def test_what_is_shared_whole_is_the_same_prompt() -> None:
     made = prompts(1.0)
 
-    assert made.of(64) == made.of(64)
+    assert made.make(64) == made.make(64)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from vllm_headroom_tools.load.run import (
     Screen,
     Stage,
     UnavailableSource,
-    count_most_streams,
+    count_streams,
     create_trace,
 )
 
@@ -151,7 +151,7 @@ def test_what_is_read_follows_from_where_the_server_is(
 ) -> None:
     async def steps() -> None:
         made = read_order(
-            parser_of(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words], {})
+            parser_of(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words])
         )
         parts = _build_parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
 
@@ -173,7 +173,7 @@ def test_a_trace_that_is_there_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_the_largest_step_is_a_fifth_above_what_was_asked_for() -> None:
-    assert [count_most_streams(concurrency) for concurrency in (1, 5, 10, 64, 10_000)] == [2, 6, 12, 77, 12_000]
+    assert [count_streams(concurrency) for concurrency in (1, 5, 10, 64, 10_000)] == [2, 6, 12, 77, 12_000]
 
 
 def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None) -> tuple[Stage, ...]:
@@ -212,7 +212,9 @@ def test_each_request_counts_in_the_step_in_which_it_began(tmp_path: Path) -> No
         assert sum(step.tally.to_end.counts.total() for step in steps) == server.finished
     assert [(step.share, step.clients) for step in steps] == [(0.5, 5), (0.75, 8), (1.0, 10), (1.2, 12)]
     assert all(step.tally.open == 0 and step.tally.began >= 1 for step in steps)
-    assert [step.observed.grown(catalog.ENGINE_FINISHED) for step in steps] == [step.tally.began for step in steps]
+    assert [step.observed.count_growth(catalog.ENGINE_FINISHED) for step in steps] == [
+        step.tally.began for step in steps
+    ]
 
 
 def test_a_stop_ends_the_step_and_the_load(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Answer:
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:
     """Run the command with these words."""
-    status = execute(COMMAND, "plan", words, {})
+    status = execute(COMMAND, "plan", words)
     out, err = capsys.readouterr()
     return Answer(status=status, out=out, err=err)
 

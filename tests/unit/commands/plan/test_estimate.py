@@ -19,7 +19,7 @@ from vllm_headroom_tools.sizing.estimate import (
     can_start,
     estimate_memory,
     list_longest,
-    list_most_sequences,
+    list_most,
 )
 from vllm_headroom_tools.sizing.question import Question, choose_defaults, find_problem
 
@@ -81,7 +81,7 @@ def test_a_server_with_told_memory_has_exactly_these_blocks() -> None:
     found = estimated("tiny", card_gib=24, kv_cache_memory_bytes=GIB)
 
     assert (found.capacity_tokens, found.blocks, found.budget) == (2_097_152, 131_072, None)
-    assert found.sequences(4096) == 512
+    assert found.count_sequences(4096) == 512
     assert can_start(found) is True
 
 
@@ -154,7 +154,7 @@ def test_without_a_size_what_depends_on_it_is_not_known() -> None:
     found = answered(Question(shape=untold, gpu_memory_bytes=80 * GIB, max_model_len=8))
 
     assert (found.activations, found.weights, found.kv_cache, can_start(found)) == (None, None, None, None)
-    assert (list_longest(found), list_most_sequences(found)) == ([], [])
+    assert (list_longest(found), list_most(found)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_what_is_planned_is_within_the_budget(question: Question) -> None:
         assert (found.capacity_tokens or 0) * found.bytes_per_token <= max(cache, 0)
     for sequences, length in list_longest(found):
         assert length == 0 or sequences * found.count_sequence_bytes(length) <= cache
-    for length, sequences in list_most_sequences(found):
+    for length, sequences in list_most(found):
         assert sequences * found.count_sequence_bytes(length) <= cache
 
 

@@ -24,6 +24,21 @@ def test_a_stall_that_only_a_canary_saw_lasted_as_long_as_the_daemon_said(run: R
     assert "A hang: the engine had work and made no progress for 1 min 1 s. (likely)" in out
 
 
+@pytest.mark.parametrize(("seconds", "sureness"), [(15.0, "likely"), (15.1, "possible")])
+def test_an_idle_end_is_less_sure_where_nobody_looked_for_longer_than_15_seconds(
+    run: Run, tmp_path: Path, seconds: float, sureness: str
+) -> None:
+    scene = scenes.scene(scenes.idle, 1)
+    last = max(each["t"] for each in scene.samples if each["engines"])
+    gone = next(each for each in scene.samples if each["t"] > last and not each["engines"])
+    scene.samples[:] = [*(each for each in scene.samples if each["t"] <= last), {**gone, "t": last + seconds}]
+    scene.header = {"t": last + seconds, "what": "ended", "reason": "gone"}
+
+    _, out, _ = run(write(tmp_path, scene))
+
+    assert f"look the same from outside. ({sureness})" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("since", "said"),
     [(0.0, "the engine crashed with"), (-3600.0, "Exited while idle: a stop, a kill and a crash look the same")],

@@ -15,8 +15,7 @@ import pytest
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
 from vllm_headroom.trace.entries import HEADER, encode_line
-from vllm_headroom.trace.flight import set_aside
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_incident
+from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, name_incident, set_aside
 from vllm_headroom.trace.parse import parse_snapshot, read_trace
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs
@@ -30,7 +29,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def called(*words: object) -> tuple[int, str, str]:
-        status = execute(COMMAND, "postmortem", [str(word) for word in words], {})
+        status = execute(COMMAND, "postmortem", [str(word) for word in words])
         out, err = capsys.readouterr()
         return status, out, err
 

@@ -89,9 +89,9 @@ def test_an_engine_that_is_awake_has_nothing_to_wake_and_is_told_what_its_weight
     ("told", "text"),
     [
         (failure(Source.ENGINE), "it failed"),
-        (page(replace(ASLEEP, awake=None)), "does not say whether it sleeps"),
-        (page(replace(ASLEEP, gpu_memory_utilization_ratio=None)), "while it is awake is not told"),
-        (page(replace(ASLEEP, kv_cache_memory_bytes=GIB)), "while it is awake is not told"),
+        (page(replace(ASLEEP, awake=None)), "does not report whether it sleeps"),
+        (page(replace(ASLEEP, gpu_memory_utilization_ratio=None)), "while it is awake is not known"),
+        (page(replace(ASLEEP, kv_cache_memory_bytes=GIB)), "while it is awake is not known"),
     ],
 )
 def test_what_is_not_known_is_no_go_and_no_go_ahead(sleeping: Preflight, told: EnginePage | Failure, text: str) -> None:

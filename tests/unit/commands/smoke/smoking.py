@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from tests.settings import load_as
-from vllm_headroom_tools.smoke.command import SmokeSettings, take_steps
-from vllm_headroom_tools.smoke.completion import EngineServer, SmokeStep, StepState
+from vllm_headroom_tools.smoke.command import EngineServer, SmokeSettings, SmokeStep, StepState, take_steps
 
 Steps = dict[str, SmokeStep]
 
@@ -15,7 +14,7 @@ Steps = dict[str, SmokeStep]
 def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None) -> Steps:
     """Return the steps by name; `words` are options."""
     settings = load_as(SmokeSettings, ["--engine-url", url, *words], {})
-    steps = asyncio.run(take_steps(settings, EngineServer(settings.values()), say))
+    steps = asyncio.run(take_steps(settings, EngineServer(settings), say))
     assert list(steps) == ["health", "completion", "metrics", "discrepancy"]
     return steps
 

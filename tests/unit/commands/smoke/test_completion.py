@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.engine_server import Answer, cut, hang, page, reset, with_head
 from tests.unit.commands.smoke.serving import CHAT, COMPLETION, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom_tools.smoke.completion import SmokeStep, StepState
+from vllm_headroom_tools.smoke.command import SmokeStep, StepState
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
@@ -38,7 +38,7 @@ def test_a_model_that_has_only_chat_is_asked_by_chat(vllm: Vllm, status: str) ->
     [
         (
             error("500 Internal Server Error", "CUDA out of memory. Tried to allocate 2.00 GiB"),
-            "answers 500 (CUDA out of memory. Tried to allocate 2.00 GiB): lower --gpu-memory-utilization: what",
+            "answers 500 (CUDA out of memory. Tried to allocate 2.00 GiB): lower --gpu-memory-utilization: the",
         ),
         (
             page("Internal Server\nError\x1b[31m", status="500 Internal Server Error"),

@@ -8,15 +8,22 @@ from tests.fakes.engine_server import Answer, page
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom_tools.smoke.command import SmokeSettings, check_discrepancy
-from vllm_headroom_tools.smoke.completion import EngineServer, SmokeStep, StepState, check_counters, read_page
+from vllm_headroom_tools.smoke.command import (
+    EngineServer,
+    SmokeSettings,
+    SmokeStep,
+    StepState,
+    check_counters,
+    check_discrepancy,
+    read_page,
+)
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
 
 def soon(vllm: Vllm) -> SmokeStep:
     """Look for a completion that was not made, without patience."""
-    reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values())
+    reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
 
     async def steps() -> SmokeStep:
         step, _ = await check_counters(reach, await read_page(reach), 0.0)
@@ -37,7 +44,7 @@ def test_the_completion_is_counted(vllm: Vllm) -> None:
 def test_a_counter_that_is_not_there_before_the_first_request_begins_at_0(vllm: Vllm) -> None:
     first = "\n".join(line for line in RECORDED.splitlines() if "request_success" not in line) + "\n"
     vllm.answers["/metrics"] = page(first)
-    reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values())
+    reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
 
     async def steps() -> SmokeStep:
         before = await read_page(reach)
@@ -91,7 +98,7 @@ def test_without_a_completion_there_is_nothing_to_look_for(vllm: Vllm) -> None:
 
 def test_a_page_without_counters_has_no_budget_either(vllm: Vllm) -> None:
     vllm.answers["/metrics"] = page("python_info 1\n")
-    settings = load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values()
+    settings = load_as(SmokeSettings, ["--engine-url", vllm.url], {})
 
     async def step() -> SmokeStep:
         return await check_discrepancy(settings, await read_page(EngineServer(settings)), 0.05)

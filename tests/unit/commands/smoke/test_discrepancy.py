@@ -4,7 +4,7 @@ from tests.fakes.engine_server import page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.smoke.serving import RECORDED, Vllm
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom_tools.smoke.completion import SmokeStep, StepState
+from vllm_headroom_tools.smoke.command import SmokeStep, StepState
 
 BUDGET = 0.92 * 80 * GIB
 DRIVER_MISSING = 9
@@ -58,7 +58,7 @@ def test_which_gpu_it_is_has_to_be_known(vllm: Vllm, nvml: FakeNvml) -> None:
     step = discrepancy(vllm)
 
     assert step.state is StepState.SKIPPED
-    assert step.text.endswith("HEADROOM_GPUS names them")
+    assert step.text.endswith("name them in HEADROOM_GPUS")
 
 
 def test_a_gpu_that_is_nearly_empty_is_not_the_engines(vllm: Vllm, nvml: FakeNvml) -> None:

@@ -13,8 +13,13 @@ from tests.unit.commands.smoke.smoking import smoke, states
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Reply
 from vllm_headroom.vocabulary import Reason, Source
-from vllm_headroom_tools.smoke.command import SmokeSettings, wait_until_healthy
-from vllm_headroom_tools.smoke.completion import EngineServer, StepState, request_completion
+from vllm_headroom_tools.smoke.command import (
+    EngineServer,
+    SmokeSettings,
+    StepState,
+    request_completion,
+    wait_until_healthy,
+)
 
 pytestmark = pytest.mark.usefixtures("nvml")
 REST_SKIPPED = [StepState.FAILED, StepState.SKIPPED, StepState.SKIPPED, StepState.SKIPPED]
@@ -125,7 +130,7 @@ class Asked(EngineServer):
     """Never answers as wanted, and remembers how long each question was given."""
 
     def __init__(self) -> None:
-        super().__init__(load_as(SmokeSettings, ["--engine-url", "http://127.0.0.1:1"], {}).values())
+        super().__init__(load_as(SmokeSettings, ["--engine-url", "http://127.0.0.1:1"], {}))
         self.seconds: list[float] = []
 
     async def text(self, path: str, seconds: float) -> str | Failure:

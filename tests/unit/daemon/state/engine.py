@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.daemon.state.file import FolderLock, Identity, Memory, SavedState, identify_engine
 from vllm_headroom.daemon.state.store import StateKeeper
-from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.per_request import Baselines
 from vllm_headroom.model import EngineProcess, EngineReading, EngineStatus, Failure, Gpu, Sample, Snapshot

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.samples import failure
 from tests.unit.daemon.state.engine import (
     ALARM_STEPS,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
-from vllm_headroom.daemon.state.file import LIVES, STATE, Memory
+from vllm_headroom.daemon.state.file import RUNS, STATE, Memory
 from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState
 from vllm_headroom.vocabulary import ExitReason
 
@@ -75,19 +75,19 @@ def test_they_go_on_when_what_the_detector_learned_is_of_another_life(alarmed: M
 def test_an_engine_that_was_never_seen_leaves_no_file(tmp_path: Path) -> None:
     saved(tmp_path, **{ENGINE_RUN: RunState()})
 
-    assert not (tmp_path / LIVES.name).exists()
+    assert not (tmp_path / RUNS.name).exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"format": 2, "checksum": ""}'])
 def test_a_file_that_is_no_state_is_set_aside(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / LIVES.name).write_bytes(content)
+    (tmp_path / RUNS.name).write_bytes(content)
 
     assert taken_up(tmp_path) == ({}, ["saved state set aside, the engine's restarts are counted afresh"])
-    assert (tmp_path / f"{LIVES.name}.bad").read_bytes() == content
+    assert (tmp_path / f"{RUNS.name}.bad").read_bytes() == content
 
 
 def test_a_change_of_one_byte_is_noticed(tmp_path: Path) -> None:
-    written = LIVES.encode(crashed().lives)
-    (tmp_path / LIVES.name).write_bytes(written.replace(b'"restarts":1', b'"restarts":2'))
+    written = RUNS.encode(crashed().lives)
+    (tmp_path / RUNS.name).write_bytes(written.replace(b'"restarts":1', b'"restarts":2'))
 
     assert taken_up(tmp_path)[0] == {}

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
+from tests.logs import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, recalled, seen, states
 from vllm_headroom.daemon.state.file import STATE, Memory, StateFile, UnusableState
 

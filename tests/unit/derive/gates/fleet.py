@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, gpu, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import answer
 from vllm_headroom.derive.gates import Gates, Rules, build_gates
 from vllm_headroom.model import EngineStatus, Sample, Values
 from vllm_headroom.units import GIB

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive import answer
 from vllm_headroom.derive.gates import Gates, Rules, build_gates
 from vllm_headroom.model import EngineStatus, Sample, Values
 from vllm_headroom.vocabulary import EngineState, GateName

@@ -20,7 +20,7 @@ from tests.unit.derive.life.watch import (
     serving,
     working,
 )
-from vllm_headroom.derive.life.lives import RunState
+from vllm_headroom.derive.life.lives import EngineRuns, RunState
 from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory
 from vllm_headroom.trace.entries import NO_PID
 from vllm_headroom.vocabulary import EngineState, ExitReason
@@ -28,6 +28,15 @@ from vllm_headroom.vocabulary import EngineState, ExitReason
 
 def exits(life: EngineStatus) -> dict[ExitReason, int]:
     return {reason: count for reason, count in life.exits if count}
+
+
+def test_an_end_counts_for_90_minutes_and_one_that_is_dated_ahead_does_not() -> None:
+    """The clock was set back after an end that is dated ahead."""
+    watch = Watch()
+    ends = (watch.at - 5401.0, watch.at - 5399.0, watch.at, watch.at + 1.0)
+    watch.state = RunState(lives=EngineRuns(ends_seconds=tuple(BEGAN + seconds for seconds in ends)))
+
+    assert watch.look(working(10), after=0.0).recent_ends == 2
 
 
 def test_the_reasons_that_can_be_known_are_counted_from_zero() -> None:

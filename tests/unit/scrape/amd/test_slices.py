@@ -1,5 +1,7 @@
 """Cards that are cut, and cards that have no memory of their own."""
 
+import pytest
+
 from tests.fakes.amd_tree import DRIVER_BYTES, GIB, MI300X_BYTES, AmdCard
 from tests.fakes.nobody import nobody
 from tests.unit.scrape.amd.conftest import PATIENCE_SECONDS, Machine
@@ -43,6 +45,24 @@ def test_each_part_of_a_cut_card_has_its_own_memory_and_processes(machine: Machi
     assert gpus[3].called == "GPU 0 partition 3"
     assert (gpus[0].memory and gpus[0].memory.used_bytes, gpus[0].processes) == (0, ())
     assert all((gpu.power_watts, gpu.utilization_ratio) == (None, None) for gpu in gpus), "they are the whole card's"
+
+
+@pytest.mark.parametrize("told", ["", "size_in_bytes much\n"])
+def test_a_part_of_which_one_memory_bank_cannot_be_read_has_no_memory(machine: Machine, told: str) -> None:
+    """The sum of the others would be less than its processes may take."""
+    machine.sys.add(CARD, card=1)
+    banks = machine.sys.add_node(CARD, 1, GIB) / "mem_banks"
+    machine.sys.add_node(CARD, 2, GIB, part=1)
+    (banks / "1").mkdir()
+    second = banks / "1" / "properties"
+
+    second.write_text(f"size_in_bytes {2 * GIB}\n")
+    whole, _ = machine.read()
+    second.write_text(told)
+    half, _ = machine.read()
+
+    assert whole.memory is not None
+    assert (whole.memory.total_bytes, half.memory) == (3 * GIB, None)
 
 
 def test_a_part_whose_size_or_use_is_not_told_has_no_memory(machine: Machine) -> None:

@@ -125,7 +125,7 @@ def test_all_it_asks_carries_what_the_settings_say(tmp_path: Path) -> None:
                 "HEADROOM_ENGINE_HEADERS": '{"X-Tenant": "a"}',
             },
         )
-        assert asyncio.run(closing(parts.build_canary_request(settings.values()))) is True
+        assert asyncio.run(closing(parts.build_canary_request(settings))) is True
 
     assert server.paths == [HEALTH, SLEEP, TOKEN]
     for head in server.requests:

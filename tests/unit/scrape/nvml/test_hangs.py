@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons, run, until
+from tests.logs import capture_logs
 from vllm_headroom.model import Failure, GpuReadings
 from vllm_headroom.scrape.nvml.reader import MOST_STUCK, Nvml
 from vllm_headroom.vocabulary import Reason

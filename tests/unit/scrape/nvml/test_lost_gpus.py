@@ -3,14 +3,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, reasons, run
+from tests.logs import capture_logs
 from vllm_headroom.model import GpuReading
+from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.nvml.session import MOST_GPUS
-from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.vocabulary import Reason
 
 INIT = "nvmlInitWithFlags -"

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom.scrape.peak import WINDOW_SECONDS, Peak
+from vllm_headroom.scrape.gpu_state import WINDOW_SECONDS, Peak
 
 
 def test_without_samples_there_is_no_peak() -> None:

@@ -2,10 +2,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, run
+from tests.logs import capture_logs
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReadings
 from vllm_headroom.scrape.nvml.reader import Nvml
 
@@ -225,6 +225,6 @@ def test_memory_that_nobody_tells_is_unknown_and_the_rest_known(fake: FakeNvml, 
 
         assert (gpu.memory, gpu.used_peak_bytes, gpu.failure) == (None, None, None)
         assert gpu.processes == (GpuProcess(pid=5, used_bytes=37 * GIB),)
-        assert [line["event"] for line in lines] == ["GPU does not tell its memory: its memory series are absent"]
+        assert [line["event"] for line in lines] == ["GPU does not report its memory: its memory series are absent"]
 
     run(steps, proc=tmp_path)

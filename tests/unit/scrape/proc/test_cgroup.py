@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,9 @@ PROC = Path("/proc")
 MIB = 2**20
 GIB = 2**30
 LIMIT = 96 * MIB
+CHARGED_AHEAD = 64 * os.sysconf("SC_PAGE_SIZE") * (os.cpu_count() or 1)
+"""What the kernel may charge a cgroup before it is used, 64 pages on each CPU, and takes back when others are busy."""
+
 MACHINE = 512 * GIB
 
 
@@ -45,7 +49,7 @@ def test_a_process_in_a_real_cgroup_is_seen_against_its_limit(vllm: Path) -> Non
         after = cgroup(taker)
 
     assert before.limit_bytes == after.limit_bytes == LIMIT
-    assert 40 * MIB <= own(after) - own(before) < 48 * MIB
+    assert 40 * MIB - CHARGED_AHEAD <= own(after) - own(before) < 48 * MIB
     assert before.identity == after.identity
     assert after.oom_kills == 0
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_this_machine_is_read() -> None:
 
 
 def test_the_real_shared_memory_of_a_process_is_seen_to_fill() -> None:
-    file = SHM / f"headroom-test-{os.getpid()}"
+    file = SHM / f"headroom-test-{uuid4()}"
     before = read_host(PROC, engine(os.getpid())).shm
     try:
         file.write_bytes(b"x" * (8 * MIB))

@@ -23,7 +23,7 @@ def records(server: PrometheusServer, minutes: float, *words: str) -> list[dict[
 
 def lazily(url: str, *words: str) -> Iterator[dict[str, Any]]:
     """Return the records that the command would replay."""
-    return read_records(parser_of(COMMAND, "replay").read(["--from-prometheus", url, *words], {}))
+    return read_records(parser_of(COMMAND, "replay").read(["--from-prometheus", url, *words]))
 
 
 def scraped(

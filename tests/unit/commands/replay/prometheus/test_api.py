@@ -14,8 +14,8 @@ from tests.fakes.engine_server import EngineServer, cut, page
 from tests.fakes.ports import free_port
 from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, problem
 from tests.unit.commands.replay.prometheus.history import lazily
-from vllm_headroom.config.options import BadOptions
 from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools.options import BadOptions
 from vllm_headroom_tools.replay.prometheus.api import PrometheusApi
 from vllm_headroom_tools.replay.prometheus.text import TimeSpan
 

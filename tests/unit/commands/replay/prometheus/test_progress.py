@@ -18,7 +18,7 @@ import sys
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.replay.command import COMMAND
 from vllm_headroom_tools.replay.prometheus.records import read_records
-print(sum(1 for _ in read_records(parser_of(COMMAND, "replay").read(sys.argv[1:], {}))))
+print(sum(1 for _ in read_records(parser_of(COMMAND, "replay").read(sys.argv[1:]))))
 """
 
 

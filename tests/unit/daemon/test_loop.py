@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.samples import gpu
-from vllm_headroom.daemon.life import GraceTime, Heartbeat, request_end, run_every
+from vllm_headroom.daemon.loop import GraceTime, Heartbeat, request_end, run_every
 from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -68,7 +68,7 @@ def test_a_loop_is_ill_after_three_intervals_and_says_for_how_long() -> None:
     assert heartbeat.find_stall() is None
 
     clock.now += 0.5
-    assert heartbeat.find_stall() == "the sampling loop has not turned for 16 s (interval 5 s)"
+    assert heartbeat.find_stall() == "the sampling loop has not run for 16 s (interval 5 s)"
 
     heartbeat.beat()
     assert heartbeat.find_stall() is None

@@ -1,4 +1,4 @@
-"""The life of the probe in one process: when it begins, what a fork makes of it, and a thread that never harms."""
+"""The probe's hooks in a process: vLLM's plugin call, forks and torch's OutOfMemoryError."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from types import FrameType
 from vllm_headroom_probe.probe import Probe
 
 TOO_OLD = re.compile(r"0\.[0-8]\.\d")
-"""What vLLM kept where before 0.9 was not read; of builds from source the version says nothing ("0.1.dev1")."""
+"""Attributes of vLLM before 0.9 are unknown; builds from source have no such version ("0.1.dev1")."""
 
 _probe: Probe | None = None
-"""Module state, as forks and torch's queue of calls need it: one probe for each process."""
+"""Module state, since forks and torch's callback need it: one probe per process."""
 
 
 def begin(folder: str, frame: FrameType | None) -> None:
-    """Begin in this process, once; a further call only shows where vLLM is building its worker or its core."""
+    """Start in this process, once; later calls only search where vLLM builds its worker or core."""
     global _probe  # noqa: PLW0603 - see above
     version = str(vars(sys.modules.get("vllm") or sys).get("__version__", ""))
     if TOO_OLD.match(version):
@@ -40,7 +40,7 @@ def _warn_too_old(version: str) -> None:
 
 
 def _before_fork() -> None:
-    """Leave no thread of the probe alive: a child inherits the locks that one holds."""
+    """Stop the probe's thread: a child inherits the locks that it holds."""
     with contextlib.suppress(Exception):
         if _probe is not None:
             _probe.rest()
@@ -53,7 +53,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    """Begin anew: this is another process, in which vLLM takes its plugins for loaded."""
+    """Start a new probe: vLLM does not load its plugins again in a forked process."""
     global _probe  # noqa: PLW0603 - see above
     with contextlib.suppress(Exception):
         if _probe is not None:
@@ -63,14 +63,14 @@ def _after_in_child() -> None:
 
 
 def _watch_for_ooms() -> None:
-    """Have torch call when an OutOfMemoryError comes, from the moment on when vLLM has initialised CUDA."""
+    """Have torch call at an OutOfMemoryError, once vLLM has initialised CUDA."""
     with contextlib.suppress(Exception):
         sys.modules["torch"].cuda._lazy_call(_attach)  # noqa: SLF001 - attaching itself would initialise CUDA
 
 
 def _attach() -> None:
     with contextlib.suppress(Exception):
-        sys.modules["torch"]._C._cuda_attach_out_of_memory_observer(_on_oom)  # noqa: SLF001 - torch has no other name
+        sys.modules["torch"]._C._cuda_attach_out_of_memory_observer(_on_oom)  # noqa: SLF001 - torch's only name
 
 
 def _on_oom(device: int, asked: int, total: int, free: int) -> None:

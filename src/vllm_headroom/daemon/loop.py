@@ -1,4 +1,4 @@
-"""The life of the daemon: its loops, and how they end."""
+"""The loops of the daemon, and how they end."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from math import floor
 from typing import Any, Final
 
-import structlog
-
 from vllm_headroom.clock import Clock
 from vllm_headroom.expose.server import Server
+from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, Gpu
 from vllm_headroom.vocabulary import Reason
 
-log = structlog.get_logger()
+log = Log(__name__)
 
 STOPPED: Final = 0
 NEEDS_NEW_CONTAINER: Final = 3
@@ -27,14 +26,11 @@ FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
 """NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-toolkit#48)."""
 
 LEAST_SILENCE_SECONDS: Final = 3.0
-"""A loop is not called unhealthy for less: at the shortest interval, a busy machine alone can take three of them."""
+"""A shorter pause is never unhealthy: at the shortest interval, a busy machine alone can take three intervals."""
 
 
 async def run_every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
-    """Run `step` now and at every later point of the grid; points that passed meanwhile are left out.
-
-    A step for which there is no memory is given up: the age of what it would have renewed tells of it.
-    """
+    """Run `step` now and at every later point of the grid that has not passed; skip a step that runs out of memory."""
     began, was_short = clock.monotonic(), False
     while True:
         is_short = False
@@ -44,14 +40,14 @@ async def run_every(interval_seconds: float, step: Callable[[], Awaitable[None]]
             is_short = True
         if is_short is not was_short:
             was_short = is_short
-            tell = log.error if is_short else log.info
-            tell("no memory is left for a step of the daemon's" if is_short else "memory is there again")
+            write = log.error if is_short else log.info
+            write("out of memory: a step of the daemon was skipped" if is_short else "memory is available again")
         turns = floor((clock.monotonic() - began) / interval_seconds) + 1
         await clock.sleep_until(began + turns * interval_seconds)
 
 
 class Heartbeat:
-    """Knows when the sampling loop last turned."""
+    """Remembers when the sampling loop last ran."""
 
     def __init__(self, interval_seconds: float, clock: Clock, machine_seconds: Callable[[], float]) -> None:
         self._interval_seconds = interval_seconds
@@ -60,22 +56,22 @@ class Heartbeat:
         self.beat()
 
     def beat(self) -> None:
-        """Note that the loop has turned."""
+        """Note that the loop has run."""
         self._turned = self._clock.monotonic()
         self._turned_on_machine = self._machine_seconds()
 
     def find_stall(self) -> str | None:
-        """Say that the loop has not turned for three intervals; None while it turns."""
+        """Return why the loop is unhealthy: no run for three intervals; None while it runs."""
         silent = self._clock.monotonic() - self._turned
         if silent <= 3 * self._interval_seconds:
             return None
         if self._machine_seconds() - self._turned_on_machine <= LEAST_SILENCE_SECONDS:
             return None
-        return f"the sampling loop has not turned for {silent:.0f} s (interval {self._interval_seconds:g} s)"
+        return f"the sampling loop has not run for {silent:.0f} s (interval {self._interval_seconds:g} s)"
 
 
 class GraceTime:
-    """Measures how long the GPUs have failed in a way that only a new container mends."""
+    """Measures how long the GPUs have failed in a way that only a new container repairs."""
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
@@ -92,17 +88,14 @@ class GraceTime:
 
 
 def request_end(ending: asyncio.Future[int], status: int) -> None:
-    """Ask for the end with this status, unless it was asked for before."""
+    """Request the end with this status, unless it was requested before."""
     if not ending.done():
         ending.set_result(status)
 
 
 @contextlib.contextmanager
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM, SIGINT and SIGHUP ask for the stop while the block runs, and do what they did before afterwards.
-
-    A SIGHUP that is ignored, as nohup has it, stays so.
-    """
+    """Let SIGTERM, SIGINT and SIGHUP (unless ignored, as with nohup) call `stop` during the block."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     if before[signal.SIGHUP] is signal.SIG_IGN:
@@ -118,12 +111,9 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 async def run_until_end(
-    loops: tuple[Coroutine[Any, Any, None], ...], server: Server, listener: socket.socket, ending: asyncio.Future[int]
+    loops: Iterable[Coroutine[Any, Any, None]], server: Server, listener: socket.socket, ending: asyncio.Future[int]
 ) -> int:
-    """Serve and turn the loops until the end is asked for; return the exit status.
-
-    An error in a loop ends all of them and is raised, in an ExceptionGroup.
-    """
+    """Serve and run the loops until the end is requested; return the exit status, or raise the error of a loop."""
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(listener))
         turning = [group.create_task(loop) for loop in loops]

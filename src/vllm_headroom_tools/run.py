@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from argparse import Namespace
-from typing import Final
+from typing import Final, NoReturn
 
-from vllm_headroom.config.settings import Settings
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.run.process import hand_over
+from vllm_headroom_tools.early import no_collection
+from vllm_headroom_tools.settings import ModelSettings
 
 DESCRIPTION: Final = """\
 Reads a vLLM server's metrics and the GPUs' memory side by side, and serves what
@@ -24,16 +25,18 @@ It ends with status 0 on SIGTERM or SIGINT, 2 when it cannot use its settings,
 """
 
 
-def _run(given: Namespace) -> int:
-    hand_over(given.settings.values())
-    return 0
+def _run(given: Namespace) -> NoReturn:
+    with no_collection():
+        from vllm_headroom.daemon import app  # noqa: PLC0415 - --help and --print-config need no daemon
+    gc.freeze()  # what was imported stays: a full collection would look through it for 25 ms, and scrapes would wait
+    app.serve(given.settings)
 
 
 COMMAND: Final[Command[int]] = Command(
     usage="vllm-headroom [run] [OPTION VALUE]...\n       vllm-headroom COMMAND [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
-    options=lambda parser: parser.add_settings(Settings),
+    options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,
     status=int,
 )

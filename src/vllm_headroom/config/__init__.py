@@ -1,1 +1,0 @@
-"""Everything an operator can set."""

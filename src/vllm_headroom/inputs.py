@@ -1,0 +1,122 @@
+"""What an operator writes as a setting or an option: URLs, paths and GPUs, and how a refusal shows it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import httpx
+
+GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
+HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
+"""RFC 9110, 5.1 and 5.5, without the bytes beyond ASCII whose meaning is not defined."""
+WHOLE: Final = re.compile(r"\d{1,16}", re.ASCII)
+LAST_PORT: Final = 65535
+LONGEST_SHOWN: Final = 80
+"""Characters of a refused value that a line shows."""
+
+
+def parse_http_url(text: str) -> httpx.URL:
+    """Return an http or https URL."""
+    import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it
+
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise ValueError from error
+    if url.scheme not in {"http", "https"} or not url.host or re.search(r"\s", text):
+        raise ValueError
+    if url.port is not None and not 1 <= url.port <= LAST_PORT:
+        raise ValueError
+    return url
+
+
+def parse_metrics_url(text: str) -> str:
+    """Return an http or https URL, with /metrics where it has no path."""
+    url = parse_http_url(text)
+    return str(url.copy_with(path="/metrics")) if url.path == "/" else text
+
+
+def parse_path(text: str) -> Path:
+    """Return a path that a file can have."""
+    if not text or "\0" in text:
+        raise ValueError
+    return Path(text)
+
+
+def parse_whole(text: str) -> int:
+    """Return a whole number that is written in digits."""
+    return int(_match(WHOLE, text))
+
+
+def parse_gpus(given: object) -> object:
+    """Return `auto`, `all`, or the tuple of indices and UUIDs of a list or a text with commas."""
+    names = given.split(",") if isinstance(given, str) else given
+    if isinstance(given, str) and given.lower() in {"auto", "all"}:
+        return given.lower()
+    if names in (["auto"], ["all"]):
+        return names[0]
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError
+    return tuple(_match(GPU, name.strip()) for name in names)
+
+
+def check_header_name(text: str) -> str:
+    """Return a name that a header can have."""
+    return _match(HEADER_NAME, text)
+
+
+def check_header_value(text: str) -> str:
+    """Return a value that a header can have."""
+    return _match(HEADER_VALUE, text)
+
+
+def _match(pattern: re.Pattern[str], text: str) -> str:
+    if pattern.fullmatch(text) is None:
+        raise ValueError
+    return text
+
+
+def redact_url(url: str) -> str:
+    """Return the URL, or what was meant to be one, with stars for its user and password, and for its query.
+
+    Everything before the last @ goes, so that a password that was not percent-encoded goes as well. Where an @ follows
+    a question mark, the query cannot be told from the password, and all goes.
+    """
+    place, mark, query = url.partition("?")
+    if "@" in query:
+        return re.sub(r"^(https?://)?.*", r"\1***", url, flags=re.DOTALL | re.IGNORECASE)
+    shown = re.sub(r"^(https?://)?.*@", r"\1***@", place, flags=re.DOTALL | re.IGNORECASE)
+    return f"{shown}?***" if mark else shown
+
+
+def show_value(value: object) -> str:
+    """Return a refused value for the line that refuses it."""
+    text = repr(value) if isinstance(value, str) else reprlib.repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def show_url(value: object) -> str:
+    """Return a refused URL without user, password and query."""
+    return show_value(redact_url(value)) if isinstance(value, str) else "no text"
+
+
+def describe_unknown(name: str, known: Iterable[str], what: str = "a setting") -> str:
+    """Return the line for a name that does not exist; its value may be a secret under a wrong name and is not shown."""
+    spelt = {_plain(each): each for each in sorted(known)}
+    meant = _plain(name.split(maxsplit=1)[0])
+    containing = sorted((each for each in spelt if set(meant.split("_")) <= set(each.split("_"))), key=len)
+    shortest = [each for each in containing if len(each) == len(containing[0])]
+    closest = shortest or difflib.get_close_matches(meant, spelt, n=1)
+    meant_names = " or ".join(spelt[each] for each in closest)
+    return f"{name}: not {what}, " + (f"did you mean {meant_names}?" if closest else "see --help")
+
+
+def _plain(name: str) -> str:
+    return name.lower().lstrip("-").removeprefix("headroom_").replace("-", "_")

@@ -1,0 +1,19 @@
+"""The log: an event and its fields, through the standard library's logging."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+
+class Log(logging.LoggerAdapter[logging.Logger]):
+    """Takes the fields of an event as keyword arguments: `log.info("source answers", source="engine")`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.getLogger(name))
+
+    def process(self, msg: str, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        """Pass the fields on to the record."""
+        error = kwargs.pop("exc_info", None)
+        return msg, {"exc_info": error, "extra": {"fields": kwargs}}

@@ -1,0 +1,70 @@
+"""The settings of commands that can read a model's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+from msgspec import Struct
+from pydantic import InstanceOf, PlainSerializer
+
+from vllm_headroom.config import Settings, TokenBytes, from_text
+from vllm_headroom.inputs import parse_path
+from vllm_headroom.units import RefusedError
+
+if TYPE_CHECKING:
+    from vllm_headroom_tools.sizing.footprint import ModelShape
+
+TOKENS_DIFFER: Final = (
+    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so tokens differ in size: set"
+    " HEADROOM_KV_BYTES_PER_TOKEN to count in bytes"
+)
+
+
+class ModelFile(Struct, frozen=True, kw_only=True):
+    """A model's configuration: its path, and the shape that it describes."""
+
+    path: Path
+    shape: ModelShape
+
+
+def _read_model_file(text: str) -> ModelFile:
+    from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - most daemons name no model
+
+    path = parse_path(text)
+    shape = read_model(path)
+    if isinstance(shape, str):
+        raise RefusedError(shape)
+    return ModelFile(path=path, shape=shape)
+
+
+Model = Annotated[
+    InstanceOf[ModelFile],
+    from_text(_read_model_file),
+    PlainSerializer(lambda model: str(model.path), when_used="json"),
+]
+
+
+class ModelSettings(Settings):
+    """The daemon's settings, with the model's configuration read."""
+
+    model_config_: Model | None = Settings.model_fields["model_config_"]  # type: ignore[assignment] # the same field, of another type
+
+    @property
+    def model_shape(self) -> ModelShape | None:
+        """The shape that `model_config_` describes, None without it."""
+        return None if self.model_config_ is None else self.model_config_.shape
+
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes per token of this model, None without one."""
+        if self.model_shape is None:
+            return None
+        from vllm_headroom_tools.sizing.footprint import bind_token_bytes  # noqa: PLC0415 - as above
+
+        return bind_token_bytes(self.model_shape)
+
+    @property
+    def model_problem(self) -> str:
+        """Why this model gives no bytes per token."""
+        return "" if self.model_shape is None or self.model_shape.has_every_token else TOKENS_DIFFER

@@ -1,0 +1,149 @@
+"""Breaks the program one place at a time, and prints which breaks no test of that place notices.
+
+usage: python tests/mutants.py [--since REVISION] [--most N] [FILE OR FOLDER ...]
+
+Without files it takes those of src that differ from REVISION. The tests of a file are the folder of tests/unit that has
+most of its path, and the files of tests/unit that import it. They run on a copy of src, for at most ten times
+as long as on the whole program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+UNIT: Final = ROOT / "tests" / "unit"
+PAIRS: Final = (
+    (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
+    (ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.Div),
+)  # fmt: skip
+SWAPS: Final[dict[type[ast.AST], type[ast.AST]]] = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
+OUTSIDE: Final = frozenset({"annotation", "returns", "decorator_list"})
+
+
+def broken(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what may stand in the place of a node."""
+    if swap := SWAPS.get(type(node)):
+        yield swap()
+    match node:
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield ast.Constant(value + 1)
+        case ast.UnaryOp(op=ast.Not(), operand=only) | ast.Call(args=[only], keywords=[]):
+            yield only
+        case ast.IfExp(body=one, orelse=other):
+            yield from (one, other)
+        case ast.Expr(value=ast.Call() | ast.Await()):
+            yield ast.Pass()
+
+
+class Break(ast.NodeTransformer):
+    """Breaks the place of this number, none where it is -1; `places` is how many it has met, and `line` where it is."""
+
+    def __init__(self, number: int) -> None:
+        self.places = self.line = self._last_line = 0
+        self._number = number
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Break what is executed: no annotation and no decorator."""
+        self._last_line = line = getattr(node, "lineno", self._last_line)
+        made = list(broken(node))
+        kept = {name: vars(node).pop(name) for name in OUTSIDE & vars(node).keys()}
+        node = self.generic_visit(node)
+        vars(node).update(**kept)
+        for new in made:
+            if self.places == self._number:
+                node, self.line = ast.copy_location(new, node), line
+            self.places += 1
+        return node
+
+
+def changed_files(since: str, chosen: list[Path]) -> list[Path]:
+    if not chosen:
+        command = f"git diff --name-only --diff-filter=d {since} -- src".split()
+        names = subprocess.check_output(command, cwd=ROOT, text=True)
+        chosen = [ROOT / name for name in names.split()]
+    files = (file for each in chosen for file in (sorted(each.rglob("*.py")) if each.is_dir() else [each]))
+    return [file.resolve() for file in files if file.suffix == ".py"]
+
+
+def tests_of(file: Path) -> list[Path]:
+    parts = file.relative_to(ROOT / "src").with_suffix("").parts
+    sizes = range(len(parts), 1, -1)
+    folders = (base.joinpath(*parts[1:size]) for size in sizes for base in (UNIT, UNIT / "commands"))
+    folder = next((each for each in folders if each.is_dir()), None)
+    name = ".".join(parts).removesuffix(".__init__")
+    others = [each for each in sorted(UNIT.rglob("test_*.py")) if folder not in each.parents]
+    importers = [each for each in others if f"from {name} import" in each.read_text(encoding="utf-8")]
+    return importers if folder is None else [folder, *importers]
+
+
+def passes(tests: list[Path], source: Path, seconds: float | None = None) -> bool:
+    """Return whether the tests pass on the program in a folder; they do not where they take too long."""
+    options = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile=ci")
+    environ = {**os.environ, "PYTHONPATH": str(source)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *tests], cwd=ROOT, env=environ, stdout=subprocess.DEVNULL
+    ) as process:
+        try:
+            return process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return False
+
+
+def survivors(file: Path, source: Path, most: int) -> tuple[int, int]:
+    """Print what becomes of each mutant of a file; return how many survived, and of how many."""
+    tests, copy, text = tests_of(file), source / file.relative_to(ROOT / "src"), file.read_text(encoding="utf-8")
+    began = time.monotonic()
+    if not tests or not passes(tests, source):
+        sys.exit(f"{file}: no tests, or they fail as it is")
+    seconds = 10 * (time.monotonic() - began)
+    whole = Break(-1)
+    lines = ast.unparse(whole.visit(ast.parse(text))).splitlines()
+    numbers = sorted(Random(0).sample(range(whole.places), min(most, whole.places)))  # noqa: S311 - always the same
+    lived = 0
+    for number in numbers:
+        place = Break(number)
+        copy.write_text(ast.unparse(place.visit(ast.parse(text))), encoding="utf-8")
+        os.utime(copy, (number, number))  # else two that are written within a second may share what is compiled
+        mutated = copy.read_text(encoding="utf-8").splitlines()
+        before, after = next((pair for pair in zip(lines, mutated, strict=False) if pair[0] != pair[1]), ("", ""))
+        start = max(0, next((at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0) - 40)
+        shown = " -> ".join(each[start : start + 80].strip() for each in (before, after))
+        survives = passes(tests, source, seconds)
+        lived += survives
+        word = "SURVIVED" if survives else "killed"
+        print(f"{word:8} {file.relative_to(ROOT)}:{place.line}: {shown}", flush=True)  # noqa: T201
+    copy.write_text(text, encoding="utf-8")
+    return lived, len(numbers)
+
+
+def main() -> None:
+    """Print a line for each mutant, and how many were killed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--since", default="HEAD", help="the revision that src is compared with")
+    parser.add_argument("--most", type=int, default=40, help="mutants of a file, drawn at random and always the same")
+    parser.add_argument("files", nargs="*", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__")))
+        found = [survivors(each, source, options.most) for each in changed_files(options.since, options.files)]
+    lived, whole = (sum(counts) for counts in zip((0, 0), *found, strict=True))
+    print(f"{whole - lived} of {whole} mutants killed, {lived} survived")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

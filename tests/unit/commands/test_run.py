@@ -1,0 +1,31 @@
+"""The daemon's process while it reads its settings, and what it imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.test_main import OWN
+
+
+def test_the_daemon_stops_when_told_while_its_settings_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "headroom.yaml"
+    os.mkfifo(file)
+    words = (sys.executable, "-m", "vllm_headroom", "run", "--config", str(file))
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=OWN) as process,
+        file.open("w"),  # once the daemon reads it
+    ):
+        process.terminate()
+
+        assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == 0
+
+
+def test_a_daemon_without_a_file_of_settings_imports_no_yaml() -> None:
+    code = "import sys; import vllm_headroom.config, vllm_headroom.daemon.app; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
+
+    assert "yaml" not in set(imported.stdout.split())

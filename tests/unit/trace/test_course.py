@@ -1,0 +1,29 @@
+"""The states that the detector went through on a trace."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from tests.unit.commands.check.engine_traces import BEGAN, STEP, engine
+from vllm_headroom.trace.parse import parse_snapshot
+from vllm_headroom_tools.history import LeakReplay
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_early_warning_is_undecided_where_a_restart_cut_it_off(*, restarts: bool) -> None:
+    growing_seconds = 3240.0
+    steps = int(growing_seconds / STEP)
+    growing = list(islice(engine(leak=12.8e6), steps))
+    held = growing[-1]["gpus"][0]["used"]
+    calm = islice(engine(1.3, held=held, restarts_at=growing_seconds * restarts), steps, None)
+    watch = LeakReplay()
+    for sample in (*growing, *calm):
+        watch.step(parse_snapshot(sample))
+
+    course = watch.course("GPU-0")
+    ((begin, end),) = course.growing
+    assert begin < BEGAN + growing_seconds <= (end or 0.0)
+    assert course.warning is None
+    assert course.is_undecided == restarts
