@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from math import isfinite
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import urljoin
 
 from msgspec.structs import replace
@@ -45,7 +44,6 @@ from vllm_headroom_tools.look import fetch_engines, fetch_once
 from vllm_headroom_tools.openai import parse_server_version
 from vllm_headroom_tools.terminal import NO_SIDECAR
 
-Word = TypeVar("Word", bound=StrEnum)
 Labels = tuple[str, str]
 """Index and UUID of a GPU."""
 
@@ -75,14 +73,20 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts | str:
     engines = tuple(page.of(catalog.ENGINE_INFO))
     if {profile for *_, profile in engines} - {"vllm"}:
         return "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
+    host = ((fact, page.value(metric)) for metric, fact in FACTS)
     return Facts(
         origin=Origin.PAGE,
         settings=_read_settings(page, settings),
         age_seconds=page.value(catalog.SAMPLE_AGE),
         gpus=tuple(_read_gpus(page)),
         engines=tuple(_read_engine(page, model_name, engine) for model_name, engine, _ in engines),
-        hosts=tuple(_read_hosts(page)),
-        host=_read_host(page),
+        hosts=tuple(
+            HostFacts(
+                process=role, leak=_read_leak(page, catalog.HOST_LEAK_STATE, (role,), ON_THE_HOST), held_bytes=held
+            )
+            for (role,), held in page.of(catalog.HOST_MEMORY).items()
+        ),
+        host=HostMemory(basis=None, **{fact: int(value) for fact, value in host if value is not None}),
     )
 
 
@@ -158,24 +162,9 @@ def _find_spells(room: float, room_at_peak: float, running: float | None) -> Ite
 def _read_leak(page: Values, state: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]) -> Leak:
     """Read the leak verdict of a series; a figure that all series share has no labels."""
     read: dict[str, Any] = {name: page.value(metric, *labels[: len(metric.labels)]) for name, metric in figures.items()}
-    where = _find_word(LeakLocation, page.state(catalog.LEAK_LOCATION, *labels))
-    is_in = _find_word(LeakState, page.state(state, *labels)) or LeakState.UNKNOWN
+    where = next((each for each in LeakLocation if each == page.state(catalog.LEAK_LOCATION, *labels)), None)
+    is_in = next((each for each in LeakState if each == page.state(state, *labels)), LeakState.UNKNOWN)
     return Leak(state=is_in, alarm=Moment(seconds=0.0, location=where, **read) if is_in is LeakState.LEAKING else None)
-
-
-def _find_word(known: type[Word], named: str | None) -> Word | None:
-    return next((word for word in known if word == named), None)
-
-
-def _read_hosts(page: Values) -> Iterator[HostFacts]:
-    for role, held in page.of(catalog.HOST_MEMORY).items():
-        leak = _read_leak(page, catalog.HOST_LEAK_STATE, role, ON_THE_HOST)
-        yield HostFacts(process=role[0], leak=leak, held_bytes=held)
-
-
-def _read_host(page: Values) -> HostMemory:
-    known = ((fact, page.value(metric)) for metric, fact in FACTS)
-    return HostMemory(basis=None, **{fact: int(value) for fact, value in known if value is not None})
 
 
 def _read_engine(page: Values, *engine: str) -> EngineFacts:

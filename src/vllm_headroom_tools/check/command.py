@@ -21,7 +21,6 @@ from vllm_headroom_tools.check.limits import (
     PREEMPTIONS,
     RESTARTS,
     Judgement,
-    Unit,
     judge_costs,
     judge_discrepancies,
     judge_growths,
@@ -238,7 +237,7 @@ def judge(limits: Mapping[str, float], record: TraceRecord, before: TraceRecord 
     for option, most in limits.items():
         name, judged, *_ = JUDGES[option]
         why = f"the trace has no {'process' if name == HOST_LEAK else 'GPU'} of the engine's"
-        nothing = Judgement(limit=name, verdict=Conclusion.CANNOT_TELL, unit=Unit.BYTES, why=why)
+        nothing = Judgement(limit=name, verdict=Conclusion.CANNOT_TELL, why=why)
         yield from tuple(judged(record, before, most)) or (nothing,)
 
 

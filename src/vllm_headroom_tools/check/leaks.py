@@ -13,7 +13,7 @@ from vllm_headroom.derive.leak.facts import MIB, Observation, Track
 from vllm_headroom.derive.leak.facts import Certainty as Detected
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import format_duration, format_size
-from vllm_headroom_tools.check.limits import HOST_LEAK, LEAK, Judgement, Unit
+from vllm_headroom_tools.check.limits import HOST_LEAK, LEAK, Judgement
 from vllm_headroom_tools.check.record import DetectorInput, MemorySeries, TraceRecord, find_doubt, pair_gpus
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history import Course, Moment
@@ -43,7 +43,6 @@ def _judge_leak(
         limit=limit,
         of=series.name,
         verdict=Conclusion.CANNOT_TELL,
-        unit=Unit.BYTES,
         most=most,
         baseline=None if past is None else _compute_per_thousand(_find_newest(past.course)),
         found=NONE_SEEN,

@@ -57,7 +57,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
     limit: str
     of: str = ""
     verdict: Conclusion
-    unit: Unit
+    unit: Unit = Unit.BYTES
     value: float | None = None
     most: float | None = None
     least: float | None = None
@@ -153,7 +153,6 @@ def judge_costs(record: TraceRecord, before: TraceRecord | None, most: float) ->
             limit=COST,
             of=gpu.name,
             verdict=compare(comparable, most, missing),
-            unit=Unit.BYTES,
             value=value,
             most=most,
             baseline=None if old is None else old.bytes_per_request,
@@ -282,7 +281,6 @@ def _judge_growth(
         limit=limit,
         of=name,
         verdict=compare(now, most, missing),
-        unit=Unit.BYTES,
         value=now,
         most=most,
         allowed=f"{100 * ratio:.3g}% more",
@@ -339,7 +337,6 @@ def _judge_parts(gpu: MemorySeries, past: MemorySeries, ratio: float) -> Iterato
             limit=PART_GROWTH,
             of=f"{gpu.name}, {part}",
             verdict=compare(now, most, None),
-            unit=Unit.BYTES,
             value=now,
             most=most,
             baseline=then,

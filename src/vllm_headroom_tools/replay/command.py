@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
+from datetime import datetime
+from math import inf
 from typing import Any, Final
 
 from msgspec.structs import asdict
@@ -14,13 +17,12 @@ from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory, Snapshot, name_device
 from vllm_headroom.trace.entries import build_host_entry, name_by_index
 from vllm_headroom.trace.parse import parse_snapshot, read_trace
-from vllm_headroom.units import format_duration, format_instant, format_size
+from vllm_headroom.units import NUMBER, format_duration, format_instant, format_size, parse_duration
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.history import Course, Curves, Interval, LeakReplay, Moment, describe_span
-from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, url
+from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, Value, bounded, url
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
-from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME
 
 WORTH_A_WORD: Final = 0.01
 """A block or two may be late; from here on HeadroomKvBlocksLeak watches for growth."""
@@ -195,6 +197,42 @@ HISTORY: Final = """\
 Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with
 vLLM's own. A history is as coarse as its scrape interval and lacks what happened
 between two scrapes."""
+
+
+_MATCHER: Final = re.compile(r"\s*([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*(.*?)\s*", re.DOTALL)
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
+
+
+def _parse_time(text: str) -> tuple[bool, float]:
+    """Return whether the time is relative to now, and the seconds from now or from the epoch."""
+    if text == "now":
+        return True, 0.0
+    if text.startswith("-"):
+        return True, -parse_duration(text[1:])
+    if re.fullmatch(NUMBER, text):
+        return False, float(text)
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError
+    return False, moment.timestamp()
+
+
+def _parse_matcher(text: str) -> str:
+    """Parse a label matcher, adding the quotes that a shell removes."""
+    found = _MATCHER.fullmatch(text)
+    if found is None:
+        raise ValueError
+    label, operator, value = found.groups()
+    if not _QUOTED.fullmatch(value):
+        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return f"{label}{operator}{value}"
+
+
+TIME: Final = Value(
+    read=_parse_time, accepts="2026-01-31T08:00:00Z, seconds since the epoch, now, or a time ago such as -24h"
+)
+STEP: Final = Value(read=bounded(parse_duration, 1, inf), accepts="a duration from 1s on such as 15s, 1m or 1h")
+MATCHER: Final = Value(read=_parse_matcher, accepts='label="value", with =, !=, =~ or !~')
 
 
 def add_options(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""Range queries to a Prometheus server."""
+"""Range queries to a Prometheus server, over a span of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from vllm_headroom.scrape.http.failures import UnusableCredentials, load_trust, 
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import MIB, format_size
 from vllm_headroom_tools.openai import parse_object
-from vllm_headroom_tools.replay.prometheus.text import TimeSpan
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus cancels a query after two minutes (--query.timeout): wait for that answer."""
@@ -39,6 +38,46 @@ class Series(Struct, frozen=True, kw_only=True):
     name: str
     labels: dict[str, str]
     values: dict[int, float]
+
+
+class TimeSpan(Struct, frozen=True, kw_only=True):
+    """Evenly spaced times in milliseconds since the epoch, including `end_ms` if a step ends there."""
+
+    start_ms: int
+    end_ms: int
+    step_ms: int
+
+    @property
+    def length_ms(self) -> int:
+        """The length of the span."""
+        return self.end_ms - self.start_ms
+
+    def times(self) -> range:
+        """Return every time of the span."""
+        return range(self.start_ms, self.end_ms + 1, self.step_ms)
+
+    def pages(self, most_steps: int) -> list[TimeSpan]:
+        """Return the span in parts of at most `most_steps` times each, none twice."""
+        stride = max(1, most_steps) * self.step_ms
+        starts = range(self.start_ms, self.end_ms + 1, stride)
+        return [
+            TimeSpan(start_ms=start, end_ms=min(start + stride - self.step_ms, self.end_ms), step_ms=self.step_ms)
+            for start in starts
+        ]
+
+
+Time = tuple[bool, float]
+"""Whether it is relative to now, and the seconds from now or from the epoch."""
+
+
+def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:
+    """Build the span of --start, --end and --step; raises BadInput."""
+    if start is None:
+        raise BadInput("--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h")
+    start_ms, end_ms = (round((seconds + now_seconds * from_now) * 1000) for from_now, seconds in (start, end))
+    if not 0 <= start_ms < end_ms:
+        raise BadInput("--start is not a time before --end")
+    return TimeSpan(start_ms=start_ms, end_ms=end_ms, step_ms=round(step_seconds * 1000))
 
 
 class PrometheusApi:

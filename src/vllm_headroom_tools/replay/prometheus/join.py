@@ -19,8 +19,7 @@ from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.trace.entries import build_engine_entry
 from vllm_headroom.trace.parse import BadInput
-from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series
-from vllm_headroom_tools.replay.prometheus.text import TimeSpan
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan
 
 Value = tuple[Series, float]
 """A series and its value at the time of the sample."""

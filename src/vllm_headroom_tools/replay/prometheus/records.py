@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.progress import track
-from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan, build_span
 from vllm_headroom_tools.replay.prometheus.join import (
     DCGM_GPUS,
     ENGINES,
@@ -26,7 +26,6 @@ from vllm_headroom_tools.replay.prometheus.join import (
     build_selector,
     read_series,
 )
-from vllm_headroom_tools.replay.prometheus.text import TimeSpan, build_span
 
 MOST_STEPS: Final = 10_000
 """Prometheus refuses a range query for more than 11,000 points per series."""

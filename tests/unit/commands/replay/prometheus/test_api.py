@@ -16,8 +16,7 @@ from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, prob
 from tests.unit.commands.replay.prometheus.history import lazily
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.options import BadOptions
-from vllm_headroom_tools.replay.prometheus.api import PrometheusApi
-from vllm_headroom_tools.replay.prometheus.text import TimeSpan
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, TimeSpan
 
 SPAN = TimeSpan(start_ms=1_760_000_000_000, end_ms=1_760_000_060_500, step_ms=15_000)
 
