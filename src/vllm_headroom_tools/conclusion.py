@@ -1,14 +1,13 @@
-"""What a command that judges comes to."""
+"""The verdict of a command that judges."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Final
 
 
 class Conclusion(StrEnum):
-    """Whether what was judged is good; a closed set, for scripts."""
+    """Whether the subject is good; a closed set, for scripts."""
 
     GOOD = "good"
     NOT_GOOD = "not_good"
@@ -16,14 +15,12 @@ class Conclusion(StrEnum):
 
     @property
     def status(self) -> int:
-        """The exit status."""
-        return STATUS[self]
-
-
-STATUS: Final = {Conclusion.GOOD: 0, Conclusion.NOT_GOOD: 1, Conclusion.CANNOT_TELL: 2}
+        """The exit status: 0, 1 or 2."""
+        return list(Conclusion).index(self)
 
 
 def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
-    """Return no if one says no, else that it cannot be told if one cannot, else yes."""
-    found = set(verdicts)
-    return next((each for each in (Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL) if each in found), Conclusion.GOOD)
+    """Return the worst verdict: not good, then cannot tell, then good."""
+    return min(
+        verdicts, key=[Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.GOOD].index, default=Conclusion.GOOD
+    )

@@ -1,4 +1,4 @@
-"""One look at the engine's page, the GPUs and the processes, through the daemon's own readers."""
+"""One reading of the engine's page, the GPUs and the processes, by the daemon's readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_headroom.scrape.proc.reader import Processes
 PROC: Final = Path("/proc")
 SYS: Final = Path("/sys")
 PATIENCE_SECONDS: Final = 6.0
-"""For the GPUs and the page, at the same time: a look has to be over within ten seconds."""
+"""For the GPUs and the page, read at the same time: everything has to end within ten seconds."""
 
 PROC_SECONDS: Final = 3.0
 """For the processes, after the page."""
@@ -39,7 +39,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 async def fetch_once(reader: PageReader) -> str | Failure:
-    """Return the one page that is wanted of this reader, which is closed."""
+    """Fetch one page and close the reader."""
     try:
         return await reader.fetch()
     finally:
@@ -47,7 +47,7 @@ async def fetch_once(reader: PageReader) -> str | Failure:
 
 
 async def fetch_engines(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
-    """Return what the one page that is wanted of this reader says of the engines behind it."""
+    """Fetch one page, close the reader, and parse the engines on the page."""
     text = await fetch_once(reader)
     return text if isinstance(text, Failure) else parse_engines(text, profile)
 
@@ -55,9 +55,9 @@ async def fetch_engines(reader: PageReader, profile: str | None = None) -> Engin
 async def read_machine(
     settings: Settings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
 ) -> Machine:
-    """Read the GPUs and `proc` once and tell whose they are, as the daemon does with these settings.
+    """Read the GPUs and `proc` once and attribute them, as the daemon does with these settings.
 
-    Which of the engines in sight is the one that is watched depends on what comes of asking for its page.
+    The processes wait for `page`: it decides which of several engines is watched.
     """
     cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
     url = httpx.URL(settings.engine_url)

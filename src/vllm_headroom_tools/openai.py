@@ -1,4 +1,4 @@
-"""What servers with OpenAI's interface, and vLLM, say in JSON: their models, their version, what went wrong."""
+"""JSON answers of servers with OpenAI's interface and of vLLM."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from msgspec import Struct, json
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model that the server offers; `most_tokens` is None where it does not say how long a request may be."""
+    """A model of the server; `most_tokens` is the longest request, None where it is unknown."""
 
     name: str
     most_tokens: int | None
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return the object that a text is, an empty one for what is none: JSON knows no NaN, which Python would read."""
+    """Parse a JSON object; return an empty one for anything else, NaN included, which Python's parser would accept."""
     try:
-        said = json.decode(text)
+        answer = json.decode(text)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def parse_first_model(text: str | bytes) -> Model | None:
-    """Return the first model in the answer to GET /v1/models; None where there is none."""
+    """Parse the first model in the answer to GET /v1/models; None where there is none."""
     data = parse_object(text).get("data")
     first = data[0] if isinstance(data, list) and data else None
     if not isinstance(first, dict) or not isinstance(first.get("id"), str):
@@ -35,15 +35,15 @@ def parse_first_model(text: str | bytes) -> Model | None:
 
 
 def parse_server_version(text: str) -> str | None:
-    """Return the version in the answer to GET /version, {"version": "0.11.2"}; None where it is another one."""
+    """Parse the answer to GET /version, {"version": "0.11.2"}; None for any other answer."""
     version = parse_object(text).get("version")
     return version if isinstance(version, str) else None
 
 
-def find_error(said: Mapping[str, Any]) -> str | None:
-    """Return the error that an object tells of, whole; None where it tells of none."""
-    error = said.get("error")
+def find_error(answer: Mapping[str, Any]) -> str | None:
+    """Return the error in an object, in full; None where there is none."""
+    error = answer.get("error")
     if isinstance(error, dict):
         error = error.get("message", error)
-    told = said.get("message") if error is None else error
-    return None if told is None else str(told)
+    error = answer.get("message") if error is None else error
+    return None if error is None else str(error)

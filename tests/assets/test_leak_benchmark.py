@@ -14,7 +14,7 @@ import traces
 
 from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import LeakReplay
 
 INTERVAL_SECONDS: Final = 15.0
 HOURS: Final = 6.0

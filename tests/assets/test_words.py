@@ -52,8 +52,6 @@ QUOTING: Final = frozenset(
     {
         "docs/commands/doctor.md",
         "docs/commands/load.md",
-        "docs/commands/postmortem.md",
-        "docs/commands/replay.md",
         "docs/engines.md",
         "docs/metrics.md",
         "docs/settings.md",

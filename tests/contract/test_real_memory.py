@@ -13,8 +13,7 @@ import pytest
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import Role
-from vllm_headroom_tools.history.course import COLLECTED, Course, Moment
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import COLLECTED, Course, LeakReplay, Moment
 
 FOLDER: Final = Path(__file__).parent / "memory"
 NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))

@@ -1,1 +1,1 @@
-"""From what was seen of an engine to the change that mends it."""
+"""Advice on a change that fixes an engine's memory trouble."""

@@ -1,4 +1,4 @@
-"""The command `advise`: its options, and where the facts come from."""
+"""The command `advise`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, Final
 
 from vllm_headroom.trace.parse import read_trace
-from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom_tools.advise.facts import Facts, Origin
 from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
@@ -16,13 +15,14 @@ from vllm_headroom_tools.advise.settings import EngineArgs, Flag, Version, forma
 from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.history import describe_span
 from vllm_headroom_tools.options import RATIO, TRACE, BadOptions, Parser, Value, page_url, tokens, whole
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
 
 
 def render_text(answer: Assessment) -> list[str]:
-    """Return the advice, cause by cause, and how it ends."""
+    """Return the advice, cause by cause, then the verdict."""
     lines = [_describe_source(answer.facts)]
     for number, advice in enumerate(answer.advice, start=1):
         lines += ["", *_format_advice(number, advice)]
@@ -36,10 +36,7 @@ def _describe_source(facts: Facts) -> str:
     if facts.origin is Origin.PAGE or facts.begin_seconds is None or facts.end_seconds is None:
         return f"The sidecar's page, now{version}."
     begin, end = facts.begin_seconds, facts.end_seconds
-    return (
-        f"{facts.samples} samples over {format_duration(end - begin)}, {format_instant(begin)}"
-        f" to {format_instant(end)}{version}."
-    )
+    return f"{describe_span(facts.samples, begin, end)}{version}."
 
 
 def _format_advice(number: int, advice: Advice) -> Iterator[str]:
@@ -59,7 +56,7 @@ def _format_change(head: str, change: Change) -> Iterator[str]:
 
 
 def write_change(change: Change) -> str:
-    """Return a change of an option as it is typed, or by how much to change what is set."""
+    """Return an option with its value, or by how much to change it."""
     flag = "" if change.flag is None else str(change.flag)
     if change.difference is not None:
         word = "lower" if change.difference < 0 else "higher"
@@ -81,13 +78,13 @@ def _format_end(answer: Assessment) -> Iterator[str]:
     if answer.verdict is Conclusion.CANNOT_TELL:
         yield "Cannot tell whether anything should be changed. Missing:"
     elif answer.missing:
-        yield "Whether there is more cannot be told. Missing:"
+        yield "There may be more causes. Missing:"
     for missing in answer.missing:
         yield from wrap_headed("", missing)
 
 
 def build_document(answer: Assessment) -> dict[str, Any]:
-    """Return the one object of --json; bytes, seconds, ratios and tokens, null where unknown."""
+    """Build the object of --json; bytes, seconds, ratios and tokens, null where unknown."""
     facts = answer.facts
     version = facts.settings.version
     return {
@@ -125,22 +122,21 @@ def _build_change(change: Change) -> dict[str, Any]:
 
 
 def _round_value(value: float | None, flag: Flag | None) -> float | None:
-    """Return whole numbers as such: all options but one take no other."""
     return value if value is None or flag is Flag.GPU_MEMORY_UTILIZATION else int(value)
 
 
 DESCRIPTION: Final = """\
-Says which of the known causes of memory trouble fits an engine, the figures
-that show it, and the change to make: vLLM's own option, its value computed from
-this engine's figures, the least costly first.
+Finds which known cause of memory trouble fits an engine, shows the figures, and
+advises a change: vLLM's option with a value computed from this engine's
+figures, the least costly first.
 
 TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
-or - for standard input: a day says most. A sidecar's page is only the present.
+or - for standard input, ideally of a day. A sidecar's page is only the present.
 """
 
 EXAMPLES: Final = """\
-It ends with status 0 when there is nothing to change, 1 when there is advice,
-and 2 when it cannot tell or cannot use its input.
+The exit status is 0 if there is nothing to change, 1 if there is advice, and 2
+if it cannot tell or cannot use its input.
 
 Example:
   vllm-headroom advise trace.jsonl --engine-url http://127.0.0.1:8000
@@ -156,17 +152,17 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--headroom-url", metavar="URL", type=page, help="a sidecar to read instead of a trace")
     add = parser.add_argument_group("what the engine was started with, for values that depend on it").add_argument
     engine = page_url("http://127.0.0.1:8000")
-    add("--engine-url", metavar="URL", type=engine, help="vLLM itself, to ask for its version and its share of the GPU")
+    add("--engine-url", metavar="URL", type=engine, help="vLLM itself, to read its version and its share of the GPU")
     version = Value(read=_read_version, accepts="a version of vLLM from 0.4 on, such as 0.11.2")
-    told = "only options that this version has are advised; without it, that all have that it may be"
-    add("--vllm-version", metavar="VERSION", type=version, help=told)
+    only = "advise only options of this version; default: of every version that it can be"
+    add("--vllm-version", metavar="VERSION", type=version, help=only)
     add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
     for name, kind in (("num-seqs", whole()), ("model-len", tokens()), ("num-batched-tokens", tokens())):
         add(f"--max-{name}", metavar="N", type=kind, help="as vLLM's")
 
 
 def read_settings(given: argparse.Namespace) -> EngineArgs:
-    """Return what the operator told of the engine."""
+    """Return the engine's options that the operator gave."""
     return EngineArgs(
         version=given.vllm_version,
         gpu_memory_utilization=given.gpu_memory_utilization,

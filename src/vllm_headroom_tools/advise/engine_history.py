@@ -1,29 +1,39 @@
-"""What one engine did over a trace."""
+"""The figures of one engine over a trace."""
 
 from __future__ import annotations
+
+from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.derive.kv_cache import count_tokens_per_request
 from vllm_headroom.model import EngineReading
 from vllm_headroom_tools.advise.facts import (
-    CHANGED_RATIO,
     FULL_RATIO,
-    ROOMY_RATIO,
-    WAITING_REQUESTS,
     CappedFacts,
     EngineFacts,
     FullFacts,
     PrefixFacts,
     StrandedFacts,
 )
-from vllm_headroom_tools.history.counter import Histogram, Rise
+from vllm_headroom_tools.history import Histogram, Rise
+
+WAITING_REQUESTS: Final = 10
+"""Fewer than this waiting is noise (alert HeadroomQueueBacklog)."""
+
+ROOMY_RATIO: Final = 0.7
+"""Ours: with more than three tenths of the KV cache free, requests wait for another reason."""
+
+CHANGED_RATIO: Final = 0.01
+"""Ours: a larger change of the KV cache's size means other settings; equal starts differ by less."""
 
 CAP_RATIO = 0.97
 CAP_SHARE = 0.9
-"""Ours: what vLLM allows to run is what ran, to 3 %, in nine tenths of the time in which requests waited."""
+"""Ours: the cap is what ran, to 3 %, in nine tenths of the time in which requests waited."""
 
 
 class FullHistory:
-    """The time in which the cache was full, and the sample after it, which has its last preemptions."""
+    """The time with a full cache; the sample after it has the last preemptions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -33,18 +43,18 @@ class FullHistory:
         self._tokens = Histogram()
 
     def step(self, seconds: float, finished: float, preemptions: float) -> None:
-        """Count what was done in the time before a sample."""
+        """Count the work of the time before a sample."""
         self.seconds += seconds
         self._finished += finished
         self._preemptions += preemptions
 
     def add_reading(self, reading: EngineReading) -> None:
-        """Count what ran at a sample."""
+        """Count the load of a sample."""
         self._running.add(reading.running)
         self._tokens.add(count_tokens_per_request(reading))
 
     def facts(self) -> FullFacts | None:
-        """Return what is known; None where the cache was never full."""
+        """Return the facts; None where the cache was never full."""
         running = self._running.quantile(0.5)
         if running is None:
             return None
@@ -58,7 +68,7 @@ class FullHistory:
 
 
 class WaitingHistory:
-    """The time in which requests waited, by how many ran and how full the cache was."""
+    """The time in which requests waited, by running requests and use of the cache."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -78,7 +88,7 @@ class WaitingHistory:
             self._used.add(used)
 
     def facts(self, most_running: float | None) -> CappedFacts | None:
-        """Return the time at the cap; None where the waiting has another reason, such as a full cache."""
+        """Return the time at the cap; None where requests waited for another reason, such as a full cache."""
         used = self._used.quantile(0.9)
         if not most_running or used is None:
             return None
@@ -89,9 +99,9 @@ class WaitingHistory:
 
 
 class IdleHistory:
-    """Follows the idle times of one life: what was held a minute after the last request, and whether it rose each time.
+    """The cache held at idle times of one run of the engine, a minute after the last request.
 
-    What falls was given back after all, and what came before it is no leak.
+    A fall means that it was released: what came before is no leak.
     """
 
     def __init__(self) -> None:
@@ -99,7 +109,7 @@ class IdleHistory:
         self._ratios: list[float] = []
 
     def step(self, began_seconds: float | None, held: float | None) -> None:
-        """Go on to the next sample; `held` is None but a minute after the last request."""
+        """Add a sample; `held` is None until a minute after the last request."""
         if began_seconds != self._began:
             self._began, self._ratios = began_seconds, []
         if held is None:
@@ -110,89 +120,78 @@ class IdleHistory:
             self._ratios.append(held)
 
     def facts(self) -> StrandedFacts | None:
-        """Return what is known; None where the engine was never idle for a minute."""
+        """Return the facts; None where the engine was never idle for a minute."""
         if not self._ratios:
             return None
         return StrandedFacts(ratio=self._ratios[-1], first_ratio=self._ratios[0], rises=len(self._ratios) - 1)
 
 
 class EngineHistory:
-    """Follows one engine through a trace, for as long as its settings seem the same."""
+    """The history of one engine while its settings stay the same."""
 
-    def __init__(self) -> None:
-        self._last: EngineReading | None = None
-        self._most_running: float | None = None
-        self._calm_running: float | None = None
-        self._capacity: float | None = None
-        self._known_seconds = 0.0
-        self._kv_known = False
+    def __init__(self, model_name: str, engine: str) -> None:
+        self._facts = EngineFacts(model_name=model_name, engine=engine)
+        self._seconds = 0.0
         self._was_full = False
         self._finished, self._preemptions, self._queries, self._hits = Rise(), Rise(), Rise(), Rise()
         self._usual = Histogram()
         self._full, self._waiting, self._idle = FullHistory(), WaitingHistory(), IdleHistory()
 
     def has_other_settings(self, reading: EngineReading) -> bool:
-        """Tell whether the KV cache is of another size than before."""
-        before, now = self._capacity, reading.kv_capacity_tokens
+        """Return whether the KV cache has changed its size."""
+        before, now = self._facts.capacity_tokens, reading.kv_capacity_tokens
         return before is not None and now is not None and abs(now - before) > CHANGED_RATIO * before
 
     def step(self, reading: EngineReading, seconds: float, stranded: float | None) -> None:
-        """Go on to the next sample, `seconds` after the one before; `stranded` is what an idle engine's cache holds."""
-        self._last = reading
-        self._known_seconds += seconds
-        self._capacity = self._capacity if reading.kv_capacity_tokens is None else reading.kv_capacity_tokens
-        finished, preempted = (
-            self._finished.step(reading.finished_total),
-            self._preemptions.step(reading.preemptions_total),
-        )
+        """Add a sample, `seconds` after the last; `stranded` is the share that an idle engine's cache holds."""
+        self._seconds += seconds
+        finished = self._finished.step(reading.finished_total)
+        preempted = self._preemptions.step(reading.preemptions_total)
         self._queries.step(reading.prefix_queries_total)
         self._hits.step(reading.prefix_hits_total)
         self._waiting.step(seconds, reading)
         self._idle.step(reading.started_at_seconds, stranded)
-        if reading.running is not None:
-            self._most_running = max(self._most_running or 0.0, reading.running)
+        capacity, facts = reading.kv_capacity_tokens, self._facts
+        self._facts = replace(
+            facts,
+            capacity_tokens=facts.capacity_tokens if capacity is None else capacity,
+            kv_known=facts.kv_known or reading.kv_used_ratio is not None,
+            most_running=_find_higher(facts.most_running, reading.running),
+        )
         if reading.kv_used_ratio is None:
             return
-        self._kv_known = True
         full = reading.kv_used_ratio > FULL_RATIO
         if full or self._was_full:
             self._full.step(seconds if full else 0.0, finished, preempted)
         if full:
             self._full.add_reading(reading)
         else:
-            self._add_calm(reading, preempted)
+            self._usual.add(count_tokens_per_request(reading))
+            if reading.running and not preempted:
+                self._facts = replace(self._facts, calm_running=_find_higher(self._facts.calm_running, reading.running))
         self._was_full = full
 
-    def _add_calm(self, reading: EngineReading, preempted: float) -> None:
-        self._usual.add(count_tokens_per_request(reading))
-        if reading.running and not preempted:
-            self._calm_running = max(self._calm_running or 0.0, reading.running)
-
-    def facts(self) -> EngineFacts | None:
-        """Return what is known; None before the first sample."""
-        last = self._last
-        if last is None:
-            return None
-        return EngineFacts(
-            model_name=last.model_name,
-            engine=last.engine,
-            capacity_tokens=self._capacity,
-            kv_known=self._kv_known,
+    def facts(self) -> EngineFacts:
+        """Return the facts."""
+        return replace(
+            self._facts,
             preemptions_known=self._preemptions.total is not None,
-            most_running=self._most_running,
             finished=self._finished.total,
             usual_tokens=self._usual.quantile(0.5),
             high_tokens=self._usual.quantile(0.99),
-            calm_running=self._calm_running,
             full=self._full.facts(),
-            capped=self._waiting.facts(self._most_running),
+            capped=self._waiting.facts(self._facts.most_running),
             prefix=self._prefix(),
             stranded=self._idle.facts(),
         )
 
     def _prefix(self) -> PrefixFacts | None:
-        queries, hits, seconds = self._queries.total, self._hits.total, self._known_seconds
+        queries, hits, seconds = self._queries.total, self._hits.total, self._seconds
         if queries is None or hits is None:
             return None
         blocked = self._waiting.seconds / seconds if seconds else 0.0
         return PrefixFacts(queries=queries, hits=hits, seconds=seconds, blocked_ratio=blocked)
+
+
+def _find_higher(before: float | None, now: float | None) -> float | None:
+    return before if now is None else max(before or 0.0, now)

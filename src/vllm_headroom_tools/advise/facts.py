@@ -1,4 +1,4 @@
-"""What is known of an engine: what the rules are asked with."""
+"""The facts about an engine that the rules judge."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vllm_headroom.model import Device, HostMemory, Leftover
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.settings import EngineArgs
-from vllm_headroom_tools.history.course import Moment
+from vllm_headroom_tools.history import Moment
 
 
 class FullFacts(Struct, frozen=True, kw_only=True):
-    """The time in which the KV cache was full: how long, what was done in it, and the middle of what ran.
+    """The time with a full KV cache: its length, the work done, and the medians of load and tokens per request.
 
-    On a page: since the engine's start, for `finished` and `preemptions`; now, for `running` and `tokens`.
+    From a page, `finished` and `preemptions` count since the engine's start; `running` and `tokens` are of now.
     """
 
     seconds: float | None
@@ -28,7 +28,7 @@ class FullFacts(Struct, frozen=True, kw_only=True):
 
 
 class CappedFacts(Struct, frozen=True, kw_only=True):
-    """The time in which requests waited although the KV cache had room, because no more than `running` may run."""
+    """The time in which requests waited although the KV cache had room, because at most `running` may run."""
 
     seconds: float
     running: float
@@ -36,10 +36,10 @@ class CappedFacts(Struct, frozen=True, kw_only=True):
 
 
 class PrefixFacts(Struct, frozen=True, kw_only=True):
-    """The prefix cache: tokens looked up and found, in `seconds`; on a page since the engine's start, seconds unknown.
+    """Tokens looked up and found in the prefix cache in `seconds`; from a page, since the engine's start (None).
 
-    `recent_ratio` is hits over queries of the last five minutes, on a page. `blocked_ratio` is the share of the time in
-    which requests waited.
+    `recent_ratio` is the hit ratio of the last five minutes, on a page; `blocked_ratio` the share of the time in which
+    requests waited.
     """
 
     queries: float
@@ -50,7 +50,7 @@ class PrefixFacts(Struct, frozen=True, kw_only=True):
 
 
 class StrandedFacts(Struct, frozen=True, kw_only=True):
-    """What an idle engine's KV cache still held: lastly, at the first of the times in which it only rose, how often."""
+    """The share of the KV cache that an idle engine held: now, before the last run of rises, and their number."""
 
     ratio: float
     first_ratio: float
@@ -60,9 +60,9 @@ class StrandedFacts(Struct, frozen=True, kw_only=True):
 class EngineFacts(Struct, frozen=True, kw_only=True):
     """One engine (one data-parallel rank).
 
-    Tokens are those of a running request in the KV cache, averaged over the requests that ran at that moment: their
-    middle and their 99th percentile while the cache was not full. `calm_running` is the most requests that ran then
-    without a preemption. `kv_known` and `preemptions_known` tell whether the page says these at all.
+    `usual_tokens` and `high_tokens` are the median and the 99th percentile of the cache's tokens per running request
+    while it was not full, `calm_running` the most requests that ran then without a preemption. `kv_known` and
+    `preemptions_known` are whether the page has these at all.
     """
 
     model_name: str
@@ -83,14 +83,14 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
 
 
 class Origin(StrEnum):
-    """Where the facts come from: a trace has a history, a page is a moment."""
+    """The source of the facts: a trace has a history, a page only the present."""
 
     TRACE = "trace"
     PAGE = "page"
 
 
 class Shortage(StrEnum):
-    """How little memory was left: from the start on, after a slow rise, or for a moment."""
+    """The kind of a shortage: from the start on, after a slow rise, or for a moment."""
 
     LEVEL = "level"
     RISEN = "risen"
@@ -98,9 +98,9 @@ class Shortage(StrEnum):
 
 
 class Leak(Struct, frozen=True, kw_only=True):
-    """What the leak detector says of one series, a GPU or a role of processes.
+    """The leak detector's verdict on one GPU or role of processes.
 
-    `alarm` is the newest moment of its alarm, None where there was none; `ended_seconds` is None where it did not end.
+    `alarm` is the newest moment of its alarm; `ended_seconds` is None while the alarm lasts.
     """
 
     state: LeakState
@@ -109,10 +109,9 @@ class Leak(Struct, frozen=True, kw_only=True):
 
 
 class Spell(Struct, frozen=True, kw_only=True):
-    """A time in which less than LOW_BYTES were left, without what others took.
+    """A time with less than LOW_BYTES left, not counting the memory of others.
 
-    `seconds` is how long it lasted, `running` how many requests ran when the least was left; None where not known.
-    `ended_engine` is whether the engine let go of its memory at its end.
+    `running` is the load when the least was left. `ended_engine` is whether the engine released its memory at the end.
     """
 
     kind: Shortage
@@ -124,22 +123,22 @@ class Spell(Struct, frozen=True, kw_only=True):
 
 
 class Extent(Struct, frozen=True):
-    """An amount over the time: at its end, at the least and at the most."""
+    """The newest, lowest and highest value of an amount."""
 
     now: float
     least: float
     most: float
 
     def widen(self, now: float) -> Extent:
-        """Return it with one more reading."""
+        """Add a reading."""
         return Extent(now, min(now, self.least), max(now, self.most))
 
 
 class GpuFacts(Device, frozen=True, kw_only=True):
-    """One GPU of the engine's, in bytes.
+    """One of the engine's GPUs.
 
-    `usable_bytes` is what CUDA calls its total. What `others` hold is None where the engine's share is not known, 0 up
-    to SOMEBODY_BYTES. `leftovers` serve no engine any more; `roomy_running` is the most that ran with LOW_BYTES left.
+    `usable_bytes` is CUDA's total. `others` is None where the engine's share is unknown, and 0 up to SOMEBODY_BYTES.
+    `leftovers` are processes of an exited engine; `roomy_running` is the highest load with LOW_BYTES left.
     """
 
     leak: Leak
@@ -160,10 +159,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    """A start of the engine that ended before it served: what it held at the most, what was left at the least.
-
-    `room_before_bytes` is what was left before it; None where not known.
-    """
+    """A start of the engine that exited before it served; `room_before_bytes` was left before it."""
 
     most_held_bytes: float
     least_room_bytes: float | None
@@ -172,9 +168,9 @@ class Start(Struct, frozen=True, kw_only=True):
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """An end of an engine that served: what ran and what was left of a GPU at the last sample, None where not known.
+    """The exit of an engine that served, with load and room at the last sample.
 
-    `orphan_bytes` is what processes of its own went on to hold.
+    `orphan_bytes` is what its left-over processes still held.
     """
 
     seconds: float
@@ -184,10 +180,10 @@ class Ending(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """Everything the rules may know; times in seconds since the epoch, None for a page.
+    """Everything the rules judge; times in seconds since the epoch, None for a page.
 
-    `since_seconds` is when other settings came into force, so that only what came after counts; None where none did.
-    `age_seconds` is the age of a page's sample. `host` is the host memory, with the most that was in use of it.
+    `since_seconds` is the newest change of settings: only later samples count. `age_seconds` is the age of a page's
+    sample. `host` is the host memory with the highest use.
     """
 
     origin: Origin
@@ -206,13 +202,13 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def span_seconds(self) -> float:
-        """How long the facts reach back; 0 for a page."""
+        """The length of the history; 0 for a page."""
         begin = self.begin_seconds if self.since_seconds is None else self.since_seconds
         return 0.0 if begin is None or self.end_seconds is None else max(0.0, self.end_seconds - begin)
 
     @property
     def least_room_bytes(self) -> float | None:
-        """The least that was left on any of the engine's GPUs; None where it is not known of one."""
+        """The least room on any of the engine's GPUs; None where one is unknown."""
         known = [gpu.least_room_bytes for gpu in self.gpus if gpu.least_room_bytes is not None]
         return min(known) if known and len(known) == len(self.gpus) else None
 
@@ -221,71 +217,15 @@ PEAK_BYTES: Final = 256 * MIB
 """Less than this left at a peak is nearly nothing (alert HeadroomGpuMemoryPeak)."""
 
 AIM_BYTES: Final = GIB
-"""What should be left at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
+"""The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
 
-LOST_RATIO: Final = 0.01
-LOST_RISES: Final = 3
-"""What no request holds of the KV cache (alert HeadroomKvBlocksLeak)."""
-
-HOST_LOW_RATIO: Final = 0.05
-"""Ours: with less than a twentieth of the limit left, one request with a large video can be the last."""
-
-LESS_CACHE_GB: Final = 1.0
-"""Ours: a quarter of the default."""
 
 LASTING_SECONDS: Final = 600.0
 """What lasts for so long is no burst (`for: 10m` of HeadroomGpuMemoryLow and HeadroomKvCacheThrashing)."""
 
-APART_SECONDS: Final = 300.0
-"""Two shortages with so much time between them are two (the five minutes over which HeadroomGpuMemoryLow looks)."""
 
 SOMEBODY_BYTES: Final = 200 * MIB
-"""What no visible process holds, up to here, is the driver's; beyond it is somebody (runbook HeadroomGpuMemoryLow)."""
+"""Up to this, memory without a visible process is the driver's (runbook HeadroomGpuMemoryLow)."""
 
 FULL_RATIO: Final = 0.95
 """A KV cache is full above this (alert HeadroomKvCacheThrashing). Full alone queues, and harms nobody."""
-
-HURTING_PREEMPTIONS: Final = 0.1
-"""Preemptions for each finished request: 0.01 is nothing, above this it hurts (runbook HeadroomKvCacheThrashing)."""
-
-LARGER_REQUESTS: Final = 2.0
-"""Ours: a cache that requests of twice the usual size fill was blown out by them; below, there were too many."""
-
-FEWEST_REQUESTS: Final = 4
-"""Ours: where fewer usual requests than this fit at once, there is nothing to batch, and the model is too large."""
-
-WAITING_REQUESTS: Final = 10
-"""Fewer than this waiting is noise (alert HeadroomQueueBacklog)."""
-
-ROOMY_RATIO: Final = 0.7
-"""Ours: with more than three tenths of the KV cache free it is not the cache that makes requests wait."""
-
-PAYING_RATIO: Final = 0.3
-"""Below this share of cached tokens looking them up costs about what it saves (alert HeadroomPrefixCacheNotPaying)."""
-
-PREFIX_SECONDS: Final = 6 * 3600.0
-PREFIX_TOKENS_PER_SECOND: Final = 100.0
-"""Six hours of at least this traffic judge a prefix cache; with less there is nothing to win (the same alert)."""
-
-BLOCKED_RATIO: Final = 0.05
-"""Ours: before vLLM 0.27 a waiting request is looked up anew in each step (vllm-project/vllm#43736); where requests
-wait for more than this share of the time, hits over queries say nothing.
-"""
-
-USUAL_SECONDS: Final = 6 * 3600.0
-"""Ours: an engine's highest peaks are believed to be its usual ones after so long; nothing is raised on less."""
-
-HIGHEST_UTILIZATION: Final = 0.95
-"""What vLLM's author calls safe ends here (vllm-project/vllm#1298)."""
-
-SHORTEST_SECONDS: Final = 3600.0
-"""A shorter trace cannot show health: the leak detector takes an hour to be sure."""
-
-STALE_SECONDS: Final = 120.0
-"""A page this old is not the present (alert HeadroomSampleStale)."""
-
-CHANGED_RATIO: Final = 0.01
-"""Ours: a KV cache that is so much larger or smaller was made by other settings; two equal starts differ by less."""
-
-FAILED_STARTS: Final = 2
-"""Ours: once may be a person who changed their mind."""

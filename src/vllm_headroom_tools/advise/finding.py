@@ -1,9 +1,8 @@
-"""What a rule says: a cause, the figures that show it as people read them, and what to do about it."""
+"""The findings of a rule: a cause, its evidence, and what to change."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from math import isinf
 
 from msgspec import Struct
 
@@ -32,7 +31,7 @@ class Cause(StrEnum):
 
 
 class Evidence(Struct, frozen=True):
-    """One figure that shows a cause; `name` ends in its unit, `text` says it to people."""
+    """One figure that shows a cause; `name` ends in its unit."""
 
     name: str
     value: float | str
@@ -42,8 +41,8 @@ class Evidence(Struct, frozen=True):
 class Change(Struct, frozen=True, kw_only=True):
     """One thing to do, and what it costs.
 
-    With a `flag`, `value` is what to set it to (None for one that takes none). Where what is set now is not known and
-    the value depends on it, `difference` is by how much to change it. `now` is what is set, None where not known.
+    `value` is the new value of `flag`, None for a flag without one; `difference` replaces it where it depends on the
+    current value `now`, which is unknown.
     """
 
     text: str
@@ -55,7 +54,7 @@ class Change(Struct, frozen=True, kw_only=True):
 
 
 class Advice(Struct, frozen=True, kw_only=True):
-    """A cause that fits; `changes` come in the order of least cost, `remark` is what is easily mixed up."""
+    """A cause that fits; `changes` are in the order of their cost, `remark` prevents a mix-up."""
 
     cause: Cause
     summary: str
@@ -65,7 +64,7 @@ class Advice(Struct, frozen=True, kw_only=True):
 
 
 def lower_option(facts: Facts, flag: Flag, value: float, *, text: str, cost: str) -> Change | None:
-    """Return an option with a lower value; None where that is none, or not lower than what is set now."""
+    """Return an option with a lower value; None where it is not lower than the current one, or not above 0."""
     now = facts.settings.now(flag)
     if value <= 0 or (now is not None and value >= now):
         return None
@@ -73,30 +72,15 @@ def lower_option(facts: Facts, flag: Flag, value: float, *, text: str, cost: str
 
 
 def drop_none(*changes: Change | None) -> tuple[Change, ...]:
-    """Return those there are."""
+    """Return the changes that exist."""
     return tuple(change for change in changes if change is not None)
 
 
-def format_count(value: float) -> str:
-    """Return a count with its thousands set apart."""
-    return f"{value:,.0f}"
-
-
 def format_percent(ratio: float) -> str:
-    """Return a ratio in percent."""
+    """Format a ratio in percent."""
     return f"{100 * ratio:.3g} %"
 
 
-def format_per_request(preemptions: float, finished: float) -> str:
-    """Return preemptions for each finished request, where any finished."""
-    ratio = preemptions / finished if finished else float("inf")
-    return (
-        f"{format_count(preemptions)} and no request finished"
-        if isinf(ratio)
-        else f"{ratio:.2g} for each finished request"
-    )
-
-
 def name_engine(facts: Facts, engine: EngineFacts) -> str:
-    """Return what an engine is called: its model, and its rank where there are several."""
+    """Return the engine's model, with its rank where there are several."""
     return f"{engine.model_name}, engine {engine.engine}" if len(facts.engines) > 1 else engine.model_name

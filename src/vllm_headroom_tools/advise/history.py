@@ -1,16 +1,18 @@
-"""A recorded past to facts."""
+"""Facts from a trace."""
 
 from __future__ import annotations
+
+from typing import Final
 
 from msgspec.structs import replace
 
 from vllm_headroom.derive.life.lives import EngineRuns
 from vllm_headroom.derive.readings import count_running, is_page_awake, label_engine, list_named
 from vllm_headroom.derive.verdicts import LOW_BYTES
-from vllm_headroom.model import EnginePage, Failure, Gpu, Leftover, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
+from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.engine_history import EngineHistory
 from vllm_headroom_tools.advise.facts import (
-    APART_SECONDS,
     LASTING_SECONDS,
     PEAK_BYTES,
     SOMEBODY_BYTES,
@@ -26,12 +28,14 @@ from vllm_headroom_tools.advise.facts import (
     Start,
 )
 from vllm_headroom_tools.advise.settings import OLDEST, EngineArgs, Version, add_page_settings, find_oldest_version
-from vllm_headroom_tools.history.course import Course
-from vllm_headroom_tools.history.replay import LONGEST_STEP_SECONDS, LeakReplay
+from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, Course, LeakReplay
+
+APART_SECONDS: Final = 300.0
+"""Shortages this far apart are two (the five minutes that HeadroomGpuMemoryLow looks back)."""
 
 
 class ExitHistory:
-    """Follows the lives of the engine, as the daemon tells them apart."""
+    """The failed starts and the exits of the engine."""
 
     def __init__(self) -> None:
         self.failed: list[Start] = []
@@ -42,18 +46,18 @@ class ExitHistory:
 
     @property
     def serving(self) -> bool:
-        """Whether this life has served, also while its page cannot be read."""
+        """Whether this run has served, also while its page cannot be read."""
         return self._served is not None
 
-    def step(self, snapshot: Snapshot, lives: EngineRuns) -> bool:
-        """Go on to the next sample, up to which there were these lives; return whether one has ended."""
+    def step(self, snapshot: Snapshot, runs: EngineRuns) -> bool:
+        """Add a sample with the runs up to it; return whether one has ended."""
         gpus, page = snapshot.devices, snapshot.page
         ended = snapshot.life is not None and snapshot.life.ended is not None
         if ended:
             self._end(snapshot.time_seconds, gpus)
         if page is not None and list_named(page):
             self._served, self._start = (page, gpus), None
-        elif lives.newest is None or lives.newest.ended:
+        elif runs.newest is None or runs.newest.ended:
             self._idle_room = measure_room(gpus)
         elif self._served is None:
             self._start = self._grow_start(gpus)
@@ -70,7 +74,6 @@ class ExitHistory:
         self._served = self._start = None
 
     def _grow_start(self, gpus: tuple[Gpu, ...]) -> Start:
-        """Return the start that goes on with one more reading, or a new one."""
         before = self._start or Start(
             most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=0.0, room_before_bytes=self._idle_room
         )
@@ -84,7 +87,7 @@ class ExitHistory:
 
 
 def measure_others(gpu: Gpu) -> float | None:
-    """Return what is not the engine's on a GPU, 0 up to SOMEBODY_BYTES; None where its share is not known."""
+    """Return the memory of others on a GPU, 0 up to SOMEBODY_BYTES; None where the engine's share is unknown."""
     memory = gpu.reading.memory
     if memory is None or gpu.engine_bytes is None:
         return None
@@ -93,86 +96,68 @@ def measure_others(gpu: Gpu) -> float | None:
 
 
 def measure_room(gpus: tuple[Gpu, ...]) -> float | None:
-    """Return the least that is left on a GPU; None where none was read."""
+    """Return the least room on a GPU; None where none was read."""
     rooms = [gpu.reading.memory.left_bytes for gpu in gpus if gpu.reading.memory is not None]
     return max(0.0, float(min(rooms))) if rooms else None
 
 
 MOSTLY = 0.5
-"""Ours: a spell with more room in it than that is made of peaks."""
+"""Ours: a spell with more time with room than this consists of peaks."""
 
 
 class GpuHistory:
-    """Follows one GPU; what others take is not counted as the engine's shortage."""
+    """The history of one GPU; the memory of others does not count as the engine's shortage."""
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
-        self._index, self._uuid = index, uuid
-        self._usable: float | None = None
-        self._least_room: float | None = None
-        self._others: Extent | None = None
-        self._leftovers: tuple[Leftover, ...] = ()
-        self._roomy_running: float | None = None
+        self._facts = GpuFacts(index=index, uuid=uuid, leak=Leak(state=LeakState.UNKNOWN))
         self._held_since = began_seconds
         self._open: _OpenSpell | None = None
-        self._spells: list[Spell] = []
 
-    def rest(self, now: float, *, ended_engine: bool) -> None:
-        """Close a spell that ends with the engine, or as it falls asleep: it takes hold of the GPU anew."""
-        self._close(ended_engine=ended_engine)
+    def close_spell(self, now: float, *, ended_engine: bool) -> None:
+        """Close a spell at the engine's exit or sleep, after which it takes memory again."""
+        self._facts, self._open = self._add_spell(ended_engine=ended_engine), None
         self._held_since = now
 
     def step(self, gpu: Gpu, now: float, seconds: float, running: float | None, *, serving: bool) -> None:
-        """Go on to the next sample, `seconds` after the one before, with so many requests running in all ranks.
+        """Add a sample, `seconds` after the last, with the running requests of all ranks.
 
-        What a start takes for a moment is no shortage of an engine that serves.
+        A peak during a start is no shortage of an engine that serves.
         """
         memory = gpu.reading.memory
         if memory is None:
             return
-        self._usable, self._leftovers = float(memory.usable_bytes), gpu.leftovers
-        room, others = self._usable - memory.used_bytes, measure_others(gpu)
-        self._least_room = max(0.0, room if self._least_room is None else min(room, self._least_room))
-        if others is not None:
-            self._others = (self._others or Extent(others, others, others)).widen(others)
+        usable, others, facts = float(memory.usable_bytes), measure_others(gpu), self._facts
+        room = usable - memory.used_bytes
+        self._facts = replace(
+            facts,
+            usable_bytes=usable,
+            least_room_bytes=max(0.0, room if facts.least_room_bytes is None else min(room, facts.least_room_bytes)),
+            others=facts.others if others is None else (facts.others or Extent(others, others, others)).widen(others),
+            leftovers=gpu.leftovers,
+        )
         if serving:
             self._add_room(room + (others or 0.0), now, seconds, running)
 
     def facts(self, leak: Leak) -> GpuFacts:
-        """Return what is known, with the spell that goes on."""
-        closed = None if self._open is None else self._open.build_spell(self._held_since, ended_engine=False)
-        return GpuFacts(
-            index=self._index,
-            uuid=self._uuid,
-            leak=leak,
-            usable_bytes=self._usable,
-            least_room_bytes=self._least_room,
-            others=self._others,
-            spells=(*self._spells, *(() if closed is None else (closed,))),
-            leftovers=self._leftovers,
-            roomy_running=self._roomy_running,
-        )
+        """Return the facts, including an open spell."""
+        return replace(self._add_spell(ended_engine=False), leak=leak)
 
     def _add_room(self, room: float, now: float, seconds: float, running: float | None) -> None:
         if room >= LOW_BYTES:
             if self._open is not None and now - self._open.last_seconds >= APART_SECONDS:
-                self._close(ended_engine=False)
+                self._facts, self._open = self._add_spell(ended_engine=False), None
             if running and self._open is None:
-                self._roomy_running = max(self._roomy_running or 0.0, running)
+                self._facts = replace(self._facts, roomy_running=max(self._facts.roomy_running or 0.0, running))
             return
-        if self._open is None:
-            self._open = _OpenSpell(now)
+        self._open = self._open or _OpenSpell(now)
         self._open.step(room, now, seconds, running)
 
-    def _close(self, *, ended_engine: bool) -> None:
-        if self._open is not None:
-            spell = self._open.build_spell(self._held_since, ended_engine=ended_engine)
-            self._spells += () if spell is None else (spell,)
-        self._open = None
+    def _add_spell(self, *, ended_engine: bool) -> GpuFacts:
+        spell = self._open and self._open.build_spell(self._held_since, ended_engine=ended_engine)
+        return replace(self._facts, spells=(*self._facts.spells, spell)) if spell else self._facts
 
 
 class _OpenSpell:
-    """A spell that goes on."""
-
     def __init__(self, began_seconds: float) -> None:
         self.last_seconds = began_seconds
         self._began_seconds = began_seconds
@@ -181,14 +166,14 @@ class _OpenSpell:
         self._running: float | None = None
 
     def step(self, room: float, now: float, seconds: float, running: float | None) -> None:
-        """Take a sample with little room."""
+        """Add a sample with little room."""
         self._low_seconds += seconds
         self.last_seconds = now
         if room < self._least_bytes:
             self._least_bytes, self._running = max(0.0, room), running
 
     def build_spell(self, held_since: float, *, ended_engine: bool) -> Spell | None:
-        """Return what it was; None where it was short and not near the end of the card."""
+        """Return the spell; None where it was short and some room was left."""
         lasted = self.last_seconds - self._began_seconds
         if self._low_seconds >= LASTING_SECONDS and self._low_seconds >= MOSTLY * lasted:
             from_the_start = self._began_seconds - held_since <= LASTING_SECONDS
@@ -208,7 +193,7 @@ class _OpenSpell:
 
 
 class TraceHistory:
-    """Gathers what the rules want to know of a past, sample by sample."""
+    """Collects the facts of a trace, sample by sample."""
 
     def __init__(self) -> None:
         self._watch = LeakReplay()
@@ -222,12 +207,12 @@ class TraceHistory:
         self._host_bytes: dict[str, float] = {}
 
     def step(self, snapshot: Snapshot) -> None:
-        """Go on to the next sample."""
+        """Add a sample."""
         seconds = snapshot.time_seconds - self._now if self._watch.samples else 0.0
         seconds = min(max(0.0, seconds), LONGEST_STEP_SECONDS)
         self._now = snapshot.time_seconds
         snapshot = self._watch.step(snapshot)
-        ended = self._ends.step(snapshot, self._watch.lives)
+        ended = self._ends.step(snapshot, self._watch.runs)
         page = snapshot.page
         engines = list_named(page)
         self._page = page if engines else self._page
@@ -240,17 +225,16 @@ class TraceHistory:
         stranded = {} if snapshot.life is None else dict(snapshot.life.stranded)
         for engine in engines:
             key = label_engine(engine)
-            self._engines.setdefault(key, EngineHistory()).step(engine, seconds, stranded.get(key))
+            self._engines.setdefault(key, EngineHistory(*key)).step(engine, seconds, stranded.get(key))
         self._at_least = max(self._at_least, find_oldest_version(engines))
         self._step_gpus(snapshot, seconds, ended=ended)
         self._step_host(snapshot)
 
     def facts(self, settings: EngineArgs) -> Facts:
-        """Return the facts, of an engine started with these settings; the trace tells those that nobody gave."""
+        """Return the facts of an engine with these settings; the trace fills in those that were not given."""
         begin, end = self._watch.span
         settings = settings if self._page is None else add_page_settings(settings, self._page)
         gpus = ((uuid, course) for _, uuid, course in self._watch.gpus if uuid in self._gpus)
-        engines = (history.facts() for history in self._engines.values())
         return Facts(
             origin=Origin.TRACE,
             settings=replace(settings, at_least=max(self._at_least, settings.at_least)),
@@ -259,7 +243,7 @@ class TraceHistory:
             end_seconds=end,
             since_seconds=self._since,
             gpus=tuple(self._gpus[uuid].facts(_build_leak(course)) for uuid, course in gpus),
-            engines=tuple(facts for facts in engines if facts is not None),
+            engines=tuple(history.facts() for history in self._engines.values()),
             hosts=tuple(
                 HostFacts(process=str(role), leak=_build_leak(course), held_bytes=self._host_bytes.get(role))
                 for role, course in self._watch.host
@@ -274,10 +258,10 @@ class TraceHistory:
         running = count_running(page)
         serving = self._ends.serving and is_page_awake(page) is not False
         for history in self._gpus.values() if ended or not serving else ():
-            history.rest(self._now, ended_engine=ended)
+            history.close_spell(self._now, ended_engine=ended)
         for gpu in snapshot.devices:
-            index, uuid = gpu.reading.index, gpu.reading.uuid
-            history = self._gpus.setdefault(uuid, GpuHistory(index, uuid, self._now))
+            uuid = gpu.reading.uuid
+            history = self._gpus.setdefault(uuid, GpuHistory(gpu.reading.index, uuid, self._now))
             history.step(gpu, self._now, seconds, running, serving=serving)
 
     def _step_host(self, snapshot: Snapshot) -> None:

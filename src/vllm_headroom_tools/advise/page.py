@@ -1,12 +1,11 @@
-"""The page of a sidecar to facts: the present, and what counters say of the time since the engine's start."""
+"""Facts from a sidecar's page: the present, and counters since the engine's start."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from math import isfinite
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import urljoin
 
 from msgspec.structs import replace
@@ -40,12 +39,11 @@ from vllm_headroom_tools.advise.facts import (
     StrandedFacts,
 )
 from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs, add_page_settings, parse_version
-from vllm_headroom_tools.history.course import Moment
+from vllm_headroom_tools.history import Moment
 from vllm_headroom_tools.look import fetch_engines, fetch_once
 from vllm_headroom_tools.openai import parse_server_version
 from vllm_headroom_tools.terminal import NO_SIDECAR
 
-Word = TypeVar("Word", bound=StrEnum)
 Labels = tuple[str, str]
 """Index and UUID of a GPU."""
 
@@ -65,29 +63,35 @@ ON_THE_HOST: Final = {
 
 
 def parse_facts(text: str, settings: EngineArgs) -> Facts | str:
-    """Return the facts of a page, of an engine started with these settings; or why it cannot be used, in one line."""
+    """Parse the facts of an engine with these settings; return why in one line where the page cannot be used."""
     try:
         page = Values(_parse_samples(text))
     except (ValueError, IndexError):
-        return "the page is not in Prometheus's format: --headroom-url is vllm-headroom's, not that of what it watches"
+        return "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
     if len(page.of(catalog.BUILD_INFO)) != 1 or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES:
         return "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
     engines = tuple(page.of(catalog.ENGINE_INFO))
     if {profile for *_, profile in engines} - {"vllm"}:
         return "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
+    host = ((fact, page.value(metric)) for metric, fact in FACTS)
     return Facts(
         origin=Origin.PAGE,
         settings=_read_settings(page, settings),
         age_seconds=page.value(catalog.SAMPLE_AGE),
         gpus=tuple(_read_gpus(page)),
         engines=tuple(_read_engine(page, model_name, engine) for model_name, engine, _ in engines),
-        hosts=tuple(_read_hosts(page)),
-        host=_read_host(page),
+        hosts=tuple(
+            HostFacts(
+                process=role, leak=_read_leak(page, catalog.HOST_LEAK_STATE, (role,), ON_THE_HOST), held_bytes=held
+            )
+            for (role,), held in page.of(catalog.HOST_MEMORY).items()
+        ),
+        host=HostMemory(basis=None, **{fact: int(value) for fact, value in host if value is not None}),
     )
 
 
 def _parse_samples(text: str) -> Iterator[Sample]:
-    """Yield what the daemon exports of a page; raises ValueError where the text is not in Prometheus's format."""
+    """Yield the daemon's metrics on a page; raises ValueError where the text is not in Prometheus's format."""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             metric = catalog.BY_NAME.get(sample.name)
@@ -95,20 +99,20 @@ def _parse_samples(text: str) -> Iterator[Sample]:
                 yield Sample(metric, tuple(sample.labels.get(label, "") for label in metric.labels), sample.value)
 
 
-def _read_settings(page: Values, told: EngineArgs) -> EngineArgs:
-    """Return the settings with what the page shows; what the operator told is believed."""
+def _read_settings(page: Values, given: EngineArgs) -> EngineArgs:
+    """Fill in settings from the page; the operator's stay."""
     offered = (field for field in FIELD_VERSIONS if page.value(catalog.INPUT_AVAILABLE, INPUTS[field].name))
     sized = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
-        told,
-        at_least=max((told.at_least, *(FIELD_VERSIONS[field] for field in offered))),
-        sizes_cache_in_bytes=told.sizes_cache_in_bytes or sized,
-        gpu_memory_utilization=told.gpu_memory_utilization or _compute_utilization(page),
+        given,
+        at_least=max((given.at_least, *(FIELD_VERSIONS[field] for field in offered))),
+        sizes_cache_in_bytes=given.sizes_cache_in_bytes or sized,
+        gpu_memory_utilization=given.gpu_memory_utilization or _compute_utilization(page),
     )
 
 
 def _compute_utilization(page: Values) -> float | None:
-    """Return what the budget is of the GPU's total (derive/discrepancy.py); None where there is none."""
+    """Return the budget's share of the GPU's total (derive/discrepancy.py); None without a budget."""
     ratios = set()
     for (*gpu, basis), budget in page.of(catalog.MEMORY_REPORTED).items():
         total = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
@@ -156,28 +160,11 @@ def _find_spells(room: float, room_at_peak: float, running: float | None) -> Ite
 
 
 def _read_leak(page: Values, state: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]) -> Leak:
-    """Return what is said of a series; a figure that all series share has no labels."""
-    said: dict[str, Any] = {name: page.value(metric, *labels[: len(metric.labels)]) for name, metric in figures.items()}
-    where = _find_word(LeakLocation, page.state(catalog.LEAK_LOCATION, *labels))
-    is_in = _find_word(LeakState, page.state(state, *labels)) or LeakState.UNKNOWN
-    return Leak(state=is_in, alarm=Moment(seconds=0.0, location=where, **said) if is_in is LeakState.LEAKING else None)
-
-
-def _find_word(known: type[Word], named: str | None) -> Word | None:
-    return next((word for word in known if word == named), None)
-
-
-def _read_hosts(page: Values) -> Iterator[HostFacts]:
-    """Yield each role of the engine's processes."""
-    for role, held in page.of(catalog.HOST_MEMORY).items():
-        leak = _read_leak(page, catalog.HOST_LEAK_STATE, role, ON_THE_HOST)
-        yield HostFacts(process=role[0], leak=leak, held_bytes=held)
-
-
-def _read_host(page: Values) -> HostMemory:
-    """Return the memory that the engine runs in."""
-    known = ((fact, page.value(metric)) for metric, fact in FACTS)
-    return HostMemory(basis=None, **{fact: int(value) for fact, value in known if value is not None})
+    """Read the leak verdict of a series; a figure that all series share has no labels."""
+    read: dict[str, Any] = {name: page.value(metric, *labels[: len(metric.labels)]) for name, metric in figures.items()}
+    where = next((each for each in LeakLocation if each == page.state(catalog.LEAK_LOCATION, *labels)), None)
+    is_in = next((each for each in LeakState if each == page.state(state, *labels)), LeakState.UNKNOWN)
+    return Leak(state=is_in, alarm=Moment(seconds=0.0, location=where, **read) if is_in is LeakState.LEAKING else None)
 
 
 def _read_engine(page: Values, *engine: str) -> EngineFacts:
@@ -218,11 +205,11 @@ def _read_prefix_cache(page: Values, *engine: str) -> PrefixFacts | None:
 
 
 TIMEOUT_SECONDS: Final = 20.0
-"""Longer than the daemon waits: it is asked once, and a busy engine answers late."""
+"""Longer than the daemon's: there is one attempt, and a busy engine answers late."""
 
 
 async def fetch_facts(url: str, settings: EngineArgs) -> Facts:
-    """Return what the page of the sidecar at `url` says; raises BadInput where none comes."""
+    """Fetch the facts on a sidecar's page; raises BadInput."""
     page = await fetch_once(_build_reader(url))
     if isinstance(page, Failure):
         raise BadInput(f"{strip_advice(page)}: {NO_SIDECAR}")
@@ -233,10 +220,9 @@ async def fetch_facts(url: str, settings: EngineArgs) -> Facts:
 
 
 async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
-    """Return the settings with what the engine whose page is at `url` says; what the operator told is believed.
+    """Fill in settings from the engine whose page is at `url`; the operator's stay. Raises BadInput.
 
-    Its version is asked of /version beside the page, which vLLM answers without a key. Raises BadInput where no page
-    comes, or it is no engine's.
+    The version comes from /version beside the page, which vLLM answers without a key.
     """
     page, about = await asyncio.gather(
         fetch_engines(_build_reader(url)), fetch_once(_build_reader(urljoin(url, "version")))
@@ -245,8 +231,8 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
         raise BadInput(f"--engine-url: {strip_advice(page)}: check that vLLM serves there")
     if not page.engines:
         raise BadInput(f"--engine-url: the page at {redact_url(url)} is not vLLM's")
-    told = None if isinstance(about, Failure) else parse_server_version(about)
-    version = settings.version or (parse_version(told) if told else None)
+    found = None if isinstance(about, Failure) else parse_server_version(about)
+    version = settings.version or (parse_version(found) if found else None)
     return replace(add_page_settings(settings, page), version=version)
 
 

@@ -1,4 +1,4 @@
-"""What an engine was started with: vLLM's version, and the options that are advised."""
+"""The version and the options that vLLM was started with."""
 
 from __future__ import annotations
 
@@ -33,42 +33,36 @@ OLDEST: Final[Version] = (0, 4, 0)
 """The oldest version whose page is read."""
 
 NEWEST: Final[Version] = (0, 33, 0)
-"""The newest version whose options were looked at."""
+"""The newest version whose options were checked."""
 
-FIRST_VERSIONS: Final[dict[Flag, Version]] = {
-    Flag.GPU_MEMORY_UTILIZATION: OLDEST,
-    Flag.MAX_NUM_SEQS: OLDEST,
-    Flag.MAX_MODEL_LEN: OLDEST,
-    Flag.MAX_NUM_BATCHED_TOKENS: OLDEST,
-    Flag.ENFORCE_EAGER: OLDEST,
-    Flag.TENSOR_PARALLEL_SIZE: OLDEST,
+FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
     Flag.NO_ENABLE_PREFIX_CACHING: (0, 6, 5),
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
     Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
 }
 """The first version that has each (vllm/engine/arg_utils.py of its wheel); `--mm-processor-cache-gb` may be older.
-Before 0.6.5 prefix caching could only be asked for; `--kv-cache-memory`, which vLLM's own guide names, exists in none
+Before 0.6.5 prefix caching was off by default; `--kv-cache-memory`, which vLLM's own guide names, exists in none
 (vllm-project/vllm#55834).
 """
 
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
-"""Since then a request that waits is not looked up anew in each step (vllm-project/vllm#48860)."""
+"""Since then a waiting request is not looked up again in each step (vllm-project/vllm#48860)."""
 
 FIELD_VERSIONS: Final[dict[str, Version]] = {
     "prefix_queries_total": (0, 7, 3),
     "kv_cache_memory_bytes": (0, 10, 2),
     "awake": (0, 11, 1),
 }
-"""What an engine says tells at least how new its vLLM is: no older one has these fields of EngineReading."""
+"""The first version that exports a field of EngineReading: a lower bound of the engine's version."""
 
 _VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
 _EARLIER: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
 
 
 def parse_version(text: str) -> Version | None:
-    """Return the version, or None where the text is none or one of no release, as nightlies call themselves.
+    """Parse a version; None where the text is not one of a release, as with nightlies.
 
-    A candidate or a development version counts as the release before: what is new in a release may not be in it yet.
+    A candidate or development version counts as the release before: it may lack what the release adds.
     """
     found = _VERSION.fullmatch(text.strip())
     if found is None:
@@ -87,15 +81,15 @@ def _find_release_before(version: Version) -> Version:
 
 
 def format_version(version: Version) -> str:
-    """Return the version as vLLM writes it."""
+    """Format a version as vLLM does."""
     return ".".join(map(str, version))
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True):
     """What the engine was started with, as far as it is known.
 
-    `version` is None where nobody told it; `at_least` is what its page shows it to be. `sizes_cache_in_bytes` is True
-    where kv_cache_memory_bytes is set, so that the utilization means nothing.
+    `at_least` is the lower bound of its version that its page shows. `sizes_cache_in_bytes` is whether
+    kv_cache_memory_bytes is set, which overrides the utilization.
     """
 
     version: Version | None = None
@@ -108,24 +102,24 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
 
     def now(self, flag: Flag) -> float | None:
-        """Return what an option is set to."""
+        """Return the current value of an option."""
         value: float | None = getattr(self, flag.removeprefix("--").replace("-", "_"))
         return value
 
     @property
     def known(self) -> Version:
-        """The version that the engine has at least."""
+        """The version, or its lower bound."""
         return self.at_least if self.version is None else self.version
 
 
 def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
-    """Return the version that engines have at least, by what they say at all."""
-    said = (FIELD_VERSIONS[field] for each in engines for field in FIELD_VERSIONS if getattr(each, field) is not None)
-    return max(said, default=OLDEST)
+    """Return the lower bound of the version that engines with these fields have."""
+    first = (FIELD_VERSIONS[field] for each in engines for field in FIELD_VERSIONS if getattr(each, field) is not None)
+    return max(first, default=OLDEST)
 
 
 def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
-    """Return the settings with what the engine's page says of them; what is known already is believed."""
+    """Fill in settings from the engine's page; known ones stay."""
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     sizes = {engine.kv_cache_memory_bytes for engine in page.engines}
     size = sizes.pop() if len(sizes) == 1 else None

@@ -1,4 +1,4 @@
-"""The command `check`: its options, and every limit that was given, judged."""
+"""The command `check`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from vllm_headroom_tools.check.limits import (
     PREEMPTIONS,
     RESTARTS,
     Judgement,
-    Unit,
     judge_costs,
     judge_discrepancies,
     judge_growths,
@@ -54,11 +53,11 @@ OUTCOMES: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "failed", Con
 
 HEADS: Final = ("", "limit", "of", "found", "at most", "baseline")
 INDENT: Final = " " * 13
-"""The width of the marks: a reason stands below the limit's name."""
+"""The width of the marks: a reason goes below the limit's name."""
 
 
 def sum_up(judgements: Sequence[Judgement]) -> str:
-    """Return the sum in a line."""
+    """Summarise the judgements in a line."""
     verdict = judge_overall(judgements)
     counts = {each: sum(judgement.verdict is each for judgement in judgements) for each in Conclusion}
     if verdict is Conclusion.GOOD:
@@ -71,12 +70,13 @@ def sum_up(judgements: Sequence[Judgement]) -> str:
 
 
 def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> list[str]:
-    """Return what each trace is, a row for each judgement with its reason below it, and the sum."""
+    """Return a line for each trace, a row for each judgement with its reason below it, and the summary."""
     rows: list[tuple[str, ...]] = [HEADS]
     rows += [(MARKS[each.verdict], each.limit, each.of, *each.words) for each in judgements]
     rows = rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_format_row(row, widths) for row in rows]
+    widths[0] = len(INDENT) - 2
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     shown = [lines[0]]
     for judgement, line in zip(judgements, lines[1:], strict=True):
         shown += [line, *wrap_text(INDENT, judgement.why)]
@@ -84,19 +84,14 @@ def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence
     return [*heads, "", *shown, "", sum_up(judgements)]
 
 
-def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
-    widths = (len(INDENT) - 2, *widths[1:])
-    return "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
 def _describe_trace(record: TraceRecord) -> str:
     done = record.finished.total
     requests = "requests unknown" if done is None else f"{done:,.0f} requests finished"
-    return f"{record.samples:,} samples over {format_duration(record.span_seconds)}, {requests}"
+    return f"{record.replay.samples:,} samples over {format_duration(record.span_seconds)}, {requests}"
 
 
 def build_document(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> dict[str, Any]:
-    """Return what --json prints; None is what is unknown, or was not given."""
+    """Build the object of --json; None is what is unknown or was not given."""
     (trace, *others) = [_build_summary(name, record) for name, record in traces]
     return {
         "outcome": OUTCOMES[judge_overall(judgements)],
@@ -109,10 +104,10 @@ def build_document(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequen
 def _build_summary(name: str, record: TraceRecord) -> dict[str, Any]:
     return {
         "file": name,
-        "samples": record.samples,
+        "samples": record.replay.samples,
         "span_seconds": record.span_seconds,
         "requests_finished": record.finished.total,
-        "engine_restarts": record.restarts,
+        "engine_restarts": record.replay.runs.restarts,
     }
 
 
@@ -135,23 +130,21 @@ SUITE: Final = "vllm-headroom check"
 HEAD: Final = '<?xml version="1.0" encoding="utf-8"?>'
 CLASS: Final = "vllm_headroom_tools.check"
 ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
-"""What cannot be told is an error: a skipped test would count as good."""
+"""What cannot be judged is an error: a skipped test would count as good."""
 
 
 def build_junit(judgements: Sequence[Judgement]) -> str:
-    """Return a suite with a test for each judgement."""
-    return _build_suite(
-        [_build_case(each.name, ELEMENTS.get(each.verdict), format_message(each), each.why) for each in judgements]
-    )
+    """Build a JUnit suite with a test for each judgement."""
+    return _build_suite([_build_case(x.name, ELEMENTS.get(x.verdict), format_message(x), x.why) for x in judgements])
 
 
 def build_error_junit(why: str) -> str:
-    """Return a suite with one error: a report of an earlier build must not be left in its place."""
+    """Build a suite with one error, which replaces the report of an earlier build."""
     return _build_suite([_build_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], why, "")])
 
 
 def format_message(judgement: Judgement) -> str:
-    """Return what was found and what is allowed, in a line."""
+    """Return the value, the bound and the baseline in a line."""
     found, allowed, before = judgement.words
     at_most = f", at most {allowed}" if allowed else ""
     baseline = f", baseline {before}" if before else ""
@@ -172,7 +165,7 @@ def _build_suite(cases: Sequence[ET.Element]) -> str:
 
 
 def _build_case(name: str, element: str | None, text: str, why: str) -> ET.Element:
-    """Return a test: `text` is its message where it has not passed, and its output where it has."""
+    """Build a test; `text` is its message, or its output where it passed."""
     case = ET.Element("testcase", {"classname": CLASS, "name": name})
     if element is None:
         ET.SubElement(case, "system-out").text = f"{text}\n{why}".rstrip()
@@ -184,7 +177,7 @@ def _build_case(name: str, element: str | None, text: str, why: str) -> ET.Eleme
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
     """Yield an error for each limit that is exceeded, a warning for each that cannot be judged, else one notice.
 
-    GitHub shows ten of a kind and step, so what is kept has one together.
+    GitHub shows ten of a kind and step, so all limits that are kept share a notice.
     """
     for judgement in judgements:
         if level := LEVELS.get(judgement.verdict):
@@ -195,15 +188,15 @@ def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
 
 
 def _format_annotation(level: str, text: str) -> str:
-    """Return a workflow command; its text is escaped as GitHub's own toolkit does (actions/toolkit, command.ts)."""
+    """Build a workflow command, escaped as GitHub's toolkit does (actions/toolkit, command.ts)."""
     escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return f"::{level} title={SUITE}::{escaped}"
 
 
 DESCRIPTION: Final = """\
-The gate for CI: says whether an engine kept its limits while a trace of it was
-recorded, and beside it what an older version did. A limit is kept, exceeded, or
-cannot be judged on this trace; only when all are kept has it passed.
+The gate for CI: judges whether an engine kept its limits while a trace was
+recorded, beside the figures of an older version. A limit is kept, exceeded, or
+cannot be judged on this trace; the check passes if all limits are kept.
 """
 
 EXAMPLES: Final = """\
@@ -216,7 +209,7 @@ Example:
 """
 
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
-"""Takes the trace, the baseline and the limit; yields a judgement for each thing that the limit is on."""
+"""Judges a trace by its baseline and the limit; yields a judgement for each GPU, role or engine."""
 
 SIZE: Final = size("1MiB")
 NUMBER: Final = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
@@ -229,41 +222,36 @@ JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
         judge_discrepancies,
         "SHARE",
         SHARE,
-        "GPU memory held beyond what the engine was told to use",
+        "GPU memory held beyond the engine's budget",
     ),
     "max_bytes_per_request": (COST, judge_costs, "SIZE", SIZE, "GPU memory over running requests, at full load"),
     "max_preemptions_per_thousand_requests": (PREEMPTIONS, judge_preemptions, "N", NUMBER, "as vLLM counts them"),
     "max_growth_over_baseline": (GROWTH, judge_growths, "SHARE", SHARE, SAME_LOAD),
     "max_restarts": (RESTARTS, judge_restarts, "N", whole(0), "of the engine during the trace; 0 if not given"),
 }
-"""The limit that an option sets: its name, who judges it, and what is said of the option."""
+"""Each limit by its option: name, judge, and the option's metavar, type and help."""
 
 
 def judge(limits: Mapping[str, float], record: TraceRecord, before: TraceRecord | None) -> Iterator[Judgement]:
-    """Yield the judgements on each limit, which is by its option; on what is not in the trace it cannot be told."""
+    """Yield the judgements on each limit, by option; what the trace lacks cannot be judged."""
     for option, most in limits.items():
         name, judged, *_ = JUDGES[option]
         why = f"the trace has no {'process' if name == HOST_LEAK else 'GPU'} of the engine's"
-        nothing = Judgement(limit=name, verdict=Conclusion.CANNOT_TELL, unit=Unit.BYTES, why=why)
+        nothing = Judgement(limit=name, verdict=Conclusion.CANNOT_TELL, why=why)
         yield from tuple(judged(record, before, most)) or (nothing,)
 
 
-NO_LIMIT: Final = "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
-NO_BASELINE: Final = "--max-growth-over-baseline needs a --baseline"
-TWICE_STDIN: Final = "--trace and --baseline cannot both be standard input"
-ONE_OUTPUT: Final = "--json and --format cannot both be given"
-ONE_REPORT: Final = "--gpu-memory-utilization and --reported-bytes cannot both be given"
-
-
 def read_limits(given: Namespace) -> dict[str, float]:
-    """Return the limits among the options, by their names; raises BadOptions where options do not go together."""
+    """Return the limits that were given, by option; raises BadOptions where options conflict."""
     limits = {option: most for option in JUDGES if (most := getattr(given, option)) is not None}
     problems = {
-        NO_LIMIT: not limits,
-        NO_BASELINE: "max_growth_over_baseline" in limits and given.baseline is None,
-        TWICE_STDIN: given.trace == given.baseline == "-",
-        ONE_OUTPUT: given.json and given.format is not None,
-        ONE_REPORT: given.gpu_memory_utilization is not None and given.reported_bytes is not None,
+        "needs a limit, such as --max-leak-per-thousand-requests 1MiB": not limits,
+        "--max-growth-over-baseline needs a --baseline": "max_growth_over_baseline" in limits
+        and given.baseline is None,
+        "--trace and --baseline cannot both be standard input": given.trace == given.baseline == "-",
+        "--json and --format cannot both be given": given.json and given.format is not None,
+        "--gpu-memory-utilization and --reported-bytes cannot both be given": given.gpu_memory_utilization is not None
+        and given.reported_bytes is not None,
     }
     if any(problems.values()):
         raise BadOptions(*(problem for problem, is_there in problems.items() if is_there))
@@ -278,21 +266,17 @@ def add_options(parser: Parser) -> None:
     limits = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
     for name, (_, _, word, kind, text) in JUDGES.items():
         limits(f"--{name.replace('_', '-')}", metavar=word, type=kind, help=text)
-    _add_report(parser)
+    budget = parser.add_argument_group("the engine's budget on each GPU, for --max-discrepancy").add_argument
+    budget("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
+    budget("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
     output = parser.add_argument_group("output").add_argument
     output("--junit", metavar="FILE", type=FILE, help="write JUnit XML, which GitLab and Jenkins show")
     formats = choice(("text", "github"))
     output("--format", metavar="NAME", type=formats, help="text, or github with annotations for a workflow's run")
 
 
-def _add_report(parser: Parser) -> None:
-    add = parser.add_argument_group("what the engine was told to use of each GPU, for --max-discrepancy").add_argument
-    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
-    add("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
-
-
 class CheckResult(Struct, frozen=True, kw_only=True):
-    """The traces with their names, the first of which was judged, and how; `for_github` as it was asked for."""
+    """The named traces, of which the first was judged, and the judgements."""
 
     traces: Sequence[tuple[str, TraceRecord]]
     judgements: tuple[Judgement, ...]
@@ -317,7 +301,7 @@ def _run(given: Namespace) -> CheckResult:
 
 
 def _read(option: str, name: str, given: Namespace) -> TraceRecord:
-    """Return the trace that an option names; raises BadInput, which names the option."""
+    """Read the trace of an option; raises BadInput, which names the option."""
     expected = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
     record = TraceRecord(
         expected,

@@ -1,4 +1,4 @@
-"""The limits on leaks: what the detector says, and whether it could have said so."""
+"""Limits on leaks, and whether the detector would have found a leak at the limit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vllm_headroom.derive.leak.facts import MIB, Observation, Track
 from vllm_headroom.derive.leak.facts import Certainty as Detected
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import format_duration, format_size
-from vllm_headroom_tools.check.limits import HOST_LEAK, LEAK, Judgement, Unit
+from vllm_headroom_tools.check.limits import HOST_LEAK, LEAK, Judgement
 from vllm_headroom_tools.check.record import DetectorInput, MemorySeries, TraceRecord, find_doubt, pair_gpus
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.history.course import Course, Moment
+from vllm_headroom_tools.history import Course, Moment
 
 THOUSAND: Final = 1000
 NONE_SEEN: Final = "none seen"
@@ -25,13 +25,13 @@ LONGER: Final = "record for longer, or send more requests"
 
 
 def judge_gpu_leaks(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
-    """Yield the leak per thousand requests of each GPU; `most` is in bytes."""
+    """Judge the leak per thousand requests of each GPU; `most` is in bytes."""
     for gpu, past in pair_gpus(record, before):
         yield _judge_leak(LEAK, record, gpu, past, most)
 
 
 def judge_host_leaks(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
-    """Yield the same of each role of the engine's processes."""
+    """Judge the leak per thousand requests of each role of the engine's processes."""
     for role, series in sorted(record.host.items()):
         yield _judge_leak(HOST_LEAK, record, series, None if before is None else before.host.get(role), most)
 
@@ -39,25 +39,24 @@ def judge_host_leaks(record: TraceRecord, before: TraceRecord | None, most: floa
 def _judge_leak(
     limit: str, record: TraceRecord, series: MemorySeries, past: MemorySeries | None, most: float
 ) -> Judgement:
-    told = Judgement(
+    draft = Judgement(
         limit=limit,
         of=series.name,
         verdict=Conclusion.CANNOT_TELL,
-        unit=Unit.BYTES,
         most=most,
         baseline=None if past is None else _compute_per_thousand(_find_newest(past.course)),
         found=NONE_SEEN,
         before=None if past is None else _describe_course(past.course),
     )
     found = series.course.last
-    return _judge_quiet(told, record, series, most) if found is None else _judge_alarm(told, found, most)
+    return _judge_quiet(draft, record, series, most) if found is None else _judge_alarm(draft, found, most)
 
 
-def _judge_alarm(told: Judgement, found: Moment, most: float) -> Judgement:
-    """Judge an alarm: it fails at its best figure, and passes only when its whole interval is below the limit."""
+def _judge_alarm(draft: Judgement, found: Moment, most: float) -> Judgement:
+    """Judge an alarm: it fails by its estimate, and passes only if its whole interval is below the limit."""
     value, ends = _compute_per_thousand(found), _compute_interval(found)
     if value is None or ends is None or found.leaked_bytes is None:
-        return replace(told, verdict=Conclusion.NOT_GOOD, found="a leak", why=NO_RATE)
+        return replace(draft, verdict=Conclusion.NOT_GOOD, found="a leak", why=NO_RATE)
     low, high = ends
     why = (
         f"the detector's alarm; 95 %: {format_size(low)} to {format_size(high)},"
@@ -66,11 +65,10 @@ def _judge_alarm(told: Judgement, found: Moment, most: float) -> Judgement:
     verdict = Conclusion.NOT_GOOD if value > most else Conclusion.GOOD if high <= most else Conclusion.CANNOT_TELL
     if verdict is Conclusion.CANNOT_TELL:
         why += f"; {LONGER}"
-    return replace(told, verdict=verdict, value=value, found=None, why=why)
+    return replace(draft, verdict=verdict, value=value, found=None, why=why)
 
 
 def _compute_interval(found: Moment) -> tuple[float, float] | None:
-    """Return the 95 % interval of the leak per thousand requests."""
     rate, low, high = found.bytes_per_second, found.bytes_per_second_lower, found.bytes_per_second_upper
     value = _compute_per_thousand(found)
     if value is None or rate is None or rate <= 0 or low is None or high is None:
@@ -78,26 +76,26 @@ def _compute_interval(found: Moment) -> tuple[float, float] | None:
     return value * low / rate, value * high / rate
 
 
-def _judge_quiet(told: Judgement, record: TraceRecord, series: MemorySeries, most: float) -> Judgement:
-    """Judge a series without an alarm: it passes when a leak at the limit would not have gone unseen."""
+def _judge_quiet(draft: Judgement, record: TraceRecord, series: MemorySeries, most: float) -> Judgement:
+    """Judge a series without an alarm: it passes if the detector would have found a leak at the limit."""
     if series.course.is_undecided:
-        why = f"an early warning, and steady growth takes an hour or more to be called a leak: {LONGER}"
+        why = f"an early warning; steady growth takes an hour or more to become an alarm: {LONGER}"
         value = _compute_per_thousand(_find_newest(series.course))
-        return replace(told, value=value, found=_describe_course(series.course), why=why)
+        return replace(draft, value=value, found=_describe_course(series.course), why=why)
     missing = find_doubt(record, series.coverage, series.name)
     if missing is not None:
-        return replace(told, why=missing)
+        return replace(draft, why=missing)
     limit = most / THOUSAND
     seen = find_smallest_visible(series.readings, limit)
     done = f"in {format_duration(record.watched.seconds)} and {record.finished.total:,.0f} requests"
     if seen == limit:
         return replace(
-            told, verdict=Conclusion.GOOD, why=f"one of {format_size(most)} or more would have been seen {done}"
+            draft, verdict=Conclusion.GOOD, why=f"one of {format_size(most)} or more would have been seen {done}"
         )
     why = f"one at the limit would not have been seen {done}"
     if seen is not None:
         why += f", only one of {format_size(THOUSAND * seen)} or more: record about {seen / limit:.0f} times as many"
-    return replace(told, why=why)
+    return replace(draft, why=why)
 
 
 def _describe_course(course: Course) -> str:
@@ -119,17 +117,17 @@ def _compute_per_thousand(found: Moment | None) -> float | None:
 
 
 STEP_BYTES: Final = 2 * MIB
-"""An allocator takes no less at a time (cudaMalloc, torch's small pool), so a leak comes in steps of this."""
+"""An allocator takes at least this at a time (cudaMalloc, torch's small pool), so a leak grows in such steps."""
 
 STRONGER: Final = 10
-"""How often a leak is doubled until it would be seen."""
+"""How often a leak is doubled until the detector finds it."""
 
 
 def find_smallest_visible(readings: Sequence[DetectorInput], bytes_per_request: float) -> float | None:
-    """Return the leak per request that would have been seen: this one, or else the first of its doubles, or None.
+    """Return the leak per request that the detector would have found: this one, its first such double, or None.
 
-    The detector is fed the very readings with a steady leak added; what moved anyway in the later half counts towards
-    it, since it may be a leak that was not seen, or hide one.
+    The detector gets the readings with a steady leak added. The drift in the later half counts towards that leak: it
+    may be a leak that was missed, or hide one.
     """
     own = _measure_drift(readings)
     if own is None:
@@ -139,7 +137,7 @@ def find_smallest_visible(readings: Sequence[DetectorInput], bytes_per_request: 
 
 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
-    """Return how far the floor of an eighth of the readings moved over half of them, up or down, per request."""
+    """Return how far the floor moved over the later half, up or down, per request; a floor is of an eighth."""
     eighth, half, last = len(readings) // 8, len(readings) // 2, len(readings)
     before, after = (_find_floor(readings[end - eighth : end]) for end in (half, last))
     done = sum(max(0.0, later - sooner) for (_, sooner), (_, later) in pairwise(readings[half:]))
@@ -151,7 +149,6 @@ def _find_floor(readings: Sequence[DetectorInput]) -> int | None:
 
 
 def _can_see(readings: Sequence[DetectorInput], bytes_per_request: float) -> bool:
-    """Tell whether a leak would have given an alarm, or an early warning that lasts."""
     track = Track(clock=readings[0][0].seconds)
     for seen, done in readings:
         track = observe(track, _add_leak(seen, ceil(done * bytes_per_request / STEP_BYTES) * STEP_BYTES))

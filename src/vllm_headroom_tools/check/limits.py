@@ -1,4 +1,4 @@
-"""What became of a limit."""
+"""Limits on a trace, and how each is judged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_headroom_tools.conclusion import Conclusion, find_worst
 
 
 class Unit(StrEnum):
-    """What a figure counts."""
+    """The unit of a figure."""
 
     BYTES = "bytes"
     RATIO = "ratio"
@@ -48,17 +48,16 @@ PART_GROWTH: Final = "part over baseline"
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """One limit on one GPU, role or engine, which `of` names; it is empty where the limit is on all together.
+    """One limit on the GPU, role or engine that `of` names; empty: on all of them together.
 
-    `value`, its bounds `most` and `least` and `baseline` are in `unit`, None where unknown or where there is none.
-    `found`, `allowed` and `before` say value, bound and baseline to people where they are more than the figure in its
-    unit. `why` says what it was measured on, or what is missing.
+    `value`, its bounds and `baseline` are in `unit`, None where unknown or absent. `found`, `allowed` and `before` are
+    value, bound and baseline as text where the figure is not enough. `why` is the basis, or what is missing.
     """
 
     limit: str
     of: str = ""
     verdict: Conclusion
-    unit: Unit
+    unit: Unit = Unit.BYTES
     value: float | None = None
     most: float | None = None
     least: float | None = None
@@ -70,12 +69,12 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The limit and what it is on."""
+        """The limit and its subject."""
         return f"{self.limit}, {self.of}" if self.of else self.limit
 
     @property
     def words(self) -> tuple[str, str, str]:
-        """What was found, what is allowed, and what the baseline had; empty where there is none of the last two."""
+        """Value, bound and baseline as text; the last two may be empty."""
         return (
             self.found or format_figure(self.value, self.unit) or "unknown",
             self.allowed or format_figure(self.most, self.unit),
@@ -84,7 +83,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
 
 def format_figure(figure: float | None, unit: Unit) -> str:
-    """Return a figure for people; nothing where there is none."""
+    """Format a figure; return an empty text for None."""
     if figure is None:
         return ""
     match unit:
@@ -99,12 +98,12 @@ def format_figure(figure: float | None, unit: Unit) -> str:
 
 
 def judge_overall(judgements: Iterable[Judgement]) -> Conclusion:
-    """Return failed if any limit is exceeded, else that it cannot be told if one cannot, else passed."""
+    """Return not good if a limit is exceeded, else cannot tell if one cannot be judged, else good."""
     return find_worst(judgement.verdict for judgement in judgements)
 
 
 def compare(value: float | None, most: float | None, doubt: str | None) -> Conclusion:
-    """Return what a value amounts to: above the limit it fails in any case, below it passes only without a doubt."""
+    """Compare a value with its limit: above it fails in any case, below it passes only without a doubt."""
     if value is None or most is None:
         return Conclusion.CANNOT_TELL
     if value > most:
@@ -112,16 +111,14 @@ def compare(value: float | None, most: float | None, doubt: str | None) -> Concl
     return Conclusion.GOOD if doubt is None else Conclusion.CANNOT_TELL
 
 
-NO_REPORT: Final = (
-    "the trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes"
-)
+NO_REPORT: Final = "the trace does not contain the engine's budget: give --gpu-memory-utilization or --reported-bytes"
 
 
 def judge_discrepancies(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
-    """Yield the highest discrepancy of each GPU; nothing can be told where it was not said what to expect."""
+    """Judge the highest discrepancy of each GPU; without a budget it cannot be judged."""
     for gpu, past in pair_gpus(record, before):
         value = None if gpu.excess is None else gpu.excess.ratio
-        missing = find_doubt(record, gpu.told, gpu.name) if record.has_budget else NO_REPORT
+        missing = find_doubt(record, gpu.budgeted, gpu.name) if record.has_budget else NO_REPORT
         yield Judgement(
             limit=DISCREPANCY,
             of=gpu.name,
@@ -139,14 +136,12 @@ def _describe_excess(excess: Excess | None) -> str:
     if excess is None:
         return ""
     side = "over" if excess.n_bytes > 0 else "under"
-    return (
-        f"at the highest {format_size(abs(excess.n_bytes))} {side} what was reported, at"
-        f" {format_instant(excess.seconds)}"
-    )
+    most = f"{format_size(abs(excess.n_bytes))} {side} what was reported"
+    return f"at the highest {most}, at {format_instant(excess.seconds)}"
 
 
 def judge_costs(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
-    """Yield what a running request costs on each GPU at the highest load with enough readings."""
+    """Judge the memory per running request on each GPU at the highest load with enough readings."""
     for gpu, past in pair_gpus(record, before):
         cost, old = gpu.busiest, None if past is None else past.busiest
         missing = find_doubt(record, gpu.coverage, gpu.name)
@@ -158,7 +153,6 @@ def judge_costs(record: TraceRecord, before: TraceRecord | None, most: float) ->
             limit=COST,
             of=gpu.name,
             verdict=compare(comparable, most, missing),
-            unit=Unit.BYTES,
             value=value,
             most=most,
             baseline=None if old is None else old.bytes_per_request,
@@ -173,14 +167,14 @@ def _format_cost(cost: Cost | None) -> str | None:
 
 
 def judge_preemptions(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
-    """Yield how often a request was preempted.
+    """Judge the preemptions per thousand requests.
 
-    Of few requests it is exceeded only where it would be if all that are missing to enough had come without one.
+    With few requests it fails only if it would still fail after enough requests without a preemption.
     """
     missing = find_doubt(record, record.engine, "the engine")
     value = compute_preemption_rate(record)
     if value is None:
-        verdict, why = Conclusion.CANNOT_TELL, missing or "the engine does not say how often it preempted a request"
+        verdict, why = Conclusion.CANNOT_TELL, missing or "the engine does not report its preemptions"
     else:
         total, done = record.preemptions.total or 0.0, record.finished.total or 0.0
         verdict = compare(1000 * total / max(done, LEAST_REQUESTS), most, missing)
@@ -199,37 +193,36 @@ def judge_preemptions(record: TraceRecord, before: TraceRecord | None, most: flo
 
 
 def compute_preemption_rate(record: TraceRecord) -> float | None:
-    """Return the preemptions per thousand requests; None where they are unknown or no request finished."""
+    """Return the preemptions per thousand requests; None where unknown or no request finished."""
     done, preempted = record.finished.total, record.preemptions.total
     return None if preempted is None or not done else 1000 * preempted / done
 
 
 def judge_restarts(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
-    """Yield how often the engine began anew."""
+    """Judge the restarts of the engine."""
     missing = find_shortfall(record) or find_gap(record, record.engine, "the engine")
     yield Judgement(
         limit=RESTARTS,
-        verdict=compare(record.restarts, most, missing),
+        verdict=compare(record.replay.runs.restarts, most, missing),
         unit=Unit.COUNT,
-        value=float(record.restarts),
+        value=float(record.replay.runs.restarts),
         most=most,
-        baseline=None if before is None else float(before.restarts),
+        baseline=None if before is None else float(before.replay.runs.restarts),
         why=missing or "",
     )
 
 
 SAME_SIZE: Final = 0.01
-"""Within this share two GPUs are of one size: drivers reserve a little more or less."""
+"""Two GPUs within this share have the same size: drivers reserve a little more or less."""
 
 COMPARED: Final = (MemoryPart.WEIGHTS, MemoryPart.CUDA_GRAPHS, MemoryPart.OTHER_TENSORS, MemoryPart.OUTSIDE_TORCH)
-"""The KV cache takes what these leave, and has its own limit; what is cached or fragmented comes and goes with load."""
+"""The KV cache takes what these leave and has its own limit; cached and fragmented memory varies with load."""
 
 
 def judge_growths(record: TraceRecord, before: TraceRecord | None, ratio: float) -> Iterator[Judgement]:
-    """Yield the growth of each GPU's memory and each role's at the same load, what each KV cache lost, and the parts'.
+    """Judge the growth of each GPU, role and part at the same load, and the loss of each KV cache.
 
-    A role or an engine that only one of the traces has cannot be compared; there is nothing to say of one that neither
-    has.
+    A role or an engine that only one of the traces has cannot be judged.
     """
     if before is None:
         return
@@ -250,7 +243,6 @@ def judge_growths(record: TraceRecord, before: TraceRecord | None, ratio: float)
 
 
 def _find_difference(record: TraceRecord, before: TraceRecord) -> str | None:
-    """Return why no figure of the two traces can be compared."""
     if record.models != before.models:
         return f"the baseline is of another model: {_list_models(before)} there, {_list_models(record)} here"
     if len(record.gpus) != len(before.gpus):
@@ -265,7 +257,6 @@ def _list_models(record: TraceRecord) -> str:
 def _find_doubt(
     record: TraceRecord, series: MemorySeries | None, before: TraceRecord, past: MemorySeries | None
 ) -> str | None:
-    """Return why this figure of the two traces cannot be compared."""
     if series is None:
         return "only the baseline has it"
     if past is None:
@@ -280,7 +271,7 @@ def _find_doubt(
 def _judge_growth(
     limit: str, name: str, series: MemorySeries | None, past: MemorySeries | None, *, ratio: float, missing: str | None
 ) -> Judgement:
-    """Return the greatest growth of a series among the loads that both traces have."""
+    """Judge the largest growth of a series among the loads that both traces have."""
     pair = None if missing else _find_greatest(series, past)
     if pair is None and missing is None:
         missing = f"no load in common: {_describe_loads(series)} here, {_describe_loads(past)} in the baseline"
@@ -290,7 +281,6 @@ def _judge_growth(
         limit=limit,
         of=name,
         verdict=compare(now, most, missing),
-        unit=Unit.BYTES,
         value=now,
         most=most,
         allowed=f"{100 * ratio:.3g}% more",
@@ -314,7 +304,7 @@ def _describe_loads(series: MemorySeries | None) -> str:
 
 
 def _judge_capacity(engine: str, now: float | None, then: float | None, ratio: float, unlike: str | None) -> Judgement:
-    """Return what an engine's KV cache lost: its budget stays, so what else grew was taken from it."""
+    """Judge the size of an engine's KV cache: within a fixed budget it shrinks by what else grows."""
     missing = unlike
     if now is None or then is None:
         missing = missing or ("only the baseline has it" if now is None else "the baseline does not have it")
@@ -338,10 +328,7 @@ def _format_change(now: float | None, then: float | None, unit: Unit) -> str | N
 
 
 def _judge_parts(gpu: MemorySeries, past: MemorySeries, ratio: float) -> Iterator[Judgement]:
-    """Yield the growth of each part that both traces know, by a share of what the parts of the baseline are together.
-
-    A part alone may be small: twice as much of little is nothing.
-    """
+    """Judge each part that both traces have; the share is of all parts together, since a single part may be small."""
     here, there = gpu.parts.of(), past.parts.of()
     for part in (part for part in COMPARED if part in here and part in there):
         now, then = here[part], there[part]
@@ -350,10 +337,9 @@ def _judge_parts(gpu: MemorySeries, past: MemorySeries, ratio: float) -> Iterato
             limit=PART_GROWTH,
             of=f"{gpu.name}, {part}",
             verdict=compare(now, most, None),
-            unit=Unit.BYTES,
             value=now,
             most=most,
             baseline=then,
             found=f"{format_size(now)}, {now - then:+,.0f} bytes",
-            why="by the probe inside the engine, the mean while it served",
+            why="mean while it served, by the probe inside the engine",
         )

@@ -1,4 +1,4 @@
-"""Everything about a trace that a limit may be set on, and why it may not suffice."""
+"""The figures of a trace that limits are set on."""
 
 from __future__ import annotations
 
@@ -20,27 +20,22 @@ from vllm_headroom.derive.readings import count_finished, count_running, list_na
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
 from vllm_headroom.units import format_duration
 from vllm_headroom.vocabulary import MemoryPart, Role
-from vllm_headroom_tools.history.counter import Rise
-from vllm_headroom_tools.history.course import Course
-from vllm_headroom_tools.history.replay import LONGEST_STEP_SECONDS, LeakReplay
+from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, Course, LeakReplay, Rise
 
 Key = TypeVar("Key", int, MemoryPart)
 DetectorInput = tuple[Observation, float]
-"""What the detector was told, and the requests that had finished by then as it counts them."""
+"""An observation that the detector was given, and the requests finished by then, as the detector counts them."""
 
 
 class Budget(Struct, frozen=True, kw_only=True):
-    """What the operator says that the engine should use of each GPU: bytes, a ratio of the whole, or nothing.
-
-    It stands for what the engine says itself.
-    """
+    """The operator's budget of the engine on each GPU, in bytes or as a ratio; it replaces what the engine reports."""
 
     reported_bytes: int | None = None
     utilization_ratio: float | None = None
 
 
 class Excess(Struct, frozen=True, kw_only=True):
-    """A discrepancy (signed), as ratio and in bytes, and when it was read."""
+    """A signed discrepancy and its time."""
 
     ratio: float
     n_bytes: float
@@ -48,7 +43,7 @@ class Excess(Struct, frozen=True, kw_only=True):
 
 
 def find_excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Excess]]:
-    """Yield the UUID of each GPU of which it is said what to use, and the discrepancy, by the daemon's derivation."""
+    """Yield the discrepancy of each GPU that has a budget, by UUID, from the daemon's derivation."""
     found = derive_discrepancy(_apply_budget(snapshot, budget), configured_bytes=budget.reported_bytes)
     in_bytes = {sample.labels: sample.value for sample in found if sample.metric is catalog.MEMORY_DISCREPANCY}
     for sample in found:
@@ -58,7 +53,7 @@ def find_excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Exc
 
 
 def _apply_budget(snapshot: Snapshot, budget: Budget) -> Snapshot:
-    """Return the snapshot with the operator's budget on the engine's page, where a live engine has it."""
+    """Put the operator's budget on the engine's page, where a live engine has its own."""
     if budget == Budget() or isinstance(snapshot.engines, Failure):
         return snapshot
     engines = tuple(
@@ -74,33 +69,33 @@ def _apply_budget(snapshot: Snapshot, budget: Budget) -> Snapshot:
 
 
 class Coverage:
-    """The time in which something was read without a gap."""
+    """The time that something was read without a gap."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._last: float | None = None
 
     def step(self, now: float) -> None:
-        """Add a reading; a clock that was set back begins anew."""
+        """Add a reading; after a step back of the clock the count goes on from there."""
         if self._last is not None and 0 < now - self._last <= LONGEST_STEP_SECONDS:
             self.seconds += now - self._last
         self._last = now
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """Memory while about as many requests ran: means over the readings."""
+    """Mean memory and mean running requests over the readings of one load band."""
 
     held_bytes: float
     running: float
 
     @property
     def bytes_per_request(self) -> float:
-        """Memory over running requests."""
+        """Memory divided by running requests."""
         return self.held_bytes / self.running
 
 
 class Means(Generic[Key]):
-    """The means of a figure, by what it was read of."""
+    """The means of a figure, by key."""
 
     def __init__(self) -> None:
         self._counts: Counter[Key] = Counter()
@@ -112,21 +107,21 @@ class Means(Generic[Key]):
         self._sums[key] += value
 
     def of(self, least: int = 1) -> dict[Key, float]:
-        """Return the means in the order of their keys, those of fewer than `least` readings left out."""
+        """Return the means in the order of their keys, without those of fewer than `least` readings."""
         return {key: self._sums[key] / count for key, count in sorted(self._counts.items()) if count >= least}
 
 
 class MemorySeries:
-    """What was read of the memory of one GPU or one role, which `key` names in the trace.
+    """The memory of one GPU or one role, which `key` names in the trace.
 
-    `course` is what the detector says of it. `readings` are what the detector is fed, and only kept if `keeps` says so.
-    Of a GPU alone, `total_bytes` is its size, `excess` its highest discrepancy, known for so long as `told` says.
+    `course` has the detector's verdicts; `readings`, the detector's input, is filled only with `keeps`. Only a GPU has
+    a size `total_bytes` and a highest discrepancy `excess`, known for the time in `budgeted`.
     """
 
     def __init__(self, key: str, name: str, course: Course, *, keeps: bool) -> None:
         self.key, self.name = key, name
         self.course = course
-        self.coverage, self.told = Coverage(), Coverage()
+        self.coverage, self.budgeted = Coverage(), Coverage()
         self.parts: Means[MemoryPart] = Means()
         self._held: Means[int] = Means()
         self._ran: Means[int] = Means()
@@ -135,13 +130,10 @@ class MemorySeries:
         self.excess: Excess | None = None
         self._keeps = keeps
 
-    def step(self, seen: Observation, told: Observation | None, requests: float, running: float | None) -> None:
-        """Add a reading after so many requests, and what the detector was told of it.
-
-        `running` is the load it counts for, None where it counts for none.
-        """
-        if self._keeps and told is not None:
-            self.readings.append((told, requests))
+    def step(self, seen: Observation, given: Observation | None, requests: float, running: float | None) -> None:
+        """Add a reading and the detector's view of it; `running` is its load, None where it does not count."""
+        if self._keeps and given is not None:
+            self.readings.append((given, requests))
         if seen.held_bytes is None:
             return
         self.coverage.step(seen.seconds)
@@ -151,27 +143,24 @@ class MemorySeries:
 
     @property
     def costs(self) -> dict[int, Cost]:
-        """What was held by the bands of load in which the daemon compares it, from the idlest to the busiest."""
+        """The costs by the daemon's load bands, from the lowest load to the highest."""
         held, ran = self._held.of(READINGS), self._ran.of(READINGS)
         return {band: Cost(held_bytes=held[band], running=ran[band]) for band in held}
 
     @property
     def busiest(self) -> Cost | None:
-        """The cost at the highest load with enough readings; None when no load has as many."""
+        """The cost at the highest load with enough readings; None without one."""
         return next(reversed(self.costs.values()), None)
 
     def add_excess(self, excess: Excess) -> None:
         """Add a discrepancy."""
-        self.told.step(excess.seconds)
+        self.budgeted.step(excess.seconds)
         if self.excess is None or excess.ratio > self.excess.ratio:
             self.excess = excess
 
 
 class TraceRecord:
-    """A trace, read to its end.
-
-    `host` is by role, `capacity_tokens` (the least seen) by engine.
-    """
+    """The figures of a whole trace; `host` is by role, `capacity_tokens` (the lowest) by engine."""
 
     def __init__(self, budget: Budget, *, keeps_gpus: bool, keeps_host: bool) -> None:
         self.watched, self.engine = Coverage(), Coverage()
@@ -182,68 +171,58 @@ class TraceRecord:
         self._budget = budget
         self._keeps_gpus, self._keeps_host = keeps_gpus, keeps_host
         self._gpus: dict[str, MemorySeries] = {}
-        self._detector = LeakReplay()
-        self._life = 0
-
-    @property
-    def restarts(self) -> int:
-        """How often the engine began anew."""
-        return self._detector.lives.restarts
-
-    @property
-    def samples(self) -> int:
-        """How many samples the trace has."""
-        return self._detector.samples
+        self.replay = LeakReplay()
+        self._restarts = 0
 
     @property
     def span_seconds(self) -> float:
-        """From the first sample to the last; what was watched where a clock was set back."""
-        begin, end = self._detector.span
+        """From the first sample to the last, or the time watched where the clock was set back."""
+        begin, end = self.replay.span
         return max(end - begin, self.watched.seconds)
 
     @property
     def gpus(self) -> tuple[MemorySeries, ...]:
-        """The GPUs, in the order of their indices."""
-        return tuple(self._gpus[uuid] for _, uuid, _ in self._detector.gpus if uuid in self._gpus)
+        """The GPUs, by index."""
+        return tuple(self._gpus[uuid] for _, uuid, _ in self.replay.gpus if uuid in self._gpus)
 
     @property
     def has_budget(self) -> bool:
-        """Whether anybody, the operator or the engine, says what the engine should use."""
+        """Whether the operator or the engine has given a budget."""
         return self._budget != Budget() or any(gpu.excess for gpu in self._gpus.values())
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample."""
         now = snapshot.time_seconds
-        served = keep_service(self._detector.step(snapshot))
-        told: dict[str, Observation] = {gpu.reading.uuid: seen for gpu, seen in observe_gpus(served, served.devices)}
-        told.update(observe_host(served))
+        served = keep_service(self.replay.step(snapshot))
+        given: dict[str, Observation] = {gpu.reading.uuid: seen for gpu, seen in observe_gpus(served, served.devices)}
+        given.update(observe_host(served))
         self.watched.step(now)
         page = snapshot.page
         if page is not None and list_named(page):
-            self._engines(page, now)
+            self._add_page(page, now)
         running = None if (count_finished(page) or 0.0) < WARM_REQUESTS else count_running(page)
         for gpu, seen in observe_gpus(snapshot, snapshot.devices):
-            self._gpu(gpu, seen, told.get(gpu.reading.uuid), running)
+            self._add_gpu(gpu, seen, given.get(gpu.reading.uuid), running)
         for uuid, excess in find_excesses(snapshot, self._budget):
             self._gpus[uuid].add_excess(excess)
         for role, seen in observe_host(snapshot):
-            new = MemorySeries(role, role, self._detector.course(role), keeps=self._keeps_host)
-            self.host.setdefault(role, new).step(seen, told.get(role), self._detector.requests(role), running)
+            new = MemorySeries(role, role, self.replay.course(role), keeps=self._keeps_host)
+            self.host.setdefault(role, new).step(seen, given.get(role), self.replay.requests(role), running)
 
-    def _gpu(self, gpu: Gpu, seen: Observation, told: Observation | None, running: float | None) -> None:
+    def _add_gpu(self, gpu: Gpu, seen: Observation, given: Observation | None, running: float | None) -> None:
         reading, uuid = gpu.reading, gpu.reading.uuid
-        new = MemorySeries(uuid, reading.called, self._detector.course(uuid), keeps=self._keeps_gpus)
+        new = MemorySeries(uuid, reading.called, self.replay.course(uuid), keeps=self._keeps_gpus)
         series = self._gpus.setdefault(uuid, new)
         series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
-        series.step(seen, told, self._detector.requests(uuid), running)
+        series.step(seen, given, self.replay.requests(uuid), running)
         for part, part_bytes in () if running is None or gpu.inside is None else gpu.inside.parts:
             series.parts.step(part, part_bytes)
 
-    def _engines(self, page: EnginePage, now: float) -> None:
+    def _add_page(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)
-        anew, self._life = self.restarts != self._life, self.restarts
-        self.finished.step(count_finished(page), anew=anew)
-        self.preemptions.step(sum_known(engine.preemptions_total for engine in list_named(page)), anew=anew)
+        restarted, self._restarts = self.replay.runs.restarts != self._restarts, self.replay.runs.restarts
+        self.finished.step(count_finished(page), restarted=restarted)
+        self.preemptions.step(sum_known(engine.preemptions_total for engine in list_named(page)), restarted=restarted)
         for engine in list_named(page):
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
@@ -252,9 +231,9 @@ class TraceRecord:
 
 
 def pair_gpus(record: TraceRecord, before: TraceRecord | None) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
-    """Yield each GPU and its like in another trace, or None.
+    """Yield each GPU with its counterpart in another trace, or None.
 
-    They are alike by UUID, else by their place among the indices: another machine's GPUs have other UUIDs.
+    Counterparts have the same UUID or else the same place among the indices: another machine has other UUIDs.
     """
     old = () if before is None else before.gpus
     same = {gpu.key: gpu for gpu in old}
@@ -264,36 +243,33 @@ def pair_gpus(record: TraceRecord, before: TraceRecord | None) -> Iterator[tuple
 
 LEAST_SECONDS: Final = GROWING_SECONDS
 LEAST_REQUESTS: Final = WARM_REQUESTS
-"""First uses of kernels are over by then; before, memory says little about what it will be."""
+"""Kernels have been used for the first time by then; earlier memory does not predict later memory."""
 
 LEAST_SHARE: Final = 0.9
-"""Of the trace, in which a figure must be known: a peak may hide in the rest."""
+"""The share of the trace in which a figure has to be known: the rest may hide a peak."""
 
 
 def find_doubt(record: TraceRecord, coverage: Coverage | None, what: str) -> str | None:
-    """Return what is missing for `what`, which `coverage` tells was read for how long; None when nothing is."""
+    """Return why `what`, read for the time in `coverage`, cannot be judged; None where it can."""
     return find_shortfall(record) or find_gap(record, record.engine, "the engine") or find_gap(record, coverage, what)
 
 
 def find_shortfall(record: TraceRecord) -> str | None:
-    """Return why the trace is too short; None when it is not."""
-    if not record.samples:
+    """Return why the trace is too short; None where it is long enough."""
+    if not record.replay.samples:
         return "the trace has no samples"
     watched, done = record.watched.seconds, record.finished.total
     if watched < LEAST_SECONDS:
-        return (
-            f"the trace is too short: it covers {format_duration(watched)}, and"
-            f" {LEAST_SECONDS / 60:.0f} min are the least"
-        )
+        return f"the trace is too short: {format_duration(watched)}, and a limit needs {LEAST_SECONDS / 60:.0f} min"
     if done is None:
-        return "the engine does not say how many requests it finished"
+        return "the engine does not report how many requests it finished"
     if done < LEAST_REQUESTS:
-        return f"too little load: {done:,.0f} requests finished, and {LEAST_REQUESTS:,.0f} are the least"
+        return f"too little load: {done:,.0f} requests finished, and a limit needs {LEAST_REQUESTS:,.0f}"
     return None
 
 
 def find_gap(record: TraceRecord, coverage: Coverage | None, what: str) -> str | None:
-    """Return that `what` could not be read for too long; None when it could."""
+    """Return that `what` could not be read for too long; None where it could."""
     read = 0.0 if coverage is None else coverage.seconds
     if read >= LEAST_SHARE * record.span_seconds:
         return None

@@ -13,9 +13,7 @@ from vllm_headroom.model import Failure, Metric, name_device
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import LeakState, Source
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.history.counter import Histogram
-from vllm_headroom_tools.history.course import Course
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import Course, Histogram, LeakReplay
 from vllm_headroom_tools.load.run import SHARES, Observation, SeriesSummary, Stage
 from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.target import LoadOrder

@@ -29,8 +29,7 @@ from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
-from vllm_headroom_tools.history.counter import Histogram
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import Histogram, LeakReplay
 from vllm_headroom_tools.load.clients import Clients, Pace
 from vllm_headroom_tools.load.stream import Outcome, Tally
 from vllm_headroom_tools.progress import start_bar, update_bar

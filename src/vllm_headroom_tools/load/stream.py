@@ -14,7 +14,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from vllm_headroom.vocabulary import CONTROLS
-from vllm_headroom_tools.history.counter import Histogram
+from vllm_headroom_tools.history import Histogram
 from vllm_headroom_tools.openai import find_error, parse_object
 
 OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)

@@ -1,1 +1,1 @@
-"""What happened before an engine ended, and why."""
+"""What happened before an engine exited, and why."""

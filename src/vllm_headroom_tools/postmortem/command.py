@@ -1,4 +1,4 @@
-"""The command `postmortem`: its options, and which cause it was."""
+"""The command `postmortem`."""
 
 from __future__ import annotations
 
@@ -10,40 +10,27 @@ from typing import Final
 
 from vllm_headroom.trace.parse import BadInput, read_trace
 from vllm_headroom_tools.cli import Command, save
-from vllm_headroom_tools.history.curves import Curves
+from vllm_headroom_tools.history import Curves
 from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
+from vllm_headroom_tools.postmortem import rules
 from vllm_headroom_tools.postmortem.facts import Circumstances, find_trace, read_header
 from vllm_headroom_tools.postmortem.follow import Follower
 from vllm_headroom_tools.postmortem.report import Postmortem, Timeline, build_document, render_text
-from vllm_headroom_tools.postmortem.rules import (
-    Diagnosis,
-    EndCause,
-    Sureness,
-    diagnose_burst,
-    diagnose_crash,
-    diagnose_hang,
-    diagnose_idle_end,
-    diagnose_kill,
-    diagnose_leak,
-    diagnose_neighbour,
-    diagnose_start,
-    diagnose_stop,
-)
+from vllm_headroom_tools.postmortem.rules import Diagnosis, EndCause, Sureness
 from vllm_headroom_tools.progress import track_lines
 
 DESCRIPTION: Final = """\
-Says in one page what happened before the engine ended, and why: out of GPU
-memory by a leak, by a burst or by a neighbour; killed by the kernel; a crash
-with memory at ease; a start that never fitted; a hang; an end while idle. And
-how sure that is.
+Shows on one page what happened before the engine exited, why, and how sure that
+is: out of GPU memory by a leak, by a burst or by a neighbour; killed by the
+kernel; a crash with GPU memory left; a start that never fitted; a hang; an exit
+while idle.
 
-FILE is an incident that the daemon set aside, or any trace, whose last end
-counts; of a FOLDER it is the newest incident. Without either it is that of
-HEADROOM_STATE_DIR.
+FILE is an incident that the daemon saved, or any trace, whose last exit counts;
+FOLDER means its newest incident. Without either, it uses HEADROOM_STATE_DIR.
 """
 
 EXAMPLES: Final = """\
-It ends with status 0, and with 2 where it cannot use its input.
+The exit status is 0, or 2 if it cannot use its input.
 
 Example:
   vllm-headroom postmortem
@@ -51,36 +38,36 @@ Example:
 """
 
 RULES: Final[tuple[Callable[[Circumstances], Diagnosis | None], ...]] = (
-    diagnose_kill,
-    diagnose_start,
-    diagnose_neighbour,
-    diagnose_leak,
-    diagnose_burst,
-    diagnose_hang,
-    diagnose_stop,
-    diagnose_idle_end,
-    diagnose_crash,
+    rules.diagnose_kill,
+    rules.diagnose_start,
+    rules.diagnose_neighbour,
+    rules.diagnose_leak,
+    rules.diagnose_burst,
+    rules.diagnose_hang,
+    rules.diagnose_stop,
+    rules.diagnose_idle_end,
+    rules.diagnose_crash,
 )
-"""Of findings that are as sure as each other, the first counts."""
+"""Of equally sure findings, the first counts."""
 
 UNKNOWN: Final = Diagnosis(
     cause=EndCause.UNKNOWN,
     sureness=Sureness.POSSIBLE,
-    sentence="What ended the engine cannot be told from this.",
-    evidence=("vLLM's own log has the last word (kubectl logs --previous), and the kernel's (dmesg -T)",),
+    sentence="The cause of the exit is not known.",
+    evidence=("look in vLLM's log (kubectl logs --previous), and in the kernel's (dmesg -T)",),
 )
 NOTHING: Final = Diagnosis(
-    cause=EndCause.NOTHING, sureness=Sureness.LIKELY, sentence="No end of an engine is seen here, and no stall."
+    cause=EndCause.NOTHING, sureness=Sureness.LIKELY, sentence="There is no exit of an engine here, and no stall."
 )
 
 
-def judge(facts: Circumstances | None, *, told: bool = False) -> tuple[Diagnosis, ...]:
-    """Return what fits, the surest first; there is always one. `told` is whether there was an end all the same.
+def judge(facts: Circumstances | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
+    """Return the causes that fit, the surest first, at least one; a sure one excludes those that are only possible.
 
-    Beside one that is sure none is possible.
+    `has_ended` is whether the engine exited although no circumstances are known.
     """
     if facts is None:
-        return (UNKNOWN if told else NOTHING,)
+        return (UNKNOWN if has_ended else NOTHING,)
     found = [finding for rule in RULES if (finding := rule(facts)) is not None]
     if any(finding.sureness is Sureness.SURE for finding in found):
         found = [finding for finding in found if finding.sureness is not Sureness.POSSIBLE]
@@ -99,20 +86,20 @@ def add_options(parser: Parser) -> None:
 
 
 def build_report(file: Path) -> Postmortem:
-    """Return the post-mortem of a trace; raises BadInput."""
-    known = read_header(file)
-    follower, timeline, curves = Follower(known), Timeline(), Curves()
+    """Read the post-mortem of a trace; raises BadInput."""
+    header = read_header(file)
+    follower, timeline, curves = Follower(header), Timeline(), Curves()
     for snapshot in read_trace(str(file), track_lines):
         timeline.step(follower.step(snapshot), follower.watch)
         curves.step(snapshot)
-    if not (known or follower.watch.samples):
+    if not (header or follower.watch.samples):
         raise BadInput(f"{file}: has no samples")
     return Postmortem(
         file=str(file),
-        findings=judge(follower.facts, told=bool(known) or follower.silent),
+        findings=judge(follower.facts, has_ended=bool(header) or follower.silent),
         facts=follower.facts,
-        known=known,
-        timeline=timeline.list_entries(known),
+        header=header,
+        timeline=timeline.list_entries(header),
         curves=curves,
     )
 

@@ -1,4 +1,4 @@
-"""What is known of an end once a trace has been read up to it."""
+"""The circumstances of an exit, and the header of an incident."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, list_inc
 from vllm_headroom.trace.parse import YEAR_10000, BadInput, read_lines
 from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import ExitReason, LeakState
-from vllm_headroom_tools.history.course import Moment
+from vllm_headroom_tools.history import Moment
 
 
 class GpuAtEnd(Device, frozen=True, kw_only=True):
-    """A GPU of the engine's before the end; None where it was not known.
+    """One of the engine's GPUs before the exit; None is unknown.
 
-    `first_…` is when this life began to serve, or else to be seen, `last_…` the most, or the least room, of the last
-    minute and a half, peaks included. `grown_bytes` is how much more the engine held then, `jumped_bytes` how much of
-    that came within the last minutes. `joined` is whether more
-    processes were on it at the end than at first, `between` whether its least room was seen between samples, where it
-    is not told who took it.
+    `first_…` is of the begin of serving, or else of the record; `last_…` the highest use, or the least room, of the
+    last minute and a half, peaks included. `grown_bytes` is the growth of the engine between them, `jumped_bytes` the
+    part of it within the last minutes. `joined` is whether there were more processes at the end than at first,
+    `between` whether the least room was between two samples, where its holder is unknown.
     """
 
     total_bytes: int | None
@@ -46,40 +45,38 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def is_full(self) -> bool:
-        """Whether next to nothing was left of what had been, as the daemon tells it."""
+        """Whether almost no room was left, by the daemon's rule."""
         first, last = self.first_room_bytes, self.last_room_bytes
         return last is not None and last <= TIGHT_BYTES and (first is None or last <= SHRUNK_RATIO * first)
 
     @property
     def lost_bytes(self) -> int | None:
-        """How much less room there was at the end."""
+        """The room lost until the exit."""
         return subtract(self.last_room_bytes, self.first_room_bytes)
 
     def share(self, n_bytes: int | None) -> float:
-        """Return how much of the lost room an amount accounts for; 0 where that is not known."""
+        """Return the share of the lost room that an amount explains; 0 where unknown."""
         return 0.0 if n_bytes is None or not self.lost_bytes else max(0.0, n_bytes / self.lost_bytes)
 
     @property
     def others_bytes(self) -> int | None:
-        """How much more others held at the end."""
+        """The growth of others."""
         return subtract(self.first_other_bytes, self.last_other_bytes)
 
 
 def subtract(before: int | None, after: int | None) -> int | None:
-    """Return how much more the second amount is."""
+    """Return the growth between two amounts; None where one is unknown."""
     return None if before is None or after is None else after - before
 
 
 class Circumstances(Struct, frozen=True, kw_only=True):
-    """An end, or a stall, and what went before it in that life.
+    """An exit or a stall, and what preceded it in that run of the engine.
 
-    `began_seconds` is when that life began, which may be before anything was seen of it, `seen_seconds` for how long it
-    was seen, and `unseen_seconds` how long before its end it was last seen. `served` is whether it ever did, `hung` for
-    how long nothing had moved, `answered` whether its page still came. `broken` is whether a process without which it
-    serves nobody went before the rest, `shut_seconds` for how long its server lived on without one and refused its page
-    then. `idle_seconds` is for how long nothing had run or waited when the page was last
-    seen; None where something did, or that is not known. `xids` and `ooms` are of the quarter of an hour before, `lost`
-    is what was said then of GPUs that could not be read.
+    The run began at `began_seconds`, possibly before the record; it was observed for `seen_seconds`, last
+    `unseen_seconds` before the exit. `served` is whether it ever served, `hung_seconds` the time without progress,
+    `answered` whether its page still answered. `broken` is whether a necessary process exited before the rest,
+    `shut_seconds` how long the server then refused its page. `idle_seconds` is the idle time at the last page; None
+    where it had work, or unknown. `xids` and `ooms` are of the last 15 minutes, `lost` the verdicts on unreadable GPUs.
     """
 
     what: IncidentKind
@@ -103,7 +100,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
 
     @property
     def running(self) -> float | None:
-        """The requests that ran when the page was last seen."""
+        """The running requests on the last page."""
         return sum_known(engine.running for engine in self.engines)
 
     @property
@@ -114,7 +111,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
 
     @property
     def full(self) -> GpuAtEnd | None:
-        """A GPU that ran full; by the word of the daemon, which saw more, the one with the least room."""
+        """A GPU that was full; the one with the least room where the daemon counted an out-of-memory exit."""
         if self.reason is ExitReason.OUT_OF_MEMORY:
             return self.worst
         return next((gpu for gpu in self.gpus if gpu.is_full), None)
@@ -125,7 +122,7 @@ Header = Mapping[str, Any]
 
 
 def find_trace(given: Path) -> Path:
-    """Return the trace to look into: a file itself, of a folder its newest incident; raises BadInput."""
+    """Return the trace to read: a file itself, or the newest incident of a folder; raises BadInput."""
     if not given.is_dir():
         return given
     try:
@@ -135,101 +132,102 @@ def find_trace(given: Path) -> Path:
     if found:
         return found[-1]
     record = given / FLIGHT
-    hint = f"; {record} is what was recorded last" if record.exists() else ""
-    raise BadInput(f"{given}: has no incident, which is set aside when a life of the engine ends or stalls{hint}")
+    hint = f"; {record} is the newest record" if record.exists() else ""
+    raise BadInput(f"{given}: has no incident, which the daemon saves when the engine exits or stalls{hint}")
 
 
 def read_header(file: Path) -> Header:
-    """Return what is known of an incident; nothing where the file is another trace. Raises BadInput."""
+    """Read the header of an incident, empty for another trace; raises BadInput."""
     try:
         with file.open("rb") as stream:
-            known = parse_known(next(read_lines(stream), b""))
+            header = parse_known(next(read_lines(stream), b""))
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
-    if known is None:
+    if header is None:
         return {}
-    time = known.get("t")
+    time = header.get("t")
     if (
         not isinstance(time, int | float)
         or not 0 <= time < YEAR_10000
-        or str(known.get("what")) not in set(IncidentKind)
+        or str(header.get("what")) not in set(IncidentKind)
     ):
         raise BadInput(
             f"{file}: line 1: the header of an incident has a time `t`, and `what`: {' or '.join(IncidentKind)}"
         )
-    return known
+    return header
 
 
-def find_exit_reason(known: Header) -> ExitReason | None:
-    """Return the first end's reason that the daemon counted."""
-    reasons = [each.get("reason") for each in (known, *read_records(known, "events"))]
-    return next((reason for told in reasons for reason in ExitReason if told == reason), None)
+def find_exit_reason(header: Header) -> ExitReason | None:
+    """Return the reason that the daemon counted for the first exit."""
+    reasons = [each.get("reason") for each in (header, *read_records(header, "events"))]
+    return next((reason for each in reasons for reason in ExitReason if each == reason), None)
 
 
-def read_progress_age(known: Header) -> float | None:
-    """Return for how long nothing had moved at a stall; what a canary waits for is in no trace."""
-    age = known.get("progress_age_seconds")
+def read_progress_age(header: Header) -> float | None:
+    """Return the time without progress at a stall, which a trace lacks for a canary."""
+    age = header.get("progress_age_seconds")
     return float(age) if isinstance(age, int | float) and 0 <= age <= LARGEST else None
 
 
-def read_leaks(known: Header) -> dict[str, LeakState]:
-    """Return what the leak detector said of each GPU, by UUID."""
-    leaks = read_records(read_before(known), "leaks")
+def read_leaks(header: Header) -> dict[str, LeakState]:
+    """Return the leak state of each GPU, by UUID."""
+    leaks = read_records(read_before(header), "leaks")
     return {
         str(each.get("uuid")): state for each in leaks for state in LeakState if str(state) == str(each.get("state"))
     }
 
 
-def read_xids(known: Header) -> tuple[int, ...]:
-    """Return the XIDs shortly before the end."""
-    return tuple(each["xid"] for each in read_records(known, "xids") if isinstance(each.get("xid"), int))
+def read_xids(header: Header) -> tuple[int, ...]:
+    """Return the XIDs shortly before the exit."""
+    return tuple(each["xid"] for each in read_records(header, "xids") if isinstance(each.get("xid"), int))
 
 
-def read_ooms(known: Header) -> tuple[str, ...]:
-    """Return the OutOfMemoryErrors that torch raised shortly before the end, by the probe."""
+def read_ooms(header: Header) -> tuple[str, ...]:
+    """Return the OutOfMemoryErrors of torch shortly before the exit, by the probe."""
     return tuple(
         f"torch raised OutOfMemoryError on {each.get('uuid')}: {_format_amount(each, 'asked')}"
         f" asked, {_format_amount(each, 'free')} free"
         + ("" if each.get("reserved") is None else f", {_format_amount(each, 'reserved')} its own")
         + ("" if each.get("allocated") is None else f", {_format_amount(each, 'allocated')} in use")
-        for each in read_records(known, "ooms")
+        for each in read_records(header, "ooms")
     )
 
 
-def read_used(known: Header) -> dict[str, list[tuple[float, int]]]:
-    """Return the looks at the memory in use between samples, by UUID of a GPU, each with its time."""
-    found = read_before(known).get("used")
+def read_used(header: Header) -> dict[str, list[tuple[float, int]]]:
+    """Return times and memory in use between samples, by UUID of a GPU."""
+    found = read_before(header).get("used")
     looks = found.items() if isinstance(found, dict) else ()
     return {uuid: [(at, n) for at, n in filter(_is_look, seen)] for uuid, seen in looks if isinstance(seen, list)}
 
 
 def _is_look(value: object) -> bool:
-    """Return whether it is a time, and bytes."""
     if not isinstance(value, list) or not all(type(each) in {int, float} for each in value):
         return False
     return len(value) == 2 and 0 <= value[0] < YEAR_10000 and 0 <= value[1] <= LARGEST  # noqa: PLR2004 - as said
 
 
-def read_lost_gpus(known: Header) -> tuple[str, ...]:
-    """Return what was said of the engine's GPUs that could not be read."""
-    said = read_records(read_before(known), "verdicts")
-    return tuple(str(each["sentence"]) for each in said if each.get("alert") == GPU_LOST and each.get("sentence"))
+def read_lost_gpus(header: Header) -> tuple[str, ...]:
+    """Return the verdicts on the engine's GPUs that could not be read."""
+    verdicts = read_records(read_before(header), "verdicts")
+    return tuple(str(each["sentence"]) for each in verdicts if each.get("alert") == GPU_LOST and each.get("sentence"))
 
 
-def read_sentences(known: Header) -> tuple[str, ...]:
-    """Return the verdicts then."""
-    return tuple(str(each["sentence"]) for each in read_records(read_before(known), "verdicts") if each.get("sentence"))
+def read_sentences(header: Header) -> tuple[str, ...]:
+    """Return the sentences of the verdicts."""
+    return tuple(
+        str(each["sentence"]) for each in read_records(read_before(header), "verdicts") if each.get("sentence")
+    )
 
 
-def list_holders(known: Header) -> Iterator[str]:
-    """Yield who held what on the GPUs."""
-    for each in read_records(read_before(known), "holders"):
+def list_holders(header: Header) -> Iterator[str]:
+    """Yield the holders of memory on the GPUs."""
+    for each in read_records(read_before(header), "holders"):
         yield f"{each.get('uuid')} pid {each.get('pid')} {_format_amount(each, 'used')}"
 
 
-def list_torch_memory(known: Header) -> Iterator[str]:
-    """Yield what torch held on each GPU, by the probe's last files."""
-    for process in read_records(read_before(known), "probe"):
+def list_torch_memory(header: Header) -> Iterator[str]:
+    """Yield torch's memory on each GPU, by the probe's last files."""
+    for process in read_records(read_before(header), "probe"):
         for each in read_records(process, "devices"):
             held = (
                 f"{word} {_format_amount(each, f'{word}_bytes')}"
@@ -240,24 +238,24 @@ def list_torch_memory(known: Header) -> Iterator[str]:
 
 
 def _format_amount(found: Header, name: str) -> str:
-    """Return an amount of memory in words, for the driver does not tell each."""
+    """Format an amount of memory, which the driver may not report."""
     n_bytes = found.get(name)
     return format_size(n_bytes) if type(n_bytes) is int and 0 <= n_bytes <= LARGEST else "an amount not known"
 
 
-def read_log_lines(known: Header) -> tuple[str, ...]:
-    """Return the last lines of the daemon's log."""
-    lines = known.get("log")
+def read_log_lines(header: Header) -> tuple[str, ...]:
+    """Return the daemon's last log lines."""
+    lines = header.get("log")
     return tuple(map(str, lines[-MOST_SHOWN:])) if isinstance(lines, list) else ()
 
 
-def read_before(known: Header) -> Header:
-    """Return what was known before it."""
-    found = known.get("before")
+def read_before(header: Header) -> Header:
+    """Return the part of the header on the time before."""
+    found = header.get("before")
     return found if isinstance(found, dict) else {}
 
 
-def read_records(known: Header, side: str) -> tuple[Header, ...]:
-    """Return the objects of a list in the header."""
-    found = known.get(side)
+def read_records(header: Header, side: str) -> tuple[Header, ...]:
+    """Return the newest objects of a list in the header."""
+    found = header.get(side)
     return tuple(each for each in found[-MOST_SHOWN:] if isinstance(each, dict)) if isinstance(found, list) else ()

@@ -1,4 +1,4 @@
-"""Follows an engine through a trace up to its end."""
+"""The circumstances of an exit, collected sample by sample."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from vllm_headroom.derive.readings import list_named, sum_known
 from vllm_headroom.model import EngineReading, Failure, Fate, Gpu, Snapshot
 from vllm_headroom.trace.flight import IncidentKind
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason
-from vllm_headroom_tools.history.course import Moment
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import LeakReplay, Moment
 from vllm_headroom_tools.postmortem.facts import (
     Circumstances,
     GpuAtEnd,
@@ -33,18 +32,18 @@ from vllm_headroom_tools.postmortem.facts import (
 
 PEAK_SECONDS: Final = 60.0
 LAST_SECONDS: Final = 30.0 + PEAK_SECONDS
-"""A tick, and the minute that the highest memory in use is kept for."""
+"""A tick and the minute for which the peak is kept."""
 
 BEFORE_SECONDS: Final = 300.0
-"""What grew since then grew in a burst."""
+"""Growth within this time is a burst."""
 
 
 _MANY: Final = 2**31
-"""Where it is not known how many there were, none has joined them."""
+"""Where the first number of processes is unknown, none has joined."""
 
 
 class _GpuSample(Struct, frozen=True, kw_only=True):
-    """One GPU in one sample; what the engine held at the peak, where that is known."""
+    """One GPU in one sample, with room and the engine's memory at the peak."""
 
     seconds: float
     gpu: Gpu
@@ -53,58 +52,58 @@ class _GpuSample(Struct, frozen=True, kw_only=True):
 
 
 class GpuSamples:
-    """Keeps the first look of a life, and those of its last minutes."""
+    """The first sample of a GPU in a run of the engine, and those of the last minutes."""
 
     def __init__(self) -> None:
         self._first: _GpuSample | None = None
         self._last: deque[_GpuSample] = deque()
 
-    def add(self, gpu: Gpu, now: float, *, anew: bool) -> None:
-        """Add a look; the first one is `anew` this one when the engine begins to serve."""
-        look = _take_sample(gpu, now)
-        self._first = look if anew or self._first is None else self._first
-        self._last.append(look)
+    def add(self, gpu: Gpu, now: float, *, is_first: bool) -> None:
+        """Add a sample; it becomes the first one when the engine begins to serve."""
+        sample = _take_sample(gpu, now)
+        self._first = sample if is_first or self._first is None else self._first
+        self._last.append(sample)
         while self._last[0].seconds < now - BEFORE_SECONDS - LAST_SECONDS:
             self._last.popleft()
 
     @property
     def share_at_first(self) -> float:
-        """How much of what it last held the engine held at first; 0 where that is not known."""
-        first, last = (look and look.gpu.held_bytes for look in (self._first, self._last[-1]))
+        """The engine's first memory over its last; 0 where unknown."""
+        first, last = (sample and sample.gpu.held_bytes for sample in (self._first, self._last[-1]))
         return first / last if first and last else 0.0
 
     def facts(self, now: float, leak: LeakState, leaked: Moment | None) -> GpuAtEnd:
-        """Return what to know at the end of the life; only after a first look."""
+        """Return the facts at the exit; needs a first sample."""
         first = self._first or self._last[0]
         recent = now - BEFORE_SECONDS - LAST_SECONDS
-        last = [look for look in self._last if look.seconds >= self._last[-1].seconds - LAST_SECONDS]
-        before = [look for look in (first, *self._last) if recent <= look.seconds < now - LAST_SECONDS]
+        last = [sample for sample in self._last if sample.seconds >= self._last[-1].seconds - LAST_SECONDS]
+        before = [sample for sample in (first, *self._last) if recent <= sample.seconds < now - LAST_SECONDS]
         if not before and first.seconds >= recent:
             before = [first]
-        memory, engine_bytes = first.gpu.reading.memory, _find_most(look.engine_bytes for look in last)
+        memory, engine_bytes = first.gpu.reading.memory, _find_most(sample.engine_bytes for sample in last)
         return GpuAtEnd(
             index=first.gpu.reading.index,
             uuid=first.gpu.reading.uuid,
             total_bytes=None if memory is None else memory.total_bytes,
             usable_bytes=None if memory is None else memory.usable_bytes,
             first_room_bytes=first.room_bytes,
-            last_room_bytes=_find_least(look.room_bytes for look in last),
+            last_room_bytes=_find_least(sample.room_bytes for sample in last),
             last_engine_bytes=engine_bytes,
             grown_bytes=subtract(first.gpu.held_bytes, engine_bytes),
-            jumped_bytes=subtract(_find_most(look.gpu.held_bytes for look in before), engine_bytes),
+            jumped_bytes=subtract(_find_most(sample.gpu.held_bytes for sample in before), engine_bytes),
             first_other_bytes=first.gpu.other_bytes,
-            last_other_bytes=_find_most(look.gpu.other_bytes for look in last),
-            joined=(_find_most(look.gpu.process_count for look in last) or 0) > (first.gpu.process_count or _MANY),
-            between=_find_least(look.room_bytes for look in last)
-            != _find_least(memory.left_bytes for look in last if (memory := look.gpu.reading.memory)),
+            last_other_bytes=_find_most(sample.gpu.other_bytes for sample in last),
+            joined=(_find_most(sample.gpu.process_count for sample in last) or 0) > (first.gpu.process_count or _MANY),
+            between=_find_least(sample.room_bytes for sample in last)
+            != _find_least(memory.left_bytes for sample in last if (memory := sample.gpu.reading.memory)),
             leak=leak,
             leaked=leaked,
         )
 
-    def see(self, used: Iterable[tuple[float, int]], shift: float) -> None:
-        """Let the newest look have the highest memory in use that was seen since, or in the minute before it.
+    def raise_peak(self, used: Iterable[tuple[float, int]], shift: float) -> None:
+        """Give the newest sample the highest memory in use since then, or in the minute before it.
 
-        `used` has the times of the clock, which are `shift` behind those of the looks.
+        The times of `used` are `shift` behind those of the samples.
         """
         last = self._last[-1]
         known = [n_bytes for at, n_bytes in used if at + shift >= last.seconds - PEAK_SECONDS]
@@ -132,26 +131,26 @@ def _find_most(values: Iterable[int | None]) -> int | None:
 
 USUAL_SECONDS: Final = 900.0
 STEP_SECONDS: Final = 5.0
-"""What is taken to have passed where the clock was set back between two samples."""
+"""The assumed step where the clock was set back between two samples."""
 
 SAME_SECONDS: Final = 0.5
 LOADED: Final = 0.5
 YOUNG_SECONDS: Final = 15.0
-"""What holds more than this share of its most when it is first seen, older than that, has been loaded before."""
+"""An engine older than this that holds more than this share in its first sample had loaded before."""
 
 
 class Follower:
-    """Takes samples in their order; `known` is the header of an incident, which says when to look.
+    """Collects samples in their order; the header of an incident has the time of the event.
 
-    Without it the last end in the trace counts, or a stall that goes on. `silent` is whether a page that once answered
-    does no more.
+    Without a header the last exit in the trace counts, or a stall that goes on. `silent` is whether a page that once
+    answered no longer does.
     """
 
-    def __init__(self, known: Header | None = None) -> None:
+    def __init__(self, header: Header | None = None) -> None:
         self.facts: Circumstances | None = None
         self.watch = LeakReplay()
         self.silent = False
-        self._known: Header = known or {}
+        self._header: Header = header or {}
         self._last = self._shift = 0.0
         self._paged = False
         self._state = EngineState.UNKNOWN
@@ -162,18 +161,18 @@ class Follower:
         self._forget()
 
     def step(self, snapshot: Snapshot) -> Snapshot:
-        """Go on to the next sample; return it with what is known of the engine's life then."""
-        before = self.watch.lives
+        """Add a sample; return it with the state of the engine added."""
+        before = self.watch.runs
         snapshot = self.watch.step(self._steady_clock(snapshot))
-        what, reason = self._event(snapshot)
+        what, reason = self._find_event(snapshot)
         leaves = what is IncidentKind.ENDED and _count_orphans(snapshot) > self._orphans
-        if snapshot.page is not None or self._began is None:  # its server may go a look later than its core
+        if snapshot.page is not None or self._began is None:  # its server may exit a sample later than its core
             self._orphans = _count_orphans(snapshot)
         self._broken = self._broken or leaves or _is_breaking_up(before.present, snapshot)
         if what is not None:
-            self.facts = self._facts(snapshot, what, reason)
-        newest = self.watch.lives.newest
-        if newest is None or newest.ended or self.watch.lives.restarts != before.restarts:
+            self.facts = self._build_facts(snapshot, what, reason)
+        newest = self.watch.runs.newest
+        if newest is None or newest.ended or self.watch.runs.restarts != before.restarts:
             self._forget()
         if newest is not None and not newest.ended:
             self._add(snapshot)
@@ -182,28 +181,27 @@ class Follower:
         return snapshot
 
     def _steady_clock(self, snapshot: Snapshot) -> Snapshot:
-        """Let time go on where the clock was set back."""
         now, before = snapshot.time_seconds, self._last
         self._shift += before - now + STEP_SECONDS if now < before else 0.0
         self._last = now
         return replace(snapshot, monotonic_seconds=now + self._shift)
 
-    def _event(self, snapshot: Snapshot) -> tuple[IncidentKind | None, ExitReason | None]:
-        """Return what happened, and why as far as the life of the engine tells."""
+    def _find_event(self, snapshot: Snapshot) -> tuple[IncidentKind | None, ExitReason | None]:
         life = snapshot.life
         reason = None if life is None else life.ended
         stalled = life is not None and life.state is EngineState.STALLED is not self._state
         self._state = self._state if life is None else life.state
-        if self._known:
-            late = snapshot.time_seconds - self._known["t"]
+        if self._header:
+            late = snapshot.time_seconds - self._header["t"]
             due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
-            return (IncidentKind(self._known["what"]), find_exit_reason(self._known) or reason) if due else (None, None)
+            return (
+                (IncidentKind(self._header["what"]), find_exit_reason(self._header) or reason) if due else (None, None)
+            )
         return (IncidentKind.ENDED if reason else IncidentKind.STALLED if stalled else None), reason
 
     def _forget(self) -> None:
-        """Begin anew with another life."""
         self._began: float | None = None
-        self._born: float | None = None
+        self._began_seconds: float | None = None
         self._is_young = False
         self._seen = self._paged_at = 0.0
         self._shut_since: float | None = None
@@ -223,14 +221,14 @@ class Follower:
             self._is_young = born is not None and snapshot.time_seconds - born < YOUNG_SECONDS
         if snapshot.page is not None:
             self._paged_at = now
-        self._shut_since = (self._shut_since or now) if _is_shut(self.watch.lives.present, snapshot) else None
-        self._seen, self._born = now, born
+        self._shut_since = (self._shut_since or now) if _is_shut(self.watch.runs.present, snapshot) else None
+        self._seen, self._began_seconds = now, born
         self._answered = snapshot.page is not None
         if engines := list_named(snapshot.page):
-            self._page(engines, now)
+            self._add_page(engines, now)
         for gpu in snapshot.owned:
             self._gpus.setdefault(gpu.reading.uuid, GpuSamples()).add(
-                gpu, now, anew=self._answered and not self._served
+                gpu, now, is_first=self._answered and not self._served
             )
         self._served = self._served or self._answered
         stalled = life is not None and life.state is EngineState.STALLED
@@ -239,7 +237,7 @@ class Follower:
             if life is not None and life.in_service and course.state is not LeakState.UNKNOWN:
                 self._leaks[uuid] = course.state, course.last or course.warning
 
-    def _page(self, engines: tuple[EngineReading, ...], now: float) -> None:
+    def _add_page(self, engines: tuple[EngineReading, ...], now: float) -> None:
         self._engines = engines
         work = sum_known(value for engine in engines for value in (engine.running, engine.waiting))
         self._idle_since = (self._idle_since or now) if work == 0 else None
@@ -250,20 +248,20 @@ class Follower:
         while self._running and self._running[0][0] < now - USUAL_SECONDS:
             self._running.popleft()
 
-    def _facts(self, snapshot: Snapshot, what: IncidentKind, reason: ExitReason | None) -> Circumstances:
+    def _build_facts(self, snapshot: Snapshot, what: IncidentKind, reason: ExitReason | None) -> Circumstances:
         now, life = snapshot.monotonic_seconds, snapshot.life
         answered = self._answered if what is IncidentKind.ENDED else snapshot.page is not None
         stalled = what is IncidentKind.STALLED or self._hung is not None
-        age = read_progress_age(self._known) or (None if life is None else life.progress_age_seconds)
+        age = read_progress_age(self._header) or (None if life is None else life.progress_age_seconds)
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
         loaded = any(
-            looks.share_at_first >= LOADED for looks in self._gpus.values()
-        )  # it did not die of its start then
+            samples.share_at_first >= LOADED for samples in self._gpus.values()
+        )  # then it did not exit while starting
         return Circumstances(
             what=what,
             seconds=snapshot.time_seconds,
             reason=reason if what is IncidentKind.ENDED else None,
-            began_seconds=self._born,
+            began_seconds=self._began_seconds,
             seen_seconds=0.0 if self._began is None else now - self._began,
             unseen_seconds=None if self._began is None or what is not IncidentKind.ENDED else now - self._seen,
             served=self._served or (loaded and not self._paged and not self._is_young),
@@ -274,33 +272,33 @@ class Follower:
             engines=self._engines,
             idle_seconds=self._idle_seconds,
             usual_running=median(usual) if usual else None,
-            gpus=tuple(self._gpu(uuid, looks, snapshot) for uuid, looks in self._gpus.items()),
-            xids=read_xids(self._known),
-            ooms=read_ooms(self._known),
-            lost=read_lost_gpus(self._known),
+            gpus=tuple(self._build_gpu(uuid, samples, snapshot) for uuid, samples in self._gpus.items()),
+            xids=read_xids(self._header),
+            ooms=read_ooms(self._header),
+            lost=read_lost_gpus(self._header),
         )
 
-    def _gpu(self, uuid: str, looks: GpuSamples, snapshot: Snapshot) -> GpuAtEnd:
+    def _build_gpu(self, uuid: str, samples: GpuSamples, snapshot: Snapshot) -> GpuAtEnd:
         state, moment = self._leaks.get(uuid, (LeakState.UNKNOWN, None))
-        told = read_leaks(self._known).get(uuid, LeakState.UNKNOWN)
-        surer = max(state, told, key=lambda each: (each is LeakState.LEAKING, each is LeakState.GROWING))
-        looks.see(read_used(self._known).get(uuid, ()), self._shift)
-        return looks.facts(snapshot.monotonic_seconds, surer, moment)
+        reported = read_leaks(self._header).get(uuid, LeakState.UNKNOWN)
+        surer = max(state, reported, key=lambda each: (each is LeakState.LEAKING, each is LeakState.GROWING))
+        samples.raise_peak(read_used(self._header).get(uuid, ()), self._shift)
+        return samples.facts(snapshot.monotonic_seconds, surer, moment)
 
 
 def _count_orphans(snapshot: Snapshot) -> int:
-    """Return how many processes that an engine left behind are seen on its GPUs: none after one that was stopped."""
+    """Count the orphaned processes on the engine's GPUs: a stopped engine leaves none."""
     return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
 
 
 def _is_breaking_up(life: EngineRun, snapshot: Snapshot) -> bool:
-    """Return whether the page goes on without a process that it needs; where it is stopped it goes first."""
+    """Return whether the page still answers without a necessary process; a stopped engine loses the page first."""
     if snapshot.page is None or isinstance(snapshot.processes, Failure):
         return False
     return is_broken(life, snapshot.processes)
 
 
 def _is_shut(life: EngineRun, snapshot: Snapshot) -> bool:
-    """Return whether the server lives on behind a closed port without a process that it needs, as one told to end."""
+    """Return whether the server runs behind a closed port without a necessary process, as one that shuts down."""
     refused = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
     return refused and not isinstance(snapshot.processes, Failure) and is_broken(life, snapshot.processes)

@@ -1,4 +1,4 @@
-"""A post-mortem for people, and for scripts, with the figures that a bug report needs."""
+"""A post-mortem as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from vllm_headroom.model import EngineReading, GpuReading, Snapshot, name_device
 from vllm_headroom.trace.parse import YEAR_10000
 from vllm_headroom.units import GIB, format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import EngineState, LeakState, Level
-from vllm_headroom_tools.history.curves import Curves
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import Curves, LeakReplay
 from vllm_headroom_tools.postmortem.facts import (
     MOST_SHOWN,
     Circumstances,
@@ -35,22 +34,22 @@ from vllm_headroom_tools.postmortem.rules import TODO, Diagnosis, Sureness
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
 
 MOST: Final = 40
-"""What a person reads; the newest stay."""
+"""Enough for a person; the newest stay."""
 
 TimelineEntry = tuple[float, str]
 
 STATES: Final = {
-    EngineState.UNKNOWN: "the engine may be up or down, that is not known",
+    EngineState.UNKNOWN: "the state of the engine is not known",
     EngineState.DOWN: "the engine is down",
     EngineState.STARTING: "the engine is starting",
     EngineState.SERVING: "the engine serves",
-    EngineState.STALLED: "the engine is stalled: nothing moves",
+    EngineState.STALLED: "the engine is stalled: no progress",
     EngineState.ASLEEP: "the engine sleeps",
 }
 
 
 class Timeline:
-    """Notes what the engine did, what the leak detector said, and when others came to its GPUs."""
+    """The changes of the engine's state, of its leak states and of the memory of others."""
 
     def __init__(self) -> None:
         self._moments: deque[TimelineEntry] = deque(maxlen=MOST)
@@ -59,11 +58,11 @@ class Timeline:
         self._others: dict[str, int] = {}
 
     def step(self, snapshot: Snapshot, watch: LeakReplay) -> None:
-        """Take note of the next sample, with what is known of the engine's life and of its leaks then."""
+        """Add the changes of a sample."""
         now, life = snapshot.time_seconds, snapshot.life
         if life is not None:
             if life.ended is not None:
-                self._moments.append((now, "a life of the engine ended"))
+                self._moments.append((now, "the engine exited"))
             if life.state is not self._state:
                 first = "the record begins: " if self._state is None else ""
                 self._moments.append((now, f"{first}{STATES[life.state]}"))
@@ -77,11 +76,11 @@ class Timeline:
             if gpu.other_bytes is not None:
                 self._add_neighbour(now, gpu.reading, gpu.other_bytes)
 
-    def list_entries(self, known: Header) -> tuple[TimelineEntry, ...]:
-        """Return what happened, and among it the XIDs that the header tells of."""
+    def list_entries(self, header: Header) -> tuple[TimelineEntry, ...]:
+        """Return the entries, with the XIDs of the header."""
         xids = [
             (float(each["t"]), f"the driver reported XID {each.get('xid')} on {each.get('uuid')}")
-            for each in read_records(known, "xids")
+            for each in read_records(header, "xids")
             if isinstance(each.get("t"), int | float) and 0 <= each["t"] < YEAR_10000
         ]
         return tuple(sorted((*self._moments, *xids)))
@@ -98,25 +97,25 @@ class Timeline:
 MOST_HOLDERS: Final = 16
 LAST_LINES: Final = 10
 Line = tuple[str, str]
-"""What stands on the left, and what is said of it."""
+"""A name and its text."""
 
 
-def list_numbers(facts: Circumstances, known: Header) -> Iterator[Line]:
-    """Yield names and values, without what is not known."""
+def list_numbers(facts: Circumstances, header: Header) -> Iterator[Line]:
+    """Yield the names and values that are known."""
     yield facts.what.value, format_instant(facts.seconds)
     if facts.reason is not None:
         yield "counted as", facts.reason.value
     if facts.seen_seconds:
         began = "" if facts.began_seconds is None else f"began {format_instant(facts.began_seconds)}, "
-        yield "this life", f"{began}seen for {format_duration(facts.seen_seconds)}"
+        yield "this run", f"{began}seen for {format_duration(facts.seen_seconds)}"
     for engine in facts.engines:
-        yield f"{engine.model_name} / {engine.engine}", ", ".join(_describe_engine(engine)) or "says nothing of itself"
+        yield f"{engine.model_name} / {engine.engine}", ", ".join(_describe_engine(engine)) or "no figures"
     for gpu in facts.gpus:
         yield gpu.called, ", ".join(_describe_gpu(gpu))
-    yield from (("held by", each) for each in islice(list_holders(known), MOST_HOLDERS))
-    yield from (("held by torch", each) for each in islice(list_torch_memory(known), MOST_HOLDERS))
-    if isinstance(known.get("version"), str):
-        yield "vllm-headroom", known["version"]
+    yield from (("held by", each) for each in islice(list_holders(header), MOST_HOLDERS))
+    yield from (("held by torch", each) for each in islice(list_torch_memory(header), MOST_HOLDERS))
+    if isinstance(header.get("version"), str):
+        yield "vllm-headroom", header["version"]
 
 
 def _describe_engine(engine: EngineReading) -> Iterator[str]:
@@ -138,7 +137,7 @@ def _describe_engine(engine: EngineReading) -> Iterator[str]:
 def _describe_gpu(gpu: GpuAtEnd) -> Iterator[str]:
     known = (
         ("in all", gpu.total_bytes),
-        ("left at the least", gpu.last_room_bytes),
+        ("left at worst", gpu.last_room_bytes),
         ("left at first", gpu.first_room_bytes),
         ("held by the engine", gpu.last_engine_bytes),
         ("more than at first", gpu.grown_bytes),
@@ -149,23 +148,23 @@ def _describe_gpu(gpu: GpuAtEnd) -> Iterator[str]:
 
 
 class Postmortem(Struct, frozen=True, kw_only=True):
-    """What was found in a file, the surest first, and what shows it."""
+    """The findings in a file, the surest first, and their evidence."""
 
     file: str
     findings: tuple[Diagnosis, ...]
     facts: Circumstances | None
-    known: Header
+    header: Header
     timeline: tuple[TimelineEntry, ...]
     curves: Curves
 
     @property
     def answer(self) -> Diagnosis:
-        """What it was, as far as can be told."""
+        """The surest finding."""
         return self.findings[0]
 
 
 def render_text(report: Postmortem) -> Iterator[str]:
-    """Yield one page."""
+    """Yield the lines of one page."""
     also = (line for each in report.findings[1:] for line in wrap_headed("or", f"{each.sentence} ({each.sureness})"))
     yield from join_paragraphs(
         (_format_answer(report), also, *(_format_section(*each) for each in list_sections(report, LAST_LINES)))
@@ -173,13 +172,13 @@ def render_text(report: Postmortem) -> Iterator[str]:
 
 
 def list_sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
-    """Yield headings and what is known under each, which may be nothing."""
-    yield "The sidecar said then", [("", each) for each in read_sentences(report.known)]
+    """Yield headings and their lines, possibly none."""
+    yield "The sidecar's verdicts then", [("", each) for each in read_sentences(report.header)]
     yield "Timeline", [(format_instant(seconds), what) for seconds, what in report.timeline]
-    yield "Numbers for a bug report", [] if report.facts is None else [*list_numbers(report.facts, report.known)]
+    yield "Numbers for a bug report", [] if report.facts is None else [*list_numbers(report.facts, report.header)]
     steps = enumerate(TODO[report.answer.cause])
     yield "What to do", [("then" if place else "first", ": ".join(filter(None, step))) for place, step in steps]
-    yield "The sidecar's log then", [("", each) for each in read_log_lines(report.known)[-most_log_lines:]]
+    yield "The sidecar's log then", [("", each) for each in read_log_lines(report.header)[-most_log_lines:]]
 
 
 def _format_section(title: str, lines: list[Line]) -> Iterator[str]:
@@ -198,7 +197,7 @@ def _format_answer(report: Postmortem) -> Iterator[str]:
 
 
 def build_document(report: Postmortem) -> dict[str, Any]:
-    """Return the one object of --json."""
+    """Build the object of --json."""
     facts = report.facts
     return {
         "file": report.file,
@@ -208,9 +207,9 @@ def build_document(report: Postmortem) -> dict[str, Any]:
         **_build_finding(report.answer),
         "also": [_build_finding(each) for each in report.findings[1:]],
         "timeline": [{"t": seconds, "text": what} for seconds, what in report.timeline],
-        "numbers": {} if facts is None else dict(list_numbers(facts, report.known)),
+        "numbers": {} if facts is None else dict(list_numbers(facts, report.header)),
         "todo": [{"text": what, "link": link} for what, link in TODO[report.answer.cause]],
-        "known": report.known or None,
+        "known": report.header or None,
     }
 
 
@@ -225,13 +224,13 @@ def _build_finding(finding: Diagnosis) -> dict[str, Any]:
 
 COLUMNS: Final = 480
 _LINK: Final = re.compile("|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link}))
-"""Our own: what a file has from anywhere leads nowhere."""
+"""Only our links work: text from a file never becomes a link."""
 
 LEVELS: Final = {Sureness.SURE: Level.ALARM, Sureness.LIKELY: Level.WARNING, Sureness.POSSIBLE: Level.UNKNOWN}
 
 
 def build_page(report: Postmortem) -> str:
-    """Return the page."""
+    """Build the HTML page."""
     title = f"Post-mortem: {report.answer.sentence}"
     when = "" if report.facts is None else format_instant(report.facts.seconds)
     return (
@@ -254,14 +253,15 @@ def _build_body(report: Postmortem) -> Iterator[str]:
     yield "</ul>"
     yield from _draw_figures(report)
     for title, lines in list_sections(report, MOST_SHOWN):
-        items = (f"<b>{escape_text(head)}</b> {escape_text(body)}" for head, body in lines)
-        yield _build_list(title, [_LINK.sub(r'<a href="\g<0>">\g<0></a>', item) for item in items])
+        items = "".join(f"<li><b>{escape_text(head)}</b> {escape_text(body)}</li>" for head, body in lines)
+        links = _LINK.sub(r'<a href="\g<0>">\g<0></a>', items)
+        yield f"<h2>{escape_text(title)}</h2><ul>{links}</ul>" if items else ""
 
 
 def _draw_figures(report: Postmortem) -> Iterator[str]:
     at = None if report.facts is None else report.facts.seconds
     gpus = {} if report.facts is None else {gpu.uuid: gpu for gpu in report.facts.gpus}
-    used = read_used(report.known)
+    used = read_used(report.header)
     for uuid in report.curves.uuids:
         gpu = gpus.get(uuid)
         what = f"Free memory of {uuid if gpu is None else gpu.called}"
@@ -291,8 +291,3 @@ def _draw_figure(title: str, points: list[Point], at: float | None, *, sized: bo
         f"<div"
         f" class=axis><span>{format_instant(frame.begin)}</span><span>{format_instant(frame.end)}</span></div></figure>"
     )
-
-
-def _build_list(title: str, items: list[str]) -> str:
-    lines = "".join(f"<li>{each}</li>" for each in items)
-    return f"<h2>{escape_text(title)}</h2><ul>{lines}</ul>" if items else ""

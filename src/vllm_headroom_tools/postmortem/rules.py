@@ -1,4 +1,4 @@
-"""Rules on what is no want of GPU memory."""
+"""The rules on the cause of an exit or a stall."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_headroom_tools.postmortem.facts import Circumstances, GpuAtEnd
 
 
 class EndCause(StrEnum):
-    """What ended an engine, or made it useless; a closed set, for scripts."""
+    """The cause of an exit or a stall; a closed set, for scripts."""
 
     LEAK = "out_of_memory_leak"
     BURST = "out_of_memory_burst"
@@ -32,7 +32,7 @@ class EndCause(StrEnum):
 
 
 class Sureness(StrEnum):
-    """How sure a finding is, the surest first: nothing else fits; what fits best; what cannot be excluded."""
+    """How sure a finding is: nothing else fits; it fits best; it cannot be excluded."""
 
     SURE = "sure"
     LIKELY = "likely"
@@ -40,7 +40,7 @@ class Sureness(StrEnum):
 
 
 class Diagnosis(Struct, frozen=True, kw_only=True):
-    """One cause that fits, in a sentence, and what shows it."""
+    """One cause that fits, in a sentence, with its evidence."""
 
     cause: EndCause
     sureness: Sureness
@@ -49,7 +49,7 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
 
 
 Remedy = tuple[str, str | None]
-"""What to do, and a link that helps."""
+"""What to do, and a link."""
 
 CONSERVE: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
 TROUBLE: Final = "https://docs.vllm.ai/en/latest/usage/troubleshooting.html"
@@ -60,24 +60,24 @@ LOGS: Final = "Read vLLM's log up to the end: kubectl logs --previous"
 
 TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
     EndCause.LEAK: (
-        ("No option mends a leak: restart before it is full, and upgrade vLLM", None),
-        ("Tell the authors, with the figures above", REPORT),
-        ("Let HeadroomOutOfMemorySoon wake somebody next time (alerts/runbooks/HeadroomOutOfMemorySoon.md)", None),
+        ("No option fixes a leak: restart before the GPU is full, and upgrade vLLM", None),
+        ("Report it to vLLM, with the figures above", REPORT),
+        ("Have HeadroomOutOfMemorySoon page somebody next time (alerts/runbooks/HeadroomOutOfMemorySoon.md)", None),
     ),
     EndCause.BURST: (
         ("Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs", CONSERVE),
         ("`vllm-headroom advise` on this file computes the values", None),
     ),
     EndCause.NEIGHBOUR: (
-        ("Give the engine a GPU of its own, or move the other process away", None),
+        ("Give the engine a dedicated GPU, or move the other process away", None),
         ("Until then leave room for it: a lower --gpu-memory-utilization", CONSERVE),
     ),
     EndCause.KILLED: (
         ("Raise the memory limit of vLLM's container, or lower what it keeps on the host", OOM),
-        ("See what was killed: dmesg -T | grep -i 'killed process'", None),
+        ("Find out what was killed: dmesg -T | grep -i 'killed process'", None),
     ),
     EndCause.NEVER_FITTED: (
-        ("Ask `vllm-headroom preflight` and `vllm-headroom plan` before the next start", None),
+        ("Run `vllm-headroom preflight` and `vllm-headroom plan` before the next start", None),
         (
             "Lower --gpu-memory-utilization where others hold memory, else raise --tensor-parallel-size",
             CONSERVE,
@@ -88,10 +88,12 @@ TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
         ("Look for an XID and for NCCL in the logs", XIDS),
     ),
     EndCause.CRASH: ((LOGS, TROUBLE), ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XIDS)),
-    EndCause.STOPPED: (("What ran was cut off: let it drain before, or give vLLM --shutdown-timeout", None),),
+    EndCause.STOPPED: (
+        ("Running requests were cut off: drain the engine first, or give vLLM --shutdown-timeout", None),
+    ),
     EndCause.IDLE: (
-        ("Nothing, if somebody meant it: kubectl get events tells", None),
-        ("Its exit code tells them apart (kubectl describe pod): 0 or 143 is a stop, 137 a kill", None),
+        ("Nothing, if it was planned: see kubectl get events", None),
+        ("Look at its exit code (kubectl describe pod): 0 or 143 is a stop, 137 a kill", None),
     ),
     EndCause.UNKNOWN: ((LOGS, TROUBLE),),
     EndCause.NOTHING: (),
@@ -100,23 +102,23 @@ TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
 
 MOSTLY: Final = 0.5
 NEARLY_ALL: Final = 0.8
-"""Whose growth took half of the lost room is the cause that fits best; with four fifths no other can be it."""
+"""Growth that took half of the lost room fits best; with four fifths, no other cause can."""
 
 FEW_BYTES: Final = GIB
-"""An allocation that fails takes nothing: one of a gigabyte is a large one (the logits of 2,048 tokens)."""
+"""A failed allocation takes no memory; a large one is a gigabyte (the logits of 2,048 tokens)."""
 
 LONGER_SECONDS: Final = 600.0
-"""Of an engine seen for less it is not known how it stood before a burst."""
+"""A shorter record does not show the memory before a burst."""
 
 OTHERS_BYTES: Final = GIB
-"""Others that hold less are contexts."""
+"""Less is only CUDA contexts of others."""
 
 LITTLE_RATIO: Final = 0.08
-"""Less of the card than what vLLM leaves free by default: the start went as far as it could."""
+"""Less of the GPU than vLLM leaves free by default: the start had taken all that it could."""
 
 
 def diagnose_start(facts: Circumstances) -> Diagnosis | None:
-    """Fit where an engine ended before it served, with little left, or with others on its GPU."""
+    """Fit where an engine exited before it served, with little left or with others on its GPU."""
     gpu = facts.worst
     if facts.what is not IncidentKind.ENDED or facts.served or gpu is None or gpu.last_room_bytes is None:
         return None
@@ -124,17 +126,17 @@ def diagnose_start(facts: Circumstances) -> Diagnosis | None:
     little = gpu.total_bytes is not None and gpu.last_room_bytes < LITTLE_RATIO * gpu.total_bytes
     if others < OTHERS_BYTES and not little:
         return None
-    told = (f"others held {format_size(others)} of it",) if others >= OTHERS_BYTES else ()
+    holders = (f"others held {format_size(others)} of it",) if others >= OTHERS_BYTES else ()
     return Diagnosis(
         cause=EndCause.NEVER_FITTED,
         sureness=Sureness.SURE if gpu.last_room_bytes <= TIGHT_BYTES else Sureness.LIKELY,
-        sentence=f"A start that never fitted: it ended after {format_duration(facts.seen_seconds)} and had not served.",
-        evidence=(describe_room(gpu), *told),
+        sentence=f"A start that never fitted: it exited after {format_duration(facts.seen_seconds)}, before it served.",
+        evidence=(describe_room(gpu), *holders),
     )
 
 
 def diagnose_leak(facts: Circumstances) -> Diagnosis | None:
-    """Fit where the engine's memory grew over all its time; sure by the alarm, where nothing else took it."""
+    """Fit where the engine's memory grew over the whole run; sure with the alarm, where nothing else took memory."""
     gpu = _find_full_gpu(facts)
     if gpu is None or gpu.share(gpu.jumped_bytes) >= MOSTLY or gpu.share(gpu.others_bytes) >= MOSTLY:
         return None
@@ -152,7 +154,7 @@ def diagnose_leak(facts: Circumstances) -> Diagnosis | None:
 
 
 def diagnose_neighbour(facts: Circumstances) -> Diagnosis | None:
-    """Fit where what others took is most of the room that was lost, or, where that is not told, where one came."""
+    """Fit where others took most of the lost room, or, where that is unknown, where another process appeared."""
     gpu = _find_full_gpu(facts)
     if gpu is not None and gpu.others_bytes is None and gpu.joined:
         return _diagnose_newcomer(gpu)
@@ -175,16 +177,16 @@ def _diagnose_newcomer(gpu: GpuAtEnd) -> Diagnosis:
     return Diagnosis(
         cause=EndCause.NEIGHBOUR,
         sureness=Sureness.LIKELY,
-        sentence=f"Out of GPU memory by a neighbour: another process had come to {gpu.called}.",
+        sentence=f"Out of GPU memory by a neighbour: another process had appeared on {gpu.called}.",
         evidence=(
             describe_room(gpu),
-            "what it took is not told: the sidecar could not tell the processes on the GPU apart",
+            "its memory is not known: the sidecar could not attribute memory to processes",
         ),
     )
 
 
 def diagnose_burst(facts: Circumstances) -> Diagnosis | None:
-    """Fit where the room went within the last minutes, or where little enough was left for one allocation to fail."""
+    """Fit where the room was lost within the last minutes, or one allocation may have failed."""
     gpu = _find_full_gpu(facts)
     if gpu is None:
         return _diagnose_possible_burst(facts)
@@ -211,7 +213,7 @@ def _diagnose_possible_burst(facts: Circumstances) -> Diagnosis | None:
     if facts.what is not IncidentKind.ENDED or not facts.served:
         return None
     if facts.ooms:
-        text = "Out of GPU memory in a burst: torch was refused what it asked for."
+        text = "Out of GPU memory in a burst: an allocation of torch failed."
         return Diagnosis(cause=EndCause.BURST, sureness=Sureness.LIKELY, sentence=text, evidence=facts.ooms)
     if not facts.running or gpu is None:
         return None
@@ -224,7 +226,7 @@ def _diagnose_possible_burst(facts: Circumstances) -> Diagnosis | None:
         f" left on {gpu.called}.",
         evidence=(
             describe_room(gpu),
-            "an allocation that fails shows in no figure: vLLM's log has OutOfMemoryError then",
+            "no figure shows a failed allocation: look for OutOfMemoryError in vLLM's log",
         ),
     )
 
@@ -236,7 +238,7 @@ def _list_leak_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
     if gpu.leak in (LeakState.LEAKING, LeakState.GROWING):
         yield f"the leak detector said {gpu.leak}"
     else:
-        yield f"the leak detector said {gpu.leak}, so it may be high-water marks that add up, and no leak"
+        yield f"the leak detector said {gpu.leak}, so it may be high-water marks that add up, not a leak"
     if gpu.leaked is not None and gpu.leaked.bytes_per_request is not None:
         yield f"{format_size(1000 * gpu.leaked.bytes_per_request)} per thousand requests"
 
@@ -244,7 +246,7 @@ def _list_leak_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
 def _list_burst_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
     yield describe_room(gpu)
     if gpu.jumped_bytes is not None:
-        yield f"the engine took {format_size(gpu.jumped_bytes)} more than minutes before"
+        yield f"the engine held {format_size(gpu.jumped_bytes)} more than minutes before"
     if facts.running is not None:
         usual = "" if facts.usual_running is None else f", {facts.usual_running:.0f} before"
         yield f"{facts.running:.0f} requests ran{usual}"
@@ -252,52 +254,52 @@ def _list_burst_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
 
 
 def describe_room(gpu: GpuAtEnd) -> str:
-    """Return how much room a GPU had left."""
+    """Return the room that a GPU had left."""
     if gpu.last_room_bytes is None:
-        return f"what was left on {gpu.called} is not known"
+        return f"the memory left on {gpu.called} is not known"
     before = "" if gpu.first_room_bytes is None else f", {format_size(max(0, gpu.first_room_bytes))} at first"
     return f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.called}{before}"
 
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
-"""Errors that end the program, by NVIDIA's table; 43 and 45 also follow from its end, 63 and 64 need not end it."""
+"""Errors that end the program, by NVIDIA's table; 43 and 45 can follow its exit, 63 and 64 may leave it running."""
 
 UNSEEN_SECONDS: Final = 15.0
-"""Memory is filled within seconds: who was not looked at for longer may have run out of it."""
+"""Memory fills within seconds: after a longer gap the engine may have run out of it."""
 
 SHUT_SECONDS: Final = 15.0
-"""A server whose core has died ends within seconds, and refuses its page meanwhile."""
+"""A server whose core has died exits within seconds and refuses its page until then."""
 
-ANSWERED: Final = "its page went on to answer; in vLLM's development mode one that was paused looks the same"
+ANSWERED: Final = "its page still answered; an engine that /pause stopped (development mode) looks the same"
 
 
 def diagnose_kill(facts: Circumstances) -> Diagnosis | None:
-    """Fit where the kernel counted a kill in the engine's container as this life ended."""
+    """Fit where the kernel counted an out-of-memory kill in the engine's container at this exit."""
     if facts.reason is not ExitReason.OOM_KILLED:
         return None
     return Diagnosis(
         cause=EndCause.KILLED,
         sureness=Sureness.SURE,
-        sentence="Killed by the kernel: the host's memory, not the GPU's, had run out.",
-        evidence=("the kernel counted a kill for want of memory in the engine's container then", describe_work(facts)),
+        sentence="Killed by the kernel: host memory ran out, not GPU memory.",
+        evidence=("the kernel counted an out-of-memory kill in the engine's container then", describe_work(facts)),
     )
 
 
 def diagnose_hang(facts: Circumstances) -> Diagnosis | None:
-    """Fit where nothing moved though there was work; surely where its page went on to say so."""
+    """Fit where there was work and no progress; sure where its page showed it."""
     if facts.hung_seconds is None or not facts.served or _is_shutting_down(facts):
         return None
-    page = ANSWERED if facts.answered else "its page did not answer, and its processes lived"
+    page = ANSWERED if facts.answered else "its page did not answer, and its processes ran"
     return Diagnosis(
         cause=EndCause.HANG,
         sureness=Sureness.SURE if facts.answered and facts.running else Sureness.LIKELY,
-        sentence=f"A hang: the engine had work and nothing moved for {format_duration(facts.hung_seconds)}.",
+        sentence=f"A hang: the engine had work and made no progress for {format_duration(facts.hung_seconds)}.",
         evidence=(*facts.lost, describe_work(facts), page),
     )
 
 
 def diagnose_crash(facts: Circumstances) -> Diagnosis | None:
-    """Fit where the engine ended at work, or in pieces, with memory left; surely only with an XID."""
+    """Fit where the engine exited at work or in parts, with memory left; sure only with an XID."""
     stalled = facts.what is IncidentKind.STALLED and not facts.broken
     if (
         facts.full is not None
@@ -311,33 +313,37 @@ def diagnose_crash(facts: Circumstances) -> Diagnosis | None:
     seen = facts.unseen_seconds is not None and facts.unseen_seconds <= UNSEEN_SECONDS
     at_ease = seen and room is not None and room >= FEW_BYTES
     likely = bool(facts.lost) or (facts.served and at_ease and (facts.broken or bool(facts.running)))
-    whole = "A crash" if facts.served else "A start that failed"
-    rest = " with GPU memory at ease: look elsewhere." if at_ease else ", and not known to be for want of GPU memory."
+    crash, crashed = ("A crash", "crashed") if facts.served else ("A failed start", "failed to start")
+    sentence = f"{crash}; whether GPU memory ran out is not known."
+    if facts.lost:
+        sentence = f"{crash}: one of its GPUs could no longer be read."
+    elif at_ease:
+        sentence = f"Not GPU memory: the engine {crashed} with {format_size(room or 0)} free."
     return Diagnosis(
         cause=EndCause.CRASH,
         sureness=Sureness.SURE if fatal else Sureness.LIKELY if likely else Sureness.POSSIBLE,
-        sentence=f"{whole}: a GPU of it could not be read any more." if facts.lost else whole + rest,
+        sentence=sentence,
         evidence=tuple(_list_crash_evidence(facts)),
     )
 
 
 def diagnose_stop(facts: Circumstances) -> Diagnosis | None:
-    """Fit where the server closed its port, let its core go and lived on."""
+    """Fit where the server closed its port, its core exited, and the server kept running."""
     if not _is_shutting_down(facts):
         return None
     return Diagnosis(
         cause=EndCause.STOPPED,
         sureness=Sureness.LIKELY,
-        sentence="An end that was asked for: the server closed its port, let its core go and waited.",
+        sentence="A requested shutdown: the server closed its port, stopped its core and waited.",
         evidence=(
             describe_work(facts),
-            "vLLM that is told to end cuts off what runs and waits until its clients hang up",
+            "on shutdown vLLM cuts off running requests and waits until its clients disconnect",
         ),
     )
 
 
 def diagnose_idle_end(facts: Circumstances) -> Diagnosis | None:
-    """Fit where the engine had nothing to do when it ended, whole and with memory left; who ended it is not seen."""
+    """Fit where an idle engine exited as a whole with memory left; the reason is not visible."""
     if facts.what is not IncidentKind.ENDED or not facts.served or facts.idle_seconds is None or facts.broken:
         return None
     if facts.full is not None or facts.hung_seconds is not None or facts.lost or FATAL_XIDS & set(facts.xids):
@@ -346,7 +352,7 @@ def diagnose_idle_end(facts: Circumstances) -> Diagnosis | None:
     return Diagnosis(
         cause=EndCause.IDLE,
         sureness=Sureness.LIKELY if (facts.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE,
-        sentence="Ended while idle: it was stopped or killed, or crashed, which look the same from here.",
+        sentence="Exited while idle: a stop, a kill and a crash look the same from outside.",
         evidence=(
             f"nothing had run or waited for {format_duration(facts.idle_seconds)} when its page was last seen",
             *(() if gpu is None else (describe_room(gpu),)),
@@ -363,16 +369,16 @@ def _list_crash_evidence(facts: Circumstances) -> Iterator[str]:
     for xid in facts.xids:
         yield f"the driver reported XID {xid}"
     if facts.broken:
-        yield "a process that it cannot serve without went before the others"
+        yield "a necessary process exited before the others"
     yield describe_work(facts)
     if facts.worst is not None:
         yield describe_room(facts.worst)
     if not facts.xids and not facts.broken and facts.running:
-        yield "a restart that was meant, in the midst of requests, looks the same"
+        yield "a planned restart during requests looks the same"
 
 
 def describe_work(facts: Circumstances) -> str:
-    """Return what the engine did when its page was last seen."""
+    """Return the load on the engine's last page."""
     if facts.running is None:
-        return "what it did then is not known" if facts.served else "its page had not answered yet"
+        return "its load is not known" if facts.served else "its page had not answered yet"
     return f"{facts.running:.0f} requests ran when its page was last seen" if facts.running else "no request ran"

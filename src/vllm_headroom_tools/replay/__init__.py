@@ -1,1 +1,1 @@
-"""The daemon's leak detector over a recorded past: would it have caught our outage?"""
+"""The daemon's leak detector on a recorded trace."""

@@ -1,10 +1,13 @@
-"""The command `replay`: its options, and what it does with them."""
+"""The command `replay`."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
+from datetime import datetime
+from math import inf
 from typing import Any, Final
 
 from msgspec.structs import asdict
@@ -14,33 +17,27 @@ from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory, Snapshot, name_device
 from vllm_headroom.trace.entries import build_host_entry, name_by_index
 from vllm_headroom.trace.parse import parse_snapshot, read_trace
-from vllm_headroom.units import format_duration, format_instant, format_size
+from vllm_headroom.units import NUMBER, format_duration, format_instant, format_size, parse_duration
 from vllm_headroom_tools.cli import Command, save
-from vllm_headroom_tools.history.course import Course, Interval, Moment
-from vllm_headroom_tools.history.curves import Curves
-from vllm_headroom_tools.history.replay import LeakReplay
-from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, url
+from vllm_headroom_tools.history import Course, Curves, Interval, LeakReplay, Moment, describe_span
+from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, Value, bounded, url
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
-from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME
 
 WORTH_A_WORD: Final = 0.01
-"""A block or two may be late; from here on HeadroomKvBlocksLeak looks whether it grows."""
+"""A block or two may be late; from here on HeadroomKvBlocksLeak watches for growth."""
 
 MOST_INTERVALS: Final = 5
-"""What a person reads; --json has them all."""
+"""Enough for a person; --json has all."""
 
 
 def format_verdict(watch: LeakReplay) -> Iterator[str]:
-    """Yield the lines to show: the span, then each GPU, then each host role."""
+    """Yield the lines on the span, each GPU and each host role."""
     if not watch.samples:
         yield "The trace has no samples."
         return
     begin, end = watch.span
-    yield (
-        f"{watch.samples} samples over {format_duration(end - begin)}, {format_instant(begin)} to"
-        f" {format_instant(end)}."
-    )
+    yield f"{describe_span(watch.samples, begin, end)}."
     for index, uuid, course in watch.gpus:
         name = f"GPU {index}" if uuid == name_by_index(index) else f"GPU {index} ({uuid})"
         yield from _format_series(name, course, begin, end)
@@ -50,20 +47,18 @@ def format_verdict(watch: LeakReplay) -> Iterator[str]:
         yield from _describe_host(watch.memory)
     yield from _describe_sleeps(watch)
     if not watch.gpus:
-        yield "No GPU of the engine's was seen."
+        yield "The trace has no GPU of the engine's."
 
 
 def _describe_host(memory: HostMemory) -> Iterator[str]:
-    """Yield how full the host memory was, and what the kernel did about it."""
     if memory.used_bytes is not None:
         of = "" if memory.limit_bytes is None else f" of {format_size(memory.limit_bytes)}"
         yield f"Host memory: at most {format_size(memory.used_bytes)}{of} in use."
     if memory.oom_kills:
-        yield f"The kernel killed for want of host memory, processes in all: {memory.oom_kills}."
+        yield f"Out-of-memory kills by the kernel: {memory.oom_kills}."
 
 
 def _describe_sleeps(watch: LeakReplay) -> Iterator[str]:
-    """Yield what each sleep kept, and what no request held of a KV cache."""
     for gpu, sleeps in watch.residues.items():
         kept = tuple(sleeps.values())
         grown = "" if len(kept) == 1 else f" in the first sleep, {format_size(kept[-1])} in the last of {len(kept)}"
@@ -88,15 +83,15 @@ def _format_series(name: str, course: Course, begin: float, end: float) -> Itera
 
 
 def _describe_leak(course: Course, span_seconds: float) -> str:
-    """Return whether it leaks; where nothing was seen, only of a trace in which a leak would have been."""
+    """Return whether it leaks; a trace that is too short for a leak does not show that there is none."""
     if course.first is not None:
         return "LEAKING"
     if course.growing:
         return "only early warnings, no alarm"
     if span_seconds < LEAKING_SECONDS:
         least = f"{GROWING_SECONDS / 60:.0f} min for an early warning, about {LEAKING_SECONDS / 60:.0f} for an alarm"
-        return f"cannot be told from {format_duration(span_seconds)}, growth has to last {least}"
-    return "no leak" if course.settled else "cannot be told, the detector never had enough readings under load"
+        return f"cannot tell from {format_duration(span_seconds)}, growth has to last {least}"
+    return "no leak" if course.settled else "cannot tell, the detector never had enough readings under load"
 
 
 def _format_intervals(name: str, intervals: tuple[Interval, ...]) -> Iterator[str]:
@@ -118,8 +113,8 @@ def _format_moment(moment: Moment) -> Iterator[str]:
         yield f"    how much     {format_size(moment.leaked_bytes)} since it began"
     if moment.time_to_oom_seconds is not None:
         least = moment.time_to_oom_seconds_lower
-        bound = "" if least is None else f", {format_duration(least)} at the least"
-        yield f"    time to OOM  {format_duration(moment.time_to_oom_seconds)}{bound}"
+        bound = "" if least is None else f", at the earliest {format_duration(least)}"
+        yield f"    time to OOM  about {format_duration(moment.time_to_oom_seconds)}{bound}"
 
 
 def _format_rate(moment: Moment) -> str:
@@ -134,7 +129,7 @@ def _format_rate(moment: Moment) -> str:
 
 
 def build_document(watch: LeakReplay) -> dict[str, Any]:
-    """Return the object; times are the trace's, None is what is unknown."""
+    """Build the object of --json; times are the trace's, None is unknown."""
     begin, end = watch.span
     return {
         "samples": watch.samples,
@@ -182,7 +177,7 @@ def _build_figures(moment: Moment | None) -> dict[str, float | None] | None:
 
 
 DESCRIPTION: Final = """\
-Feeds a recorded past through the daemon's leak detector: would it have caught
+Runs a recorded trace through the daemon's leak detector: would it have caught
 our outage?
 
 TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
@@ -190,8 +185,8 @@ or - for standard input.
 """
 
 EXAMPLES: Final = """\
-It ends with status 0, with 1 when a leak was found and --fail-on-leak was
-given, and with 2 when the past cannot be read.
+The exit status is 0, 1 if there was an alarm and --fail-on-leak is given, and 2
+if the trace cannot be read.
 
 Example:
   vllm-headroom replay trace.jsonl
@@ -200,14 +195,50 @@ Example:
 
 HISTORY: Final = """\
 Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with
-vLLM's own. A history is as coarse as the interval of its scrapes, and what
-happened between two of them is not in it."""
+vLLM's own. A history is as coarse as its scrape interval and lacks what happened
+between two scrapes."""
+
+
+_MATCHER: Final = re.compile(r"\s*([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*(.*?)\s*", re.DOTALL)
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
+
+
+def _parse_time(text: str) -> tuple[bool, float]:
+    """Return whether the time is relative to now, and the seconds from now or from the epoch."""
+    if text == "now":
+        return True, 0.0
+    if text.startswith("-"):
+        return True, -parse_duration(text[1:])
+    if re.fullmatch(NUMBER, text):
+        return False, float(text)
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError
+    return False, moment.timestamp()
+
+
+def _parse_matcher(text: str) -> str:
+    """Parse a label matcher, adding the quotes that a shell removes."""
+    found = _MATCHER.fullmatch(text)
+    if found is None:
+        raise ValueError
+    label, operator, value = found.groups()
+    if not _QUOTED.fullmatch(value):
+        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return f"{label}{operator}{value}"
+
+
+TIME: Final = Value(
+    read=_parse_time, accepts="2026-01-31T08:00:00Z, seconds since the epoch, now, or a time ago such as -24h"
+)
+STEP: Final = Value(read=bounded(parse_duration, 1, inf), accepts="a duration from 1s on such as 15s, 1m or 1h")
+MATCHER: Final = Value(read=_parse_matcher, accepts='label="value", with =, !=, =~ or !~')
 
 
 def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
     parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
-    parser.add_argument("--fail-on-leak", action="store_true", help="end with status 1 when there was an alarm")
+    parser.add_argument("--fail-on-leak", action="store_true", help="exit with status 1 if there was an alarm")
     parser.add_argument("--svg", metavar="FILE", type=FILE, help="draw memory and load into a file")
     add = parser.add_argument_group("history", HISTORY).add_argument
     add("--from-prometheus", metavar="URL", type=url("http://prometheus:9090"), help="Prometheus")
@@ -219,7 +250,7 @@ def add_options(parser: Parser) -> None:
         text = f"choose among {whose} series; may be given again"
         add(option, metavar='LABEL="VALUE"', type=MATCHER, default=[], help=text)
     add("--bearer-token-file", metavar="FILE", type=FILE, help="a token for Prometheus")
-    add("--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM")
+    add("--ca-file", metavar="FILE", type=FILE, help="the CA of its certificate, PEM")
 
 
 LEAK_FOUND: Final = 1
@@ -228,7 +259,7 @@ ONE_SOURCE: Final = "needs a TRACE or --from-prometheus, and not both"
 
 
 class ReplayResult:
-    """What the detector says of a past, and its curves where they are to be drawn."""
+    """The detector's verdicts on a trace, with the curves to draw."""
 
     def __init__(self, given: Namespace) -> None:
         self.watch, self.curves = LeakReplay(), Curves()
@@ -248,7 +279,6 @@ def _run(given: Namespace) -> ReplayResult:
 
 
 def _read_snapshots(given: Namespace) -> Iterator[Snapshot]:
-    """Yield the snapshots; raises BadInput at what cannot be read."""
     if given.from_prometheus is not None:
         from vllm_headroom_tools.replay.prometheus.records import read_records  # noqa: PLC0415 - a trace needs no HTTP client
 
@@ -271,5 +301,5 @@ COMMAND: Final[Command[ReplayResult]] = Command(
     run=_run,
     text=_render_text,
     document=lambda replayed: build_document(replayed.watch),
-    status=lambda replayed: LEAK_FOUND if replayed.fails and replayed.watch.leaked else 0,
+    status=lambda replayed: LEAK_FOUND if replayed.fails and replayed.watch.has_leaked else 0,
 )

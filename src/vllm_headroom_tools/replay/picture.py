@@ -1,4 +1,4 @@
-"""Memory and load over a trace as a picture, in a file or in the terminal."""
+"""Drawings of memory and load over a trace, as SVG and for a terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from vllm_headroom.expose.drawing import MARGIN, STYLE, Forecast, Frame, Point, 
 from vllm_headroom.model import name_device
 from vllm_headroom.units import GIB, format_instant, format_size
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.history.course import Course
-from vllm_headroom_tools.history.curves import Curves
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import Course, Curves, LeakReplay
 from vllm_headroom_tools.terminal import Pick, draw_bars
 
 WIDTH: Final = 1000.0
@@ -23,11 +21,11 @@ ABOVE: Final = 30.0
 BELOW: Final = 30.0
 COLUMNS: Final = 500
 AHEAD: Final = 0.5
-"""The future that is drawn is at most half as long as the past."""
+"""A forecast is at most half as long as the trace."""
 
 
 def draw_picture(watch: LeakReplay, curves: Curves) -> str:
-    """Return one box above the other: each GPU's free memory, or what the engine holds of it where that is not told."""
+    """Draw a box for each GPU, of free memory or else of the engine's memory, and one for the load."""
     begin, end = watch.span
     forecasts = [_build_forecast(course, curves.free(uuid)) for _, uuid, course in watch.gpus]
     ahead = max((MARGIN * each.seconds for each in forecasts if each is not None), default=0.0)
@@ -104,11 +102,11 @@ MEMORY_LINES: Final = 10
 LOAD_LINES: Final = 5
 DAY_SECONDS: Final = 86400.0
 AXIS: Final = 11
-"""Columns before the drawing: the labels of its axis."""
+"""Columns of the axis labels."""
 
 
 def draw_charts(watch: LeakReplay, curves: Curves, *, columns: int) -> Iterator[str]:
-    """Yield the lines of a chart for each GPU and of one of the load, where anything could be read."""
+    """Yield the lines of a chart for each GPU and one for the load."""
     width = columns - AXIS
     for index, uuid, course in watch.gpus:
         yield from _draw_gpu_chart(name_device(index, uuid), course, curves.free(uuid), curves.held(uuid), width)
@@ -133,7 +131,7 @@ def _convert_to_gib(points: list[Point]) -> list[Point]:
 
 
 def _find_floor(points: list[Point]) -> float:
-    """Return where the axis of what is held begins: of a whole card, growth would be a line on the top."""
+    """Return the begin of the axis of held memory: on the scale of the whole GPU, growth would not show."""
     values = [value for _, value in points if value is not None] or [0.0]
     return max(0.0, min(values) - (0.05 * (max(values) - min(values)) or 0.01 * max(values)))
 
@@ -148,7 +146,6 @@ def _draw_chart(
     pick: Pick = min,
     floor: float = 0.0,
 ) -> Iterator[str]:
-    """Yield one chart; nothing where nothing could be read."""
     values = [value for _, value in points if value is not None]
     if not values:
         return
@@ -177,5 +174,5 @@ def _format_clock(seconds: float, times: list[float]) -> str:
 
 
 def _count_decimals(span: float) -> int:
-    """Return how many digits after the point tell the levels of an axis apart."""
+    """Return the decimals that distinguish the levels of an axis."""
     return next((digits for digits, least in ((0, 20.0), (1, 2.0), (2, 0.2)) if span >= least), 3)

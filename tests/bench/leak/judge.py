@@ -11,8 +11,8 @@ from traces import Labelled
 
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import parse_snapshot
-from vllm_headroom_tools.history.course import Course, Moment
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import Course, Moment
+from vllm_headroom_tools.history import LeakReplay
 
 END_SECONDS = 600.0
 """The last word is taken this long before the end."""

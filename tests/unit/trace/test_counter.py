@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom_tools.history.counter import Histogram
+from vllm_headroom_tools.history import Histogram
 
 SHARES = (0.0, 0.01, 0.5, 0.95, 0.99, 1.0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.commands.check.engine_traces import BEGAN, STEP, engine
 from vllm_headroom.trace.parse import parse_snapshot
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import LeakReplay
 
 
 @pytest.mark.parametrize("restarts", [False, True])

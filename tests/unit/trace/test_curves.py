@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.expose.drawing import Point, build_curve, thin_curve
 from vllm_headroom.vocabulary import Source
-from vllm_headroom_tools.history.curves import Curves
+from vllm_headroom_tools.history import Curves
 
 
 def test_a_single_peak_and_a_single_dip_are_kept() -> None:

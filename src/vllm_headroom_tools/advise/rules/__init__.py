@@ -1,1 +1,1 @@
-"""Pure: facts to advice, one cause a function."""
+"""Pure rules from facts to advice, a function a cause."""

@@ -1,4 +1,4 @@
-"""Rules on the KV cache: it lies in what vLLM took at its start, so that full means waiting and never out of memory."""
+"""Rules on the KV cache, which vLLM allocates at its start: a full one makes requests wait, not run out of memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ from typing import Final
 from vllm_headroom.units import MIB, format_duration, format_size
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
-    BLOCKED_RATIO,
-    FEWEST_REQUESTS,
     FULL_RATIO,
-    HIGHEST_UTILIZATION,
-    HURTING_PREEMPTIONS,
-    LARGER_REQUESTS,
     LASTING_SECONDS,
-    PAYING_RATIO,
-    PREFIX_SECONDS,
-    PREFIX_TOKENS_PER_SECOND,
-    USUAL_SECONDS,
     CappedFacts,
     EngineFacts,
     Facts,
@@ -34,20 +25,44 @@ from vllm_headroom_tools.advise.finding import (
     Change,
     Evidence,
     drop_none,
-    format_count,
-    format_per_request,
     format_percent,
     lower_option,
     name_engine,
 )
 from vllm_headroom_tools.advise.settings import COUNTS_PREFIXES_ONCE, Flag
 
+HURTING_PREEMPTIONS: Final = 0.1
+"""Preemptions for each finished request: 0.01 is nothing, above this it hurts (runbook HeadroomKvCacheThrashing)."""
+
+LARGER_REQUESTS: Final = 2.0
+"""Ours: requests of twice the usual size fill a cache by their size; smaller ones by their number."""
+
+FEWEST_REQUESTS: Final = 4
+"""Ours: where fewer usual requests fit at once, nothing can be batched: the model is too large."""
+
+PAYING_RATIO: Final = 0.3
+"""Below this hit ratio, lookups cost about what they save (alert HeadroomPrefixCacheNotPaying)."""
+
+PREFIX_SECONDS: Final = 6 * 3600.0
+PREFIX_TOKENS_PER_SECOND: Final = 100.0
+"""It takes six hours of at least this traffic to judge a prefix cache; less has little to gain (the same alert)."""
+
+BLOCKED_RATIO: Final = 0.05
+"""Ours: before vLLM 0.27 a waiting request is looked up again in each step (vllm-project/vllm#43736), so the hit ratio
+means nothing where requests wait for more than this share of the time."""
+
+USUAL_SECONDS: Final = 6 * 3600.0
+"""Ours: after this time the highest peaks count as the usual ones; nothing is raised before."""
+
+HIGHEST_UTILIZATION: Final = 0.95
+"""The highest value that vLLM's author calls safe (vllm-project/vllm#1298)."""
+
 _EXACT: Final = 1e-9
-"""Room for what binary fractions make of 0.92 * 100."""
+"""Tolerance for binary fractions such as 0.92 * 100."""
 
 
 def take_less(facts: Facts, gpu: GpuFacts, n_bytes: float) -> Change | None:
-    """Return the change that leaves so much more free on the GPU; None where its size is not known."""
+    """Return the change that leaves this much more of the GPU free; None where its size is unknown."""
     if not gpu.usable_bytes:
         return None
     text = f"leaves {format_size(n_bytes)} more outside of what vLLM takes at its start"
@@ -69,10 +84,10 @@ def take_less(facts: Facts, gpu: GpuFacts, n_bytes: float) -> Change | None:
 
 
 def take_more(facts: Facts) -> Change | None:
-    """Return the change that gives the KV cache what was never used; None where nothing is sure to be to spare.
+    """Return the change that gives the KV cache unused memory; None where none is sure to be spare.
 
-    What was left at the highest peak counts only after USUAL_SECONDS of a trace, and AIM_BYTES of it stay. Where memory
-    ran short, at a start or later, or others took some of it, nothing is to spare.
+    The room at the highest peak counts only after USUAL_SECONDS of a trace, less AIM_BYTES. Nothing is spare where
+    memory ran short, at a start or later, or others took some.
     """
     least, usable = facts.least_room_bytes, [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
     if facts.origin is Origin.PAGE or facts.span_seconds < USUAL_SECONDS or least is None or not usable:
@@ -102,7 +117,7 @@ def take_more(facts: Facts) -> Change | None:
 
 
 def has_run_short(facts: Facts) -> bool:
-    """Tell whether little was left at any time, or others took memory of the engine's GPUs."""
+    """Return whether memory ran short, or others took memory of the engine's GPUs."""
     return any(gpu.spells or (gpu.others and gpu.others.most) for gpu in facts.gpus)
 
 
@@ -121,7 +136,7 @@ def _change_bytes(facts: Facts, difference: int, text: str, cost: str) -> Change
 
 
 def _format_tokens(facts: Facts, n_bytes: float) -> str:
-    """Return what of the KV cache that is, where the bytes of a token are known."""
+    """Return the share of the KV cache in tokens, where the bytes of a token are known."""
     for engine in facts.engines:
         if engine.capacity_bytes and engine.capacity_tokens:
             on_all = n_bytes * len(facts.gpus) / len(facts.engines)
@@ -132,11 +147,11 @@ def _format_tokens(facts: Facts, n_bytes: float) -> str:
 
 
 KEPT_RATIO: Final = 0.9
-"""Ours: of what filled the cache, so many leave a tenth for requests that grow while they are answered."""
+"""Ours: a tenth of the requests that filled the cache makes room for requests that grow."""
 
 LENGTH_MARGIN: Final = 1.25
 LENGTH_STEP: Final = 1024
-"""Ours: a limit on requests' length lies a quarter above the 99th percentile seen, in whole KiB of tokens."""
+"""Ours: a limit on the length of requests is a quarter above the 99th percentile, in steps of 1,024 tokens."""
 
 REPLICA: Final = Change(text="Add a replica, or send part of the traffic elsewhere", cost="another GPU; no restart")
 NOT_OUT_OF_MEMORY: Final = (
@@ -146,10 +161,7 @@ PressedEngine = tuple[EngineFacts, FullFacts]
 
 
 def find_full_cache(facts: Facts) -> Advice | None:
-    """Fit where the cache preempts: it is too small, or requests are larger than usual, or there are too many.
-
-    On a page more run at once than it holds only now.
-    """
+    """Fit where the cache preempts: it is too small, requests are larger than usual, or too many run."""
     found = find_pressed(facts)
     if found is None:
         return None
@@ -158,26 +170,22 @@ def find_full_cache(facts: Facts) -> Advice | None:
     if _is_too_small(engine, full):
         cause, changes = Cause.MODEL_DOES_NOT_FIT, drop_none(take_more(facts), split_model(facts))
         summary = f"The model leaves too little of the GPU for the KV cache of {name}."
-        remark = "vllm-headroom plan says what fits with other weights, another KV cache type or more GPUs."
+        remark = "vllm-headroom plan computes what fits with other weights, another KV cache type or more GPUs."
     elif _has_larger_requests(engine, full):
-        cause, changes = (
-            Cause.KV_CACHE_BLOW_OUT,
-            drop_none(take_more(facts), _shorten_requests(facts, engine, full), REPLICA),
-        )
+        cause = Cause.KV_CACHE_BLOW_OUT
+        changes = drop_none(take_more(facts), _shorten_requests(facts, engine, full), REPLICA)
         summary = f"Requests that are longer than usual fill the KV cache of {name}, and it preempts."
     else:
         now = " now" if facts.origin is Origin.PAGE else ""
-        cause, changes = (
-            Cause.CONCURRENCY_MISJUDGED,
-            drop_none(_run_fewer(facts, engine, full), take_more(facts), REPLICA),
-        )
+        cause = Cause.CONCURRENCY_MISJUDGED
+        changes = drop_none(_run_fewer(facts, engine, full), take_more(facts), REPLICA)
         summary = f"More requests run at once than the KV cache of {name} holds{now}, and it preempts."
     evidence = tuple(_list_cache_evidence(engine, full))
     return Advice(cause=cause, summary=summary, evidence=evidence, changes=changes, remark=remark)
 
 
 def split_model(facts: Facts) -> Change | None:
-    """Return the model spread over twice as many GPUs; None where how many there are for each engine is not clear."""
+    """Return the model spread over twice as many GPUs; None where the GPUs of an engine are not known."""
     engines = max(1, len(facts.engines))
     each, rest = divmod(len(facts.gpus), engines)
     if rest or not each:
@@ -192,9 +200,9 @@ def split_model(facts: Facts) -> Change | None:
 
 
 def find_pressed(facts: Facts) -> PressedEngine | None:
-    """Return the engine that preempts the most for each request while full; None where none is hurt by it.
+    """Return the engine with the most harmful preemptions per request while full, or None.
 
-    A trace has to show it for LASTING_SECONDS; a page shows the present and the counts since the start.
+    In a trace they have to last for LASTING_SECONDS; a page has the present and the counts since the start.
     """
     hurt = [(engine, engine.full) for engine in facts.engines if engine.full is not None and _is_hurt(engine.full)]
     return max(hurt, key=lambda each: each[1].preemptions / max(1.0, each[1].finished), default=None)
@@ -206,19 +214,17 @@ def _is_hurt(full: FullFacts) -> bool:
 
 
 def _has_larger_requests(engine: EngineFacts, full: FullFacts) -> bool:
-    """Tell whether a request holds LARGER_REQUESTS times what it usually does."""
     usual = engine.usual_tokens
     return full.tokens is not None and usual is not None and full.tokens >= LARGER_REQUESTS * usual
 
 
 def _is_too_small(engine: EngineFacts, full: FullFacts) -> bool:
-    """Tell whether fewer than FEWEST_REQUESTS of the usual size fit at once."""
     usual = engine.usual_tokens if engine.usual_tokens is not None else full.tokens
     return bool(engine.capacity_tokens and usual) and (engine.capacity_tokens or 0) < FEWEST_REQUESTS * (usual or 0)
 
 
 def _shorten_requests(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | None:
-    """Return a limit above the 99th percentile of what a request held; None where it would bound nothing."""
+    """Return a limit above the 99th percentile of tokens per request; None where it would have no effect."""
     if engine.high_tokens is None or full.tokens is None:
         return None
     value = ceil(LENGTH_MARGIN * engine.high_tokens / LENGTH_STEP) * LENGTH_STEP
@@ -228,24 +234,21 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, full: FullFacts) -> Cha
         facts,
         Flag.MAX_MODEL_LEN,
         value,
-        text=f"99 % of the time running requests held {format_count(engine.high_tokens)} tokens"
-        f" each or fewer, on average",
+        text=f"99 % of the time running requests held {engine.high_tokens:,.0f} tokens each or fewer, on average",
         cost="longer requests are refused, and single ones may be longer than the average of those that run together:"
         " look at vllm:request_prompt_tokens first; a restart",
     )
 
 
 def _run_fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | None:
-    """Return what ran without preemption, or KEPT_RATIO of what filled the cache where that is less."""
+    """Return the load that ran without preemption, or KEPT_RATIO of what filled the cache if that is less."""
     value = floor(KEPT_RATIO * full.running)
     calm = engine.calm_running is not None and engine.calm_running < value + 1
     return lower_option(
         facts,
         Flag.MAX_NUM_SEQS,
         floor(engine.calm_running) if calm and engine.calm_running is not None else value,
-        text="the most that ran without preemption"
-        if calm
-        else f"{format_percent(KEPT_RATIO)} of what fills the cache",
+        text="the most that ran without preemption" if calm else f"{100 * KEPT_RATIO:.3g} % of what fills the cache",
         cost="the rest waits in the queue, where no work is lost; a restart",
     )
 
@@ -253,30 +256,32 @@ def _run_fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | N
 def _list_cache_evidence(engine: EngineFacts, full: FullFacts) -> Iterator[Evidence]:
     lasted = "now" if full.seconds is None else f"for {format_duration(full.seconds)}"
     yield Evidence("full_seconds", full.seconds or 0.0, f"more than {format_percent(FULL_RATIO)} in use {lasted}")
-    often = format_per_request(full.preemptions, full.finished)
+    often = f"{full.preemptions:,.0f} and no request finished"
+    if full.finished:
+        often = f"{full.preemptions / full.finished:.2g} for each finished request"
     when = " since the engine's start" if full.seconds is None else " meanwhile"
     yield Evidence("preemptions", full.preemptions, f"preemptions{when}: {often}")
-    yield Evidence("running", full.running, f"{format_count(full.running)} requests running then")
+    yield Evidence("running", full.running, f"{full.running:,.0f} requests running then")
     if full.tokens is not None:
-        usual = "" if engine.usual_tokens is None else f", {format_count(engine.usual_tokens)} usually"
-        text = f"{format_count(full.tokens)} tokens of the cache for each{usual}"
+        usual = "" if engine.usual_tokens is None else f", {engine.usual_tokens:,.0f} usually"
+        text = f"{full.tokens:,.0f} tokens of the cache for each{usual}"
         yield Evidence("tokens_per_request", full.tokens, text)
     if engine.capacity_tokens is not None:
         in_bytes = "" if engine.capacity_bytes is None else f", {format_size(engine.capacity_bytes)}"
-        text = f"the cache holds {format_count(engine.capacity_tokens)} tokens{in_bytes}"
+        text = f"the cache holds {engine.capacity_tokens:,.0f} tokens{in_bytes}"
         yield Evidence("capacity_tokens", engine.capacity_tokens, text)
 
 
 MOST_RAISED: Final = 2.0
 RAISED_RATIO: Final = 0.8
-"""Ours: at most twice as many requests at once, and as many as would fill four fifths of the cache."""
+"""Ours: at most twice as many requests at once, and at most four fifths of the cache."""
 
 
 def find_too_few_requests(facts: Facts) -> Advice | None:
-    """Fit where requests waited for LASTING_SECONDS while the cache had room, with always the same number running.
+    """Fit where requests waited for LASTING_SECONDS while the cache had room, always with the same number running.
 
-    Not where less than AIM_BYTES were left at a peak, since more requests take more memory outside of the cache as
-    well, nor where the cache of another rank preempts.
+    Not where a peak left less than AIM_BYTES, since more requests also take more memory outside of the cache, nor where
+    the cache of another rank preempts.
     """
     least = facts.least_room_bytes
     if find_pressed(facts) is not None or has_run_short(facts):
@@ -312,49 +317,44 @@ def _run_more(facts: Facts, capped: CappedFacts) -> Change | None:
 def _list_cap_evidence(capped: CappedFacts) -> Iterator[Evidence]:
     text = f"requests waited for {format_duration(capped.seconds)} with room in the KV cache"
     yield Evidence("waiting_seconds", capped.seconds, text)
-    text = f"never more than {format_count(capped.running)} ran: so many vLLM seems to be told to allow"
+    text = f"never more than {capped.running:,.0f} ran: probably the value of --max-num-seqs"
     yield Evidence("running", capped.running, text)
     used = capped.kv_used_ratio
     yield Evidence("kv_used_ratio", used, f"{format_percent(used)} of the KV cache in use meanwhile")
 
 
 def find_poor_prefix_cache(facts: Facts) -> Advice | None:
-    """Fit where enough was looked up, less than PAYING_RATIO of it was found, and the counts can be believed.
+    """Fit where less than PAYING_RATIO of enough lookups hit, and the counts are reliable.
 
-    On a page the counts are those since the engine's start, and the last five minutes have to say the same.
+    A page has the counts since the engine's start; the last five minutes have to agree.
     """
     for engine in facts.engines:
         prefix = engine.prefix
-        if (
-            prefix is not None
-            and has_few_hits(prefix)
-            and has_enough_lookups(prefix)
-            and has_reliable_counts(facts, prefix)
-        ):
+        if prefix and has_few_hits(prefix) and has_enough_lookups(prefix) and has_reliable_counts(facts, prefix):
             return _advise_on_prefixes(facts, engine, prefix)
     return None
 
 
 def has_few_hits(prefix: PrefixFacts) -> bool:
-    """Tell whether less than PAYING_RATIO of what was looked up was found, also of late where that is known."""
+    """Return whether less than PAYING_RATIO of the lookups hit, also in the last minutes where known."""
     of_late = prefix.recent_ratio is None or prefix.recent_ratio < PAYING_RATIO
     return prefix.queries > 0 and prefix.hits < PAYING_RATIO * prefix.queries and of_late
 
 
 def has_enough_lookups(prefix: PrefixFacts) -> bool:
-    """Tell whether PREFIX_SECONDS of traffic were seen; on a page, as many tokens as that is at the least."""
+    """Return whether there were PREFIX_SECONDS of traffic, or on a page at least the tokens of that time."""
     if prefix.seconds is None:
         return prefix.queries >= PREFIX_SECONDS * PREFIX_TOKENS_PER_SECOND
     return prefix.seconds >= PREFIX_SECONDS and is_busy(prefix)
 
 
 def is_busy(prefix: PrefixFacts) -> bool:
-    """Tell whether so much is looked up that there is something to win."""
+    """Return whether there are enough lookups for a gain."""
     return prefix.seconds is None or prefix.queries >= PREFIX_TOKENS_PER_SECOND * prefix.seconds
 
 
 def has_reliable_counts(facts: Facts, prefix: PrefixFacts) -> bool:
-    """Tell whether requests that wait cannot have been counted again and again."""
+    """Return whether waiting requests were not counted repeatedly."""
     return facts.settings.known >= COUNTS_PREFIXES_ONCE or prefix.blocked_ratio <= BLOCKED_RATIO
 
 
@@ -365,16 +365,16 @@ def _advise_on_prefixes(facts: Facts, engine: EngineFacts, prefix: PrefixFacts) 
         evidence=tuple(_list_prefix_evidence(prefix)),
         changes=(
             Change(
-                text="Look at prompts: what changes (a date, an id) has to stand at their end, not at their beginning",
+                text="Look at the prompts: what changes (a date, an id) belongs at their end, not at their beginning",
                 cost="none to this engine",
             ),
             Change(
                 flag=Flag.NO_ENABLE_PREFIX_CACHING,
-                text="if they share nothing by nature: saves looking them up",
-                cost="the few that hit are computed again; a restart",
+                text="if prompts have no common beginnings: saves the lookups",
+                cost="the few hits are computed again; a restart",
             ),
         ),
-        remark="It frees no memory: cached blocks that nobody uses give way before any request waits.",
+        remark="This frees no memory: vLLM evicts unused cached blocks before any request waits.",
     )
 
 
@@ -385,4 +385,4 @@ def _list_prefix_evidence(prefix: PrefixFacts) -> Iterator[Evidence]:
     if prefix.recent_ratio is not None:
         of_late = f"{prefix.recent_ratio:.2f} in the last five minutes"
         yield Evidence("recent_hit_ratio", prefix.recent_ratio, of_late)
-    yield Evidence("queries", prefix.queries, f"{format_count(prefix.queries)} tokens looked up")
+    yield Evidence("queries", prefix.queries, f"{prefix.queries:,.0f} tokens looked up")

@@ -1,4 +1,4 @@
-"""Rules on leaks, of memory or of cache blocks: restarts give it back, another version mends it, and no option does."""
+"""Rules on leaks of memory or cache blocks, and on shortages: a restart frees leaks, an upgrade fixes them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
-    LOST_RATIO,
-    LOST_RISES,
     EngineFacts,
     Facts,
     GpuFacts,
@@ -28,36 +26,39 @@ from vllm_headroom_tools.advise.finding import (
     Change,
     Evidence,
     drop_none,
-    format_count,
     format_percent,
     lower_option,
     name_engine,
 )
 from vllm_headroom_tools.advise.rules.capacity import take_less
 from vllm_headroom_tools.advise.settings import Flag
-from vllm_headroom_tools.history.course import Moment
+from vllm_headroom_tools.history import Moment
 
-NO_FLAG: Final = "No option mends a leak: less for vLLM only makes the time until the next restart longer."
+LOST_RATIO: Final = 0.01
+LOST_RISES: Final = 3
+"""The share of the KV cache that no request holds, and its rises (alert HeadroomKvBlocksLeak)."""
+
+NO_FLAG: Final = "No option fixes a leak: a smaller share for vLLM only delays the next restart."
 RESTART: Final = "a restart: drain the engine first, while another replica serves"
-EVIDENCE_FIRST: Final = "Keep the trace and the engine's log first: a report needs them, and a restart wipes them out"
+EVIDENCE_FIRST: Final = "Save the trace and the engine's log first: a report needs them, and a restart deletes them"
 
 
-VERSION: Final = "Upgrade vLLM, or go back to the version before it began"
+VERSION: Final = "Upgrade vLLM, or go back to the version before the leak"
 OUTSIDE: Final = (
     "Look for it in the release notes of NCCL and of the driver, by the versions in the engine's log, and try newer"
-    " ones: it grows outside torch, in what neither vLLM nor torch frees"
+    " ones: it grows outside torch, where neither vLLM nor torch can free it"
 )
 EXPANDABLE: Final = (
     "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the engine's environment, unless sleep mode is on, which"
-    " refuses it: what leaks is memory that torch has and cannot use, in fragments"
+    " refuses it: what grows is fragmented memory that torch has reserved and cannot use"
 )
-FRAGMENTS: Final = "No option of vLLM mends fragments: less for vLLM only makes the time until the next restart longer."
+FRAGMENTS: Final = "No option of vLLM fixes fragmentation: a smaller share for vLLM only delays the next restart."
 
 
 LIMIT: Final = "before the container's memory limit is reached"
 
 LeakFound = tuple[str, Leak, Moment]
-"""A series, what the detector says of it, and its alarm."""
+"""A series, its leak verdict, and its alarm."""
 
 
 BLOCK_IDS: Final = (
@@ -70,26 +71,30 @@ KNOWN: Final = (
     (Role.ENGINE_CORE, (0, 18, 0), (0, 25, 0), BLOCK_IDS),
     (Role.WORKER, (0, 24, 0), (0, 27, 1), NO_GRAPHS),
 )
-"""Leaks of host memory whose cause was found: the role, the first and the last version, and what mends it; those of the
-runbook HeadroomHostMemoryLeak that a role and a version tell."""
+"""Known leaks of host memory: role, first and last version, and fix; those of the runbook HeadroomHostMemoryLeak that
+role and version identify."""
 
 CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
     LeakLocation.FRAGMENTATION: (EXPANDABLE, VERSION),
     LeakLocation.OUTSIDE_TORCH: (OUTSIDE,),
-    LeakLocation.TENSORS: (f"{VERSION}; it is tensors that nobody frees: report it to vLLM with the trace",),
+    LeakLocation.TENSORS: (f"{VERSION}; the growth is tensors that nobody frees: report it to vLLM with the trace",),
     None: (VERSION,),
 }
-"""Three places, three cures; and one where the place is not known."""
+"""The fixes by location, and one for an unknown location."""
 
 
 def find_gpu_leak(facts: Facts) -> Advice | None:
-    """Fit where the leak detector gave its alarm on a GPU; its thresholds are its own (docs/leaks.md)."""
+    """Fit where the leak detector raised its alarm on a GPU (docs/leaks.md)."""
     leaks = [(gpu.called, gpu.leak, gpu.leak.alarm) for gpu in facts.gpus if gpu.leak.alarm is not None]
     if not leaks:
         return None
     name, leak, alarm = _pick_worst_leak(leaks)
     soon = _find_time_left(alarm)
-    when = "in a quiet hour" if soon is None else f"within {format_duration(soon)}, the least that is left"
+    when = (
+        "in a quiet hour"
+        if soon is None
+        else f"within {format_duration(soon)}, the lower bound of the time to out of memory"
+    )
     return Advice(
         cause=Cause.GPU_LEAK,
         summary=f"The engine leaks GPU memory on {', '.join(name for name, *_ in leaks)}{_describe_end(leak)}.",
@@ -100,7 +105,7 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
 
 
 def find_host_leak(facts: Facts) -> Advice | None:
-    """Fit where the detector gave its alarm on the resident memory of a role of processes."""
+    """Fit where the detector raised its alarm on the host memory of a role of processes."""
     leaks = [(host.process, host.leak, host.leak.alarm) for host in facts.hosts if host.leak.alarm is not None]
     if not leaks:
         return None
@@ -113,9 +118,9 @@ def find_host_leak(facts: Facts) -> Advice | None:
     known = [cure for role, first, last, cure in KNOWN if role == name and version and first <= version <= last]
     soon = _find_time_left(alarm)
     when = (
-        f"within {format_duration(soon)}, the least that is left before the kernel kills it"
-        if soon is not None
-        else LIMIT
+        LIMIT
+        if soon is None
+        else f"within {format_duration(soon)}, the lower bound of the time to a kill by the kernel"
     )
     return Advice(
         cause=Cause.HOST_LEAK,
@@ -123,24 +128,23 @@ def find_host_leak(facts: Facts) -> Advice | None:
         f" {', '.join(name for name, *_ in leaks)}{_describe_end(leak)}.",
         evidence=tuple(evidence),
         changes=_list_remedies(leak, when, *(known or ["Upgrade vLLM"])),
-        remark="No option that sizes GPU memory has a part in it.",
+        remark="No option that sizes GPU memory affects it.",
     )
 
 
 def _find_time_left(alarm: Moment) -> float | None:
-    """Return the least time that is left, as far as it is known."""
     lower = alarm.time_to_oom_seconds_lower
     return alarm.time_to_oom_seconds if lower is None else lower
 
 
 def _list_remedies(leak: Leak, when: str, *texts: str) -> tuple[Change, ...]:
     restart = Change(text=f"Restart the engine {when}. {EVIDENCE_FIRST}", cost=RESTART)
-    upgrades = tuple(Change(text=text, cost="another version to be tried out; a restart") for text in texts)
+    upgrades = tuple(Change(text=text, cost="a test of another version; a restart") for text in texts)
     return (restart, *upgrades) if leak.ended_seconds is None else upgrades
 
 
 def _pick_worst_leak(leaks: list[LeakFound]) -> LeakFound:
-    """Return a leak that goes on before one that ended, and the fastest of them."""
+    """Return the fastest leak, one that goes on before one that ended."""
     return max(leaks, key=lambda each: (each[1].ended_seconds is None, each[2].bytes_per_second or 0.0))
 
 
@@ -168,7 +172,7 @@ def _list_leak_evidence(name: str, state: LeakState, alarm: Moment) -> Iterator[
 
 
 def find_kv_block_leak(facts: Facts) -> Advice | None:
-    """Fit where an idle engine holds more of its KV cache each time, or a twentieth of it at all."""
+    """Fit where an idle engine holds more of its KV cache each time, or more than a twentieth of it."""
     lost = [engine for engine in facts.engines if _has_lost_blocks(engine)]
     if not lost:
         return None
@@ -181,10 +185,10 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
             Change(
                 text="Upgrade vLLM; where a KV connector transfers blocks, look in the log for transfers that failed,"
                 " and try without it",
-                cost="another version or another setting to be tried out; a restart",
+                cost="a test of another version or setting; a restart",
             ),
         ),
-        remark="GPU memory is not in danger: the cache only holds fewer requests, in the end none.",
+        remark="GPU memory does not run out: the cache only holds fewer requests, in the end none.",
     )
 
 
@@ -211,9 +215,9 @@ ShortageFound = tuple[GpuFacts, Spell]
 
 
 def find_configuration_overshoot(facts: Facts) -> Advice | None:
-    """Fit where less than LOW_BYTES were left ever since the engine held its memory, without what others took.
+    """Fit where less than LOW_BYTES were left since the start, not counting the memory of others.
 
-    vLLM's share leaves too little for what lies outside of it: CUDA context, NCCL, late kernels (DESIGN.md, 7).
+    vLLM's share leaves too little for what is outside of it: CUDA context, NCCL, late kernels (DESIGN.md, 7).
     """
     return _find_shortage(
         facts, Shortage.LEVEL, Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {gpu} than it can spare"
@@ -221,15 +225,15 @@ def find_configuration_overshoot(facts: Facts) -> Advice | None:
 
 
 def find_chronic_shortage(facts: Facts) -> Advice | None:
-    """Fit where the room fell below LOW_BYTES after the start and stayed there, and the leak detector says no leak.
+    """Fit where the room fell below LOW_BYTES after the start and stayed there without a leak.
 
-    High-water marks of the allocator: what a request needed once is not given back (DESIGN.md, 20).
+    These are high-water marks of the allocator, which keeps what a request once needed (DESIGN.md, 20).
     """
     return _find_shortage(facts, Shortage.RISEN, Cause.CHRONIC, "Memory of {gpu} filled up after the start")
 
 
 def find_burst(facts: Facts) -> Advice | None:
-    """Fit where less than PEAK_BYTES were left for a moment, or the engine ended in a moment with less than LOW_BYTES.
+    """Fit where a moment left less than PEAK_BYTES, or the engine exited in a moment with less than LOW_BYTES.
 
     The changes are those of the runbook HeadroomGpuMemoryPeak, in its order.
     """
@@ -238,13 +242,13 @@ def find_burst(facts: Facts) -> Advice | None:
         return None
     gpu, spell = _pick_worst_shortage(found)
     ended = sum(spell.ended_engine for _, spell in found)
-    summary = f"Bursts nearly fill {gpu.called}" if not ended else f"Bursts fill {gpu.called}, and the engine ends"
+    summary = f"Bursts nearly fill {gpu.called}" if not ended else f"Bursts fill {gpu.called}, and the engine exits"
     return Advice(
         cause=Cause.BURST,
         summary=f"{summary}.",
         evidence=tuple(_list_shortage_evidence(facts, found)),
         changes=drop_none(_halve_steps(facts), _run_fewer(facts, gpu, spell), _take_less(facts, gpu, spell)),
-        remark="A lower share for vLLM makes room for bursts and a smaller KV cache; a full KV cache is no shortage.",
+        remark="A lower share for vLLM makes room for bursts and shrinks the KV cache; a full KV cache is no shortage.",
     )
 
 
@@ -258,7 +262,7 @@ def _find_shortage(facts: Facts, kind: Shortage, cause: Cause, summary: str) -> 
         summary=f"{summary.format(gpu=gpu.called)}{' now' if facts.origin is Origin.PAGE else ''}.",
         evidence=tuple(_list_shortage_evidence(facts, found)),
         changes=drop_none(_take_less(facts, gpu, spell)),
-        remark="The share of the card in use says nothing, vLLM takes most of it at its start; what is left counts.",
+        remark="The share in use means little, since vLLM takes most of the GPU at its start; what is left counts.",
     )
 
 
@@ -278,15 +282,13 @@ def _list_shortage_evidence(facts: Facts, found: list[ShortageFound]) -> Iterato
     yield Evidence("least_room_bytes", spell.least_bytes, f"{left} were left on {gpu.called}{at}{seconds}")
     if len(found) > 1:
         yield Evidence("times", len(found), f"{len(found)} times less than {format_size(LOW_BYTES)}")
-    yield Evidence("leak_state", gpu.leak.state, f"the leak detector says {gpu.leak.state}")
+    yield Evidence("leak_state", gpu.leak.state, f"the leak detector's state is {gpu.leak.state}")
     ended = sum(spell.ended_engine for _, spell in found)
     if ended:
-        yield Evidence("engine_ended", ended, f"the engine let go of its memory after {ended} of them")
+        yield Evidence("engine_ended", ended, f"the engine released its memory after {ended} of them")
     if spell.running is not None:
-        ran = f"{format_count(spell.running)} requests ran then"
-        roomy = (
-            "" if gpu.roomy_running is None else f", {format_count(gpu.roomy_running)} at the most while more was left"
-        )
+        ran = f"{spell.running:,.0f} requests ran then"
+        roomy = "" if gpu.roomy_running is None else f", at most {gpu.roomy_running:,.0f} while more was left"
         yield Evidence("running", spell.running, ran + roomy)
     if facts.settings.gpu_memory_utilization is not None:
         now = facts.settings.gpu_memory_utilization
@@ -298,7 +300,7 @@ def _take_less(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
 
 
 def _halve_steps(facts: Facts) -> Change | None:
-    """Halve the tokens of a step, with which its activations shrink; only where it is known what they are."""
+    """Halve the tokens of a step, and so its activations; only where the current value is known."""
     now = facts.settings.max_num_batched_tokens
     if now is None or now < 1024:  # noqa: PLR2004 - below, prompts take more steps than that saves
         return None
@@ -306,13 +308,13 @@ def _halve_steps(facts: Facts) -> Change | None:
         facts,
         Flag.MAX_NUM_BATCHED_TOKENS,
         now // 2,
-        text="halves what one step computes, and with it the most it needs for a moment",
+        text="halves what one step computes, and with it the memory of its peak",
         cost="long prompts take more steps; a restart",
     )
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
-    """Return as many requests as ran with room, where more ran in the burst; the rest waits in the queue."""
+    """Limit the requests to as many as ran with room, where more ran in the burst."""
     engines = len(facts.engines)
     if not engines or not gpu.roomy_running or spell.running is None or gpu.roomy_running >= spell.running:
         return None

@@ -1,4 +1,4 @@
-"""Rules on engines that end before they serve."""
+"""Rules on starts, crashes, host memory and other processes on the GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ from vllm_headroom.model import HostMemory
 from vllm_headroom.units import format_instant, format_size
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
-    FAILED_STARTS,
-    HIGHEST_UTILIZATION,
-    HOST_LOW_RATIO,
-    LESS_CACHE_GB,
     Ending,
     Extent,
     Facts,
@@ -26,20 +22,29 @@ from vllm_headroom_tools.advise.facts import (
     Origin,
     Start,
 )
-from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, format_count, lower_option
-from vllm_headroom_tools.advise.rules.capacity import has_run_short, split_model, take_less
+from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, lower_option
+from vllm_headroom_tools.advise.rules.capacity import HIGHEST_UTILIZATION, has_run_short, split_model, take_less
 from vllm_headroom_tools.advise.settings import Flag
 
+HOST_LOW_RATIO: Final = 0.05
+"""Ours: with less than a twentieth of the limit left, one request with a large video can be the last."""
+
+LESS_CACHE_GB: Final = 1.0
+"""Ours: a quarter of the default."""
+
+FAILED_STARTS: Final = 2
+"""Ours: a single one may be an operator who stopped it."""
+
 LOADED_RATIO: Final = 0.5
-"""Ours: an engine that held half of the GPU before it gave up had loaded its model."""
+"""Ours: an engine that held half of the GPU had loaded its model."""
 
 
 def find_failing_starts(facts: Facts) -> Advice | None:
-    """Fit where FAILED_STARTS and more ended before the engine served.
+    """Fit where at least FAILED_STARTS exited before the engine served.
 
-    With less than LOW_BYTES left, or on a GPU that others held already, the changes are those of the runbooks' README,
-    branch A. With room left after the model was loaded, vLLM found none for its KV cache: "No available memory for the
-    cache blocks", or a cache too small for one request of the longest kind.
+    With less than LOW_BYTES left, or on a GPU that others use, the changes are those of the runbooks' README, branch A.
+    With room left after the model was loaded, vLLM found none for its KV cache: "No available memory for the cache
+    blocks", or a cache too small for the longest request.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
@@ -51,10 +56,10 @@ def find_failing_starts(facts: Facts) -> Advice | None:
         cause=Cause.START_UP,
         summary="The engine runs out of GPU memory while it starts."
         if not taken
-        else "The engine ends while it starts, on a GPU that others hold already.",
+        else "The engine exits while it starts, on a GPU that others already use.",
         evidence=tuple(_list_start_evidence(starts)),
         changes=_avoid_others(facts) if taken else _shrink_engine(facts),
-        remark='vLLM\'s log says at which step: look for "memory" in it.',
+        remark='vLLM\'s log shows the step: look for "memory" in it.',
     )
 
 
@@ -65,17 +70,17 @@ def _find_missing_cache(facts: Facts, starts: tuple[Start, ...]) -> Advice | Non
         return None
     return Advice(
         cause=Cause.MODEL_DOES_NOT_FIT,
-        summary="The engine loads its model and ends before it serves, with GPU memory left.",
+        summary="The engine loads its model and exits before it serves, with GPU memory left.",
         evidence=tuple(_list_start_evidence(loaded)),
         changes=drop_none(_raise_share(facts, loaded), split_model(facts)),
-        remark="vllm-headroom plan says what fits; a shorter longest request is enough where vLLM's log says so.",
+        remark="vllm-headroom plan computes what fits; a lower --max-model-len is enough where vLLM's log says so.",
     )
 
 
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     move = Change(
-        text="Find them with nvidia-smi on the node, and have their owner move or stop them; a left-over of this engine"
-        " is ended with kill",
+        text="Find them with nvidia-smi on the node, and have their owner move or stop them; end a left-over process of"
+        " this engine with kill",
         cost="none to this engine",
     )
     rooms = [start.room_before_bytes for start in facts.failed_starts if start.room_before_bytes is not None]
@@ -108,17 +113,17 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
     )
     eager = Change(
         flag=Flag.ENFORCE_EAGER,
-        text="captures no CUDA graphs, if it ends while it does",
+        text="captures no CUDA graphs, if it exits while it captures them",
         cost="every token comes slower; a restart",
     )
     wider = split_model(facts)
     if wider is not None:
-        wider = replace(wider, text="if it ends while it loads the weights, which do not fit then")
+        wider = replace(wider, text="if it exits while it loads the weights, which then do not fit")
     return drop_none(lower, fewer, eager, wider)
 
 
 def _raise_share(facts: Facts, starts: tuple[Start, ...]) -> Change | None:
-    """Return a larger share where the GPU had more than AIM_BYTES left at all of these starts."""
+    """Return a larger share where all of these starts left more than AIM_BYTES."""
     rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
     now = facts.settings.gpu_memory_utilization
     if (
@@ -138,33 +143,33 @@ def _raise_share(facts: Facts, starts: tuple[Start, ...]) -> Change | None:
         flag=Flag.GPU_MEMORY_UTILIZATION,
         value=value,
         now=now,
-        text=f"{format_size(min(rooms))} were left when it ended",
+        text=f"{format_size(min(rooms))} were left when it exited",
         cost="less room for bursts; a restart",
     )
 
 
 def _list_start_evidence(starts: tuple[Start, ...]) -> Iterator[Evidence]:
-    yield Evidence("failed_starts", len(starts), f"{len(starts)} starts ended before it served")
+    yield Evidence("failed_starts", len(starts), f"{len(starts)} starts exited before they served")
     held = max(start.most_held_bytes for start in starts)
-    yield Evidence("most_held_bytes", held, f"it held {format_size(held)} of a GPU at the most")
+    yield Evidence("most_held_bytes", held, f"it held at most {format_size(held)} of a GPU")
     rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
     if rooms:
-        yield Evidence("least_room_bytes", min(rooms), f"{format_size(min(rooms))} were left at the least")
+        yield Evidence("least_room_bytes", min(rooms), f"at least {format_size(min(rooms))} were left")
     others = max(start.most_others_bytes for start in starts)
     if others > 0:
         yield Evidence("most_others_bytes", others, f"others held {format_size(others)}")
 
 
 REMARK: Final = (
-    "No option that sizes GPU memory has a part in it. Restarts that were meant, in the midst of requests, look the"
-    " same where nothing was left behind."
+    "No option that sizes GPU memory affects it. Planned restarts during requests look the same where no process was"
+    " left over."
 )
 
 
 def find_crash(facts: Facts) -> Advice | None:
-    """Fit where an engine left processes behind, or ended FAILED_STARTS times and more while requests ran.
+    """Fit where an engine left processes over, or exited at least FAILED_STARTS times while requests ran.
 
-    Only ends count of which it is known that GPU memory was left.
+    Only exits with a known amount of GPU memory left count.
     """
     found = tuple(ending for ending in find_sudden_ends(facts) if ending.room_bytes is not None)
     if len(found) < FAILED_STARTS and not any(ending.orphan_bytes for ending in found):
@@ -172,11 +177,11 @@ def find_crash(facts: Facts) -> Advice | None:
     look = (
         f"Read vLLM's log up to {format_instant(found[-1].seconds)} (kubectl logs --previous), and"
         f" the kernel's log for an Xid"
-        " or a kill for want of host memory"
+        " or an out-of-memory kill"
     )
     return Advice(
         cause=Cause.CRASH,
-        summary="The engine crashed, and not for want of GPU memory.",
+        summary="The engine crashed, and not because GPU memory ran out.",
         evidence=tuple(_list_crash_evidence(found)),
         changes=(Change(text=look, cost="none to this engine"),),
         remark=REMARK,
@@ -184,7 +189,7 @@ def find_crash(facts: Facts) -> Advice | None:
 
 
 def find_sudden_ends(facts: Facts) -> tuple[Ending, ...]:
-    """Return the ends while requests ran or that left processes behind, with LOW_BYTES or more left."""
+    """Return the exits while requests ran or with left-over processes, with LOW_BYTES or more left."""
     return tuple(
         ending
         for ending in facts.endings
@@ -195,20 +200,20 @@ def find_sudden_ends(facts: Facts) -> tuple[Ending, ...]:
 def _list_crash_evidence(found: tuple[Ending, ...]) -> Iterator[Evidence]:
     last = found[-1]
     times = "once," if len(found) == 1 else f"{len(found)} times, the last"
-    yield Evidence("crashes", len(found), f"it ended {times} at {format_instant(last.seconds)}")
+    yield Evidence("crashes", len(found), f"it exited {times} at {format_instant(last.seconds)}")
     if last.running is not None:
-        yield Evidence("running", last.running, f"{format_count(last.running)} requests ran just before")
+        yield Evidence("running", last.running, f"{last.running:,.0f} requests ran just before")
     if last.room_bytes is not None:
         left = f"{format_size(last.room_bytes)} were left then"
         yield Evidence("room_bytes", last.room_bytes, left)
     orphans = max(ending.orphan_bytes for ending in found)
     if orphans:
-        text = f"processes that it left behind went on to hold {format_size(orphans)}: not another's"
+        text = f"its left-over processes still held {format_size(orphans)}"
         yield Evidence("orphan_bytes", orphans, text)
 
 
 def find_host_shortage(facts: Facts) -> Advice | None:
-    """Fit where the kernel killed for want of host memory, or little of the limit was left at the most."""
+    """Fit where the kernel counted an out-of-memory kill, or the peak left little of the limit."""
     host = facts.host
     if host is None or not (host.oom_kills or _is_low(host)):
         return None
@@ -218,14 +223,14 @@ def find_host_shortage(facts: Facts) -> Advice | None:
         evidence=tuple(_list_host_evidence(host)),
         changes=(
             Change(
-                text="Keep fewer processed images and videos; without any in the traffic this brings nothing",
+                text="Keep fewer processed images and videos; no gain without any in the traffic",
                 cost="more to process again; the default is 4 for each API server and each data-parallel rank",
                 flag=Flag.MM_PROCESSOR_CACHE_GB,
                 value=LESS_CACHE_GB,
             ),
             Change(
-                text="Keep less on the host where that is asked for: offloaded weights, an offloaded KV cache, adapters"
-                " beside those in use",
+                text="Keep less on the host where it is configured: offloaded weights, an offloaded KV cache, unused"
+                " adapters",
                 cost="more of the GPU's memory, or slower where it is fetched again; a restart",
             ),
             Change(text="Raise the container's memory limit", cost="the node's memory; a restart"),
@@ -241,7 +246,7 @@ def _is_low(host: HostMemory) -> bool:
 
 def _list_host_evidence(host: HostMemory) -> Iterator[Evidence]:
     if host.oom_kills:
-        text = f"processes that the kernel killed in its container: {host.oom_kills}"
+        text = f"out-of-memory kills in its container: {host.oom_kills}"
         yield Evidence("oom_kills", host.oom_kills, text)
     if host.used_bytes is not None and host.limit_bytes is not None:
         text = (
@@ -250,16 +255,14 @@ def _list_host_evidence(host: HostMemory) -> Iterator[Evidence]:
         )
         yield Evidence("host_used_bytes", host.used_bytes, text)
     if host.shm_used_bytes:
-        yield Evidence(
-            "shm_used_bytes", host.shm_used_bytes, f"{format_size(host.shm_used_bytes)} of it lay in /dev/shm"
-        )
+        yield Evidence("shm_used_bytes", host.shm_used_bytes, f"{format_size(host.shm_used_bytes)} of it in /dev/shm")
 
 
 def find_other_tenant(facts: Facts) -> Advice | None:
-    """Fit where others hold more than NEIGHBOUR_BYTES and took it meanwhile, or leave less than AIM_BYTES.
+    """Fit where others took more than NEIGHBOUR_BYTES during the trace, or hold it and leave less than AIM_BYTES.
 
-    On a page nothing is known of before, so that what they hold now is said. What others have held all the time beside
-    an engine that has room belongs there (runbook HeadroomNeighbourGrowing, "Do nothing when").
+    A page has no history, so what others hold now counts. Constant memory of others beside an engine with room is no
+    problem (runbook HeadroomNeighbourGrowing, "Do nothing when").
     """
     known = ((gpu, gpu.others) for gpu in facts.gpus if gpu.others is not None)
     found = [(gpu, others) for gpu, others in known if _is_relevant(gpu, others, facts.origin)]
@@ -279,12 +282,12 @@ def find_other_tenant(facts: Facts) -> Advice | None:
             ),
             share,
         ),
-        remark=None if share is None else "A smaller share for vLLM is right only where both have to stay on this GPU.",
+        remark=None if share is None else "A smaller share for vLLM is right only if both have to stay on this GPU.",
     )
 
 
 def _fit_both(facts: Facts, gpu: GpuFacts, others: Extent) -> Change | None:
-    """Return the smaller share with which both have room: AIM_BYTES at peaks, and what vLLM wants free to start.
+    """Return the smaller share with which both fit: AIM_BYTES at peaks, and what vLLM needs free to start.
 
     vLLM refuses to start with less free than its share of the GPU (vllm/v1/worker/utils.py).
     """
@@ -307,7 +310,7 @@ def _list_tenant_evidence(gpu: GpuFacts, others: Extent, origin: Origin) -> Iter
     text = f"processes that are not the engine's hold {format_size(others.now)} of {gpu.called}"
     yield Evidence("others_bytes", others.now, text)
     if origin is Origin.TRACE:
-        most = f"{format_size(others.most)} at the most, {format_size(others.least)} at the least"
+        most = f"between {format_size(others.least)} and {format_size(others.most)}"
         yield Evidence("most_others_bytes", others.most, most)
     if gpu.least_room_bytes is not None:
         left = format_size(gpu.least_room_bytes)
@@ -315,18 +318,18 @@ def _list_tenant_evidence(gpu: GpuFacts, others: Extent, origin: Origin) -> Iter
 
 
 def find_leftovers(facts: Facts) -> Advice | None:
-    """Fit where at the end of a trace processes on the engine's GPUs serve no engine any more; a page names none."""
+    """Fit where a trace ends with left-over processes of an exited engine on its GPUs; a page names none."""
     evidence = tuple(_list_leftovers(facts))
     if not evidence:
         return None
     return Advice(
         cause=Cause.LEFT_BEHIND,
-        summary="What is left of an engine that has ended holds GPU memory.",
+        summary="Left-over processes of an exited engine hold GPU memory.",
         evidence=evidence,
         changes=(
             Change(
-                text="End it, or where nothing runs any more reset the GPU: vllm-headroom doctor names its pid",
-                cost="none to this engine; a reset needs a GPU that nothing else has open",
+                text="End it, or reset the GPU if nothing runs any more: vllm-headroom doctor names its pid",
+                cost="none to this engine; a reset needs a GPU that nothing else uses",
             ),
         ),
     )

@@ -1,1 +1,1 @@
-"""A recorded past out of a Prometheus server."""
+"""A trace from the history in a Prometheus server."""

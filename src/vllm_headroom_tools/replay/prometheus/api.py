@@ -1,4 +1,4 @@
-"""Range queries to a Prometheus server, and what it means when they fail."""
+"""Range queries to a Prometheus server, over a span of time."""
 
 from __future__ import annotations
 
@@ -17,35 +17,74 @@ from vllm_headroom.scrape.http.failures import UnusableCredentials, load_trust, 
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import MIB, format_size
 from vllm_headroom_tools.openai import parse_object
-from vllm_headroom_tools.replay.prometheus.text import TimeSpan
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
-"""Prometheus gives up a query after two minutes (--query.timeout): wait for it to say so."""
+"""Prometheus cancels a query after two minutes (--query.timeout): wait for that answer."""
 
 _MOST_OF_A_TEXT: Final = 300
 
 _MOST_BYTES: Final = 128 * MIB
-"""Of an answer, unpacked: that of 8 GPUs and their engine at steps of 15 s has 5 MB."""
+"""Of an answer, unpacked: 8 GPUs and their engine at steps of 15 s take 5 MB."""
 
 _ENCODINGS: Final = frozenset({"", "identity", "gzip"})
-"""What is read comes by 64 KiB, of which gzip makes 64 MiB at the most, and gzip within gzip anything."""
+"""Answers are read in parts of 64 KiB: gzip expands one to at most 64 MiB, gzip within gzip to any size."""
 
 _LESS: Final = "ask for less, by a larger --step or a narrower --match"
 
 
 class Series(Struct, frozen=True, kw_only=True):
-    """One series of an answer; `values` are by milliseconds since the epoch, and only where there is a finite one."""
+    """One series of an answer; `values` are the finite ones, by milliseconds since the epoch."""
 
     name: str
     labels: dict[str, str]
     values: dict[int, float]
 
 
-class PrometheusApi:
-    """The HTTP API of the Prometheus at `url`, or of what speaks like one.
+class TimeSpan(Struct, frozen=True, kw_only=True):
+    """Evenly spaced times in milliseconds since the epoch, including `end_ms` if a step ends there."""
 
-    The token in `bearer_token_file` stands in for the user and password of the URL; `ca_file` replaces the authorities
-    trusted by default. Raises BadInput when one of them cannot be used.
+    start_ms: int
+    end_ms: int
+    step_ms: int
+
+    @property
+    def length_ms(self) -> int:
+        """The length of the span."""
+        return self.end_ms - self.start_ms
+
+    def times(self) -> range:
+        """Return every time of the span."""
+        return range(self.start_ms, self.end_ms + 1, self.step_ms)
+
+    def pages(self, most_steps: int) -> list[TimeSpan]:
+        """Return the span in parts of at most `most_steps` times each, none twice."""
+        stride = max(1, most_steps) * self.step_ms
+        starts = range(self.start_ms, self.end_ms + 1, stride)
+        return [
+            TimeSpan(start_ms=start, end_ms=min(start + stride - self.step_ms, self.end_ms), step_ms=self.step_ms)
+            for start in starts
+        ]
+
+
+Time = tuple[bool, float]
+"""Whether it is relative to now, and the seconds from now or from the epoch."""
+
+
+def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:
+    """Build the span of --start, --end and --step; raises BadInput."""
+    if start is None:
+        raise BadInput("--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h")
+    start_ms, end_ms = (round((seconds + now_seconds * from_now) * 1000) for from_now, seconds in (start, end))
+    if not 0 <= start_ms < end_ms:
+        raise BadInput("--start is not a time before --end")
+    return TimeSpan(start_ms=start_ms, end_ms=end_ms, step_ms=round(step_seconds * 1000))
+
+
+class PrometheusApi:
+    """The HTTP API of the Prometheus at `url`, or of a compatible server.
+
+    The token in `bearer_token_file` replaces the user and password of the URL, `ca_file` the default CAs. Raises
+    BadInput where one of them cannot be used.
     """
 
     def __init__(self, url: httpx.URL, *, bearer_token_file: Path | None = None, ca_file: Path | None = None) -> None:
@@ -63,7 +102,7 @@ class PrometheusApi:
         self._client = httpx.Client(verify=verify, timeout=_TIMEOUT, headers=headers)
 
     def query_range(self, expression: str, span: TimeSpan) -> list[Series]:
-        """Return the series that the PromQL `expression` gives over the span, or raise BadInput."""
+        """Query a PromQL `expression` over the span; raises BadInput."""
         form = {
             "query": expression,
             "start": f"{span.start_ms / 1000:.3f}",
@@ -78,7 +117,7 @@ class PrometheusApi:
         return self._series(response, body)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._client.close()
 
     def _body(self, response: httpx.Response) -> bytes:
@@ -96,11 +135,13 @@ class PrometheusApi:
         if response.status_code != HTTPStatus.OK or answer.get("status") != "success":
             raise BadInput(self._explain_refusal(response, answer))
         if warnings := answer.get("warnings"):
-            raise BadInput(f"{self.shown} has only a part of this history: {_shorten(json.dumps(warnings))}")
+            raise BadInput(f"{self.shown} has only part of this history: {_shorten(json.dumps(warnings))}")
         try:
             return [_parse_row(row) for row in answer["data"]["result"]]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # JSON of another shape
-            raise BadInput(f"{self.shown} answers a range query with no range: check that it is Prometheus") from None
+            raise BadInput(
+                f"{self.shown} does not answer a range query with a range: check that it is Prometheus"
+            ) from None
 
     def _explain_error(self, error: Exception) -> str:
         match error:
@@ -110,29 +151,27 @@ class PrometheusApi:
                 return f"{self.shown} did not answer within {_TIMEOUT.read:g} s: {_LESS}"
             case httpx.DecodingError():
                 return (
-                    f"what {self.shown} answers cannot be unpacked ({_shorten(error)}): look at what stands before it"
+                    f"the answer of {self.shown} cannot be unpacked ({_shorten(error)}): check the proxy in front of it"
                 )
             case httpx.ConnectError() if "CERTIFICATE" in str(error).upper() or "SSL" in str(error).upper():
-                return (
-                    f"TLS with {self.shown} failed ({_shorten(error)}): name its authority with --ca-file, or use http"
-                )
+                return f"TLS with {self.shown} failed ({_shorten(error)}): give its CA with --ca-file, or use http"
             case httpx.RemoteProtocolError() | httpx.ReadError() | httpx.WriteError():
                 return f"{self.shown} hung up or does not speak HTTP: check the port, and https if it serves that"
         problem = _shorten(error).split("] ", 1)[-1] or type(error).__name__  # without [Errno 111]
         return f"no connection to {self.shown} ({problem}): check that it runs there"
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
-        said = f"{self.shown} answers {response.status_code} {response.reason_phrase}".strip()
+        answered = f"{self.shown} answers {response.status_code} {response.reason_phrase}".strip()
         if answer.get("status") == "error":
-            return f"{said} to a query: {_shorten(answer.get('error'))}"
+            return f"{answered} to a query: {_shorten(answer.get('error'))}"
         match response.status_code:
             case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
-                return f"{said}: give a token that may query with --bearer-token-file"
+                return f"{answered}: give a token with the right to query by --bearer-token-file"
             case HTTPStatus.TOO_MANY_REQUESTS | HTTPStatus.BAD_GATEWAY | HTTPStatus.SERVICE_UNAVAILABLE:
-                return f"{said}: it is overloaded or starting, try again later"
+                return f"{answered}: it is overloaded or starting, try again later"
         if response.has_redirect_location:
-            return f"{said}, a redirect to a login or another address: give the address of Prometheus itself"
-        return f"{said} and not as Prometheus does: --from-prometheus takes the URL in front of /api/v1/query_range"
+            return f"{answered}, a redirect to a login or another address: give the address of Prometheus itself"
+        return f"{answered} and not as Prometheus does: --from-prometheus takes the URL in front of /api/v1/query_range"
 
 
 def _parse_row(row: dict[str, Any]) -> Series:

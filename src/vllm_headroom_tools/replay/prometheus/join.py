@@ -1,4 +1,4 @@
-"""The series of one side of history, over one page: no older than it may be, and one for each thing."""
+"""The exporters that a history may come from, and their series as records of a trace."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.trace.entries import build_engine_entry
 from vllm_headroom.trace.parse import BadInput
-from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series
-from vllm_headroom_tools.replay.prometheus.text import TimeSpan
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan
 
 Value = tuple[Series, float]
-"""A series and what it is at the time of the sample."""
+"""A series and its value at the time of the sample."""
 
 Side = list[dict[str, Any]]
 
 
 class Exporter(Struct, frozen=True, kw_only=True):
-    """The series one exporter has for one side of a sample; `side` is its key in a trace's line.
+    """The series of one exporter for one side of a sample; `side` is its key in a trace's line.
 
-    `lead` are the names of which one is there wherever this exporter is scraped, `names` all that are read. Series that
-    agree in name and in the labels of `identity` are the same thing, whatever the other labels, which their scrapes
-    gave them. `has_start_time` is whether the start of the exporting process is the engine's.
+    Wherever this exporter is scraped, one of the names `lead` exists; `names` are all that are read. Series that agree
+    in name and in the labels of `identity` are one; other labels come from scrapes. `has_start_time` is whether the
+    exporting process is the engine's.
     """
 
     side: str
@@ -45,12 +44,12 @@ class Exporter(Struct, frozen=True, kw_only=True):
 
     @property
     def option(self) -> str:
-        """The option of the command that narrows this side alone."""
+        """The option that selects series of this side."""
         return "--match-gpu" if self.side == "gpus" else "--match-engine"
 
 
 _MAY_BE_LATE: Final = 1.5
-"""How old a value may be, in scrape intervals: one scrape late is a jitter, one missing is a gap."""
+"""The highest age of a value, in scrape intervals: a late scrape is jitter, a missing one a gap."""
 
 _TARGET: Final = ("job", "instance")
 _START_TIME: Final = "process_start_time_seconds"
@@ -58,7 +57,7 @@ _MOST_VALUES: Final = 5
 
 
 class Scraped(Struct, frozen=True, kw_only=True):
-    """A kind of history that is there: what narrows it, the name of its lead and how often it is scraped."""
+    """An exporter that was found: its matchers, the name of its lead and its scrape interval."""
 
     kind: Exporter
     matchers: tuple[str, ...]
@@ -67,20 +66,20 @@ class Scraped(Struct, frozen=True, kw_only=True):
 
     @property
     def window_ms(self) -> int:
-        """How old a value of this source may be."""
+        """The highest age of a value of this source."""
         return round(self.interval_ms * _MAY_BE_LATE)
 
 
 def build_selector(names: Sequence[str], matchers: Sequence[str]) -> str:
-    """Return PromQL for the series of these names that the matchers let through."""
+    """Build the PromQL selector of the series with these names and matchers."""
     return "{" + ",".join((f'__name__=~"{"|".join(names)}"', *matchers)) + "}"
 
 
 def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Series]:
-    """Return the series of the source over the page, without the labels their scrapes gave them; or raise BadInput.
+    """Read the series of the source over the page, without the labels of their scrapes; raises BadInput.
 
-    `last_over_time` bounds the age of a value; a plain selector would show the last one for five minutes after the end
-    of a series that ends without a staleness marker, and a leak detector would take a dead engine's memory for level.
+    `last_over_time` bounds the age of a value. A plain selector repeats the last one for five minutes after a series
+    without a staleness marker ends, so that the memory of a dead engine would seem level.
     """
     series = api.query_range(_select_latest(build_selector(source.kind.names, source.matchers), source.window_ms), page)
     if source.kind.has_start_time:
@@ -94,7 +93,7 @@ def _select_latest(selected: str, window_ms: int) -> str:
 
 
 def _read_start_times(api: PrometheusApi, source: Scraped, page: TimeSpan, leads: Sequence[Series]) -> list[Series]:
-    """Return, for each engine, when the process of its target started; every target of Prometheus has that series."""
+    """Read the start time of each engine's process; every target of Prometheus has that series."""
     targets = {label: sorted({each.labels.get(label, "") for each in leads}) for label in _TARGET}
     if not leads:
         return []
@@ -109,9 +108,9 @@ def _read_start_times(api: PrometheusApi, source: Scraped, page: TimeSpan, leads
 
 
 def _merge_series(kind: Exporter, found: Iterable[Series], handover: int) -> list[Series]:
-    """Return one series for each thing: those that followed each other are joined, by the newest where they overlap.
+    """Join the series of the same identity that follow each other, by the newest where they overlap.
 
-    They may overlap for as many steps as a value may be old; longer, they are two things that look the same.
+    They may overlap for the highest age of a value; beyond it they are two different things that look the same.
     """
     groups: dict[tuple[str, ...], list[Series]] = {}
     for series in found:
@@ -138,7 +137,7 @@ def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     values = {name: sorted({series.labels.get(name, "") for series in group}) for name in names}
     differing = {name: texts for name, texts in values.items() if len(texts) > 1}
     if not differing:
-        return f"{len(group)} series of {group[0].name} cannot be told apart by any label: query one Prometheus alone"
+        return f"{len(group)} series of {group[0].name} do not differ in any label: query a single Prometheus"
     own = ", ".join(f'{name}="{text}"' for name, text in group[0].labels.items() if name in kind.identity)
     shown = "; ".join(f"{name} is {_format_some(texts)}" for name, texts in differing.items())
     name, texts = next(iter(differing.items()))
@@ -156,7 +155,7 @@ _MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
 
 
 def _sample_own_gpus(values: Iterable[Value]) -> Side:
-    """Return the devices this exporter took for the engine's."""
+    """Return the devices that this exporter attributed to the engine."""
     ours: dict[str, bool] = {}
     memory: list[Value] = []
     for series, value in values:
@@ -186,10 +185,9 @@ def _build_sampler(
 
 
 def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
-    """Return the device as a trace has it; without a total, it is what is used, free and reserved.
+    """Build a device of a trace; without a total, it is the sum of used, free and reserved.
 
-    Where the reserved part is not exported either, that sum falls short of the device by it, and what is left on the
-    device is still right.
+    Where reserved is not exported either, the sum lacks it, and the room on the device is still right.
     """
     known = {fact: round(facts[fact] * unit_bytes) for fact in (*_MEMORY_FACTS, "free") if fact in facts}
     if "used" in known and "free" in known:
@@ -243,10 +241,10 @@ SMI_GPUS: Final = Exporter(
 
 
 _FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
-"""What the detector and the picture look at: every series more is a series more to ask the server for."""
+"""The inputs of the detector and the picture; each further series costs the server a query."""
 
 PARTS: Final = frozenset({"finished_reason", "is_streaming"})
-"""Labels of counters whose series are parts of one amount."""
+"""Labels of counters whose series add up."""
 
 _OWN_FIELDS: Final = {each.metric: field for field, each in INPUTS.items() if each.metric and field in _FACTS}
 
@@ -261,7 +259,6 @@ def _sample_own_engines(values: Iterable[Value]) -> Side:
 
 
 def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
-    """Read the series as the daemon reads the engine's page."""
     page = build_page(profile, [Sample(series.name, dict(series.labels), value) for series, value in values])
     return [] if isinstance(page, Failure) else [build_engine_entry(engine) for engine in page.engines]
 
@@ -273,7 +270,7 @@ def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
 
 
 def _list_labels(profile: Profile) -> frozenset[str]:
-    """Return the labels that tell an engine's own series apart, and not only their scrapes."""
+    """Return the labels that distinguish an engine's series, not only their scrapes."""
     chosen = {fact.where[0] for fact in profile.facts if fact.where is not None}
     named = {profile.model_label, profile.engine_label, *profile.repeat_labels, *profile.replica_labels}
     return frozenset(named | chosen | PARTS) - {""}
@@ -305,4 +302,4 @@ ENGINES: Final = tuple(
     for profile in PROFILES
     if _list_names(profile, "running")
 )
-"""Every engine that tells how many requests run; without that the detector has no load to look at."""
+"""Every engine that exports its running requests; the detector needs a load."""

@@ -1,4 +1,4 @@
-"""A trace's records out of the history that a Prometheus server keeps."""
+"""The records of a trace from the history in Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.progress import track
-from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan, build_span
 from vllm_headroom_tools.replay.prometheus.join import (
     DCGM_GPUS,
     ENGINES,
@@ -26,26 +26,25 @@ from vllm_headroom_tools.replay.prometheus.join import (
     build_selector,
     read_series,
 )
-from vllm_headroom_tools.replay.prometheus.text import TimeSpan, build_span
 
 MOST_STEPS: Final = 10_000
 """Prometheus refuses a range query for more than 11,000 points per series."""
 
 _STRIDE_MS: Final = 600_000
 _WINDOW_MS: Final = 595_000
-"""Samples are counted over a little less than the stride: of a scrape every 5, 10, 15, 20, 30 or 60 s there are then
-at most stride over interval, whether or not the ends of the window belong to it."""
+"""Samples are counted over slightly less than the stride: scrapes every 5, 10, 15, 20, 30 or 60 s then give at most
+stride / interval, whether or not the window includes its ends."""
 
 _GPUS: Final = (OWN_GPUS, DCGM_GPUS, SMI_GPUS)
 _ENGINES: Final = (OWN_ENGINES, *ENGINES)
 _HISTORIES: Final = ((OWN_GPUS, OWN_ENGINES), *((gpus, engine) for gpus in (DCGM_GPUS, SMI_GPUS) for engine in ENGINES))
-"""What goes together, best first: this exporter's series know whose the memory is."""
+"""The pairs, best first: only this exporter's series have the holder of memory."""
 
 
 def find_sources(
     api: PrometheusApi, span: TimeSpan, gpu_matchers: tuple[str, ...], engine_matchers: tuple[str, ...]
 ) -> list[Scraped]:
-    """Return the sources of the best history in the span, GPUs first; raise BadInput when a side is missing."""
+    """Find the sources of the best history in the span, GPUs first; raises BadInput where a side is missing."""
     look = TimeSpan(
         start_ms=span.end_ms - span.length_ms // _STRIDE_MS * _STRIDE_MS, end_ms=span.end_ms, step_ms=_STRIDE_MS
     )
@@ -69,7 +68,6 @@ def find_sources(
 def _find_present(
     api: PrometheusApi, look: TimeSpan, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
 ) -> frozenset[str]:
-    """Return which of the kinds' leading names have a series."""
     selected = build_selector([name for kind in kinds for name in kind.lead], matchers)
     expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
     return frozenset(series.name for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page))
@@ -78,7 +76,7 @@ def _find_present(
 def _build_source(
     api: PrometheusApi, look: TimeSpan, kind: Exporter, names: frozenset[str], matchers: tuple[str, ...]
 ) -> Scraped:
-    """Return the kind as a source, with the finest interval at which it was scraped anywhere in the span."""
+    """Build a source with the shortest scrape interval in the span."""
     lead = next(name for name in kind.lead if name in names)
     expression = f"max(count_over_time({build_selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
     found = [series for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page)]
@@ -99,17 +97,16 @@ def _format_time(time_ms: int) -> str:
 
 
 _LONGEST_PAGE_MS: Final = 6 * 3600 * 1000
-"""What is held in memory at once: a page of 8 GPUs and their engine at steps of 15 s is 5 MB of JSON."""
+"""A page is held in memory: 8 GPUs and their engine at steps of 15 s are 5 MB of JSON."""
 
 _NEARLY: Final = 1.1
-"""The interval of scrapes is known no better: they are counted."""
+"""The error of the scrape interval, which comes from a count of scrapes."""
 
 
 def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what a trace would hold of the time asked for, in its order and without its header.
+    """Yield the records of a trace of the span, without a header; raises BadInput.
 
-    A side of which nothing is known at a time is null there. A value is at most one and a half scrape intervals old.
-    Raises BadInput, on the first record at the earliest.
+    A side without values at a time is null there. A value is at most one and a half scrape intervals old.
     """
     span = build_span(args.start, args.end, args.step, time.time())
     both, gpu, engine = (tuple(each) for each in (args.match, args.match_gpu, args.match_engine))

@@ -108,7 +108,7 @@ def test_a_leak_is_mended_by_a_restart_and_an_upgrade_and_by_no_option() -> None
 @pytest.mark.parametrize(
     ("place", "cure"),
     [
-        ("tensors", "it is tensors that nobody frees: report it to vLLM"),
+        ("tensors", "the growth is tensors that nobody frees: report it to vLLM"),
         ("fragmentation", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
         ("outside_torch", "release notes of NCCL and of the driver"),
     ],
@@ -217,7 +217,7 @@ def test_a_burst_in_a_leaking_engine_is_the_leak() -> None:
     told = answer(both)
 
     assert [advice.cause for advice in told.advice] == [Cause.GPU_LEAK]
-    assert any(note.startswith("No option is advised from what a leaking") for note in told.notes)
+    assert any(note.startswith("No option is advised while the engine leaks") for note in told.notes)
 
 
 def test_beside_a_leak_another_tenant_is_told_without_an_option() -> None:
@@ -241,16 +241,16 @@ def test_what_a_crashed_engine_left_behind_is_no_tenant() -> None:
 
 
 def test_one_end_while_requests_ran_is_told_and_called_nothing() -> None:
-    (note,) = [note for note in answer(traces.healthy_after_a_restart).notes if "ended at" in note]
+    (note,) = [note for note in answer(traces.healthy_after_a_restart).notes if "exited at" in note]
 
-    assert "while requests ran, with memory left: a restart that was meant, or a crash" in note
+    assert "while requests ran, with memory left: a planned restart, or a crash" in note
 
 
 def test_ends_of_an_engine_whose_gpus_nobody_read_are_not_said_to_have_had_memory_left() -> None:
     told = answer(lambda: ({**record, "gpus": None} for record in traces.crashes()))
-    (note,) = [note for note in told.notes if "ended at" in note]
+    (note,) = [note for note in told.notes if "exited at" in note]
 
-    assert "while requests ran: a restart that was meant, or a crash" in note
+    assert "while requests ran: a planned restart, or a crash" in note
     assert told.advice == ()
 
 
@@ -385,7 +385,7 @@ def test_a_prefix_cache_that_hits_12_percent_over_a_day() -> None:
     assert advice.changes[0].flag is None
     assert flags(advice) == [(Flag.NO_ENABLE_PREFIX_CACHING, None)]
     assert advice.remark is not None
-    assert advice.remark.startswith("It frees no memory")
+    assert advice.remark.startswith("This frees no memory")
 
 
 def test_starts_that_run_out_take_less_and_then_go_without_graphs() -> None:

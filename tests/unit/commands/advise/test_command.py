@@ -36,12 +36,12 @@ TOLD = """\
 
 1. vLLM takes more of GPU 0 than it can spare.
    seen  180 MiB were left on GPU 0 from 2025-10-09 08:53:20Z, for 7 h 59 min
-   seen  the leak detector says stable
+   seen  the leak detector's state is stable
    seen  80 requests ran then
    seen  vLLM may take 0.92 of the GPU
    first --gpu-memory-utilization 0.90 (now 0.92): leaves 844 MiB more outside of what vLLM takes at its start
          costs the KV cache of each GPU shrinks by about as much; a restart
-   mind  The share of the card in use says nothing, vLLM takes most of it at its start; what is left counts.
+   mind  The share in use means little, since vLLM takes most of the GPU at its start; what is left counts.
 """
 
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_told_ends_with_status_2_and_says_what_is_missing() -> No
 
     assert (process.returncode, process.stderr) == (2, "")
     assert "Cannot tell whether anything should be changed. Missing:\n" in process.stdout
-    assert "a longer history: there are 11 min 30 s of it, and an hour is the least" in process.stdout
+    assert "a longer history: it covers 11 min 30 s, and an hour is needed" in process.stdout
 
 
 def test_a_sidecars_page_is_read() -> None:

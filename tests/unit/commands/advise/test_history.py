@@ -144,7 +144,7 @@ def test_a_short_trace_is_not_called_healthy() -> None:
     told = judge(traces.facts(traces.healthy(0.5)))
 
     assert told.verdict is Conclusion.CANNOT_TELL
-    assert "a longer history: there are 29 min 30 s of it, and an hour is the least" in told.missing
+    assert "a longer history: it covers 29 min 30 s, and an hour is needed" in told.missing
 
 
 def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() -> None:
@@ -154,7 +154,7 @@ def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() ->
     old, new = (judge(seen.facts(EngineArgs(version=version))) for version in ((0, 26, 0), (0, 27, 0)))
 
     assert old.advice == ()
-    assert any("not to be believed" in note for note in old.notes)
+    assert any("is not reliable" in note for note in old.notes)
     assert [advice.cause for advice in new.advice] == [Cause.PREFIX_CACHE]
 
 
@@ -172,6 +172,6 @@ def test_a_trace_of_nothing_is_told_what_it_lacks() -> None:
 
     assert told.verdict is Conclusion.CANNOT_TELL
     assert told.missing == (
-        "memory of the engine's GPUs: none was read that is known to be the engine's",
+        "memory of the engine's GPUs: no GPU is known to be the engine's",
         "the engine's own page: it was not read",
     )

@@ -49,7 +49,7 @@ def test_a_healthy_page_is_told_nothing_now() -> None:
     told = answer(healthy())
 
     assert (told.verdict, told.missing) == (Conclusion.GOOD, ())
-    assert any(note.startswith("One page is a moment") for note in told.notes)
+    assert any(note.startswith("One page shows a moment") for note in told.notes)
 
 
 def test_the_share_that_vllm_may_take_comes_from_its_budget() -> None:
@@ -167,14 +167,14 @@ def test_a_cache_sized_in_bytes_is_told_by_how_much_to_change_it() -> None:
         ({line(catalog.SAMPLE_AGE, {}): 400}, "the page is 6 min 40 s old: the sidecar has stopped sampling"),
         (
             state("warming_up"),
-            "GPU 0: the leak detector is warming up: look again after an hour of work at the most",
+            "GPU 0: the leak detector is warming up: look again after at most an hour of work",
         ),
-        (state("growing"), "GPU 0: it grows, and whether that is a leak shows within hours: look again"),
+        (state("growing"), "GPU 0: it grows, and within hours it shows whether that is a leak: look again"),
         (state("asleep"), "GPU 0: the engine sleeps"),
-        (state("none"), "GPU 0: what the engine holds is not known, or whether it works"),
+        (state("none"), "GPU 0: the engine's memory, or its load, is not known"),
         (
             {of_engine(catalog.ENGINE_RUNNING): 0, of_engine(catalog.ENGINE_FINISHED): 0},
-            "work: no request ran, and what load would do is not known",
+            "load: no request ran, and the effect of load is not known",
         ),
     ],
 )
@@ -187,7 +187,7 @@ def test_what_is_not_known_is_named_and_not_called_healthy(lines: Lines, missing
 @pytest.mark.parametrize(
     ("gone", "missing"),
     [
-        (catalog.GPU_INFO, "memory of the engine's GPUs: none was read that is known to be the engine's"),
+        (catalog.GPU_INFO, "memory of the engine's GPUs: no GPU is known to be the engine's"),
         (catalog.GPU_MEMORY_USED, "GPU 0: its memory was not read"),
         (catalog.ENGINE_INFO, "the engine's own page: it was not read"),
         (catalog.ENGINE_KV_USED, "m: how much of its KV cache is in use is not known"),

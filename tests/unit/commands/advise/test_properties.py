@@ -30,7 +30,7 @@ from vllm_headroom_tools.advise.finding import Cause, Change
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import judge
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.history.course import Moment
+from vllm_headroom_tools.history import Moment
 
 OWN_OPTIONS = {"--vllm-version", "--engine-url"}
 CACHE = {Cause.KV_CACHE_BLOW_OUT, Cause.CONCURRENCY_MISJUDGED}

@@ -44,4 +44,4 @@ def test_an_engine_that_sizes_its_cache_in_bytes_has_no_budget(tmp_path: Path) -
     status, found = judged("--trace", trace(tmp_path, gpu_memory_utilization=0.8, kv_cache_memory_bytes=2**30), *LIMIT)
 
     assert (status, found["discrepancy"]["outcome"]) == (2, "cannot_tell")
-    assert found["discrepancy"]["why"].startswith("the trace does not say what the engine was told to use")
+    assert found["discrepancy"]["why"].startswith("the trace does not contain the engine's budget")

@@ -85,7 +85,7 @@ def test_an_early_warning_at_the_end_cannot_be_told(tmp_path: Path) -> None:
 
     assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
     assert found[LEAK]["value"] == pytest.approx(12.8e6, rel=0.2)
-    assert found[LEAK]["why"].startswith("an early warning, and steady growth takes an hour or more")
+    assert found[LEAK]["why"].startswith("an early warning; steady growth takes an hour or more")
 
 
 def test_an_early_warning_that_a_restart_cut_off_cannot_be_told(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_an_early_warning_that_a_restart_cut_off_cannot_be_told(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("hours", "why"),
     [
-        (1 / 12, "the trace is too short: it covers 4 min 55 s, and 10 min are the least"),
+        (1 / 12, "the trace is too short: 4 min 55 s, and a limit needs 10 min"),
         (
             0.5,
             (

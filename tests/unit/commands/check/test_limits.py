@@ -56,7 +56,7 @@ def test_a_discrepancy_without_what_was_reported_cannot_be_told(steady: str) -> 
 
     assert (status, found["discrepancy"]["outcome"], found["discrepancy"]["value"]) == (2, "cannot_tell", None)
     assert found["discrepancy"]["why"] == (
-        "the trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes"
+        "the trace does not contain the engine's budget: give --gpu-memory-utilization or --reported-bytes"
     )
 
 
@@ -112,8 +112,8 @@ def test_preemptions_are_counted_per_thousand_requests(tmp_path: Path, most: str
     ("most", "status", "outcome", "why"),
     [
         ("10", 1, "failed", "151 in all, of 429 requests"),
-        ("200", 2, "cannot_tell", "and 1,000 are the least; above the limit so far, 151 in all, of 429 requests"),
-        ("400", 2, "cannot_tell", "too little load: 429 requests finished, and 1,000 are the least"),
+        ("200", 2, "cannot_tell", "and a limit needs 1,000; above the limit so far, 151 in all, of 429 requests"),
+        ("400", 2, "cannot_tell", "too little load: 429 requests finished, and a limit needs 1,000"),
     ],
 )
 def test_preemptions_of_few_requests_are_judged_by_how_many_there_were(
@@ -140,9 +140,7 @@ def test_unknown_preemptions_cannot_be_told(tmp_path: Path) -> None:
     status, found = judged("--trace", trace, "--max-preemptions-per-thousand-requests", "1")
 
     assert (status, found["preemptions per thousand requests"]["value"]) == (2, None)
-    assert found["preemptions per thousand requests"]["why"] == (
-        "the engine does not say how often it preempted a request"
-    )
+    assert found["preemptions per thousand requests"]["why"] == ("the engine does not report its preemptions")
 
 
 def test_a_restart_fails_unless_it_is_allowed_and_counts_go_on_over_it(tmp_path: Path) -> None:
@@ -189,11 +187,11 @@ def test_a_price_above_the_limit_before_the_load_was_full_cannot_be_told(tmp_pat
     ("change", "share", "why"),
     [
         (lambda sample: {**sample, "engines": None}, 0.2, "the engine could be read for 47 min 55 s of 59 min 55 s"),
-        (with_engine(finished_total=None), 1.0, "the engine does not say how many requests it finished"),
+        (with_engine(finished_total=None), 1.0, "the engine does not report how many requests it finished"),
         (
             with_engine(finished_total=900),
             1.0,
-            "too little load: 0 requests finished, and 1,000 are the least",
+            "too little load: 0 requests finished, and a limit needs 1,000",
         ),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from tests.fakes.certificates import server_context, write_self_signed
 from tests.fakes.streaming_server import ENGINE_DEAD, LOOPBACK, OUT_OF_MEMORY, StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
-from vllm_headroom_tools.history.counter import Histogram
+from vllm_headroom_tools.history import Histogram
 from vllm_headroom_tools.load.stream import LONGEST_TEXT, Outcome, Tally
 from vllm_headroom_tools.load.target import CompletionApi
 

@@ -17,8 +17,7 @@ from vllm_headroom.model import Failure, Sample
 from vllm_headroom.vocabulary import CONTROLS, LeakState, Reason, Source
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.history.course import Course, Moment
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import Course, LeakReplay, Moment
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.report import build_document, render_text
 from vllm_headroom_tools.load.run import SHARES, Observation, Stage

@@ -7,8 +7,7 @@ from typing import Any
 from tests.unit.commands.replay.traces import flat, leaking
 from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.history.course import Course
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import Course, LeakReplay
 from vllm_headroom_tools.load.report import LeakVerdict, judge_growth
 
 

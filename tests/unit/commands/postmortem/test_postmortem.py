@@ -19,7 +19,7 @@ from vllm_headroom.trace.parse import parse_snapshot, read_trace
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs
 from vllm_headroom_tools.cli import execute
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import LeakReplay
 from vllm_headroom_tools.postmortem.command import COMMAND
 
 Run = Callable[..., tuple[int, str, str]]
@@ -86,10 +86,10 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
     assert re.match(r"2025-10-09 \d\d:\d\d:\d\dZ: Out of GPU memory by a leak: .* \(sure\)\n", out)
     for part in (
         "the leak detector said leaking",
-        "The sidecar said then\n  GPU 0 leaks.",
+        "The sidecar's verdicts then\n  GPU 0 leaks.",
         "Timeline",
         "the driver reported XID 79 on GPU-a",
-        "  a life of the engine ended",
+        "  the engine exited",
         "Numbers for a bug report",
         "GPU-a pid 7 5 B",
         "GPU-a pid 9 73 GiB",
@@ -98,7 +98,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
         "80 GiB in all",
         "GiB left at first",
         "the record begins: the engine serves",
-        "  this life      began 2025-10-09 ",
+        "  this run       began 2025-10-09 ",
         "https://github.com/vllm-project/vllm/issues",
         "a <line> of the log",
     ):
@@ -128,7 +128,7 @@ def test_the_page_is_one_file_that_loads_nothing_and_draws_the_curves(run: Run, 
     assert re.findall(r"<i>(\d)\.?\d* GiB</i>", text), "the card, empty after the end, sets no scale"
     assert 'class="line"' in text
     assert "a &lt;line&gt; of the log https://example.org/</li>" in text
-    assert '<b>then</b> Tell the authors, with the figures above: <a href="https://github.com/vllm-project' in text
+    assert '<b>then</b> Report it to vLLM, with the figures above: <a href="https://github.com/vllm-project' in text
     assert "\x1b" not in text
     assert not re.search(r"<script|<link|src=|url\(", text)
 
@@ -169,14 +169,14 @@ def test_a_trace_without_an_end_is_an_answer(run: Run, tmp_path: Path) -> None:
     status, out, _ = run(trace)
 
     assert status == 0
-    assert out.startswith("No end of an engine is seen here")
+    assert out.startswith("There is no exit of an engine here")
 
 
 def test_an_end_that_only_the_header_tells_of_is_not_denied(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     trace.write_bytes(encode_line({**HEADER, "incident": {"t": 2_000_000_000.0, "what": "ended"}}))
 
-    assert "cannot be told" in run(trace)[1]
+    assert "The cause of the exit is not known." in run(trace)[1]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_gpu_that_could_not_be_read_any_more_is_what_a_crash_was_of(run: Run, 
 
     _, out, _ = run(write(tmp_path, scene))
 
-    assert "A crash: a GPU of it could not be read any more." in out
+    assert "A crash: one of its GPUs could no longer be read." in out
     assert "  seen  GPU 0 cannot be read: the GPU is lost.\n" in out
 
 
@@ -247,7 +247,7 @@ def test_nonsense_in_a_header_is_left_out(run: Run, tmp_path: Path) -> None:
     status, out, err = run(write(tmp_path, scene))
 
     assert (status, err) == (0, "")
-    assert "A crash" in out
+    assert "Not GPU memory: the engine crashed" in out
 
 
 def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:

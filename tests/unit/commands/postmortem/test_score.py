@@ -25,7 +25,7 @@ def named(scene: Scene) -> Diagnosis:
     follower = Follower(scene.header)
     for record in scene.samples:
         follower.step(parse_snapshot(record))
-    return judge(follower.facts, told=scene.header is not None or follower.silent)[0]
+    return judge(follower.facts, has_ended=scene.header is not None or follower.silent)[0]
 
 
 def test_the_named_cause_is_right_and_never_surely_wrong() -> None:

@@ -27,7 +27,7 @@ def test_a_server_that_waits_without_its_core_behind_a_closed_port_was_told_to_e
 
     for found in (said(waits), said([*waits, (REFUSED, ())])):
         assert (found.cause, found.sureness) == (EndCause.STOPPED, Sureness.LIKELY)
-        assert found.sentence.startswith("An end that was asked for: ")
+        assert found.sentence.startswith("A requested shutdown: ")
 
 
 def test_a_server_that_follows_its_core_within_seconds_crashed() -> None:
@@ -40,4 +40,4 @@ def test_a_whole_server_without_a_page_hangs_since_its_page_was_last_seen() -> N
     found = said([*AT_WORK, *[(SILENT, WHOLE)] * 13])
 
     assert found.cause is EndCause.HANG
-    assert found.sentence.startswith("A hang: the engine had work and nothing moved for 1 min ")
+    assert found.sentence.startswith("A hang: the engine had work and made no progress for 1 min ")

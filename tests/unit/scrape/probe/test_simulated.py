@@ -23,8 +23,8 @@ from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
-from vllm_headroom_tools.history.course import Course as States
-from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.history import Course as States
+from vllm_headroom_tools.history import LeakReplay
 
 HOURS: Final = 3.0
 

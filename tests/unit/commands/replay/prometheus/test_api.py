@@ -16,8 +16,7 @@ from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, prob
 from tests.unit.commands.replay.prometheus.history import lazily
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.options import BadOptions
-from vllm_headroom_tools.replay.prometheus.api import PrometheusApi
-from vllm_headroom_tools.replay.prometheus.text import TimeSpan
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, TimeSpan
 
 SPAN = TimeSpan(start_ms=1_760_000_000_000, end_ms=1_760_000_060_500, step_ms=15_000)
 
@@ -48,7 +47,7 @@ def test_a_query_is_posted_below_the_path_of_the_url() -> None:
         (problem("parse error: no\nsuch thing"), " answers 400 Bad Request to a query: parse error: no such thing"),
         (
             (401, {}, b"Unauthorized\n"),
-            " answers 401 Unauthorized: give a token that may query with --bearer-token-file",
+            " answers 401 Unauthorized: give a token with the right to query by --bearer-token-file",
         ),
         (
             (404, {}, b"404 page not found\n"),
@@ -66,17 +65,17 @@ def test_a_query_is_posted_below_the_path_of_the_url() -> None:
         ((200, {}, b"[1]"), " answers 200 OK and not as Prometheus does: --from-prometheus takes"),
         (
             (200, {}, b'{"status": "success", "data": {"result": [{"metric": {}, "values": [["1e400", "1"]]}]}}'),
-            " answers a range query with no range: check that it is Prometheus",
+            " does not answer a range query with a range: check that it is Prometheus",
         ),
         (
             (200, {}, b'{"status": "success", "data": {"resultType": "scalar", "result": [1, "2"]}}'),
-            " answers a range query with no range: check that it is Prometheus",
+            " does not answer a range query with a range: check that it is Prometheus",
         ),
         (
             (200, {}, b'{"status": "success", "data": {"resultType": "matrix", "result": [{"metric": 7}]}}'),
-            " answers a range query with no range: check that it is Prometheus",
+            " does not answer a range query with a range: check that it is Prometheus",
         ),
-        (matrix([], warnings=["store b is away"]), ' has only a part of this history: ["store b is away"]'),
+        (matrix([], warnings=["store b is away"]), ' has only part of this history: ["store b is away"]'),
     ],
     ids=str,
 )
@@ -128,7 +127,7 @@ def test_what_cannot_be_unpacked_or_might_have_no_end_is_told(encoding: str, bod
     with PrometheusServer(answer=(200, {"Content-Encoding": encoding}, body)) as server:
         told = refusal(server.url)
 
-        assert told == f"what {server.url} answers cannot be unpacked ({problem}): look at what stands before it"
+        assert told == f"the answer of {server.url} cannot be unpacked ({problem}): check the proxy in front of it"
 
 
 def test_a_port_where_nobody_listens() -> None:
@@ -205,7 +204,7 @@ def test_an_authority_of_ones_own_is_needed_and_taken(tmp_path: Path) -> None:
         told = refusal(url)
 
     assert told.startswith(f"TLS with {url} failed (")
-    assert told.endswith("): name its authority with --ca-file, or use http")
+    assert told.endswith("): give its CA with --ca-file, or use http")
 
 
 def test_a_ca_file_that_is_none(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from vllm_headroom.inputs import show_value
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.options import BadOptions, Value
-from vllm_headroom_tools.replay.command import COMMAND
-from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME, TimeSpan, build_span
+from vllm_headroom_tools.replay.command import COMMAND, MATCHER, STEP, TIME
+from vllm_headroom_tools.replay.prometheus.api import TimeSpan, build_span
 
 NOW = 1_760_000_000.25
 

@@ -1,0 +1,331 @@
+"""A recorded trace: its counters, curves and leak verdicts."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from math import isfinite, isnan, nan
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom import catalog
+from vllm_headroom.derive import LEAK, answer
+from vllm_headroom.derive.leak.facts import Estimate
+from vllm_headroom.derive.leak.inside import find_location, sharpen_track
+from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.life.lives import EngineRuns, RunState, update_run
+from vllm_headroom.derive.readings import count_running
+from vllm_headroom.expose.drawing import Point
+from vllm_headroom.model import HostMemory, Sample, Snapshot
+from vllm_headroom.units import format_duration, format_instant
+from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
+
+
+class Rise:
+    """The rise of a counter; `total` is None until the first reading. A counter that fell has started again from 0."""
+
+    def __init__(self) -> None:
+        self.total: float | None = None
+        self._last = 0.0
+
+    def step(self, value: float | None, *, restarted: bool = False) -> float:
+        """Add a reading (None: unknown) and return the rise; after a restart of the engine the counter began at 0."""
+        if value is None:
+            return 0.0
+        since = 0.0 if restarted or value < self._last else self._last
+        rise = 0.0 if self.total is None else value - since
+        self.total, self._last = (self.total or 0.0) + rise, value
+        return rise
+
+
+class Histogram:
+    """The distribution of a value; rounding to three digits bounds its size to some thousand entries."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[float] = Counter()
+
+    def add(self, value: float | None) -> None:
+        """Count a value unless it is None."""
+        if value is not None:
+            self.counts[float(f"{value:.3g}")] += 1
+
+    def quantile(self, share: float) -> float | None:
+        """Return the lowest value that this share of all values does not exceed; None without values."""
+        wanted, counted = share * self.counts.total(), 0
+        for value, times in sorted(self.counts.items()):
+            counted += times
+            if counted >= wanted:
+                return value
+        return None
+
+
+class Curves:
+    """Free and held memory of each GPU, and the running requests.
+
+    A sample takes eight bytes a curve, since a trace may last weeks; NaN is an unknown value. The curves of a GPU begin
+    with the first sample that has it.
+    """
+
+    def __init__(self) -> None:
+        self._times = array("d")
+        self._free: dict[str, array[float]] = {}
+        self._held: dict[str, array[float]] = {}
+        self._running = array("d")
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """The GPUs, in the order of their first samples."""
+        return tuple(self._free)
+
+    @property
+    def running(self) -> list[Point]:
+        """The running requests."""
+        return self._points(self._running)
+
+    def free(self, uuid: str) -> list[Point]:
+        """Return the free memory of a GPU; all values are None where the trace lacks the size of the GPUs."""
+        return self._points(self._free[uuid])
+
+    def held(self, uuid: str) -> list[Point]:
+        """Return the memory that the engine held."""
+        return self._points(self._held[uuid])
+
+    def step(self, snapshot: Snapshot) -> None:
+        """Add a sample; the values of a GPU that it lacks are unknown."""
+        gpus = {gpu.reading.uuid: gpu for gpu in snapshot.devices}
+        for uuid in {**self._held, **gpus}:
+            gpu = gpus.get(uuid)
+            memory = None if gpu is None else gpu.reading.memory
+            _append(self._free.setdefault(uuid, array("d")), None if memory is None else memory.free_bytes)
+            _append(self._held.setdefault(uuid, array("d")), None if gpu is None else gpu.held_bytes)
+        _append(self._running, count_running(snapshot.page))
+        self._times.append(snapshot.time_seconds)
+
+    def _points(self, values: array[float]) -> list[Point]:
+        times = self._times[len(self._times) - len(values) :]
+        return [(seconds, None if isnan(value) else value) for seconds, value in zip(times, values, strict=True)]
+
+
+def _append(curve: array[float], value: float | None) -> None:
+    curve.append(nan if value is None else value)
+
+
+Interval = tuple[float, float | None]
+"""Begin and end, in the trace's seconds; the end is None where the state lasts to the end of the trace."""
+
+COLLECTED: Final = (LeakState.GROWING, LeakState.LEAKING)
+
+
+class Moment(Struct, frozen=True, kw_only=True):
+    """The detector's figures at one sample, None where it gave none; lower and upper bound a 95 % interval."""
+
+    seconds: float
+    bytes_per_second: float | None = None
+    bytes_per_second_lower: float | None = None
+    bytes_per_second_upper: float | None = None
+    bytes_per_request: float | None = None
+    leaked_bytes: float | None = None
+    time_to_oom_seconds: float | None = None
+    time_to_oom_seconds_lower: float | None = None
+    by_requests: bool | None = None
+    location: LeakLocation | None = None
+
+
+class Course:
+    """The states of one series.
+
+    `first` and `last` are the first and newest sample in state leaking; `settled` is whether the detector ever had
+    enough readings to rule out growth.
+    """
+
+    def __init__(self) -> None:
+        self.state = LeakState.UNKNOWN
+        self.first: Moment | None = None
+        self.last: Moment | None = None
+        self.settled = False
+        self._warning: Moment | None = None
+        self._cut_off = False
+        self._known = LeakState.UNKNOWN
+        self._intervals: dict[LeakState, list[Interval]] = {state: [] for state in COLLECTED}
+
+    @property
+    def growing(self) -> tuple[Interval, ...]:
+        """The intervals of the early warning."""
+        return tuple(self._intervals[LeakState.GROWING])
+
+    @property
+    def leaking(self) -> tuple[Interval, ...]:
+        """The intervals of the alarm."""
+        return tuple(self._intervals[LeakState.LEAKING])
+
+    @property
+    def warning(self) -> Moment | None:
+        """The newest sample of an early warning that is still open."""
+        return self._warning if self._known is LeakState.GROWING else None
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether an early warning was still open at the end or at a restart of the engine."""
+        return self._cut_off or self.warning is not None
+
+    def step(self, state: LeakState, moment: Moment, *, restarted: bool = False) -> None:
+        """Add a sample; an unknown state ends no interval, a restart of the engine leaves a warning undecided."""
+        self.state = state
+        self.settled = self.settled or state in (LeakState.STABLE, LeakState.UNSETTLED)
+        self._cut_off = self._cut_off or (restarted and self._known is LeakState.GROWING)
+        if state is LeakState.GROWING:
+            self._warning = moment
+        if state is LeakState.LEAKING:
+            self.first = self.first or moment
+            self.last = moment
+        if state in (LeakState.UNKNOWN, self._known):
+            return
+        if left := self._intervals.get(self._known):
+            left[-1] = (left[-1][0], moment.seconds)
+        if state in COLLECTED:
+            self._intervals[state].append((moment.seconds, None))
+        self._known = state
+
+
+STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
+
+LONGEST_STEP_SECONDS: Final = 300.0
+"""The longest sampling interval that can be set: a longer step is a gap in the trace."""
+
+_SeriesName = str
+"""The UUID of a GPU, or the role of processes on the host."""
+
+
+class LeakReplay:
+    """The detector's verdicts on every GPU and host role.
+
+    `memory` is the newest host memory with the highest use so far. `residues` has the memory kept on each GPU, by its
+    labels and by the start of the sleep; `stranded` the highest share of an engine's KV cache that no request held.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._first_seconds = 0.0
+        self._last_seconds = 0.0
+        self._memory = LEAK.initial
+        self._run = RunState()
+        self._indices: dict[str, int] = {}
+        self._gpus: dict[_SeriesName, Course] = {}
+        self._host: dict[_SeriesName, Course] = {}
+        self.memory: HostMemory | None = None
+        self.residues: dict[tuple[str, str], dict[float, float]] = {}
+        self.stranded: dict[tuple[str, str], float] = {}
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The first and the last time of the trace; the second may be lower after a clock step."""
+        return self._first_seconds, self._last_seconds
+
+    @property
+    def gpus(self) -> tuple[tuple[int, str, Course], ...]:
+        """Index, UUID and course of each GPU, by index."""
+        return tuple(sorted((self._indices[uuid], uuid, course) for uuid, course in self._gpus.items()))
+
+    @property
+    def host(self) -> tuple[tuple[Role, Course], ...]:
+        """The course of each role's resident memory."""
+        return tuple((role, self._host[role]) for role in Role if role in self._host)
+
+    @property
+    def has_leaked(self) -> bool:
+        """Whether there was an alarm."""
+        return any(course.leaking for course in (*self._gpus.values(), *self._host.values()))
+
+    @property
+    def runs(self) -> EngineRuns:
+        """The runs of the engine up to the newest sample."""
+        return self._run.lives
+
+    def course(self, series: _SeriesName) -> Course:
+        """Return the course of a GPU, by UUID, or of a host role; an empty one before its first sample."""
+        return self._gpus.get(series) or self._host.get(series) or Course()
+
+    def requests(self, series: _SeriesName) -> float:
+        """Return the requests that finished since the detector began with a series in this run of the engine."""
+        track = self._memory.gpus.get(series) or self._memory.host.get(series)
+        return 0.0 if track is None else track.work.requests
+
+    def step(self, snapshot: Snapshot) -> Snapshot:
+        """Run one snapshot through the detector; return it with the state of the engine added.
+
+        A series without a verdict is unknown now.
+        """
+        if not self.samples:
+            self._first_seconds = snapshot.time_seconds
+        self.samples += 1
+        self._last_seconds = snapshot.time_seconds
+        self._run, snapshot = update_run(self._run, snapshot)
+        self.memory = _merge_host(self.memory, snapshot.host)
+        for engine, ratio in () if snapshot.life is None else snapshot.life.stranded:
+            self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
+        before = self._memory
+        self._memory, samples = answer(LEAK, before, snapshot)
+        for course in (*self._gpus.values(), *self._host.values()):
+            course.state = LeakState.UNKNOWN
+        sleep = self._memory.sleep
+        for sample in samples:
+            if sample.metric.name in STATES and sample.value:
+                self._follow(sample, before)
+            elif sample.metric is catalog.SLEEP_RESIDUE and sleep.settled and sleep.since_seconds is not None:
+                gpu, uuid = sample.labels
+                self.residues.setdefault((gpu, uuid), {})[sleep.since_seconds] = sample.value
+        return snapshot
+
+    def _follow(self, sample: Sample, before: LeakMemory) -> None:
+        *place, name, state = sample.labels
+        if place:
+            self._indices[name] = int(place[0])
+        course = (self._gpus if place else self._host).setdefault(name, Course())
+        old, track = (
+            (memory.gpus if place else memory.host).get(name)  # none before the engine has worked
+            for memory in (before, self._memory)
+        )
+        # the time of a track starts over with each run of the engine
+        restarted = old is not None and track is not None and track.seconds < old.seconds
+        inside, asleep = (self._memory.inside.get(name), self._memory.asleep.get(name)) if place else (None, None)
+        estimate = None if track is None else sharpen_track(track, asleep, inside).estimate
+        course.step(
+            LeakState(state),
+            _build_moment(self._last_seconds, estimate, find_location(estimate, inside)),
+            restarted=restarted,
+        )
+
+
+def _merge_host(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
+    """Return the newest host memory with the highest use so far; limits are kept while they are unknown."""
+    if now is None or before is None:
+        return now or before
+    most = {
+        name: max((known for each in (before, now) if (known := getattr(each, name)) is not None), default=None)
+        for name in ("used_bytes", "shm_used_bytes", "oom_kills")
+    }
+    kept = {name: getattr(now, name) or getattr(before, name) for name in ("limit_bytes", "shm_limit_bytes")}
+    return HostMemory(**most, **kept)
+
+
+def _build_moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:
+    """Return the detector's figures; those that are not finite are absent, as on the page."""
+    if estimate is None:
+        return Moment(seconds=seconds)
+    figures = {
+        "bytes_per_second": estimate.bytes_per_second,
+        "bytes_per_second_lower": estimate.lower,
+        "bytes_per_second_upper": estimate.upper,
+        "bytes_per_request": estimate.bytes_per_request,
+        "leaked_bytes": estimate.leaked_bytes,
+        "time_to_oom_seconds": estimate.oom_seconds,
+        "time_to_oom_seconds_lower": estimate.oom_seconds_lower,
+    }
+    known = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
+    return Moment(seconds=seconds, by_requests=estimate.by_requests, location=where, **known)
+
+
+def describe_span(samples: int, begin: float, end: float) -> str:
+    """Return the samples, the length and both ends of a trace."""
+    return f"{samples} samples over {format_duration(end - begin)}, {format_instant(begin)} to {format_instant(end)}"

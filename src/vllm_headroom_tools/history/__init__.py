@@ -1,1 +1,0 @@
-"""What a recorded past is: its samples, curves and counters."""
