@@ -87,7 +87,7 @@ FOLDER: Final = ("DIRECTORY", "the path of a directory")
 
 
 class Settings(BaseSettings):
-    """What the daemon is told, validated and frozen; unset, a gate is always open."""
+    """The daemon's settings, validated and frozen; a gate that is not set is always open."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -229,14 +229,14 @@ class Settings(BaseSettings):
         None,
         "URL",
         "an http or https URL",
-        "Where alerts/runbooks is served, for the page to link to; {alert} in it stands for the alert's name, which"
-        " else goes to its end. Without it there are no links.",
+        "Where alerts/runbooks is served, for the page to link to; the alert's name replaces {alert} in it, or else"
+        " goes to its end. Without it there are no links.",
     )
     state_dir: File | None = setting(
         None,
         *FOLDER,
-        "A directory of this daemon's own, for what survives its restart: what the leak detector learned, the life of"
-        " the engine, and the record of its last hours and of its ends, for vllm-headroom postmortem.",
+        "A directory that only this daemon uses, for what survives its restart: what the leak detector learned, the"
+        " engine's run, and the record of its last hours and of its exits, for vllm-headroom postmortem.",
     )
     trace_file: File | None = setting(
         None, *FILE, "A file to record every sample in, as a trace for vllm-headroom replay."
@@ -278,7 +278,7 @@ def words(field: FieldInfo) -> Mapping[str, str]:
 
 
 def key(setting: str) -> str:
-    """Return how the file spells a setting: pydantic has a `model_config` of its own, so ours is `model_config_`."""
+    """Return how the file spells a setting: pydantic uses the name `model_config`, so ours is `model_config_`."""
     return setting.removesuffix("_")
 
 

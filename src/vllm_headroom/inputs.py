@@ -87,7 +87,7 @@ def redact_url(url: str) -> str:
     """Return the URL, or what was meant to be one, with stars for its user and password, and for its query.
 
     Everything before the last @ goes, so that a password that was not percent-encoded goes as well. Where an @ follows
-    a question mark, the query cannot be told from the password, and all goes.
+    a question mark, the query may be part of the password, and all goes.
     """
     place, mark, query = url.partition("?")
     if "@" in query:

@@ -46,7 +46,7 @@ class Command(Struct, Generic[Result], frozen=True, kw_only=True):
 
 
 def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) -> NoReturn:
-    """Run the command of this name in the table and end the process; an error of its own is raised.
+    """Run the command of this name in the table and end the process; an error of ours is raised.
 
     The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
     SIGTERM may not.
@@ -144,7 +144,7 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             tell(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
-            raise SystemExit(BAD_INPUT) from None  # not 1, which `check` and others say of what they judged
+            raise SystemExit(BAD_INPUT) from None  # not 1, with which `check` and others report a bad result
 
 
 def tell(line: str) -> None:

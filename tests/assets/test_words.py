@@ -44,23 +44,10 @@ READ_BY_USERS: Final = (
     "deploy/otel/*.yaml",
     "deploy/systemd/*",
     ".github/**/*.yml",
-    # "src/**/*.py",
+    "src/**/*.py",
 )
 """Of Python the strings and comments are read, of everything else the whole text; names in backticks are left out."""
 
-QUOTING: Final = frozenset(
-    {
-        "docs/commands/doctor.md",
-        "docs/commands/load.md",
-        "docs/engines.md",
-        "docs/metrics.md",
-        "docs/settings.md",
-        "docs/snapshot.schema.json",
-    }
-)
-"""Files that quote what src/ still says: their output of commands and what is generated in them are left out."""
-
-_QUOTED: Final = re.compile(r"^```.*?^```$|<!-- ([\w-]+): generated .*?<!-- end of \1 -->", re.MULTILINE | re.DOTALL)
 _NAME: Final = re.compile(r"`[^`\n]+`")
 _FIELD: Final = re.compile(r"\{[^{}\n]*\}")
 _BREAK: Final = re.compile(r"\s*\n\s*(?:# ?|> ?)?")
@@ -86,8 +73,6 @@ def read_text(path: Path) -> str:
     if path.suffix == ".py":
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         return "\n".join(_FIELD.sub("...", each.string) for each in tokens if each.type in _TEXTS)
-    if str(path.relative_to(ROOT)) in QUOTING:
-        return "" if path.suffix == ".json" else _QUOTED.sub("", text)
     return text
 
 
@@ -98,7 +83,6 @@ def test_a_text_for_users_has_none_of_the_words_that_had_to_be_read_twice(path: 
 
 def test_every_kind_of_text_is_there() -> None:
     assert [pattern for pattern in READ_BY_USERS if not any(ROOT.glob(pattern))] == []
-    assert {name for name in QUOTING if not (ROOT / name).is_file()} == set()
 
 
 @pytest.mark.parametrize(

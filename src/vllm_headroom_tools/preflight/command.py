@@ -146,8 +146,8 @@ COMMAND: Final[Command[Clearance]] = Command(
     usage="%(prog)s [OPTION]...",
     description="""\
 Says whether vLLM would start on these GPUs now: memory that is free against
-what vLLM requests, who holds the rest, what the driver says of the GPUs, and
-/dev/shm. Run it where vLLM will run, with vLLM's own options.
+what vLLM requests, who holds the rest, what the driver reports about the GPUs,
+and /dev/shm. Run it where vLLM will run, with vLLM's own options.
 """,
     epilog="""\
 It ends with status 0 for a go, 1 for no go, and 2 when it cannot tell or cannot
