@@ -13,7 +13,9 @@ from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.process import Page, daemon
 from tests.unit.daemon.state.engine import ALARM_STEPS, REQUESTS_PER_STEP, after, held, kept, seen
-from vllm_headroom.daemon.state.file import STATE
+from vllm_headroom.daemon.state.file import HISTORY, STATE
+from vllm_headroom.expose.view import Event, KeptHistory
+from vllm_headroom.vocabulary import Level
 
 FAST = {"SAMPLE_INTERVAL_SECONDS": "1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.2"}
 SET_ASIDE = "saved state set aside"
@@ -77,6 +79,17 @@ def test_the_verdict_survives_restarts_of_the_sidecar(engine: EngineServer, nvml
         assert log.count("saved state taken up") == 1
         assert SET_ASIDE not in log
         assert (folder / STATE.name).read_bytes() != before, "it was saved at the end"
+
+
+def test_the_history_survives_a_restart_of_the_sidecar(engine: EngineServer, nvml: FakeNvml, folder: Path) -> None:
+    event = Event(seconds=time.time() - 60, level=Level.WARNING, text="GPU 0 ran low.")
+    HISTORY.write(folder, KeptHistory(events=(event,)))
+
+    with daemon(ENGINE_URL=engine.url, STATE_DIR=str(folder), **FAST, **nvml.environment()) as running:
+        running.sees(is_in, "a leak state")
+        events = running.get("/snapshot.json").json()["history"]["events"]
+
+    assert events[0]["text"] == "GPU 0 ran low."
 
 
 def test_an_engine_that_restarted_meanwhile_starts_afresh(engine: EngineServer, nvml: FakeNvml, folder: Path) -> None:
