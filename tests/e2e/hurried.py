@@ -28,7 +28,7 @@ class HurriedClock(ScaledClock):
 
 
 if __name__ == "__main__":
-    vars(parts)["SystemClock"] = HurriedClock
+    vars(parts)[parts.SystemClock.__name__] = HurriedClock
     # In the namespace of the tests all pids are of one kind, as on a host.
-    vars(files)["sees_host_pids"] = lambda _: True
+    vars(files)[files.has_host_pids.__name__] = lambda _: True
     main()
