@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from vllm_headroom.__main__ import main
+from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon import parts
 from vllm_headroom.scrape.proc import files
 from vllm_headroom_tools.demo.run import ScaledClock
@@ -28,7 +29,7 @@ class HurriedClock(ScaledClock):
 
 
 if __name__ == "__main__":
-    vars(parts)[parts.SystemClock.__name__] = HurriedClock
+    vars(parts)[SystemClock.__name__] = HurriedClock
     # In the namespace of the tests all pids are of one kind, as on a host.
     vars(files)[files.has_host_pids.__name__] = lambda _: True
     main()
