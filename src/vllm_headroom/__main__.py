@@ -7,19 +7,19 @@ import sys
 from vllm_headroom_tools.early import count_files, end_on_signals, stand_in
 
 COMMANDS = {
-    "run": ("run", "The daemon, beside a vLLM server; what runs without a command."),
-    "demo": ("demo.command", "The daemon over a simulated engine and GPU, to look at."),
-    "doctor": ("doctor.command", "What the daemon can see from here, and what to do about the rest."),
-    "probe": ("probe", "Puts the probe into vLLM; asks it who allocates."),
-    "plan": ("plan.command", "Whether a model will fit, and what to change."),
-    "preflight": ("preflight.command", "Whether vLLM would start on these GPUs now."),
-    "smoke": ("smoke.command", "Whether a vLLM that was just started serves."),
-    "load": ("load.command", "A bounded load on a server you name, with its memory watched."),
-    "check": ("check.command", "Whether a trace keeps its limits: the gate for CI."),
-    "advise": ("advise.command", "Which cause fits, and which option of vLLM mends it."),
-    "watch": ("watch.command", "What a sidecar says and sees, live in the terminal."),
-    "postmortem": ("postmortem.command", "What happened before the engine ended, and why."),
-    "replay": ("replay.command", "The leak detector over a recorded past."),
+    "run": ("run", "Runs the daemon beside a vLLM server; the default."),
+    "demo": ("demo.command", "Runs the daemon over a simulated engine and GPU."),
+    "doctor": ("doctor.command", "Shows what the daemon can see from here, and how to fix the rest."),
+    "probe": ("probe", "Installs the probe into vLLM; records who allocates."),
+    "plan": ("plan.command", "Computes whether a model will fit, and what to change if not."),
+    "preflight": ("preflight.command", "Checks whether vLLM would start on these GPUs now."),
+    "smoke": ("smoke.command", "Checks whether a vLLM that has just started serves."),
+    "load": ("load.command", "Puts a bounded load on a server; watches its memory."),
+    "check": ("check.command", "Checks whether a trace keeps its limits: a gate for CI."),
+    "advise": ("advise.command", "Finds the cause that fits, and the vLLM option that fixes it."),
+    "watch": ("watch.command", "Shows a sidecar's verdicts and figures, live in the terminal."),
+    "postmortem": ("postmortem.command", "Explains what happened before the engine exited, and why."),
+    "replay": ("replay.command", "Runs the leak detector over a recorded trace."),
 }
 """Modules of `vllm_headroom_tools`; nothing of a command is imported before it is called."""
 

@@ -22,7 +22,7 @@ def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
 
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("usage: vllm-headroom [run] [OPTION VALUE]...\n")
-    assert "\n  demo       The daemon over a simulated engine and GPU, to look at.\n" in process.stdout
+    assert "\n  demo       Runs the daemon over a simulated engine and GPU.\n" in process.stdout
     assert all(f"\n  {option(key(name))} " in process.stdout for name in Settings.model_fields)
     assert max(map(len, process.stdout.splitlines())) <= 80
 

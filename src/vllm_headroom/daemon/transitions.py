@@ -148,9 +148,9 @@ class Transitions:
         if not self._is_new("owners", frozenset(owners)):  # after a loss NVML may number the GPUs in another order
             return
         for uuid, attribution in owners:
-            log.info("GPU taken for the engine's", uuid=uuid, attribution=attribution)
+            log.info("GPU attributed to the engine", uuid=uuid, attribution=attribution)
         if not owners and gpus and not self._selection.listed:
-            log.warning("no GPU taken for the engine's", problem=NOT_ATTRIBUTED, visible=len(gpus))
+            log.warning("no GPU attributed to the engine", problem=NOT_ATTRIBUTED, visible=len(gpus))
         self._warn_invisible(gpus)
 
     def _is_new(self, what: str, now: object, usual: object = "nothing yet") -> bool:

@@ -195,7 +195,7 @@ Example:
 
 HISTORY: Final = """\
 Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with
-vLLM's own. A history is as coarse as its scrape interval and lacks what happened
+vLLM's. A history is as coarse as its scrape interval and lacks what happened
 between two scrapes."""
 
 

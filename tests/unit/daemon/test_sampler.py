@@ -232,7 +232,7 @@ def test_without_a_way_to_tell_whose_gpu_it_is_the_log_says_what_to_set() -> Non
     with capture_logs() as lines:
         ticked(sampler(Said()))
 
-    (line,) = (line for line in lines if line["event"] == "no GPU taken for the engine's")
+    (line,) = (line for line in lines if line["event"] == "no GPU attributed to the engine")
     assert "HEADROOM_GPUS" in line["problem"]
     assert line["visible"] == 2
 
