@@ -43,7 +43,10 @@ def test_a_check_that_gives_way_to_a_crowd_costs_its_connection_and_no_other(fol
 
         assert connection.recv(4096)[:12] in (b"", b"HTTP/1.1 401")
         with client(folder, running) as known:
-            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
+            # On a busy machine a check of this cost may take longer than a client waits for one.
+            eventually(
+                lambda: known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200, "the login holds"
+            )
 
 
 def test_a_file_that_cannot_be_used_later_leaves_the_door_as_it_was(folder: Path) -> None:
