@@ -20,7 +20,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 # every start would compile 500 files. Compiled are the packages, and what they import of the standard library.
 ENV PYTHONDONTWRITEBYTECODE=1 \
     PYTHONPYCACHEPREFIX=/opt/vllm-headroom/compiled
-RUN mkdir state && /opt/vllm-headroom/bin/python3 -c 'import sys, vllm_headroom.__main__, vllm_headroom.daemon.app, vllm_headroom_tools.demo.run; \
+RUN mkdir state && /opt/vllm-headroom/bin/python3 -c 'import sys, vllm_headroom.__main__, vllm_headroom.daemon.app, vllm_headroom_tools.run, vllm_headroom_tools.demo.run; \
         print(*(module.__file__ for module in sys.modules.values() if hasattr(module, "__file__")), sep="\n")' > imported \
     && /opt/vllm-headroom/bin/python3 -m compileall -q --invalidation-mode unchecked-hash -i imported /opt/vllm-headroom/lib
 
