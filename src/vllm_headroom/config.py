@@ -258,7 +258,7 @@ class Settings(BaseSettings):
 
     @property
     def token_bytes(self) -> TokenBytes | None:
-        """What reads `model_config_` is vllm_headroom_tools.settings; None without it."""
+        """None here: vllm_headroom_tools.settings reads `model_config_` and overrides this."""
         return None
 
     @property
