@@ -6,6 +6,7 @@ ENGINE_URL ?=
 # What happens in the demo that `make run` plays; docs/commands/demo.md has the scenarios.
 SCENARIO ?= healthy
 ENGINE_FOLDER ?= .engine
+CARD_FOLDER ?= .card
 IMAGE_FOLDER ?= .image
 BROWSER_FOLDER ?= .browser
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
@@ -16,7 +17,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
-.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test gpu-test image-test browser-test clean
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -63,6 +64,10 @@ bench-leak: $(VENV)/.test
 engine-test: $(VENV)/.test
 	tests/engine/setup.sh $(ENGINE_FOLDER)
 	ENGINE_FOLDER=$(ENGINE_FOLDER) $(BIN)/pytest -m engine -s tests/engine
+
+card-test: $(VENV)/.test
+	tests/card/setup.sh $(CARD_FOLDER)
+	CARD_FOLDER=$(CARD_FOLDER) $(BIN)/pytest -m card -s tests/card
 
 gpu-test: $(VENV)/.test
 	$(BIN)/pytest -m gpu -s tests/gpu

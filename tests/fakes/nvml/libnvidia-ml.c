@@ -5,6 +5,7 @@
  * belong to that device; a fact that is not there is answered with NOT_SUPPORTED.
  *
  *   driver 580.95.05                          global facts come before the first gpu
+ *   ledger PATH                               memory used and processes of GPU n are those of card n there (tests/card)
  *   calls PATH                                append "FUNCTION UUID" there for every call ("-" without a device)
  *   error nvmlInitWithFlags 9                 this function returns this code, on every device
  *   hang nvmlEventSetWait_v2 30               this function takes so many seconds, or until the line is gone
@@ -34,6 +35,8 @@
 #include <sys/stat.h>
 #include <time.h>
 
+#include "ledger.h"
+
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7,
        TIMEOUT = 10, GPU_IS_LOST = 15, ARGUMENT_VERSION_MISMATCH = 25 };
 enum { MAX_DEVICES = 128, MAX_FAULTS = 16, MAX_PROCESSES = 64, MAX_XIDS = 256, TEXT = 96 };
@@ -46,6 +49,7 @@ typedef unsigned long long u64;
 typedef struct { char function[TEXT]; double value; } Fault;
 typedef struct { Fault list[MAX_FAULTS]; int count; } Faults;
 typedef struct { unsigned pid; u64 used; unsigned gpu_instance, compute_instance; } ProcessInfo;
+typedef struct { unsigned pid; u64 used; } ProcessInfoV1;
 typedef struct { ProcessInfo list[MAX_PROCESSES]; int count; } Processes;
 typedef struct { u64 total, free, used; } MemoryV1;
 typedef struct { unsigned version; u64 total, reserved, free, used; } MemoryV2;
@@ -72,6 +76,7 @@ static Device devices[MAX_DEVICES]; /* a device keeps its place, so that a handl
 static Device *gpus[MAX_DEVICES], *instances[MAX_DEVICES];
 static int device_count, gpu_count, instance_count, initialised;
 static Faults global_errors, global_hangs;
+static Ledger *ledger;
 
 static void forget_facts(Device *device) {
   device->live = device->has_memory = device->processes.count = device->clients.count = device->xid_count = 0;
@@ -138,6 +143,7 @@ static Device *learn_line(Device *device, const char *fact, const char *text) {
   char uuid[TEXT];
   unsigned id = 0;
   if (!strcmp(fact, "driver")) snprintf(driver, TEXT, "%s", text);
+  else if (!strcmp(fact, "ledger")) ledger = ledger ? ledger : open_ledger(text);
   else if (!strcmp(fact, "calls")) snprintf(call_log, sizeof call_log, "%s", text);
   else if (!strcmp(fact, "error")) add_fault(device ? &device->errors : &global_errors, text);
   else if (!strcmp(fact, "hang")) add_fault(device ? &device->hangs : &global_hangs, text);
@@ -172,6 +178,28 @@ static void refresh(void) {
     if (sscanf(line, "%95s %n", fact, &text_at) == 1) device = learn_line(device, fact, line + text_at);
   }
   fclose(file);
+}
+
+static int index_of(const Device *device) {
+  for (int i = 0; i < gpu_count; i++)
+    if (gpus[i] == device) return i;
+  return -1;
+}
+
+/* What the ledger says of a GPU at this moment, in place of the control file's facts. */
+static void read_ledger(Device *device) {
+  int card = ledger && device ? index_of(device) : -1;
+  if (card < 0 || card >= (int)ledger->cards) return;
+  reclaim(ledger);
+  device->used = device->processes.count = 0;
+  for (int i = 0; i < MAX_HOLDERS; i++) {
+    u64 bytes = ledger->holders[i].bytes[card];
+    if (!bytes || ledger->holders[i].pid <= 0) continue;
+    device->used += bytes; /* the sum of what processes hold, so that both figures agree */
+    if (device->processes.count == MAX_PROCESSES) continue;
+    device->processes.list[device->processes.count++] = (ProcessInfo){
+      .pid = (unsigned)ledger->holders[i].pid, .used = bytes, .gpu_instance = ANY_INSTANCE, .compute_instance = ANY_INSTANCE};
+  }
 }
 
 static const Fault *find(const Faults *faults, const char *function) {
@@ -226,6 +254,7 @@ static int begin(const char *function, Device *device) {
   int error = error_of(function, device);
   if (error) return error;
   if (device && !device->live) return device->parent ? INVALID_ARGUMENT : GPU_IS_LOST;
+  read_ledger(device);
   return SUCCESS;
 }
 
@@ -290,6 +319,74 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **handle) {
   BEGIN(device);
   *handle = device;
   return end(device ? SUCCESS : INVALID_ARGUMENT);
+}
+
+/* What vLLM and torch ask beyond what an exporter does */
+
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+  BEGIN(NULL);
+  *version = 13000;
+  return end(SUCCESS);
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, Device **handle) {
+  BEGIN(NULL);
+  for (int i = 0; i < gpu_count; i++)
+    if (!strcmp(gpus[i]->uuid, uuid)) return *handle = gpus[i], end(SUCCESS);
+  return end(NOT_FOUND);
+}
+
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, Device **handle) {
+  unsigned domain, number; /* GPU n is on bus n + 1 */
+  BEGIN(NULL);
+  if (sscanf(bus, "%x:%x", &domain, &number) != 2 || number - 1 >= (unsigned)gpu_count) return end(NOT_FOUND);
+  *handle = gpus[number - 1];
+  return end(SUCCESS);
+}
+
+int nvmlDeviceGetIndex(Device *device, unsigned *index) {
+  BEGIN(device);
+  *index = (unsigned)index_of(device);
+  return end(SUCCESS);
+}
+
+int nvmlDeviceGetMinorNumber(Device *device, unsigned *minor) { return nvmlDeviceGetIndex(device, minor); }
+
+int nvmlDeviceGetCudaComputeCapability(Device *device, int *major, int *minor) {
+  BEGIN(device);
+  *major = 9;
+  *minor = 0;
+  return end(SUCCESS);
+}
+
+int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return NOT_SUPPORTED; }
+
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return NOT_SUPPORTED; }
+
+int nvmlDeviceGetGpuFabricInfoV(Device *device, unsigned char *info) {
+  BEGIN(device);
+  info[28] = 0; /* the state, after version, cluster UUID, status and clique: no fabric */
+  return end(SUCCESS);
+}
+
+/* The first version of the list, which torch's message of an OutOfMemoryError reads. */
+int nvmlDeviceGetComputeRunningProcesses(Device *device, unsigned *count, ProcessInfoV1 *infos) {
+  BEGIN(device);
+  unsigned room = *count;
+  *count = (unsigned)device->processes.count;
+  if (room < *count) return end(INSUFFICIENT_SIZE);
+  for (unsigned i = 0; i < *count; i++)
+    infos[i] = (ProcessInfoV1){.pid = device->processes.list[i].pid, .used = device->processes.list[i].used};
+  return end(SUCCESS);
+}
+
+int nvmlDeviceGetP2PStatus(Device *device, Device *peer, int capability, int *status) {
+  (void)peer, (void)capability;
+  BEGIN(device);
+  *status = 1; /* not supported by the chipset */
+  return end(SUCCESS);
 }
 
 int nvmlDeviceGetUUID(Device *device, char *uuid, unsigned size) {

@@ -39,7 +39,7 @@ def build(folder: Path, *, no_v2: bool = False) -> Path:
 
 def built(*, no_v2: bool = False) -> Path:
     """Return the path of a library that is compiled once per version of its source."""
-    version = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    version = hashlib.sha256(SOURCE.read_bytes() + SOURCE.with_name("ledger.h").read_bytes()).hexdigest()[:12]
     name = f"fake-nvml-{os.getuid()}-{version}{'-no-v2' if no_v2 else ''}"
     library = Path(tempfile.gettempdir()) / name / SONAME
     return library if library.exists() else build(library.parent, no_v2=no_v2)
