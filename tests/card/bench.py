@@ -1,0 +1,111 @@
+"""A real vLLM with the probe on stand-in cards, our daemon beside it, and orders to the worker."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from tests.card.card import FOLDER, Cards, Engine, serve
+from tests.fakes.ports import free_port
+from tests.process import NO_TLS, Daemon, daemon, eventually
+from vllm_headroom_tools.probe import install
+
+INSIDE: Final = Path(__file__).with_name("inside")
+START_SECONDS: Final = 900.0
+"""A minute on a machine that has nothing else to do."""
+GIB_OF_LOG: Final = r"([\d.]+) GiB"
+
+
+@dataclass
+class Bench:
+    """What runs: the cards, vLLM, the daemon, and the folders of probe, orders and state."""
+
+    cards: Cards
+    engine: Engine
+    daemon: Daemon
+    place: Path
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def read_log(self) -> str:
+        return self.engine.log.read_text(errors="replace")
+
+    def find_in_log(self, pattern: str) -> str:
+        found = re.findall(pattern, self.read_log())
+        assert found, pattern
+        return str(found[-1])
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.engine.url + path, json=body or None, timeout=120, verify=NO_TLS)
+
+    def complete(self, tokens: int = 4, prompt: str = "w300 w301", **body: Any) -> httpx.Response:
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        return self.post("/v1/completions", **asked | body)
+
+    def order(self, word: str, amount: int = 0) -> dict[str, Any]:
+        """Have the worker's process do something, and return what it answers."""
+        path = self.place / "orders" / f"{word}.{next(self._numbers)}"
+        path.with_suffix(".part").write_text(str(amount))
+        path.with_suffix(".part").replace(path)
+        done = path.with_name(f"{path.name}.done")
+        eventually(done.exists, f"the worker obeys {word}", START_SECONDS, 0.2)
+        answer: dict[str, Any] = json.loads(done.read_text())
+        return answer
+
+    def read_reports(self) -> dict[str, dict[str, Any]]:
+        """What each process of vLLM says by its probe, by name."""
+        found = [json.loads(path.read_text()) for path in (self.place / "probe").glob("*-*[0-9].json")]
+        return {each["process_name"]: each for each in sorted(found, key=lambda each: float(each["t"]))}
+
+    def read_parts(self, card: int = 0) -> dict[str, float]:
+        """`headroom_engine_memory_bytes` of a card, by part."""
+        page = self.daemon.get("/metrics").text
+        lines = re.findall(rf'^headroom_engine_memory_bytes{{gpu="{card}",part="(\w+)".*}} (\S+)$', page, re.MULTILINE)
+        return {part: float(value) for part, value in lines}
+
+
+@contextmanager
+def watch(
+    place: Path, *options: str, cards: Cards | None = None, model: Path = FOLDER / "tiny", **settings: str
+) -> Iterator[Bench]:
+    """Serve, and watch from the start; `settings` are the daemon's, those in capitals with CARD_ are vLLM's."""
+    cards = cards or Cards(folder=place / "cards")
+    cards.create()
+    for name in ("site", "probe", "orders", "state"):
+        (place / name).mkdir()
+    install(place / "site")
+    port = free_port()
+    inside = {
+        "PYTHONPATH": f"{INSIDE}:{place / 'site'}",
+        "HEADROOM_PROBE_DIR": str(place / "probe"),
+        "CARD_ORDERS": str(place / "orders"),
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    seen = cards.environment() | {"PROBE_DIR": str(place / "probe"), "STATE_DIR": str(place / "state")}
+    del seen["CARD_LEDGER"]
+    with (
+        serve(cards, model, port, place / "vllm.log", options, **inside) as engine,
+        daemon(ENGINE_URL=engine.url, **seen | settings) as watching,
+    ):
+        yield Bench(cards, engine, watching, place)
+
+
+def wait_until_served(bench: Bench) -> Bench:
+    """Wait until vLLM answers; fail with the end of its log where it has ended."""
+
+    def answers() -> bool:
+        assert bench.engine.process.poll() is None, bench.read_log()[-3000:]
+        try:
+            return httpx.get(f"{bench.engine.url}/health", timeout=5, verify=NO_TLS).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    eventually(answers, "vLLM serves", START_SECONDS, 1)
+    return bench

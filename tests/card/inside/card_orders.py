@@ -1,0 +1,101 @@
+"""A plugin of vLLM: the process that has the worker obeys the orders of a test; run by the Python that vLLM is in.
+
+An order is a file in the folder CARD_ORDERS, `WORD.NUMBER` with the bytes or the count that it takes; the answer is
+`WORD.NUMBER.done`, JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MIB = 2**20
+kept: list[Any] = []
+
+
+def keep_tensors(amount: int) -> dict[str, Any]:
+    """Keep tensors of 1 MiB, as a leak does."""
+    for _ in range(amount // MIB):
+        kept.append(torch.empty(MIB, dtype=torch.uint8, device="cuda"))  # noqa: PERF401 - the line that a record names
+    return {"kept": len(kept)}
+
+
+def keep_outside(amount: int) -> dict[str, Any]:
+    """Allocate past torch, as NCCL or a C library does."""
+    runtime, address = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p()
+    return {"error": runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(amount))}
+
+
+def keep_fragments(amount: int) -> dict[str, Any]:
+    """Fill segments with two sizes in turn and free the larger: what is left cannot serve a large tensor."""
+    blocks = [
+        torch.empty(size, dtype=torch.uint8, device="cuda")
+        for _ in range(amount // (20 * MIB))
+        for size in (17 * MIB, 3 * MIB)
+    ]
+    kept.extend(blocks[1::2])
+    return {"kept": len(kept)}
+
+
+def free_all(amount: int) -> dict[str, Any]:
+    kept.clear()
+    gc.collect()
+    if amount:
+        torch.cuda.empty_cache()
+    return {}
+
+
+def fail(amount: int) -> dict[str, Any]:
+    """Ask torch for more than there is; the error is caught, as by a server that answers 500."""
+    try:
+        torch.empty(amount, dtype=torch.uint8, device="cuda")
+    except torch.cuda.OutOfMemoryError as error:
+        return {"error": str(error)}
+    return {}
+
+
+def read_stats(_: int) -> dict[str, Any]:
+    stats = torch.cuda.memory_stats()
+    return {name: stats[name] for name in stats if name.endswith(("all.current", "num_alloc_retries", "num_ooms"))}
+
+
+ORDERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "tensors": keep_tensors,
+    "outside": keep_outside,
+    "fragments": keep_fragments,
+    "free": free_all,
+    "fail": fail,
+    "stats": read_stats,
+}
+
+
+def obey(folder: Path) -> None:
+    while True:
+        for order in sorted(folder.glob("*.[0-9]*")):
+            done = order.with_name(f"{order.name}.done")
+            if order.suffix != ".done" and not done.exists():
+                unfinished = folder / "answer"
+                unfinished.write_text(json.dumps(ORDERS[order.name.partition(".")[0]](int(order.read_text()))))
+                unfinished.replace(done)
+        time.sleep(0.1)
+
+
+def register() -> None:
+    """Wait for the worker of this process, if any, and obey orders from then on; vLLM calls this in each process."""
+    if folder := os.environ.get("CARD_ORDERS"):
+        threading.Thread(target=wait_for_card, args=(Path(folder),), daemon=True).start()
+
+
+def wait_for_card(folder: Path) -> None:
+    while not torch.cuda.is_initialized():
+        time.sleep(0.5)
+    obey(folder)
