@@ -21,7 +21,8 @@ from vllm_headroom_tools.probe import install
 INSIDE: Final = Path(__file__).with_name("inside")
 START_SECONDS: Final = 900.0
 """A minute on a machine that has nothing else to do."""
-GIB_OF_LOG: Final = r"([\d.]+) GiB"
+LOOK_SECONDS: Final = 600.0
+"""The probe writes every five seconds; a machine with other work may need longer."""
 
 
 @dataclass
@@ -48,6 +49,13 @@ class Bench:
     def complete(self, tokens: int = 4, prompt: str = "w300 w301", **body: Any) -> httpx.Response:
         asked = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
         return self.post("/v1/completions", **asked | body)
+
+    def abort(self, prompt: str, tokens: int) -> None:
+        """Ask for tokens and hang up at the first one."""
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        url = f"{self.engine.url}/v1/completions"
+        with httpx.stream("POST", url, json=asked, timeout=120, verify=NO_TLS) as answer:
+            next(answer.iter_lines())
 
     def order(self, word: str, amount: int = 0) -> dict[str, Any]:
         """Have the worker's process do something, and return what it answers."""

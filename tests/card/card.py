@@ -109,6 +109,8 @@ def serve(
         "DO_NOT_TRACK": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # these two share memory among ranks, and end the worker
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     }
     vllm = [str(FOLDER / "venv/bin/vllm"), "serve", model.name, "--load-format", "dummy"]
     with log.open("wb") as stream:
@@ -125,3 +127,25 @@ def serve(
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
+
+
+@contextmanager
+def take(cards: Cards, held_bytes: int, card: int = 0) -> Iterator[int]:
+    """Have another process hold so much of a card; yield its pid."""
+    body = f"""
+import ctypes, sys
+runtime, address = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p()
+assert runtime.cudaSetDevice({card}) == 0
+print(runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t({held_bytes})), flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [FOLDER / "venv/bin/python", "-c", body],
+        env={**os.environ, **cards.environment()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"0\n", "it fits"
+        yield process.pid
+        process.kill()

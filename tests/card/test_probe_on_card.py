@@ -11,14 +11,12 @@ from typing import Any, Final
 
 import pytest
 
-from tests.card.bench import INSIDE, Bench, wait_until_served, watch
+from tests.card.bench import INSIDE, LOOK_SECONDS, Bench, wait_until_served, watch
 from tests.card.card import GIB, MIB, Cards
 from tests.process import eventually
 
 pytestmark = pytest.mark.card
 
-LOOK_SECONDS: Final = 600.0
-"""The probe writes every five seconds; a machine with other work may need longer."""
 LEAKING_LINE: Final = "kept.append(torch.empty(MIB"
 
 
