@@ -95,6 +95,7 @@ def watch(
         "HEADROOM_PROBE_DIR": str(place / "probe"),
         "CARD_ORDERS": str(place / "orders"),
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
     seen = cards.environment() | {"PROBE_DIR": str(place / "probe"), "STATE_DIR": str(place / "state")}
     del seen["CARD_LEDGER"]
