@@ -104,12 +104,17 @@ def _find_current(parts: EngineParts | None, name: Literal["weights_bytes", "kv_
 def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     """Return the known parts; with all of torch's figures they sum to what the engine holds.
 
+    Nothing is returned where weights and KV cache exceed what the engine holds: the probe, which looks every five
+    seconds, saw them before the engine fell asleep.
+
     Allocated memory is weights, KV cache and other tensors; reserved memory beyond that is fragmented or cached; held
     memory beyond that is outside torch. A remainder is present only if all its terms are known. A captured graph keeps
     free blocks of a private pool and driver memory: vLLM's figure for graphs is subtracted from these, so that every
     byte counts once.
     """
     parts: dict[MemoryPart, int] = {}
+    if held_bytes is not None and (sums.weights or 0) + (sums.kv_cache or 0) > held_bytes + RACE_BYTES:
+        return parts
     if sums.weights is not None:
         parts[MemoryPart.WEIGHTS] = sums.weights
     if sums.kv_cache is not None:

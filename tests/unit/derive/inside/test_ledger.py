@@ -72,6 +72,11 @@ def test_what_is_not_known_is_absent_with_its_remainder(without: str, gone: set[
     assert set(parts_of(**WHOLE)) - set(parts_of(**known)) == gone
 
 
+def test_a_probe_that_has_not_looked_since_the_engine_fell_asleep_is_not_believed() -> None:
+    assert parts_of(RACE_BYTES, weights=RACE_BYTES, kv_cache=RACE_BYTES + 1) == {}
+    assert parts_of(RACE_BYTES, weights=RACE_BYTES, kv_cache=RACE_BYTES) != {}
+
+
 def test_without_nvml_nothing_is_outside_and_no_graphs_are_placed() -> None:
     found = parts_of(None, **WHOLE, graphs=100)
 
@@ -80,7 +85,7 @@ def test_without_nvml_nothing_is_outside_and_no_graphs_are_placed() -> None:
 
 
 def test_what_was_freed_between_two_looks_is_no_negative_remainder() -> None:
-    large = {name: value + RACE_BYTES for name, value in WHOLE.items()}
+    large = WHOLE | {name: WHOLE[name] + RACE_BYTES for name in ("allocated", "reserved")}
 
     assert parts_of(large["reserved"] - RACE_BYTES, **large)["outside_torch"] == 0
     assert "outside_torch" not in parts_of(large["reserved"] - RACE_BYTES - 1, **large)
