@@ -10,7 +10,6 @@ import pytest
 
 from tests.card.bench import LOOK_SECONDS, Bench, wait_until_served, watch
 from tests.card.card import GIB, MIB, Cards, take
-from tests.process import eventually
 
 pytestmark = pytest.mark.card
 

@@ -113,6 +113,8 @@ LONGER_SECONDS: Final = 600.0
 OTHERS_BYTES: Final = GIB
 """Less is only CUDA contexts of others."""
 
+FAILED: Final = "Out of GPU memory in a burst: an allocation of torch failed."
+
 LITTLE_RATIO: Final = 0.08
 """Less of the GPU than vLLM leaves free by default: the start had taken all that it could."""
 
@@ -169,6 +171,7 @@ def diagnose_neighbour(facts: Circumstances) -> Diagnosis | None:
         evidence=(
             describe_room(gpu),
             f"others held {format_size(gpu.last_other_bytes or 0)}, {format_size(gpu.first_other_bytes or 0)} before",
+            *facts.ooms,
         ),
     )
 
@@ -198,8 +201,8 @@ def diagnose_burst(facts: Circumstances) -> Diagnosis | None:
     sure = alone and gpu.is_full and share >= NEARLY_ALL and facts.seen_seconds >= LONGER_SECONDS
     return Diagnosis(
         cause=EndCause.BURST,
-        sureness=Sureness.SURE if sure else Sureness.LIKELY if share >= MOSTLY else Sureness.POSSIBLE,
-        sentence=f"Out of GPU memory in a burst: {gpu.called} was filled within minutes.",
+        sureness=Sureness.SURE if sure else Sureness.LIKELY if share >= MOSTLY or facts.ooms else Sureness.POSSIBLE,
+        sentence=FAILED if facts.ooms else f"Out of GPU memory in a burst: {gpu.called} was filled within minutes.",
         evidence=tuple(_list_burst_evidence(facts, gpu)),
     )
 
@@ -213,8 +216,7 @@ def _diagnose_possible_burst(facts: Circumstances) -> Diagnosis | None:
     if facts.what is not IncidentKind.ENDED or not facts.served:
         return None
     if facts.ooms:
-        text = "Out of GPU memory in a burst: an allocation of torch failed."
-        return Diagnosis(cause=EndCause.BURST, sureness=Sureness.LIKELY, sentence=text, evidence=facts.ooms)
+        return Diagnosis(cause=EndCause.BURST, sureness=Sureness.LIKELY, sentence=FAILED, evidence=facts.ooms)
     if not facts.running or gpu is None:
         return None
     if gpu.last_room_bytes is None or gpu.last_room_bytes >= FEW_BYTES:
@@ -241,9 +243,11 @@ def _list_leak_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
         yield f"the leak detector said {gpu.leak}, so it may be high-water marks that add up, not a leak"
     if gpu.leaked is not None and gpu.leaked.bytes_per_request is not None:
         yield f"{format_size(1000 * gpu.leaked.bytes_per_request)} per thousand requests"
+    yield from facts.ooms
 
 
 def _list_burst_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
+    yield from facts.ooms
     yield describe_room(gpu)
     if gpu.jumped_bytes is not None:
         yield f"the engine held {format_size(gpu.jumped_bytes)} more than minutes before"

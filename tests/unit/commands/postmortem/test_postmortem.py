@@ -238,6 +238,17 @@ def test_what_torch_was_refused_is_no_crash_with_memory_at_ease(run: Run, tmp_pa
     ]
 
 
+def test_a_full_card_names_the_allocation_that_failed(run: Run, tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.burst, 1)
+    assert scene.header is not None
+    scene.header["ooms"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}]
+
+    found = json.loads(run(write(tmp_path, scene), "--json")[1])
+
+    assert found["sentence"] == "Out of GPU memory in a burst: an allocation of torch failed."
+    assert found["evidence"][0] == "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free"
+
+
 def test_nonsense_in_a_header_is_left_out(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
     assert scene.header is not None
