@@ -84,14 +84,6 @@ def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canar
     )
 
 
-def build_canary(parts: Parts, settings: Settings) -> Canary | None:
-    """Return the canary, None where it is not configured or has no engine."""
-    if parts.asked is None or settings.canary_interval_seconds is None:
-        return None
-    most = max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds)
-    return Canary(parts.asked.ask, settings.canary_interval_seconds, parts.clock, most_pause_seconds=most)
-
-
 @cache  # read from the distribution's files, and shown on every page
 def read_version() -> str:
     """Return the version of the installed distribution."""
@@ -178,7 +170,10 @@ class Daemon:
         self._keeper = None if folder is None else StateKeeper(folder=folder, clock=clock, version=version, lock=lock)
         trace = settings.trace_file
         self._recorder = None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)
-        self._canary = build_canary(parts, settings)
+        pause, canary_seconds = max(LONGEST_TICK_SECONDS, 3 * self._interval_seconds), settings.canary_interval_seconds
+        self._canary = None
+        if parts.asked is not None and canary_seconds is not None:
+            self._canary = Canary(parts.asked.ask, canary_seconds, clock, most_pause_seconds=pause)
         self._sampler = build_sampler(parts, settings, None if self._keeper is None else self._recall, self._canary)
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:

@@ -151,16 +151,13 @@ class Transitions:
             log.info("GPU attributed to the engine", uuid=uuid, attribution=attribution)
         if not owners and gpus and not self._selection.listed:
             log.warning("no GPU attributed to the engine", problem=NOT_ATTRIBUTED, visible=len(gpus))
-        self._warn_invisible(gpus)
-
-    def _is_new(self, what: str, now: object, usual: object = "nothing yet") -> bool:
-        """Remember the state of a thing; return whether it changed."""
-        before, self._said[what] = self._said.get(what, usual), now
-        return now != before
-
-    def _warn_invisible(self, gpus: tuple[Gpu, ...]) -> None:
         visible = {name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
         missing = [name for name in self._selection.listed if name.casefold() not in visible]
         if missing:
             shown = " ".join(f"{gpu.reading.index}={gpu.reading.uuid}" for gpu in gpus)
             log.warning("HEADROOM_GPUS names GPUs that are not visible", missing=",".join(missing), visible=shown)
+
+    def _is_new(self, what: str, now: object, usual: object = "nothing yet") -> bool:
+        """Remember the state of a thing; return whether it changed."""
+        before, self._said[what] = self._said.get(what, usual), now
+        return now != before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Final
 
 from msgspec import Struct, field
@@ -144,13 +143,8 @@ FACTS: Final[tuple[tuple[Metric, str], ...]] = (
 
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return resident bytes by role and the container's memory; unknown values have no sample."""
-    return (*_sum_roles(snapshot), *make_facts(FACTS, (), snapshot.host))
-
-
-def _sum_roles(snapshot: Snapshot) -> Iterator[Sample]:
-    if isinstance(snapshot.processes, Failure):
-        return
     resident: Counter[Role] = Counter()
-    for process in snapshot.processes:
+    for process in () if isinstance(snapshot.processes, Failure) else snapshot.processes:
         resident[process.role] += process.rss_bytes
-    yield from (Sample(catalog.HOST_MEMORY, (str(role),), float(resident[role])) for role in Role if role in resident)
+    roles = (Sample(catalog.HOST_MEMORY, (str(role),), float(resident[role])) for role in Role if role in resident)
+    return (*roles, *make_facts(FACTS, (), snapshot.host))

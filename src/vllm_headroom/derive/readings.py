@@ -133,7 +133,9 @@ def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
     page = snapshot.page
     if page is not None:
         samples += [Sample(catalog.INPUT_AVAILABLE, (name,), float(found)) for name, found in page.inputs]
-        samples += [sample for engine in list_named(page) for sample in _derive_engine(engine, page.profile)]
+        for labels, engine in ((label_engine(engine), engine) for engine in list_named(page)):
+            samples += [Sample(catalog.ENGINE_INFO, (*labels, page.profile), 1.0)]
+            samples += make_facts(_ENGINE_FACTS, labels, engine)
     return tuple(samples)
 
 
@@ -144,7 +146,12 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
     yield Sample(catalog.GPU_UP, labels, float(reading.failure is None))
     if reading.memory is not None:
         yield from make_facts(_MEMORY_FACTS, labels, reading.memory)
-        yield from _derive_held(gpu, labels, reading.memory.used_bytes)
+        known = {"engine": gpu.engine_bytes, "other": gpu.other_bytes}
+        for holder, held_bytes in known.items():
+            if held_bytes is not None:
+                yield Sample(catalog.GPU_MEMORY_HELD, (*labels, holder), float(held_bytes))
+        rest = reading.memory.used_bytes - sum(held_bytes or 0 for held_bytes in known.values())
+        yield Sample(catalog.GPU_MEMORY_HELD, (*labels, "unattributed"), float(rest))
     left = [leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None]
     if left:
         yield Sample(catalog.GPU_MEMORY_LEFT_BEHIND, labels, float(sum(left)))
@@ -154,21 +161,6 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
         yield Sample(catalog.ENGINE_MEMORY, (*labels, str(part)), float(part_bytes))
     for xid, count in reading.xid_errors:
         yield Sample(catalog.GPU_XID_ERRORS, (*labels, str(xid)), float(count))
-
-
-def _derive_held(gpu: Gpu, labels: tuple[str, str], used_bytes: int) -> Iterator[Sample]:
-    known = {"engine": gpu.engine_bytes, "other": gpu.other_bytes}
-    for holder, held_bytes in known.items():
-        if held_bytes is not None:
-            yield Sample(catalog.GPU_MEMORY_HELD, (*labels, holder), float(held_bytes))
-    rest = used_bytes - sum(held_bytes or 0 for held_bytes in known.values())
-    yield Sample(catalog.GPU_MEMORY_HELD, (*labels, "unattributed"), float(rest))
-
-
-def _derive_engine(engine: EngineReading, profile: str) -> Iterator[Sample]:
-    labels = label_engine(engine)
-    yield Sample(catalog.ENGINE_INFO, (*labels, profile), 1.0)
-    yield from make_facts(_ENGINE_FACTS, labels, engine)
 
 
 def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:

@@ -13,7 +13,7 @@ from vllm_headroom import catalog
 from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.drawing import MARGIN, STYLE, Curve, Forecast, Frame, escape_text
-from vllm_headroom.expose.view import Event, Incident, View
+from vllm_headroom.expose.view import View
 from vllm_headroom.model import Gpu, Metric, Snapshot, Values, Verdict, find_part, find_worst
 from vllm_headroom.units import format_duration, format_gib, format_instant, format_size
 from vllm_headroom.vocabulary import WORDS, Level
@@ -59,7 +59,14 @@ def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> t
     shapes = [
         svg.draw_curve(frame, past),
         svg.draw_line(frame, peaks, kind="peak"),
-        *(svg.draw_mark(frame, event.seconds) for event in view.history.events if _is_marked(event, reading.called)),
+        *(  # alarms of this GPU or of none: a text begins with its subject
+            svg.draw_mark(frame, event.seconds)
+            for event in view.history.events
+            if (
+                event.level is Level.ALARM
+                and (not event.text.startswith("GPU ") or event.text.startswith(f"{reading.called} "))
+            )
+        ),
         "" if forecast is None else svg.draw_forecast(frame, forecast) + svg.draw_mark(frame, now),
         svg.draw_zero(frame),
     ]
@@ -73,11 +80,6 @@ def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> t
         f"<i>{format_size(frame.top)}</i>{svg.draw_picture(frame, shapes, title=title)}"
         f"{_draw_axis(begin, now, end, forecast)}</figure>"
     )
-
-
-def _is_marked(event: Event, gpu: str) -> bool:
-    """Return whether an event is an alarm of this GPU or of none; its text begins with its subject."""
-    return event.level is Level.ALARM and (not event.text.startswith("GPU ") or event.text.startswith(f"{gpu} "))
 
 
 def _find_span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
@@ -217,23 +219,27 @@ def render_page(view: View) -> str:
 def _render_rest(view: View) -> Iterator[str]:
     if view.snapshot is not None:
         yield from draw_figures(view, view.snapshot)
-        yield from render_tables(view, view.snapshot)
+        values = view.values
+        yield _render_table(
+            "Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _list_gpus(values), kind="figures"
+        )
+        head = ("engine", *(title for title, _, _ in ENGINE))
+        yield _render_table("Engines", head, _list_engines(values), kind="figures")
+        head = ("source", "last reading", "took", "last worked", "cause and cure")
+        yield _render_table("Sources", head, _list_sources(values, view.snapshot), kind="words")
     if view.last_incident is not None:
-        yield _render_incident(view.last_incident)
+        last = view.last_incident
+        why = "" if last.reason is None else f" ({escape_text(last.reason)})"
+        yield (
+            f"<h2>Last incident</h2><p>{format_instant(last.seconds)}: the engine {escape_text(last.what)}{why}."
+            f" <code>{escape_text(last.command)}</code>, run in the sidecar's container, reports why.</p>"
+        )
     if view.history.events:
         yield "<h2>What changed</h2><ul>"
         for event in reversed(view.history.events[-10:]):
             word = f"<b class={event.level}>{WORDS[event.level]}</b>"
             yield f"<li>{word} {format_instant(event.seconds)} {escape_text(event.text)}</li>"
         yield "</ul>"
-
-
-def _render_incident(last: Incident) -> str:
-    why = "" if last.reason is None else f" ({escape_text(last.reason)})"
-    return (
-        f"<h2>Last incident</h2><p>{format_instant(last.seconds)}: the engine {escape_text(last.what)}{why}."
-        f" <code>{escape_text(last.command)}</code>, run in the sidecar's container, reports why.</p>"
-    )
 
 
 def _render_sentence(view: View, verdict: Verdict) -> str:
@@ -251,16 +257,6 @@ def _describe_age(view: View) -> str:
 
 HOLDERS: Final = ("engine", "other", "unattributed")
 NOT_KNOWN: Final = "not known"
-
-
-def render_tables(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield the tables."""
-    values = view.values
-    yield _render_table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _list_gpus(values), kind="figures")
-    head = ("engine", *(title for title, _, _ in ENGINE))
-    yield _render_table("Engines", head, _list_engines(values), kind="figures")
-    head = ("source", "last reading", "took", "last worked", "cause and cure")
-    yield _render_table("Sources", head, _list_sources(values, snapshot), kind="words")
 
 
 def _list_gpus(values: Values) -> Iterator[tuple[str, ...]]:

@@ -130,7 +130,9 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        self._skip_body()
+        with contextlib.suppress(h11.RemoteProtocolError):  # a body that has come as a whole is skipped
+            while self._http.their_state is h11.SEND_BODY and isinstance(self._http.next_event(), h11.Data):
+                pass
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
             self._enter(Phase.IDLE)
@@ -138,12 +140,6 @@ class Connection(asyncio.Protocol):
             self._advance()
         else:
             transport.close()
-
-    def _skip_body(self) -> None:
-        """Skip a body that has come as a whole; do not wait for any other."""
-        with contextlib.suppress(h11.RemoteProtocolError):
-            while self._http.their_state is h11.SEND_BODY and isinstance(self._http.next_event(), h11.Data):
-                pass
 
     def _advance(self) -> None:
         try:

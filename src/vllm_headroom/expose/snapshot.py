@@ -34,6 +34,7 @@ def respond_snapshot(view: View) -> Response:
 def build_document(view: View) -> dict[str, Any]:
     """Return the last sample with its verdicts, and the day's curves."""
     values = view.values
+    history, uuids = view.history, [labels[1] for labels in view.values.of(catalog.GPU_INFO)]
     return {
         "headroom_snapshot": FORMAT,
         "version": view.version,
@@ -45,7 +46,19 @@ def build_document(view: View) -> dict[str, Any]:
         "last_incident": _describe_incident(view.last_incident),
         **_collect_facts(values, WHOLE, ()),
         **{name: _list_entries(values, name, labels) for name, labels in MANY.items()},
-        "history": _describe_history(view),
+        "history": {
+            "step_seconds": STEP_SECONDS,
+            "gpus": [
+                {
+                    "uuid": uuid,
+                    "free_bytes": _list_points(history.free(uuid)),
+                    "free_at_peak_bytes": _list_points(history.free_at_peak(uuid)),
+                }
+                for uuid in uuids
+            ],
+            "running": _list_points(history.running()),
+            "events": [{"t": event.seconds, "level": event.level, "text": event.text} for event in history.events],
+        },
     }
 
 
@@ -89,13 +102,9 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
     if metric.name.endswith(INFO):
         return next((dict(zip(own, each, strict=True)) for each in found), None)
     if own[-1] == STATE:
-        return _read_states(found, own)
+        held = {" ".join(each[:-1]): each[-1] for each, value in found.items() if value}
+        return held or None if own[:-1] else held.get("")
     return {" ".join(each): value for each, value in found.items()} or None
-
-
-def _read_states(found: Mapping[tuple[str, ...], float], own: tuple[str, ...]) -> Any:  # noqa: ANN401 - any value of JSON
-    held = {" ".join(each[:-1]): each[-1] for each, value in found.items() if value}
-    return held or None if own[:-1] else held.get("")
 
 
 def _describe_incident(incident: Incident | None) -> dict[str, Any] | None:
@@ -103,23 +112,6 @@ def _describe_incident(incident: Incident | None) -> dict[str, Any] | None:
         return None
     facts = asdict(incident)
     return {"t": facts.pop("seconds"), **facts, "command": incident.command}
-
-
-def _describe_history(view: View) -> dict[str, Any]:
-    history, uuids = view.history, [labels[1] for labels in view.values.of(catalog.GPU_INFO)]
-    return {
-        "step_seconds": STEP_SECONDS,
-        "gpus": [
-            {
-                "uuid": uuid,
-                "free_bytes": _list_points(history.free(uuid)),
-                "free_at_peak_bytes": _list_points(history.free_at_peak(uuid)),
-            }
-            for uuid in uuids
-        ],
-        "running": _list_points(history.running()),
-        "events": [{"t": event.seconds, "level": event.level, "text": event.text} for event in history.events],
-    }
 
 
 def _list_points(curve: Curve) -> list[tuple[float, float | None]]:

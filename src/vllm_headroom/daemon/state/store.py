@@ -74,7 +74,16 @@ class StateKeeper:
             self._saved = None
             await self._refuse(STATE, reason)
         elif identify_engine(snapshot.engines) is not None and is_gpu_list_known(self._saved, snapshot):
-            return {**runs, **self._restore(self._saved, snapshot)}
+            saved = self._saved
+            self._saved = None
+            memory = restore_memory(saved, snapshot)
+            log.info(
+                "saved state taken up",
+                saved_by=saved.version,
+                age_seconds=round(snapshot.time_seconds - saved.saved_at_seconds),
+                gpus=",".join(memory.leak.gpus),
+            )
+            return {**runs, "leak": memory.leak, "baseline": memory.baseline}
         return runs
 
     async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
@@ -133,17 +142,6 @@ class StateKeeper:
             if saved is None:
                 self._report(_name_rejected(file), None)
         return saved
-
-    def _restore(self, saved: SavedState, snapshot: Snapshot) -> Mapping[str, Any]:
-        self._saved = None
-        memory = restore_memory(saved, snapshot)
-        log.info(
-            "saved state taken up",
-            saved_by=saved.version,
-            age_seconds=round(snapshot.time_seconds - saved.saved_at_seconds),
-            gpus=",".join(memory.leak.gpus),
-        )
-        return {"leak": memory.leak, "baseline": memory.baseline}
 
     async def _refuse(self, file: StateFile[T], reason: str) -> None:
         """Set a file aside; where that fails it is tried again, and not overwritten."""

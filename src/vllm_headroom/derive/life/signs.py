@@ -188,7 +188,7 @@ def find_progress_age(
     A request of the daemon that has been pending since `owed_since` is work too: the gauges of a hung core are frozen.
     Its age counts from the last progress of any request.
     """
-    ages = [now - each.moved_seconds for each in movements.values() if each.busy and any(map(_is_known, each.counted))]
+    ages = [now - each.moved_seconds for each in movements.values() if each.busy and set(each.counted) != {None}]
     if owed_since is not None and movements:
         ages.append(now - max(owed_since, *(each.done_seconds for each in movements.values())))
     return max(ages, default=None)
@@ -211,7 +211,7 @@ def has_worked(page: EnginePage) -> bool | None:
     if not page.engines:
         return True
     facts = [fact for engine in list_named(page) for fact in (*_list_counters(engine)[:-1], engine.running)]
-    return None if facts and not any(map(_is_known, facts)) else any(facts)
+    return None if facts and set(facts) == {None} else any(facts)
 
 
 def _update_movement(before: Movement | None, engine: EngineReading, now: float) -> Movement:
@@ -228,10 +228,6 @@ def _update_movement(before: Movement | None, engine: EngineReading, now: float)
         idle_seconds=None if busy or asleep or engine.running is None else rested,
         kv_used_ratio=engine.kv_used_ratio,
     )
-
-
-def _is_known(value: float | None) -> bool:
-    return value is not None
 
 
 _DONE: Final = slice(1, 4)
