@@ -170,7 +170,8 @@ def _select_samples(lines: Iterable[bytes], seconds: float, most_bytes: int) -> 
     kept: deque[bytes] = deque()
     size, slot = 0, -1
     for each in lines:
-        time = _parse_time(each)
+        found = _TIME.match(each)
+        time = float(found[1]) if found is not None and each.endswith(b"\n") else None
         if time is None or time < seconds - BEFORE_SECONDS:
             continue
         if time < seconds - CLOSE_SECONDS:
@@ -182,9 +183,3 @@ def _select_samples(lines: Iterable[bytes], seconds: float, most_bytes: int) -> 
         while size > most_bytes:
             size -= len(kept.popleft())
     return kept
-
-
-def _parse_time(sample: bytes) -> float | None:
-    """Return the time of a sample; None for an incomplete one."""
-    found = _TIME.match(sample)
-    return float(found[1]) if found is not None and sample.endswith(b"\n") else None

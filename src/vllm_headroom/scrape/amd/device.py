@@ -179,8 +179,13 @@ def read_memory(card: Card, proc: Path) -> GpuMemory | None:
         return None
     granted_bytes = card.nodes[0].memory_bytes if card.nodes else None
     if granted_bytes is not None and granted_bytes > total_bytes:
-        return _read_machine_share(card, granted_bytes, proc)
-    if card.nodes is None and _can_grant_other(card):
+        # an APU whose limit exceeds its VRAM: KFD grants the machine's memory (amdgpu_ttm_init)
+        machine, taken_bytes = read_machine(proc), read_optional_number(f"{card.folder}/mem_info_gtt_used")
+        if machine is None or taken_bytes is None:
+            return None
+        free_bytes = max(0, min(granted_bytes - taken_bytes, machine.available_bytes))
+        return _build_memory(granted_bytes, granted_bytes - free_bytes, machine.available_bytes)
+    if card.nodes is None and (card.is_apu or read_line(f"{card.folder}/current_compute_partition") not in {"", WHOLE}):
         return None
     return _build_memory(total_bytes, used_bytes)
 
@@ -195,20 +200,6 @@ def _read_own(card: Card, fact: str) -> int | None:
     if value is None:
         raise OSError(errno.EBADMSG, f"mem_info_vram_{fact} holds no number")
     return value
-
-
-def _read_machine_share(card: Card, granted_bytes: int, proc: Path) -> GpuMemory | None:
-    """Return the memory of an APU whose limit exceeds its VRAM: KFD grants the machine's (amdgpu_ttm_init)."""
-    machine, taken_bytes = read_machine(proc), read_optional_number(f"{card.folder}/mem_info_gtt_used")
-    if machine is None or taken_bytes is None:
-        return None
-    free_bytes = max(0, min(granted_bytes - taken_bytes, machine.available_bytes))
-    return _build_memory(granted_bytes, granted_bytes - free_bytes, machine.available_bytes)
-
-
-def _can_grant_other(card: Card) -> bool:
-    """Return whether a card without known nodes may grant the machine's memory, or a part of its VRAM."""
-    return card.is_apu or read_line(f"{card.folder}/current_compute_partition") not in {"", WHOLE}
 
 
 def _read_partition(card: Card, index: int, place: int, node: Node, look: ReadContext) -> GpuReading:

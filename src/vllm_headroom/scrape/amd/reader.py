@@ -105,7 +105,12 @@ class Amd:
             processes=CardProcesses(self._sys, self._proc), peaks=self._peaks, now=self._monotonic(), proc=self._proc
         )
         found = [(card, self._card(card, index, look)) for index, card in enumerate(self._cards.values())]
-        self.integrated = frozenset(part.uuid for card, parts in found for part in parts if _is_integrated(card, part))
+        self.integrated = frozenset(
+            part.uuid
+            for card, parts in found
+            for part in parts
+            if (part.memory.is_unified if part.memory is not None else card.is_apu)
+        )
         return tuple(part for _, parts in found for part in parts)
 
     def _card(self, card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ...]:
@@ -131,7 +136,3 @@ class Amd:
                     used[card.uuid] = memory.used_bytes
                     self._peaks[card.uuid].add(self._monotonic(), memory.used_bytes)
         return used
-
-
-def _is_integrated(card: Card, reading: GpuReading) -> bool:
-    return reading.memory.is_unified if reading.memory is not None else card.is_apu

@@ -161,8 +161,10 @@ class NvmlDevice:
         with self._watch_loss():
             gpu = self.gpu or self._open()
             before, self.parts = self.parts, list_parts(gpu, self._around.calls)
-            for uuid in {part.uuid for part in before} - {part.uuid for part in self.parts}:
-                self._forget(uuid)
+            for uuid in {part.uuid for part in before} - {part.uuid for part in self.parts}:  # MIG instances removed
+                self._around.calls.forget(uuid)
+                self._around.peaks.pop(uuid, None)
+                self._lists.pop(uuid, None)
             return tuple(self._read_part(part) for part in self.parts)
 
     def sample_used(self) -> dict[str, int]:
@@ -194,12 +196,6 @@ class NvmlDevice:
             if error.value in LOST:
                 self.lost_code = error.value
             raise
-
-    def _forget(self, uuid: str) -> None:
-        """Forget a MIG instance that was removed: the next one has another UUID."""
-        self._around.calls.forget(uuid)
-        self._around.peaks.pop(uuid, None)
-        self._lists.pop(uuid, None)
 
     def _open(self) -> Part:
         around = self._around

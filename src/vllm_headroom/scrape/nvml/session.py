@@ -113,15 +113,16 @@ class Roster:
         return tuple(readings)
 
     def _unread(self, device: NvmlDevice, missing: set[str], failure: Failure) -> list[GpuReading]:
-        uuid = device.gpu.uuid if device.gpu is not None else self._find_last_at(device.index, missing)
+        # the UUID of a GPU that does not open is unknown: it counts as the missing one that had its index
+        uuid = (
+            device.gpu.uuid
+            if device.gpu is not None
+            else next((uuid for uuid in sorted(missing) if self._known[uuid][0].index == device.index), "")
+        )
         missing.discard(uuid)
         if not uuid:
             return [GpuReading(index=device.index, uuid="", name="", failure=failure)]
         return self._failed(self._known[uuid], failure)
-
-    def _find_last_at(self, index: int, missing: set[str]) -> str:
-        # The UUID of a GPU that does not open is unknown: it counts as the missing one that had its index.
-        return next((uuid for uuid in sorted(missing) if self._known[uuid][0].index == index), "")
 
     def _failed(self, parts: tuple[Part, ...], failure: Failure) -> list[GpuReading]:
         return [part.failed(failure, self._xids.counts(part.gpu_uuid, part.gpu_instance)) for part in parts]

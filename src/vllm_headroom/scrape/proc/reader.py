@@ -148,7 +148,16 @@ class Processes:
     def _read_engine(self, pids: frozenset[int], page: PageState) -> tuple[EngineProcess, ...]:
         if self._scan(pids) or page != self._page:
             self._page = page
-            self._roles = self._choose(self._entries)
+            entries = self._entries
+            own_pid = proc_files.read_own_pid(self._proc)
+            self._strays = self._orphans.strays(entries)
+            self._orphaned = self._orphans.find_orphans(entries, answers=self._page.answers)
+            left = self._orphaned | self._strays
+            rest = {pid: entry for pid, entry in entries.items() if pid not in left}
+            self._choice = choose_roots(rest, self._find_served, self._page, self._choice)
+            self._roles = assign_roles(rest, own_pid, self._choice.roots)
+            self._orphans.remember(rest, self._choice.roots, self._roles)
+            self._sees_others = can_see_others(entries, own_pid)
         found = (self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
 
@@ -171,18 +180,6 @@ class Processes:
                 self._entries[pid] = entry
             changed |= entry != before
         return changed
-
-    def _choose(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
-        own_pid = proc_files.read_own_pid(self._proc)
-        self._strays = self._orphans.strays(entries)
-        self._orphaned = self._orphans.find_orphans(entries, answers=self._page.answers)
-        left = self._orphaned | self._strays
-        rest = {pid: entry for pid, entry in entries.items() if pid not in left}
-        self._choice = choose_roots(rest, self._find_served, self._page, self._choice)
-        roles = assign_roles(rest, own_pid, self._choice.roots)
-        self._orphans.remember(rest, self._choice.roots, roles)
-        self._sees_others = can_see_others(entries, own_pid)
-        return roles
 
     def _find_served(self, pid: int) -> ServedPort:
         """Return its port, and whether it shares the daemon's network, which a page on a loopback address needs."""

@@ -93,7 +93,12 @@ def choose_roots(
     engines = _group_engines(entries, [pid for pid in tops if pid not in actors])
     served = {roots: find_served(roots[0]) for roots in engines}
     serving = {roots: _list_serving(named, roots) for roots in engines}
-    began = {roots: _list_starts(entries, (*serving[roots], entries[roots[0]].parent_pid)) for roots in engines}
+    began = {
+        roots: [
+            entries[pid].started_seconds for pid in (*serving[roots], entries[roots[0]].parent_pid) if pid in entries
+        ]
+        for roots in engines
+    }
     ranks = {
         roots: _rank_engine(_name_processes(entries, roots), began[roots], served[roots], page, before)
         for roots in engines
@@ -130,7 +135,10 @@ def _group_engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> lis
     """
     servers = {pid: _is_server(entries, pid) for pid in tops}
     alone = [(pid,) for pid, serves in servers.items() if serves]
-    families = _group_families(entries[pid] for pid, serves in servers.items() if not serves)
+    siblings: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
+    for process in (entries[pid] for pid, serves in servers.items() if not serves):
+        siblings[find_family(process)] += (process.pid,)
+    families = list(siblings.values())
     outlived = [roots for roots in families if any(entries[pid].role is Role.API_SERVER for pid in roots)]
     return alone + outlived if alone else families
 
@@ -167,10 +175,6 @@ def _name_processes(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> fr
     return frozenset((pid, entries[pid].started_seconds) for pid in pids)
 
 
-def _list_starts(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> list[float]:
-    return [entries[pid].started_seconds for pid in pids if pid in entries]
-
-
 def _list_serving(named: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> tuple[int, ...]:
     """Return the pids of what may serve an engine's page: its roots, and servers below them."""
     below = (pid for pid, process in named.items() if process.parent_pid in roots and process.role is Role.API_SERVER)
@@ -190,13 +194,6 @@ def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
 def find_family(process: ProcEntry) -> tuple[int, int]:
     """Return what the roots of one engine share: their parent (init for orphans) and process group."""
     return process.parent_pid, process.group
-
-
-def _group_families(processes: Iterable[ProcEntry]) -> list[tuple[int, ...]]:
-    siblings: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
-    for process in processes:
-        siblings[find_family(process)] += (process.pid,)
-    return list(siblings.values())
 
 
 def can_see_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
