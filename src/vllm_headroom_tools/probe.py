@@ -228,15 +228,11 @@ def _format_process(process: Document) -> Iterator[str]:
         yield f"  {process['note']}"
     for kind, stacks in (("host", process["host"]), ("GPU", process["gpu"])):
         for stack in stacks[:MOST_SHOWN]:
-            yield from _format_stack(kind, stack)
+            line, *callers = stack["stack"] or ("nobody knows where",)
+            yield f"  {format_size(stack['bytes']):>10} {kind} memory, {stack['count']} allocations  {line}"
+            yield from (f"{'':>13}called from {caller}" for caller in callers[:MOST_SHOWN])
     if not process["host"] and not process["gpu"]:
         yield "  nothing"
-
-
-def _format_stack(kind: str, stack: Document) -> Iterator[str]:
-    line, *callers = stack["stack"] or ("nobody knows where",)
-    yield f"  {format_size(stack['bytes']):>10} {kind} memory, {stack['count']} allocations  {line}"
-    yield from (f"{'':>13}called from {caller}" for caller in callers[:MOST_SHOWN])
 
 
 def _format_cost(cost: Document) -> str:

@@ -10,20 +10,6 @@ from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.early import no_collection
 from vllm_headroom_tools.settings import ModelSettings
 
-DESCRIPTION: Final = """\
-Reads a vLLM server's metrics and the GPUs' memory side by side, and serves what
-is reported, what is really held and what is left, for Prometheus, at /metrics.
-"""
-
-EPILOG: Final = """\
-Example:
-  vllm-headroom --engine-url http://127.0.0.1:8000 --gpus 0,1
-  curl http://127.0.0.1:9839/metrics
-
-It ends with status 0 on SIGTERM or SIGINT, 2 when it cannot use its settings,
-3 when only a new container can mend the driver, 1 on an internal error.
-"""
-
 
 def _run(given: Namespace) -> NoReturn:
     with no_collection():
@@ -34,8 +20,18 @@ def _run(given: Namespace) -> NoReturn:
 
 COMMAND: Final[Command[int]] = Command(
     usage="vllm-headroom [run] [OPTION VALUE]...\n       vllm-headroom COMMAND [OPTION VALUE]...",
-    description=DESCRIPTION,
-    epilog=EPILOG,
+    description="""\
+Reads a vLLM server's metrics and the GPUs' memory side by side, and serves what
+is reported, what is really held and what is left, for Prometheus, at /metrics.
+""",
+    epilog="""\
+Example:
+  vllm-headroom --engine-url http://127.0.0.1:8000 --gpus 0,1
+  curl http://127.0.0.1:9839/metrics
+
+It ends with status 0 on SIGTERM or SIGINT, 2 when it cannot use its settings,
+3 when only a new container can mend the driver, 1 on an internal error.
+""",
     options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,
     status=int,

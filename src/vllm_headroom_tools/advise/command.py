@@ -44,15 +44,11 @@ def _format_advice(number: int, advice: Advice) -> Iterator[str]:
     for evidence in advice.evidence:
         yield from wrap_headed("seen", evidence.text)
     for place, change in enumerate(advice.changes):
-        yield from _format_change("then" if place else "first", change)
+        what = change.text if change.flag is None else f"{write_change(change)}: {change.text}"
+        yield from wrap_headed("then" if place else "first", what)
+        yield from wrap_headed("", f"costs {change.cost}")
     if advice.remark is not None:
         yield from wrap_headed("mind", advice.remark)
-
-
-def _format_change(head: str, change: Change) -> Iterator[str]:
-    what = change.text if change.flag is None else f"{write_change(change)}: {change.text}"
-    yield from wrap_headed(head, what)
-    yield from wrap_headed("", f"costs {change.cost}")
 
 
 def write_change(change: Change) -> str:
@@ -105,43 +101,23 @@ def _build_advice(advice: Advice) -> dict[str, Any]:
         "cause": advice.cause,
         "summary": advice.summary,
         "evidence": {evidence.name: evidence.value for evidence in advice.evidence},
-        "changes": [_build_change(change) for change in advice.changes],
+        "changes": [
+            {
+                "flag": change.flag,
+                "value": _round_value(change.value, change.flag),
+                "difference": _round_value(change.difference, change.flag),
+                "now": _round_value(change.now, change.flag),
+                "text": change.text,
+                "cost": change.cost,
+            }
+            for change in advice.changes
+        ],
         "remark": advice.remark,
-    }
-
-
-def _build_change(change: Change) -> dict[str, Any]:
-    return {
-        "flag": change.flag,
-        "value": _round_value(change.value, change.flag),
-        "difference": _round_value(change.difference, change.flag),
-        "now": _round_value(change.now, change.flag),
-        "text": change.text,
-        "cost": change.cost,
     }
 
 
 def _round_value(value: float | None, flag: Flag | None) -> float | None:
     return value if value is None or flag is Flag.GPU_MEMORY_UTILIZATION else int(value)
-
-
-DESCRIPTION: Final = """\
-Finds which known cause of memory trouble fits an engine, shows the figures, and
-advises a change: vLLM's option with a value computed from this engine's
-figures, the least costly first.
-
-TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
-or - for standard input, ideally of a day. A sidecar's page is only the present.
-"""
-
-EXAMPLES: Final = """\
-The exit status is 0 if there is nothing to change, 1 if there is advice, and 2
-if it cannot tell or cannot use its input.
-
-Example:
-  vllm-headroom advise trace.jsonl --engine-url http://127.0.0.1:8000
-  vllm-headroom advise --headroom-url http://gpu-7:9839 --json
-"""
 
 
 def add_options(parser: Parser) -> None:
@@ -213,8 +189,22 @@ def _read_trace(given: Namespace, settings: EngineArgs) -> Facts:
 
 COMMAND: Final[Command[Assessment]] = Command(
     usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --headroom-url URL",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
+    description="""\
+Finds which known cause of memory trouble fits an engine, shows the figures, and
+advises a change: vLLM's option with a value computed from this engine's
+figures, the least costly first.
+
+TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
+or - for standard input, ideally of a day. A sidecar's page is only the present.
+""",
+    epilog="""\
+The exit status is 0 if there is nothing to change, 1 if there is advice, and 2
+if it cannot tell or cannot use its input.
+
+Example:
+  vllm-headroom advise trace.jsonl --engine-url http://127.0.0.1:8000
+  vllm-headroom advise --headroom-url http://gpu-7:9839 --json
+""",
     options=add_options,
     run=_run,
     text=render_text,

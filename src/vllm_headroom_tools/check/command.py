@@ -41,6 +41,7 @@ from vllm_headroom_tools.options import (
     Value,
     bounded,
     choice,
+    option,
     size,
     whole,
 )
@@ -92,36 +93,34 @@ def _describe_trace(record: TraceRecord) -> str:
 
 def build_document(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> dict[str, Any]:
     """Build the object of --json; None is what is unknown or was not given."""
-    (trace, *others) = [_build_summary(name, record) for name, record in traces]
+    (trace, *others) = [
+        {
+            "file": name,
+            "samples": record.replay.samples,
+            "span_seconds": record.span_seconds,
+            "requests_finished": record.finished.total,
+            "engine_restarts": record.replay.runs.restarts,
+        }
+        for name, record in traces
+    ]
     return {
         "outcome": OUTCOMES[judge_overall(judgements)],
         "trace": trace,
         "baseline": others[0] if others else None,
-        "limits": [_build_judgement(judgement) for judgement in judgements],
-    }
-
-
-def _build_summary(name: str, record: TraceRecord) -> dict[str, Any]:
-    return {
-        "file": name,
-        "samples": record.replay.samples,
-        "span_seconds": record.span_seconds,
-        "requests_finished": record.finished.total,
-        "engine_restarts": record.replay.runs.restarts,
-    }
-
-
-def _build_judgement(judgement: Judgement) -> dict[str, Any]:
-    return {
-        "limit": judgement.limit,
-        "of": judgement.of or None,
-        "outcome": OUTCOMES[judgement.verdict],
-        "unit": judgement.unit,
-        "value": judgement.value,
-        "most": judgement.most,
-        "least": judgement.least,
-        "baseline": judgement.baseline,
-        "why": judgement.why or None,
+        "limits": [
+            {
+                "limit": judgement.limit,
+                "of": judgement.of or None,
+                "outcome": OUTCOMES[judgement.verdict],
+                "unit": judgement.unit,
+                "value": judgement.value,
+                "most": judgement.most,
+                "least": judgement.least,
+                "baseline": judgement.baseline,
+                "why": judgement.why or None,
+            }
+            for judgement in judgements
+        ],
     }
 
 
@@ -136,11 +135,6 @@ ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "erro
 def build_junit(judgements: Sequence[Judgement]) -> str:
     """Build a JUnit suite with a test for each judgement."""
     return _build_suite([_build_case(x.name, ELEMENTS.get(x.verdict), format_message(x), x.why) for x in judgements])
-
-
-def build_error_junit(why: str) -> str:
-    """Build a suite with one error, which replaces the report of an earlier build."""
-    return _build_suite([_build_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], why, "")])
 
 
 def format_message(judgement: Judgement) -> str:
@@ -193,21 +187,6 @@ def _format_annotation(level: str, text: str) -> str:
     return f"::{level} title={SUITE}::{escaped}"
 
 
-DESCRIPTION: Final = """\
-The gate for CI: judges whether an engine kept its limits while a trace was
-recorded, beside the figures of an older version. A limit is kept, exceeded, or
-cannot be judged on this trace; the check passes if all limits are kept.
-"""
-
-EXAMPLES: Final = """\
-It ends with status 0 when every limit is kept, 1 when one is exceeded, and 2
-when one cannot be judged or the trace cannot be read.
-
-Example:
-  vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB \\
-    --baseline old.jsonl --max-growth-over-baseline 5% --junit report.xml
-"""
-
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
 """Judges a trace by its baseline and the limit; yields a judgement for each GPU, role or engine."""
 
@@ -234,8 +213,8 @@ JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
 
 def judge(limits: Mapping[str, float], record: TraceRecord, before: TraceRecord | None) -> Iterator[Judgement]:
     """Yield the judgements on each limit, by option; what the trace lacks cannot be judged."""
-    for option, most in limits.items():
-        name, judged, *_ = JUDGES[option]
+    for key, most in limits.items():
+        name, judged, *_ = JUDGES[key]
         why = f"the trace has no {'process' if name == HOST_LEAK else 'GPU'} of the engine's"
         nothing = Judgement(limit=name, verdict=Conclusion.CANNOT_TELL, why=why)
         yield from tuple(judged(record, before, most)) or (nothing,)
@@ -243,7 +222,7 @@ def judge(limits: Mapping[str, float], record: TraceRecord, before: TraceRecord 
 
 def read_limits(given: Namespace) -> dict[str, float]:
     """Return the limits that were given, by option; raises BadOptions where options conflict."""
-    limits = {option: most for option in JUDGES if (most := getattr(given, option)) is not None}
+    limits = {key: most for key in JUDGES if (most := getattr(given, key)) is not None}
     problems = {
         "needs a limit, such as --max-leak-per-thousand-requests 1MiB": not limits,
         "--max-growth-over-baseline needs a --baseline": "max_growth_over_baseline" in limits
@@ -265,7 +244,7 @@ def add_options(parser: Parser) -> None:
     traces.add_argument("--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load")
     limits = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
     for name, (_, _, word, kind, text) in JUDGES.items():
-        limits(f"--{name.replace('_', '-')}", metavar=word, type=kind, help=text)
+        limits(option(name), metavar=word, type=kind, help=text)
     budget = parser.add_argument_group("the engine's budget on each GPU, for --max-discrepancy").add_argument
     budget("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
     budget("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
@@ -287,12 +266,13 @@ def _run(given: Namespace) -> CheckResult:
     limits = read_limits(given)
     try:
         traces = [
-            (name, _read(option, name, given))
-            for option, name in (("--trace", given.trace), ("--baseline", given.baseline))
+            (name, _read(flag, name, given))
+            for flag, name in (("--trace", given.trace), ("--baseline", given.baseline))
             if name is not None
         ]
     except BadInput as error:
-        save(given.junit, build_error_junit(str(error)))
+        # in place of the report of an earlier build
+        save(given.junit, _build_suite([_build_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], str(error), "")]))
         raise
     records = [record for _, record in traces]
     judgements = tuple(judge(limits, records[0], records[1] if records[1:] else None))
@@ -300,7 +280,7 @@ def _run(given: Namespace) -> CheckResult:
     return CheckResult(traces=traces, judgements=judgements, for_github=given.format == "github")
 
 
-def _read(option: str, name: str, given: Namespace) -> TraceRecord:
+def _read(flag: str, name: str, given: Namespace) -> TraceRecord:
     """Read the trace of an option; raises BadInput, which names the option."""
     expected = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
     record = TraceRecord(
@@ -312,7 +292,7 @@ def _read(option: str, name: str, given: Namespace) -> TraceRecord:
         for snapshot in read_trace(name, track_lines):
             record.step(snapshot)
     except BadInput as error:
-        raise BadInput(f"{option}: {error}") from error
+        raise BadInput(f"{flag}: {error}") from error
     return record
 
 
@@ -324,8 +304,19 @@ def _render_text(checked: CheckResult) -> Iterator[str]:
 
 COMMAND: Final[Command[CheckResult]] = Command(
     usage="%(prog)s --trace FILE [--baseline FILE] [LIMIT]... [OPTION]...",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
+    description="""\
+The gate for CI: judges whether an engine kept its limits while a trace was
+recorded, beside the figures of an older version. A limit is kept, exceeded, or
+cannot be judged on this trace; the check passes if all limits are kept.
+""",
+    epilog="""\
+It ends with status 0 when every limit is kept, 1 when one is exceeded, and 2
+when one cannot be judged or the trace cannot be read.
+
+Example:
+  vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB \\
+    --baseline old.jsonl --max-growth-over-baseline 5% --junit report.xml
+""",
     options=add_options,
     run=_run,
     text=_render_text,

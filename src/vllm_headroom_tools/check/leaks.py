@@ -139,13 +139,12 @@ def find_smallest_visible(readings: Sequence[DetectorInput], bytes_per_request: 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
     """Return how far the floor moved over the later half, up or down, per request; a floor is of an eighth."""
     eighth, half, last = len(readings) // 8, len(readings) // 2, len(readings)
-    before, after = (_find_floor(readings[end - eighth : end]) for end in (half, last))
+    before, after = (
+        min((seen.held_bytes for seen, _ in readings[end - eighth : end] if seen.held_bytes is not None), default=None)
+        for end in (half, last)
+    )
     done = sum(max(0.0, later - sooner) for (_, sooner), (_, later) in pairwise(readings[half:]))
     return None if before is None or after is None or not done else abs(after - before) / done
-
-
-def _find_floor(readings: Sequence[DetectorInput]) -> int | None:
-    return min((seen.held_bytes for seen, _ in readings if seen.held_bytes is not None), default=None)
 
 
 def _can_see(readings: Sequence[DetectorInput], bytes_per_request: float) -> bool:

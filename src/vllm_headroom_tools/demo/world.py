@@ -78,7 +78,11 @@ class Traffic:
         self.waiting += arrived
         self._admit()
         self._tokens_each = LIVE_TOKENS * (1.0 + self._length.step())
-        self._preempt()
+        evicted = max(0, self.running - int(CAPACITY_TOKENS / self._tokens_each))
+        self.running -= evicted
+        self.waiting += evicted
+        self._preempted += evicted
+        self.preemptions_total += evicted
         self.kv_used_ratio = min(1.0, self.running * self._tokens_each / CAPACITY_TOKENS)
         return finished
 
@@ -97,13 +101,6 @@ class Traffic:
         tokens = (admitted - again) * PROMPT_TOKENS
         self.prompt_tokens_total += tokens
         self.prefix_hits_total += int(tokens * min(1.0, max(0.0, self._random.gauss(HIT_RATIO, 0.05))))
-
-    def _preempt(self) -> None:
-        evicted = max(0, self.running - int(CAPACITY_TOKENS / self._tokens_each))
-        self.running -= evicted
-        self.waiting += evicted
-        self._preempted += evicted
-        self.preemptions_total += evicted
 
 
 SMALL_SEGMENT_MIB: Final = 2
@@ -289,13 +286,12 @@ class World:
             self.engine.step(arrived, self._scenario.leak_bytes_per_request if leaking else 0.0)
         self.busy = 0 if hangs else self.engine.traffic.running
         if self.seconds >= self._ends_seconds or self.used_bytes > OUT_OF_MEMORY_BYTES:
-            self._restart()
-
-    def _restart(self) -> None:
-        started = self.seconds + self._fate.uniform(*DOWN_SECONDS)
-        serving = started + self._fate.uniform(*self._scenario.loading_seconds)
-        self.engine = EngineRun(self._seed, self.engine.number + 1, started_seconds=started, serving_seconds=serving)
-        self._ends_seconds = self._draw_end(serving)
+            started = self.seconds + self._fate.uniform(*DOWN_SECONDS)
+            serving = started + self._fate.uniform(*self._scenario.loading_seconds)
+            self.engine = EngineRun(
+                self._seed, self.engine.number + 1, started_seconds=started, serving_seconds=serving
+            )
+            self._ends_seconds = self._draw_end(serving)
 
     def _draw_end(self, serving_seconds: float) -> float:
         span = self._scenario.restart_after_seconds

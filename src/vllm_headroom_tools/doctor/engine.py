@@ -71,7 +71,12 @@ def check_engine(survey: Survey) -> Check:
     if isinstance(survey.page, Failure):
         return _check_unreadable(survey, survey.page)
     if survey.page.engines:
-        return Check(Status.OK, _describe_answer(survey, survey.page))
+        page = survey.page
+        what = f"version {survey.version}" if survey.version else "version not reported"
+        models = sorted({engine.model_name for engine in list_named(page)})
+        serving = f"model {', '.join(models)}" if models else "no model named before its first request"
+        engines = f", {len(page.engines)} engines" if len(page.engines) > 1 else ""
+        return Check(Status.OK, f"{survey.url} answers: {page.profile}, {what}, {serving}{engines}")
     ways = [_fix_address(survey)]
     if survey.version is not None:
         ways.insert(0, Fix(where=f"{fixes.VLLM}, to take out", lines=("--disable-log-stats",)))
@@ -82,14 +87,6 @@ def check_engine(survey: Survey) -> Check:
         absent=WITHOUT_THE_PAGE,
         fixes=tuple(ways),
     )
-
-
-def _describe_answer(survey: Survey, page: EnginePage) -> str:
-    what = f"version {survey.version}" if survey.version else "version not reported"
-    models = sorted({engine.model_name for engine in list_named(page)})
-    serving = f"model {', '.join(models)}" if models else "no model named before its first request"
-    engines = f", {len(page.engines)} engines" if len(page.engines) > 1 else ""
-    return f"{survey.url} answers: {page.profile}, {what}, {serving}{engines}"
 
 
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
@@ -165,7 +162,8 @@ def check_engine_inputs(survey: Survey) -> Check:
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
-    wanted = list_needed(page)
+    never = dict(find_profile(page.profile).absent)
+    wanted = tuple(name for name, found in page.inputs if not found and name in SERIES and name not in never)
     profile = find_profile(page.profile)
     spare = ", ".join(name for name, found in page.inputs if not found and name not in SERIES)
     details = (
@@ -198,7 +196,13 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
         return Check(Status.UNKNOWN, NO_PAGE)
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=())
     for sample in derive_discrepancy(snapshot, configured_bytes=configured_bytes):
-        return Check(Status.OK, _describe_report(sample.labels[-1], sample.value))
+        value = sample.value
+        texts = {
+            "metric": f"the engine reports {value / GIB:.1f} GiB on each GPU",
+            "budget": f"the engine's budget is {value / GIB:.0%} of each GPU (gpu_memory_utilization)",
+            "configured": f"HEADROOM_REPORTED_BYTES is {value / GIB:.1f} GiB on each GPU",
+        }
+        return Check(Status.OK, texts[sample.labels[-1]])
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
     product = find_profile(page.profile).product
     given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
@@ -220,21 +224,6 @@ def _fix_first_request(survey: Survey, page: EnginePage) -> Fix:
         where="with a first request",
         lines=(f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}",),
     )
-
-
-def _describe_report(basis: str, value: float) -> str:
-    texts = {
-        "metric": f"the engine reports {value / GIB:.1f} GiB on each GPU",
-        "budget": f"the engine's budget is {value / GIB:.0%} of each GPU (gpu_memory_utilization)",
-        "configured": f"HEADROOM_REPORTED_BYTES is {value / GIB:.1f} GiB on each GPU",
-    }
-    return texts[basis]
-
-
-def list_needed(page: EnginePage) -> tuple[str, ...]:
-    """Return the inputs that the page lacks, engines of its kind offer, and some series need."""
-    never = dict(find_profile(page.profile).absent)
-    return tuple(name for name, found in page.inputs if not found and name in SERIES and name not in never)
 
 
 def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from vllm_headroom.derive.attribution import (
     is_process_memory_true,
 )
 from vllm_headroom.derive.host_memory import ContainerState, update_container
-from vllm_headroom.model import Failure, GpuReading, GpuReadings, ProcessReadings, Vendor
+from vllm_headroom.model import Failure, GpuReading, ProcessReadings, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.units import format_gib
 from vllm_headroom.vocabulary import Attribution, HostBasis, Reason
@@ -196,7 +196,13 @@ def check_process_memory(survey: Survey) -> Check:
             absent=WITHOUT_HOLDERS,
             fixes=(fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS),
         )
-    unreported = _list_unreported(readings, found)
+    engine = {process.pid for process in found.engine}
+    unreported = [
+        name_device(device)
+        for device in readings.devices
+        if device.failure is None
+        and (device.processes is None or any(p.used_bytes is None for p in device.processes if p.pid in engine))
+    ]
     if unreported:
         text = f"the driver does not report the memory of each process on {', '.join(unreported)}"
         ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
@@ -212,16 +218,6 @@ def _report_without(state: Status, text: str, *fixes: Fix) -> Check:
 
 def _name_namespace(found: ProcessReadings) -> str:
     return "the machine's first PID namespace" if found.sees_host_pids else "a container's PID namespace"
-
-
-def _list_unreported(readings: GpuReadings, found: ProcessReadings) -> list[str]:
-    engine = {process.pid for process in found.engine}
-    return [
-        name_device(device)
-        for device in readings.devices
-        if device.failure is None
-        and (device.processes is None or any(p.used_bytes is None for p in device.processes if p.pid in engine))
-    ]
 
 
 ATTRIBUTIONS: Final = {

@@ -98,7 +98,11 @@ class ClientConnection(asyncio.Protocol):
                 case h11.Data():
                     self._read(bytes(event.data))
                 case h11.EndOfMessage():
-                    self._finish()
+                    assert self._stream is not None  # noqa: S101 - an answer follows a question
+                    if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+                        self._http.start_next_cycle()
+                        self.is_reusable = True
+                    self._end(self._stream.answer() if self._status == OK else parse_refusal(self._status, self._body))
                 case h11.NEED_DATA | h11.PAUSED | h11.ConnectionClosed():
                     return
 
@@ -107,13 +111,6 @@ class ClientConnection(asyncio.Protocol):
             self._body = (self._body + data)[:MOST_BODY_BYTES]
         elif self._stream is not None:
             self._stream.feed(data, monotonic())
-
-    def _finish(self) -> None:
-        assert self._stream is not None  # noqa: S101 - an answer follows a question
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
-            self._http.start_next_cycle()
-            self.is_reusable = True
-        self._end(self._stream.answer() if self._status == OK else parse_refusal(self._status, self._body))
 
     def _end(self, answer: Completion) -> None:
         if not self._reply.done():

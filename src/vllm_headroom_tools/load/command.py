@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -29,22 +28,12 @@ from vllm_headroom_tools.options import (
 )
 
 MOST_CLIENTS: Final = 1_000_000
-
-Add = Callable[..., Any]
+PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
 
 
 def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
-    for group in (_add_target, _add_request, _add_bounds, _add_readers):
-        group(parser.add_argument)
-
-
-def read_order(given: Namespace) -> LoadOrder:
-    """Build the order from the options."""
-    return LoadOrder(**{each.name: getattr(given, each.name) for each in fields(LoadOrder)})
-
-
-def _add_target(add: Add) -> None:
+    add = parser.add_argument
     base = Value(read=parse_base_url, accepts="an http or https URL without user, password and query", shown=show_url)
     add("--engine-url", dest="url", metavar="URL", type=base, required=True, help="the server; there is no default")
     add(
@@ -58,9 +47,6 @@ def _add_target(add: Add) -> None:
     token, authorities = "a file with the token to send", "the certificates, in PEM, to trust for https"
     add("--engine-bearer-token-file", dest="bearer_token_file", metavar="FILE", type=FILE, help=token)
     add("--engine-ca-file", dest="ca_file", metavar="FILE", type=FILE, help=authorities)
-
-
-def _add_request(add: Add) -> None:
     number = whole(1, MOST_CLIENTS)
     add("--concurrency", metavar="NUMBER", type=number, required=True, help="clients in the step of 100 %%")
     of_tokens = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
@@ -68,9 +54,6 @@ def _add_request(add: Add) -> None:
     add("--output-tokens", metavar="LENGTHS", type=of_tokens, default="128", help="without it %(default)s")
     shared = "of each prompt, the same in all"
     add("--shared-prefix", dest="shared_ratio", metavar="SHARE", type=SHARE, default="0", help=shared)
-
-
-def _add_bounds(add: Add) -> None:
     for name, field, default, of in (
         ("--duration", "seconds", "60s", "of each step"),
         ("--grace", "grace_seconds", "30s", "for what is open then"),
@@ -80,21 +63,20 @@ def _add_bounds(add: Add) -> None:
     most = "requests of all steps together, at most"
     add("--max-requests", dest="most_requests", metavar="NUMBER", type=whole(), help=most)
     add("--rate", dest="requests_per_second", metavar="NUMBER", type=NUMBER, help="requests a second, at most")
-
-
-def _add_readers(add: Add) -> None:
     page = page_url("http://127.0.0.1:8000")
     when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     add("--metrics-url", metavar="URL", type=page, help="the engine's page; without it /metrics of --engine-url")
     gpus = "the engine's; without it those its processes use"
     add("--gpus", metavar="GPUS", type=GPUS, default="auto", help=gpus)
-    probe, usual = (
-        "where the probe inside vLLM writes; without it HEADROOM_PROBE_DIR",
-        os.environ.get("HEADROOM_PROBE_DIR"),
-    )
+    probe, usual = f"where the probe inside vLLM writes; without it {PROBE_DIR}", os.environ.get(PROBE_DIR)
     add("--probe-dir", metavar="DIRECTORY", type=FOLDER, default=usual or None, help=probe)
     trace = "the new file to record in; without it one named by the time"
     add("--trace", metavar="FILE", type=FILE, default=f"vllm-headroom-load-{when}.jsonl", help=trace)
+
+
+def read_order(given: Namespace) -> LoadOrder:
+    """Build the order from the options."""
+    return LoadOrder(**{each.name: getattr(given, each.name) for each in fields(LoadOrder)})
 
 
 async def _run(given: Namespace) -> dict[str, Any]:

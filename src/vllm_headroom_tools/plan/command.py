@@ -15,7 +15,7 @@ from msgspec.structs import fields, replace
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.options import FILE, RATIO, Parser, Value, bounded, choice, size, tokens, whole
+from vllm_headroom_tools.options import FILE, RATIO, Parser, Value, bounded, choice, option, size, tokens, whole
 from vllm_headroom_tools.plan.report import Planned, build_document, read_parts, render_text
 from vllm_headroom_tools.sizing.estimate import can_start, estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
@@ -83,17 +83,12 @@ def _read_shape(given: argparse.Namespace) -> ModelShape | str:
             return f"{given.model_config}: {shape}"
         is_complete = all(getattr(given, name) is not None for name in NEEDED_SIZES)
         return replace(shape, unknown_type=None) if is_complete else shape
-    missing = [_name_flag(name) for name in NEEDED_SIZES if getattr(given, name) is None]
+    missing = [option(name) for name in NEEDED_SIZES if getattr(given, name) is None]
     if missing:
         return (
-            f"needs --model-config, or without it {', '.join(map(_name_flag, NEEDED_SIZES))};"
-            f" missing: {', '.join(missing)}"
+            f"needs --model-config, or without it {', '.join(map(option, NEEDED_SIZES))}; missing: {', '.join(missing)}"
         )
     return parse_model_config("{}", overrides)
-
-
-def _name_flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _read_weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
@@ -150,20 +145,17 @@ def add_options(parser: Parser) -> None:
     )
     probe = "a file of the probe in a worker that serves this model: what it measured, beside what is planned"
     parser.add_argument("--probe", metavar="FILE", type=FILE, help=probe)
-    _add_model(parser.add_argument_group("the model"))
-    _add_engine(parser.add_argument_group("vLLM's options, by its own names"))
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("the model")
     add = group.add_argument
     add("--model-config", metavar="PATH", type=FILE, help=f"its {NAME}, or the folder of it and the weights")
     add("--draft-model-config", metavar="PATH", type=FILE, help="the same of the model that speculates")
     for name, _, meaning in SIZES:
-        add(f"--{name.replace('_', '-')}", metavar="N", type=COUNT, help=f"{meaning}, instead of the file's")
+        add(option(name), metavar="N", type=COUNT, help=f"{meaning}, instead of the file's")
     parameters = Value(read=_parse_parameters, accepts="a number of parameters, such as 70600000000 or 70.6B")
     add("--parameters", metavar="N", type=parameters, help="such as 70.6B, instead of counting them")
     _add_choice(group, ("--dtype",), DTYPES, "of what is not quantised; auto is 16 bits", default="auto")
     _add_choice(group, ("-q", "--quantization"), sorted(QUANTISED_BYTES), "of the weights, instead of the file's")
+    _add_engine(parser.add_argument_group("vLLM's options, by its own names"))
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:

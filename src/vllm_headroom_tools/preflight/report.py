@@ -133,7 +133,10 @@ def render_text(report: Clearance) -> Iterator[str]:
     waited = f" after {report.waited_seconds:.0f} s" if report.waited_seconds >= 1 else ""
     yield f"{VERDICT_WORDS[report.verdict]}{waited}"
     for finding, after in zip_longest(report.findings, report.findings[1:]):
-        yield _format_finding(finding)
+        unsure = "cannot tell: " if finding.verdict is Conclusion.CANNOT_TELL else ""
+        note = "note: " if finding.verdict is Conclusion.GOOD else ""
+        of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
+        yield f"  {note}{unsure}{of}{finding.text}"
         if finding.fix is not None and (after is None or after.fix != finding.fix):
             yield f"    {finding.fix}"
     highest = report.highest_utilization_ratio
@@ -150,13 +153,6 @@ def _format_gpu(gpu: GpuReport) -> Iterator[str]:
     free, usable = format_gib(memory.free_bytes), format_gib(memory.usable_bytes)
     yield f"{name}: {free} free of {usable}, vLLM requests {format_gib(gpu.asked_bytes)}"
     yield from (f"  {held or '?':>10}  {who}" for held, who in list_shares(gpu))
-
-
-def _format_finding(finding: Finding) -> str:
-    unsure = "cannot tell: " if finding.verdict is Conclusion.CANNOT_TELL else ""
-    note = "note: " if finding.verdict is Conclusion.GOOD else ""
-    of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
-    return f"  {note}{unsure}{of}{finding.text}"
 
 
 def build_document(report: Clearance) -> dict[str, Any]:

@@ -134,7 +134,18 @@ def build_document(watch: LeakReplay) -> dict[str, Any]:
     return {
         "samples": watch.samples,
         "span_seconds": end - begin,
-        "gpus": [_build_gpu(index, uuid, course) for index, uuid, course in watch.gpus],
+        "gpus": [
+            {
+                "gpu": index,
+                "uuid": None if uuid == name_by_index(index) else uuid,
+                "state": course.state,
+                "growing_intervals": course.growing,
+                "leaking_intervals": course.leaking,
+                "first_leaking": _build_figures(course.first),
+                "last_leaking": _build_figures(course.last),
+            }
+            for index, uuid, course in watch.gpus
+        ],
         "host": [
             {
                 "process": role,
@@ -156,18 +167,6 @@ def build_document(watch: LeakReplay) -> dict[str, Any]:
     }
 
 
-def _build_gpu(index: int, uuid: str, course: Course) -> dict[str, Any]:
-    return {
-        "gpu": index,
-        "uuid": None if uuid == name_by_index(index) else uuid,
-        "state": course.state,
-        "growing_intervals": course.growing,
-        "leaking_intervals": course.leaking,
-        "first_leaking": _build_figures(course.first),
-        "last_leaking": _build_figures(course.last),
-    }
-
-
 def _build_figures(moment: Moment | None) -> dict[str, float | None] | None:
     if moment is None:
         return None
@@ -175,23 +174,6 @@ def _build_figures(moment: Moment | None) -> dict[str, float | None] | None:
     del figures["by_requests"]
     return {"t": figures.pop("seconds"), **figures}
 
-
-DESCRIPTION: Final = """\
-Runs a recorded trace through the daemon's leak detector: would it have caught
-our outage?
-
-TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
-or - for standard input.
-"""
-
-EXAMPLES: Final = """\
-The exit status is 0, 1 if there was an alarm and --fail-on-leak is given, and 2
-if the trace cannot be read.
-
-Example:
-  vllm-headroom replay trace.jsonl
-  cat trace.jsonl.1 trace.jsonl | vllm-headroom replay - --json
-"""
 
 HISTORY: Final = """\
 Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with
@@ -295,8 +277,21 @@ def _render_text(replayed: ReplayResult) -> Iterator[str]:
 
 COMMAND: Final[Command[ReplayResult]] = Command(
     usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --from-prometheus URL --start TIME",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
+    description="""\
+Runs a recorded trace through the daemon's leak detector: would it have caught
+our outage?
+
+TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
+or - for standard input.
+""",
+    epilog="""\
+The exit status is 0, 1 if there was an alarm and --fail-on-leak is given, and 2
+if the trace cannot be read.
+
+Example:
+  vllm-headroom replay trace.jsonl
+  cat trace.jsonl.1 trace.jsonl | vllm-headroom replay - --json
+""",
     options=add_options,
     run=_run,
     text=_render_text,

@@ -51,7 +51,17 @@ def find_failing_starts(facts: Facts) -> Advice | None:
         return None
     taken = median(start.most_others_bytes for start in starts) > NEIGHBOUR_BYTES
     if not taken and all(start.least_room_bytes is None or start.least_room_bytes >= LOW_BYTES for start in starts):
-        return _find_missing_cache(facts, starts)
+        usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
+        loaded = tuple(start for start in starts if start.most_held_bytes >= LOADED_RATIO * usable)
+        if len(loaded) < FAILED_STARTS:
+            return None
+        return Advice(
+            cause=Cause.MODEL_DOES_NOT_FIT,
+            summary="The engine loads its model and exits before it serves, with GPU memory left.",
+            evidence=tuple(_list_start_evidence(loaded)),
+            changes=drop_none(_raise_share(facts, loaded), split_model(facts)),
+            remark="vllm-headroom plan computes what fits; a lower --max-model-len is enough where vLLM's log says so.",
+        )
     return Advice(
         cause=Cause.START_UP,
         summary="The engine runs out of GPU memory while it starts."
@@ -60,20 +70,6 @@ def find_failing_starts(facts: Facts) -> Advice | None:
         evidence=tuple(_list_start_evidence(starts)),
         changes=_avoid_others(facts) if taken else _shrink_engine(facts),
         remark='vLLM\'s log shows the step: look for "memory" in it.',
-    )
-
-
-def _find_missing_cache(facts: Facts, starts: tuple[Start, ...]) -> Advice | None:
-    usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
-    loaded = tuple(start for start in starts if start.most_held_bytes >= LOADED_RATIO * usable)
-    if len(loaded) < FAILED_STARTS:
-        return None
-    return Advice(
-        cause=Cause.MODEL_DOES_NOT_FIT,
-        summary="The engine loads its model and exits before it serves, with GPU memory left.",
-        evidence=tuple(_list_start_evidence(loaded)),
-        changes=drop_none(_raise_share(facts, loaded), split_model(facts)),
-        remark="vllm-headroom plan computes what fits; a lower --max-model-len is enough where vLLM's log says so.",
     )
 
 
