@@ -8,7 +8,7 @@ import signal
 import struct
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -125,7 +125,8 @@ def serve(
     try:
         yield Engine(url=f"http://127.0.0.1:{port}", process=process, log=log)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
 
 
