@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import promql_parser as promql
-import yaml
 
-from tests.assets.promql import RULES, Labels, labels, parsed, selectors, vocabulary
+from tests.assets.promql import RULES, Labels, labels, parsed, read_yaml, selectors, vocabulary, written_rules
 from vllm_headroom.parse.profiles import PROFILES
 
 FOLDER: Final = RULES.parent
@@ -37,11 +37,10 @@ class Rule:
 
 def rules() -> list[Rule]:
     """Return every rule of every group."""
-    documents = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(RULES.glob("*.yaml"))]
-    return [_rule(each) for document in documents for group in document["groups"] for each in group["rules"]]
+    return [_rule(each) for each in written_rules()]
 
 
-def _rule(read: dict[str, Any]) -> Rule:
+def _rule(read: Mapping[str, Any]) -> Rule:
     return Rule(
         name=read.get("alert") or read["record"],
         is_alert="alert" in read,
@@ -136,7 +135,7 @@ def narrowed(path: Path, folder: Path) -> Iterator[Path]:
     if re.search(r"ALERTS(?!\{alertname=)", text):
         yield path
         return
-    document = yaml.safe_load((RULES / "headroom.yaml").read_text(encoding="utf-8"))
+    document = read_yaml((RULES / "headroom.yaml").read_text(encoding="utf-8"))
     needed = _needed(text, [rule for group in document["groups"] for rule in group["rules"]])
     for group in document["groups"]:
         group["rules"] = [rule for rule in group["rules"] if _rule(rule).name in needed]
@@ -144,7 +143,7 @@ def narrowed(path: Path, folder: Path) -> Iterator[Path]:
     narrow.write_text(json.dumps(document), encoding="utf-8")
     test.write_text(text.replace("../rules/headroom.yaml", str(narrow)), encoding="utf-8")
     yield test
-    whole = yaml.safe_load(text) | {"rule_files": [str(RULES / "headroom.yaml")], "evaluation_interval": "10m"}
+    whole = read_yaml(text) | {"rule_files": [str(RULES / "headroom.yaml")], "evaluation_interval": "10m"}
     for each in whole["tests"]:
         checks = [*each.pop("alert_rule_test", ()), *each.pop("promql_expr_test", ())]
         last = max((check["eval_time"] for check in checks), key=_minutes)
@@ -167,5 +166,6 @@ def _needed(text: str, read: Iterable[dict[str, Any]]) -> set[str]:
     return found
 
 
+@cache
 def _tests() -> Iterable[dict[str, Any]]:
-    return [test for path in TESTS for test in yaml.safe_load(path.read_text(encoding="utf-8"))["tests"]]
+    return [test for path in TESTS for test in read_yaml(path.read_text(encoding="utf-8"))["tests"]]

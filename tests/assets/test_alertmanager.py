@@ -13,15 +13,12 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from tests.assets.promql import written_rules
+
 ALERTS: Final = Path(__file__).parents[2] / "alerts"
 FILE: Final = ALERTS / "alertmanager" / "alertmanager.yml"
 CONFIG: Final[dict[str, Any]] = yaml.safe_load(FILE.read_text())
-RULES: Final[list[dict[str, Any]]] = [
-    rule
-    for group in yaml.safe_load((ALERTS / "rules" / "headroom.yaml").read_text())["groups"]
-    for rule in group["rules"]
-    if "alert" in rule
-]
+RULES: Final = [rule for rule in written_rules() if "alert" in rule]
 SEVERITIES: Final = ("page", "critical", "warning", "info")
 TEAMS: Final = {
     "memory": "ml-platform",

@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-import yaml
-
-from tests.assets.promql import RULES, parsed, selectors
+from tests.assets.promql import parsed, selectors, written_rules
 from tests.dashboards.grafana import NAMES, every_query, load
 from tests.dashboards.lint_queries import trees
 from vllm_headroom.catalog import METRICS
@@ -18,12 +16,7 @@ PAGE: Final = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text(encodi
 
 
 def asked() -> set[str | None]:
-    rules = [
-        rule["expr"]
-        for path in RULES.glob("*.yaml")
-        for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
-        for rule in group["rules"]
-    ]
+    rules = [rule["expr"] for rule in written_rules()]
     boards = [tree for name in NAMES for _, tree in trees(every_query(load(name)))]
     return {each.name for tree in (*map(parsed, rules), *boards) for each in selectors(tree)}
 

@@ -25,6 +25,7 @@ from tests.assets.kubernetes.rendering import (
     needs_kustomize,
     rendered,
 )
+from tests.assets.promql import read_yaml
 from tests.conftest import Golden
 
 CHART: Final[dict[str, Any]] = yaml.safe_load((helm.CHART / "Chart.yaml").read_text())
@@ -84,7 +85,7 @@ def test_what_helm_made_of_the_chart_is_written_down(
 ) -> None:
     made = helm.render(renderer, parent, {"vllm-headroom": CASES[case]})
     assert made.returncode == 0, made.stderr
-    texts = [text for text in made.stdout.split("---\n") if text.strip() and not is_copy(yaml.safe_load(text))]
+    texts = [text for text in made.stdout.split("---\n") if text.strip() and not is_copy(read_yaml(text))]
     head = f"# What Helm makes of the chart whose files have the digest {helm.digest()}\n"
 
     golden(
@@ -101,7 +102,7 @@ def test_the_rules_and_the_dashboards_arrive_whole(renderer: list[str]) -> None:
     assert made.returncode == 0, made.stderr
     found = documents(made.stdout)
     maps = {each["metadata"]["name"]: each["data"] for each in found if each["kind"] == "ConfigMap"}
-    rules = yaml.safe_load((REPOSITORY / "alerts" / "prometheusrule.yaml").read_text())
+    rules = read_yaml((REPOSITORY / "alerts" / "prometheusrule.yaml").read_text())
 
     assert find(found, "PrometheusRule") == rules
     assert maps == {
@@ -120,7 +121,7 @@ def test_an_address_gives_every_alert_its_link(renderer: list[str], runbooks: st
     wanted = with_links(rules, runbooks=runbooks, dashboards="http://grafana.your.org/g")
 
     assert made.returncode == 0, made.stderr
-    assert find(documents(made.stdout), "PrometheusRule")["spec"] == yaml.safe_load(wanted)
+    assert find(documents(made.stdout), "PrometheusRule")["spec"] == read_yaml(wanted)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from tests.assets.kubernetes import helm, schemas
 from tests.assets.kubernetes.difference import leaves
 from tests.assets.kubernetes.rendering import (
@@ -18,6 +16,7 @@ from tests.assets.kubernetes.rendering import (
     needs_kustomize,
     rendered,
 )
+from tests.assets.promql import read_yaml
 from tests.assets.test_helm import is_copy, renderer
 from tests.conftest import Golden
 
@@ -35,7 +34,7 @@ def pod() -> dict[str, Any]:
 def test_what_helm_made_of_it_is_written_down(renderer: list[str], tmp_path: Path, golden: Golden) -> None:
     made = helm.render(renderer, helm.parent(tmp_path, probe=True), VALUES)
     assert made.returncode == 0, made.stderr
-    texts = [text for text in made.stdout.split("---\n") if text.strip() and not is_copy(yaml.safe_load(text))]
+    texts = [text for text in made.stdout.split("---\n") if text.strip() and not is_copy(read_yaml(text))]
     head = f"# What Helm makes of the chart whose files have the digest {helm.digest()}\n"
 
     golden(WRITTEN, head + "---\n".join(sorted(text.rstrip("\n") + "\n" for text in texts)))

@@ -24,6 +24,7 @@ from tests.assets.kubernetes.rendering import (
     needs_kustomize,
     rendered,
 )
+from tests.assets.promql import read_yaml
 from tests.conftest import Golden
 from vllm_headroom.config import Settings
 
@@ -46,7 +47,7 @@ def vllm() -> tuple[dict[str, Any], dict[str, Any]]:
 @needs_kustomize
 @each_case
 def test_a_case_renders_as_written_down(case: Path, golden: Golden) -> None:
-    texts = [text for text in rendered(case).split("---\n") if not is_shown_elsewhere(yaml.safe_load(text))]
+    texts = [text for text in rendered(case).split("---\n") if not is_shown_elsewhere(read_yaml(text))]
 
     golden(case / "rendered.yaml", "---\n".join(texts))
 
@@ -222,7 +223,7 @@ def test_one_address_gives_every_alert_its_link(tmp_path: Path, linked: tuple[st
         runbooks=f"{addresses['runbook']}/{{alert}}.md" if "runbook" in linked else None,
         dashboards=addresses["dashboard"] if "dashboard" in linked else None,
     )
-    assert by_name(made["spec"]["groups"]) == by_name(yaml.safe_load(wanted)["groups"])
+    assert by_name(made["spec"]["groups"]) == by_name(read_yaml(wanted)["groups"])
 
 
 def by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:

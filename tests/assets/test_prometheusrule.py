@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import yaml
 
 from alerts.generate import BOARD, PATCHES
+from tests.assets.promql import read_yaml
 from tests.conftest import Golden
 
 ALERTS: Final = Path(__file__).parents[2] / "alerts"
@@ -39,7 +39,7 @@ def printed(*arguments: str) -> str:
 
 
 def loaded(text: str) -> dict[str, Any]:
-    document = yaml.safe_load(text)
+    document = read_yaml(text)
     assert isinstance(document, dict)
     return document
 

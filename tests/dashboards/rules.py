@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import promql_parser as promql
-import yaml
 
-from tests.assets.promql import RULES, recorded
+from tests.assets.promql import recorded, written_rules
 
 Series = list[dict[str, Any]]
 Ask = Callable[[str], Series]
@@ -33,14 +32,12 @@ def inlined() -> Iterator[tuple[str, str]]:
         yield name, earlier[name]
 
 
-def alerting() -> Iterator[dict[str, Any]]:
+def alerting() -> Iterator[Mapping[str, Any]]:
     """Yield the alerting rules."""
-    for path in sorted(RULES.glob("*.yaml")):
-        for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]:
-            yield from (rule for rule in group["rules"] if "alert" in rule)
+    yield from (rule for rule in written_rules() if "alert" in rule)
 
 
-def _alerts(rule: dict[str, Any], series: Series, times: Sequence[float]) -> Series:
+def _alerts(rule: Mapping[str, Any], series: Series, times: Sequence[float]) -> Series:
     """Return ALERTS of a rule."""
     wait, keep = (_seconds(rule[key]) if key in rule else 0.0 for key in ("for", "keep_firing_for"))
     alerts = []

@@ -45,7 +45,7 @@ def rendered(folder: Path) -> str:
 
 def documents(text: str) -> list[Document]:
     """Return the documents of a YAML text."""
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, Loader=yaml.CSafeLoader) if document]
 
 
 def kustomization(folder: Path, *, resource: Path | None = None, components: Iterable[Path]) -> Path:
