@@ -81,9 +81,14 @@ class Bench:
 
 @contextmanager
 def watch(
-    place: Path, *options: str, cards: Cards | None = None, model: Path = FOLDER / "tiny", **settings: str
+    place: Path,
+    *options: str,
+    cards: Cards | None = None,
+    model: Path = FOLDER / "tiny",
+    modules: tuple[Path, ...] = (),
+    **settings: str,
 ) -> Iterator[Bench]:
-    """Serve, and watch from the start; `settings` are the daemon's, those in capitals with CARD_ are vLLM's."""
+    """Serve, and watch from the start; `settings` are the daemon's, `modules` what else vLLM finds modules in."""
     cards = cards or Cards(folder=place / "cards")
     cards.create()
     for name in ("site", "probe", "orders", "state"):
@@ -91,7 +96,7 @@ def watch(
     install(place / "site")
     port = free_port()
     inside = {
-        "PYTHONPATH": f"{INSIDE}:{place / 'site'}",
+        "PYTHONPATH": ":".join(map(str, (*modules, INSIDE, place / "site"))),
         "HEADROOM_PROBE_DIR": str(place / "probe"),
         "CARD_ORDERS": str(place / "orders"),
         "VLLM_SERVER_DEV_MODE": "1",

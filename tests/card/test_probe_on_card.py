@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from tests.card.bench import INSIDE, LOOK_SECONDS, Bench, wait_until_served, watch
 from tests.card.card import GIB, MIB, Cards
 from tests.process import eventually
+from tests.unit.probe.running import SPOILING
 
 pytestmark = pytest.mark.card
 
@@ -95,13 +99,9 @@ def test_retries_and_errors_are_counted_when_they_happen(bench: Bench) -> None:
 
 
 def test_a_recording_names_the_line_of_a_leaked_tensor(bench: Bench) -> None:
-    command = [sys.executable, "-m", "vllm_headroom", "probe", "record", "--for", "40s", "--json"]
-    variables = os.environ | {"HEADROOM_PROBE_DIR": str(bench.place / "probe")}
-    recording = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
-    before = bench.read_reports()["EngineCore"]["sequence"]
-    eventually(lambda: bench.read_reports()["EngineCore"]["sequence"] > before + 1, "it has begun", LOOK_SECONDS, 1)
-    bench.order("tensors", 64 * MIB)
-    out, _ = recording.communicate(timeout=LOOK_SECONDS)
+    with record(bench, "40s") as recording:
+        bench.order("tensors", 64 * MIB)
+        out, _ = recording.communicate(timeout=LOOK_SECONDS)
     bench.order("free")
 
     source = INSIDE / "card_orders.py"
@@ -113,6 +113,39 @@ def test_a_recording_names_the_line_of_a_leaked_tensor(bench: Bench) -> None:
     assert (core["gpu"][0]["bytes"], core["gpu"][0]["count"]) == (64 * MIB, 64)
 
 
+def test_what_the_probe_and_a_recording_cost(bench: Bench) -> None:
+    """Requests a second, in turns of 20 s; vLLM is bound by its CPU here, since no kernel runs: an upper bound."""
+    rates: dict[str, list[float]] = {"idle": [], "recording": []}
+    for _ in range(3):
+        rates["idle"].append(serve_for(bench, 20))
+        with record(bench, "30s"):
+            rates["recording"].append(serve_for(bench, 20))
+    cost = bench.read_reports()["EngineCore"]["cost"]
+
+    sys.stdout.write(f"requests a second: {rates}; the probe: {cost}\n")
+    assert min(map(min, rates.values())) > 0
+
+
+def serve_for(bench: Bench, seconds: float) -> float:
+    began, served = time.monotonic(), 0
+    while time.monotonic() - began < seconds:
+        served += bench.complete(16).status_code == 200
+    return round(served / (time.monotonic() - began), 2)
+
+
+@contextmanager
+def record(bench: Bench, seconds: str) -> Iterator[subprocess.Popen[str]]:
+    """Run `probe record` from when each process has begun to record."""
+    command = [sys.executable, "-m", "vllm_headroom", "probe", "record", "--for", seconds, "--json"]
+    variables = os.environ | {"HEADROOM_PROBE_DIR": str(bench.place / "probe")}
+    recording = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
+    before = bench.read_reports()["EngineCore"]["sequence"]
+    eventually(lambda: bench.read_reports()["EngineCore"]["sequence"] > before + 1, "it has begun", LOOK_SECONDS, 1)
+    yield recording
+    if recording.returncode is None:
+        recording.communicate(timeout=LOOK_SECONDS)
+
+
 def test_the_engine_serves_on_without_the_folder(bench: Bench) -> None:
     folder = bench.place / "probe"
     folder.rename(folder.with_name("gone"))
@@ -120,3 +153,10 @@ def test_the_engine_serves_on_without_the_folder(bench: Bench) -> None:
 
     assert bench.complete().status_code == 200
     bench.daemon.sees(lambda page: not page.has("allocator_reserved_bytes"), "stale figures are gone", LOOK_SECONDS, 1)
+
+
+def test_a_probe_that_raises_everywhere(tmp_path: Path) -> None:
+    with watch(tmp_path, "--enforce-eager", "--max-model-len", "2048", modules=(SPOILING,)) as running:
+        assert wait_until_served(running).complete().status_code == 200
+        assert "headroom probe" in running.read_log()
+        assert not list((tmp_path / "probe").iterdir())
