@@ -89,9 +89,22 @@ def obey(folder: Path) -> None:
         time.sleep(0.1)
 
 
+def count_on_host() -> None:
+    """Have adapters counted on the host: vLLM reads that count back from a kernel, which computes nothing here."""
+    unique = torch.unique
+
+    def count(tensor: torch.Tensor, *positions: Any, **options: Any) -> Any:
+        found = unique(tensor.cpu(), *positions, **options)
+        is_one = isinstance(found, torch.Tensor)
+        return found.to(tensor.device) if is_one else tuple(each.to(tensor.device) for each in found)
+
+    torch.unique = count
+
+
 def register() -> None:
     """Wait for the worker of this process, if any, and obey orders from then on; vLLM calls this in each process."""
     if folder := os.environ.get("CARD_ORDERS"):
+        count_on_host()
         threading.Thread(target=wait_for_card, args=(Path(folder),), daemon=True).start()
 
 
