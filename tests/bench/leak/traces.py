@@ -1,4 +1,4 @@
-"""Both generators' traces by name, as lines of the trace format and what is true of them."""
+"""The traces of both generators, and the recorded ones, by name: lines of the trace format and what is true of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import generate
+import recorded
 from simulator.scenarios import HELD_OUT, SCENARIOS, simulate
 
 
@@ -34,10 +35,20 @@ def simulated(name: str, seed: int, *_: float, attributed: bool = True, probe: b
     return Labelled(course.samples, course.truth())
 
 
-MAKERS: dict[str, Callable[..., Labelled]] = {"curves": generated, "mechanisms": simulated}
-NAMES = {"curves": (*generate.BENIGN, *generate.LEAK), "mechanisms": tuple(SCENARIOS)}
+def replayed(
+    name: str, _seed: int = 0, *_: float, attributed: bool = True, probe: bool = False, apart: float = 0.0
+) -> Labelled:
+    """Return a recorded trace, which knows its own hours and interval, and has no seed."""
+    truth, samples = recorded.read(name, apart)
+    unknown = (() if attributed else recorded.BY_HOLDER) + (() if probe else recorded.INSIDE)
+    return Labelled(list(recorded.drop_fields(samples, unknown)), truth | ({} if probe else {"location": None}))
+
+
+RECORDED = "real allocator"
+MAKERS: dict[str, Callable[..., Labelled]] = {"curves": generated, "mechanisms": simulated, RECORDED: replayed}
+NAMES = {"curves": (*generate.BENIGN, *generate.LEAK), "mechanisms": tuple(SCENARIOS), RECORDED: recorded.NAMES}
 
 
 def is_held_out(name: str) -> bool:
     """Return whether nothing was tuned on the scenario."""
-    return name in HELD_OUT
+    return name in HELD_OUT or name in recorded.HELD_OUT
