@@ -15,7 +15,6 @@ from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.plan.verdict import explain_verdict, find_changes, format_range, list_notes, list_unknown
 from vllm_headroom_tools.sizing.estimate import (
-    LIBRARIES,
     MemoryEstimate,
     Range,
     can_start,
@@ -88,7 +87,7 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     items = f", {question.encoder_items} images" if question.largest else ""
     yield _format_line("activations", found.activations, f"{batch} in a batch{items}, or {logits}")
     yield _format_line("CUDA graphs", found.graphs)
-    yield _format_line("CUDA libraries", LIBRARIES)
+    yield _format_line("CUDA libraries", found.rest, "the sampler, and what the driver reserves")
     left = (
         None if found.kv_cache is None else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
     )
@@ -219,7 +218,7 @@ def build_document(planned: Planned) -> dict[str, Any]:
         "encoder_items": question.encoder_items,
         "activation_bytes": _split_range(found.activations),
         "cuda_graph_bytes": _split_range(found.graphs),
-        "library_bytes": _split_range(LIBRARIES),
+        "library_bytes": _split_range(found.rest),
         "outside_budget_bytes": _split_range(found.outside),
         **_describe_kv_cache(found),
         **({"measured": measured} if pairs else {}),

@@ -12,7 +12,7 @@ from vllm_headroom_tools.sizing.footprint import KvLayout, build_kv_layout, coun
 from vllm_headroom_tools.sizing.question import Question
 
 LOGITS_BYTES: Final = 4
-LOGITS_LOW, LOGITS_HIGH = 4, 11
+LOGITS_LOW, LOGITS_HIGH = 0.5, 4
 FORWARD_HIGH: Final = 1.3
 USUAL_WIDTH: Final = 4
 """Times the hidden size, where the configuration does not give an MLP's width; GPT's, and near most others'."""
@@ -40,6 +40,13 @@ budget then). The largest mixtures of experts take up to 5 GiB.
 LIBRARIES: Final = Range(low=0.05 * GIB, high=0.3 * GIB)
 """What CUDA libraries take during the profiling run: "non-torch memory" of 0.05 to 0.26 GiB in start-up logs."""
 
+SAMPLER_BYTES: Final = 4 + 1 / 8
+"""Of each sequence and token of the vocabulary, that the second model runner, vLLM 0.32's default, keeps for penalties:
+a count in 32 bits and a bit (v1/worker/gpu/sample/penalties.py)."""
+
+RESERVED_BYTES: Final = 3 * GIB // 4
+"""Of a card's total, what the driver keeps, and vLLM takes no share of: 0.3 to 0.75 GiB (A100 of 80 GiB: 79.25)."""
+
 CONTEXT: Final = Range(low=0.1 * GIB, high=0.6 * GIB)
 """The CUDA context, which is there before vLLM looks.
 
@@ -65,29 +72,35 @@ def estimate_activations(question: Question) -> Range | None:
     """Return the peak of vLLM's profiling run; None where the hidden size or the vocabulary is not known.
 
     The larger of three. A forward pass: the tokens of a batch x bytes of the dtype x (2 x hidden size for the residual,
-    and the widest layer's values: 3 x MLP width, or queries, keys, values and output; what tensor parallelism divides,
-    divided), to 1.3 times that. Sampling: sequences x vocabulary x 4 bytes of logits, 4 to 11 times, since they are
-    converted, sorted and summed up (v1/worker/gpu_model_runner.py, `_dummy_sampler_run`); it is not divided.
-    Start-up logs: 10.0 times the logits (Qwen3 8B on 4 GPUs, 0.8.5; Llama 3 8B, 0.7), 9.7 (Llama 3.1 8B, 0.31); 1.1
-    times the forward pass (Qwen2.5 1.5B with 32,768 tokens, 0.7). And the encoder of images, whose tokens stay beside
-    the other two (v1/worker/gpu_model_runner.py, `profile_run`).
+    and the widest layer's values: 3 x MLP width, but not of experts, or queries, keys, values and output; what tensor
+    parallelism divides, divided), to 1.3 times that. Sampling: sequences x vocabulary x 4 bytes of logits, half of that
+    in 16 bits (v1/worker/gpu/model_runner.py, `_dummy_sampler_run`), to 4 times by the first model runner; it is not
+    divided. Both as vLLM 0.32 measured on the stand-in card (tests/card/shapes). Releases before sorted the logits:
+    9.7 to 10 times in start-up logs (Llama 3.1 8B, 0.31; Qwen3 8B, 0.8.5). And the encoder of images, whose tokens stay
+    beside the other two (v1/worker/gpu_model_runner.py, `profile_run`).
     """
-    shape, ranks = question.shape, question.tensor_parallel_size
-    hidden, vocabulary = shape.hidden_size, shape.vocabulary
+    hidden, vocabulary = question.shape.hidden_size, question.shape.vocabulary
     if hidden is None or vocabulary is None:
         return None
-    width = shape.mlp_width or USUAL_WIDTH * hidden
-    chosen = shape.experts_per_token * hidden if shape.experts_per_token > 1 else 0
-    attention = 2 * ((shape.attention_heads or 1) + shape.heads.count) * shape.heads.key_size / ranks
-    values = 2 * hidden + max(attention, 3 * width / ranks + chosen)
-    longest = question.max_num_seqs * (question.max_model_len or question.max_num_batched_tokens)
-    forward = min(question.max_num_batched_tokens, longest) * values * shape.dtype_bytes
+    forward, _ = _estimate_forward(question, hidden)
     logits = question.max_num_seqs * vocabulary * LOGITS_BYTES
     images, kept = _estimate_encoding(question, hidden)
     return Range(
         low=max(images.low, kept + max(forward, LOGITS_LOW * logits)),
         high=max(images.high, kept + max(FORWARD_HIGH * forward, LOGITS_HIGH * logits)),
     )
+
+
+def _estimate_forward(question: Question, hidden: int) -> tuple[float, float]:
+    """Return what a batch takes in the widest layer, and in the workspace of experts, which stays (0 without)."""
+    shape, ranks = question.shape, question.tensor_parallel_size
+    longest = question.max_num_seqs * (question.max_model_len or question.max_num_batched_tokens)
+    batch_bytes = min(question.max_num_batched_tokens, longest) * shape.dtype_bytes
+    attention = 2 * ((shape.attention_heads or 1) + shape.heads.count) * shape.heads.key_size / ranks
+    inside = 3 * (shape.mlp_width or USUAL_WIDTH * hidden) / ranks
+    if shape.experts_per_token > 1:
+        return batch_bytes * (2 * hidden + attention), batch_bytes * (inside + shape.experts_per_token * hidden)
+    return batch_bytes * (2 * hidden + max(attention, inside)), 0
 
 
 def _estimate_encoding(question: Question, hidden: int) -> tuple[Range, float]:
@@ -102,6 +115,17 @@ def _estimate_encoding(question: Question, hidden: int) -> tuple[Range, float]:
     low = largest.whole_values + largest.divided_values / question.tensor_parallel_size
     high = FORWARD_HIGH * (largest.whole_values + largest.divided_values)
     return Range(low=size * low, high=size * high), size * largest.tokens * largest.copies * hidden
+
+
+def estimate_rest(question: Question) -> Range:
+    """Return what else the budget has to hold: libraries, what experts and sampler keep, the driver's part.
+
+    Experts keep a workspace for the tokens of a batch (vLLM, v1/worker/workspace.py).
+    """
+    _, experts = _estimate_forward(question, question.shape.hidden_size or 0)
+    kept = question.max_num_seqs * (question.shape.vocabulary or 0) * SAMPLER_BYTES
+    reserved = 0 if question.unified_memory else RESERVED_BYTES * question.gpu_memory_utilization
+    return LIBRARIES + Range(low=experts, high=FORWARD_HIGH * experts + kept + reserved)
 
 
 def estimate_outside(question: Question) -> Range:
@@ -132,6 +156,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     weights: int | None
     budget: float | None
     activations: Range | None
+    rest: Range
     graphs: Range
     outside: Range
     kv_cache: Range | None
@@ -139,7 +164,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     @property
     def overhead(self) -> Range | None:
         """What the budget has to hold besides weights and KV cache."""
-        return None if self.activations is None else self.activations + self.graphs + LIBRARIES
+        return None if self.activations is None else self.activations + self.graphs + self.rest
 
     @property
     def blocks(self) -> int | None:
@@ -189,6 +214,7 @@ def estimate_memory(question: Question) -> MemoryEstimate | None:
         weights=question.weights_bytes,
         budget=None if total is None else total * question.gpu_memory_utilization,
         activations=estimate_activations(question),
+        rest=estimate_rest(question),
         graphs=NOTHING if question.enforce_eager else GRAPHS,
         outside=estimate_outside(question),
         kv_cache=None,

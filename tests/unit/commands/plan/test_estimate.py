@@ -95,13 +95,13 @@ def test_what_lies_beside_the_budget_has_to_fit_as_well(card_gib: int, ratio: fl
 
 
 @pytest.mark.parametrize(
-    ("card_gib", "expected"), [(17.1, True), (16.9, None), (15.5, None), (15.4, False), (None, None)]
+    ("card_gib", "expected"), [(17.8, True), (17.6, None), (15.5, None), (15.4, False), (None, None)]
 )
 def test_told_memory_has_to_fit_on_the_card_with_everything_else(
     card_gib: float | None,
     expected: bool | None,  # noqa: FBT001 - a case
 ) -> None:
-    """14.96 GiB of weights, 0.1 of cache, 0.37 to 1.93 of everything else."""
+    """14.96 GiB of weights, 0.1 of cache, 0.37 to 2.62 of everything else."""
     found = estimated(
         "llama-3.1-8b",
         card_gib=card_gib,
@@ -140,13 +140,13 @@ def test_eager_mode_needs_no_graphs() -> None:
 
 
 def test_activations_follow_the_batch_and_the_logits_whichever_is_larger() -> None:
-    small = estimated(max_num_seqs=1, max_num_batched_tokens=8192).activations
-    large = estimated(max_num_seqs=1024, max_num_batched_tokens=8192).activations
+    small = estimated(max_num_seqs=1, max_num_batched_tokens=1024).activations
+    large = estimated(max_num_seqs=1024, max_num_batched_tokens=1024).activations
 
     assert small is not None
     assert large is not None
-    assert small.low == 8192 * 2 * (2 * 4096 + 3 * 14336)
-    assert large.low == 4 * 1024 * 128_256 * 4
+    assert small.low == 1024 * 2 * (2 * 4096 + 3 * 14336)
+    assert (large.low, large.high) == (0.5 * 1024 * 128_256 * 4, 4 * 1024 * 128_256 * 4)
 
 
 def test_without_a_size_what_depends_on_it_is_not_known() -> None:

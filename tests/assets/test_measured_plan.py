@@ -1,0 +1,64 @@
+"""What `plan` says of the models that a real vLLM sized on the stand-in card, and its table in the docs."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+import pytest
+
+from tests.assets.console import ROOT
+from tests.assets.test_docs_tables import between
+from tests.card.shapes.compare import RECORD, Comparison, compare_all, render_table
+from tests.conftest import Golden
+
+PAGE: Final = ROOT / "docs/commands/plan.md"
+COMPARED: Final = compare_all()
+NAMES: Final = [each.shape.name for each in COMPARED]
+SIZED: Final = [each for each in COMPARED if each.plan and each.started]
+SIZED_NAMES: Final = [each.shape.name for each in SIZED]
+
+WEIGHTS_PERCENT: Final = 1.5
+"""vLLM counts what torch took of the card: parameters, rounded up to its segments, and tables of positions."""
+
+TOKENS_PERCENT: Final = 18.0
+"""By how much the least number of tokens may be too low, which is most where weights nearly fill the card."""
+
+WEIGHTS_MISSED: Final = {"Qwen2.5 7B AWQ": "what repacking for Marlin leaves between segments"}
+ACTIVATIONS_MISSED: Final = {"Qwen3 Embedding 0.6B": "it pools, which `plan` does not know, and computes no logits"}
+ENOUGH: Final = 12
+
+
+def test_every_measured_model_is_compared() -> None:
+    assert sorted(json.loads(RECORD.read_text(encoding="utf-8"))) == sorted(NAMES)
+    assert len(NAMES) >= ENOUGH
+
+
+def test_the_table_is_that_of_the_record(golden: Golden) -> None:
+    golden(PAGE, between(PAGE.read_text(encoding="utf-8"), "measured", render_table()))
+
+
+@pytest.mark.parametrize("found", COMPARED, ids=NAMES)
+def test_a_verdict_is_vllms(found: Comparison) -> None:
+    verdict = found.plan.get("fits")
+
+    assert verdict is None or verdict is found.started
+
+
+@pytest.mark.parametrize("found", SIZED, ids=SIZED_NAMES)
+def test_weights_are_what_vllm_loaded(found: Comparison) -> None:
+    is_near = found.weights_error is None or abs(found.weights_error) <= WEIGHTS_PERCENT
+
+    assert is_near is (found.shape.name not in WEIGHTS_MISSED)
+
+
+@pytest.mark.parametrize("found", SIZED, ids=SIZED_NAMES)
+def test_the_peak_of_activations_is_within_the_range(found: Comparison) -> None:
+    assert found.holds("activation_bytes", "activations_gib") is (found.shape.name not in ACTIVATIONS_MISSED)
+
+
+@pytest.mark.parametrize("found", SIZED, ids=SIZED_NAMES)
+def test_the_cache_is_within_the_range_and_its_tokens_are_a_lower_bound(found: Comparison) -> None:
+    assert found.holds("kv_cache_bytes", "available_gib") is not False
+    if found.tokens_error is not None:
+        assert -TOKENS_PERCENT <= found.tokens_error <= 0

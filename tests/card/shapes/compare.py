@@ -1,0 +1,108 @@
+"""What `plan` says of the measured models beside what vLLM said of them, and the table of docs/commands/plan.md."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from tests.card.card import GIB
+from tests.card.shapes.table import SHAPES, Shape
+from tests.command import run_command
+
+RECORD: Final = Path(__file__).parent / "measured.json"
+ANSWERS: Final = {True: "yes", False: "no", None: "cannot tell"}
+HEAD: Final = (
+    "| model | options | weights, GiB | activations, GiB | KV cache, GiB | tokens, at least | starts |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A model, the document of `plan`, or why it has none, and what vLLM's workers said."""
+
+    shape: Shape
+    plan: dict[str, Any]
+    refusal: str
+    said: dict[str, Any]
+
+    @property
+    def started(self) -> bool:
+        return "refused" not in self.said
+
+    def error(self, planned: float | None, measured: float | None) -> float | None:
+        """Return by how many per cent the plan is above what was measured."""
+        return 100 * (planned / measured - 1) if planned is not None and measured else None
+
+    @property
+    def weights_error(self) -> float | None:
+        planned = self.plan.get("weights_bytes")
+        return self.error(planned and planned / GIB, self.said.get("weights_gib"))
+
+    @property
+    def tokens_error(self) -> float | None:
+        return self.error(self.plan.get("kv_capacity_tokens"), self.said.get("kv_tokens"))
+
+    def holds(self, name: str, measured: str) -> bool | None:
+        """Return whether what vLLM said lies in a range of the plan, which is rounded as vLLM rounds; None for none."""
+        planned, found = self.plan.get(name), self.said.get(measured)
+        if planned is None or found is None:
+            return None
+        return bool(round(planned["low"] / GIB, 2) <= found <= round(planned["high"] / GIB, 2))
+
+
+@cache
+def compare_all() -> tuple[Comparison, ...]:
+    """Return all shapes that were measured."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    return tuple(compare(shape, record[shape.name]) for shape in SHAPES if shape.name in record)
+
+
+def compare(shape: Shape, said: dict[str, Any]) -> Comparison:
+    """Plan one model as it was measured: its configuration, its card, its options, no CUDA graphs."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in {"config.json": shape.config, **shape.files}.items():
+            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
+        card = ("--gpu-memory", f"{shape.card_gib}GiB", "--enforce-eager")
+        asked = ("--json", "--model-config", folder, *card, *shape.options, *shape.only_plan)
+        done = run_command("plan", *asked)
+    document = json.loads(done.stdout) if done.stdout else {}
+    return Comparison(shape=shape, plan=document, refusal=done.stderr.rpartition(": ")[2].strip(), said=said)
+
+
+def render_table() -> str:
+    """Return the table of docs/commands/plan.md."""
+    return "\n".join((*HEAD, *(_render(each) for each in compare_all())))
+
+
+def _render(found: Comparison) -> str:
+    shape, plan, said = found.shape, found.plan, found.said
+    options = " ".join((*shape.options, *shape.only_vllm, *shape.only_plan)) or " "
+    weights, tokens = plan.get("weights_bytes"), plan.get("kv_capacity_tokens")
+    cells = (
+        f"{shape.name} ({shape.kind})",
+        options if options == " " else f"`{options}`",
+        _pair(_gib(weights), said.get("weights_gib"), found.weights_error),
+        _pair(_range(plan.get("activation_bytes")), said.get("activations_gib"), None),
+        _pair(_range(plan.get("kv_cache_bytes")), said.get("available_gib"), None),
+        _pair(None if tokens is None else f"{tokens:,}", said.get("kv_tokens"), found.tokens_error),
+        f"{ANSWERS[plan['fits']] if plan else 'refused'}; {'yes' if found.started else 'no'}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _pair(planned: str | None, measured: float | None, error: float | None) -> str:
+    said = "-" if measured is None else f"{measured:,.2f}" if isinstance(measured, float) else f"{measured:,}"
+    return f"{planned or '-'}; {said}{'' if error is None else f' ({error:+.1f} %)'}"
+
+
+def _gib(amount: float | None) -> str | None:
+    return None if amount is None else f"{amount / GIB:.2f}"
+
+
+def _range(amount: dict[str, int] | None) -> str | None:
+    return None if amount is None else f"{amount['low'] / GIB:.2f} to {amount['high'] / GIB:.2f}"
