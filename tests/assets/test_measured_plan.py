@@ -18,15 +18,18 @@ NAMES: Final = [each.shape.name for each in COMPARED]
 SIZED: Final = [each for each in COMPARED if each.plan and each.started]
 SIZED_NAMES: Final = [each.shape.name for each in SIZED]
 
-WEIGHTS_PERCENT: Final = 1.5
+WEIGHTS_PERCENT: Final = 2.0
 """vLLM counts what torch took of the card: parameters, rounded up to its segments, and tables of positions."""
 
 TOKENS_PERCENT: Final = 18.0
 """By how much the least number of tokens may be too low, which is most where weights nearly fill the card."""
 
-WEIGHTS_MISSED: Final = {"Qwen2.5 7B AWQ": "what repacking for Marlin leaves between segments"}
+WEIGHTS_MISSED: Final = {
+    "Qwen2.5 7B AWQ": "what repacking for Marlin leaves between torch's segments",
+    "Gemma 3 4B, text": "a table of positions of 0.5 GiB, for 8 times its longest sequence",
+}
 ACTIVATIONS_MISSED: Final = {"Qwen3 Embedding 0.6B": "it pools, which `plan` does not know, and computes no logits"}
-ENOUGH: Final = 12
+ENOUGH: Final = 15
 
 
 def test_every_measured_model_is_compared() -> None:

@@ -81,7 +81,7 @@ def render_table() -> str:
 
 def _render(found: Comparison) -> str:
     shape, plan, said = found.shape, found.plan, found.said
-    options = " ".join((*shape.options, *shape.only_vllm, *shape.only_plan)) or " "
+    options = " ".join((*shape.options, *shape.only_plan)) or " "
     weights, tokens = plan.get("weights_bytes"), plan.get("kv_capacity_tokens")
     cells = (
         f"{shape.name} ({shape.kind})",
