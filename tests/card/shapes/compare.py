@@ -65,8 +65,7 @@ def compare_all() -> tuple[Comparison, ...]:
 def compare(shape: Shape, said: dict[str, Any]) -> Comparison:
     """Plan one model as it was measured: its configuration, its card, its options, no CUDA graphs."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in {"config.json": shape.config, **shape.files}.items():
-            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
+        (Path(folder) / "config.json").write_text(json.dumps(shape.config), encoding="utf-8")
         card = ("--gpu-memory", f"{shape.card_gib}GiB", "--enforce-eager")
         asked = ("--json", "--model-config", folder, *card, *shape.options, *shape.only_plan)
         done = run_command("plan", *asked)

@@ -70,8 +70,7 @@ def write_model(shape: Shape, folder: Path) -> None:
     folder.mkdir(parents=True)
     for file in (FOLDER / "tiny").glob("tokenizer*"):
         shutil.copy(file, folder)
-    for name, content in {"config.json": shape.config, **shape.files}.items():
-        (folder / name).write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps(shape.config))
 
 
 def measure(shapes: Sequence[Shape], folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
