@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import pytest
 
-from tests.card.bench import wait_until_served, watch
 from tests.card.card import FOLDER, GIB, Cards, take
 from tests.card.shapes.measure import RECORD, measure, measure_on
 from tests.card.shapes.table import SHAPES, Shape
@@ -45,12 +44,3 @@ def _ask(utilization: float) -> Shape:
     config: dict[str, Any] = json.loads((FOLDER / "tiny" / "config.json").read_text())
     options = ("--gpu-memory-utilization", f"{utilization:.2f}")
     return Shape(name=options[1], kind="tiny", config=config, options=options)
-
-
-def test_smoke_finds_the_engine_within_its_budget(tmp_path: Path) -> None:
-    with watch(tmp_path, "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8") as bench:
-        wait_until_served(bench)
-        answer = run_process("smoke", "--json", "--engine-url", bench.engine.url, **bench.cards.environment())
-
-    assert answer.returncode == 0, answer.stdout
-    assert json.loads(answer.stdout)["checks"]["discrepancy"]["status"] == "ok"
