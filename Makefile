@@ -57,7 +57,7 @@ mutants: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/pytest -m bench -s tests/bench
 
-# Some 150 traces of a seed, about five seconds of processor each; no threshold was chosen on seeds 150 to 199.
+# Some 150 traces of a seed and 90 recorded ones, about five and two seconds of processor each; no threshold was chosen on seeds 150 to 199.
 bench-leak: $(VENV)/.test
 	$(BIN)/python tests/bench/leak/score.py --seeds 150 --jobs 2 --write docs/leaks.md $(SCORE)
 

@@ -16,7 +16,7 @@ HELD_OUT = frozenset(name for name in NAMES if hashlib.sha256(name.encode()).dig
 """A quarter by name, on which no threshold is chosen: only their totals are shown."""
 
 BY_HOLDER = ("engine", "other")
-INSIDE = ("allocated", "reserved_by_torch", "parts")
+INSIDE = ("granted", "allocated", "reserved_by_torch", "parts")
 
 
 TIME = len('{"t":')
@@ -38,5 +38,5 @@ def read(name: str, apart: float = 0.0) -> tuple[dict[str, Any], list[dict[str, 
 def drop_fields(samples: list[dict[str, Any]], names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield the samples without some fields of their GPUs."""
     for sample in samples:
-        gpus = [{field: value for field, value in gpu.items() if field not in names} for gpu in sample["gpus"]]
-        yield sample | {"gpus": gpus}
+        gpus = [{field: value for field, value in gpu.items() if field not in names} for gpu in sample["gpus"] or ()]
+        yield sample | {"gpus": gpus or None}
