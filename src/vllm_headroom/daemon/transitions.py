@@ -56,9 +56,14 @@ class Transitions:
 
     def report(self, snapshot: Snapshot) -> None:
         """Log what changed since the last snapshot."""
-        self._source(Source.ENGINE, snapshot.engines)
-        self._source(Source.NVML, snapshot.gpus)
-        self._source(Source.PROCESS, snapshot.processes)
+        failures = {failure.source: failure for failure in snapshot.failures}
+        for source in (
+            Source.ENGINE,
+            Source.NVML,
+            Source.PROCESS,
+            *(() if snapshot.probe is None else (Source.PROBE,)),
+        ):
+            self._source(source, failures.get(source))
         if snapshot.probe is not None:
             self._probe(snapshot.probe, snapshot.monotonic_seconds)
         if not isinstance(snapshot.engines, Failure):
@@ -107,16 +112,15 @@ class Transitions:
         else:
             log.info("derivation works again", derivation=name)
 
-    def _source(self, source: Source, part: object) -> None:
-        if not self._is_new(str(source), part.reason if isinstance(part, Failure) else None):
+    def _source(self, source: Source, failure: Failure | None) -> None:
+        if not self._is_new(str(source), None if failure is None else failure.reason):
             return
-        if isinstance(part, Failure):
-            log.warning("source failed", source=str(source), reason=str(part.reason), problem=part.message)
+        if failure is not None:
+            log.warning("source failed", source=str(source), reason=str(failure.reason), problem=failure.message)
         else:
             log.info("source answers", source=str(source))
 
     def _probe(self, probe: ProbeReadings | Failure, now: float) -> None:
-        self._source(Source.PROBE, probe)
         if isinstance(probe, Failure):
             return
         stopped = {(each.pid, each.started_at_seconds): each for each in probe.others if each.stopped}

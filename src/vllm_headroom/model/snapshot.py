@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineStatus, HostMemory, ProcessName
 from vllm_headroom.model.gpu import Failure, Gpu, ProbeReadings, ReadingTime
-from vllm_headroom.vocabulary import Level, MetricType
+from vllm_headroom.vocabulary import Level, MetricType, Reason, Source
+
+MUTE_PROBE: Final = Failure(
+    source=Source.PROBE,
+    reason=Reason.NOT_FOUND,
+    message="no running process of vLLM writes a probe's file: those that did have exited, or their probe has stopped",
+)
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
@@ -59,8 +65,9 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The failures of the sources that could not be read."""
-        parts = (self.engines, self.gpus, self.processes, self.probe)
+        """The failures of the sources that could not be read; a probe that no running process has is one."""
+        is_mute = isinstance(self.probe, ProbeReadings) and not self.probe.present
+        parts = (self.engines, self.gpus, self.processes, MUTE_PROBE if is_mute else self.probe)
         return tuple(part for part in parts if isinstance(part, Failure))
 
 

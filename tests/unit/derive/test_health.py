@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.samples import failure, only, snapshot, values
+from tests.samples import failure, only, probed, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.model import ProbeReadings, ReadingTime
@@ -38,12 +38,21 @@ def test_every_reason_starts_at_zero_and_failures_add_up() -> None:
 
 
 def test_the_probe_counts_from_where_its_folder_is_read() -> None:
-    state, samples = derive_health(INITIAL, snapshot(probe=ProbeReadings(), reading_times=times()))
+    state, samples = derive_health(INITIAL, snapshot(probe=ProbeReadings(present=(probed(),)), reading_times=times()))
     assert values(samples, catalog.SOURCE_FAILURES)[("probe", "malformed")] == 0.0
 
     _, samples = derive_health(state, snapshot(probe=failure(Source.PROBE), reading_times=times()))
 
     assert values(samples, catalog.SOURCE_FAILURES)[("probe", "not_found")] == 1.0
+
+
+def test_files_of_probes_that_no_longer_write_are_no_success() -> None:
+    reading = (ReadingTime(source=Source.PROBE, seconds=0.1, ended_monotonic_seconds=10.0),)
+    for readings in (ProbeReadings(silent=(probed(),)), ProbeReadings(others=(probed(),))):
+        _, samples = derive_health(INITIAL, snapshot(probe=readings, reading_times=reading))
+
+        assert values(samples, catalog.SOURCE_UP) == {("probe",): 0.0}
+        assert values(samples, catalog.SOURCE_FAILURES)[("probe", "not_found")] == 1.0
 
 
 def test_the_last_success_stays_while_a_source_fails() -> None:
