@@ -190,11 +190,13 @@ def test_memory_and_its_cost_are_told_of_what_ran(nvml: FakeNvml, trace: Path, s
 
 def test_an_engine_that_dies_is_not_good(trace: Path, stopped_at_the_end: list[Load]) -> None:
     with StreamingServer() as server:
-        load = Load(server.url, trace, "--json", "--duration", "2s")
+        load = Load(server.url, trace, "--json", "--duration", "1h")
         stopped_at_the_end.append(load)
         eventually(lambda: server.finished, "a request is served")
     found = load.found(1)
 
+    assert len(found["steps"]) == 1, "it does not go on without the engine"
+    assert found["interrupted"] is False
     assert found["faults"][0] == "the engine is gone: its page refuses connections"
     assert found["requests"]["succeeded"] == server.finished
     assert found["requests"]["refused"] > 0

@@ -132,7 +132,8 @@ async def run_load(order: LoadOrder) -> dict[str, Any]:
     finally:
         await asker.close()
         await sampling.close()
-    return build_document(order, model, steps, sampling.whole, sampling.watch, stopped=clients.stopped)
+    stopped = clients.stopped and not run.has_lost_engine
+    return build_document(order, model, steps, sampling.whole, sampling.watch, stopped=stopped)
 
 
 def _check_limits(order: LoadOrder, *, tls: bool) -> None:

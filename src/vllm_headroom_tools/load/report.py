@@ -324,7 +324,8 @@ def _list_conclusions(found: Document) -> Iterator[str]:
     if found["interrupted"]:
         yield "It was interrupted."
     elif len(found["steps"]) < len(SHARES):
-        yield "It ended at --max-requests, before the other steps."
+        has_lost_engine = any(fault.startswith("the engine") for fault in found["faults"])
+        yield f"It ended {'with the engine' if has_lost_engine else 'at --max-requests'}, before the other steps."
     yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
     reasons = "; ".join(found["faults"]) or _explain_verdict(found)
     yield f"{found['verdict'].replace('_', ' ').upper()}: {reasons}."

@@ -287,6 +287,9 @@ DELAY_SECONDS: Final = 0.1
 
 SHOW_SECONDS: Final = 1.0
 
+GONE_SECONDS: Final = 15.0
+"""An engine that is gone or another for so long does not come back as it was: the rest of the load says nothing."""
+
 
 class Stage(Struct, frozen=True, kw_only=True):
     """A step that is over, or under way: `seconds` is from its begin to the end of its last request."""
@@ -305,7 +308,7 @@ def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class LoadRun:
-    """Runs every step for `seconds`, until the clients are stopped or the pace is used up."""
+    """Runs every step for `seconds`, until the clients are stopped, the pace is used up or the engine has ended."""
 
     concurrency: int
     seconds: float
@@ -313,6 +316,7 @@ class LoadRun:
     pace: Pace
     sampling: Sampling
     screen: Screen
+    has_lost_engine: bool = field(default=False, init=False)
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)
 
     async def steps(self) -> tuple[Stage, ...]:
@@ -320,9 +324,8 @@ class LoadRun:
         done: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
-            aside = [
-                group.create_task(each) for each in (self.sampling.run(), self._measure_delays(), self._show_progress())
-            ]
+            others = (self.sampling.run(), self._measure_delays(), self._show_progress(), self._stop_without_engine())
+            aside = [group.create_task(each) for each in others]
             for number, share in enumerate(SHARES, start=1):
                 if not self.clients.stopped and not self.pace.is_used_up:
                     done.append(await self._step(number, share))
@@ -347,6 +350,15 @@ class LoadRun:
             due = monotonic() + DELAY_SECONDS
             await asyncio.sleep(DELAY_SECONDS)
             self._tally.delays.add(max(0.0, monotonic() - due))
+
+    async def _stop_without_engine(self) -> None:
+        seen_seconds = monotonic()
+        while monotonic() - seen_seconds < GONE_SECONDS:
+            await asyncio.sleep(SHOW_SECONDS)
+            if self.sampling.whole.ended is None and not self._tally.engine_dead:
+                seen_seconds = monotonic()
+        self.has_lost_engine = not self.clients.stopped
+        self.clients.stop()
 
     async def _show_progress(self) -> None:
         while True:
