@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -88,9 +88,14 @@ ANSWER_SECONDS: Final = 60.0
 """From the end to the answers: the probes look every five seconds, and count for seconds."""
 MOST_BYTES: Final = 256 * 1024
 
+KINDS: Final = ("host", "gpu")
+"""The memory that can be recorded. Host memory costs far more: Python notes the stack of every object."""
 
-async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Have all processes record for so long; raise BadInput where there is none, or another recording is running.
+
+async def record(
+    folder: Path, seconds: float, say: Callable[[str], None], kinds: Collection[str] = KINDS
+) -> dict[str, Any]:
+    """Have all processes record these kinds of memory; raise BadInput without one, or while another records.
 
     Return what --json prints; a process without a usable answer has null for what is missing.
 
@@ -99,7 +104,7 @@ async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> di
     processes = await _find_present(folder)
     request, until = uuid.uuid4().hex, time.time() + seconds
     try:
-        _write_request(folder, request, until)
+        _write_request(folder, request, until, kinds)
         say(f"{len(processes)} processes record for {format_duration(seconds)}")
         try:
             answers = await _collect_answers(folder, processes, request, until + ANSWER_SECONDS)
@@ -132,13 +137,13 @@ async def _find_present(folder: Path) -> tuple[ProbedProcess, ...]:
     return found.present
 
 
-def _write_request(folder: Path, request: str, until: float) -> None:
+def _write_request(folder: Path, request: str, until: float, kinds: Collection[str]) -> None:
     """Write the request, unless there is one that somebody waits for; raise OSError, and BadInput."""
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
         if abs(time.time() - path.lstat().st_mtime) < 2 * TOUCH_SECONDS:
             raise BadInput(f"{path} is another recording's, which is running")
-    document = {"headroom_record": 1, "id": request, "until": until, "host": True, "gpu": True}
+    document = {"headroom_record": 1, "id": request, "until": until} | {kind: kind in kinds for kind in KINDS}
     unfinished = folder / f".{REQUEST}.{request}"
     unfinished.write_text(json.dumps(document))
     unfinished.chmod(0o644)
@@ -266,16 +271,19 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument("action", metavar="ACTION", nargs="?", type=choice([INSTALL, RECORD]), help="install or record")
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=FOLDER, help="where install puts the probe")
     parser.add_argument("--for", metavar="DURATION", dest="seconds", type=TIME, help="how long to record, such as 10m")
+    only = "record host or gpu memory alone; without it both"
+    parser.add_argument("--only", metavar="KIND", type=choice(list(KINDS)), help=only)
     parser.add_settings(ProbeSettings)
 
 
 async def _run(given: Namespace) -> dict[str, Any]:
-    if given.action == INSTALL and given.folder is not None and given.seconds is None:
+    if given.action == INSTALL and given.folder is not None and given.seconds is None and given.only is None:
         return {"folder": str(given.folder), "installed": list(install(given.folder))}
     if given.action == RECORD and given.folder is None and given.seconds is not None:
         if given.settings.probe_dir is None:
             raise BadOptions("HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory")
-        return await record(given.settings.probe_dir, given.seconds, tell)
+        kinds = KINDS if given.only is None else (given.only,)
+        return await record(given.settings.probe_dir, given.seconds, tell, kinds)
     raise BadOptions("needs one of: install FOLDER, record --for DURATION")
 
 
@@ -289,7 +297,8 @@ def _render_text(found: dict[str, Any]) -> Iterator[str]:
 
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
-    usage="%(prog)s install [--json] FOLDER\n       %(prog)s record [--json] --for DURATION [OPTION VALUE]...",
+    usage="%(prog)s install [--json] FOLDER\n"
+    "       %(prog)s record [--json] --for DURATION [--only KIND] [OPTION VALUE]...",
     description="""\
 install puts the probe into a folder where any vLLM from 0.9 on finds it, its
 image unchanged. It reports to the sidecar what only vLLM's processes know about
@@ -297,7 +306,8 @@ their memory, through files in HEADROOM_PROBE_DIR, which both can use.
 
 record asks the probes of a running vLLM who allocates, for a time, what is
 kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
-vLLM meanwhile, and is never done unasked. See docs/probe.md.
+vLLM meanwhile, host memory up to tenfold, and is never done unasked. For a leak
+of GPU memory use --only gpu. See docs/probe.md.
 """,
     epilog="""\
 It ends with status 0, and with 2 when the folder cannot be written or no probe

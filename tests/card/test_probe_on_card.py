@@ -115,11 +115,12 @@ def test_a_recording_names_the_line_of_a_leaked_tensor(bench: Bench) -> None:
 
 def test_what_the_probe_and_a_recording_cost(bench: Bench) -> None:
     """Requests a second, in turns of 20 s; vLLM is bound by its CPU here, since no kernel runs: an upper bound."""
-    rates: dict[str, list[float]] = {"idle": [], "recording": []}
+    rates: dict[str, list[float]] = {"idle": [], "host": [], "gpu": []}
     for _ in range(3):
         rates["idle"].append(serve_for(bench, 20))
-        with record(bench, "30s"):
-            rates["recording"].append(serve_for(bench, 20))
+        for kind in ("host", "gpu"):
+            with record(bench, "30s", "--only", kind):
+                rates[kind].append(serve_for(bench, 20))
     cost = bench.read_reports()["EngineCore"]["cost"]
 
     sys.stdout.write(f"requests a second: {rates}; the probe: {cost}\n")
@@ -134,9 +135,9 @@ def serve_for(bench: Bench, seconds: float) -> float:
 
 
 @contextmanager
-def record(bench: Bench, seconds: str) -> Iterator[subprocess.Popen[str]]:
+def record(bench: Bench, seconds: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     """Run `probe record` from when each process has begun to record."""
-    command = [sys.executable, "-m", "vllm_headroom", "probe", "record", "--for", seconds, "--json"]
+    command = [sys.executable, "-m", "vllm_headroom", "probe", "record", "--for", seconds, "--json", *options]
     variables = os.environ | {"HEADROOM_PROBE_DIR": str(bench.place / "probe")}
     recording = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
     before = bench.read_reports()["EngineCore"]["sequence"]

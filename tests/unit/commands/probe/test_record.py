@@ -79,6 +79,13 @@ def test_while_one_records_another_is_refused_and_with_nobody_waiting_it_ends(le
     assert [each["problem"] for each in recorded["processes"]] == [None] * 3
 
 
+@pytest.mark.parametrize(("kinds", "host"), [(("host", "gpu"), True), (("host",), True), (("gpu",), False)])
+def test_one_kind_of_memory_is_recorded_alone(leaking: Vllm, kinds: tuple[str, ...], host: bool) -> None:  # noqa: FBT001
+    recorded = asyncio.run(record(leaking.folder, 2.0, lambda _: None, kinds))
+
+    assert any(each["host"] for each in recorded["processes"]) == host
+
+
 def test_a_process_that_dies_meanwhile_has_no_answer(leaking: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "ANSWER_SECONDS", 3.0)
 
