@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.life.lives import SHRUNK_RATIO, TIGHT_BYTES
+from vllm_headroom.derive.life.lives import is_full
 from vllm_headroom.derive.readings import sum_known
 from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.model import Device, EngineReading
@@ -46,8 +46,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     @property
     def is_full(self) -> bool:
         """Whether almost no room was left, by the daemon's rule."""
-        first, last = self.first_room_bytes, self.last_room_bytes
-        return last is not None and last <= TIGHT_BYTES and (first is None or last <= SHRUNK_RATIO * first)
+        return self.last_room_bytes is not None and is_full(self.last_room_bytes, self.first_room_bytes)
 
     @property
     def lost_bytes(self) -> int | None:

@@ -10,7 +10,6 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.life.lives import EngineRun, is_broken
 from vllm_headroom.derive.readings import list_named, sum_known
 from vllm_headroom.model import EngineReading, Failure, Fate, Gpu, Snapshot
 from vllm_headroom.trace.flight import IncidentKind
@@ -168,7 +167,7 @@ class Follower:
         leaves = what is IncidentKind.ENDED and _count_orphans(snapshot) > self._orphans
         if snapshot.page is not None or self._began is None:  # its server may exit a sample later than its core
             self._orphans = _count_orphans(snapshot)
-        self._broken = self._broken or leaves or _is_breaking_up(before.present, snapshot)
+        self._broken = self._broken or leaves or (snapshot.page is not None and self.watch.runs.present.broken)
         if what is not None:
             self.facts = self._build_facts(snapshot, what, reason)
         newest = self.watch.runs.newest
@@ -221,7 +220,8 @@ class Follower:
             self._is_young = born is not None and snapshot.time_seconds - born < YOUNG_SECONDS
         if snapshot.page is not None:
             self._paged_at = now
-        self._shut_since = (self._shut_since or now) if _is_shut(self.watch.runs.present, snapshot) else None
+        refused = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
+        self._shut_since = (self._shut_since or now) if refused and self.watch.runs.present.broken else None
         self._seen, self._began_seconds = now, born
         self._answered = snapshot.page is not None
         if engines := list_named(snapshot.page):
@@ -289,16 +289,3 @@ class Follower:
 def _count_orphans(snapshot: Snapshot) -> int:
     """Count the orphaned processes on the engine's GPUs: a stopped engine leaves none."""
     return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
-
-
-def _is_breaking_up(life: EngineRun, snapshot: Snapshot) -> bool:
-    """Return whether the page still answers without a necessary process; a stopped engine loses the page first."""
-    if snapshot.page is None or isinstance(snapshot.processes, Failure):
-        return False
-    return is_broken(life, snapshot.processes)
-
-
-def _is_shut(life: EngineRun, snapshot: Snapshot) -> bool:
-    """Return whether the server runs behind a closed port without a necessary process, as one that shuts down."""
-    refused = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
-    return refused and not isinstance(snapshot.processes, Failure) and is_broken(life, snapshot.processes)
