@@ -18,7 +18,16 @@ from vllm_headroom.expose.view import Incident
 from vllm_headroom.log import Log
 from vllm_headroom.model import EngineStatus, Failure, ProbedProcess, Snapshot, Values, Verdict
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, find_newest, keep, name_incident, set_aside
+from vllm_headroom.trace.flight import (
+    FLIGHT,
+    INCIDENTS,
+    IncidentKind,
+    find_decisive,
+    find_newest,
+    keep,
+    name_incident,
+    set_aside,
+)
 from vllm_headroom.trace.recorder import FileWriter, resolve_folder
 from vllm_headroom.vocabulary import EngineState
 
@@ -200,7 +209,9 @@ class Flight:
             self._incident = await self._set_aside(self._incident, now)
 
     def _event(self, life: EngineStatus) -> dict[str, Any] | None:
-        was, self._state = self._state, life.state
+        was = self._state
+        if life.state is not EngineState.UNKNOWN:  # a stall that was out of sight for a time is one stall
+            self._state = life.state
         stalled = life.state is EngineState.STALLED is not was
         if was is EngineState.SERVING and (life.ended or stalled):
             self._incident = None  # it had served again: the one before was over
@@ -240,7 +251,7 @@ class Flight:
     def _build_header(self, incident: OpenIncident) -> dict[str, Any]:
         earliest = incident.seconds - XID_SECONDS
         return {
-            **incident.events[0],
+            **find_decisive(incident.events),
             "version": self._version,
             "events": list(incident.events),
             "before": dict(incident.before),

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
@@ -19,6 +19,7 @@ from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
 from vllm_headroom.units import MIB
+from vllm_headroom.vocabulary import ExitReason
 
 log = Log(__name__)
 
@@ -54,6 +55,22 @@ class IncidentKind(StrEnum):
 
     ENDED = "ended"
     STALLED = "stalled"
+
+
+SEQUENCE_SECONDS: Final = 15.0
+"""A stall and an exit so close are one end: vLLM's server follows its core within 9 s, and a tick is 5 s."""
+
+MEMORY_REASONS: Final = (ExitReason.OUT_OF_MEMORY, ExitReason.OOM_KILLED)
+
+
+def find_decisive(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the event that an incident is judged by: the first, or the exit for memory that followed it at once.
+
+    Where the core dies before its server, the page answers for seconds more, and a sample of them is a stall.
+    """
+    ended = next((each for each in events if each["what"] == IncidentKind.ENDED), events[0])
+    is_one = 0 <= ended["t"] - events[0]["t"] <= SEQUENCE_SECONDS and ended.get("reason") in MEMORY_REASONS
+    return ended if is_one else events[0]
 
 
 def name_incident(seconds: float) -> str:

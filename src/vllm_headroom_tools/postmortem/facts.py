@@ -13,10 +13,10 @@ from vllm_headroom.derive.readings import sum_known
 from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.model import Device, EngineReading
 from vllm_headroom.parse.fields import LARGEST
-from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, list_incidents, parse_known
+from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, find_decisive, list_incidents, parse_known
 from vllm_headroom.trace.parse import YEAR_10000, BadInput, read_lines
 from vllm_headroom.units import format_size
-from vllm_headroom.vocabulary import ExitReason, LeakState
+from vllm_headroom.vocabulary import ExitReason, LeakState, Role
 from vllm_headroom_tools.history import Moment
 
 
@@ -73,7 +73,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
 
     The run began at `began_seconds`, possibly before the record; it was observed for `seen_seconds`, last
     `unseen_seconds` before the exit. `served` is whether it ever served, `hung_seconds` the time without progress,
-    `answered` whether its page still answered. `broken` is whether a necessary process exited before the rest,
+    `answered` whether its page still answered. `first` are the necessary processes that exited before the rest,
     `shut_seconds` how long the server then refused its page. `idle_seconds` is the idle time at the last page; None
     where it had work, or unknown. `xids` and `ooms` are of the last 15 minutes, `lost` the verdicts on unreadable GPUs.
     """
@@ -87,7 +87,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     served: bool = False
     hung_seconds: float | None = None
     answered: bool = False
-    broken: bool = False
+    first: tuple[Role, ...] = ()
     shut_seconds: float | None = None
     engines: tuple[EngineReading, ...] = ()
     idle_seconds: float | None = None
@@ -144,16 +144,16 @@ def read_header(file: Path) -> Header:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
     if header is None:
         return {}
-    time = header.get("t")
-    if (
-        not isinstance(time, int | float)
-        or not 0 <= time < YEAR_10000
-        or str(header.get("what")) not in set(IncidentKind)
-    ):
+    if not _is_time(header.get("t")) or str(header.get("what")) not in set(IncidentKind):
         raise BadInput(
             f"{file}: line 1: the header of an incident has a time `t`, and `what`: {' or '.join(IncidentKind)}"
         )
-    return header
+    events = (each for each in read_records(header, "events") if _is_time(each.get("t")) and "what" in each)
+    return {**header, **find_decisive((header, *events))}
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < YEAR_10000
 
 
 def find_exit_reason(header: Header) -> ExitReason | None:

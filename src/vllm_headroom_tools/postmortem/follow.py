@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.readings import list_named, sum_known
 from vllm_headroom.model import EngineReading, Failure, Fate, Gpu, Snapshot
-from vllm_headroom.trace.flight import IncidentKind
-from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason
+from vllm_headroom.trace.flight import MEMORY_REASONS, SEQUENCE_SECONDS, IncidentKind
+from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Role
 from vllm_headroom_tools.history import LeakReplay, Moment
 from vllm_headroom_tools.postmortem.facts import (
     Circumstances,
@@ -153,9 +153,7 @@ class Follower:
         self._last = self._shift = 0.0
         self._paged = False
         self._state = EngineState.UNKNOWN
-        self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
-        self._hung: float | None = None
-        self._broken = False
+        self._first: tuple[Role, ...] = ()
         self._orphans = 0
         self._forget()
 
@@ -167,7 +165,8 @@ class Follower:
         leaves = what is IncidentKind.ENDED and _count_orphans(snapshot) > self._orphans
         if snapshot.page is not None or self._began is None:  # its server may exit a sample later than its core
             self._orphans = _count_orphans(snapshot)
-        self._broken = self._broken or leaves or (snapshot.page is not None and self.watch.runs.present.broken)
+        if not self._first and (leaves or snapshot.page is not None):
+            self._first = (Role.API_SERVER,) if leaves else self.watch.runs.present.lost
         if what is not None:
             self.facts = self._build_facts(snapshot, what, reason)
         newest = self.watch.runs.newest
@@ -189,7 +188,8 @@ class Follower:
         life = snapshot.life
         reason = None if life is None else life.ended
         stalled = life is not None and life.state is EngineState.STALLED is not self._state
-        self._state = self._state if life is None else life.state
+        if life is not None and life.state is not EngineState.UNKNOWN:
+            self._state = life.state
         if self._header:
             late = snapshot.time_seconds - self._header["t"]
             due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
@@ -210,7 +210,9 @@ class Follower:
         self._idle_since: float | None = None
         self._idle_seconds: float | None = None
         self._running: deque[tuple[float, float]] = deque()
-        self._hung, self._broken, self._leaks = None, False, {}
+        self._hung: float | None = None
+        self._first = ()
+        self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
 
     def _add(self, snapshot: Snapshot) -> None:
         now, life = snapshot.monotonic_seconds, snapshot.life
@@ -221,7 +223,7 @@ class Follower:
         if snapshot.page is not None:
             self._paged_at = now
         refused = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
-        self._shut_since = (self._shut_since or now) if refused and self.watch.runs.present.broken else None
+        self._shut_since = (self._shut_since or now) if refused and self.watch.runs.present.lost else None
         self._seen, self._began_seconds = now, born
         self._answered = snapshot.page is not None
         if engines := list_named(snapshot.page):
@@ -251,7 +253,8 @@ class Follower:
     def _build_facts(self, snapshot: Snapshot, what: IncidentKind, reason: ExitReason | None) -> Circumstances:
         now, life = snapshot.monotonic_seconds, snapshot.life
         answered = self._answered if what is IncidentKind.ENDED else snapshot.page is not None
-        stalled = what is IncidentKind.STALLED or self._hung is not None
+        hung = self._hung is not None and (reason not in MEMORY_REASONS or now - self._hung > SEQUENCE_SECONDS)
+        stalled = what is IncidentKind.STALLED or hung
         age = read_progress_age(self._header) or (None if life is None else life.progress_age_seconds)
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
         loaded = any(
@@ -265,10 +268,10 @@ class Follower:
             seen_seconds=0.0 if self._began is None else now - self._began,
             unseen_seconds=None if self._began is None or what is not IncidentKind.ENDED else now - self._seen,
             served=self._served or (loaded and not self._paged and not self._is_young),
-            hung_seconds=(age or now - self._paged_at) if stalled and not self._broken else None,
+            hung_seconds=(age or now - self._paged_at) if stalled and not self._first else None,
             shut_seconds=None if self._shut_since is None else now - self._shut_since,
             answered=answered,
-            broken=self._broken,
+            first=self._first,
             engines=self._engines,
             idle_seconds=self._idle_seconds,
             usual_running=median(usual) if usual else None,

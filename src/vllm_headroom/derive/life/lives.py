@@ -119,12 +119,12 @@ def _is_among(known: Collection[ProcessName], processes: Collection[ProcessName]
 
 def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
     now, kills = Counter(process.role for process in seen.processes or ()), seen.host.oom_kills
-    is_broken = any(now[role] < most for role, most in run.vital.items()) if seen.processes else run.broken
+    lost = tuple(role for role, most in run.vital.items() if now[role] < most) if seen.processes else run.lost
     run = replace(
         run,
         began_seconds=run.began_seconds if run.began_seconds is not None else seen.started_at_seconds,
         processes=seen.names or run.processes,
-        broken=is_broken,
+        lost=lost,
     )
     if seen.page is None:
         return replace(run, tight=run.tight or _is_tight(run, seen))
@@ -138,9 +138,9 @@ def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
         top_bytes=max(run.top_bytes, sum(seen.held.values())),
         rooms=run.rooms or seen.rooms,
         host_room_bytes=seen.host.room_bytes if run.host_room_bytes is None else run.host_room_bytes,
-        tight=_is_tight(run, seen) if seen.rooms else run.tight,
+        tight=_is_tight(run, seen) or (run.tight and (not seen.rooms or bool(lost))),
         asleep=is_page_awake(seen.page) is False,
-        oom_kills=run.oom_kills if kills is None or is_broken else kills,
+        oom_kills=run.oom_kills if kills is None or lost else kills,
     )
 
 
@@ -286,7 +286,7 @@ def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineS
     is_known = run.page_life is not None or run.finished_total is not None  # of itself: a page does not forget that
     if seen.page is None or not (seen.page.engines or (seen.processes and not is_known)):
         return EngineState.UNKNOWN
-    if run.broken:
+    if run.lost:
         return EngineState.STALLED
     if is_page_awake(seen.page) is False:
         return EngineState.ASLEEP
@@ -298,7 +298,7 @@ def _describe_run(
     state: RunState, seen: Signs, age: float | None, now: float, ended: ExitReason | None
 ) -> EngineStatus:
     run = state.lives.present
-    is_lost = state.state is EngineState.DOWN or run.broken
+    is_lost = state.state is EngineState.DOWN or bool(run.lost)
     return EngineStatus(
         state=state.state,
         in_service=False if is_lost else run.worked,
