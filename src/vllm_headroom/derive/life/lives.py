@@ -264,8 +264,8 @@ def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) ->
     run = state.lives.newest
     if seen.page is not None:
         return _judge_answering(state, seen, age)
-    is_refused = seen.answer is Answer.REFUSED
-    if seen.alive is False or (seen.alive is None and is_refused and not seen.blind):
+    may_be_alive = seen.answer is not Answer.REFUSED or (seen.blind and (run is None or not run.ended))
+    if seen.alive is False or (seen.alive is None and not may_be_alive):
         return EngineState.DOWN
     if not seen.blind:
         if run is None or run.ended or (seen.answer is Answer.UNREADABLE and not run.ready):
@@ -273,8 +273,7 @@ def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) ->
         if not run.ready:
             return EngineState.STARTING
     since = state.blind_seconds if seen.blind else state.silent_seconds
-    is_recent = since is not None and now - since < STALLED_SECONDS
-    if is_recent or (is_refused and run is not None and run.ended):
+    if since is not None and now - since < STALLED_SECONDS:
         return state.state
     computes = state.computing is not None and now - state.computing.at_seconds < STALLED_SECONDS
     is_unknown = seen.blind or computes or seen.answer is Answer.UNREADABLE
