@@ -20,12 +20,11 @@ from vllm_headroom.model import EngineStatus, Failure, ProbedProcess, Snapshot, 
 from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import (
     FLIGHT,
-    INCIDENTS,
     IncidentKind,
     find_decisive,
     find_newest,
     keep,
-    name_incident,
+    locate_incident,
     set_aside,
 )
 from vllm_headroom.trace.recorder import FileWriter, resolve_folder
@@ -240,7 +239,7 @@ class Flight:
         """Write the incident so far; return it while it continues, None when it is complete or abandoned."""
         done = await self._writing.do(partial(set_aside, self._folder, incident.seconds, self._build_header(incident)))
         if done:
-            file = self._folder / INCIDENTS / name_incident(incident.seconds)
+            file = locate_incident(self._folder, incident.seconds)
             self.last = _build_incident(file, self._build_header(incident))
             if incident.due < incident.closes:
                 log.warning("an incident was set aside", look_at=f"vllm-headroom postmortem {file}")

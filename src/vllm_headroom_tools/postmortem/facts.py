@@ -98,6 +98,11 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     lost: tuple[str, ...] = ()
 
     @property
+    def order(self) -> tuple[str, ...]:
+        """The evidence of which processes went first, none where unknown."""
+        return tuple(f"{role.replace('_', ' ')} exited before the others" for role in self.first)
+
+    @property
     def running(self) -> float | None:
         """The running requests on the last page."""
         return sum_known(engine.running for engine in self.engines)
@@ -154,12 +159,6 @@ def read_header(file: Path) -> Header:
 
 def _is_time(value: object) -> bool:
     return isinstance(value, int | float) and 0 <= value < YEAR_10000
-
-
-def find_exit_reason(header: Header) -> ExitReason | None:
-    """Return the reason that the daemon counted for the first exit."""
-    reasons = [each.get("reason") for each in (header, *read_records(header, "events"))]
-    return next((reason for each in reasons for reason in ExitReason if each == reason), None)
 
 
 def read_progress_age(header: Header) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from math import inf
 from statistics import median
 from typing import Final
 
@@ -19,7 +20,6 @@ from vllm_headroom_tools.postmortem.facts import (
     Circumstances,
     GpuAtEnd,
     Header,
-    find_exit_reason,
     read_leaks,
     read_lost_gpus,
     read_ooms,
@@ -35,10 +35,6 @@ LAST_SECONDS: Final = 30.0 + PEAK_SECONDS
 
 BEFORE_SECONDS: Final = 300.0
 """Growth within this time is a burst."""
-
-
-_MANY: Final = 2**31
-"""Where the first number of processes is unknown, none has joined."""
 
 
 class _GpuSample(Struct, frozen=True, kw_only=True):
@@ -92,7 +88,7 @@ class GpuSamples:
             jumped_bytes=subtract(_find_most(sample.gpu.held_bytes for sample in before), engine_bytes),
             first_other_bytes=first.gpu.other_bytes,
             last_other_bytes=_find_most(sample.gpu.other_bytes for sample in last),
-            joined=(_find_most(sample.gpu.process_count for sample in last) or 0) > (first.gpu.process_count or _MANY),
+            joined=(_find_most(sample.gpu.process_count for sample in last) or 0) > (first.gpu.process_count or inf),
             between=_find_least(sample.room_bytes for sample in last)
             != _find_least(memory.left_bytes for sample in last if (memory := sample.gpu.reading.memory)),
             leak=leak,
@@ -193,9 +189,8 @@ class Follower:
         if self._header:
             late = snapshot.time_seconds - self._header["t"]
             due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
-            return (
-                (IncidentKind(self._header["what"]), find_exit_reason(self._header) or reason) if due else (None, None)
-            )
+            counted = next((each for each in ExitReason if each == self._header.get("reason")), reason)
+            return (IncidentKind(self._header["what"]), counted) if due else (None, None)
         return (IncidentKind.ENDED if reason else IncidentKind.STALLED if stalled else None), reason
 
     def _forget(self) -> None:
@@ -229,9 +224,8 @@ class Follower:
         if engines := list_named(snapshot.page):
             self._add_page(engines, now)
         for gpu in snapshot.owned:
-            self._gpus.setdefault(gpu.reading.uuid, GpuSamples()).add(
-                gpu, now, is_first=self._answered and not self._served
-            )
+            samples = self._gpus.setdefault(gpu.reading.uuid, GpuSamples())
+            samples.add(gpu, now, is_first=self._answered and not self._served)
         self._served = self._served or self._answered
         stalled = life is not None and life.state is EngineState.STALLED
         self._hung = (self._hung if self._hung is not None else now) if stalled else None
@@ -257,9 +251,7 @@ class Follower:
         stalled = what is IncidentKind.STALLED or hung
         age = read_progress_age(self._header) or (None if life is None else life.progress_age_seconds)
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
-        loaded = any(
-            samples.share_at_first >= LOADED for samples in self._gpus.values()
-        )  # then it did not exit while starting
+        loaded = any(each.share_at_first >= LOADED for each in self._gpus.values())  # so it did not exit while starting
         return Circumstances(
             what=what,
             seconds=snapshot.time_seconds,

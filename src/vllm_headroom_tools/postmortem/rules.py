@@ -11,7 +11,7 @@ from msgspec import Struct
 from vllm_headroom.derive.life.lives import TIGHT_BYTES
 from vllm_headroom.trace.flight import IncidentKind
 from vllm_headroom.units import GIB, format_duration, format_size
-from vllm_headroom.vocabulary import ExitReason, LeakState, Role
+from vllm_headroom.vocabulary import ExitReason, LeakState
 from vllm_headroom_tools.postmortem.facts import Circumstances, GpuAtEnd
 
 
@@ -249,7 +249,7 @@ def _list_leak_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
 def _list_burst_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
     yield from facts.ooms
     yield describe_room(gpu)
-    yield from _list_first(facts)
+    yield from facts.order
     if gpu.jumped_bytes is not None:
         yield f"the engine held {format_size(gpu.jumped_bytes)} more than minutes before"
     if facts.running is not None:
@@ -275,13 +275,6 @@ UNSEEN_SECONDS: Final = 15.0
 SHUT_SECONDS: Final = 15.0
 """A server whose core has died exits within seconds and refuses its page until then."""
 
-NAMES: Final = {
-    Role.API_SERVER: "the API server",
-    Role.ENGINE_CORE: "an engine core",
-    Role.WORKER: "a worker",
-    Role.OTHER: "another process",
-}
-
 ANSWERED: Final = "its page still answered; an engine that /pause stopped (development mode) looks the same"
 
 
@@ -295,7 +288,7 @@ def diagnose_kill(facts: Circumstances) -> Diagnosis | None:
         sentence="Killed by the kernel: host memory ran out, not GPU memory.",
         evidence=(
             "the kernel counted an out-of-memory kill in the engine's container then",
-            *_list_first(facts),
+            *facts.order,
             describe_work(facts),
         ),
     )
@@ -317,12 +310,8 @@ def diagnose_hang(facts: Circumstances) -> Diagnosis | None:
 def diagnose_crash(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine exited at work or in parts, with memory left; sure only with an XID."""
     stalled = facts.what is IncidentKind.STALLED and not facts.first
-    if (
-        facts.full is not None
-        or facts.ooms
-        or stalled
-        or (facts.hung_seconds is not None and not (facts.xids or facts.lost))
-    ):
+    hung = facts.hung_seconds is not None and not (facts.xids or facts.lost)
+    if facts.full is not None or facts.ooms or stalled or hung:
         return None
     fatal = FATAL_XIDS & set(facts.xids)
     room = None if facts.worst is None else facts.worst.last_room_bytes
@@ -384,17 +373,12 @@ def _list_crash_evidence(facts: Circumstances) -> Iterator[str]:
     yield from facts.lost
     for xid in facts.xids:
         yield f"the driver reported XID {xid}"
-    yield from _list_first(facts)
+    yield from facts.order
     yield describe_work(facts)
     if facts.worst is not None:
         yield describe_room(facts.worst)
     if not facts.xids and not facts.first and facts.running:
         yield "a planned restart during requests looks the same"
-
-
-def _list_first(facts: Circumstances) -> Iterator[str]:
-    if facts.first:
-        yield f"{' and '.join(NAMES[role] for role in facts.first)} exited before the others"
 
 
 def describe_work(facts: Circumstances) -> str:

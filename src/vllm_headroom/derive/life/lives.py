@@ -73,7 +73,7 @@ def _find_cause(run: EngineRun, seen: Signs, *, answered_before: bool) -> ExitRe
     """Return why a run ended, the kernel's count first; `gone` when unknown."""
     if seen.host.oom_kills is not None and seen.host.oom_kills > run.oom_kills:
         return ExitReason.OOM_KILLED
-    if run.tight or _is_tight(run, seen) or _has_run_out(run, seen):
+    if run.tight or _is_tight(run, seen) or (seen.oom_seconds or -1.0) >= (run.began_seconds or 0.0):
         return ExitReason.OUT_OF_MEMORY
     return ExitReason.REPLACED if answered_before and not _is_gone(seen) else ExitReason.GONE
 
@@ -81,13 +81,6 @@ def _find_cause(run: EngineRun, seen: Signs, *, answered_before: bool) -> ExitRe
 def _is_tight(run: EngineRun, seen: Signs) -> bool:
     """Return whether a GPU has filled up since the engine became ready."""
     return any(uuid in run.rooms and is_full(room, run.rooms[uuid]) for uuid, room in seen.rooms.items())
-
-
-def _has_run_out(run: EngineRun, seen: Signs) -> bool:
-    """Return whether the probe saw a fatal OutOfMemoryError in this run."""
-    if seen.oom_seconds is None:
-        return False
-    return run.began_seconds is None or seen.oom_seconds >= run.began_seconds
 
 
 def _is_gone(seen: Signs) -> bool:
@@ -179,8 +172,6 @@ STALLED_SECONDS: Final = 60.0
 """Longest time without progress while there is work, and without a page while its processes are alive. A step takes
 less: a chunk of a prefill, 8192 tokens by default, takes seconds on the slowest cards. vLLM itself aborts a step
 after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
-
-_REASONS: Final = tuple(ExitReason)
 
 LEFT_SECONDS: Final = 30.0
 """Time in which left-over processes may still exit: a worker took up to 9 s after its core (vLLM 0.32)."""
@@ -303,7 +294,7 @@ def _describe_run(
         in_service=False if is_lost else run.worked,
         began_seconds=run.began_seconds,
         restarts=state.lives.restarts,
-        exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in _REASONS]),
+        exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in ExitReason]),
         ended=ended,
         recent_ends=len(state.lives.ends_seconds),
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,

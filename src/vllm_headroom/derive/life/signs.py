@@ -139,9 +139,9 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
     Little held memory does not prove the end of an engine that was asleep, or of one with an unreadable GPU.
     """
     page, run, gpus = snapshot.page, runs.present, snapshot.owned
-    failed = snapshot.processes if isinstance(snapshot.processes, Failure) else None
-    may_show = snapshot.ambiguous > 0 or (failed is not None and failed.reason is Reason.TIMEOUT)
-    processes = None if snapshot.ambiguous or isinstance(snapshot.processes, Failure) else snapshot.processes
+    readings = snapshot.processes
+    may_show = snapshot.ambiguous > 0 or (isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT)
+    processes = None if snapshot.ambiguous or isinstance(readings, Failure) else readings
     sighted = runs.sighted
     if processes or (page is not None and not run.processes and not may_show):
         sighted = bool(processes)

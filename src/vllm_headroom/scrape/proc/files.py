@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Mapping
 from functools import cached_property
@@ -26,8 +25,6 @@ KERNEL_THREADS: Final = 2
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 """The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h: PROC_PID_INIT_INO)."""
-
-_ABSENT: Final = frozenset({errno.ENOENT, errno.ESRCH})
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -142,7 +139,8 @@ def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
 
 def _raise_failure(error: Exception, *, is_engine: bool) -> None:
     """Raise the error if it says nothing about the process: a shortage here or, of the engine, all but absence."""
-    if isinstance(error, OSError) and (error.errno in SHORTAGES or (is_engine and error.errno not in _ABSENT)):
+    is_absent = isinstance(error, FileNotFoundError | ProcessLookupError) or not is_engine
+    if isinstance(error, OSError) and (error.errno in SHORTAGES or not is_absent):
         raise error
 
 
