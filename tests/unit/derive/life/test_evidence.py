@@ -56,7 +56,7 @@ SERVING: Final = Stage(EngineState.SERVING, working, WHOLE, 70.0)
 ASLEEP: Final = Stage(EngineState.ASLEEP, lambda _: working(600, running=0.0, awake=False), WHOLE, 1.0)
 HANGS: Final = Stage(EngineState.STALLED, lambda _: working(600), WHOLE, 70.0)
 STOPPED: Final = Stage(EngineState.STALLED, lambda _: SILENT, WHOLE, 70.0, computes=False)
-BROKEN: Final = Stage(EngineState.STALLED, lambda _: working(600), WHOLE[:1], 0.0)
+BROKEN: Final = Stage(EngineState.STALLED, lambda _: working(600, running=0.0), WHOLE[:1], 0.0)
 AGAIN: Final = Stage(EngineState.STARTING, processes=NEXT, held_gib=5.0)
 ANEW: Final = Stage(EngineState.SERVING, lambda at: working(at, started=STARTED), NEXT, 70.0)
 
