@@ -125,7 +125,18 @@ class Daemon:
 
 
 IN_FULL = frozenset(
-    {"BEGAN", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED", "STEPPED", "STUCK", "WITHOUT"}
+    {
+        "BEGAN",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "NVML_FAKE_FILE",
+        "PYTHONPATH",
+        "SPEED",
+        "STEPPED",
+        "STUCK",
+        "STUCK_BY",
+        "WITHOUT",
+    }
 )
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.life import Start, becomes, last_look, settings, state
+from tests.e2e.test_flight_faults import SOURCE
+from tests.e2e.test_whose import ends
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import GIB, FakeNvml
+from tests.fakes.preload import preloadable
 from tests.fakes.working_vllm import text
-from tests.process import Page, daemon, eventually
+from tests.process import Daemon, Page, daemon, eventually
 
 
 def test_a_core_that_is_stopped_is_stalled_until_it_goes_on(start: Start, nvml: FakeNvml, port: int) -> None:
@@ -98,6 +101,46 @@ def test_a_slow_start_is_starting_however_long_and_no_leak(start: Start, nvml: F
 
         becomes(running, "serving")
         assert "leak suspected" not in running.log()
+
+
+def test_a_proc_that_does_not_answer_is_no_end_of_an_engine(
+    start: Start, nvml: FakeNvml, port: int, tmp_path: Path
+) -> None:
+    library, stuck, vllm = preloadable(SOURCE, tmp_path), tmp_path / "stuck", start(ready=False, held_gib=1)
+    late = {
+        "LD_PRELOAD": str(library),
+        "STUCK": f"/proc/{vllm.server}/",
+        "STUCK_BY": str(stuck),
+        "STATE_DIR": str(tmp_path / "state"),
+    }
+    states = set()
+
+    def seen(running: Daemon, wanted: str) -> Page:
+        def is_wanted(page: Page) -> bool:
+            states.add(state(page))
+            return state(page) == wanted
+
+        return running.sees(is_wanted, f"the engine is {wanted}")
+
+    with daemon(**settings(port, nvml), **late) as running:
+        seen(running, "starting")
+        states.clear()
+        for _ in range(3):
+            stuck.touch()
+            seen(running, "unknown")
+            stuck.unlink()
+            seen(running, "starting")
+        vllm.become_ready()
+        served = seen(running, "serving")
+
+        assert states == {"starting", "unknown", "serving"}
+        assert (ends(served), served.value("engine_restarts_total")) == (0, 0)
+        assert "source=process reason=timeout" in running.log()
+        assert not served.has("last_incident_timestamp_seconds")
+
+        vllm.end()
+        vllm.hold(0)
+        assert ends(seen(running, "down")) == 1
 
 
 def test_lives_are_counted_over_restarts_of_the_daemon(start: Start, nvml: FakeNvml, port: int, tmp_path: Path) -> None:

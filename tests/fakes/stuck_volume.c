@@ -1,4 +1,4 @@
-/* A volume that stops answering: opening a file below $STUCK waits while there is a file $STUCK.stuck. */
+/* A volume that stops answering: opening a file below $STUCK waits while there is a file $STUCK.stuck, or $STUCK_BY. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -12,7 +12,8 @@ static void wait_for(const char *path) {
     const char *folder = getenv("STUCK");
     char flag[4096];
     if (folder == NULL || strncmp(path, folder, strlen(folder)) != 0) return;
-    snprintf(flag, sizeof flag, "%s.stuck", folder);
+    const char *by = getenv("STUCK_BY");
+    snprintf(flag, sizeof flag, "%s%s", by ? by : folder, by ? "" : ".stuck");
     while (access(flag, F_OK) == 0) usleep(10000);
 }
 

@@ -18,7 +18,15 @@ from vllm_headroom.expose.view import Incident
 from vllm_headroom.log import Log
 from vllm_headroom.model import EngineStatus, Failure, ProbedProcess, Snapshot, Values, Verdict
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, find_newest, keep, name_incident, set_aside
+from vllm_headroom.trace.flight import (
+    FLIGHT,
+    IncidentKind,
+    find_decisive,
+    find_newest,
+    keep,
+    locate_incident,
+    set_aside,
+)
 from vllm_headroom.trace.recorder import FileWriter, resolve_folder
 from vllm_headroom.vocabulary import EngineState
 
@@ -200,7 +208,9 @@ class Flight:
             self._incident = await self._set_aside(self._incident, now)
 
     def _event(self, life: EngineStatus) -> dict[str, Any] | None:
-        was, self._state = self._state, life.state
+        was = self._state
+        if life.state is not EngineState.UNKNOWN:  # a stall that was out of sight for a time is one stall
+            self._state = life.state
         stalled = life.state is EngineState.STALLED is not was
         if was is EngineState.SERVING and (life.ended or stalled):
             self._incident = None  # it had served again: the one before was over
@@ -229,7 +239,7 @@ class Flight:
         """Write the incident so far; return it while it continues, None when it is complete or abandoned."""
         done = await self._writing.do(partial(set_aside, self._folder, incident.seconds, self._build_header(incident)))
         if done:
-            file = self._folder / INCIDENTS / name_incident(incident.seconds)
+            file = locate_incident(self._folder, incident.seconds)
             self.last = _build_incident(file, self._build_header(incident))
             if incident.due < incident.closes:
                 log.warning("an incident was set aside", look_at=f"vllm-headroom postmortem {file}")
@@ -240,7 +250,7 @@ class Flight:
     def _build_header(self, incident: OpenIncident) -> dict[str, Any]:
         earliest = incident.seconds - XID_SECONDS
         return {
-            **incident.events[0],
+            **find_decisive(incident.events),
             "version": self._version,
             "events": list(incident.events),
             "before": dict(incident.before),

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
@@ -19,6 +19,7 @@ from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
 from vllm_headroom.units import MIB
+from vllm_headroom.vocabulary import ExitReason
 
 log = Log(__name__)
 
@@ -56,9 +57,26 @@ class IncidentKind(StrEnum):
     STALLED = "stalled"
 
 
+SEQUENCE_SECONDS: Final = 15.0
+"""A stall and an exit so close are one end: a server answers for 2 to 3 s without its core, and a tick is 5 s."""
+MEMORY_REASONS: Final = (ExitReason.OUT_OF_MEMORY, ExitReason.OOM_KILLED)
+
+
+def find_decisive(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the event that an incident is judged by: the first, or the exit for memory that followed it at once."""
+    ended = next((each for each in events if each["what"] == IncidentKind.ENDED), events[0])
+    is_one = 0 <= ended["t"] - events[0]["t"] <= SEQUENCE_SECONDS and ended.get("reason") in MEMORY_REASONS
+    return ended if is_one else events[0]
+
+
 def name_incident(seconds: float) -> str:
     """Return the file name of an incident; names sort by time."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H-%M-%SZ}.jsonl"
+
+
+def locate_incident(folder: Path, seconds: float) -> Path:
+    """Return the file of an incident beside a record."""
+    return folder / INCIDENTS / name_incident(seconds)
 
 
 def list_incidents(folder: Path) -> list[Path]:
@@ -128,7 +146,7 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
     samples = _select_samples(_read_lines(folder), seconds, max(most_bytes // 2, most_bytes - len(header)))
     make_folder(folder)
     make_folder(incidents)
-    file = incidents / name_incident(seconds)
+    file = locate_incident(folder, seconds)
     replace_file(file, incidents / "unfinished", chain((header,), samples))
     _make_room(incidents, file)
 

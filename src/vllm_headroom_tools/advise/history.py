@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.life.lives import EngineRuns
+from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.derive.readings import count_running, is_page_awake, label_engine, list_named
 from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot

@@ -8,15 +8,15 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.life.lives import SHRUNK_RATIO, TIGHT_BYTES
+from vllm_headroom.derive.life.lives import is_full
 from vllm_headroom.derive.readings import sum_known
 from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.model import Device, EngineReading
 from vllm_headroom.parse.fields import LARGEST
-from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, list_incidents, parse_known
+from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, IncidentKind, find_decisive, list_incidents, parse_known
 from vllm_headroom.trace.parse import YEAR_10000, BadInput, read_lines
 from vllm_headroom.units import format_size
-from vllm_headroom.vocabulary import ExitReason, LeakState
+from vllm_headroom.vocabulary import ExitReason, LeakState, Role
 from vllm_headroom_tools.history import Moment
 
 
@@ -46,8 +46,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     @property
     def is_full(self) -> bool:
         """Whether almost no room was left, by the daemon's rule."""
-        first, last = self.first_room_bytes, self.last_room_bytes
-        return last is not None and last <= TIGHT_BYTES and (first is None or last <= SHRUNK_RATIO * first)
+        return self.last_room_bytes is not None and is_full(self.last_room_bytes, self.first_room_bytes)
 
     @property
     def lost_bytes(self) -> int | None:
@@ -74,7 +73,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
 
     The run began at `began_seconds`, possibly before the record; it was observed for `seen_seconds`, last
     `unseen_seconds` before the exit. `served` is whether it ever served, `hung_seconds` the time without progress,
-    `answered` whether its page still answered. `broken` is whether a necessary process exited before the rest,
+    `answered` whether its page still answered. `first` are the necessary processes that exited before the rest,
     `shut_seconds` how long the server then refused its page. `idle_seconds` is the idle time at the last page; None
     where it had work, or unknown. `xids` and `ooms` are of the last 15 minutes, `lost` the verdicts on unreadable GPUs.
     """
@@ -88,7 +87,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     served: bool = False
     hung_seconds: float | None = None
     answered: bool = False
-    broken: bool = False
+    first: tuple[Role, ...] = ()
     shut_seconds: float | None = None
     engines: tuple[EngineReading, ...] = ()
     idle_seconds: float | None = None
@@ -97,6 +96,11 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     xids: tuple[int, ...] = ()
     ooms: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The evidence of which processes went first, none where unknown."""
+        return tuple(f"{role.replace('_', ' ')} exited before the others" for role in self.first)
 
     @property
     def running(self) -> float | None:
@@ -145,22 +149,16 @@ def read_header(file: Path) -> Header:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
     if header is None:
         return {}
-    time = header.get("t")
-    if (
-        not isinstance(time, int | float)
-        or not 0 <= time < YEAR_10000
-        or str(header.get("what")) not in set(IncidentKind)
-    ):
+    if not _is_time(header.get("t")) or str(header.get("what")) not in set(IncidentKind):
         raise BadInput(
             f"{file}: line 1: the header of an incident has a time `t`, and `what`: {' or '.join(IncidentKind)}"
         )
-    return header
+    events = (each for each in read_records(header, "events") if _is_time(each.get("t")) and "what" in each)
+    return {**header, **find_decisive((header, *events))}
 
 
-def find_exit_reason(header: Header) -> ExitReason | None:
-    """Return the reason that the daemon counted for the first exit."""
-    reasons = [each.get("reason") for each in (header, *read_records(header, "events"))]
-    return next((reason for each in reasons for reason in ExitReason if each == reason), None)
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < YEAR_10000
 
 
 def read_progress_age(header: Header) -> float | None:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from math import inf
 from statistics import median
 from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.life.lives import EngineRun, is_broken
 from vllm_headroom.derive.readings import list_named, sum_known
 from vllm_headroom.model import EngineReading, Failure, Fate, Gpu, Snapshot
-from vllm_headroom.trace.flight import IncidentKind
-from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason
+from vllm_headroom.trace.flight import MEMORY_REASONS, SEQUENCE_SECONDS, IncidentKind
+from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Role
 from vllm_headroom_tools.history import LeakReplay, Moment
 from vllm_headroom_tools.postmortem.facts import (
     Circumstances,
     GpuAtEnd,
     Header,
-    find_exit_reason,
     read_leaks,
     read_lost_gpus,
     read_ooms,
@@ -36,10 +35,6 @@ LAST_SECONDS: Final = 30.0 + PEAK_SECONDS
 
 BEFORE_SECONDS: Final = 300.0
 """Growth within this time is a burst."""
-
-
-_MANY: Final = 2**31
-"""Where the first number of processes is unknown, none has joined."""
 
 
 class _GpuSample(Struct, frozen=True, kw_only=True):
@@ -93,7 +88,7 @@ class GpuSamples:
             jumped_bytes=subtract(_find_most(sample.gpu.held_bytes for sample in before), engine_bytes),
             first_other_bytes=first.gpu.other_bytes,
             last_other_bytes=_find_most(sample.gpu.other_bytes for sample in last),
-            joined=(_find_most(sample.gpu.process_count for sample in last) or 0) > (first.gpu.process_count or _MANY),
+            joined=(_find_most(sample.gpu.process_count for sample in last) or 0) > (first.gpu.process_count or inf),
             between=_find_least(sample.room_bytes for sample in last)
             != _find_least(memory.left_bytes for sample in last if (memory := sample.gpu.reading.memory)),
             leak=leak,
@@ -154,9 +149,7 @@ class Follower:
         self._last = self._shift = 0.0
         self._paged = False
         self._state = EngineState.UNKNOWN
-        self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
-        self._hung: float | None = None
-        self._broken = False
+        self._first: tuple[Role, ...] = ()
         self._orphans = 0
         self._forget()
 
@@ -168,7 +161,8 @@ class Follower:
         leaves = what is IncidentKind.ENDED and _count_orphans(snapshot) > self._orphans
         if snapshot.page is not None or self._began is None:  # its server may exit a sample later than its core
             self._orphans = _count_orphans(snapshot)
-        self._broken = self._broken or leaves or _is_breaking_up(before.present, snapshot)
+        if not self._first and (leaves or snapshot.page is not None):
+            self._first = (Role.API_SERVER,) if leaves else self.watch.runs.present.lost
         if what is not None:
             self.facts = self._build_facts(snapshot, what, reason)
         newest = self.watch.runs.newest
@@ -190,13 +184,13 @@ class Follower:
         life = snapshot.life
         reason = None if life is None else life.ended
         stalled = life is not None and life.state is EngineState.STALLED is not self._state
-        self._state = self._state if life is None else life.state
+        if life is not None and life.state is not EngineState.UNKNOWN:
+            self._state = life.state
         if self._header:
             late = snapshot.time_seconds - self._header["t"]
             due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
-            return (
-                (IncidentKind(self._header["what"]), find_exit_reason(self._header) or reason) if due else (None, None)
-            )
+            counted = next((each for each in ExitReason if each == self._header.get("reason")), reason)
+            return (IncidentKind(self._header["what"]), counted) if due else (None, None)
         return (IncidentKind.ENDED if reason else IncidentKind.STALLED if stalled else None), reason
 
     def _forget(self) -> None:
@@ -211,7 +205,9 @@ class Follower:
         self._idle_since: float | None = None
         self._idle_seconds: float | None = None
         self._running: deque[tuple[float, float]] = deque()
-        self._hung, self._broken, self._leaks = None, False, {}
+        self._hung: float | None = None
+        self._first = ()
+        self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
 
     def _add(self, snapshot: Snapshot) -> None:
         now, life = snapshot.monotonic_seconds, snapshot.life
@@ -221,15 +217,15 @@ class Follower:
             self._is_young = born is not None and snapshot.time_seconds - born < YOUNG_SECONDS
         if snapshot.page is not None:
             self._paged_at = now
-        self._shut_since = (self._shut_since or now) if _is_shut(self.watch.runs.present, snapshot) else None
+        refused = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
+        self._shut_since = (self._shut_since or now) if refused and self.watch.runs.present.lost else None
         self._seen, self._began_seconds = now, born
         self._answered = snapshot.page is not None
         if engines := list_named(snapshot.page):
             self._add_page(engines, now)
         for gpu in snapshot.owned:
-            self._gpus.setdefault(gpu.reading.uuid, GpuSamples()).add(
-                gpu, now, is_first=self._answered and not self._served
-            )
+            samples = self._gpus.setdefault(gpu.reading.uuid, GpuSamples())
+            samples.add(gpu, now, is_first=self._answered and not self._served)
         self._served = self._served or self._answered
         stalled = life is not None and life.state is EngineState.STALLED
         self._hung = (self._hung if self._hung is not None else now) if stalled else None
@@ -251,12 +247,11 @@ class Follower:
     def _build_facts(self, snapshot: Snapshot, what: IncidentKind, reason: ExitReason | None) -> Circumstances:
         now, life = snapshot.monotonic_seconds, snapshot.life
         answered = self._answered if what is IncidentKind.ENDED else snapshot.page is not None
-        stalled = what is IncidentKind.STALLED or self._hung is not None
+        hung = self._hung is not None and (reason not in MEMORY_REASONS or now - self._hung > SEQUENCE_SECONDS)
+        stalled = what is IncidentKind.STALLED or hung
         age = read_progress_age(self._header) or (None if life is None else life.progress_age_seconds)
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
-        loaded = any(
-            samples.share_at_first >= LOADED for samples in self._gpus.values()
-        )  # then it did not exit while starting
+        loaded = any(each.share_at_first >= LOADED for each in self._gpus.values())  # so it did not exit while starting
         return Circumstances(
             what=what,
             seconds=snapshot.time_seconds,
@@ -265,10 +260,10 @@ class Follower:
             seen_seconds=0.0 if self._began is None else now - self._began,
             unseen_seconds=None if self._began is None or what is not IncidentKind.ENDED else now - self._seen,
             served=self._served or (loaded and not self._paged and not self._is_young),
-            hung_seconds=(age or now - self._paged_at) if stalled and not self._broken else None,
+            hung_seconds=(age or now - self._paged_at) if stalled and not self._first else None,
             shut_seconds=None if self._shut_since is None else now - self._shut_since,
             answered=answered,
-            broken=self._broken,
+            first=self._first,
             engines=self._engines,
             idle_seconds=self._idle_seconds,
             usual_running=median(usual) if usual else None,
@@ -289,16 +284,3 @@ class Follower:
 def _count_orphans(snapshot: Snapshot) -> int:
     """Count the orphaned processes on the engine's GPUs: a stopped engine leaves none."""
     return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
-
-
-def _is_breaking_up(life: EngineRun, snapshot: Snapshot) -> bool:
-    """Return whether the page still answers without a necessary process; a stopped engine loses the page first."""
-    if snapshot.page is None or isinstance(snapshot.processes, Failure):
-        return False
-    return is_broken(life, snapshot.processes)
-
-
-def _is_shut(life: EngineRun, snapshot: Snapshot) -> bool:
-    """Return whether the server runs behind a closed port without a necessary process, as one that shuts down."""
-    refused = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
-    return refused and not isinstance(snapshot.processes, Failure) and is_broken(life, snapshot.processes)

@@ -249,6 +249,7 @@ def _list_leak_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
 def _list_burst_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
     yield from facts.ooms
     yield describe_room(gpu)
+    yield from facts.order
     if gpu.jumped_bytes is not None:
         yield f"the engine held {format_size(gpu.jumped_bytes)} more than minutes before"
     if facts.running is not None:
@@ -285,7 +286,11 @@ def diagnose_kill(facts: Circumstances) -> Diagnosis | None:
         cause=EndCause.KILLED,
         sureness=Sureness.SURE,
         sentence="Killed by the kernel: host memory ran out, not GPU memory.",
-        evidence=("the kernel counted an out-of-memory kill in the engine's container then", describe_work(facts)),
+        evidence=(
+            "the kernel counted an out-of-memory kill in the engine's container then",
+            *facts.order,
+            describe_work(facts),
+        ),
     )
 
 
@@ -304,19 +309,15 @@ def diagnose_hang(facts: Circumstances) -> Diagnosis | None:
 
 def diagnose_crash(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine exited at work or in parts, with memory left; sure only with an XID."""
-    stalled = facts.what is IncidentKind.STALLED and not facts.broken
-    if (
-        facts.full is not None
-        or facts.ooms
-        or stalled
-        or (facts.hung_seconds is not None and not (facts.xids or facts.lost))
-    ):
+    stalled = facts.what is IncidentKind.STALLED and not facts.first
+    hung = facts.hung_seconds is not None and not (facts.xids or facts.lost)
+    if facts.full is not None or facts.ooms or stalled or hung:
         return None
     fatal = FATAL_XIDS & set(facts.xids)
     room = None if facts.worst is None else facts.worst.last_room_bytes
     seen = facts.unseen_seconds is not None and facts.unseen_seconds <= UNSEEN_SECONDS
     at_ease = seen and room is not None and room >= FEW_BYTES
-    likely = bool(facts.lost) or (facts.served and at_ease and (facts.broken or bool(facts.running)))
+    likely = bool(facts.lost) or (facts.served and at_ease and bool(facts.first or facts.running))
     crash, crashed = ("A crash", "crashed") if facts.served else ("A failed start", "failed to start")
     sentence = f"{crash}; whether GPU memory ran out is not known."
     if facts.lost:
@@ -348,7 +349,7 @@ def diagnose_stop(facts: Circumstances) -> Diagnosis | None:
 
 def diagnose_idle_end(facts: Circumstances) -> Diagnosis | None:
     """Fit where an idle engine exited as a whole with memory left; the reason is not visible."""
-    if facts.what is not IncidentKind.ENDED or not facts.served or facts.idle_seconds is None or facts.broken:
+    if facts.what is not IncidentKind.ENDED or not facts.served or facts.idle_seconds is None or facts.first:
         return None
     if facts.full is not None or facts.hung_seconds is not None or facts.lost or FATAL_XIDS & set(facts.xids):
         return None
@@ -372,12 +373,11 @@ def _list_crash_evidence(facts: Circumstances) -> Iterator[str]:
     yield from facts.lost
     for xid in facts.xids:
         yield f"the driver reported XID {xid}"
-    if facts.broken:
-        yield "a necessary process exited before the others"
+    yield from facts.order
     yield describe_work(facts)
     if facts.worst is not None:
         yield describe_room(facts.worst)
-    if not facts.xids and not facts.broken and facts.running:
+    if not facts.xids and not facts.first and facts.running:
         yield "a planned restart during requests looks the same"
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.inside import move_track
 from vllm_headroom.derive.leak.leak import LeakMemory, LoadState, Tracks
-from vllm_headroom.derive.life.lives import EngineRuns
+from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.derive.per_request import Baselines
 from vllm_headroom.derive.readings import count_finished, identify_run, list_named
 from vllm_headroom.expose.view import KeptHistory

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.life.signs import (
     Answer,
+    EngineRun,
+    EngineRuns,
     Labels,
     Movement,
     Signs,
@@ -39,46 +41,6 @@ VITAL: Final = (Role.ENGINE_CORE, Role.WORKER)
 """A server without one of these processes serves nobody, though its page may answer for half a minute, or for ever."""
 
 
-class EngineRun(Struct, frozen=True, kw_only=True):
-    """One run of the engine: what identifies it, and what was seen of it.
-
-    `ready` is whether its page ever answered, `worked` whether it ever processed a request, None where the page does
-    not show it. `vital` is the most processes of each vital role seen while the page answered, `top_bytes` the most
-    memory it held then; `rooms` is the free memory of its GPUs, by UUID, and `host_room_bytes` that of the host, when
-    it became ready, `tight` whether a GPU was full when last seen. `oom_kills` is the kernel's count in its container
-    when last complete.
-    """
-
-    began_seconds: float | None = None
-    page_life: str | None = None
-    finished_total: float | None = None
-    processes: tuple[ProcessName, ...] = ()
-    ready: bool = False
-    worked: bool | None = False
-    ended: bool = False
-    vital: dict[Role, int] = field(default_factory=dict)
-    top_bytes: int = 0
-    rooms: dict[str, int] = field(default_factory=dict)
-    host_room_bytes: int | None = None
-    tight: bool = False
-    oom_kills: int = 0
-
-
-class EngineRuns(Struct, frozen=True, kw_only=True):
-    """The newest run, the number of restarts and exits, and the last exit times; survives the daemon."""
-
-    newest: EngineRun | None = None
-    restarts: int = 0
-    exits: dict[ExitReason, int] = field(default_factory=dict)
-    ends_seconds: tuple[float, ...] = ()
-    sighted: bool | None = None
-
-    @property
-    def present(self) -> EngineRun:
-        """The current run; an empty one where none is running."""
-        return EngineRun() if self.newest is None or self.newest.ended else self.newest
-
-
 def advance(runs: EngineRuns, seen: Signs, now: float, *, answered_before: bool) -> EngineRuns:
     """Return the runs after one more sample, at `now` seconds since the epoch.
 
@@ -102,36 +64,23 @@ def advance(runs: EngineRuns, seen: Signs, now: float, *, answered_before: bool)
     return EngineRuns(newest=run, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted)
 
 
-def is_broken(run: EngineRun, processes: tuple[EngineProcess, ...] | None) -> bool:
-    """Return whether a vital process of this run has gone; False where no processes are visible."""
-    if not processes:
-        return False
-    now = Counter(process.role for process in processes)
-    return any(now[role] < most for role, most in run.vital.items())
+def is_full(room_bytes: int, first_bytes: int | None) -> bool:
+    """Return whether a GPU ran out of memory, given its room at last and when the engine became ready."""
+    return room_bytes <= TIGHT_BYTES and (first_bytes is None or room_bytes <= SHRUNK_RATIO * first_bytes)
 
 
 def _find_cause(run: EngineRun, seen: Signs, *, answered_before: bool) -> ExitReason:
     """Return why a run ended, the kernel's count first; `gone` when unknown."""
     if seen.host.oom_kills is not None and seen.host.oom_kills > run.oom_kills:
         return ExitReason.OOM_KILLED
-    if run.tight or _is_tight(run, seen) or _has_run_out(run, seen):
+    if run.tight or _is_tight(run, seen) or (seen.oom_seconds or -1.0) >= (run.began_seconds or 0.0):
         return ExitReason.OUT_OF_MEMORY
     return ExitReason.REPLACED if answered_before and not _is_gone(seen) else ExitReason.GONE
 
 
 def _is_tight(run: EngineRun, seen: Signs) -> bool:
     """Return whether a GPU has filled up since the engine became ready."""
-    first = run.rooms
-    return any(
-        uuid in first and room <= min(TIGHT_BYTES, SHRUNK_RATIO * first[uuid]) for uuid, room in seen.rooms.items()
-    )
-
-
-def _has_run_out(run: EngineRun, seen: Signs) -> bool:
-    """Return whether the probe saw a fatal OutOfMemoryError in this run."""
-    if seen.oom_seconds is None:
-        return False
-    return run.began_seconds is None or seen.oom_seconds >= run.began_seconds
+    return any(uuid in run.rooms and is_full(room, run.rooms[uuid]) for uuid, room in seen.rooms.items())
 
 
 def _is_gone(seen: Signs) -> bool:
@@ -162,25 +111,29 @@ def _is_among(known: Collection[ProcessName], processes: Collection[ProcessName]
 
 
 def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
-    began = run.began_seconds if run.began_seconds is not None else seen.started_at_seconds
-    processes = seen.names or run.processes
-    if seen.page is None:
-        is_tight = run.tight or _is_tight(run, seen)
-        return replace(run, began_seconds=began, processes=processes, tight=is_tight)
     now, kills = Counter(process.role for process in seen.processes or ()), seen.host.oom_kills
-    return EngineRun(
-        began_seconds=began,
+    lost = tuple(role for role, most in run.vital.items() if now[role] < most) if seen.processes else run.lost
+    run = replace(
+        run,
+        began_seconds=run.began_seconds if run.began_seconds is not None else seen.started_at_seconds,
+        processes=seen.names or run.processes,
+        lost=lost,
+    )
+    if seen.page is None:
+        return replace(run, tight=run.tight or _is_tight(run, seen))
+    return replace(
+        run,
         page_life=run.page_life or seen.page_life,
         finished_total=run.finished_total if seen.finished_total is None else seen.finished_total,
-        processes=processes,
         ready=True,
         worked=run.worked or has_worked(seen.page),
         vital={role: max(now[role], run.vital.get(role, 0)) for role in VITAL},
         top_bytes=max(run.top_bytes, sum(seen.held.values())),
         rooms=run.rooms or seen.rooms,
         host_room_bytes=seen.host.room_bytes if run.host_room_bytes is None else run.host_room_bytes,
-        tight=_is_tight(run, seen) if seen.rooms else run.tight,
-        oom_kills=run.oom_kills if kills is None or is_broken(run, seen.processes) else kills,
+        tight=_is_tight(run, seen) or (run.tight and (not seen.rooms or bool(lost))),
+        asleep=is_page_awake(seen.page) is False,
+        oom_kills=run.oom_kills if kills is None or lost else kills,
     )
 
 
@@ -220,8 +173,6 @@ STALLED_SECONDS: Final = 60.0
 less: a chunk of a prefill, 8192 tokens by default, takes seconds on the slowest cards. vLLM itself aborts a step
 after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
 
-_REASONS: Final = tuple(ExitReason)
-
 LEFT_SECONDS: Final = 30.0
 """Time in which left-over processes may still exit: a worker took up to 9 s after its core (vLLM 0.32)."""
 
@@ -233,13 +184,15 @@ class RunState(Struct, frozen=True, kw_only=True):
     """The runs so far, and the state of the current one on the monotonic clock.
 
     `silent_seconds` is when the page first failed since it last answered, None while it answers: a sample that was not
-    taken is no failure. `served_bytes` is the most memory held per GPU, by UUID, while serving, since the start or the
-    last wake. `left` is since when each pid has been left over.
+    taken is no failure. `blind_seconds` is since when it is unknown whether its processes exist. `served_bytes` is the
+    most memory held per GPU, by UUID, while serving, since the start or the last wake. `left` is since when each pid
+    has been left over.
     """
 
     lives: EngineRuns = field(default_factory=EngineRuns)
     movements: dict[Labels, Movement] = field(default_factory=dict)
     silent_seconds: float | None = None
+    blind_seconds: float | None = None
     answered: bool = False
     computing: Computing | None = None
     state: EngineState = EngineState.UNKNOWN
@@ -260,15 +213,14 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
     A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
     spins. These look alike from here, so none of them is reported.
     """
-    now, asleep = snapshot.monotonic_seconds, state.state is EngineState.ASLEEP
-    seen = collect_signs(snapshot, sighted=state.lives.sighted, top_bytes=state.lives.present.top_bytes, asleep=asleep)
+    now, seen = snapshot.monotonic_seconds, collect_signs(snapshot, state.lives)
     runs = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
     ended = next((reason for reason, n in runs.exits.items() if n > state.lives.exits.get(reason, 0)), None)
     looked = _update_state(state, runs, seen, now)
     age = None if seen.page is None else find_progress_age(looked.movements, now, snapshot.unanswered_since_seconds)
     doing, served = _judge_state(looked, seen, age, now), looked.served_bytes
     if doing is EngineState.SERVING:
-        before = {} if asleep else served
+        before = {} if state.lives.present.asleep else served
         most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
         served = limit_remembered(before | most, most)
     left = {pid: state.left.get(pid, now) for pid in snapshot.left_behind}
@@ -286,6 +238,7 @@ def _update_state(state: RunState, runs: EngineRuns, seen: Signs, now: float) ->
         lives=runs,
         movements=movements if seen.page is None else update_movements(movements, seen.page, now),
         silent_seconds=None if answered else now if state.silent_seconds is None else state.silent_seconds,
+        blind_seconds=None if not seen.blind else now if state.blind_seconds is None else state.blind_seconds,
         answered=answered,
         computing=update_computing(state.computing, seen.processes, now),
         state=state.state,
@@ -294,21 +247,28 @@ def _update_state(state: RunState, runs: EngineRuns, seen: Signs, now: float) ->
 
 
 def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) -> EngineState:
-    """Return the engine's state, given a state that holds the previous one."""
+    """Return the engine's state, given a state that holds the previous one.
+
+    While it is unknown whether its processes exist, nothing ends: the state is held, and then unknown. An engine that
+    ended stays down behind a closed port, since nothing shows that another began.
+    """
     run = state.lives.newest
     if seen.page is not None:
         return _judge_answering(state, seen, age)
-    may_be_there = run is None and seen.snapshot.ambiguous
-    if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED and not may_be_there):
+    may_be_alive = seen.answer is not Answer.REFUSED or (seen.blind and (run is None or not run.ended))
+    if seen.alive is False or (seen.alive is None and not may_be_alive):
         return EngineState.DOWN
-    if run is None or run.ended or (seen.answer is Answer.UNREADABLE and not run.ready):
-        return EngineState.UNKNOWN
-    if not run.ready:
-        return EngineState.STARTING
-    if state.silent_seconds is not None and now - state.silent_seconds < STALLED_SECONDS:
+    if not seen.blind:
+        if run is None or run.ended or (seen.answer is Answer.UNREADABLE and not run.ready):
+            return EngineState.UNKNOWN
+        if not run.ready:
+            return EngineState.STARTING
+    since = state.blind_seconds if seen.blind else state.silent_seconds
+    if since is not None and now - since < STALLED_SECONDS:
         return state.state
     computes = state.computing is not None and now - state.computing.at_seconds < STALLED_SECONDS
-    return EngineState.UNKNOWN if computes or seen.answer is Answer.UNREADABLE else EngineState.STALLED
+    is_unknown = seen.blind or computes or seen.answer is Answer.UNREADABLE
+    return EngineState.UNKNOWN if is_unknown else EngineState.STALLED
 
 
 def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineState:
@@ -316,7 +276,7 @@ def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineS
     is_known = run.page_life is not None or run.finished_total is not None  # of itself: a page does not forget that
     if seen.page is None or not (seen.page.engines or (seen.processes and not is_known)):
         return EngineState.UNKNOWN
-    if is_broken(run, seen.processes):
+    if run.lost:
         return EngineState.STALLED
     if is_page_awake(seen.page) is False:
         return EngineState.ASLEEP
@@ -328,13 +288,13 @@ def _describe_run(
     state: RunState, seen: Signs, age: float | None, now: float, ended: ExitReason | None
 ) -> EngineStatus:
     run = state.lives.present
-    is_lost = state.state is EngineState.DOWN or is_broken(run, seen.processes)
+    is_lost = state.state is EngineState.DOWN or bool(run.lost)
     return EngineStatus(
         state=state.state,
         in_service=False if is_lost else run.worked,
         began_seconds=run.began_seconds,
         restarts=state.lives.restarts,
-        exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in _REASONS]),
+        exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in ExitReason]),
         ended=ended,
         recent_ends=len(state.lives.ends_seconds),
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum, auto
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
@@ -24,7 +24,7 @@ from vllm_headroom.model import (
     Sample,
     Snapshot,
 )
-from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
+from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Role, Source
 
 OCCUPIED_RATIO: Final = 0.05
 """A GPU with a smaller share held runs no model: CUDA contexts take half a gigabyte."""
@@ -36,6 +36,52 @@ OUTLIVED_SECONDS: Final = 60.0
 """vLLM's engine exits within seconds of an OutOfMemoryError; one that still writes after this long has recovered."""
 
 _SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE, Reason.HTTP_STATUS})
+
+
+class EngineRun(Struct, frozen=True, kw_only=True):
+    """One run of the engine: what identifies it, and what was seen of it.
+
+    `ready` is whether its page ever answered, `worked` whether it ever processed a request, None where the page does
+    not show it. `vital` is the most processes of each vital role seen while the page answered, `top_bytes` the most
+    memory it held then; `rooms` is the free memory of its GPUs, by UUID, and `host_room_bytes` that of the host, when
+    it became ready, `tight` whether a GPU was full when last seen. `asleep` and `lost` are as last seen: whether an
+    engine on its page slept, and the roles of vital processes that had gone. `oom_kills` is the kernel's count in its
+    container when last complete.
+    """
+
+    began_seconds: float | None = None
+    page_life: str | None = None
+    finished_total: float | None = None
+    processes: tuple[ProcessName, ...] = ()
+    ready: bool = False
+    worked: bool | None = False
+    ended: bool = False
+    vital: dict[Role, int] = field(default_factory=dict)
+    top_bytes: int = 0
+    rooms: dict[str, int] = field(default_factory=dict)
+    host_room_bytes: int | None = None
+    tight: bool = False
+    asleep: bool = False
+    lost: tuple[Role, ...] = ()
+    oom_kills: int = 0
+
+
+class EngineRuns(Struct, frozen=True, kw_only=True):
+    """The newest run, the number of restarts and exits, and the last exit times; survives the daemon.
+
+    `sighted` is whether the engine's processes are visible: not if its page answers and none shows.
+    """
+
+    newest: EngineRun | None = None
+    restarts: int = 0
+    exits: dict[ExitReason, int] = field(default_factory=dict)
+    ends_seconds: tuple[float, ...] = ()
+    sighted: bool | None = None
+
+    @property
+    def present(self) -> EngineRun:
+        """The current run; an empty one where none is running."""
+        return EngineRun() if self.newest is None or self.newest.ended else self.newest
 
 
 class Answer(Enum):
@@ -53,17 +99,17 @@ class Answer(Enum):
 class Signs(Struct, frozen=True, kw_only=True):
     """What one snapshot shows; None where unknown.
 
-    `alive` is whether processes of the engine exist, judged by held GPU memory where they are not visible. `sighted` is
-    whether the engine's processes are visible at all: not if its page answers and none shows. `silent` is whether the
-    probe in a live core has stopped writing, `oom_seconds` when a process last had a fatal out-of-memory error, in
-    seconds since the epoch. `held` is the engine's memory per GPU UUID, `rooms` the least free memory of each in the
-    last minute.
+    `alive` is whether processes of the engine exist, judged by held GPU memory where they are not visible; `blind` is
+    whether that is unknown because the source that showed them failed. `silent` is whether the probe in a live core has
+    stopped writing, `oom_seconds` when a process last had a fatal out-of-memory error, in seconds since the epoch.
+    `held` is the engine's memory per GPU UUID, `rooms` the least free memory of each in the last minute.
     """
 
     snapshot: Snapshot
     host: HostMemory
     answer: Answer
     alive: bool | None
+    blind: bool
     sighted: bool | None
     page: EnginePage | None
     page_life: str | None
@@ -87,26 +133,35 @@ class Signs(Struct, frozen=True, kw_only=True):
         return min((at for at in starts if at is not None), default=None) or min(seen, default=None)
 
 
-def collect_signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: bool) -> Signs:
-    """Return the signs in a snapshot, given the earlier visibility and the most memory held while serving.
+def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
+    """Return the signs in a snapshot, given the runs so far; docs/states.md has the table of evidence.
 
-    Little held memory does not prove the end of an engine that was `asleep`, or of one with an unreadable GPU.
+    Little held memory does not prove the end of an engine that was asleep, or of one with an unreadable GPU.
     """
-    page = snapshot.page
-    processes = None if snapshot.ambiguous or isinstance(snapshot.processes, Failure) else snapshot.processes
-    if processes or (processes is not None and page is not None):
+    page, run, gpus = snapshot.page, runs.present, snapshot.owned
+    readings = snapshot.processes
+    may_show = snapshot.ambiguous > 0 or (isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT)
+    processes = None if snapshot.ambiguous or isinstance(readings, Failure) else readings
+    sighted = runs.sighted
+    if processes or (page is not None and not run.processes and not may_show):
         sighted = bool(processes)
-    gpus = snapshot.owned
     held = {gpu.reading.uuid: gpu.held_bytes for gpu in gpus if gpu.held_bytes is not None}
-    alive = sum(held.values()) > _find_least(gpus, top_bytes) if held else None
-    alive = alive or None if asleep or len(held) < len(gpus) else alive
-    if processes or (processes is not None and sighted is not False):
+    is_weighed = 0 < len(held) == len(gpus)
+    blind = processes is None and bool(sighted or (may_show and sighted is None))
+    alive: bool | None = None
+    if processes is not None and sighted is not False:
         alive = bool(processes)
+    elif not blind:
+        is_heavy = sum(held.values()) > _find_least(gpus, run.top_bytes)
+        alive = is_heavy or (False if is_weighed and not run.asleep else None)
+        was_weighed = run.top_bytes > 0 or (run is runs.newest and not run.ready)
+        blind = alive is None and was_weighed and not is_weighed
     return Signs(
         snapshot=snapshot,
         host=snapshot.host or HostMemory(),
         answer=_classify_answer(snapshot.engines),
         alive=alive,
+        blind=blind,
         sighted=sighted,
         page=page,
         page_life=page_life(page),

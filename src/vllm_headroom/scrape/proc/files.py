@@ -71,7 +71,7 @@ def list_pids(proc: Path) -> frozenset[int]:
     return frozenset(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208 - no Path per process
 
 
-def read_entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
+def read_entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engine: bool = False) -> ProcEntry | None:
     """Return the process, or None when it has exited or is a zombie; raise OSError where that is unknown.
 
     `known`, the last result, is returned again where name, parent, group and start are the same. Only for names that
@@ -85,7 +85,7 @@ def read_entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntr
             return known
         command = _split_arguments(read_start(f"{proc}/{pid}/cmdline")) or (name,)
     except (OSError, ValueError) as error:
-        _raise_shortage(error)
+        _raise_failure(error, is_engine=is_engine)
         return None
     parent, group = map(int, fields[1:3])
     started = _parse_start(fields)
@@ -130,16 +130,17 @@ def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
         pages = int(read_start(f"{proc}/{process.pid}/statm").split()[1])
         _, fields = _read_stat(proc, process.pid)  # after statm: the same process still being there vouches for both
     except (OSError, ValueError, IndexError) as error:
-        _raise_shortage(error)
+        _raise_failure(error, is_engine=True)
         return None
     same = fields[0] != "Z" and _parse_start(fields) == process.started_seconds
     ticks = int(fields[11]) + int(fields[12])  # in user mode and in the kernel, of all threads
     return (pages * _PAGE_BYTES, ticks / _TICKS_PER_SECOND) if same and pages else None
 
 
-def _raise_shortage(error: Exception) -> None:
-    """Raise the error if it is a shortage on this side and says nothing about the process."""
-    if isinstance(error, OSError) and error.errno in SHORTAGES:
+def _raise_failure(error: Exception, *, is_engine: bool) -> None:
+    """Raise the error if it says nothing about the process: a shortage here or, of the engine, all but absence."""
+    is_absent = isinstance(error, FileNotFoundError | ProcessLookupError) or not is_engine
+    if isinstance(error, OSError) and (error.errno in SHORTAGES or not is_absent):
         raise error
 
 

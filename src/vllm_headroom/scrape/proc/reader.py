@@ -15,7 +15,7 @@ from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadi
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.host import read_boot_time, read_host, read_resident_parts
-from vllm_headroom.scrape.proc.roots import Choice, Orphans, PageState, ServedPort, can_see_others, choose_roots
+from vllm_headroom.scrape.proc.roots import INIT, Choice, Orphans, PageState, ServedPort, can_see_others, choose_roots
 from vllm_headroom.scrape.proc.servers import find_port, find_role
 from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Role, Source
@@ -53,7 +53,7 @@ HIDDEN: Final = Failure(
         " pod's processes (shareProcessNamespace: true), or mount /proc without hidepid"
     ),
 )
-"""An empty list would mean that the engine is down."""
+"""An empty list would mean that the engine is down: so it does once the engine was visible, and pid 1 still is."""
 
 
 class Processes:
@@ -88,6 +88,7 @@ class Processes:
         self._orphaned: frozenset[int] = frozenset()
         self._strays: frozenset[int] = frozenset()
         self._sees_others = True
+        self._has_shown = False
         self._worker = Worker[ProcessReadings | Failure]("processes")
 
     async def read(self, timeout_seconds: float, page: EnginePage | Failure | None = None) -> ProcessReadings | Failure:
@@ -117,7 +118,8 @@ class Processes:
         if len(engine) < len(self._roles):
             self._forget()
             engine = self._read_engine(pids, state)
-        if self._engine_is_here and not (engine or self._sees_others):
+        self._has_shown = self._has_shown or bool(engine)
+        if self._engine_is_here and not (engine or self._sees_others or (self._has_shown and INIT in pids)):
             return HIDDEN
         return ProcessReadings(
             engine=engine,
@@ -174,7 +176,7 @@ class Processes:
         changed = bool(gone)
         for pid in (*others[: ceil(share * len(others))], *unknown):
             before = self._entries.get(pid)
-            entry = proc_files.read_entry(self._proc, pid, before)
+            entry = proc_files.read_entry(self._proc, pid, before, is_engine=pid in self._roles)
             self._entries.pop(pid, None)
             if entry is not None:
                 self._entries[pid] = entry

@@ -16,7 +16,7 @@ from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.servers import find_server, is_supervisor
 from vllm_headroom.vocabulary import Role
 
-_INIT: Final = 1
+INIT: Final = 1
 
 RAY: Final = "ray::"
 """How the titles of Ray's actors begin."""
@@ -199,7 +199,7 @@ def find_family(process: ProcEntry) -> tuple[int, int]:
 def can_see_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
     """Return whether processes other than the daemon's are visible; pid 1 is not with hidepid."""
     line = list_ancestors(entries, own_pid) | {own_pid} if own_pid in entries else {own_pid}
-    return _INIT in entries and any(pid not in line and own_pid not in list_ancestors(entries, pid) for pid in entries)
+    return INIT in entries and any(pid not in line and own_pid not in list_ancestors(entries, pid) for pid in entries)
 
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})

@@ -69,7 +69,7 @@ def test_a_server_that_ends_a_look_after_its_core_was_not_merely_idle(run: Run, 
     _, out, _ = run(write(tmp_path, scene))
 
     assert "the engine crashed with" in out.splitlines()[0]
-    assert "a necessary process exited before the others" in out
+    assert "api server exited before the others" in out
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from tests.unit.derive.life.watch import (
     serving,
     working,
 )
-from vllm_headroom.derive.life.lives import EngineRuns, RunState
+from vllm_headroom.derive.life.lives import RunState
+from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory
 from vllm_headroom.trace.entries import NO_PID
 from vllm_headroom.vocabulary import EngineState, ExitReason

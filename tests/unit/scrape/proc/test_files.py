@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -39,6 +40,25 @@ def test_a_process_that_cannot_be_read_for_want_of_descriptors_has_not_gone() ->
         read_entry(proc, os.getpid())
     with pytest.raises(OSError, match="Too many open files"), no_descriptor():
         read_usage(proc, known)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
+def test_a_process_of_the_engine_that_may_no_longer_be_read_has_not_gone(
+    tree: ProcTree, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    tree.add(7, 1, *SERVER)
+    known = read_entry(tree.path, 7)
+    assert known is not None
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match="refused"):
+        read_entry(tree.path, 7, known, is_engine=True)
+    with pytest.raises(OSError, match="refused"):
+        read_usage(tree.path, known)
+    assert read_entry(tree.path, 7, known) is None, "a stranger costs no reading"
 
 
 def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> None:

@@ -50,6 +50,31 @@ def test_an_engine_that_shows_is_not_hidden_whatever_else_is(tree: ProcTree) -> 
     assert isinstance(read(reader(tree)), ProcessReadings)
 
 
+def test_an_engine_that_showed_and_left_nothing_beside_the_daemon_is_gone(tree: ProcTree) -> None:
+    """As where one container runs both."""
+    tree.add(7, 1, *SERVER)
+    processes = reader(tree)
+    assert isinstance(read(processes), ProcessReadings)
+
+    tree.remove(7)
+    gone = read(processes)
+
+    assert isinstance(gone, ProcessReadings)
+    assert gone.engine == ()
+
+
+def test_an_engine_that_showed_is_hidden_when_the_first_process_is_too(tree: ProcTree) -> None:
+    """As /proc mounted anew with hidepid does."""
+    tree.add(7, 1, *SERVER)
+    processes = reader(tree)
+    assert isinstance(read(processes), ProcessReadings)
+
+    for pid in (1, 7):
+        tree.remove(pid)
+
+    assert read(processes) == HIDDEN
+
+
 def test_an_engine_on_another_machine_is_not_hidden(tree: ProcTree) -> None:
     assert isinstance(read(reader(tree, engine_is_here=False)), ProcessReadings)
 

@@ -44,9 +44,9 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     pids: list[int] = []
     found = files.read_entry
 
-    def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
+    def entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engine: bool = False) -> ProcEntry | None:
         pids.append(pid)
-        return found(proc, pid, known)
+        return found(proc, pid, known, is_engine=is_engine)
 
     monkeypatch.setattr(files, "read_entry", entry)
     return pids
