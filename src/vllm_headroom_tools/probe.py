@@ -297,8 +297,7 @@ def _render_text(found: dict[str, Any]) -> Iterator[str]:
 
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
-    usage="%(prog)s install [--json] FOLDER\n"
-    "       %(prog)s record [--json] --for DURATION [--only KIND] [OPTION VALUE]...",
+    usage="%(prog)s install [--json] FOLDER\n       %(prog)s record --for DURATION [--only KIND] [OPTION VALUE]...",
     description="""\
 install puts the probe into a folder where any vLLM from 0.9 on finds it, its
 image unchanged. It reports to the sidecar what only vLLM's processes know about
