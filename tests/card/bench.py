@@ -14,13 +14,13 @@ from typing import Any, Final
 import httpx
 
 from tests.card.card import FOLDER, Cards, Engine, serve
+from tests.engine.probed import START_SECONDS, read_reports
+from tests.engine.serving import answers
 from tests.fakes.ports import free_port
 from tests.process import NO_TLS, Daemon, daemon, eventually
 from vllm_headroom_tools.probe import install
 
 INSIDE: Final = Path(__file__).with_name("inside")
-START_SECONDS: Final = 900.0
-"""A minute on a machine that has nothing else to do."""
 LOOK_SECONDS: Final = 600.0
 """The probe writes every five seconds; a machine with other work may need longer."""
 
@@ -69,8 +69,7 @@ class Bench:
 
     def read_reports(self) -> dict[str, dict[str, Any]]:
         """What each process of vLLM says by its probe, by name."""
-        found = [json.loads(path.read_text()) for path in (self.place / "probe").glob("*-*[0-9].json")]
-        return {each["process_name"]: each for each in sorted(found, key=lambda each: float(each["t"]))}
+        return read_reports(self.place / "probe")
 
     def read_parts(self, card: int = 0) -> dict[str, float]:
         """`headroom_engine_memory_bytes` of a card, by part."""
@@ -114,12 +113,14 @@ def watch(
 def wait_until_served(bench: Bench) -> Bench:
     """Wait until vLLM answers; fail with the end of its log where it has ended."""
 
-    def answers() -> bool:
+    def serves() -> bool:
         assert bench.engine.process.poll() is None, bench.read_log()[-3000:]
-        try:
-            return httpx.get(f"{bench.engine.url}/health", timeout=5, verify=NO_TLS).status_code == 200
-        except httpx.TransportError:
-            return False
+        return answers(f"{bench.engine.url}/health")
 
-    eventually(answers, "vLLM serves", START_SECONDS, 1)
+    eventually(serves, "vLLM serves", START_SECONDS, 1)
     return bench
+
+
+def wait_until_ended(bench: Bench) -> None:
+    """Wait until vLLM has ended."""
+    eventually(lambda: bench.engine.process.poll() is not None, "vLLM ends", START_SECONDS, 1)

@@ -21,6 +21,13 @@ MIB: Final = 2**20
 MAGIC: Final = 0x6865616472636172
 MAX_CARDS: Final = 8
 MAX_HOLDERS: Final = 256
+VLLM: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+"""The environment of every vLLM here; FlashInfer's all-reduce shares memory among ranks, and ends the worker."""
 HEADER: Final = struct.Struct(f"<5Q{MAX_CARDS}Q{MAX_CARDS}Q")
 HOLDER: Final = struct.Struct(f"<iiQ{MAX_CARDS}Q")
 
@@ -103,14 +110,10 @@ def serve(
     Graphs are captured unless `options` has --enforce-eager. No kernel runs: each token is 0, so requests need
     "ignore_eos": true; and the second model runner, which counts sampled tokens in a kernel, would never end one.
     """
-    fixed = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
+    fixed = VLLM | {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # these two share memory among ranks, and end the worker
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # it shares memory among ranks
     }
     vllm = [str(FOLDER / "venv/bin/vllm"), "serve", model.name, "--load-format", "dummy"]
     with log.open("wb") as stream:

@@ -15,9 +15,8 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from tests.card.bench import LOOK_SECONDS, START_SECONDS, Bench, wait_until_served, watch
+from tests.card.bench import LOOK_SECONDS, Bench, wait_until_ended, wait_until_served, watch
 from tests.card.card import FOLDER, GIB, MIB, Cards, take
-from tests.process import eventually
 
 pytestmark = pytest.mark.card
 
@@ -69,7 +68,7 @@ def let_neighbour_take_the_rest(bench: Bench) -> None:
             lambda page: page.value("gpu_memory_held_bytes", holder="other") > GIB / 2, "it is seen", LOOK_SECONDS, 1
         )
         ask_in_vain(bench, prompt=LONG, prompt_logprobs=1)
-        eventually(lambda: bench.engine.process.poll() is not None, "vLLM ends", START_SECONDS, 1)
+        wait_until_ended(bench)
 
 
 def read_postmortem(bench: Bench) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def test_an_engine_that_runs_out_of_memory(tmp_path: Path, end: Callable[[Bench]
         wait_until_served(bench).complete()
         bench.daemon.sees(lambda page: page.has("allocator_ooms_total"), "the probe is read", LOOK_SECONDS, 1)
         end(bench)
-        eventually(lambda: bench.engine.process.poll() is not None, "vLLM ends", START_SECONDS, 1)
+        wait_until_ended(bench)
         found = read_postmortem(bench)
         exits = bench.daemon.page()
 
@@ -108,7 +107,7 @@ def test_an_engine_that_runs_out_of_memory(tmp_path: Path, end: Callable[[Bench]
 
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     with serve_on_small_card(tmp_path, hidden_size=8192, intermediate_size=28672, num_hidden_layers=8) as bench:
-        eventually(lambda: bench.engine.process.poll() is not None, "vLLM ends", START_SECONDS, 1)
+        wait_until_ended(bench)
         found = read_postmortem(bench)
 
     assert "OutOfMemoryError" in bench.read_log()

@@ -22,6 +22,12 @@ START_SECONDS = 900.0
 Document = dict[str, Any]
 
 
+def read_reports(folder: Path) -> dict[str, Document]:
+    """Return the newest of what each process with a probe says, by name."""
+    found = [json.loads(path.read_text()) for path in folder.glob("*-*[0-9].json")]
+    return {each["process_name"]: each for each in sorted(found, key=lambda each: float(each["t"]))}
+
+
 @dataclass
 class Probed(Engine):
     """A vLLM that serves, its log, and the probe's folder."""
@@ -31,8 +37,7 @@ class Probed(Engine):
 
     def reports(self) -> dict[str, Document]:
         """Return the newest of what each process says, by name."""
-        found = [json.loads(path.read_text()) for path in self.folder.glob("*-*[0-9].json")]
-        return {each["process_name"]: each for each in sorted(found, key=lambda each: float(each["t"]))}
+        return read_reports(self.folder)
 
     def after(self, name: str, sequence: int) -> Document:
         """Wait for a later report of a process."""

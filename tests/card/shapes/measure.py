@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tests.card.card import FOLDER, GIB, Cards
+from tests.card.card import FOLDER, GIB, VLLM, Cards
 from tests.card.shapes.table import SHAPES, Shape
 
 HERE: Final = Path(__file__).parent
@@ -36,14 +36,8 @@ SAID: Final = {
 }
 """What a worker logs, each the largest of all ranks; of what is left for the cache, the least."""
 
-FIXED: Final = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-}
-"""The engine's core in the process that is forked; and no all-reduce by FlashInfer's own kernels, which end it."""
+FIXED: Final = VLLM | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The engine's core is in the process that is forked."""
 
 LEAST: Final = ("available_gib", "free_gib")
 STARTED: Final = "The engine has started."
