@@ -133,6 +133,37 @@ class ExitReason(StrEnum):
     OOM_KILLED = "oom_killed"
 
 
+class IncidentKind(StrEnum):
+    """What happened to the engine."""
+
+    ENDED = "ended"
+    STALLED = "stalled"
+
+
+class EndCause(StrEnum):
+    """The cause of an exit or a stall; a closed set, for scripts."""
+
+    LEAK = "out_of_memory_leak"
+    BURST = "out_of_memory_burst"
+    NEIGHBOUR = "out_of_memory_neighbour"
+    KILLED = "killed_by_kernel"
+    NEVER_FITTED = "start_never_fitted"
+    HANG = "hang"
+    CRASH = "crash"
+    STOPPED = "orderly_end"
+    IDLE = "ended_while_idle"
+    UNKNOWN = "unknown"
+    NOTHING = "nothing_ended"
+
+
+class Sureness(StrEnum):
+    """How sure a cause is, surest first: nothing else fits; it fits best; it cannot be excluded."""
+
+    SURE = "sure"
+    LIKELY = "likely"
+    POSSIBLE = "possible"
+
+
 class MemoryPart(StrEnum):
     """The uses of the engine's GPU memory; the values of the label `part`."""
 

@@ -8,6 +8,7 @@ from math import isfinite, isnan, nan
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive import LEAK, answer
@@ -18,7 +19,7 @@ from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.derive.readings import count_running
 from vllm_headroom.expose.drawing import Point
-from vllm_headroom.model import HostMemory, Sample, Snapshot
+from vllm_headroom.model import Ending, HostMemory, Sample, Snapshot
 from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
@@ -189,6 +190,9 @@ class Course:
         self._known = state
 
 
+STEP_SECONDS: Final = 5.0
+"""The assumed step where the clock was set back between two samples."""
+
 STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 
 LONGEST_STEP_SECONDS: Final = 300.0
@@ -201,8 +205,9 @@ _SeriesName = str
 class LeakReplay:
     """The detector's verdicts on every GPU and host role.
 
-    `memory` is the newest host memory with the highest use so far. `residues` has the memory kept on each GPU, by its
-    labels and by the start of the sleep; `stranded` the highest share of an engine's KV cache that no request held.
+    `events` are the exits and stalls of the engine. `memory` is the newest host memory with the highest use so far.
+    `residues` has the memory kept on each GPU, by its labels and by the start of the sleep; `stranded` the highest
+    share of an engine's KV cache that no request held.
     """
 
     def __init__(self) -> None:
@@ -211,6 +216,8 @@ class LeakReplay:
         self._last_seconds = 0.0
         self._memory = LEAK.initial
         self._run = RunState()
+        self._now = self._shift = 0.0
+        self.events: list[Ending] = []
         self._indices: dict[str, int] = {}
         self._gpus: dict[_SeriesName, Course] = {}
         self._host: dict[_SeriesName, Course] = {}
@@ -239,6 +246,11 @@ class LeakReplay:
         return any(course.leaking for course in (*self._gpus.values(), *self._host.values()))
 
     @property
+    def run(self) -> RunState:
+        """The state of the engine's runs at the newest sample."""
+        return self._run
+
+    @property
     def runs(self) -> EngineRuns:
         """The runs of the engine up to the newest sample."""
         return self._run.lives
@@ -261,7 +273,9 @@ class LeakReplay:
             self._first_seconds = snapshot.time_seconds
         self.samples += 1
         self._last_seconds = snapshot.time_seconds
-        self._run, snapshot = update_run(self._run, snapshot)
+        self._run, snapshot = update_run(self._run, self._steady_clock(snapshot))
+        if snapshot.life is not None and snapshot.life.event is not None:
+            self.events.append(snapshot.life.event)
         self.memory = _merge_host(self.memory, snapshot.host)
         for engine, ratio in () if snapshot.life is None else snapshot.life.stranded:
             self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
@@ -277,6 +291,15 @@ class LeakReplay:
                 gpu, uuid = sample.labels
                 self.residues.setdefault((gpu, uuid), {})[sleep.since_seconds] = sample.value
         return snapshot
+
+    def _steady_clock(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot on a clock that only moves forward: that of a trace may be set back."""
+        now = snapshot.monotonic_seconds + self._shift
+        if now < self._now:
+            self._shift += self._now - now + STEP_SECONDS
+            now = self._now + STEP_SECONDS
+        self._now = now
+        return snapshot if not self._shift else replace(snapshot, monotonic_seconds=now)
 
     def _follow(self, sample: Sample, before: LeakMemory) -> None:
         *place, name, state = sample.labels

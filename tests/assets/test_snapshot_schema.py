@@ -59,7 +59,8 @@ def schema() -> dict[str, Any]:
         "running": curve,
         "events": listed(closed({"t": {"type": "number"}, "level": level, "text": TEXT})),
     }
-    incident = {"t": {"type": "number"}, "what": TEXT, "reason": MAYBE, "file": TEXT, "command": TEXT}
+    incident = {"t": {"type": "number"}, "what": TEXT, "reason": MAYBE, "sentence": MAYBE}
+    incident |= {"file": TEXT, "command": TEXT}
     whole = {
         "headroom_snapshot": {"const": 1},
         "version": TEXT,

@@ -60,7 +60,9 @@ SCENES: Final[dict[str, Callable[[], View]]] = {
     "leak": lambda: day(leaking=frozenset({0})),
     "eight": lambda: day(gpus=8, leaking=frozenset({3})),
     "unwell": lambda: day(unwell="not turned for 40 s", notice="simulated: scenario leak", runbooks="https://wiki"),
-    "long words": lambda: day(last_incident=Incident(seconds=NOW, what="ended", reason=None, file=f"/{'state' * 20}")),
+    "long words": lambda: day(
+        last_incident=Incident(seconds=NOW, what="ended", reason=None, sentence="gone " * 20, file=f"/{'state' * 20}")
+    ),
     "failed": all_failed,
     "empty": nothing_seen,
     "foreign": lambda: view(

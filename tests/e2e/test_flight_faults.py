@@ -13,8 +13,8 @@ from tests.fakes.preload import preloadable
 from tests.process import daemon, eventually
 from vllm_headroom.trace.flight import list_incidents
 from vllm_headroom.trace.parse import read_trace
+from vllm_headroom.vocabulary import EndCause
 from vllm_headroom_tools.postmortem.command import build_report
-from vllm_headroom_tools.postmortem.rules import EndCause
 
 ENOUGH_BYTES = 16_384
 SOURCE = Path(__file__).parents[1] / "fakes" / "stuck_volume.c"
@@ -93,9 +93,9 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
     found = build_report(incident)
 
     assert found.answer.cause is EndCause.CRASH
-    assert found.facts is not None
-    assert found.facts.seen_seconds >= (60 if step_seconds < 0 else 7200)
-    assert abs(found.facts.seconds - before - step_seconds) < 1800
+    assert found.ending is not None
+    assert found.ending.seen_seconds >= (60 if step_seconds < 0 else 7200)
+    assert abs(found.ending.seconds - before - step_seconds) < 1800
 
 
 def recorded_seconds(record: Path) -> float:

@@ -14,21 +14,16 @@ from msgspec.structs import asdict, replace
 
 from vllm_headroom import catalog
 from vllm_headroom.daemon.state.file import FolderLock
+from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.expose.view import Incident
 from vllm_headroom.log import Log
-from vllm_headroom.model import EngineStatus, Failure, ProbedProcess, Snapshot, Values, Verdict
+from vllm_headroom.model import Ending, EngineStatus, Failure, ProbedProcess, Snapshot, Values, Verdict
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import (
-    FLIGHT,
-    IncidentKind,
-    find_decisive,
-    find_newest,
-    keep,
-    locate_incident,
-    set_aside,
-)
+from vllm_headroom.trace.flight import FLIGHT, find_newest, keep, locate_incident, set_aside
+from vllm_headroom.trace.incident import Event as IncidentEvent
+from vllm_headroom.trace.incident import add_evidence, find_decisive, read_incident
 from vllm_headroom.trace.recorder import FileWriter, resolve_folder
-from vllm_headroom.vocabulary import EngineState
+from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 
 MOST_HOLDERS: Final = 64
 FIGURES: Final = (
@@ -151,12 +146,16 @@ XID_SECONDS: Final = 900.0
 
 
 class OpenIncident(Struct, frozen=True, kw_only=True):
-    """The events of an incident; `due` is when it is written next, `closes` when it is complete (monotonic)."""
+    """The events of an incident; `due` is when it is written next, `closes` when it is complete (monotonic).
+
+    `ending` is what preceded the event that it is judged by.
+    """
 
     seconds: float
     closes: float
     due: float
-    events: tuple[Mapping[str, Any], ...]
+    events: tuple[IncidentEvent, ...]
+    ending: Ending
     before: Mapping[str, Any]
 
 
@@ -191,13 +190,13 @@ class Flight:
         now = snapshot.monotonic_seconds
         self._recent.note(snapshot)
         self._ooms = list_ooms(snapshot) or self._ooms
-        event = None if snapshot.life is None else self._event(snapshot.life)
+        event = None if snapshot.life is None else self._take_event(snapshot.life)
         if not self._lock.is_ours:
             return  # the other daemon records it
         if self._written is None:
             await self._writing.do(self._look_back)
         if event is not None:
-            self._begin({"t": round(snapshot.time_seconds, 3), **event}, snapshot)
+            self._begin(event, snapshot)
         elif not self._served or snapshot.life is None or snapshot.in_service:
             self._served = self._served or snapshot.in_service
             self._before = build_context(snapshot, verdicts, values)
@@ -207,31 +206,32 @@ class Flight:
         if self._incident is not None and now >= self._incident.due:
             self._incident = await self._set_aside(self._incident, now)
 
-    def _event(self, life: EngineStatus) -> dict[str, Any] | None:
-        was = self._state
+    def _take_event(self, life: EngineStatus) -> Ending | None:
+        if life.event is not None and self._state is EngineState.SERVING:
+            self._incident = None  # it had served again: the one before was over
         if life.state is not EngineState.UNKNOWN:  # a stall that was out of sight for a time is one stall
             self._state = life.state
-        stalled = life.state is EngineState.STALLED is not was
-        if was is EngineState.SERVING and (life.ended or stalled):
-            self._incident = None  # it had served again: the one before was over
-        if life.ended is not None:
-            return {"what": IncidentKind.ENDED, "reason": life.ended}
-        return {"what": IncidentKind.STALLED, "progress_age_seconds": life.progress_age_seconds} if stalled else None
+        return life.event
 
-    def _begin(self, event: Mapping[str, Any], snapshot: Snapshot) -> None:
-        now, going = snapshot.monotonic_seconds, self._incident
+    def _begin(self, ending: Ending, snapshot: Snapshot) -> None:
+        now, going, life = snapshot.monotonic_seconds, self._incident, snapshot.life
+        age = None if life is None or ending.what is IncidentKind.ENDED else life.progress_age_seconds
+        event = IncidentEvent(
+            t=round(ending.seconds, 3), what=ending.what, reason=ending.reason, progress_age_seconds=age
+        )
         if going is not None:
-            self._incident = replace(going, due=now, events=(*going.events, event)[-MOST_EVENTS:])
+            events = (*going.events, event)[-MOST_EVENTS:]
+            ending = ending if find_decisive(events) is event else going.ending
+            self._incident = replace(going, due=now, events=events, ending=ending)
         else:
+            used = self._recent.of(each["uuid"] for each in self._before.get("leaks", ()))
             self._incident = OpenIncident(
                 seconds=snapshot.time_seconds,
                 closes=now + AFTER_SECONDS,
                 due=now,
                 events=(event,),
-                before={
-                    **self._before,
-                    "used": self._recent.of(each["uuid"] for each in self._before.get("leaks", ())),
-                },
+                ending=ending,
+                before={**self._before, "used": used},
             )
         self._served = False
 
@@ -249,15 +249,18 @@ class Flight:
 
     def _build_header(self, incident: OpenIncident) -> dict[str, Any]:
         earliest = incident.seconds - XID_SECONDS
-        return {
-            **find_decisive(incident.events),
+        header = {
+            **_drop_unknown(find_decisive(incident.events)),
             "version": self._version,
-            "events": list(incident.events),
+            "events": [_drop_unknown(each) for each in incident.events],
             "before": dict(incident.before),
             "xids": [each for each in self._recent.xids if each["t"] >= earliest],
             "ooms": [each for each in self._ooms if each["t"] >= earliest],
             "log": list(self._lines()),
         }
+        known = read_incident(header)
+        cause = judge_ending(incident.ending if known is None else add_evidence(incident.ending, known))[0]
+        return {**header, "cause": cause.cause, "sure": cause.sureness, "sentence": cause.sentence}
 
     def _look_back(self) -> None:
         """Find the last incident of an earlier process, in the configured folder or the one it links to."""
@@ -266,6 +269,9 @@ class Flight:
         self.last = None if found is None else _build_incident(*found)
 
 
-def _build_incident(file: Path, known: Mapping[str, Any]) -> Incident:
-    reason = None if known.get("reason") is None else str(known["reason"])
-    return Incident(seconds=float(known["t"]), what=str(known.get("what")), reason=reason, file=str(file))
+def _build_incident(file: Path, known: Mapping[str, Any]) -> Incident | None:
+    found = read_incident(known)
+    if found is None:
+        return None
+    said = None if found.sentence is None else f"{found.sentence} ({found.sure or Sureness.POSSIBLE})"
+    return Incident(seconds=found.t, what=found.what, reason=found.reason, sentence=said, file=str(file))

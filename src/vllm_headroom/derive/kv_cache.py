@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import floor, isfinite
 from typing import Final
 
@@ -188,10 +188,14 @@ TIMES: Final = 3
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """The most requests seen running, and how often others waited then although the KV cache had room for one more."""
+    """The most requests seen running, and how often others waited then although the KV cache had room for one more.
+
+    `is_reported` is whether the probe has ever reported the limit: while it does not, the limit is unknown.
+    """
 
     most: float = 0.0
     waited: int = 0
+    is_reported: bool = False
 
 
 class Batches(Struct, frozen=True, kw_only=True):
@@ -211,9 +215,9 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
     serves = snapshot.life is None or snapshot.life.state is EngineState.SERVING
     if snapshot.page is None or not serves:
         return state, ()
-    state = _update_batches(state, snapshot)
     present = snapshot.probe.present if isinstance(snapshot.probe, ProbeReadings) else ()
     known = find_schedulers(snapshot.page, present)
+    state = _update_batches(state, snapshot, known)
     return state, tuple(
         Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, more)
         for engine in list_named(snapshot.page)
@@ -221,19 +225,24 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
     )
 
 
-def _update_batches(state: Batches, snapshot: Snapshot) -> Batches:
+def _update_batches(state: Batches, snapshot: Snapshot, known: Mapping[tuple[str, str], SchedulerReading]) -> Batches:
     if snapshot.life is not None and snapshot.life.restarts != state.restarts:
         state = Batches(restarts=snapshot.life.restarts)
     seen = {label_engine(each): each for each in list_named(snapshot.page)}
     return replace(
-        state, engines={labels: _update_batch(state.engines.get(labels, Batch()), seen[labels]) for labels in seen}
+        state,
+        engines={
+            labels: _update_batch(state.engines.get(labels, Batch()), seen[labels], known.get(labels))
+            for labels in seen
+        },
     )
 
 
-def _update_batch(batch: Batch, engine: EngineReading) -> Batch:
+def _update_batch(batch: Batch, engine: EngineReading, scheduler: SchedulerReading | None) -> Batch:
     running, used = engine.running or 0.0, engine.kv_used_ratio
-    if running > batch.most:
-        batch = Batch(most=running)
+    is_reported = batch.is_reported or (scheduler is not None and scheduler.max_num_seqs is not None)
+    if running > batch.most or is_reported != batch.is_reported:
+        batch = Batch(most=running, is_reported=is_reported)
     fits = used is not None and running > 0 and used * (1 + 1 / running) <= 1
     limited = running == batch.most and bool(engine.waiting) and fits
     return replace(batch, waited=min(TIMES, batch.waited + 1)) if limited else batch
@@ -245,6 +254,8 @@ def _count_more(engine: EngineReading, batch: Batch, scheduler: SchedulerReading
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     fitting = float(floor(fitting)) if isfinite(fitting) else fitting
     limit = float(batch.most) if batch.waited >= TIMES else None
-    if scheduler is not None and scheduler.max_num_seqs is not None:
-        limit = scheduler.max_num_seqs
+    if batch.is_reported:
+        limit = None if scheduler is None else scheduler.max_num_seqs
+        if limit is None:
+            return None
     return fitting if limit is None else min(fitting, max(0.0, limit - engine.running))

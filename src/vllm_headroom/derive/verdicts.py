@@ -201,7 +201,7 @@ def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None) -
 def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     state = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
     level, text, alert = ENGINE_SENTENCES[state]
-    if state is EngineState.DOWN and snapshot.life is not None and not any(count for _, count in snapshot.life.exits):
+    if state is EngineState.DOWN and snapshot.life is not None and not snapshot.life.was_seen:
         level, text, alert = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
         level, text = (Level.UNKNOWN, LAST_SEEN[state]) if state in LAST_SEEN else (level, text)

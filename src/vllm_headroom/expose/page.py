@@ -229,10 +229,10 @@ def _render_rest(view: View) -> Iterator[str]:
         yield _render_table("Sources", head, _list_sources(values, view.snapshot), kind="words")
     if view.last_incident is not None:
         last = view.last_incident
-        why = "" if last.reason is None else f" ({escape_text(last.reason)})"
+        why = "" if last.sentence is None else f" <b>{escape_text(last.sentence)}</b>"
         yield (
-            f"<h2>Last incident</h2><p>{format_instant(last.seconds)}: the engine {escape_text(last.what)}{why}."
-            f" <code>{escape_text(last.command)}</code>, run in the sidecar's container, reports why.</p>"
+            f"<h2>Last incident</h2><p>{format_instant(last.seconds)}: the engine {escape_text(last.what)}.{why}"
+            f" <code>{escape_text(last.command)}</code>, run in the sidecar's container, has the evidence.</p>"
         )
     if view.history.events:
         yield "<h2>What changed</h2><ul>"

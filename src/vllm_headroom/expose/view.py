@@ -154,11 +154,12 @@ NO_SAMPLE: Final = Verdict(subject="sidecar", level=Level.UNKNOWN, sentence="No 
 
 
 class Incident(Struct, frozen=True, kw_only=True):
-    """An incident on disk, in seconds since the epoch; `what` is ended or stalled."""
+    """An incident on disk, in seconds since the epoch; `sentence` is its cause and how sure it is, None if unknown."""
 
     seconds: float
     what: str
     reason: str | None
+    sentence: str | None
     file: str
 
     @property

@@ -7,7 +7,6 @@ from vllm_headroom.model.engine import (
     EnginePage,
     EngineProcess,
     EngineReading,
-    EngineStatus,
     HostMemory,
     HostReading,
     MachineMemory,
@@ -39,3 +38,4 @@ from vllm_headroom.model.gpu import (
     name_device,
 )
 from vllm_headroom.model.snapshot import Metric, Published, Sample, Snapshot, Values, Verdict, find_worst
+from vllm_headroom.model.status import Diagnosis, Ending, EngineStatus, GpuAtEnd, Lost

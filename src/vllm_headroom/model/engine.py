@@ -7,7 +7,7 @@ from typing import Annotated, Final, get_origin, get_type_hints
 
 from msgspec import Struct, field
 
-from vllm_headroom.vocabulary import EngineState, ExitReason, HostBasis, Role
+from vllm_headroom.vocabulary import HostBasis, Role
 
 
 class Cgroup(Struct, frozen=True, kw_only=True):
@@ -183,28 +183,3 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     def left_behind(self) -> frozenset[int]:
         """The pids that serve no engine any more."""
         return self.orphans | self.strays
-
-
-class EngineStatus(Struct, frozen=True, kw_only=True):
-    """The status of the engine at one tick.
-
-    `in_service` is whether this run has worked and still runs: anything else is no evidence of a leak. It is None where
-    the page does not show work. `began_seconds` is seconds since the epoch. `ended` is why a run ended since the last
-    tick, None if none did; `recent_ends` counts exits in the last 90 minutes. `progress_age_seconds` is None without
-    work. `stranded` pairs the labels of an engine that has been idle for a minute with its KV cache still in use,
-    `to_wake` a GPU's UUID with what a sleeping engine needs there to wake, `first_rooms` with its free memory when this
-    run became ready; `first_host_room_bytes` is the host's free memory then.
-    """
-
-    state: EngineState
-    in_service: bool | None = True
-    began_seconds: float | None = None
-    restarts: int = 0
-    exits: tuple[tuple[ExitReason, int], ...] = ()
-    ended: ExitReason | None = None
-    recent_ends: int = 0
-    progress_age_seconds: float | None = None
-    stranded: tuple[tuple[tuple[str, str], float], ...] = ()
-    to_wake: tuple[tuple[str, int], ...] = ()
-    first_rooms: tuple[tuple[str, int], ...] = ()
-    first_host_room_bytes: int | None = None

@@ -8,8 +8,9 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineStatus, HostMemory, ProcessName
+from vllm_headroom.model.engine import EnginePage, EngineProcess, HostMemory, ProcessName
 from vllm_headroom.model.gpu import Failure, Gpu, ProbeReadings, ReadingTime
+from vllm_headroom.model.status import EngineStatus
 from vllm_headroom.vocabulary import Level, MetricType, Reason, Source
 
 MUTE_PROBE: Final = Failure(

@@ -6,9 +6,8 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from enum import StrEnum
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -19,7 +18,6 @@ from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
 from vllm_headroom.units import MIB
-from vllm_headroom.vocabulary import ExitReason
 
 log = Log(__name__)
 
@@ -48,25 +46,6 @@ SPARSE_SECONDS: Final = 15.0
 
 _TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 """The start of each sample: its time without parsing the rest."""
-
-
-class IncidentKind(StrEnum):
-    """What happened."""
-
-    ENDED = "ended"
-    STALLED = "stalled"
-
-
-SEQUENCE_SECONDS: Final = 15.0
-"""A stall and an exit so close are one end: a server answers for 2 to 3 s without its core, and a tick is 5 s."""
-MEMORY_REASONS: Final = (ExitReason.OUT_OF_MEMORY, ExitReason.OOM_KILLED)
-
-
-def find_decisive(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the event that an incident is judged by: the first, or the exit for memory that followed it at once."""
-    ended = next((each for each in events if each["what"] == IncidentKind.ENDED), events[0])
-    is_one = 0 <= ended["t"] - events[0]["t"] <= SEQUENCE_SECONDS and ended.get("reason") in MEMORY_REASONS
-    return ended if is_one else events[0]
 
 
 def name_incident(seconds: float) -> str:

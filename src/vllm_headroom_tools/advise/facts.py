@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.model import Device, HostMemory, Leftover
+from vllm_headroom.model import Device, Ending, HostMemory, Leftover
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.settings import EngineArgs
@@ -158,27 +158,6 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     held_bytes: float | None = None
 
 
-class Start(Struct, frozen=True, kw_only=True):
-    """A start of the engine that exited before it served; `room_before_bytes` was left before it."""
-
-    most_held_bytes: float
-    least_room_bytes: float | None
-    most_others_bytes: float
-    room_before_bytes: float | None
-
-
-class Ending(Struct, frozen=True, kw_only=True):
-    """The exit of an engine that served, with load and room at the last sample.
-
-    `orphan_bytes` is what its left-over processes still held.
-    """
-
-    seconds: float
-    running: float | None
-    room_bytes: float | None
-    orphan_bytes: float
-
-
 class Facts(Struct, frozen=True, kw_only=True):
     """Everything the rules judge; times in seconds since the epoch, None for a page.
 
@@ -197,8 +176,12 @@ class Facts(Struct, frozen=True, kw_only=True):
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
     host: HostMemory | None = None
-    failed_starts: tuple[Start, ...] = ()
-    endings: tuple[Ending, ...] = ()
+    ends: tuple[Ending, ...] = ()
+
+    @property
+    def failed_starts(self) -> tuple[Ending, ...]:
+        """The starts that exited before the engine served."""
+        return tuple(end for end in self.ends if not end.served)
 
     @property
     def span_seconds(self) -> float:

@@ -6,17 +6,15 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.derive.readings import count_running, is_page_awake, label_engine, list_named
 from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.vocabulary import IncidentKind, LeakState
 from vllm_headroom_tools.advise.engine_history import EngineHistory
 from vllm_headroom_tools.advise.facts import (
     LASTING_SECONDS,
     PEAK_BYTES,
     SOMEBODY_BYTES,
-    Ending,
     Extent,
     Facts,
     GpuFacts,
@@ -25,65 +23,12 @@ from vllm_headroom_tools.advise.facts import (
     Origin,
     Shortage,
     Spell,
-    Start,
 )
 from vllm_headroom_tools.advise.settings import OLDEST, EngineArgs, Version, add_page_settings, find_oldest_version
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, Course, LeakReplay
 
 APART_SECONDS: Final = 300.0
 """Shortages this far apart are two (the five minutes that HeadroomGpuMemoryLow looks back)."""
-
-
-class ExitHistory:
-    """The failed starts and the exits of the engine."""
-
-    def __init__(self) -> None:
-        self.failed: list[Start] = []
-        self.found: list[Ending] = []
-        self._served: tuple[EnginePage, tuple[Gpu, ...]] | None = None
-        self._start: Start | None = None
-        self._idle_room: float | None = None
-
-    @property
-    def serving(self) -> bool:
-        """Whether this run has served, also while its page cannot be read."""
-        return self._served is not None
-
-    def step(self, snapshot: Snapshot, runs: EngineRuns) -> bool:
-        """Add a sample with the runs up to it; return whether one has ended."""
-        gpus, page = snapshot.devices, snapshot.page
-        ended = snapshot.life is not None and snapshot.life.ended is not None
-        if ended:
-            self._end(snapshot.time_seconds, gpus)
-        if page is not None and list_named(page):
-            self._served, self._start = (page, gpus), None
-        elif runs.newest is None or runs.newest.ended:
-            self._idle_room = measure_room(gpus)
-        elif self._served is None:
-            self._start = self._grow_start(gpus)
-        return ended
-
-    def _end(self, now: float, gpus: tuple[Gpu, ...]) -> None:
-        if self._served is not None:
-            page, had = self._served
-            left = sum(leftover.used_bytes or 0 for gpu in gpus for leftover in gpu.leftovers)
-            running, room = count_running(page), measure_room(had)
-            self.found.append(Ending(seconds=now, running=running, room_bytes=room, orphan_bytes=float(left)))
-        elif self._start is not None:
-            self.failed.append(self._start)
-        self._served = self._start = None
-
-    def _grow_start(self, gpus: tuple[Gpu, ...]) -> Start:
-        before = self._start or Start(
-            most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=0.0, room_before_bytes=self._idle_room
-        )
-        rooms = [known for known in (measure_room(gpus), before.least_room_bytes) if known is not None]
-        return replace(
-            before,
-            most_held_bytes=max([before.most_held_bytes, *(gpu.held_bytes or 0 for gpu in gpus)]),
-            least_room_bytes=min(rooms, default=None),
-            most_others_bytes=max([before.most_others_bytes, *(measure_others(gpu) or 0 for gpu in gpus)]),
-        )
 
 
 def measure_others(gpu: Gpu) -> float | None:
@@ -93,12 +38,6 @@ def measure_others(gpu: Gpu) -> float | None:
         return None
     rest = float(max(0, memory.used_bytes - gpu.engine_bytes))
     return rest if rest > SOMEBODY_BYTES else 0.0
-
-
-def measure_room(gpus: tuple[Gpu, ...]) -> float | None:
-    """Return the least room on a GPU; None where none was read."""
-    rooms = [gpu.reading.memory.left_bytes for gpu in gpus if gpu.reading.memory is not None]
-    return max(0.0, float(min(rooms))) if rooms else None
 
 
 MOSTLY = 0.5
@@ -197,7 +136,6 @@ class TraceHistory:
 
     def __init__(self) -> None:
         self._watch = LeakReplay()
-        self._ends = ExitHistory()
         self._at_least: Version = OLDEST
         self._since: float | None = None
         self._now = 0.0
@@ -212,7 +150,7 @@ class TraceHistory:
         seconds = min(max(0.0, seconds), LONGEST_STEP_SECONDS)
         self._now = snapshot.time_seconds
         snapshot = self._watch.step(snapshot)
-        ended = self._ends.step(snapshot, self._watch.runs)
+        ended = snapshot.life is not None and snapshot.life.ended is not None
         page = snapshot.page
         engines = list_named(page)
         self._page = page if engines else self._page
@@ -235,6 +173,7 @@ class TraceHistory:
         begin, end = self._watch.span
         settings = settings if self._page is None else add_page_settings(settings, self._page)
         gpus = ((uuid, course) for _, uuid, course in self._watch.gpus if uuid in self._gpus)
+        ends = (event for event in self._watch.events if event.what is IncidentKind.ENDED)
         return Facts(
             origin=Origin.TRACE,
             settings=replace(settings, at_least=max(self._at_least, settings.at_least)),
@@ -249,14 +188,13 @@ class TraceHistory:
                 for role, course in self._watch.host
             ),
             host=self._watch.memory,
-            failed_starts=tuple(self._ends.failed),
-            endings=tuple(ending for ending in self._ends.found if ending.seconds > (self._since or 0.0)),
+            ends=tuple(end for end in ends if not end.served or end.seconds > (self._since or 0.0)),
         )
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float, *, ended: bool) -> None:
         page = snapshot.page
         running = count_running(page)
-        serving = self._ends.serving and is_page_awake(page) is not False
+        serving = self._watch.runs.present.ready and is_page_awake(page) is not False
         for history in self._gpus.values() if ended or not serving else ():
             history.close_spell(self._now, ended_engine=ended)
         for gpu in snapshot.devices:

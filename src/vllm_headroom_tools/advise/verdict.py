@@ -174,10 +174,10 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
         )
     if any(change.difference is not None for change in changes):
         remarks.append(SET_NOW)
-    endings = starts.find_sudden_ends(facts)
-    if endings and starts.find_crash(facts) is None:
-        left = "" if endings[0].room_bytes is None else ", with memory left"
-        remarks.append(f"The engine exited at {format_instant(endings[0].seconds)} while requests ran{left}: {EXITED}")
+    crashes = starts.find_crashes(facts)
+    if crashes and starts.find_crash(facts) is None:
+        left = "" if crashes[0].worst is None else ", with memory left"
+        remarks.append(f"The engine exited at {format_instant(crashes[0].seconds)} while requests ran{left}: {EXITED}")
     if not facts.hosts:
         remarks.append("The engine's processes were not seen, so that host memory is not judged.")
     remarks += {note: None for engine in facts.engines if (note := _explain_prefix_cache(facts, engine)) is not None}

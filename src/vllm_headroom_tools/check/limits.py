@@ -8,9 +8,10 @@ from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.derive.per_request import READINGS
 from vllm_headroom.units import format_instant, format_size
-from vllm_headroom.vocabulary import MemoryPart
+from vllm_headroom.vocabulary import IncidentKind, MemoryPart
 from vllm_headroom_tools.check.record import (
     LEAST_REQUESTS,
     Cost,
@@ -201,6 +202,7 @@ def compute_preemption_rate(record: TraceRecord) -> float | None:
 def judge_restarts(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
     """Judge the restarts of the engine."""
     missing = find_shortfall(record) or find_gap(record, record.engine, "the engine")
+    causes = (judge_ending(end)[0].sentence for end in record.replay.events if end.what is IncidentKind.ENDED)
     yield Judgement(
         limit=RESTARTS,
         verdict=compare(record.replay.runs.restarts, most, missing),
@@ -208,7 +210,7 @@ def judge_restarts(record: TraceRecord, before: TraceRecord | None, most: float)
         value=float(record.replay.runs.restarts),
         most=most,
         baseline=None if before is None else float(before.replay.runs.restarts),
-        why=missing or "",
+        why=missing or " ".join(dict.fromkeys(causes)),
     )
 
 

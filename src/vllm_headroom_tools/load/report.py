@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
+from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.model import Failure, Metric, name_device
 from vllm_headroom.units import format_duration, format_size
-from vllm_headroom.vocabulary import LeakState, Source
+from vllm_headroom.vocabulary import IncidentKind, LeakState, Source
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history import Course, Histogram, LeakReplay
 from vllm_headroom_tools.load.run import SHARES, Observation, SeriesSummary, Stage
@@ -89,6 +90,8 @@ def build_document(
     ]
     died = any(step.tally.engine_dead for step in steps)
     ended = whole.ended or ("the engine died: its web server says so" if died else None)
+    if ended is not None and (causes := [end for end in watch.events if end.what is IncidentKind.ENDED]):
+        ended = f"{ended}. {judge_ending(causes[-1])[0].sentence.removesuffix('.')}"
     found = list(list_faults(outcomes, ended, (*gpus, *host), stopped=stopped))
     is_unsure = stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]  # one cut short is never good
     verdict = Conclusion.CANNOT_TELL if is_unsure else Conclusion.GOOD
@@ -96,6 +99,7 @@ def build_document(
         "verdict": Conclusion.NOT_GOOD if found else verdict,
         "faults": found,
         "interrupted": stopped,
+        "engine_ended": ended,
         "target": str(order.url),
         "model": model,
         "asked": str(order),
@@ -324,8 +328,7 @@ def _list_conclusions(found: Document) -> Iterator[str]:
     if found["interrupted"]:
         yield "It was interrupted."
     elif len(found["steps"]) < len(SHARES):
-        has_lost_engine = any(fault.startswith("the engine") for fault in found["faults"])
-        yield f"It ended {'with the engine' if has_lost_engine else 'at --max-requests'}, before the other steps."
+        yield f"It ended {'with the engine' if found['engine_ended'] else 'at --max-requests'}, before the other steps."
     yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
     reasons = "; ".join(found["faults"]) or _explain_verdict(found)
     yield f"{found['verdict'].replace('_', ' ').upper()}: {reasons}."

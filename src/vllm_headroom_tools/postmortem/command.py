@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.trace.parse import BadInput, read_trace
+from msgspec.structs import asdict, replace
+
+from vllm_headroom.derive.life.judge import UNKNOWN, judge_ending
+from vllm_headroom.model import Diagnosis, Ending
+from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_known
+from vllm_headroom.trace.incident import Incident, find_decisive, read_incident
+from vllm_headroom.trace.parse import BadInput, read_lines, read_trace
+from vllm_headroom.vocabulary import EndCause, IncidentKind, Sureness
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.history import Curves
 from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
-from vllm_headroom_tools.postmortem import rules
-from vllm_headroom_tools.postmortem.facts import Circumstances, find_trace, read_header
 from vllm_headroom_tools.postmortem.follow import Follower
-from vllm_headroom_tools.postmortem.report import Postmortem, Timeline, build_document, render_text
-from vllm_headroom_tools.postmortem.rules import Diagnosis, EndCause, Sureness
+from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, Timeline, build_document, render_text
 from vllm_headroom_tools.progress import track_lines
 
 DESCRIPTION: Final = """\
@@ -37,41 +40,17 @@ Example:
   vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
 """
 
-RULES: Final[tuple[Callable[[Circumstances], Diagnosis | None], ...]] = (
-    rules.diagnose_kill,
-    rules.diagnose_start,
-    rules.diagnose_neighbour,
-    rules.diagnose_leak,
-    rules.diagnose_burst,
-    rules.diagnose_hang,
-    rules.diagnose_stop,
-    rules.diagnose_idle_end,
-    rules.diagnose_crash,
-)
-"""Of equally sure findings, the first counts."""
-
-UNKNOWN: Final = Diagnosis(
-    cause=EndCause.UNKNOWN,
-    sureness=Sureness.POSSIBLE,
-    sentence="The cause of the exit is not known.",
-    evidence=("look in vLLM's log (kubectl logs --previous), and in the kernel's (dmesg -T)",),
-)
 NOTHING: Final = Diagnosis(
     cause=EndCause.NOTHING, sureness=Sureness.LIKELY, sentence="There is no exit of an engine here, and no stall."
 )
 
 
-def judge(facts: Circumstances | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit, the surest first, at least one; a sure one excludes those that are only possible.
+def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
+    """Return the causes that fit, the surest first, at least one.
 
-    `has_ended` is whether the engine exited although no circumstances are known.
+    `has_ended` is whether the engine exited although nothing is known of its end.
     """
-    if facts is None:
-        return (UNKNOWN if has_ended else NOTHING,)
-    found = [finding for rule in RULES if (finding := rule(facts)) is not None]
-    if any(finding.sureness is Sureness.SURE for finding in found):
-        found = [finding for finding in found if finding.sureness is not Sureness.POSSIBLE]
-    return tuple(sorted(found, key=lambda finding: list(Sureness).index(finding.sureness))) or (UNKNOWN,)
+    return judge_ending(end) if end is not None else (UNKNOWN if has_ended else NOTHING,)
 
 
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
@@ -85,21 +64,54 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file")
 
 
+def find_trace(given: Path) -> Path:
+    """Return the trace to read: a file itself, or the newest incident of a folder; raises BadInput."""
+    if not given.is_dir():
+        return given
+    try:
+        found = list_incidents(given / INCIDENTS) or list_incidents(given)
+    except OSError as error:
+        raise BadInput(f"{given}: cannot be read: {error.strerror}") from error
+    if found:
+        return found[-1]
+    record = given / FLIGHT
+    hint = f"; {record} is the newest record" if record.exists() else ""
+    raise BadInput(f"{given}: has no incident, which the daemon saves when the engine exits or stalls{hint}")
+
+
+def read_facts(file: Path) -> Incident | None:
+    """Read the facts of an incident, None for another trace; raises BadInput."""
+    try:
+        with file.open("rb") as stream:
+            known = parse_known(next(read_lines(stream), b""))
+    except OSError as error:
+        raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
+    if known is None:
+        return None
+    found = read_incident(known)
+    if found is None:
+        raise BadInput(
+            f"{file}: line 1: the header of an incident has a time `t`, and `what`: {' or '.join(IncidentKind)}"
+        )
+    decisive = find_decisive((found, *found.events))
+    return replace(found, **asdict(decisive)) if decisive is not found else found
+
+
 def build_report(file: Path) -> Postmortem:
     """Read the post-mortem of a trace; raises BadInput."""
-    header = read_header(file)
-    follower, timeline, curves = Follower(header), Timeline(), Curves()
+    incident = read_facts(file)
+    follower, timeline, curves = Follower(incident), Timeline(), Curves()
     for snapshot in read_trace(str(file), track_lines):
         timeline.step(follower.step(snapshot), follower.watch)
         curves.step(snapshot)
-    if not (header or follower.watch.samples):
+    if incident is None and not follower.watch.samples:
         raise BadInput(f"{file}: has no samples")
     return Postmortem(
         file=str(file),
-        findings=judge(follower.facts, has_ended=bool(header) or follower.silent),
-        facts=follower.facts,
-        header=header,
-        timeline=timeline.list_entries(header),
+        findings=judge(follower.ending, has_ended=incident is not None or follower.silent),
+        ending=follower.ending,
+        incident=incident,
+        timeline=timeline.list_entries(incident or NO_INCIDENT),
         curves=curves,
     )
 

@@ -8,30 +8,71 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Frame, Point, escape_text
 from vllm_headroom.expose.page import PAGE_STYLE
-from vllm_headroom.model import EngineReading, GpuReading, Snapshot, name_device
-from vllm_headroom.trace.parse import YEAR_10000
+from vllm_headroom.model import Diagnosis, Ending, EngineReading, GpuAtEnd, GpuReading, Snapshot, name_device
+from vllm_headroom.trace.incident import MOST_SHOWN, Incident, format_amount
 from vllm_headroom.units import GIB, format_duration, format_instant, format_size
-from vllm_headroom.vocabulary import EngineState, LeakState, Level
+from vllm_headroom.vocabulary import EndCause, EngineState, IncidentKind, LeakState, Level, Sureness
 from vllm_headroom_tools.history import Curves, LeakReplay
-from vllm_headroom_tools.postmortem.facts import (
-    MOST_SHOWN,
-    Circumstances,
-    GpuAtEnd,
-    Header,
-    list_holders,
-    list_torch_memory,
-    read_log_lines,
-    read_records,
-    read_sentences,
-    read_used,
-)
-from vllm_headroom_tools.postmortem.rules import TODO, Diagnosis, Sureness
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
+
+Remedy = tuple[str, str | None]
+"""What to do, and a link."""
+
+CONSERVE: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
+TROUBLE: Final = "https://docs.vllm.ai/en/latest/usage/troubleshooting.html"
+REPORT: Final = "https://github.com/vllm-project/vllm/issues/new/choose"
+XIDS: Final = "https://docs.nvidia.com/deploy/xid-errors/index.html"
+OOM: Final = "https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/"
+LOGS: Final = "Read vLLM's log up to the end: kubectl logs --previous"
+
+TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
+    EndCause.LEAK: (
+        ("No option fixes a leak: restart before the GPU is full, and upgrade vLLM", None),
+        ("Report it to vLLM, with the figures above", REPORT),
+        ("Have HeadroomOutOfMemorySoon page somebody next time (alerts/runbooks/HeadroomOutOfMemorySoon.md)", None),
+    ),
+    EndCause.BURST: (
+        ("Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs", CONSERVE),
+        ("`vllm-headroom advise` on this file computes the values", None),
+    ),
+    EndCause.NEIGHBOUR: (
+        ("Give the engine a dedicated GPU, or move the other process away", None),
+        ("Until then leave room for it: a lower --gpu-memory-utilization", CONSERVE),
+    ),
+    EndCause.KILLED: (
+        ("Raise the memory limit of vLLM's container, or lower what it keeps on the host", OOM),
+        ("Find out what was killed: dmesg -T | grep -i 'killed process'", None),
+    ),
+    EndCause.NEVER_FITTED: (
+        ("Run `vllm-headroom preflight` and `vllm-headroom plan` before the next start", None),
+        (
+            "Lower --gpu-memory-utilization where others hold memory, else raise --tensor-parallel-size",
+            CONSERVE,
+        ),
+    ),
+    EndCause.HANG: (
+        ("Take a stack of every process before the restart: py-spy dump --pid PID", TROUBLE),
+        ("Look for an XID and for NCCL in the logs", XIDS),
+    ),
+    EndCause.CRASH: ((LOGS, TROUBLE), ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XIDS)),
+    EndCause.STOPPED: (
+        ("Running requests were cut off: drain the engine first, or give vLLM --shutdown-timeout", None),
+    ),
+    EndCause.IDLE: (
+        ("Nothing, if it was planned: see kubectl get events", None),
+        ("Look at its exit code (kubectl describe pod): 0 or 143 is a stop, 137 a kill", None),
+    ),
+    EndCause.UNKNOWN: ((LOGS, TROUBLE),),
+    EndCause.NOTHING: (),
+}
+
+NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
+"""The facts beside the samples of a trace that is no incident."""
 
 MOST: Final = 40
 """Enough for a person; the newest stay."""
@@ -76,14 +117,10 @@ class Timeline:
             if gpu.other_bytes is not None:
                 self._add_neighbour(now, gpu.reading, gpu.other_bytes)
 
-    def list_entries(self, header: Header) -> tuple[TimelineEntry, ...]:
-        """Return the entries, with the XIDs of the header."""
-        xids = [
-            (float(each["t"]), f"the driver reported XID {each.get('xid')} on {each.get('uuid')}")
-            for each in read_records(header, "xids")
-            if isinstance(each.get("t"), int | float) and 0 <= each["t"] < YEAR_10000
-        ]
-        return tuple(sorted((*self._moments, *xids)))
+    def list_entries(self, known: Incident) -> tuple[TimelineEntry, ...]:
+        """Return the entries, with the XIDs of the incident."""
+        xids = [(each.t, f"the driver reported XID {each.xid} on {each.uuid}") for each in known.xids]
+        return tuple(sorted((*self._moments, *xids[-MOST_SHOWN:])))
 
     def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
         before = self._others.setdefault(gpu.uuid, other_bytes)
@@ -100,22 +137,31 @@ Line = tuple[str, str]
 """A name and its text."""
 
 
-def list_numbers(facts: Circumstances, header: Header) -> Iterator[Line]:
+def list_numbers(end: Ending, known: Incident) -> Iterator[Line]:
     """Yield the names and values that are known."""
-    yield facts.what.value, format_instant(facts.seconds)
-    if facts.reason is not None:
-        yield "counted as", facts.reason.value
-    if facts.seen_seconds:
-        began = "" if facts.began_seconds is None else f"began {format_instant(facts.began_seconds)}, "
-        yield "this run", f"{began}seen for {format_duration(facts.seen_seconds)}"
-    for engine in facts.engines:
+    yield end.what.value, format_instant(end.seconds)
+    if end.reason is not None:
+        yield "counted as", end.reason.value
+    if end.seen_seconds:
+        began = "" if end.began_seconds is None else f"began {format_instant(end.began_seconds)}, "
+        yield "this run", f"{began}seen for {format_duration(end.seen_seconds)}"
+    for engine in end.engines:
         yield f"{engine.model_name} / {engine.engine}", ", ".join(_describe_engine(engine)) or "no figures"
-    for gpu in facts.gpus:
+    for gpu in end.gpus:
         yield gpu.called, ", ".join(_describe_gpu(gpu))
-    yield from (("held by", each) for each in islice(list_holders(header), MOST_HOLDERS))
-    yield from (("held by torch", each) for each in islice(list_torch_memory(header), MOST_HOLDERS))
-    if isinstance(header.get("version"), str):
-        yield "vllm-headroom", header["version"]
+    for holder in known.before.holders[-MOST_HOLDERS:]:
+        yield "held by", f"{holder.uuid} pid {holder.pid} {format_amount(holder.used)}"
+    yield from (("held by torch", each) for each in islice(_list_torch_memory(known), MOST_HOLDERS))
+    if known.version is not None:
+        yield "vllm-headroom", known.version
+
+
+def _list_torch_memory(known: Incident) -> Iterator[str]:
+    for process in known.before.probe:
+        for each in process.devices:
+            sizes = (("allocated", each.allocated_bytes), ("reserved", each.reserved_bytes))
+            held = ", ".join(f"{word} {format_size(n_bytes)}" for word, n_bytes in sizes if n_bytes is not None)
+            yield f"{each.uuid} pid {process.pid} {process.role}: {held}"
 
 
 def _describe_engine(engine: EngineReading) -> Iterator[str]:
@@ -152,10 +198,15 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 
     file: str
     findings: tuple[Diagnosis, ...]
-    facts: Circumstances | None
-    header: Header
+    ending: Ending | None
+    incident: Incident | None
     timeline: tuple[TimelineEntry, ...]
     curves: Curves
+
+    @property
+    def known(self) -> Incident:
+        """The facts beside the samples."""
+        return self.incident or NO_INCIDENT
 
     @property
     def answer(self) -> Diagnosis:
@@ -173,12 +224,12 @@ def render_text(report: Postmortem) -> Iterator[str]:
 
 def list_sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
     """Yield headings and their lines, possibly none."""
-    yield "The sidecar's verdicts then", [("", each) for each in read_sentences(report.header)]
+    yield "The sidecar's verdicts then", [("", each.sentence) for each in report.known.before.verdicts[-MOST_SHOWN:]]
     yield "Timeline", [(format_instant(seconds), what) for seconds, what in report.timeline]
-    yield "Numbers for a bug report", [] if report.facts is None else [*list_numbers(report.facts, report.header)]
+    yield "Numbers for a bug report", [] if report.ending is None else [*list_numbers(report.ending, report.known)]
     steps = enumerate(TODO[report.answer.cause])
     yield "What to do", [("then" if place else "first", ": ".join(filter(None, step))) for place, step in steps]
-    yield "The sidecar's log then", [("", each) for each in read_log_lines(report.header)[-most_log_lines:]]
+    yield "The sidecar's log then", [("", each) for each in report.known.log[-most_log_lines:]]
 
 
 def _format_section(title: str, lines: list[Line]) -> Iterator[str]:
@@ -190,7 +241,7 @@ def _format_section(title: str, lines: list[Line]) -> Iterator[str]:
 
 
 def _format_answer(report: Postmortem) -> Iterator[str]:
-    when = "" if report.facts is None else f"{format_instant(report.facts.seconds)}: "
+    when = "" if report.ending is None else f"{format_instant(report.ending.seconds)}: "
     yield from wrap_text(when, f"{report.answer.sentence} ({report.answer.sureness})", indent=2)
     for evidence in report.answer.evidence:
         yield from wrap_headed("seen", evidence)
@@ -198,18 +249,18 @@ def _format_answer(report: Postmortem) -> Iterator[str]:
 
 def build_document(report: Postmortem) -> dict[str, Any]:
     """Build the object of --json."""
-    facts = report.facts
+    end = report.ending
     return {
         "file": report.file,
-        "t": None if facts is None else facts.seconds,
-        "what": None if facts is None else facts.what,
-        "reason": None if facts is None else facts.reason,
+        "t": None if end is None else end.seconds,
+        "what": None if end is None else end.what,
+        "reason": None if end is None else end.reason,
         **_build_finding(report.answer),
         "also": [_build_finding(each) for each in report.findings[1:]],
         "timeline": [{"t": seconds, "text": what} for seconds, what in report.timeline],
-        "numbers": {} if facts is None else dict(list_numbers(facts, report.header)),
+        "numbers": {} if end is None else dict(list_numbers(end, report.known)),
         "todo": [{"text": what, "link": link} for what, link in TODO[report.answer.cause]],
-        "known": report.header or None,
+        "known": None if report.incident is None else to_builtins(report.incident),
     }
 
 
@@ -232,7 +283,7 @@ LEVELS: Final = {Sureness.SURE: Level.ALARM, Sureness.LIKELY: Level.WARNING, Sur
 def build_page(report: Postmortem) -> str:
     """Build the HTML page."""
     title = f"Post-mortem: {report.answer.sentence}"
-    when = "" if report.facts is None else format_instant(report.facts.seconds)
+    when = "" if report.ending is None else format_instant(report.ending.seconds)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -259,9 +310,9 @@ def _build_body(report: Postmortem) -> Iterator[str]:
 
 
 def _draw_figures(report: Postmortem) -> Iterator[str]:
-    at = None if report.facts is None else report.facts.seconds
-    gpus = {} if report.facts is None else {gpu.uuid: gpu for gpu in report.facts.gpus}
-    used = read_used(report.header)
+    at = None if report.ending is None else report.ending.seconds
+    gpus = {} if report.ending is None else {gpu.uuid: gpu for gpu in report.ending.gpus}
+    used = report.known.before.used
     for uuid in report.curves.uuids:
         gpu = gpus.get(uuid)
         what = f"Free memory of {uuid if gpu is None else gpu.called}"

@@ -164,6 +164,7 @@ def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Pat
     known = header(the_incident(tmp_path))
     assert (known["what"], known["progress_age_seconds"]) == ("stalled", 70.0)
 
+    watch.look(working(20))
     died(subject, watch)
 
     assert [each["what"] for each in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]

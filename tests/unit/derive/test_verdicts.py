@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
-from tests.unit.derive.life.watch import SERVER, serving, working
+from tests.unit.derive.life.watch import NO_GPU, REFUSED, SERVER, UNSEEN, Watch, serving, working
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.model import (
@@ -168,7 +168,7 @@ def test_each_state_of_the_engine_has_its_sentence(life: EngineState) -> None:
 
 
 def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
-    at = replace(seen(), life=EngineStatus(state=EngineState.DOWN, exits=((ExitReason.GONE, 0),)))
+    at = replace(seen(), life=EngineStatus(state=EngineState.DOWN, was_seen=False))
 
     said = of("engine", at=at)
     assert (said.level, said.alert) == (Level.UNKNOWN, None)
@@ -176,6 +176,16 @@ def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
         said.sentence
         == "The engine has not been seen yet: its metrics page does not answer and no engine process is running."
     )
+
+
+def test_an_engine_that_served_and_whose_exit_cannot_be_counted_has_been_seen() -> None:
+    """Neither processes nor held memory are visible: a closed port is no proof of an exit."""
+    watch = Watch(processes=UNSEEN, gpus=NO_GPU)
+    watch.look(working(10))
+    watch.look(REFUSED)
+
+    assert watch.seen is not None
+    assert of("engine", at=watch.seen).sentence.startswith("The engine is down: ")
 
 
 def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:

@@ -162,10 +162,16 @@ def test_a_verdict_cannot_write_html() -> None:
 
 
 def test_the_last_incident_is_shown_with_what_tells_more() -> None:
-    last = Incident(seconds=1_760_000_000.0, what="ended", reason="gone", file="/state/<incidents>/a.jsonl")
+    last = Incident(
+        seconds=1_760_000_000.0,
+        what="ended",
+        reason="gone",
+        sentence="A crash. (likely)",
+        file="/state/<incidents>/a.jsonl",
+    )
     page = render_page(replace(EMPTY, last_incident=last))
 
-    assert "2025-10-09 08:53:20Z: the engine ended (gone)" in page
+    assert "2025-10-09 08:53:20Z: the engine ended. <b>A crash. (likely)</b>" in page
     assert "<code>vllm-headroom postmortem /state/&lt;incidents&gt;/a.jsonl</code>" in page
     assert "Last incident" not in render_page(EMPTY)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from vllm_headroom.trace.incident import Incident
 from vllm_headroom.trace.parse import BadInput, read_trace
-from vllm_headroom_tools.postmortem.facts import read_header
+from vllm_headroom.vocabulary import IncidentKind
+from vllm_headroom_tools.postmortem.command import read_facts
 
 HEADER = b'{"headroom_trace": 1}\n'
 TRACE = HEADER + b"".join(b'{"t": %d}\n' % second for second in range(1, 4))
@@ -63,7 +65,7 @@ def test_how_far_it_has_come_is_not_told_of_what_is_packed(tmp_path: Path) -> No
 def test_the_header_of_an_incident_is_read_where_it_is_packed(tmp_path: Path) -> None:
     header = b'{"headroom_trace": 1, "incident": {"t": 5, "what": "ended"}}\n'
 
-    assert read_header(Path(written(tmp_path, gzip.compress(header)))) == {"t": 5, "what": "ended"}
+    assert read_facts(Path(written(tmp_path, gzip.compress(header)))) == Incident(t=5, what=IncidentKind.ENDED)
 
 
 @pytest.mark.parametrize(

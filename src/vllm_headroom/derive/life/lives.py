@@ -10,6 +10,8 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from vllm_headroom.derive.life.case import Case, build_ending, describe_gpus, update_case
+from vllm_headroom.derive.life.judge import find_reason
 from vllm_headroom.derive.life.signs import (
     Answer,
     EngineRun,
@@ -24,35 +26,32 @@ from vllm_headroom.derive.life.signs import (
     update_movements,
 )
 from vllm_headroom.derive.readings import RESTART_SHARE, is_new_run, is_page_awake, limit_remembered, sum_known
-from vllm_headroom.model import SAME_START_SECONDS, EngineProcess, EngineStatus, ProcessName, Snapshot
-from vllm_headroom.vocabulary import EngineState, ExitReason, Role
+from vllm_headroom.model import SAME_START_SECONDS, Ending, EngineProcess, EngineStatus, ProcessName, Snapshot
+from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind, Role
 
 LOOP_SECONDS: Final = 90 * 60.0
 """How far back exits are counted, as in HeadroomEngineCrashLoop."""
 
 MOST_ENDS: Final = 64
 
-TIGHT_BYTES: Final = 256 * 2**20
-SHRUNK_RATIO: Final = 0.5
-"""A GPU ran out of memory when the least free memory of the last minute is below both: this size, and this share of
-what was free when the engine became ready. An engine configured to leave little free is not out of memory."""
-
 VITAL: Final = (Role.ENGINE_CORE, Role.WORKER)
 """A server without one of these processes serves nobody, though its page may answer for half a minute, or for ever."""
 
 
-def advance(runs: EngineRuns, seen: Signs, now: float, *, answered_before: bool) -> EngineRuns:
-    """Return the runs after one more sample, at `now` seconds since the epoch.
+def advance(runs: EngineRuns, seen: Signs, case: Case, now: float) -> tuple[EngineRuns, Ending | None]:
+    """Return the runs after one more sample, at `now` seconds since the epoch, and the exit that it shows.
 
-    `answered_before` is whether the page answered at the last sample. An exit dated in the future is dropped: the clock
-    was set.
+    An exit dated in the future is dropped: the clock was set.
     """
+    ending = None
     ends = tuple(seconds for seconds in runs.ends_seconds if 0 <= now - seconds < LOOP_SECONDS)
     run, restarts, exits = runs.newest, runs.restarts, runs.exits
     if run is not None and not run.ready and not run.ended and _is_among(run.processes, seen.snapshot.neighbours):
         run = None  # another engine was mistaken for this one, and still runs
-    if run is not None and not run.ended and _is_over(run, seen, answered_before=answered_before):
-        reason = _find_cause(run, seen, answered_before=answered_before)
+    if run is not None and not run.ended and _is_over(run, seen, answered_before=case.answered):
+        gpus = describe_gpus(case, run, seen.snapshot)
+        reason = find_reason(run, seen, gpus, replaced=case.answered and not _is_gone(seen))
+        ending = build_ending(case, run, seen.snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
         run = replace(run, ended=True)
         exits = {**exits, reason: exits.get(reason, 0) + 1}
         ends = (*ends, now)[-MOST_ENDS:]
@@ -61,26 +60,7 @@ def advance(runs: EngineRuns, seen: Signs, now: float, *, answered_before: bool)
     elif seen.answer is Answer.GIVEN or seen.alive:
         restarts += run is not None
         run = _update_seen(EngineRun(), seen)
-    return EngineRuns(newest=run, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted)
-
-
-def is_full(room_bytes: int, first_bytes: int | None) -> bool:
-    """Return whether a GPU ran out of memory, given its room at last and when the engine became ready."""
-    return room_bytes <= TIGHT_BYTES and (first_bytes is None or room_bytes <= SHRUNK_RATIO * first_bytes)
-
-
-def _find_cause(run: EngineRun, seen: Signs, *, answered_before: bool) -> ExitReason:
-    """Return why a run ended, the kernel's count first; `gone` when unknown."""
-    if seen.host.oom_kills is not None and seen.host.oom_kills > run.oom_kills:
-        return ExitReason.OOM_KILLED
-    if run.tight or _is_tight(run, seen) or (seen.oom_seconds or -1.0) >= (run.began_seconds or 0.0):
-        return ExitReason.OUT_OF_MEMORY
-    return ExitReason.REPLACED if answered_before and not _is_gone(seen) else ExitReason.GONE
-
-
-def _is_tight(run: EngineRun, seen: Signs) -> bool:
-    """Return whether a GPU has filled up since the engine became ready."""
-    return any(uuid in run.rooms and is_full(room, run.rooms[uuid]) for uuid, room in seen.rooms.items())
+    return EngineRuns(newest=run, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted), ending
 
 
 def _is_gone(seen: Signs) -> bool:
@@ -120,7 +100,7 @@ def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
         lost=lost,
     )
     if seen.page is None:
-        return replace(run, tight=run.tight or _is_tight(run, seen))
+        return run
     return replace(
         run,
         page_life=run.page_life or seen.page_life,
@@ -131,7 +111,6 @@ def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
         top_bytes=max(run.top_bytes, sum(seen.held.values())),
         rooms=run.rooms or seen.rooms,
         host_room_bytes=seen.host.room_bytes if run.host_room_bytes is None else run.host_room_bytes,
-        tight=_is_tight(run, seen) or (run.tight and (not seen.rooms or bool(lost))),
         asleep=is_page_awake(seen.page) is False,
         oom_kills=run.oom_kills if kills is None or lost else kills,
     )
@@ -186,18 +165,19 @@ class RunState(Struct, frozen=True, kw_only=True):
     `silent_seconds` is when the page first failed since it last answered, None while it answers: a sample that was not
     taken is no failure. `blind_seconds` is since when it is unknown whether its processes exist. `served_bytes` is the
     most memory held per GPU, by UUID, while serving, since the start or the last wake. `left` is since when each pid
-    has been left over.
+    has been left over. `known` is the last state that was not unknown, `case` the file of the current run.
     """
 
     lives: EngineRuns = field(default_factory=EngineRuns)
     movements: dict[Labels, Movement] = field(default_factory=dict)
     silent_seconds: float | None = None
     blind_seconds: float | None = None
-    answered: bool = False
     computing: Computing | None = None
     state: EngineState = EngineState.UNKNOWN
     served_bytes: dict[str, int] = field(default_factory=dict)
     left: dict[int, float] = field(default_factory=dict)
+    known: EngineState = EngineState.UNKNOWN
+    case: Case = field(default_factory=Case)
 
 
 def forget_run(state: RunState) -> RunState:
@@ -214,8 +194,7 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
     spins. These look alike from here, so none of them is reported.
     """
     now, seen = snapshot.monotonic_seconds, collect_signs(snapshot, state.lives)
-    runs = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
-    ended = next((reason for reason, n in runs.exits.items() if n > state.lives.exits.get(reason, 0)), None)
+    runs, event = advance(state.lives, seen, state.case, snapshot.time_seconds)
     looked = _update_state(state, runs, seen, now)
     age = None if seen.page is None else find_progress_age(looked.movements, now, snapshot.unanswered_since_seconds)
     doing, served = _judge_state(looked, seen, age, now), looked.served_bytes
@@ -223,10 +202,25 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
         before = {} if state.lives.present.asleep else served
         most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
         served = limit_remembered(before | most, most)
+    if event is None and doing is EngineState.STALLED is not state.known:
+        gpus = describe_gpus(state.case, runs.present, snapshot)
+        event = build_ending(
+            state.case, runs.present, snapshot, IncidentKind.STALLED, reason=None, gpus=gpus, age_seconds=age
+        )
     left = {pid: state.left.get(pid, now) for pid in snapshot.left_behind}
-    state = replace(looked, state=doing, served_bytes=served, left=left)
+    known = state.known if doing is EngineState.UNKNOWN else doing
+    case = _continue_case(state, runs, snapshot, stalled=doing is EngineState.STALLED)
+    state = replace(looked, state=doing, served_bytes=served, left=left, known=known, case=case)
     stays = frozenset(pid for pid, since in left.items() if now - since >= LEFT_SECONDS)
-    return state, replace(snapshot, life=_describe_run(state, seen, age, now, ended), left_behind=stays)
+    return state, replace(snapshot, life=_describe_run(state, seen, age, now, event), left_behind=stays)
+
+
+def _continue_case(state: RunState, runs: EngineRuns, snapshot: Snapshot, *, stalled: bool) -> Case:
+    """Return the case of the current run with this sample; an empty one without a run."""
+    case = state.case if runs.restarts == state.lives.restarts else Case(was_read=state.case.was_read)
+    if runs.newest is None or runs.newest.ended:
+        return Case(was_read=case.was_read)
+    return update_case(case, snapshot, runs.newest, stalled=stalled)
 
 
 def _update_state(state: RunState, runs: EngineRuns, seen: Signs, now: float) -> RunState:
@@ -239,7 +233,6 @@ def _update_state(state: RunState, runs: EngineRuns, seen: Signs, now: float) ->
         movements=movements if seen.page is None else update_movements(movements, seen.page, now),
         silent_seconds=None if answered else now if state.silent_seconds is None else state.silent_seconds,
         blind_seconds=None if not seen.blind else now if state.blind_seconds is None else state.blind_seconds,
-        answered=answered,
         computing=update_computing(state.computing, seen.processes, now),
         state=state.state,
         served_bytes=state.served_bytes if goes_on else {},
@@ -284,18 +277,17 @@ def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineS
     return EngineState.STALLED if age is not None and age >= most else EngineState.SERVING
 
 
-def _describe_run(
-    state: RunState, seen: Signs, age: float | None, now: float, ended: ExitReason | None
-) -> EngineStatus:
+def _describe_run(state: RunState, seen: Signs, age: float | None, now: float, event: Ending | None) -> EngineStatus:
     run = state.lives.present
     is_lost = state.state is EngineState.DOWN or bool(run.lost)
     return EngineStatus(
         state=state.state,
         in_service=False if is_lost else run.worked,
+        was_seen=state.lives.newest is not None,
         began_seconds=run.began_seconds,
         restarts=state.lives.restarts,
         exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in ExitReason]),
-        ended=ended,
+        event=event,
         recent_ends=len(state.lives.ends_seconds),
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,
         stranded=() if seen.page is None else find_stranded(state.movements, now),

@@ -44,7 +44,7 @@ class EngineRun(Struct, frozen=True, kw_only=True):
     `ready` is whether its page ever answered, `worked` whether it ever processed a request, None where the page does
     not show it. `vital` is the most processes of each vital role seen while the page answered, `top_bytes` the most
     memory it held then; `rooms` is the free memory of its GPUs, by UUID, and `host_room_bytes` that of the host, when
-    it became ready, `tight` whether a GPU was full when last seen. `asleep` and `lost` are as last seen: whether an
+    it became ready. `asleep` and `lost` are as last seen: whether an
     engine on its page slept, and the roles of vital processes that had gone. `oom_kills` is the kernel's count in its
     container when last complete.
     """
@@ -60,7 +60,6 @@ class EngineRun(Struct, frozen=True, kw_only=True):
     top_bytes: int = 0
     rooms: dict[str, int] = field(default_factory=dict)
     host_room_bytes: int | None = None
-    tight: bool = False
     asleep: bool = False
     lost: tuple[Role, ...] = ()
     oom_kills: int = 0

@@ -17,6 +17,8 @@ from vllm_headroom.scrape.proc.servers import find_server, is_supervisor
 from vllm_headroom.vocabulary import Role
 
 INIT: Final = 1
+EXACT_SECONDS: Final = 0.2
+"""Starts are counted in hundredths of a second: further apart, the clock was set, and a port is surer."""
 
 RAY: Final = "ray::"
 """How the titles of Ray's actors begin."""
@@ -64,11 +66,15 @@ class Choice(Struct, frozen=True, kw_only=True):
 class Rank(NamedTuple):
     """How certain it is that an engine serves the page; ranks compare field by field, the most certain first."""
 
-    closeness: float = -inf
-    """Minus the seconds between its start and the start that the page names; -inf where they do not match. One start
-    identifies one engine, because the last page of an exited engine is still known when its pid is reused."""
+    is_exact: bool = False
+    """It started within EXACT_SECONDS of the start that the page names."""
+    is_named: bool = False
+    """It started within SAME_START_SECONDS of it. One start identifies one engine, because the last page of an exited
+    engine is still known when its pid is reused."""
     has_port: bool = False
     """It has the port and can listen at the page's address, or has the port that the engine had when it was certain."""
+    closeness: float = -inf
+    """Minus the seconds between its start and the start that the page names; -inf where they do not match."""
     may_have_port: bool = False
     """Its port is unknown, or differs while something listens that may forward: a proxy or a port mapping."""
     was_chosen: bool = False
@@ -107,7 +113,7 @@ def choose_roots(
     chosen = [roots for roots in engines if ranks[roots] == best != Rank()]
     names = _name_processes(entries, chain.from_iterable(engines))
     strangers = before.strangers & names
-    is_named = best.closeness > -inf
+    is_named = best.is_named
     is_certain = is_named or best.has_port or (page.answers and before.served is None)
     is_guess = page.on_host and before.served is None and not is_certain
     if len(chosen) != 1 or (actors and len(engines) > 1) or is_guess:
@@ -166,9 +172,10 @@ def _rank_engine(
     may_be_named = since != before.since or bool(names & before.names)
     closeness = -apart if apart <= SAME_START_SECONDS and may_be_named else -inf
     if names & before.strangers or (since is not None and never_certain and not has_port):
-        return Rank(closeness)
+        return Rank(-closeness <= EXACT_SECONDS, closeness > -inf, closeness=closeness)
     may_have_port = never_certain and (page.listens or served == (None, True))
-    return Rank(closeness, has_port, may_have_port, was_chosen=bool(names & before.names))
+    is_exact, is_named = -closeness <= EXACT_SECONDS, closeness > -inf
+    return Rank(is_exact, is_named, has_port, closeness, may_have_port, was_chosen=bool(names & before.names))
 
 
 def _name_processes(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> frozenset[Name]:

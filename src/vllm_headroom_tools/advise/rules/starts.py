@@ -10,17 +10,17 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.derive.attribution import describe_leftover
+from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
-from vllm_headroom.model import HostMemory
+from vllm_headroom.model import Ending, HostMemory
 from vllm_headroom.units import format_instant, format_size
+from vllm_headroom.vocabulary import EndCause
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
-    Ending,
     Extent,
     Facts,
     GpuFacts,
     Origin,
-    Start,
 )
 from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, lower_option
 from vllm_headroom_tools.advise.rules.capacity import HIGHEST_UTILIZATION, has_run_short, split_model, take_less
@@ -49,10 +49,10 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    taken = median(start.most_others_bytes for start in starts) > NEIGHBOUR_BYTES
-    if not taken and all(start.least_room_bytes is None or start.least_room_bytes >= LOW_BYTES for start in starts):
+    taken = median(map(_find_others, starts)) > NEIGHBOUR_BYTES
+    if not taken and min(_list_rooms(starts), default=LOW_BYTES) >= LOW_BYTES:
         usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
-        loaded = tuple(start for start in starts if start.most_held_bytes >= LOADED_RATIO * usable)
+        loaded = tuple(start for start in starts if _find_held(start) >= LOADED_RATIO * usable)
         if len(loaded) < FAILED_STARTS:
             return None
         return Advice(
@@ -73,13 +73,35 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     )
 
 
+def _find_others(start: Ending) -> float:
+    return max((gpu.last_other_bytes or 0 for gpu in start.gpus), default=0)
+
+
+def _find_held(start: Ending) -> float:
+    return max((gpu.last_engine_bytes or 0 for gpu in start.gpus), default=0)
+
+
+def _list_rooms(starts: tuple[Ending, ...]) -> list[int]:
+    """Return the least room of each start, where known."""
+    return [start.worst.last_room_bytes or 0 for start in starts if start.worst is not None]
+
+
+def _list_rooms_before(starts: tuple[Ending, ...]) -> list[int]:
+    """Return what each start found free, on the GPU with the least."""
+    found = [
+        [gpu.first_room_bytes + (gpu.first_held_bytes or 0) for gpu in start.gpus if gpu.first_room_bytes is not None]
+        for start in starts
+    ]
+    return [min(rooms) for rooms in found if rooms]
+
+
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     move = Change(
         text="Find them with nvidia-smi on the node, and have their owner move or stop them; end a left-over process of"
         " this engine with kill",
         cost="none to this engine",
     )
-    rooms = [start.room_before_bytes for start in facts.failed_starts if start.room_before_bytes is not None]
+    rooms = _list_rooms_before(facts.failed_starts)
     usable = [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
     if not rooms or not usable or facts.settings.sizes_cache_in_bytes:
         return (move,)
@@ -98,7 +120,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 
 
 def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
-    rooms = [start.least_room_bytes for start in facts.failed_starts if start.least_room_bytes is not None]
+    rooms = _list_rooms(facts.failed_starts)
     lower = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
     fewer = lower_option(
         facts,
@@ -118,9 +140,9 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
     return drop_none(lower, fewer, eager, wider)
 
 
-def _raise_share(facts: Facts, starts: tuple[Start, ...]) -> Change | None:
+def _raise_share(facts: Facts, starts: tuple[Ending, ...]) -> Change | None:
     """Return a larger share where all of these starts left more than AIM_BYTES."""
-    rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
+    rooms = _list_rooms(starts)
     now = facts.settings.gpu_memory_utilization
     if (
         not rooms
@@ -144,14 +166,14 @@ def _raise_share(facts: Facts, starts: tuple[Start, ...]) -> Change | None:
     )
 
 
-def _list_start_evidence(starts: tuple[Start, ...]) -> Iterator[Evidence]:
+def _list_start_evidence(starts: tuple[Ending, ...]) -> Iterator[Evidence]:
     yield Evidence("failed_starts", len(starts), f"{len(starts)} starts exited before they served")
-    held = max(start.most_held_bytes for start in starts)
+    held = max(map(_find_held, starts))
     yield Evidence("most_held_bytes", held, f"it held at most {format_size(held)} of a GPU")
-    rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
+    rooms = _list_rooms(starts)
     if rooms:
         yield Evidence("least_room_bytes", min(rooms), f"at least {format_size(min(rooms))} were left")
-    others = max(start.most_others_bytes for start in starts)
+    others = max(map(_find_others, starts))
     if others > 0:
         yield Evidence("most_others_bytes", others, f"others held {format_size(others)}")
 
@@ -163,18 +185,12 @@ REMARK: Final = (
 
 
 def find_crash(facts: Facts) -> Advice | None:
-    """Fit where an engine left processes over, or exited at least FAILED_STARTS times while requests ran.
-
-    Only exits with a known amount of GPU memory left count.
-    """
-    found = tuple(ending for ending in find_sudden_ends(facts) if ending.room_bytes is not None)
-    if len(found) < FAILED_STARTS and not any(ending.orphan_bytes for ending in found):
+    """Fit where an engine left processes over, or crashed at least FAILED_STARTS times with memory left."""
+    found = tuple(end for end in find_crashes(facts) if end.worst is not None)
+    if len(found) < FAILED_STARTS and not any(end.orphan_bytes for end in found):
         return None
-    look = (
-        f"Read vLLM's log up to {format_instant(found[-1].seconds)} (kubectl logs --previous), and"
-        f" the kernel's log for an Xid"
-        " or an out-of-memory kill"
-    )
+    when = format_instant(found[-1].seconds)
+    look = f"Read vLLM's log up to {when} (kubectl logs --previous), and the kernel's log for an Xid"
     return Advice(
         cause=Cause.CRASH,
         summary="The engine crashed, and not because GPU memory ran out.",
@@ -184,12 +200,14 @@ def find_crash(facts: Facts) -> Advice | None:
     )
 
 
-def find_sudden_ends(facts: Facts) -> tuple[Ending, ...]:
-    """Return the exits while requests ran or with left-over processes, with LOW_BYTES or more left."""
+def find_crashes(facts: Facts) -> tuple[Ending, ...]:
+    """Return the ends of an engine that served, at work or in parts, which the judge calls a crash with memory left."""
+    ends = (end for end in facts.ends if end.served and (end.running or end.orphan_bytes))
     return tuple(
-        ending
-        for ending in facts.endings
-        if (ending.running or ending.orphan_bytes) and (ending.room_bytes is None or ending.room_bytes >= LOW_BYTES)
+        end
+        for end in ends
+        if judge_ending(end)[0].cause is EndCause.CRASH
+        and (end.worst is None or (end.worst.last_room_bytes or 0) >= LOW_BYTES)
     )
 
 
@@ -199,10 +217,9 @@ def _list_crash_evidence(found: tuple[Ending, ...]) -> Iterator[Evidence]:
     yield Evidence("crashes", len(found), f"it exited {times} at {format_instant(last.seconds)}")
     if last.running is not None:
         yield Evidence("running", last.running, f"{last.running:,.0f} requests ran just before")
-    if last.room_bytes is not None:
-        left = f"{format_size(last.room_bytes)} were left then"
-        yield Evidence("room_bytes", last.room_bytes, left)
-    orphans = max(ending.orphan_bytes for ending in found)
+    room = 0 if last.worst is None else last.worst.last_room_bytes or 0
+    yield Evidence("room_bytes", room, f"{format_size(room)} were left then")
+    orphans = max(end.orphan_bytes for end in found)
     if orphans:
         text = f"its left-over processes still held {format_size(orphans)}"
         yield Evidence("orphan_bytes", orphans, text)

@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.model import Ending, GpuAtEnd
+from vllm_headroom.vocabulary import IncidentKind, LeakState
 from vllm_headroom_tools.advise.command import build_document, render_text
 from vllm_headroom_tools.advise.facts import (
     CappedFacts,
@@ -24,7 +25,6 @@ from vllm_headroom_tools.advise.facts import (
     PrefixFacts,
     Shortage,
     Spell,
-    Start,
 )
 from vllm_headroom_tools.advise.finding import Cause, Change
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
@@ -32,7 +32,7 @@ from vllm_headroom_tools.advise.verdict import judge
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history import Moment
 
-OWN_OPTIONS = {"--vllm-version", "--engine-url"}
+OWN_OPTIONS = {"--vllm-version", "--engine-url", "--previous"}
 CACHE = {Cause.KV_CACHE_BLOW_OUT, Cause.CONCURRENCY_MISJUDGED}
 
 BYTES = st.floats(0, 2e11)
@@ -132,8 +132,25 @@ SETTINGS = st.builds(
     max_model_len=maybe(st.integers(1, 10**6)),
     max_num_batched_tokens=maybe(st.integers(1, 10**6)),
 )
-START = st.builds(
-    Start, most_held_bytes=BYTES, least_room_bytes=maybe(BYTES), most_others_bytes=BYTES, room_before_bytes=maybe(BYTES)
+AMOUNT = maybe(st.integers(0, 2**48))
+AT_END = st.builds(
+    GpuAtEnd,
+    index=st.just(0),
+    uuid=st.just("GPU-a"),
+    total_bytes=AMOUNT,
+    first_room_bytes=AMOUNT,
+    last_room_bytes=AMOUNT,
+    first_held_bytes=AMOUNT,
+    last_engine_bytes=AMOUNT,
+    last_other_bytes=AMOUNT,
+)
+END = st.builds(
+    Ending,
+    what=st.just(IncidentKind.ENDED),
+    seconds=SECONDS,
+    served=st.booleans(),
+    gpus=st.lists(AT_END, max_size=2).map(tuple),
+    orphan_bytes=st.integers(0, 2**40),
 )
 
 
@@ -147,16 +164,20 @@ def facts(leak: st.SearchStrategy[Leak] = LEAK) -> st.SearchStrategy[Facts]:
         gpus=st.lists(gpu(leak), max_size=2).map(tuple),
         engines=st.lists(ENGINE, max_size=2).map(tuple),
         hosts=st.lists(st.builds(HostFacts, process=st.just("worker"), leak=leak), max_size=1).map(tuple),
-        failed_starts=st.just(()) | st.lists(START, max_size=3).map(tuple),
+        ends=st.just(()) | st.lists(END, max_size=3).map(tuple),
     )
 
 
-ENDED_BESIDE_OTHERS = Start(most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=2e9, room_before_bytes=2.1e9)
+ENDED_BESIDE_OTHERS = Ending(
+    what=IncidentKind.ENDED,
+    seconds=5.0,
+    gpus=(GpuAtEnd(index=0, uuid="GPU-a", last_other_bytes=2 * 10**9, first_room_bytes=21 * 10**8),),
+)
 MORE_WAS_FREE_THAN_IS_THERE = Facts(
     origin=Origin.TRACE,
     settings=EngineArgs(),
     gpus=(GpuFacts(index=0, uuid="GPU-a", leak=Leak(state=LeakState.STABLE), usable_bytes=1e9),),
-    failed_starts=(ENDED_BESIDE_OTHERS, ENDED_BESIDE_OTHERS),
+    ends=(ENDED_BESIDE_OTHERS, ENDED_BESIDE_OTHERS),
 )
 
 

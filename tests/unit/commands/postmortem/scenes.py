@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from vllm_headroom_tools.postmortem.rules import EndCause
+from vllm_headroom.vocabulary import EndCause
 
 GIB: Final = 2**30
 MIB: Final = 2**20

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import GIB
 from tests.unit.commands.postmortem.test_postmortem import Run, run, write
-from vllm_headroom_tools.postmortem.rules import EndCause
+from vllm_headroom.vocabulary import EndCause
 
 __all__ = ["run"]
 

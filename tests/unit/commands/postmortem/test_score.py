@@ -11,10 +11,12 @@ import pytest
 from tests.unit.commands.postmortem import demonstrated, scenes, spoiled
 from tests.unit.commands.postmortem.scenes import Scene
 from tests.unit.commands.postmortem.spoiled import Spoil
+from vllm_headroom.model import Diagnosis
+from vllm_headroom.trace.incident import read_incident
 from vllm_headroom.trace.parse import parse_snapshot
+from vllm_headroom.vocabulary import EndCause, Sureness
 from vllm_headroom_tools.postmortem.command import judge
 from vllm_headroom_tools.postmortem.follow import Follower
-from vllm_headroom_tools.postmortem.rules import Diagnosis, EndCause, Sureness
 
 EACH = 20
 LEAST_RIGHT = 0.95
@@ -22,10 +24,10 @@ made_up = cache(scenes.scene)
 
 
 def named(scene: Scene) -> Diagnosis:
-    follower = Follower(scene.header)
+    follower = Follower(None if scene.header is None else read_incident(scene.header))
     for record in scene.samples:
         follower.step(parse_snapshot(record))
-    return judge(follower.facts, has_ended=scene.header is not None or follower.silent)[0]
+    return judge(follower.ending, has_ended=scene.header is not None or follower.silent)[0]
 
 
 def test_the_named_cause_is_right_and_never_surely_wrong() -> None:

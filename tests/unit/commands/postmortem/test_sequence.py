@@ -13,8 +13,7 @@ from tests.unit.derive.life.test_lives import killed
 from tests.unit.derive.life.watch import CORE, REFUSED, SERVER, UNSEEN, WHOLE, WORKER, Watch, card, working
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, HostMemory
-from vllm_headroom.trace.flight import IncidentKind
-from vllm_headroom.vocabulary import ExitReason
+from vllm_headroom.vocabulary import ExitReason, IncidentKind
 
 __all__ = ["run"]
 

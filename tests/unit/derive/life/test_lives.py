@@ -198,10 +198,11 @@ def test_an_engine_that_leaves_little_from_the_start_did_not_run_out_of_memory(f
     assert exits(life) == {ExitReason.GONE: 1}
 
 
-def test_room_that_came_back_before_the_end_is_no_out_of_memory() -> None:
+def test_room_that_came_back_minutes_before_the_end_is_no_out_of_memory() -> None:
     watch = serving()
     watch.look(working(30), gpus=(card(79.9),))
-    watch.look(working(31), gpus=(card(70),))
+    for done in range(31, 35):
+        watch.look(working(done), gpus=(card(70),), after=30.0)
 
     assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),))) == {ExitReason.GONE: 1}
 

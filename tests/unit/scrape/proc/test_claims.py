@@ -108,6 +108,14 @@ def test_of_two_that_began_within_a_second_the_nearer_is_meant() -> None:
     assert choice(seen, asked=named(1.9)).roots == (20,)
 
 
+def test_of_two_of_which_neither_began_exactly_then_the_one_with_the_port_is_meant() -> None:
+    """The clock was set by a second since: all starts moved alike."""
+    seen = tree(OURS, NEIGHBOUR)
+    seen[20] = replace(seen[20], started_seconds=2.0)
+
+    assert choice(seen, asked=named(2.3)).roots == (10,)
+
+
 def test_what_was_seen_beside_a_named_server_is_none_until_the_page_names_it() -> None:
     """The last page of a dead server names a neighbour that began in the same second."""
     last, other = named(1.0), replace(tree(NEIGHBOUR)[20], started_seconds=1.5)

@@ -1,0 +1,22 @@
+"""The judge on ends whose truth is known: processes that die in every order, 0 to 10 s apart, beside every witness."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.unit.derive.life.ends import KINDS, play
+from vllm_headroom.vocabulary import Sureness
+
+EACH = 40
+LEAST_RIGHT = 0.95
+
+
+def test_of_480_ends_the_cause_is_right_and_never_surely_wrong() -> None:
+    said = [(kind.__name__, *play(kind, seed)) for kind in KINDS for seed in range(EACH)]
+    wrong = Counter(
+        (kind, str(found.cause), str(found.sureness)) for kind, cause, found in said if found.cause != cause
+    )
+
+    assert len(said) >= 400
+    assert not [each for each in wrong if each[2] == Sureness.SURE], wrong
+    assert wrong.total() <= (1 - LEAST_RIGHT) * len(said), wrong
