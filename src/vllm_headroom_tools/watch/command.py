@@ -17,7 +17,7 @@ from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.cli import Command, say
-from vllm_headroom_tools.options import FILE, Parser, url
+from vllm_headroom_tools.options import FILE, BadOptions, Parser, url
 from vllm_headroom_tools.terminal import console, is_terminal
 from vllm_headroom_tools.watch.sidecar import NO_DOCUMENT, Document, describe_verdict, fetch_document
 
@@ -31,11 +31,14 @@ FetchDocument = Callable[[], Awaitable[Document | str]]
 
 def _options(parser: Parser) -> None:
     parser.add_argument("url", metavar="URL", nargs="?", type=url(HERE), help=f"the sidecar, else {HERE}")
+    parser.add_argument("--headroom-url", metavar="URL", type=url(HERE), help="the same, as in advise")
     parser.add_argument("--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM")
 
 
 async def _run(given: Namespace) -> Document | None:
-    where = (given.url or httpx.URL(HERE)).copy_with(path=PATH, query=None)
+    if given.url and given.headroom_url:
+        raise BadOptions("URL and --headroom-url cannot both be given")
+    where = (given.url or given.headroom_url or httpx.URL(HERE)).copy_with(path=PATH, query=None)
     reader = PageReader(url=str(where), timeout_seconds=TIMEOUT_SECONDS, ca_file=given.ca_file)
     try:
         if given.json:

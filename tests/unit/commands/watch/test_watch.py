@@ -60,6 +60,17 @@ def test_json_asks_once() -> None:
     assert json.loads(done.stdout) == json.loads(json.dumps(LEAK))
 
 
+def test_the_address_may_be_an_option_but_not_both() -> None:
+    with sidecar() as url:
+        asked = run_command("watch", "--headroom-url", url, "--json")
+        both = run_command("watch", url, "--headroom-url", url, "--json")
+
+    assert asked.returncode == 0
+    assert json.loads(asked.stdout)["verdicts"]
+    assert (both.returncode, both.stderr.count("\n")) == (2, 1)
+    assert "URL and --headroom-url cannot both be given" in both.stderr
+
+
 def test_without_an_answer_json_ends_with_one_line() -> None:
     done = asked("http://127.0.0.1:9", "--json")
 
