@@ -132,24 +132,6 @@ class Settings(BaseSettings):
     gate_ready_seconds: float | None = seconds(
         None, 60, 86400, "Close /gate/ready while the engine may be out of memory within this time.", shown=OPEN
     )
-    gate_ready_most_seconds: float = seconds(
-        900, 60, 86400, "The longest that /gate/ready stays closed; then it stays open for as long."
-    )
-    gate_live_seconds: float | None = seconds(
-        None,
-        3600,
-        604800,
-        "Let /gate/live fail when an engine surely leaks and the quietest hour before its end is here, at most once in"
-        " this time.",
-        shown=OPEN,
-    )
-    gate_name: Annotated[str, Field(pattern=r"^[^\x00]{0,253}$")] = setting(
-        "",
-        "NAME",
-        "a name",
-        "The name of this replica among those of its Service, by which they take turns: that of the pod.",
-        shown="the host name, which is the pod's",
-    )
     canary_interval_seconds: float | None = seconds(
         None, 10, 3600, "How often to have an idle engine complete one token, to see that it does; without it, never."
     )

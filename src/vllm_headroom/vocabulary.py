@@ -196,13 +196,6 @@ class LeakState(StrEnum):
     ASLEEP = "asleep"
 
 
-class GateName(StrEnum):
-    """The gates a kubelet queries; the values of the label `gate`."""
-
-    READY = "ready"
-    LIVE = "live"
-
-
 class Level(StrEnum):
     """The severity of a verdict, worst last."""
 

@@ -52,7 +52,7 @@ def stat(running: Daemon) -> list[str]:
     return Path(f"/proc/{running.process.pid}/stat").read_text().rpartition(") ")[2].split()
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/gate/live"])
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/gate/ready"])
 def test_a_kubelet_does_not_wait_for_a_crowd_of_scrapers_that_came_before_it(path: str) -> None:
     with ExitStack() as stack, daemon(**ONE_SAMPLE) as running:
         running.sees(lambda page: page.has("engine_state"), "a first sample")

@@ -34,7 +34,7 @@ from vllm_headroom.daemon.state.file import HISTORY, FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.gates import GATES, Rules, build_gates
+from vllm_headroom.derive.gates import GATE, build_gate
 from vllm_headroom.derive.readings import count_running
 from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.expose.answers import Handler, build_application
@@ -59,12 +59,6 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 
 def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canary: Canary | None) -> Sampler:
     """Return the sampler that turns the sources into what is published."""
-    rules = Rules(
-        ready_seconds=settings.gate_ready_seconds,
-        ready_most_seconds=settings.gate_ready_most_seconds,
-        live_seconds=settings.gate_live_seconds,
-        name=settings.gate_name or socket.gethostname(),
-    )
     return Sampler(
         sources=parts,
         parse=partial(parse_engines, profile=None if settings.engine_profile == AUTO else settings.engine_profile),
@@ -78,7 +72,7 @@ def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canar
         clock=parts.clock,
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
         recall=recall,
-        judge=partial(build_gates, rules),
+        judge=partial(build_gate, settings.gate_ready_seconds),
         canary=canary,
         host_limit_bytes=settings.host_memory_limit_bytes,
     )
@@ -202,7 +196,7 @@ class Daemon:
             snapshot=lambda _: respond_snapshot(self._build_view()),
             unhealthy=find_stall,
             ready=lambda: sampler.published is not None,
-            gate=lambda name: None if find_stall() else sampler.states[GATES].reason(name),
+            gate=lambda: None if find_stall() else sampler.states[GATE].reason,
         )
 
     async def _tick(self) -> None:

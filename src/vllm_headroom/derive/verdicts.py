@@ -261,7 +261,7 @@ def _is_low(snapshot: Snapshot) -> bool:
 def _judge_gates(values: Values) -> Iterator[Verdict]:
     for (name,), value in values.of(catalog.GATE_OPEN).items():
         if value == 0:
-            text = f"The gate /gate/{name} is closed, which Kubernetes acts on; its answer says why."
+            text = f"The gate /gate/{name} is closed; its answer has the reason."
             yield Verdict(subject="gates", level=Level.WARNING, sentence=text)
 
 

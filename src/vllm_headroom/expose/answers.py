@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from msgspec import Struct
-
-from vllm_headroom.vocabulary import GateName
 
 Header = tuple[str, str]
 
@@ -48,16 +45,16 @@ def build_application(
     snapshot: Handler,
     unhealthy: Callable[[], str | None],
     ready: Callable[[], bool],
-    gate: Callable[[GateName], str | None] = lambda _: None,
+    gate: Callable[[], str | None] = lambda: None,
 ) -> Handler:
-    """Return the handler of every request; `unhealthy` and `gate` return why the loop is unhealthy or a gate closed."""
+    """Return the handler of every request; `unhealthy` and `gate` return why it is unhealthy or the gate closed."""
     answers: dict[str, Handler] = {
         "/": page,
         "/metrics": metrics,
         "/snapshot.json": snapshot,
         "/healthz": _respond_unless(unhealthy, "ok"),
         "/readyz": _respond_unless(lambda: None if ready() else "no sample published yet", "ok"),
-        **{f"/gate/{name}": _respond_unless(partial(gate, name), "open") for name in GateName},
+        "/gate/ready": _respond_unless(gate, "open"),
     }
 
     def answer(request: Request) -> Response:
@@ -77,6 +74,4 @@ def _respond_unless(problem: Callable[[], str | None], well: str) -> Handler:
 
 
 def _respond_not_found(_request: Request) -> Response:
-    return respond_text(
-        404, "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz, /gate/ready and /gate/live"
-    )
+    return respond_text(404, "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz and /gate/ready")

@@ -76,7 +76,7 @@ def order(*paths: str) -> list[str]:
     return answered
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/gate/ready", "/gate/live"])
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/gate/ready"])
 def test_what_a_kubelet_asks_does_not_wait_for_a_crowd_of_scrapers(path: str) -> None:
     answered = order(*["/snapshot.json"] * 200, path)
 

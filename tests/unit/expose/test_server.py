@@ -110,7 +110,7 @@ def test_other_paths_say_which_there_are_and_other_methods_are_refused() -> None
 
     assert (missing.status_code, missing.text) == (
         404,
-        "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz, /gate/ready and /gate/live\n",
+        "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz and /gate/ready\n",
     )
     refused = fetched("/metrics", method="POST")
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
