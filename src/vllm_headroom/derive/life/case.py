@@ -45,20 +45,19 @@ MEMORY_REASONS: Final = (ExitReason.OUT_OF_MEMORY, ExitReason.OOM_KILLED)
 
 
 class Level(Struct, frozen=True, gc=False):
-    """The extremes of one GPU's memory in a slot of time, None where unknown.
+    """The extremes of one GPU's memory in a slot of time, at samples and at peaks, None where unknown.
 
-    The least room and the most held by the engine, each at samples and at peaks, the most of others, and the most
-    processes. `seconds` is its newest sample, on the monotonic clock.
+    `seconds` is its newest sample, on the monotonic clock; `held` is the engine's.
     """
 
     begun_seconds: float
     seconds: float
-    room_bytes: int | None
-    room_at_peak_bytes: int | None
-    held_bytes: int | None
-    held_at_peak_bytes: int | None
-    other_bytes: int | None
-    process_count: int | None
+    least_room_bytes: int | None = None
+    least_room_at_peak_bytes: int | None = None
+    most_held_bytes: int | None = None
+    most_held_at_peak_bytes: int | None = None
+    most_other_bytes: int | None = None
+    most_processes: int | None = None
 
 
 class GpuCase(Struct, frozen=True, kw_only=True):
@@ -184,33 +183,25 @@ def _add_sample(case: Case, gpu: Gpu, snapshot: Snapshot, is_first: bool) -> Gpu
 
 
 def _measure(gpu: Gpu, now: float) -> Level:
-    memory, held, room = gpu.reading.memory, gpu.held_bytes, None
-    above = 0
-    if memory is not None:
-        room, above = memory.left_bytes, max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
+    memory, held = gpu.reading.memory, gpu.held_bytes
+    room = None if memory is None else memory.left_bytes
+    above = 0 if memory is None else max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
     return Level(
-        begun_seconds=now,
-        seconds=now,
-        room_bytes=room,
-        room_at_peak_bytes=None if room is None else room - above,
-        held_bytes=held,
-        held_at_peak_bytes=None if held is None else held + above,
-        other_bytes=gpu.other_bytes,
-        process_count=gpu.process_count,
+        now,
+        now,
+        least_room_bytes=room,
+        least_room_at_peak_bytes=None if room is None else room - above,
+        most_held_bytes=held,
+        most_held_at_peak_bytes=None if held is None else held + above,
+        most_other_bytes=gpu.other_bytes,
+        most_processes=gpu.process_count,
     )
 
 
 def _merge(one: Level, other: Level) -> Level:
-    return Level(
-        begun_seconds=one.begun_seconds,
-        seconds=other.seconds,
-        room_bytes=_find_least((one.room_bytes, other.room_bytes)),
-        room_at_peak_bytes=_find_least((one.room_at_peak_bytes, other.room_at_peak_bytes)),
-        held_bytes=_find_most((one.held_bytes, other.held_bytes)),
-        held_at_peak_bytes=_find_most((one.held_at_peak_bytes, other.held_at_peak_bytes)),
-        other_bytes=_find_most((one.other_bytes, other.other_bytes)),
-        process_count=_find_most((one.process_count, other.process_count)),
-    )
+    pairs = ((name, (getattr(one, name), getattr(other, name))) for name in Level.__struct_fields__[2:])
+    extremes = {name: (_find_least if name.startswith("least") else _find_most)(pair) for name, pair in pairs}
+    return Level(one.begun_seconds, other.seconds, **extremes)
 
 
 def _find_least(values: Iterable[int | None]) -> int | None:
@@ -237,21 +228,21 @@ def _describe_gpu(gpu: GpuCase, run: EngineRun, now: float) -> GpuAtEnd:
     if not before and first.seconds >= recent:
         before = [first]
     reading, memory = gpu.newest.reading, gpu.newest.reading.memory
-    room = _find_least(level.room_at_peak_bytes for level in last)
+    room = _find_least(level.least_room_at_peak_bytes for level in last)
     return GpuAtEnd(
         index=reading.index,
         uuid=reading.uuid,
         total_bytes=None if memory is None else memory.total_bytes,
         usable_bytes=None if memory is None else memory.usable_bytes,
-        first_room_bytes=run.rooms.get(reading.uuid, first.room_at_peak_bytes),
+        first_room_bytes=run.rooms.get(reading.uuid, first.least_room_at_peak_bytes),
         last_room_bytes=room,
-        first_held_bytes=first.held_bytes,
-        before_held_bytes=_find_most(level.held_bytes for level in before),
-        last_engine_bytes=_find_most(level.held_at_peak_bytes for level in last),
-        first_other_bytes=first.other_bytes,
-        last_other_bytes=_find_most(level.other_bytes for level in last),
-        joined=(_find_most(level.process_count for level in last) or 0) > (first.process_count or inf),
-        between=room != _find_least(level.room_bytes for level in last),
+        first_held_bytes=first.most_held_bytes,
+        before_held_bytes=_find_most(level.most_held_bytes for level in before),
+        last_engine_bytes=_find_most(level.most_held_at_peak_bytes for level in last),
+        first_other_bytes=first.most_other_bytes,
+        last_other_bytes=_find_most(level.most_other_bytes for level in last),
+        joined=(_find_most(level.most_processes for level in last) or 0) > (first.most_processes or inf),
+        between=room != _find_least(level.least_room_bytes for level in last),
         newest_seconds=gpu.newest_seconds,
         newest_used_bytes=None if memory is None else memory.used_bytes,
         newest_held_bytes=gpu.newest.held_bytes,
@@ -302,5 +293,5 @@ def build_ending(
 
 def _was_loaded(gpu: GpuCase) -> bool:
     """Return whether the engine held its model in its first sample already."""
-    first, newest = gpu.first.held_bytes or 0, gpu.newest.held_bytes or 0
+    first, newest = gpu.first.most_held_bytes or 0, gpu.newest.held_bytes or 0
     return first >= max(CONTEXT_BYTES, LOADED_SHARE * newest)
