@@ -8,6 +8,7 @@ from vllm_headroom.model.engine import (
     EngineProcess,
     EngineReading,
     EngineStatus,
+    HangSign,
     HostMemory,
     HostReading,
     MachineMemory,

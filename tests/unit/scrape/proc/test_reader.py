@@ -51,6 +51,7 @@ def test_the_engines_processes_are_measured(tree: ProcTree, processes: Processes
         started_at_seconds=BOOT_SECONDS + 112293 / TICKS,
         since_boot_seconds=112293 / TICKS,
         cpu_seconds=750 / TICKS,
+        state="S",
     )
     assert (core.pid, core.role, core.rss_bytes) == (4426, Role.ENGINE_CORE, 148451 * PAGE_BYTES)
     assert tracker.role is Role.OTHER
