@@ -35,8 +35,8 @@ KEPT_RATIO: Final = 0.5
 OUTLIVED_SECONDS: Final = 60.0
 """vLLM's engine exits within seconds of an OutOfMemoryError; one that still writes after this long has recovered."""
 
-STARVED_RATIO: Final = 0.5
-"""CPU pressure at which servers may be late for every page: two cores have 0.99 at a load of 42, and 0.05 at 2."""
+STARVED_RATIO: Final = 0.8
+"""CPU pressure at which a server may be late for every page: two cores had 0.05 at a load of 2, and 0.95 at 5."""
 
 _SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE, Reason.HTTP_STATUS})
 

@@ -15,14 +15,15 @@ SLOW_SECONDS: Final = 40.0
 _SOCK_DIAG, _BY_FAMILY, _DUMP, _ENDS, _ESTABLISHED, _TCP_INFO = 4, 20, 0x301, (2, 3), 1 << 1, 2
 _QUESTION, _PORT, _MESSAGE, _ATTRIBUTE = Struct("=IHHII BBBxI"), Struct(">H46x"), Struct("=IH"), Struct("=HH")
 _FIXED_BYTES: Final = 88
-_SINCE_SENT_AND_RECEIVED: Final = Struct("=48xI4xI")
+_DATA: Final = Struct("=48xI4xI64xQQ")
+"""Milliseconds since data was last sent, and received; bytes acknowledged, and received."""
 
 
 def find_wait(ports: Collection[int]) -> float | None:
     """Return how long the newest slow request to these ports has waited; None without one, or where it is unknown.
 
-    A request waits on a connection that has received data since it last sent any: one that is kept alive has sent last,
-    and one that was only opened has received none. The connections are those of this process's network.
+    A request waits on a connection that has received data since it last sent any, or at once and has sent none: one
+    that is kept alive has sent last. The connections are those of this process's network.
     """
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
@@ -42,8 +43,8 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
             if kind in _ENDS:
                 return
             for name, info in _split(message[_FIXED_BYTES:], _ATTRIBUTE):
-                sent, received = _SINCE_SENT_AND_RECEIVED.unpack_from(info) if name == _TCP_INFO else (0, 0)
-                if received < sent:
+                sent, received, n_acked, n_received = _DATA.unpack_from(info) if name == _TCP_INFO else (0, 0, 0, 0)
+                if received < sent or (received == sent and n_received > n_acked == 0):
                     yield received / 1000
 
 
