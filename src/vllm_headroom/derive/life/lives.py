@@ -170,8 +170,6 @@ Hint = tuple[HangSign, ProcessName | None]
 Span = tuple[float, float]
 """The time in which a hint has shown without a break, on the monotonic clock."""
 
-STUCK: Final = frozenset("TtD")
-
 
 def update_hints(
     before: Mapping[Hint, Span], seen: Signs, movements: Mapping[Labels, Movement], now: float
@@ -185,7 +183,7 @@ def update_hints(
     """
     if seen.processes is None:
         return dict(before)
-    stuck = [each for each in seen.processes if each.role in VITAL and each.state in STUCK]
+    stuck = [each for each in seen.processes if each.role in VITAL and each.state in {"T", "t", "D"}]
     hints: dict[Hint, float] = {(HangSign.STUCK, (each.pid, each.started_at_seconds)): now for each in stuck}
     hints |= {(HangSign.MUTE, None): now} if seen.silent else {}
     idle_seconds = min((now - each.done_seconds for each in movements.values()), default=0.0)

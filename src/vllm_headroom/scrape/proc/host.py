@@ -150,7 +150,7 @@ def read_machine(proc: Path) -> MachineMemory | None:
 def read_cpu_pressure(proc: Path) -> float | None:
     """Return the share of the last minute in which a task of the machine waited for a CPU; None with `psi=0`."""
     try:
-        return float(read_content(proc / "pressure" / "cpu").partition(b"avg60=")[2].split()[0]) / 100
+        return round(float(read_content(proc / "pressure" / "cpu").partition(b"avg60=")[2].split()[0]) / 100, 4)
     except (OSError, ValueError, IndexError):
         return None
 
