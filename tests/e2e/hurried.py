@@ -9,7 +9,7 @@ from pathlib import Path
 from vllm_headroom.__main__ import main
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon import parts
-from vllm_headroom.scrape.proc import files
+from vllm_headroom.scrape.proc import connections, files
 from vllm_headroom_tools.demo.run import ScaledClock
 
 
@@ -32,4 +32,6 @@ if __name__ == "__main__":
     vars(parts)[SystemClock.__name__] = HurriedClock
     # In the namespace of the tests all pids are of one kind, as on a host.
     vars(files)[files.has_host_pids.__name__] = lambda _: True
+    # The kernel measures how long a request waits, and its clock does not hurry.
+    vars(connections)["SLOW_SECONDS"] /= float(os.environ["SPEED"])
     main()

@@ -28,6 +28,7 @@ from vllm_headroom.model import (
     Gpu,
     GpuReadings,
     ProbedProcess,
+    ProbeReadings,
     ProcessReadings,
     Published,
     ReadingTime,
@@ -112,7 +113,8 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
     if isinstance(snapshot.engines, Failure) or snapshot.life is None or is_page_awake(snapshot.engines) is False:
         return None
     engines = list_named(snapshot.engines)
-    if snapshot.life.state not in (EngineState.SERVING, EngineState.STALLED) or not engines:
+    may_answer = snapshot.life.state in (EngineState.SERVING, EngineState.STALLED) or bool(snapshot.life.hang_signs)
+    if not may_answer or not engines:
         return None
     idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
     return engines[0].model_name if idle else None
@@ -279,6 +281,7 @@ class Sampler:
             neighbours=frozenset() if isinstance(processes, Failure) else processes.neighbours,
             ambiguous=0 if isinstance(processes, Failure) else processes.ambiguous_roots,
             left_behind=frozenset() if isinstance(processes, Failure) else processes.left_behind,
+            has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core,
         )
 
     async def _engine(self) -> Timed[EnginePage | Failure]:

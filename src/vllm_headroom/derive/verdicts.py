@@ -9,6 +9,7 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.derive.life.signs import is_starved
 from vllm_headroom.model import EngineStatus, Failure, GpuReading, Snapshot, Values, Verdict
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
@@ -206,6 +207,11 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     if isinstance(snapshot.engines, Failure):
         level, text = (Level.UNKNOWN, LAST_SEEN[state]) if state in LAST_SEEN else (level, text)
         cause = f"; {snapshot.engines.message}"
+        if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
+            cause = f"; the machine is short of CPU{cause}"
+    elif snapshot.life is not None and snapshot.life.hang_signs:
+        text, alert = "is stalled" if state is EngineState.STALLED else "may be stalled", "HeadroomEngineStalled"
+        cause = f": its page shows no work, and {', and '.join(each.value for each in snapshot.life.hang_signs)}"
     else:
         cause = _describe_load(values) if state is EngineState.SERVING else ""
     yield Verdict(subject="engine", level=level, sentence=_end_sentence(f"The engine {text}{cause}"), alert=alert)

@@ -7,6 +7,7 @@ from vllm_headroom.model.engine import (
     EnginePage,
     EngineProcess,
     EngineReading,
+    HangSign,
     HostMemory,
     HostReading,
     MachineMemory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Annotated, Final, get_origin, get_type_hints
 
 from msgspec import Struct, field
@@ -144,7 +145,9 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
 
     `started_at_seconds` is seconds since the epoch, `since_boot_seconds` since the boot. `cpu_seconds` is the CPU time
     of all its threads. Of `rss_bytes`, `anonymous_bytes` is its private memory and `file_bytes` its mapped files, which
-    the kernel can reclaim; the rest is shared memory. None where unknown, as CPU time in a trace.
+    the kernel can reclaim; the rest is shared memory. `state` is the letter of its main thread in /proc. The first
+    server has two more: `cpu_pressure_ratio`, the share of the last minute in which a task of the machine waited for a
+    CPU, and `wait_seconds`, how long its newest slow request has waited. None where unknown.
     """
 
     pid: int
@@ -155,6 +158,9 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     cpu_seconds: float | None = None
     anonymous_bytes: int | None = None
     file_bytes: int | None = None
+    state: str | None = None
+    cpu_pressure_ratio: float | None = None
+    wait_seconds: float | None = None
 
 
 class ProcessReadings(Struct, frozen=True, kw_only=True):
@@ -183,3 +189,11 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     def left_behind(self) -> frozenset[int]:
         """The pids that serve no engine any more."""
         return self.orphans | self.strays
+
+
+class HangSign(Enum):
+    """What suggests that an engine hangs although its page shows no work."""
+
+    STUCK = "a core or worker is stopped, or blocked in the kernel"
+    MUTE = "the probe in the core is silent"
+    UNANSWERED = "a request gets no answer"

@@ -120,6 +120,11 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
     silent: tuple[ProbedProcess, ...] = ()
     others: tuple[ProbedProcess, ...] = ()
 
+    @property
+    def has_silent_core(self) -> bool:
+        """Whether the probe in a live core is silent and another writes: without one the folder may be the cause."""
+        return bool(self.present) and any(each.scheduler for each in self.silent)
+
 
 class Inside(Struct, frozen=True, kw_only=True):
     """The engine's report on one GPU: torch's allocator, and the ledger of its memory.

@@ -27,7 +27,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     without a folder, `host` where the host's memory is unknown. `unanswered_since_seconds` is since when, on the
     monotonic clock, the engine has not answered a request of the daemon. `neighbours` are the first processes of other
     engines; `ambiguous` is the number of engines if the watched one could not be identified. `left_behind` are the pids
-    that serve no engine. `life` is None if unknown, as after an error: then no evidence is collected.
+    that serve no engine. `life` is None if unknown, as after an error: then no evidence is collected. `has_silent_core`
+    is as in ProbeReadings, which a trace does not have.
     """
 
     time_seconds: float
@@ -43,6 +44,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     ambiguous: int = 0
     left_behind: frozenset[int] = frozenset()
     host: HostMemory | None = None
+    has_silent_core: bool = False
 
     @property
     def page(self) -> EnginePage | None:

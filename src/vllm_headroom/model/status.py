@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.model.engine import EngineReading
+from vllm_headroom.model.engine import EngineReading, HangSign
 from vllm_headroom.model.gpu import Device
 from vllm_headroom.vocabulary import EndCause, EngineState, ExitReason, IncidentKind, LeakState, Role, Sureness
 
@@ -184,6 +184,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     to_wake: tuple[tuple[str, int], ...] = ()
     first_rooms: tuple[tuple[str, int], ...] = ()
     first_host_room_bytes: int | None = None
+    hang_signs: tuple[HangSign, ...] = ()
 
     @property
     def ended(self) -> ExitReason | None:

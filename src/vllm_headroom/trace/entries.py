@@ -148,7 +148,9 @@ def name_by_index(index: int) -> str:
 def build_process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
     entry = {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
-    return drop_unreadable({**entry, "anonymous": process.anonymous_bytes, "file": process.file_bytes})
+    entry |= {"anonymous": process.anonymous_bytes, "file": process.file_bytes, "state": process.state}
+    entry |= {"cpu": process.cpu_seconds, "cpu_pressure": process.cpu_pressure_ratio, "wait": process.wait_seconds}
+    return drop_unreadable(entry)
 
 
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
@@ -167,6 +169,10 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
         started_at_seconds=started or 0.0,
         anonymous_bytes=read_size(entry, "anonymous"),
         file_bytes=read_size(entry, "file"),
+        state=read_text(entry, "state"),
+        cpu_seconds=read_number(entry, "cpu"),
+        cpu_pressure_ratio=read_number(entry, "cpu_pressure"),
+        wait_seconds=read_number(entry, "wait"),
     )
 
 
@@ -202,12 +208,16 @@ def encode_line(record: dict[str, Any]) -> bytes:
 
 def build_record(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot's record: the engine's GPUs, the engines and their processes, None for a failed source."""
-    gpus, page, processes = snapshot.gpus, snapshot.page, snapshot.processes
+    gpus, page, processes = snapshot.gpus, snapshot.engines, snapshot.processes
     record: dict[str, Any] = {"t": round(snapshot.time_seconds, 3), "gpus": None, "engines": None, "processes": None}
     if not isinstance(gpus, Failure):
         record["gpus"] = [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None]
-    if page is not None:
+    if isinstance(page, Failure):
+        record["engines_failure"] = page.reason
+    else:
         record["engines"] = [build_engine_entry(engine) for engine in page.engines]
+    if snapshot.has_silent_core:
+        record["silent_core"] = True
     if not isinstance(processes, Failure):
         record["processes"] = [build_process_entry(process) for process in processes]
     return record if snapshot.host is None else {**record, "host": build_host_entry(snapshot.host)}

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
-from vllm_headroom.parse.fields import WrongFieldError, read_each, read_within, refuse_number
+from vllm_headroom.parse.fields import WrongFieldError, read_each, read_text, read_truth, read_within, refuse_number
 from vllm_headroom.trace.entries import HEADER, parse_engine, parse_gpu, parse_host, parse_process
 from vllm_headroom.units import format_duration, format_instant
-from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 
 class BadInput(Exception):  # noqa: N818 - it describes the input
@@ -50,9 +50,7 @@ MOST_QUOTED: Final = 60
 _GPUS_FAILED: Final = Failure(
     source=Source.NVML, reason=Reason.UNKNOWN, message="the trace has no reading of the GPUs here"
 )
-_ENGINES_FAILED: Final = Failure(
-    source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the trace has no reading of the engines here"
-)
+_NO_ENGINES: Final = "the trace has no reading of the engines here"
 _PROCESSES_FAILED: Final = Failure(
     source=Source.PROCESS, reason=Reason.UNAVAILABLE, message="the trace has no reading of the processes here"
 )
@@ -176,17 +174,22 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
         engines = read_each(record, "engines", parse_engine)
         processes = read_each(record, "processes", parse_process)
         host = read_within(record, "host", parse_host)
+        named, has_silent_core = read_text(record, "engines_failure"), read_truth(record, "silent_core") or False
     except WrongFieldError as wrong:
         raise BadInput(str(wrong)) from None
     if gpus is not None and len({gpu.reading.uuid for gpu in gpus}) < len(gpus):
         raise BadInput("gpus: the same GPU twice")
+    reason = next((reason for reason in REASONS[Source.ENGINE] if reason == named), Reason.UNREACHABLE)
     return Snapshot(
         time_seconds=time,
         monotonic_seconds=time,
-        engines=_ENGINES_FAILED if engines is None else EnginePage(profile="vllm", engines=engines, inputs=()),
+        engines=Failure(source=Source.ENGINE, reason=reason, message=_NO_ENGINES)
+        if engines is None
+        else EnginePage(profile="vllm", engines=engines, inputs=()),
         gpus=_GPUS_FAILED if gpus is None else gpus,
         processes=_check_processes(processes),
         host=host,
+        has_silent_core=has_silent_core,
     )
 
 

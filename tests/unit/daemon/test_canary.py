@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.logs import capture_logs
 from tests.samples import engine, failure, page, snapshot
 from vllm_headroom.daemon.sampler import RETRY_SECONDS, Canary
-from vllm_headroom.model import EnginePage, EngineReading, EngineStatus, Failure, Snapshot
+from vllm_headroom.model import EnginePage, EngineReading, EngineStatus, Failure, HangSign, Snapshot
 from vllm_headroom.vocabulary import EngineState, Source
 
 INTERVAL_SECONDS = 300.0
@@ -62,6 +62,15 @@ def lived(engines: EnginePage | Failure, state: EngineState = EngineState.SERVIN
 def turned(canary: Canary, *snapshots: Snapshot | None) -> None:
     for each in snapshots:
         asyncio.run(canary.turn(each))
+
+
+def test_an_idle_engine_that_may_hang_is_asked() -> None:
+    asked = Engine([True])
+    doubted = EngineStatus(state=EngineState.UNKNOWN, hang_signs=(HangSign.STUCK,))
+
+    turned(Canary(asked.ask, INTERVAL_SECONDS, Clock(), most_pause_seconds=15), replace(seen(), life=doubted))
+
+    assert asked.models == ["m"]
 
 
 @pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.STALLED])

@@ -14,6 +14,7 @@ from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.model import (
     EngineStatus,
     Fate,
+    HangSign,
     HostMemory,
     Leftover,
     Metric,
@@ -248,6 +249,49 @@ def test_without_a_page_it_is_said_what_the_engine_was(doing: EngineState, says:
 
     said = of("engine", at=at)
     assert (said.level, said.sentence) == (Level.UNKNOWN, f"The engine {says}; it failed.")
+
+
+@pytest.mark.parametrize(
+    ("doing", "signs", "level", "says"),
+    [
+        (
+            EngineState.UNKNOWN,
+            (HangSign.STUCK,),
+            Level.UNKNOWN,
+            "may be stalled: its page shows no work, and a core or worker is stopped, or blocked in the kernel",
+        ),
+        (
+            EngineState.STALLED,
+            (HangSign.MUTE, HangSign.UNANSWERED),
+            Level.ALARM,
+            "is stalled: its page shows no work, and the probe in the core is silent, and a request gets no answer",
+        ),
+    ],
+)
+def test_an_idle_engine_that_hangs_is_described_by_its_signs(
+    doing: EngineState, signs: tuple[HangSign, ...], level: Level, says: str
+) -> None:
+    said = of("engine", at=replace(seen(), life=EngineStatus(state=doing, hang_signs=signs)))
+
+    assert (said.level, said.sentence, said.alert) == (level, f"The engine {says}.", "HeadroomEngineStalled")
+
+
+@pytest.mark.parametrize(
+    ("doing", "pressure", "says"),
+    [
+        (EngineState.UNKNOWN, 0.9, "may be up or down: that is not known; the machine is short of CPU; it failed"),
+        (EngineState.UNKNOWN, 0.3, "may be up or down: that is not known; it failed"),
+        (EngineState.UNKNOWN, None, "may be up or down: that is not known; it failed"),
+        (EngineState.STALLED, 0.9, "is stalled: it should make progress and makes none; it failed"),
+    ],
+)
+def test_a_silent_server_on_a_machine_that_is_short_of_cpu_is_starved(
+    doing: EngineState, pressure: float | None, says: str
+) -> None:
+    server = replace(SERVER, cpu_pressure_ratio=pressure)
+    said = of("engine", at=replace(seen(doing), engines=failure(Source.ENGINE), processes=(server,)))
+
+    assert said.sentence == f"The engine {says}."
 
 
 def test_a_life_that_nobody_follows_is_not_known() -> None:

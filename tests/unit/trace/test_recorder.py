@@ -83,7 +83,13 @@ def test_failed_sides_are_null(tmp_path: Path) -> None:
     record(recorder(tmp_path / "trace"), snapshot(engines=sides[0], gpus=sides[1], processes=sides[2]))
 
     text = (tmp_path / "trace").read_text().splitlines()[1]
-    assert json.loads(text) == {"t": 1_760_001_000.0, "gpus": None, "engines": None, "processes": None}
+    assert json.loads(text) == {
+        "t": 1_760_001_000.0,
+        "gpus": None,
+        "engines": None,
+        "engines_failure": "unreachable",
+        "processes": None,
+    }
 
 
 def test_a_gpu_whose_holders_are_unknown_for_now_stays_unknown(tmp_path: Path) -> None:

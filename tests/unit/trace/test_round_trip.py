@@ -29,7 +29,7 @@ from vllm_headroom.model import (
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
 from vllm_headroom.trace.parse import parse_trace
-from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
+from vllm_headroom.vocabulary import REASONS, Attribution, MemoryPart, Reason, Role, Source
 
 SHOWN: Final = st.text().filter(str.isprintable)
 NUMBERS: Final = st.floats(min_value=0, max_value=LARGEST)
@@ -94,6 +94,8 @@ PROCESSES: Final = st.builds(
     started_at_seconds=NUMBERS,
     anonymous_bytes=st.none() | SIZES,
     file_bytes=st.none() | SIZES,
+    state=st.none() | st.sampled_from("RSDTt"),
+    **dict.fromkeys(("cpu_seconds", "cpu_pressure_ratio", "wait_seconds"), st.none() | NUMBERS),
 )
 HOST: Final = st.builds(
     HostMemory,
@@ -109,6 +111,7 @@ TIMES: Final = st.integers(0, 2_000_000_000_000).map(lambda milliseconds: millis
     gpus=gpus(),
     processes=st.lists(PROCESSES, max_size=3),
     host=st.none() | HOST,
+    has_silent_core=st.booleans(),
 )
 def test_what_was_seen_comes_back(
     time: float,
@@ -116,6 +119,8 @@ def test_what_was_seen_comes_back(
     gpus: tuple[Gpu, ...],
     processes: list[EngineProcess],
     host: HostMemory | None,
+    *,
+    has_silent_core: bool,
 ) -> None:
     seen = Snapshot(
         time_seconds=time,
@@ -124,6 +129,7 @@ def test_what_was_seen_comes_back(
         gpus=gpus,
         processes=tuple(processes),
         host=host,
+        has_silent_core=has_silent_core,
     )
 
     assert back(seen) == seen
@@ -132,6 +138,24 @@ def test_what_was_seen_comes_back(
 def back(seen: Snapshot) -> Snapshot:
     (found,) = parse_trace((encode_line(HEADER), encode_line(build_record(seen))))
     return found
+
+
+@pytest.mark.parametrize("reason", REASONS[Source.ENGINE])
+def test_why_the_page_failed_comes_back(reason: Reason) -> None:
+    failed = Failure(source=Source.ENGINE, reason=reason, message="it failed")
+    engines = back(snapshot(engines=failed)).engines
+
+    assert isinstance(engines, Failure)
+    assert engines.reason is reason
+
+
+@pytest.mark.parametrize("written", [{}, {"engines_failure": "of a later version"}])
+def test_a_page_that_failed_for_an_unknown_reason_was_out_of_reach(written: dict[str, str]) -> None:
+    lines = (encode_line(HEADER), encode_line({"t": 1.0, "engines": None, **written}))
+    (found,) = parse_trace(lines)
+
+    assert isinstance(found.engines, Failure)
+    assert found.engines.reason is Reason.UNREACHABLE
 
 
 def back_engine(**known: Any) -> EngineReading:

@@ -42,6 +42,9 @@ SHUT_SECONDS: Final = 15.0
 Fit = tuple[Sureness, str, tuple[str, ...]]
 """How sure a cause is, its sentence, and what else speaks for or against it."""
 
+VISIBLE_SECONDS: Final = 60.0
+"""A stall that the page or a canary shows lasts at least so long; other signs show one that began idle."""
+
 GROWN: Final = (LeakState.LEAKING, LeakState.GROWING)
 
 
@@ -156,6 +159,8 @@ def _fit_hang(end: Ending) -> Fit | None:
     if end.answered:
         page = "its page still answered; an engine that /pause stopped (development mode) looks the same"
     said = f"A hang: the engine had work and made no progress for {format_duration(end.hung_seconds)}."
+    if end.answered and end.idle_seconds is not None and end.hung_seconds < VISIBLE_SECONDS:
+        said = "A hang that began idle: its page shows no work, and the engine does not run."
     return Sureness.SURE if end.answered and end.running else Sureness.LIKELY, said, (page,)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import product
 from typing import Final
 
@@ -23,10 +23,19 @@ from vllm_headroom.derive.life.signs import (
     find_progress_age,
     find_stranded,
     has_worked,
+    is_starved,
     update_movements,
 )
 from vllm_headroom.derive.readings import RESTART_SHARE, is_new_run, is_page_awake, limit_remembered, sum_known
-from vllm_headroom.model import SAME_START_SECONDS, Ending, EngineProcess, EngineStatus, ProcessName, Snapshot
+from vllm_headroom.model import (
+    SAME_START_SECONDS,
+    Ending,
+    EngineProcess,
+    EngineStatus,
+    HangSign,
+    ProcessName,
+    Snapshot,
+)
 from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind, Role
 
 LOOP_SECONDS: Final = 90 * 60.0
@@ -144,6 +153,33 @@ def update_computing(
     return replace(before, cpu_seconds=min(before.cpu_seconds, taken))  # less: one of several has ended
 
 
+Hint = tuple[HangSign, ProcessName | None]
+Span = tuple[float, float]
+"""The time in which a hint has shown without a break, on the monotonic clock."""
+
+
+def update_hints(
+    before: Mapping[Hint, Span], seen: Signs, movements: Mapping[Labels, Movement], now: float
+) -> dict[Hint, Span]:
+    """Return what suggests a hang although the page shows no work; what it was while /proc cannot be read.
+
+    - The main thread of a core or worker is stopped (T, t: by a signal, a debugger) or blocked (D: in a driver).
+    - The probe in the core is silent, and another process's writes.
+    - A request has had no answer since the engine was last seen to work. An older one proves nothing: its client may
+      never have sent the rest. A connection that is kept alive is no request.
+    """
+    if seen.processes is None:
+        return dict(before)
+    stuck = [each for each in seen.processes if each.role in VITAL and each.state in {"T", "t", "D"}]
+    hints: dict[Hint, float] = {(HangSign.STUCK, (each.pid, each.started_at_seconds)): now for each in stuck}
+    hints |= {(HangSign.MUTE, None): now} if seen.silent else {}
+    idle_seconds = min((now - each.done_seconds for each in movements.values()), default=0.0)
+    for wait_seconds in (each.wait_seconds for each in seen.processes if each.wait_seconds is not None):
+        if idle_seconds >= max(STALLED_SECONDS, wait_seconds - STALLED_SECONDS):
+            hints[HangSign.UNANSWERED, None] = now - wait_seconds
+    return {hint: (before.get(hint, (began, now))[0], now) for hint, began in hints.items()}
+
+
 ENGINE_RUN: Final = "engine_life"
 """The name of this state among those of the derivations, which depend on it."""
 
@@ -156,7 +192,11 @@ LEFT_SECONDS: Final = 30.0
 """Time in which left-over processes may still exit: a worker took up to 9 s after its core (vLLM 0.32)."""
 
 SILENT_SECONDS: Final = 20.0
-"""Longest time without progress once the probe in the core is silent too: a process that hangs writes nothing."""
+"""Longest time without progress once the probe in the core is silent too: a process that hangs writes nothing. Also
+how long a sign of a hang must show: five readings by default, two at least."""
+
+SPINNING_SECONDS: Final = 180.0
+"""Longest silence of a server that computes, unless CPU is short, or its port closed to finish the last requests."""
 
 
 class RunState(Struct, frozen=True, kw_only=True):
@@ -165,7 +205,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     `silent_seconds` is when the page first failed since it last answered, None while it answers: a sample that was not
     taken is no failure. `blind_seconds` is since when it is unknown whether its processes exist. `served_bytes` is the
     most memory held per GPU, by UUID, while serving, since the start or the last wake. `left` is since when each pid
-    has been left over. `known` is the last state that was not unknown, `case` the file of the current run.
+    has been left over. `known` is the last state that was not unknown, `case` the file of the current run. `hints` are
+    kept by `update_hints`.
     """
 
     lives: EngineRuns = field(default_factory=EngineRuns)
@@ -178,6 +219,13 @@ class RunState(Struct, frozen=True, kw_only=True):
     left: dict[int, float] = field(default_factory=dict)
     known: EngineState = EngineState.UNKNOWN
     case: Case = field(default_factory=Case)
+    hints: dict[Hint, Span] = field(default_factory=dict)
+
+    @property
+    def hang_signs(self) -> tuple[HangSign, ...]:
+        """The signs of a hang that have shown for long enough."""
+        long = {sign for (sign, _), (since, until) in self.hints.items() if until - since >= SILENT_SECONDS}
+        return tuple(sign for sign in HangSign if sign in long)
 
 
 def forget_run(state: RunState) -> RunState:
@@ -189,9 +237,6 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
     """Return the state after one more snapshot, and the snapshot with the engine's status.
 
     Left-over processes that exit within seconds are removed from it. DESIGN.md, 38 has the table of states.
-
-    A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
-    spins. These look alike from here, so none of them is reported.
     """
     now, seen = snapshot.monotonic_seconds, collect_signs(snapshot, state.lives)
     runs, event = advance(state.lives, seen, state.case, snapshot.time_seconds)
@@ -227,10 +272,12 @@ def _update_state(state: RunState, runs: EngineRuns, seen: Signs, now: float) ->
     """Return the state after one more sample, except for the engine's state."""
     goes_on = runs.restarts == state.lives.restarts
     movements = state.movements if goes_on else {}
+    movements = movements if seen.page is None else update_movements(movements, seen.page, now)
     answered = seen.answer is Answer.GIVEN
     return RunState(
         lives=runs,
-        movements=movements if seen.page is None else update_movements(movements, seen.page, now),
+        movements=movements,
+        hints=update_hints(state.hints if goes_on else {}, seen, movements, now),
         silent_seconds=None if answered else now if state.silent_seconds is None else state.silent_seconds,
         blind_seconds=None if not seen.blind else now if state.blind_seconds is None else state.blind_seconds,
         computing=update_computing(state.computing, seen.processes, now),
@@ -260,7 +307,9 @@ def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) ->
     if since is not None and now - since < STALLED_SECONDS:
         return state.state
     computes = state.computing is not None and now - state.computing.at_seconds < STALLED_SECONDS
-    is_unknown = seen.blind or computes or seen.answer is Answer.UNREADABLE
+    is_late = since is not None and now - since < SPINNING_SECONDS
+    may_serve = computes and (is_late or is_starved(seen.snapshot.processes) or seen.answer is not Answer.SILENT)
+    is_unknown = seen.blind or may_serve or seen.answer is Answer.UNREADABLE
     return EngineState.UNKNOWN if is_unknown else EngineState.STALLED
 
 
@@ -273,6 +322,9 @@ def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineS
         return EngineState.STALLED
     if is_page_awake(seen.page) is False:
         return EngineState.ASLEEP
+    if age is None and state.hang_signs:
+        is_sure = len(state.hang_signs) > 1 or state.state is EngineState.STALLED
+        return EngineState.STALLED if is_sure else EngineState.UNKNOWN
     most = SILENT_SECONDS if seen.silent else STALLED_SECONDS
     return EngineState.STALLED if age is not None and age >= most else EngineState.SERVING
 
@@ -293,6 +345,7 @@ def _describe_run(state: RunState, seen: Signs, age: float | None, now: float, e
         stranded=() if seen.page is None else find_stranded(state.movements, now),
         first_rooms=tuple(run.rooms.items()),
         first_host_room_bytes=run.host_room_bytes,
+        hang_signs=state.hang_signs if seen.page is not None and age is None else (),
         to_wake=tuple(
             (uuid, max(0, state.served_bytes[uuid] - n_bytes))
             for uuid, n_bytes in seen.held.items()

@@ -35,6 +35,9 @@ KEPT_RATIO: Final = 0.5
 OUTLIVED_SECONDS: Final = 60.0
 """vLLM's engine exits within seconds of an OutOfMemoryError; one that still writes after this long has recovered."""
 
+STARVED_RATIO: Final = 0.8
+"""CPU pressure at which a server may be late for every page: two cores had 0.05 at a load of 2, and 0.95 at 5."""
+
 _SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE, Reason.HTTP_STATUS})
 
 
@@ -132,6 +135,12 @@ class Signs(Struct, frozen=True, kw_only=True):
         return min((at for at in starts if at is not None), default=None) or min(seen, default=None)
 
 
+def is_starved(processes: tuple[EngineProcess, ...] | Failure) -> bool:
+    """Return whether the engine's machine is known to be short of CPU."""
+    shown = () if isinstance(processes, Failure) else processes
+    return any((each.cpu_pressure_ratio or 0.0) >= STARVED_RATIO for each in shown)
+
+
 def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
     """Return the signs in a snapshot, given the runs so far; docs/states.md has the table of evidence.
 
@@ -168,7 +177,7 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
         processes=processes,
         held=held,
         rooms={gpu.reading.uuid: room for gpu in gpus if (room := _find_room(gpu)) is not None},
-        silent=isinstance(snapshot.probe, ProbeReadings) and any(each.scheduler for each in snapshot.probe.silent),
+        silent=snapshot.has_silent_core,
         oom_seconds=_find_oom_seconds(snapshot.probe),
     )
 

@@ -121,8 +121,8 @@ def read_command(proc: Path, pid: int) -> tuple[str, ...]:
         return ()
 
 
-def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
-    """Return the process's resident bytes and CPU seconds, or None when it has exited or its pid was reused.
+def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float, str] | None:
+    """Return the process's resident bytes, CPU seconds and state; None when it has exited or its pid was reused.
 
     A process that is exiting has no memory left and counts as exited. Raises OSError where that is unknown.
     """
@@ -134,7 +134,7 @@ def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
         return None
     same = fields[0] != "Z" and _parse_start(fields) == process.started_seconds
     ticks = int(fields[11]) + int(fields[12])  # in user mode and in the kernel, of all threads
-    return (pages * _PAGE_BYTES, ticks / _TICKS_PER_SECOND) if same and pages else None
+    return (pages * _PAGE_BYTES, ticks / _TICKS_PER_SECOND, fields[0]) if same and pages else None
 
 
 def _raise_failure(error: Exception, *, is_engine: bool) -> None:
@@ -180,12 +180,12 @@ def has_host_pids(proc: Path) -> bool:
         return False
 
 
-def has_same_network(proc: Path, pid: int) -> bool:
-    """Return whether a process may be in this network namespace, by an inode that, unlike ns/net, all can read."""
+def has_same_network(proc: Path, pid: int, *, otherwise: bool = True) -> bool:
+    """Return whether a process is in this network namespace, by an inode that, unlike ns/net, all can read."""
     try:
         return (proc / str(pid) / "net" / "stat").samefile(proc / "self" / "net" / "stat")
     except OSError:
-        return True
+        return otherwise
 
 
 def read_own_pid(proc: Path) -> int:

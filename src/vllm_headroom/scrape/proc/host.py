@@ -147,6 +147,14 @@ def read_machine(proc: Path) -> MachineMemory | None:
     )
 
 
+def read_cpu_pressure(proc: Path) -> float | None:
+    """Return the share of the last minute in which a task of the machine waited for a CPU; None with `psi=0`."""
+    try:
+        return round(float(read_content(proc / "pressure" / "cpu").partition(b"avg60=")[2].split()[0]) / 100, 4)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def read_boot_time(proc: Path) -> float:
     """Return when the machine booted, in seconds since the epoch; raise OSError where /proc/stat does not have it."""
     seconds = find_number(read_content(proc / "stat"), b"btime ")

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc.connections import find_wait
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.host import read_boot_time, read_host, read_resident_parts
+from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_resident_parts
 from vllm_headroom.scrape.proc.roots import INIT, Choice, Orphans, PageState, ServedPort, can_see_others, choose_roots
 from vllm_headroom.scrape.proc.servers import find_port, find_role
 from vllm_headroom.scrape.shortage import build_unavailable
@@ -194,6 +195,8 @@ class Processes:
         if usage is None:
             return None
         anonymous_bytes, file_bytes = read_resident_parts(self._proc, entry.pid)
+        serves = role is Role.API_SERVER and entry.pid in self._choice.roots
+        is_near = serves and proc_files.has_same_network(self._proc, entry.pid, otherwise=False)
         return EngineProcess(
             pid=entry.pid,
             role=role,
@@ -203,6 +206,9 @@ class Processes:
             cpu_seconds=usage[1],
             anonymous_bytes=anonymous_bytes,
             file_bytes=file_bytes,
+            state=usage[2],
+            cpu_pressure_ratio=read_cpu_pressure(self._proc) if serves else None,
+            wait_seconds=find_wait(self._choice.ports or {self._page.port}) if is_near else None,
         )
 
     @cached_property

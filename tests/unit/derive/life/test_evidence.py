@@ -36,6 +36,9 @@ SOURCES: Final = ("page", "processes", "gpus", "probe")
 TEN_MINUTES: Final = int(600 / STEP_SECONDS)
 HALF_A_MINUTE: Final = 30.0
 
+SHORT_OF_CPU: Final = 0.99
+"""Without it a server that computes for minutes and gives no page is one that spins."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -86,7 +89,8 @@ class World:
         """Look once; a source that fails gives its failure."""
         at = self.watch.at + after
         self._cpu_seconds += after if stage.computes else 0.0
-        alive = tuple(replace(each, cpu_seconds=self._cpu_seconds) for each in stage.processes)
+        known = {"cpu_seconds": self._cpu_seconds, "cpu_pressure_ratio": SHORT_OF_CPU}
+        alive = tuple(replace(each, **known) for each in stage.processes)
         processes = failures.get("processes", alive if self._has_view else UNSEEN)
         lost = self._knows_pids and isinstance(processes, Failure)
         held = replace(card(stage.held_gib), **({"held_bytes": None} if lost else {}))

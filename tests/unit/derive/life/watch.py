@@ -94,6 +94,7 @@ class Watch:
         )
         others = frozenset((each.pid, each.started_at_seconds) for each in neighbours)
         now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous=ambiguous)
+        now = replace(now, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core)
         self.state, self.seen = update_run(self.state, now)
         assert self.seen.life is not None
         return self.seen.life

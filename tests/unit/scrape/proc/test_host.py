@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.model import EngineProcess, MachineMemory
-from vllm_headroom.scrape.proc.host import read_host, read_machine, read_resident_parts, read_shm
+from vllm_headroom.scrape.proc.host import read_cpu_pressure, read_host, read_machine, read_resident_parts, read_shm
 from vllm_headroom.vocabulary import Role
 
 PROC = Path("/proc")
@@ -67,6 +67,28 @@ def test_kills_that_the_kernel_does_not_count_are_unknown(tree: ProcTree) -> Non
 
     assert machine is not None
     assert machine.oom_kills is None
+
+
+@pytest.mark.parametrize(
+    ("text", "pressure"),
+    [
+        (
+            "some avg10=2.04 avg60=75.00 avg300=1.40 total=157656722\nfull avg10=0.00 avg60=9.00 avg300=0.00 total=0\n",
+            0.75,
+        ),
+        ("some avg10=0.00\n", None),
+        ("some avg60=?\n", None),
+        (None, None),
+    ],
+)
+def test_the_share_of_a_minute_in_which_a_task_waited_for_a_cpu(
+    tree: ProcTree, text: str | None, pressure: float | None
+) -> None:
+    (tree.path / "pressure").mkdir()
+    if text is not None:
+        (tree.path / "pressure" / "cpu").write_text(text)
+
+    assert read_cpu_pressure(tree.path) == pressure
 
 
 def test_this_machine_is_read() -> None:

@@ -51,9 +51,24 @@ def test_the_engines_processes_are_measured(tree: ProcTree, processes: Processes
         started_at_seconds=BOOT_SECONDS + 112293 / TICKS,
         since_boot_seconds=112293 / TICKS,
         cpu_seconds=750 / TICKS,
+        state="S",
     )
     assert (core.pid, core.role, core.rss_bytes) == (4426, Role.ENGINE_CORE, 148451 * PAGE_BYTES)
     assert tracker.role is Role.OTHER
+
+
+def test_each_process_has_its_state_and_only_the_first_server_the_cpu_pressure(
+    tree: ProcTree, processes: Processes
+) -> None:
+    (tree.path / "pressure").mkdir()
+    (tree.path / "pressure" / "cpu").write_text("some avg10=9.00 avg60=81.50 avg300=1.00 total=1\n")
+    tree.add(10, 1, *SERVER)
+    tree.add(11, 10, "VLLM::EngineCore", state="T")
+    tree.add(12, 10, "VLLM::APIServer_0", state="D")
+
+    states = [(process.state, process.cpu_pressure_ratio) for process in read(processes).engine]
+
+    assert states == [("S", 0.815), ("T", None), ("D", None)]
 
 
 def test_of_two_servers_only_the_one_that_serves_the_port_is_measured(tree: ProcTree, processes: Processes) -> None:
