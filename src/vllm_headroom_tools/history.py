@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from math import isfinite, isnan, nan
+from math import inf, isfinite, isnan, nan
 from typing import Final
 
 from msgspec import Struct
@@ -205,9 +205,9 @@ _SeriesName = str
 class LeakReplay:
     """The detector's verdicts on every GPU and host role.
 
-    `events` are the exits and stalls of the engine. `memory` is the newest host memory with the highest use so far.
-    `residues` has the memory kept on each GPU, by its labels and by the start of the sleep; `stranded` the highest
-    share of an engine's KV cache that no request held.
+    `events` are the exits and stalls of the engine. `memory` is the fullest reading of the host memory. `residues` has
+    the memory kept on each GPU, by its labels and by the start of the sleep; `stranded` the highest share of an
+    engine's KV cache that no request held.
     """
 
     def __init__(self) -> None:
@@ -322,15 +322,17 @@ class LeakReplay:
 
 
 def _merge_host(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
-    """Return the newest host memory with the highest use so far; limits are kept while they are unknown."""
+    """Return the fullest reading of the newest scope: a use belongs to the limit of the same sample."""
     if now is None or before is None:
         return now or before
-    most = {
-        name: max((known for each in (before, now) if (known := getattr(each, name)) is not None), default=None)
-        for name in ("used_bytes", "shm_used_bytes", "oom_kills")
-    }
-    kept = {name: getattr(now, name) or getattr(before, name) for name in ("limit_bytes", "shm_limit_bytes")}
-    return HostMemory(**most, **kept)
+    most = now if now.basis not in (None, before.basis) else max(before, now, key=_measure_fullness)
+    shm = max(before, now, key=lambda each: each.shm_used_bytes or 0)
+    kills = max((each.oom_kills for each in (before, now) if each.oom_kills is not None), default=None)
+    return replace(most, shm_used_bytes=shm.shm_used_bytes, shm_limit_bytes=shm.shm_limit_bytes, oom_kills=kills)
+
+
+def _measure_fullness(memory: HostMemory) -> tuple[float, int]:
+    return (memory.used_bytes or 0) / (memory.limit_bytes or inf), memory.used_bytes or 0
 
 
 def _build_moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:

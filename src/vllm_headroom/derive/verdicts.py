@@ -8,6 +8,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
+from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.model import EngineStatus, Failure, GpuReading, Snapshot, Values, Verdict
 from vllm_headroom.units import format_duration, format_size
@@ -245,7 +246,7 @@ def _judge_host(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         yield Verdict(
             subject="host memory",
             level=Level.WARNING if low else level,
-            sentence=f"Host memory{text}; {_describe_use(values)}.",
+            sentence=f"Host memory{text}; {_describe_use(snapshot, values)}.",
             alert="HeadroomHostMemoryLow" if low else None,
         )
 
@@ -265,11 +266,12 @@ def _judge_gates(values: Values) -> Iterator[Verdict]:
             yield Verdict(subject="gates", level=Level.WARNING, sentence=text)
 
 
-def _describe_use(values: Values) -> str:
+def _describe_use(snapshot: Snapshot, values: Values) -> str:
     used, limit = values.value(catalog.HOST_MEMORY_USED), values.value(catalog.HOST_MEMORY_LIMIT)
     if used is None or limit is None:
         return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}"
-    return f"{format_size(used)} of {format_size(limit)} are in use"
+    scope = SCOPES.get(None if snapshot.host is None else snapshot.host.basis, "")
+    return f"{format_size(used)} of {format_size(limit)} are in use{scope}"
 
 
 def _end_sentence(text: str) -> str:

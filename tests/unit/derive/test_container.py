@@ -190,6 +190,89 @@ def test_where_no_cgroup_is_seen_the_end_of_the_processes_tells() -> None:
     assert followed([readings(SERVER, CORE), gone]) == [None, None]
 
 
+def gone(machine_kills: int) -> ProcessReadings:
+    after = replace(MACHINE, oom_kills=machine_kills)
+    return ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=after))
+
+
+def test_one_kill_counts_once_whoever_reads_it_and_after_a_restart_in_the_same_container() -> None:
+    full = replace(CGROUP, cache_bytes=0)
+    inside = probed(HostReading(cgroup=replace(full, identity="probe", oom_kills=1)))
+    again = replace(SERVER, pid=30)
+    hit = replace(readings(again, cgroup=replace(full, oom_kills=1)).host, machine=replace(MACHINE, oom_kills=6))
+    restarted = replace(readings(again), host=hit)
+    looks: list[tuple[ProcessReadings | Failure, ProbeReadings | None]] = [
+        (readings(SERVER, cgroup=full), None),
+        (gone(6), None),
+        (restarted, None),
+        (failure(Source.PROCESS), inside),
+        (restarted, inside),
+        (gone(6), inside),
+        (failure(Source.PROCESS), inside),
+    ]
+    state, kills = ContainerState(), []
+    for look, probe in looks:
+        state, seen = update_container(state, look, probe, limit_bytes=None)
+        kills.append(None if seen is None else seen.oom_kills)
+
+    assert kills == [0, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_container_that_starts_its_count_again_is_another() -> None:
+    def inside(began: float, kills: int) -> ProbeReadings:
+        block = HostReading(cgroup=replace(CGROUP, identity="probe", cache_bytes=0, oom_kills=kills))
+        return ProbeReadings(present=tuple(replace(each, started_at_seconds=began) for each in probed(block).present))
+
+    state, kills = ContainerState(), []
+    for began, count in ((1.0, 2), (2.0, 0), (2.0, 1), (3.0, 1)):
+        state, seen = update_container(state, failure(Source.PROCESS), inside(began, count), limit_bytes=None)
+        kills.append(seen and seen.oom_kills)
+
+    assert kills == [2, 2, 3, 3]
+
+
+def follow_figures(
+    looks: Iterable[tuple[ProcessReadings | Failure, ProbeReadings | None]],
+) -> list[tuple[HostBasis | None, int | None]]:
+    """Return basis and limit after each look."""
+    state, found = ContainerState(), []
+    for look, probe in looks:
+        state, seen = update_container(state, look, probe, limit_bytes=32 * GIB)
+        found.append((None, None) if seen is None else (seen.basis, seen.limit_bytes))
+    return found
+
+
+def test_while_a_run_lasts_its_figures_keep_their_scope() -> None:
+    own = readings(SERVER, cgroup=CGROUP)
+    inside = probed(HostReading(cgroup=replace(CGROUP, identity="probe")))
+    outside = probed(HostReading(cgroup=replace(CGROUP, identity="probe", limit_bytes=9 * GIB)))
+    nothing = readings(SERVER)
+    lost = failure(Source.PROCESS)
+
+    found = follow_figures(
+        [
+            (nothing, None),
+            (nothing, outside),
+            (own, None),
+            (nothing, None),
+            (lost, inside),
+            (lost, outside),
+            (own, None),
+        ]
+    )
+
+    assert found == [
+        (HostBasis.PROCESSES, 32 * GIB),
+        (HostBasis.PROBE, 9 * GIB),
+        (HostBasis.CGROUP, 64 * GIB),
+        (None, None),
+        (HostBasis.PROBE, 64 * GIB),
+        (None, None),
+        (HostBasis.CGROUP, 64 * GIB),
+    ]
+    assert follow_figures([(own, None), (gone(5), None), (nothing, None)])[-1] == (HostBasis.PROCESSES, 32 * GIB)
+
+
 def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:
     seen = replace(
         snapshot(processes=(SERVER,)),

@@ -24,7 +24,7 @@ from vllm_headroom.model import (
     find_worst,
 )
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom.vocabulary import EngineState, ExitReason, LeakLocation, LeakState, Level, Source
+from vllm_headroom.vocabulary import EngineState, ExitReason, HostBasis, LeakLocation, LeakState, Level, Source
 
 HOUR: Final = 3600.0
 
@@ -329,6 +329,8 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     now = Sample(catalog.HOST_TIME_TO_OOM, (), 0.0)
     assert of("host memory", leaking, now).sentence == "Host memory of worker leaks: out of memory at any moment."
     assert of("host memory", stable, *room).sentence == "Host memory shows no leak; 12 GiB of 64 GiB are in use."
+    at = replace(seen(), host=HostMemory(basis=HostBasis.MACHINE))
+    assert of("host memory", stable, *room, at=at).sentence.endswith("12 GiB of 64 GiB are in use on the machine.")
 
 
 @pytest.mark.parametrize(

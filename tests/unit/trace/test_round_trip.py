@@ -29,7 +29,7 @@ from vllm_headroom.model import (
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
 from vllm_headroom.trace.parse import parse_trace
-from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
+from vllm_headroom.vocabulary import Attribution, HostBasis, MemoryPart, Role
 
 SHOWN: Final = st.text().filter(str.isprintable)
 NUMBERS: Final = st.floats(min_value=0, max_value=LARGEST)
@@ -168,9 +168,12 @@ def test_the_names_of_the_format_are_those_of_the_contract() -> None:
 
 
 def test_the_host_has_the_names_of_the_contract() -> None:
-    host = HostMemory(used_bytes=1, limit_bytes=2, shm_used_bytes=3, shm_limit_bytes=4, oom_kills=0)
+    host = HostMemory(
+        basis=HostBasis.CGROUP, used_bytes=1, limit_bytes=2, shm_used_bytes=3, shm_limit_bytes=4, oom_kills=0
+    )
 
     assert build_record(snapshot(host=host))["host"] == {
+        "basis": "cgroup",
         "used": 1,
         "limit": 2,
         "shm_used": 3,

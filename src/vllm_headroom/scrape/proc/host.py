@@ -89,9 +89,9 @@ def _is_listed(folder: Path, pid: int) -> bool:
 
 def _read(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgroup | None:
     levels = [folder, *(above for above in folder.parents if above.is_relative_to(top))]
-    limits = [(limit, level) for level in levels if (limit := _read_limit(version, level)) is not None]
-    limit_bytes, wall = min(limits, key=lambda each: each[0], default=(machine_bytes, folder))
     try:
+        limits = [(limit, level) for level in levels if (limit := _read_limit(version, level)) is not None]
+        limit_bytes, wall = min(limits, key=lambda each: each[0], default=(machine_bytes, folder))
         stat = read_content(wall / "memory.stat")
         return Cgroup(
             identity=f"{folder}:{folder.stat().st_ino}",
@@ -105,9 +105,10 @@ def _read(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgr
 
 
 def _read_limit(version: _Version, level: Path) -> int | None:
+    """Return a level's limit, None without one or where it is never readable; a failure is not "no limit"."""
     try:
         return find_number(read_content(level / version.limit), b"")
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return None
 
 

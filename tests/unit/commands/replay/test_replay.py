@@ -155,6 +155,23 @@ def test_host_memory_against_a_limit_has_a_time_and_what_the_kernel_did() -> Non
     assert "Out-of-memory kills by the kernel: 1." in told
 
 
+@pytest.mark.parametrize("bases", [("machine", "cgroup"), ("a later version's", "")])
+def test_a_use_is_compared_with_the_limit_of_its_own_sample(bases: tuple[str, str]) -> None:
+    scopes = [(8.62, 64.0, bases[0]), (2.2, 2.45, bases[1]), (2.1, 2.45, bases[1])]
+    hosts = [
+        {"used": int(used * 1024) * MIB, "limit": int(limit * 1024) * MIB, "basis": basis}
+        for used, limit, basis in scopes
+    ]
+    trace = [{**sample(BEGAN + 5 * number, 70_000 * MIB), "host": host} for number, host in enumerate(hosts)]
+
+    found = answer(trace)["host_memory"]
+    told = replay("-", trace=text(trace)).stdout
+
+    assert (found["used"], found["limit"]) == (int(2.2 * 1024) * MIB, int(2.45 * 1024) * MIB)
+    where = " in the engine's container" if bases[1] else ""
+    assert f"Host memory: at most 2.2 GiB of 2.45 GiB in use{where}." in told
+
+
 def test_a_host_leak_alone_fails_as_well() -> None:
     def host() -> Iterable[dict[str, Any]]:
         for record in leaking(HOURS):

@@ -138,6 +138,16 @@ def test_a_limit_that_the_machine_cannot_reach_is_none(proc: ProcTree, cgroups: 
     assert (found.limit_bytes, found.used_bytes) == (None, 40 * GIB)
 
 
+def test_a_limit_that_fails_to_be_read_is_not_the_absence_of_one(proc: ProcTree, cgroups: V2Tree) -> None:
+    folder = cgroups.add("vllm", pids=(20,), limit=64 * GIB, used=3 * GIB)
+    (folder / "memory.max").unlink()
+    assert (found := seen(proc)) is not None
+    assert found.limit_bytes is None
+    (folder / "memory.max").mkdir()  # reading it fails, as any file may for lack of descriptors
+
+    assert seen(proc) is None
+
+
 def test_a_new_container_under_an_old_name_is_another(proc: ProcTree, cgroups: V2Tree, tmp_path: Path) -> None:
     cgroups.add("vllm", pids=(20,)).rename(tmp_path / "gone")
     cgroups.add("vllm", pids=(20,))
