@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
@@ -133,16 +132,24 @@ def _choose_memory(
             basis=HostBasis.PROBE if cgroup is None else HostBasis.CGROUP,
             used_bytes=max(0, block.used_bytes - block.cache_bytes),
             limit_bytes=limit_bytes if block.limit_bytes is None else block.limit_bytes,
+            swap_bytes=block.swap_bytes,
         )
     if cgroup is not None and reading.machine is not None:
         machine = reading.machine
         used_bytes = max(0, machine.total_bytes - machine.available_bytes)
-        return HostMemory(basis=HostBasis.MACHINE, used_bytes=used_bytes, limit_bytes=machine.total_bytes)
+        return HostMemory(
+            basis=HostBasis.MACHINE,
+            used_bytes=used_bytes,
+            limit_bytes=machine.total_bytes,
+            swap_bytes=machine.swap_bytes - machine.swap_free_bytes,
+        )
     own_bytes = sum_known(process.anonymous_bytes for process in engine)  # without the files that they map
     if own_bytes is None:
         return HostMemory()
     used_bytes = int(own_bytes) + (0 if reading.shm is None else reading.shm.used_bytes)  # shared memory counts once
-    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=used_bytes, limit_bytes=limit_bytes)
+    swap = sum_known(process.swap_bytes for process in engine)
+    swap_bytes = None if swap is None else int(swap)
+    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=used_bytes, limit_bytes=limit_bytes, swap_bytes=swap_bytes)
 
 
 def _count_kills(
@@ -187,9 +194,12 @@ FACTS: Final[tuple[tuple[Metric, str], ...]] = (
 
 
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return resident bytes by role and the container's memory; unknown values have no sample."""
-    resident: Counter[Role] = Counter()
-    for process in () if isinstance(snapshot.processes, Failure) else snapshot.processes:
-        resident[process.role] += process.rss_bytes
-    roles = (Sample(catalog.HOST_MEMORY, (str(role),), float(resident[role])) for role in Role if role in resident)
+    """Return resident and swapped-out bytes by role and the container's memory; unknown values have no sample."""
+    processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
+    sums = (
+        (metric, role, sum_known(getattr(each, fact) for each in processes if each.role is role))
+        for metric, fact in ((catalog.HOST_MEMORY, "rss_bytes"), (catalog.HOST_SWAP, "swap_bytes"))
+        for role in Role
+    )
+    roles = (Sample(metric, (str(role),), float(known)) for metric, role, known in sums if known is not None)
     return (*roles, *make_facts(FACTS, (), snapshot.host))

@@ -10,7 +10,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
-from vllm_headroom.model import EngineStatus, Failure, GpuReading, Snapshot, Values, Verdict
+from vllm_headroom.model import EngineStatus, Failure, GpuReading, HostMemory, Snapshot, Values, Verdict
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
 
@@ -268,10 +268,11 @@ def _judge_gates(values: Values) -> Iterator[Verdict]:
 
 def _describe_use(snapshot: Snapshot, values: Values) -> str:
     used, limit = values.value(catalog.HOST_MEMORY_USED), values.value(catalog.HOST_MEMORY_LIMIT)
+    host = snapshot.host or HostMemory()
+    swapped = f", and {format_size(host.swap_bytes)} are swapped out" if host.swap_bytes else ""
     if used is None or limit is None:
-        return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}"
-    scope = SCOPES.get(None if snapshot.host is None else snapshot.host.basis, "")
-    return f"{format_size(used)} of {format_size(limit)} are in use{scope}"
+        return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}{swapped}"
+    return f"{format_size(used)} of {format_size(limit)} are in use{SCOPES.get(host.basis, '')}{swapped}"
 
 
 def _end_sentence(text: str) -> str:

@@ -14,6 +14,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """A container's memory counters; `limit_bytes` is None without a limit.
 
     `cache_bytes` is part of `used_bytes` and is reclaimed before anything is killed: page cache, mapped weights.
+    `swap_bytes` is swapped out and no part of it, None where unknown.
     `identity` distinguishes a container from its successor of the same name.
     """
 
@@ -22,6 +23,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     cache_bytes: int
     limit_bytes: int | None
     oom_kills: int | None
+    swap_bytes: int | None = None
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
@@ -61,13 +63,14 @@ class HostReading(Struct, frozen=True, kw_only=True):
 class HostMemory(Struct, frozen=True, kw_only=True):
     """The host memory available to the engine, and the basis of the figures; None where unknown.
 
-    `used_bytes` counts against `limit_bytes` and cannot be reclaimed. `oom_kills` are the kernel's kills since it was
-    first seen.
+    `used_bytes` counts against `limit_bytes` and cannot be reclaimed; `swap_bytes` is swapped out and does not count.
+    `oom_kills` are the kernel's kills since it was first seen.
     """
 
     basis: HostBasis | None = None
     used_bytes: int | None = None
     limit_bytes: int | None = None
+    swap_bytes: int | None = None
     shm_used_bytes: int | None = None
     shm_limit_bytes: int | None = None
     oom_kills: int | None = None
@@ -144,7 +147,8 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
 
     `started_at_seconds` is seconds since the epoch, `since_boot_seconds` since the boot. `cpu_seconds` is the CPU time
     of all its threads. Of `rss_bytes`, `anonymous_bytes` is its private memory and `file_bytes` its mapped files, which
-    the kernel can reclaim; the rest is shared memory. None where unknown, as CPU time in a trace.
+    the kernel can reclaim; the rest is shared memory. `swap_bytes` is its swapped-out private memory, which is in none
+    of them. None where unknown, as CPU time in a trace.
     """
 
     pid: int
@@ -155,6 +159,7 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     cpu_seconds: float | None = None
     anonymous_bytes: int | None = None
     file_bytes: int | None = None
+    swap_bytes: int | None = None
 
 
 class ProcessReadings(Struct, frozen=True, kw_only=True):

@@ -148,7 +148,8 @@ def name_by_index(index: int) -> str:
 def build_process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
     entry = {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
-    return drop_unreadable({**entry, "anonymous": process.anonymous_bytes, "file": process.file_bytes})
+    parts = {"anonymous": process.anonymous_bytes, "file": process.file_bytes, "swap": process.swap_bytes}
+    return drop_unreadable({**entry, **parts})
 
 
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
@@ -167,6 +168,7 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
         started_at_seconds=started or 0.0,
         anonymous_bytes=read_size(entry, "anonymous"),
         file_bytes=read_size(entry, "file"),
+        swap_bytes=read_size(entry, "swap"),
     )
 
 

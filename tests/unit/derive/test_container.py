@@ -72,7 +72,7 @@ def test_a_page_cache_that_fills_95_percent_is_no_pressure() -> None:
 
 def test_a_cgroup_without_a_limit_takes_the_machines() -> None:
     assert host(readings(SERVER, cgroup=replace(CGROUP, limit_bytes=None, oom_kills=None))) == HostMemory(
-        basis=HostBasis.MACHINE, used_bytes=112 * GIB, limit_bytes=512 * GIB
+        basis=HostBasis.MACHINE, used_bytes=112 * GIB, limit_bytes=512 * GIB, swap_bytes=0
     )
 
 
@@ -271,6 +271,30 @@ def test_while_a_run_lasts_its_figures_keep_their_scope() -> None:
         (HostBasis.CGROUP, 64 * GIB),
     ]
     assert follow_figures([(own, None), (gone(5), None), (nothing, None)])[-1] == (HostBasis.PROCESSES, 32 * GIB)
+
+
+def test_what_is_swapped_out_is_that_of_the_scope() -> None:
+    swapping = tuple(replace(each, swap_bytes=GIB) for each in (SERVER, CORE))
+    machine = replace(MACHINE, swap_bytes=8 * GIB, swap_free_bytes=5 * GIB)
+    on_machine = readings(SERVER, cgroup=replace(CGROUP, limit_bytes=None))
+    looks = {
+        readings(*swapping, cgroup=replace(CGROUP, swap_bytes=5 * GIB)): 5 * GIB,
+        replace(on_machine, host=replace(on_machine.host, machine=machine)): 3 * GIB,
+        readings(*swapping): 2 * GIB,
+        readings(SERVER, CORE): None,
+    }
+
+    assert [seen and seen.swap_bytes for seen in map(host, looks)] == list(looks.values())
+
+
+def test_resident_and_swapped_out_memory_are_summed_by_role() -> None:
+    seen = snapshot(processes=(SERVER, replace(CORE, swap_bytes=5), replace(CORE, pid=22, swap_bytes=2)))
+
+    assert values(derive_host_memory(seen), catalog.HOST_MEMORY) == {
+        ("api_server",): 9.0 * GIB,
+        ("engine_core",): 18.0 * GIB,
+    }
+    assert values(derive_host_memory(seen), catalog.HOST_SWAP) == {("engine_core",): 7.0}
 
 
 def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:

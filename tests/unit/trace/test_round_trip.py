@@ -94,10 +94,11 @@ PROCESSES: Final = st.builds(
     started_at_seconds=NUMBERS,
     anonymous_bytes=st.none() | SIZES,
     file_bytes=st.none() | SIZES,
+    swap_bytes=st.none() | SIZES,
 )
 HOST: Final = st.builds(
     HostMemory,
-    basis=st.none(),
+    basis=st.none() | st.sampled_from(HostBasis),
     **{each.name: st.none() | SIZES for each in fields(HostMemory) if each.name != "basis"},
 )
 TIMES: Final = st.integers(0, 2_000_000_000_000).map(lambda milliseconds: milliseconds / 1000)

@@ -122,8 +122,9 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
 def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
     """Yield the observation of each role with processes.
 
-    Mapped files, such as weights, do not count: the kernel reclaims them before it kills. Unlike a GPU's, the room can
-    be used to the last page, while the detector reserves some.
+    Mapped files, such as weights, do not count: the kernel reclaims them before it kills. Swapped-out memory counts, or
+    a leak would end where swapping begins. Unlike a GPU's, the room can be used to the last page, while the detector
+    reserves some.
     """
     all_of_them = () if isinstance(snapshot.processes, Failure) else snapshot.processes
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
@@ -134,7 +135,7 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
             continue
         seen = Observation(
             seconds=snapshot.monotonic_seconds,
-            held_bytes=sum(process.rss_bytes - (process.file_bytes or 0) for process in processes),
+            held_bytes=sum(each.rss_bytes - (each.file_bytes or 0) + (each.swap_bytes or 0) for each in processes),
             finished_total=None if page is None else count_finished(page),
             running=None if page is None else count_running(page),
             life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),

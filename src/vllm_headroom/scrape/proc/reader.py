@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.host import read_boot_time, read_host, read_resident_parts
+from vllm_headroom.scrape.proc.host import read_boot_time, read_host, read_parts
 from vllm_headroom.scrape.proc.roots import INIT, Choice, Orphans, PageState, ServedPort, can_see_others, choose_roots
 from vllm_headroom.scrape.proc.servers import find_port, find_role
 from vllm_headroom.scrape.shortage import build_unavailable
@@ -193,7 +193,6 @@ class Processes:
         usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
-        anonymous_bytes, file_bytes = read_resident_parts(self._proc, entry.pid)
         return EngineProcess(
             pid=entry.pid,
             role=role,
@@ -201,8 +200,7 @@ class Processes:
             started_at_seconds=self._boot_time_seconds + entry.started_seconds,
             since_boot_seconds=entry.started_seconds,
             cpu_seconds=usage[1],
-            anonymous_bytes=anonymous_bytes,
-            file_bytes=file_bytes,
+            **read_parts(self._proc, entry.pid),
         )
 
     @cached_property

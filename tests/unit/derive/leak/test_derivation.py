@@ -133,6 +133,21 @@ def test_weights_that_are_mapped_from_disk_are_no_growth() -> None:
     assert not any(values(samples, catalog.HOST_TIME_TO_OOM) for samples in said)
 
 
+def test_a_leak_that_is_swapped_out_is_one() -> None:
+    """As in ollama/ollama#18106: 9.3 GiB in swap and 60 MiB resident."""
+
+    def swaps(seen: Snapshot, seconds: float) -> Snapshot:
+        (worker,) = on_host(None)(seen, seconds).processes  # type: ignore[misc]
+        kept = 60 * MIB
+        swapped = replace(worker, rss_bytes=kept, swap_bytes=int(leak(seconds)))
+        return replace(seen, processes=(swapped,), host=HostMemory(used_bytes=kept))
+
+    *_, last = run(2, leak, swaps)
+
+    assert "leaking" in states(last, catalog.HOST_LEAK_STATE)
+    assert values(last, catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(LEAK * RATE, rel=0.05)
+
+
 def test_the_figures_of_a_leak_are_absent_unless_it_grows() -> None:
     for samples in run(1, lambda _: 0.0):
         assert not any(values(samples, metric) for metric in (*FAMILY, catalog.HOST_LEAK_RATE))

@@ -138,6 +138,23 @@ def test_a_limit_that_the_machine_cannot_reach_is_none(proc: ProcTree, cgroups: 
     assert (found.limit_bytes, found.used_bytes) == (None, 40 * GIB)
 
 
+def test_what_is_swapped_out_is_read_in_both_versions_and_else_unknown(proc: ProcTree, cgroups: V2Tree) -> None:
+    def swapped() -> int | None:
+        found = seen(proc)
+        assert found is not None
+        return found.swap_bytes
+
+    folder = cgroups.add("vllm", pids=(20,), used=3 * GIB)
+
+    assert swapped() is None
+    (folder / "memory.stat").write_text("total_swap 4096\n")
+    assert swapped() == 4096
+    (folder / "memory.swap.current").write_text("8192\n")
+    assert swapped() == 8192
+    (folder / "memory.swap.current").write_text("a lie\n")
+    assert swapped() is None
+
+
 def test_a_limit_that_fails_to_be_read_is_not_the_absence_of_one(proc: ProcTree, cgroups: V2Tree) -> None:
     folder = cgroups.add("vllm", pids=(20,), limit=64 * GIB, used=3 * GIB)
     (folder / "memory.max").unlink()
