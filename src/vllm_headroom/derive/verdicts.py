@@ -79,7 +79,8 @@ def _format_time_left(seconds: float | None, least_seconds: float | None) -> str
 
 
 NEIGHBOUR_BYTES: Final = 2**30
-"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller."""
+"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller. Files
+in /dev/shm too, as in HeadroomHostMemoryLow."""
 
 LOW_BYTES: Final = 512 * 2**20
 LOW_SHARE: Final = 0.5
@@ -269,10 +270,12 @@ def _judge_gates(values: Values) -> Iterator[Verdict]:
 def _describe_use(snapshot: Snapshot, values: Values) -> str:
     used, limit = values.value(catalog.HOST_MEMORY_USED), values.value(catalog.HOST_MEMORY_LIMIT)
     host = snapshot.host or HostMemory()
-    swapped = f", and {format_size(host.swap_bytes)} are swapped out" if host.swap_bytes else ""
+    shared = host.shm_used_bytes or 0
+    more = f", {format_size(shared)} of it in /dev/shm" if shared > NEIGHBOUR_BYTES else ""
+    more += f", and {format_size(host.swap_bytes)} are swapped out" if host.swap_bytes else ""
     if used is None or limit is None:
-        return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}{swapped}"
-    return f"{format_size(used)} of {format_size(limit)} are in use{SCOPES.get(host.basis, '')}{swapped}"
+        return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}{more}"
+    return f"{format_size(used)} of {format_size(limit)} are in use{SCOPES.get(host.basis, '')}{more}"
 
 
 def _end_sentence(text: str) -> str:

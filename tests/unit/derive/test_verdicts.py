@@ -329,9 +329,11 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     now = Sample(catalog.HOST_TIME_TO_OOM, (), 0.0)
     assert of("host memory", leaking, now).sentence == "Host memory of worker leaks: out of memory at any moment."
     assert of("host memory", stable, *room).sentence == "Host memory shows no leak; 12 GiB of 64 GiB are in use."
-    at = replace(seen(), host=HostMemory(basis=HostBasis.MACHINE, swap_bytes=3 * GIB))
+    at = replace(seen(), host=HostMemory(basis=HostBasis.MACHINE, swap_bytes=3 * GIB, shm_used_bytes=8 * GIB))
     said = of("host memory", stable, *room, at=at).sentence
-    assert said.endswith("; 12 GiB of 64 GiB are in use on the machine, and 3 GiB are swapped out.")
+    assert said.endswith(
+        "; 12 GiB of 64 GiB are in use on the machine, 8 GiB of it in /dev/shm, and 3 GiB are swapped out."
+    )
 
 
 @pytest.mark.parametrize(
