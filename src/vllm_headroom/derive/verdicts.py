@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 from vllm_headroom import catalog
@@ -133,18 +134,35 @@ QUIET: Final[dict[str | None, tuple[Level, str]]] = {
 NOT_KNOWN: Final = (Level.UNKNOWN, ": whether it leaks is not known")
 
 
-def judge_snapshot(snapshot: Snapshot, values: Values) -> tuple[Verdict, ...]:
-    """Return the verdicts on a tick, worst first, then GPUs, engine and host."""
+SURE_SECONDS: Final = 4 * HOUR_SECONDS
+"""A leak in large steps is an alarm after four hours, an even one mostly sooner: until then none is only not seen."""
+
+
+def judge_snapshot(
+    snapshot: Snapshot, values: Values, watches: Mapping[str, float] = MappingProxyType({})
+) -> tuple[Verdict, ...]:
+    """Return the verdicts on a tick, worst first, then GPUs, engine and host.
+
+    `watches` is for how long the detector has been comparing each GPU, by UUID, and each role's memory.
+    """
     said = (
-        *_judge_gpus(snapshot, values),
+        *_judge_gpus(snapshot, values, watches),
         *_judge_engine(snapshot, values),
-        *_judge_host(snapshot, values),
+        *_judge_host(snapshot, values, watches),
         *_judge_gates(values),
     )
     return tuple(sorted(said, key=lambda verdict: -tuple(Level).index(verdict.level)))
 
 
-def _judge_gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+def _describe_quiet(states: Collection[str | None], watches: Iterable[float]) -> tuple[Level, str]:
+    state = next((state for state in QUIET if state in states), None)
+    watched = min(watches, default=SURE_SECONDS)
+    if state != LeakState.STABLE or watched >= SURE_SECONDS:
+        return QUIET.get(state, NOT_KNOWN)
+    return Level.GOOD, f": watched for {format_duration(watched)}, no leak seen"
+
+
+def _judge_gpus(snapshot: Snapshot, values: Values, watches: Mapping[str, float]) -> Iterator[Verdict]:
     if isinstance(snapshot.gpus, Failure):
         text = f"The GPUs cannot be read: {snapshot.gpus.message}"
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=_end_sentence(text), alert="HeadroomSourceDown")
@@ -159,7 +177,7 @@ def _judge_gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         name = gpu.reading.called
         yield Verdict(subject=name, level=Level.WARNING, sentence=f"{name} is not judged: {text}.")
     for gpu in sorted(snapshot.owned, key=lambda each: each.reading.index):
-        yield _judge_gpu(values, gpu.reading, snapshot.life)
+        yield _judge_gpu(values, gpu.reading, snapshot.life, watches)
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.called,
@@ -169,7 +187,7 @@ def _judge_gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
             )
 
 
-def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None) -> Verdict:
+def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None, watches: Mapping[str, float]) -> Verdict:
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     said = partial(Verdict, subject=name)
     if reading.failure is not None:
@@ -178,7 +196,7 @@ def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None) -
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
         return describe_gpu_leak(values, reading, sure=state == LeakState.LEAKING)
-    level, text = QUIET.get(state, NOT_KNOWN)
+    level, text = _describe_quiet({state}, [watches[uuid]] if uuid in watches else [])
     text, alert = f"{name}{text}", None
     held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
     if state == LeakState.ASLEEP and held is not None:
@@ -233,7 +251,7 @@ def _describe_load(values: Values) -> str:
     return f": {', '.join(words)}" if words else ""
 
 
-def _judge_host(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]) -> Iterator[Verdict]:
     found = {labels[0]: labels[1] for labels, value in values.of(catalog.HOST_LEAK_STATE).items() if value}
     grows = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
     left = describe_orphans(snapshot.left_behind, snapshot.owned)
@@ -242,7 +260,7 @@ def _judge_host(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     for role, state in grows.items():
         yield describe_host_leak(values, role, sure=state == LeakState.LEAKING)
     if found and not grows:
-        level, text = next((QUIET[state] for state in QUIET if state in found.values()), NOT_KNOWN)
+        level, text = _describe_quiet(found.values(), [watches[role] for role in found if role in watches])
         low = _is_low(snapshot)
         yield Verdict(
             subject="host memory",

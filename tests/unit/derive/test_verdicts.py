@@ -305,6 +305,27 @@ def test_host_memory_is_judged_in_the_words_of_a_gpu(leak: LeakState, level: Lev
     assert (verdict.level, verdict.sentence) == (level, f"{sentence}the engine's processes hold 2 GiB.")
 
 
+@pytest.mark.parametrize(
+    ("watched", "said"),
+    [
+        (720.0, ": watched for 12 min 0 s, no leak seen"),
+        (4 * HOUR - 1, ": watched for 3 h 59 min, no leak seen"),
+        (4 * HOUR, " shows no leak"),
+        (None, " shows no leak"),
+    ],
+)
+def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float | None, said: str) -> None:
+    stable = (state(LeakState.STABLE), state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",)))
+    core = state(LeakState.WARMING_UP, catalog.HOST_LEAK_STATE, ("engine_core",))
+    watches = {} if watched is None else {"GPU-a": watched, "worker": watched, "engine_core": 9 * HOUR, "gone": 1.0}
+
+    found = {each.subject: each for each in judge_snapshot(seen(), Values((*stable, core)), watches)}
+
+    assert found["GPU 0"].sentence.startswith(f"GPU 0{said}")
+    assert found["host memory"].sentence.startswith(f"Host memory{said};")
+    assert found["host memory"].level is Level.GOOD
+
+
 def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
     def said(ends: int) -> list[tuple[Level, str | None]]:
         at = replace(seen(), life=EngineStatus(state=EngineState.SERVING, recent_ends=ends))

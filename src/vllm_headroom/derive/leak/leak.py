@@ -318,6 +318,12 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
     asleep: Tracks = field(default_factory=dict)
 
 
+def measure_watches(state: LeakMemory) -> dict[str, float]:
+    """Return for how many seconds each series, by UUID or role, has been compared with itself."""
+    tracks = {**state.gpus, **state.host}.items()
+    return {name: track.seconds - track.anchor_seconds for name, track in tracks if track.anchor_seconds is not None}
+
+
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
     """Return the sleep residues, the stability of load and the leak family of every GPU and role of the engine.
 

@@ -12,7 +12,7 @@ from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
 from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import MIB
-from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
+from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks, measure_watches
 from vllm_headroom.derive.per_request import READINGS, Baselines, derive_baseline
 from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory, Metric, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Role, Source
@@ -154,6 +154,20 @@ def test_a_limit_that_is_reached_leaves_no_time() -> None:
     *_, last = run(2, leak, on_host(int(BASE)))
 
     assert values(last, catalog.HOST_TIME_TO_OOM) == {(): 0.0}
+
+
+def test_a_series_is_watched_from_its_first_reading_on() -> None:
+    assert measure_watches(LeakMemory()) == {}
+    state = LeakMemory()
+    for seconds in (1000.0, 1600.0):
+        seen = snapshot(
+            at=seconds,
+            processes=(EngineProcess(pid=7, role=Role.WORKER, rss_bytes=10**9, started_at_seconds=1.0),),
+            life=SERVING,
+        )
+        state, _ = derive_leaks(state, seen)
+
+    assert measure_watches(state) == {"GPU-a": 600.0, "worker": 600.0}
 
 
 def test_weights_that_are_mapped_from_disk_are_no_growth() -> None:
