@@ -63,7 +63,7 @@ class Histogram:
 
 
 class Curves:
-    """Free and held memory of each GPU, and the running requests.
+    """Free and held memory of each GPU, free host memory, and the running requests.
 
     A sample takes eight bytes a curve, since a trace may last weeks; NaN is an unknown value. The curves of a GPU begin
     with the first sample that has it.
@@ -73,12 +73,18 @@ class Curves:
         self._times = array("d")
         self._free: dict[str, array[float]] = {}
         self._held: dict[str, array[float]] = {}
+        self._host = array("d")
         self._running = array("d")
 
     @property
     def uuids(self) -> tuple[str, ...]:
         """The GPUs, in the order of their first samples."""
         return tuple(self._free)
+
+    @property
+    def host(self) -> list[Point]:
+        """The free host memory, empty where the trace never has it."""
+        return [] if all(map(isnan, self._host)) else self._points(self._host)
 
     @property
     def running(self) -> list[Point]:
@@ -101,6 +107,7 @@ class Curves:
             memory = None if gpu is None else gpu.reading.memory
             _append(self._free.setdefault(uuid, array("d")), None if memory is None else memory.free_bytes)
             _append(self._held.setdefault(uuid, array("d")), None if gpu is None else gpu.held_bytes)
+        _append(self._host, None if snapshot.host is None else snapshot.host.room_bytes)
         _append(self._running, count_running(snapshot.page))
         self._times.append(snapshot.time_seconds)
 

@@ -66,8 +66,7 @@ def update_container(
 
     In order: the cgroup of the engine's processes; if it has no limit, the machine; the cgroup that the probe reads;
     else the processes' memory and /dev/shm. `limit_bytes`, from the settings, is the limit where the kernel reports
-    none. None where nothing is known. While a run lasts its figures keep their scope: without the source, they are
-    unknown.
+    none. None where nothing is known. While a run lasts its figures keep their scope, or are unknown.
     """
     inside, shm = _find_inside(probe)
     if isinstance(processes, Failure) and inside is None:

@@ -328,6 +328,19 @@ def test_the_picture_shows_free_memory_and_the_way_to_zero(tmp_path: Path, leak:
     assert load == [begins, ends], "both boxes have the same time"
 
 
+def test_the_picture_has_the_host_where_the_trace_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "host.svg"
+    records = [{**record, "host": {"used": 2 * 2**30, "limit": 5 * 2**30}} for record in flat(0.5)]
+
+    told = replay("-", "--svg", str(file), trace=text(records)).stdout
+
+    drawn = file.read_text(encoding="utf-8")
+    assert "host memory: free, down to zero</text>" in drawn
+    assert ">3 GiB</text>" in drawn
+    assert "host memory: free, down to zero, GiB" in told
+    assert "host memory" not in replay("-", trace=text(flat(0.5))).stdout
+
+
 def test_a_card_that_is_empty_after_an_end_sets_no_scale(tmp_path: Path) -> None:
     file, ended = tmp_path / "ended.svg", BEGAN + 3600.0
     gone = [sample(ended + STEP * step, 0, running=0.0, finished=36_000.0) for step in range(12)]
