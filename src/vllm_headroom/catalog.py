@@ -219,6 +219,11 @@ ENGINE_PREFIX_HIT_RATIO: Final = _gauge(
 HOST_MEMORY: Final = _gauge(
     "host_memory_bytes", ("process",), "Resident memory of the engine's processes on the host, summed by role."
 )
+HOST_SWAP: Final = _gauge(
+    "host_swap_bytes",
+    ("process",),
+    "Swapped-out memory of the engine's processes, by role; the leak detector counts it with their resident memory.",
+)
 
 HOST_MEMORY_USED: Final = _gauge(
     "host_memory_used_bytes",

@@ -108,8 +108,8 @@ class HostBasis(StrEnum):
     """The basis of the engine's host-memory figures, most reliable first."""
 
     CGROUP = "cgroup"
-    PROBE = "probe"
     MACHINE = "machine"
+    PROBE = "probe"
     PROCESSES = "processes"
 
 

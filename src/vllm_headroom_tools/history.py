@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from math import isfinite, isnan, nan
+from math import inf, isfinite, isnan, nan
 from typing import Final
 
 from msgspec import Struct
@@ -63,7 +63,7 @@ class Histogram:
 
 
 class Curves:
-    """Free and held memory of each GPU, and the running requests.
+    """Free and held memory of each GPU, free host memory, and the running requests.
 
     A sample takes eight bytes a curve, since a trace may last weeks; NaN is an unknown value. The curves of a GPU begin
     with the first sample that has it.
@@ -73,12 +73,18 @@ class Curves:
         self._times = array("d")
         self._free: dict[str, array[float]] = {}
         self._held: dict[str, array[float]] = {}
+        self._host = array("d")
         self._running = array("d")
 
     @property
     def uuids(self) -> tuple[str, ...]:
         """The GPUs, in the order of their first samples."""
         return tuple(self._free)
+
+    @property
+    def host(self) -> list[Point]:
+        """The free host memory, empty where the trace never has it."""
+        return [] if all(map(isnan, self._host)) else self._points(self._host)
 
     @property
     def running(self) -> list[Point]:
@@ -101,6 +107,7 @@ class Curves:
             memory = None if gpu is None else gpu.reading.memory
             _append(self._free.setdefault(uuid, array("d")), None if memory is None else memory.free_bytes)
             _append(self._held.setdefault(uuid, array("d")), None if gpu is None else gpu.held_bytes)
+        _append(self._host, None if snapshot.host is None else snapshot.host.room_bytes)
         _append(self._running, count_running(snapshot.page))
         self._times.append(snapshot.time_seconds)
 
@@ -205,9 +212,9 @@ _SeriesName = str
 class LeakReplay:
     """The detector's verdicts on every GPU and host role.
 
-    `events` are the exits and stalls of the engine. `memory` is the newest host memory with the highest use so far.
-    `residues` has the memory kept on each GPU, by its labels and by the start of the sleep; `stranded` the highest
-    share of an engine's KV cache that no request held.
+    `events` are the exits and stalls of the engine. `memory` is the fullest reading of the host memory. `residues` has
+    the memory kept on each GPU, by its labels and by the start of the sleep; `stranded` the highest share of an
+    engine's KV cache that no request held.
     """
 
     def __init__(self) -> None:
@@ -322,15 +329,17 @@ class LeakReplay:
 
 
 def _merge_host(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
-    """Return the newest host memory with the highest use so far; limits are kept while they are unknown."""
+    """Return the fullest reading of the newest scope: a use belongs to the limit of the same sample."""
     if now is None or before is None:
         return now or before
-    most = {
-        name: max((known for each in (before, now) if (known := getattr(each, name)) is not None), default=None)
-        for name in ("used_bytes", "shm_used_bytes", "oom_kills")
-    }
-    kept = {name: getattr(now, name) or getattr(before, name) for name in ("limit_bytes", "shm_limit_bytes")}
-    return HostMemory(**most, **kept)
+    most = now if now.basis not in (None, before.basis) else max(before, now, key=_measure_fullness)
+    shm = max(before, now, key=lambda each: each.shm_used_bytes or 0)
+    kills = max((each.oom_kills for each in (before, now) if each.oom_kills is not None), default=None)
+    return replace(most, shm_used_bytes=shm.shm_used_bytes, shm_limit_bytes=shm.shm_limit_bytes, oom_kills=kills)
+
+
+def _measure_fullness(memory: HostMemory) -> tuple[float, int]:
+    return (memory.used_bytes or 0) / (memory.limit_bytes or inf), memory.used_bytes or 0
 
 
 def _build_moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:

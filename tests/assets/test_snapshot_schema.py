@@ -56,6 +56,7 @@ def schema() -> dict[str, Any]:
     history = {
         "step_seconds": {"type": "number"},
         "gpus": listed(closed({"uuid": TEXT, "free_bytes": curve, "free_at_peak_bytes": curve})),
+        "host_free_bytes": curve,
         "running": curve,
         "events": listed(closed({"t": {"type": "number"}, "level": level, "text": TEXT})),
     }

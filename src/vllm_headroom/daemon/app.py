@@ -32,9 +32,10 @@ from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_pa
 from vllm_headroom.daemon.sampler import Canary, Sampler, close_all
 from vllm_headroom.daemon.state.file import HISTORY, FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
-from vllm_headroom.derive import build_derivations
+from vllm_headroom.derive import LEAK, build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.gates import GATE, build_gate
+from vllm_headroom.derive.leak.leak import measure_watches
 from vllm_headroom.derive.readings import count_running
 from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.expose.answers import Handler, build_application
@@ -202,7 +203,8 @@ class Daemon:
     async def _tick(self) -> None:
         is_first = self._sampler.published is None
         snapshot = await self._sampler.tick()
-        self._verdicts = judge_snapshot(snapshot, self._sampler.values)
+        watches = measure_watches(self._sampler.states[LEAK.name])
+        self._verdicts = judge_snapshot(snapshot, self._sampler.values, watches)
         self._history.step(snapshot, self._verdicts, count_running(snapshot.page))
         self._heartbeat.beat()
         if is_first:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import make_facts, sum_known
+from vllm_headroom.derive.readings import limit_remembered, make_facts, sum_known
 from vllm_headroom.model import (
     Cgroup,
     EngineProcess,
     Failure,
     HostMemory,
     HostReading,
+    MachineMemory,
     Metric,
     ProbeReadings,
     ProcessReadings,
@@ -30,12 +31,27 @@ FULL_SHARE: Final = 0.5
 fastest reported leak takes 2 GB (vllm-project/vllm#35191), and a killed engine holds more."""
 
 
+SCOPES: Final[Mapping[HostBasis | None, str]] = {
+    HostBasis.CGROUP: " in the engine's container",
+    HostBasis.MACHINE: " on the machine",
+    HostBasis.PROBE: " in the engine's container, as the probe reads it",
+    HostBasis.PROCESSES: " by the engine's processes and its /dev/shm",
+}
+"""Where the memory in use is counted, at the end of a sentence; a trace without it says nothing."""
+
+
 class ContainerState(Struct, frozen=True, kw_only=True):
-    """The last memory reading, the container it was counted in, and the kill counts of container and machine."""
+    """The last memory reading, and the scope of its figures: the engine's first process and what it was counted in.
+
+    `kills` are all so far, `counted` the counter of each container, of which `container` is the newest.
+    """
 
     memory: HostMemory = field(default_factory=HostMemory)
-    identity: str | None = None
-    counted: int = 0
+    root: str | None = None
+    scope: HostMemory = field(default_factory=HostMemory)
+    kills: int | None = None
+    container: str = ""
+    counted: dict[str, int] = field(default_factory=dict)
     machine_kills: int | None = None
 
 
@@ -48,9 +64,9 @@ def update_container(
 ) -> tuple[ContainerState, HostMemory | None]:
     """Return the state and the host memory, from the most reliable source available.
 
-    In order: the cgroup of the engine's processes; the cgroup the probe reads; if the cgroup has no limit, the machine;
+    In order: the cgroup of the engine's processes; if it has no limit, the machine; the cgroup that the probe reads;
     else the processes' memory and /dev/shm. `limit_bytes`, from the settings, is the limit where the kernel reports
-    none. None where nothing is known.
+    none. None where nothing is known. While a run lasts its figures keep their scope, or are unknown.
     """
     inside, shm = _find_inside(probe)
     if isinstance(processes, Failure) and inside is None:
@@ -58,11 +74,38 @@ def update_container(
     reading = HostReading() if isinstance(processes, Failure) else processes.host
     engine = () if isinstance(processes, Failure) else processes.engine
     reading = replace(reading, shm=reading.shm or shm)
+    root = _find_root(engine, inside)
+    if isinstance(processes, Failure) and state.root is not None and not state.root.startswith(PROBE):
+        root = state.root
     memory = _choose_memory(reading.cgroup, inside, engine, reading, limit_bytes)
+    scope = state.scope if root == state.root else HostMemory()
+    memory = memory if _may_follow(scope, memory) else HostMemory()
+    scope = max(memory, scope, key=_rank)
     if reading.shm is not None:
         memory = replace(memory, shm_used_bytes=reading.shm.used_bytes, shm_limit_bytes=reading.shm.total_bytes)
-    state = _count_kills(state, reading.cgroup or inside, reading, memory)
-    return state, state.memory if state.memory != HostMemory() else None
+    state = _count_kills(state, reading.cgroup or inside, reading.machine, root)
+    memory = replace(memory, oom_kills=state.kills)
+    return replace(state, memory=memory, root=root, scope=scope), None if memory == HostMemory() else memory
+
+
+PROBE: Final = "probe:"
+
+
+def _find_root(engine: tuple[EngineProcess, ...], inside: Cgroup | None) -> str | None:
+    """Return the name of the process whose container is read, or of the first that has a probe."""
+    if engine:
+        return f"{engine[0].pid}:{engine[0].started_at_seconds:.2f}"
+    return None if inside is None else inside.identity
+
+
+def _rank(memory: HostMemory) -> int:
+    return (None, *reversed(HostBasis)).index(memory.basis)
+
+
+def _may_follow(scope: HostMemory, memory: HostMemory) -> bool:
+    """Return whether these figures are of that scope or a more reliable one; the probe reads the same container."""
+    same = (scope.basis, memory.basis) == (HostBasis.CGROUP, HostBasis.PROBE)
+    return _rank(memory) >= _rank(scope) or (same and scope.limit_bytes == memory.limit_bytes)
 
 
 def _find_inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, Shm | None]:
@@ -72,7 +115,7 @@ def _find_inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, 
     if reading.cgroup is None:
         return None, reading.shm
     started_at_seconds = min(each.started_at_seconds for each in present)
-    return replace(reading.cgroup, identity=f"probe:{started_at_seconds:.0f}"), reading.shm
+    return replace(reading.cgroup, identity=f"{PROBE}{started_at_seconds:.0f}"), reading.shm
 
 
 def _choose_memory(
@@ -88,39 +131,47 @@ def _choose_memory(
             basis=HostBasis.PROBE if cgroup is None else HostBasis.CGROUP,
             used_bytes=max(0, block.used_bytes - block.cache_bytes),
             limit_bytes=limit_bytes if block.limit_bytes is None else block.limit_bytes,
+            swap_bytes=block.swap_bytes,
         )
     if cgroup is not None and reading.machine is not None:
         machine = reading.machine
         used_bytes = max(0, machine.total_bytes - machine.available_bytes)
-        return HostMemory(basis=HostBasis.MACHINE, used_bytes=used_bytes, limit_bytes=machine.total_bytes)
+        return HostMemory(
+            basis=HostBasis.MACHINE,
+            used_bytes=used_bytes,
+            limit_bytes=machine.total_bytes,
+            swap_bytes=machine.swap_bytes - machine.swap_free_bytes,
+        )
     own_bytes = sum_known(process.anonymous_bytes for process in engine)  # without the files that they map
     if own_bytes is None:
         return HostMemory()
     used_bytes = int(own_bytes) + (0 if reading.shm is None else reading.shm.used_bytes)  # shared memory counts once
-    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=used_bytes, limit_bytes=limit_bytes)
+    swap = sum_known(process.swap_bytes for process in engine)
+    swap_bytes = None if swap is None else int(swap)
+    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=used_bytes, limit_bytes=limit_bytes, swap_bytes=swap_bytes)
 
 
 def _count_kills(
-    state: ContainerState, cgroup: Cgroup | None, reading: HostReading, memory: HostMemory
+    state: ContainerState, cgroup: Cgroup | None, machine: MachineMemory | None, root: str | None
 ) -> ContainerState:
-    """Add the kills since the last reading; when a container has gone, its own counter is gone too.
+    """Add the kills since the last reading, each once, whoever reads the container and however often.
 
-    Then the machine's counter is used, if the container was near its limit.
+    When the engine has ended, its container's counter may be gone too. Then the machine's counter is used, if the
+    container was near its limit. In a container that comes back, those kills are counted already.
     """
-    kills, machine_kills = state.memory.oom_kills, None if reading.machine is None else reading.machine.oom_kills
-    identity = memory.basis and str(memory.basis) if cgroup is None else cgroup.identity
-    ended = state.identity is not None and identity != state.identity and _was_full(state.memory)
+    kills, counted, machine_kills = state.kills, state.counted, None if machine is None else machine.oom_kills
+    ended = state.root is not None and root != state.root and _was_full(state.memory)
     if ended and (killed := _count_rise(state.machine_kills, machine_kills)):
         kills = (kills or 0) + killed
-    counted = None if cgroup is None else cgroup.oom_kills
-    if counted is not None:
-        kills = (kills or 0) + max(0, counted - (state.counted if identity == state.identity else 0))
-    return ContainerState(
-        memory=replace(memory, oom_kills=kills),
-        identity=identity,
-        counted=counted or 0,
-        machine_kills=machine_kills,
-    )
+        counted = {**counted, state.container: counted.get(state.container, 0) + killed}
+    container = state.container
+    if cgroup is not None and cgroup.oom_kills is not None:
+        container = PROBE if cgroup.identity.startswith(PROBE) else cgroup.identity
+        before = counted.get(container, cgroup.oom_kills if root == state.root else 0)
+        kills = (kills or 0) + cgroup.oom_kills - (before if before <= cgroup.oom_kills else 0)
+        counted = {**limit_remembered(counted, {container}), container: cgroup.oom_kills}
+    known = state.machine_kills if machine_kills is None else machine_kills
+    return replace(state, kills=kills, container=container, counted=counted, machine_kills=known)
 
 
 def _count_rise(before: int | None, now: int | None) -> int:
@@ -142,9 +193,12 @@ FACTS: Final[tuple[tuple[Metric, str], ...]] = (
 
 
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return resident bytes by role and the container's memory; unknown values have no sample."""
-    resident: Counter[Role] = Counter()
-    for process in () if isinstance(snapshot.processes, Failure) else snapshot.processes:
-        resident[process.role] += process.rss_bytes
-    roles = (Sample(catalog.HOST_MEMORY, (str(role),), float(resident[role])) for role in Role if role in resident)
+    """Return resident and swapped-out bytes by role and the container's memory; unknown values have no sample."""
+    processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
+    sums = (
+        (metric, role, sum_known(getattr(each, fact) for each in processes if each.role is role))
+        for metric, fact in ((catalog.HOST_MEMORY, "rss_bytes"), (catalog.HOST_SWAP, "swap_bytes"))
+        for role in Role
+    )
+    roles = (Sample(metric, (str(role),), float(known)) for metric, role, known in sums if known is not None)
     return (*roles, *make_facts(FACTS, (), snapshot.host))

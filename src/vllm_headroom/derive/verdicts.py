@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
+from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.life.signs import is_starved
-from vllm_headroom.model import EngineStatus, Failure, GpuReading, Snapshot, Values, Verdict
+from vllm_headroom.model import EngineStatus, Failure, GpuReading, HostMemory, Snapshot, Values, Verdict
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
 
@@ -79,7 +81,8 @@ def _format_time_left(seconds: float | None, least_seconds: float | None) -> str
 
 
 NEIGHBOUR_BYTES: Final = 2**30
-"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller."""
+"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller. Files
+in /dev/shm too, as in HeadroomHostMemoryLow."""
 
 LOW_BYTES: Final = 512 * 2**20
 LOW_SHARE: Final = 0.5
@@ -132,18 +135,35 @@ QUIET: Final[dict[str | None, tuple[Level, str]]] = {
 NOT_KNOWN: Final = (Level.UNKNOWN, ": whether it leaks is not known")
 
 
-def judge_snapshot(snapshot: Snapshot, values: Values) -> tuple[Verdict, ...]:
-    """Return the verdicts on a tick, worst first, then GPUs, engine and host."""
+SURE_SECONDS: Final = 4 * HOUR_SECONDS
+"""A leak in large steps is an alarm after four hours, an even one mostly sooner: until then none is only not seen."""
+
+
+def judge_snapshot(
+    snapshot: Snapshot, values: Values, watches: Mapping[str, float] = MappingProxyType({})
+) -> tuple[Verdict, ...]:
+    """Return the verdicts on a tick, worst first, then GPUs, engine and host.
+
+    `watches` is for how long the detector has been comparing each GPU, by UUID, and each role's memory.
+    """
     said = (
-        *_judge_gpus(snapshot, values),
+        *_judge_gpus(snapshot, values, watches),
         *_judge_engine(snapshot, values),
-        *_judge_host(snapshot, values),
+        *_judge_host(snapshot, values, watches),
         *_judge_gates(values),
     )
     return tuple(sorted(said, key=lambda verdict: -tuple(Level).index(verdict.level)))
 
 
-def _judge_gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+def _describe_quiet(states: Collection[str | None], watches: Iterable[float]) -> tuple[Level, str]:
+    state = next((state for state in QUIET if state in states), None)
+    watched = min(watches, default=SURE_SECONDS)
+    if state != LeakState.STABLE or watched >= SURE_SECONDS:
+        return QUIET.get(state, NOT_KNOWN)
+    return Level.GOOD, f": watched for {format_duration(watched)}, no leak seen"
+
+
+def _judge_gpus(snapshot: Snapshot, values: Values, watches: Mapping[str, float]) -> Iterator[Verdict]:
     if isinstance(snapshot.gpus, Failure):
         text = f"The GPUs cannot be read: {snapshot.gpus.message}"
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=_end_sentence(text), alert="HeadroomSourceDown")
@@ -158,7 +178,7 @@ def _judge_gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         name = gpu.reading.called
         yield Verdict(subject=name, level=Level.WARNING, sentence=f"{name} is not judged: {text}.")
     for gpu in sorted(snapshot.owned, key=lambda each: each.reading.index):
-        yield _judge_gpu(values, gpu.reading, snapshot.life)
+        yield _judge_gpu(values, gpu.reading, snapshot.life, watches)
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.called,
@@ -168,7 +188,7 @@ def _judge_gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
             )
 
 
-def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None) -> Verdict:
+def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None, watches: Mapping[str, float]) -> Verdict:
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     said = partial(Verdict, subject=name)
     if reading.failure is not None:
@@ -177,7 +197,7 @@ def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None) -
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
         return describe_gpu_leak(values, reading, sure=state == LeakState.LEAKING)
-    level, text = QUIET.get(state, NOT_KNOWN)
+    level, text = _describe_quiet({state}, [watches[uuid]] if uuid in watches else [])
     text, alert = f"{name}{text}", None
     held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
     if state == LeakState.ASLEEP and held is not None:
@@ -237,7 +257,7 @@ def _describe_load(values: Values) -> str:
     return f": {', '.join(words)}" if words else ""
 
 
-def _judge_host(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]) -> Iterator[Verdict]:
     found = {labels[0]: labels[1] for labels, value in values.of(catalog.HOST_LEAK_STATE).items() if value}
     grows = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
     left = describe_orphans(snapshot.left_behind, snapshot.owned)
@@ -246,12 +266,12 @@ def _judge_host(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     for role, state in grows.items():
         yield describe_host_leak(values, role, sure=state == LeakState.LEAKING)
     if found and not grows:
-        level, text = next((QUIET[state] for state in QUIET if state in found.values()), NOT_KNOWN)
+        level, text = _describe_quiet(found.values(), [watches[role] for role in found if role in watches])
         low = _is_low(snapshot)
         yield Verdict(
             subject="host memory",
             level=Level.WARNING if low else level,
-            sentence=f"Host memory{text}; {_describe_use(values)}.",
+            sentence=f"Host memory{text}; {_describe_use(snapshot, values)}.",
             alert="HeadroomHostMemoryLow" if low else None,
         )
 
@@ -271,11 +291,15 @@ def _judge_gates(values: Values) -> Iterator[Verdict]:
             yield Verdict(subject="gates", level=Level.WARNING, sentence=text)
 
 
-def _describe_use(values: Values) -> str:
+def _describe_use(snapshot: Snapshot, values: Values) -> str:
     used, limit = values.value(catalog.HOST_MEMORY_USED), values.value(catalog.HOST_MEMORY_LIMIT)
+    host = snapshot.host or HostMemory()
+    shared = host.shm_used_bytes or 0
+    more = f", {format_size(shared)} of it in /dev/shm" if shared > NEIGHBOUR_BYTES else ""
+    more += f", and {format_size(host.swap_bytes)} are swapped out" if host.swap_bytes else ""
     if used is None or limit is None:
-        return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}"
-    return f"{format_size(used)} of {format_size(limit)} are in use"
+        return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}{more}"
+    return f"{format_size(used)} of {format_size(limit)} are in use{SCOPES.get(host.basis, '')}{more}"
 
 
 def _end_sentence(text: str) -> str:

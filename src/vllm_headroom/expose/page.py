@@ -14,7 +14,7 @@ from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.drawing import MARGIN, STYLE, Curve, Forecast, Frame, escape_text
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Gpu, Metric, Snapshot, Values, Verdict, find_part, find_worst
+from vllm_headroom.model import Gpu, HostMemory, Metric, Snapshot, Values, Verdict, find_part, find_worst
 from vllm_headroom.units import format_duration, format_gib, format_instant, format_size
 from vllm_headroom.vocabulary import WORDS, Level
 
@@ -24,37 +24,63 @@ MOST_COLUMNS: Final = 480
 LEAST_COLUMNS: Final = 40
 MOST_GPUS: Final = 16
 HOUR_SECONDS: Final = 3600.0
+_Room = tuple[int, int]
+_Left = list[float | None]
+_Figure = tuple[tuple[float, float], str]
 AHEAD: Final = 0.5
 """With a forecast, the future is half as long as the past, which is at least an hour."""
 
 
 def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a figure for each GPU of the engine's with known memory, and one of the load over the same time."""
+    """Yield a figure of the room on each of the engine's GPUs and the host, and one of the load over the same time."""
     now = snapshot.time_seconds
     owned = snapshot.owned[:MOST_GPUS]
-    columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned)))
+    has_host = bool(view.history.host()[0])
+    columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned) + has_host))
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
     rooms = [
-        _draw_room(view, gpu, free, now, columns)
+        _draw_gpu(view, gpu, columns)
         for gpu in sorted(owned, key=lambda each: places.get(each.reading.called, 0))
-        if (free := view.history.free(gpu.reading.uuid))[0]
+        if view.history.free(gpu.reading.uuid)[0]
     ]
+    if has_host:
+        rooms.append(_draw_host(view, snapshot.host or HostMemory(), columns))
     yield f"<div class=rooms>{''.join(room for _, room in rooms)}</div>"
     running = view.history.running()
     if len(running[0]) > 1:
         yield _draw_load(running, columns, now, rooms[0][0] if rooms else (running[0][0], now))
 
 
-def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> tuple[tuple[float, float], str]:
+def _draw_gpu(view: View, gpu: Gpu, columns: int) -> _Figure:
     reading, memory = gpu.reading, gpu.reading.memory
-    forecast = _find_forecast(view, gpu, now)
-    begin, end = _find_span(free[0][0], now, forecast)
-    curves = free, view.history.free_at_peak(reading.uuid)
+    room = None if memory is None else (memory.free_bytes, memory.total_bytes)
+    labels, name = (str(reading.index), reading.uuid), reading.name.removesuffix(find_part(reading.uuid)).rstrip()
+    left = [view.values.value(metric, *labels) for metric in (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER)]
+    curves = view.history.free(reading.uuid), view.history.free_at_peak(reading.uuid)
+    return _draw_room(view, (reading.called, name), curves, room, left, columns=columns)
+
+
+def _draw_host(view: View, host: HostMemory, columns: int) -> _Figure:
+    room = None if host.room_bytes is None else (host.room_bytes, host.limit_bytes or 0)
+    left = [view.values.value(metric) for metric in (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER)]
+    return _draw_room(view, ("Host memory", ""), (view.history.host(), ((), ())), room, left, columns=columns)
+
+
+def _draw_room(
+    view: View, names: tuple[str, str], curves: tuple[Curve, Curve], room: _Room | None, left: _Left, *, columns: int
+) -> _Figure:
+    """Return the span and the figure of free memory and its peaks; `room` is what is free now, and of how much."""
+    called, name = names
+    now = 0.0 if view.snapshot is None else view.snapshot.time_seconds
+    forecast = None
+    if left[0] is not None and room is not None:
+        forecast = Forecast(begin=now, value=room[0], seconds=left[0], least_seconds=left[1])
+    begin, end = _find_span(curves[0][0][0], now, forecast)
     past, peaks = (svg.thin_curve(curve, columns, begin=begin) for curve in curves)
-    if past and memory is not None:
-        past[-1].append((now, memory.free_bytes))
+    if past and room is not None:
+        past[-1].append((now, room[0]))
     known = [value for stretch in past for _, value in stretch]
-    top = svg.find_top(known, most=None if memory is None else memory.total_bytes)
+    top = svg.find_top(known, most=None if room is None else room[1])
     frame = Frame(begin=begin, end=end, top=top)
     shapes = [
         svg.draw_curve(frame, past),
@@ -64,19 +90,19 @@ def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> t
             for event in view.history.events
             if (
                 event.level is Level.ALARM
-                and (not event.text.startswith("GPU ") or event.text.startswith(f"{reading.called} "))
+                and (not event.text.startswith("GPU ") or event.text.startswith(f"{called} "))
             )
         ),
         "" if forecast is None else svg.draw_forecast(frame, forecast) + svg.draw_mark(frame, now),
         svg.draw_zero(frame),
     ]
-    title = f"Free memory of {reading.called}, from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
-    name, room = reading.name.removesuffix(find_part(reading.uuid)).rstrip(), "memory not known now"
-    if memory is not None:
-        room = f"{format_size(memory.free_bytes)} of {format_size(memory.total_bytes)} free"
-        room += "; thin line: lowest free memory per minute"
+    title = f"{called}: free memory from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
+    text = "memory not known now"
+    if room is not None:
+        text = f"{format_size(room[0])} of {format_size(room[1])} free"
+        text += "; thin line: lowest free memory per minute" if peaks else ""
     return (begin, end), (
-        f"<figure><figcaption><b>{escape_text(reading.called)}</b> {escape_text(name)}: {room}</figcaption>"
+        f"<figure><figcaption><b>{escape_text(called)}</b> {escape_text(name)}: {text}</figcaption>"
         f"<i>{format_size(frame.top)}</i>{svg.draw_picture(frame, shapes, title=title)}"
         f"{_draw_axis(begin, now, end, forecast)}</figure>"
     )
@@ -88,15 +114,6 @@ def _find_span(first: float, now: float, forecast: Forecast | None) -> tuple[flo
         return first, now
     past = max(HOUR_SECONDS, min(now - first, MARGIN * forecast.seconds / AHEAD))
     return now - past, now + AHEAD * past
-
-
-def _find_forecast(view: View, gpu: Gpu, now: float) -> Forecast | None:
-    labels, memory = (str(gpu.reading.index), gpu.reading.uuid), gpu.reading.memory
-    left = view.values.value(catalog.TIME_TO_OOM, *labels)
-    if left is None or memory is None:
-        return None
-    least = view.values.value(catalog.TIME_TO_OOM_LOWER, *labels)
-    return Forecast(begin=now, value=memory.free_bytes, seconds=left, least_seconds=least)
 
 
 def _draw_axis(begin: float, now: float, end: float, forecast: Forecast | None) -> str:
@@ -223,6 +240,8 @@ def _render_rest(view: View) -> Iterator[str]:
         yield _render_table(
             "Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _list_gpus(values), kind="figures"
         )
+        titles = ("processes", "resident", "swapped out", "leak", "growth an hour")
+        yield _render_table("Host memory by process", titles, _list_roles(values), kind="figures")
         head = ("engine", *(title for title, _, _ in ENGINE))
         yield _render_table("Engines", head, _list_engines(values), kind="figures")
         head = ("source", "last reading", "took", "last worked", "cause and cure")
@@ -266,6 +285,14 @@ def _list_gpus(values: Values) -> Iterator[tuple[str, ...]]:
         which = gpu if find_part(uuid) in name else f"{gpu} {find_part(uuid)}"
         whose = f"the engine's by {attribution}" if attribution else "not the engine's"
         yield (f"{which} {name}, {whose}", *map(_format_gib, (*held, *room)))
+
+
+def _list_roles(values: Values) -> Iterator[tuple[str, ...]]:
+    for (role,), resident in values.of(catalog.HOST_MEMORY).items():
+        held = map(_format_gib, (resident, values.value(catalog.HOST_SWAP, role)))
+        rate = values.value(catalog.HOST_LEAK_RATE, role)
+        growth = "" if rate is None else format_size(HOUR_SECONDS * rate)
+        yield (role, *held, values.state(catalog.HOST_LEAK_STATE, role) or NOT_KNOWN, growth)
 
 
 def _list_engines(values: Values) -> Iterator[tuple[str, ...]]:

@@ -56,6 +56,7 @@ def build_document(view: View) -> dict[str, Any]:
                 }
                 for uuid in uuids
             ],
+            "host_free_bytes": _list_points(history.host()),
             "running": _list_points(history.running()),
             "events": [{"t": event.seconds, "level": event.level, "text": event.text} for event in history.events],
         },

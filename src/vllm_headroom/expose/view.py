@@ -22,7 +22,7 @@ MOST_BACK: Final = 5
 """Minutes by which a clock may be corrected: the newest minute continues until the clock has caught up."""
 
 MOST_GPUS: Final = 64
-MOST_CURVES: Final = 2 * MOST_GPUS + 1
+MOST_CURVES: Final = 2 * MOST_GPUS + 2
 MOST_EVENTS: Final = 50
 
 TYPE: Final = "f"
@@ -51,7 +51,7 @@ class KeptHistory(Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """A day in a ring, by the minute: each GPU's lowest free memory, also at peaks, and the most running requests."""
+    """A day in a ring, by the minute: the lowest free memory of GPUs, at peaks too, and host, the most requests."""
 
     def __init__(self) -> None:
         self.events: tuple[Event, ...] = ()
@@ -73,6 +73,8 @@ class History:
             self._curves = {name: curve for name, curve in self._curves.items() if name.partition(" ")[2] in shown}
         for gpu in gpus:
             self._gpu(gpu)
+        if snapshot.host is not None and snapshot.host.room_bytes is not None:
+            self._add("host", snapshot.host.room_bytes, min)
         if running is not None:
             self._add("running", running, max)
         self._note(snapshot, verdicts)
@@ -84,6 +86,10 @@ class History:
     def free_at_peak(self, uuid: str) -> Curve:
         """Return the free memory of a GPU at its peaks in bytes."""
         return self._curve(f"peak {uuid}")
+
+    def host(self) -> Curve:
+        """Return the free host memory in bytes."""
+        return self._curve("host")
 
     def running(self) -> Curve:
         """Return the running requests."""

@@ -15,6 +15,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """A container's memory counters; `limit_bytes` is None without a limit.
 
     `cache_bytes` is part of `used_bytes` and is reclaimed before anything is killed: page cache, mapped weights.
+    `swap_bytes` is swapped out and no part of it, None where unknown.
     `identity` distinguishes a container from its successor of the same name.
     """
 
@@ -23,6 +24,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     cache_bytes: int
     limit_bytes: int | None
     oom_kills: int | None
+    swap_bytes: int | None = None
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
@@ -62,13 +64,14 @@ class HostReading(Struct, frozen=True, kw_only=True):
 class HostMemory(Struct, frozen=True, kw_only=True):
     """The host memory available to the engine, and the basis of the figures; None where unknown.
 
-    `used_bytes` counts against `limit_bytes` and cannot be reclaimed. `oom_kills` are the kernel's kills since it was
-    first seen.
+    `used_bytes` counts against `limit_bytes` and cannot be reclaimed; `swap_bytes` is swapped out and does not count.
+    `oom_kills` are the kernel's kills since it was first seen.
     """
 
     basis: HostBasis | None = None
     used_bytes: int | None = None
     limit_bytes: int | None = None
+    swap_bytes: int | None = None
     shm_used_bytes: int | None = None
     shm_limit_bytes: int | None = None
     oom_kills: int | None = None
@@ -145,9 +148,10 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
 
     `started_at_seconds` is seconds since the epoch, `since_boot_seconds` since the boot. `cpu_seconds` is the CPU time
     of all its threads. Of `rss_bytes`, `anonymous_bytes` is its private memory and `file_bytes` its mapped files, which
-    the kernel can reclaim; the rest is shared memory. `state` is the letter of its main thread in /proc. The first
-    server has two more: `cpu_pressure_ratio`, the share of the last minute in which a task of the machine waited for a
-    CPU, and `wait_seconds`, how long its newest slow request has waited. None where unknown.
+    the kernel can reclaim; the rest is shared memory. `swap_bytes` is its swapped-out private memory, which is in none
+    of them. `state` is the letter of its main thread in /proc. The first server has two more: `cpu_pressure_ratio`, the
+    share of the last minute in which a task of the machine waited for a CPU, and `wait_seconds`, how long its newest
+    slow request has waited. None where unknown.
     """
 
     pid: int
@@ -161,6 +165,7 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     state: str | None = None
     cpu_pressure_ratio: float | None = None
     wait_seconds: float | None = None
+    swap_bytes: int | None = None
 
 
 class ProcessReadings(Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ from vllm_headroom.parse.fields import (
     read_truth,
     read_within,
 )
-from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
+from vllm_headroom.vocabulary import Attribution, HostBasis, MemoryPart, Role
 
 NO_PID: Final = 0
 """In a trace, processes are identified by their start only."""
@@ -50,7 +50,7 @@ _FACTS: Final = tuple(
 
 
 _HOST: Final = tuple((fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis")
-"""Each field of HostMemory that a trace has, and its name there."""
+"""Each size of HostMemory, and its name in a trace."""
 
 
 def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
@@ -148,9 +148,9 @@ def name_by_index(index: int) -> str:
 def build_process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
     entry = {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
-    entry |= {"anonymous": process.anonymous_bytes, "file": process.file_bytes, "state": process.state}
-    entry |= {"cpu": process.cpu_seconds, "cpu_pressure": process.cpu_pressure_ratio, "wait": process.wait_seconds}
-    return drop_unreadable(entry)
+    entry |= {"anonymous": process.anonymous_bytes, "file": process.file_bytes, "swap": process.swap_bytes}
+    entry |= {"state": process.state, "cpu": process.cpu_seconds, "cpu_pressure": process.cpu_pressure_ratio}
+    return drop_unreadable({**entry, "wait": process.wait_seconds})
 
 
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
@@ -173,18 +173,20 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
         cpu_seconds=read_number(entry, "cpu"),
         cpu_pressure_ratio=read_number(entry, "cpu_pressure"),
         wait_seconds=read_number(entry, "wait"),
+        swap_bytes=read_size(entry, "swap"),
     )
 
 
 def build_host_entry(host: HostMemory) -> dict[str, Any]:
     """Return the engine's host memory."""
-    return drop_unreadable({name: getattr(host, fact) for fact, name in _HOST})
+    return drop_unreadable({"basis": host.basis, **{name: getattr(host, fact) for fact, name in _HOST}})
 
 
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:
-    """Return the host memory; its basis is not in a trace."""
+    """Return the host memory; a basis that this version does not know is none."""
+    named = read_text(entry, "basis")
     facts = {fact: read_size(entry, name) for fact, name in _HOST}
-    return HostMemory(basis=None, **facts)
+    return HostMemory(basis=next((basis for basis in HostBasis if basis == named), None), **facts)
 
 
 def drop_unreadable(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from msgspec.structs import asdict
 
+from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory, Snapshot, name_device
@@ -53,7 +54,7 @@ def format_verdict(watch: LeakReplay) -> Iterator[str]:
 def _describe_host(memory: HostMemory) -> Iterator[str]:
     if memory.used_bytes is not None:
         of = "" if memory.limit_bytes is None else f" of {format_size(memory.limit_bytes)}"
-        yield f"Host memory: at most {format_size(memory.used_bytes)}{of} in use."
+        yield f"Host memory: at most {format_size(memory.used_bytes)}{of} in use{SCOPES.get(memory.basis, '')}."
     if memory.oom_kills:
         yield f"Out-of-memory kills by the kernel: {memory.oom_kills}."
 

@@ -20,18 +20,20 @@ HEIGHT: Final = 200.0
 ABOVE: Final = 30.0
 BELOW: Final = 30.0
 COLUMNS: Final = 500
+HOST: Final = "host memory: free, down to zero"
 AHEAD: Final = 0.5
 """A forecast is at most half as long as the trace."""
 
 
 def draw_picture(watch: LeakReplay, curves: Curves) -> str:
-    """Draw a box for each GPU, of free memory or else of the engine's memory, and one for the load."""
+    """Draw a box for each GPU, of free memory or else of the engine's memory, one for the host and one for the load."""
     begin, end = watch.span
     forecasts = [_build_forecast(course, curves.free(uuid)) for _, uuid, course in watch.gpus]
     ahead = max((MARGIN * each.seconds for each in forecasts if each is not None), default=0.0)
     span = begin, end + min(ahead, AHEAD * (end - begin))
     rooms = [_draw_gpu(gpu, curves, span, forecast) for gpu, forecast in zip(watch.gpus, forecasts, strict=True)]
-    boxes = [*rooms, _draw_box("running requests", curves.running, span)]
+    host = [_draw_box(HOST, curves.host, span, sized=True, to_zero=True)] if curves.host else []
+    boxes = [*rooms, *host, _draw_box("running requests", curves.running, span)]
     height = len(boxes) * (ABOVE + HEIGHT + BELOW)
     placed = "".join(
         f'<g transform="translate(0 {place * (ABOVE + HEIGHT + BELOW) + ABOVE:.0f})">{box}</g>'
@@ -106,10 +108,11 @@ AXIS: Final = 11
 
 
 def draw_charts(watch: LeakReplay, curves: Curves, *, columns: int) -> Iterator[str]:
-    """Yield the lines of a chart for each GPU and one for the load."""
+    """Yield the lines of a chart for each GPU, one for the host and one for the load."""
     width = columns - AXIS
     for index, uuid, course in watch.gpus:
         yield from _draw_gpu_chart(name_device(index, uuid), course, curves.free(uuid), curves.held(uuid), width)
+    yield from _draw_chart(f"{HOST}, GiB", _convert_to_gib(curves.host), width, MEMORY_LINES)
     yield from _draw_chart("running requests", curves.running, width, LOAD_LINES, pick=max)
 
 

@@ -72,7 +72,7 @@ def test_a_page_cache_that_fills_95_percent_is_no_pressure() -> None:
 
 def test_a_cgroup_without_a_limit_takes_the_machines() -> None:
     assert host(readings(SERVER, cgroup=replace(CGROUP, limit_bytes=None, oom_kills=None))) == HostMemory(
-        basis=HostBasis.MACHINE, used_bytes=112 * GIB, limit_bytes=512 * GIB
+        basis=HostBasis.MACHINE, used_bytes=112 * GIB, limit_bytes=512 * GIB, swap_bytes=0
     )
 
 
@@ -188,6 +188,113 @@ def test_where_no_cgroup_is_seen_the_end_of_the_processes_tells() -> None:
     assert followed([readings(SERVER, CORE), gone], limit_bytes=6 * GIB) == [None, 1]
     assert followed([readings(SERVER, CORE), gone], limit_bytes=60 * GIB) == [None, None]
     assert followed([readings(SERVER, CORE), gone]) == [None, None]
+
+
+def gone(machine_kills: int) -> ProcessReadings:
+    after = replace(MACHINE, oom_kills=machine_kills)
+    return ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=after))
+
+
+def test_one_kill_counts_once_whoever_reads_it_and_after_a_restart_in_the_same_container() -> None:
+    full = replace(CGROUP, cache_bytes=0)
+    inside = probed(HostReading(cgroup=replace(full, identity="probe", oom_kills=1)))
+    again = replace(SERVER, pid=30)
+    hit = replace(readings(again, cgroup=replace(full, oom_kills=1)).host, machine=replace(MACHINE, oom_kills=6))
+    restarted = replace(readings(again), host=hit)
+    looks: list[tuple[ProcessReadings | Failure, ProbeReadings | None]] = [
+        (readings(SERVER, cgroup=full), None),
+        (gone(6), None),
+        (restarted, None),
+        (failure(Source.PROCESS), inside),
+        (restarted, inside),
+        (gone(6), inside),
+        (failure(Source.PROCESS), inside),
+    ]
+    state, kills = ContainerState(), []
+    for look, probe in looks:
+        state, seen = update_container(state, look, probe, limit_bytes=None)
+        kills.append(None if seen is None else seen.oom_kills)
+
+    assert kills == [0, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_container_that_starts_its_count_again_is_another() -> None:
+    def inside(began: float, kills: int) -> ProbeReadings:
+        block = HostReading(cgroup=replace(CGROUP, identity="probe", cache_bytes=0, oom_kills=kills))
+        return ProbeReadings(present=tuple(replace(each, started_at_seconds=began) for each in probed(block).present))
+
+    state, kills = ContainerState(), []
+    for began, count in ((1.0, 2), (2.0, 0), (2.0, 1), (3.0, 1)):
+        state, seen = update_container(state, failure(Source.PROCESS), inside(began, count), limit_bytes=None)
+        kills.append(seen and seen.oom_kills)
+
+    assert kills == [2, 2, 3, 3]
+
+
+def follow_figures(
+    looks: Iterable[tuple[ProcessReadings | Failure, ProbeReadings | None]],
+) -> list[tuple[HostBasis | None, int | None]]:
+    """Return basis and limit after each look."""
+    state, found = ContainerState(), []
+    for look, probe in looks:
+        state, seen = update_container(state, look, probe, limit_bytes=32 * GIB)
+        found.append((None, None) if seen is None else (seen.basis, seen.limit_bytes))
+    return found
+
+
+def test_while_a_run_lasts_its_figures_keep_their_scope() -> None:
+    own = readings(SERVER, cgroup=CGROUP)
+    inside = probed(HostReading(cgroup=replace(CGROUP, identity="probe")))
+    outside = probed(HostReading(cgroup=replace(CGROUP, identity="probe", limit_bytes=9 * GIB)))
+    nothing = readings(SERVER)
+    lost = failure(Source.PROCESS)
+
+    found = follow_figures(
+        [
+            (nothing, None),
+            (nothing, outside),
+            (own, None),
+            (nothing, None),
+            (lost, inside),
+            (lost, outside),
+            (own, None),
+        ]
+    )
+
+    assert found == [
+        (HostBasis.PROCESSES, 32 * GIB),
+        (HostBasis.PROBE, 9 * GIB),
+        (HostBasis.CGROUP, 64 * GIB),
+        (None, None),
+        (HostBasis.PROBE, 64 * GIB),
+        (None, None),
+        (HostBasis.CGROUP, 64 * GIB),
+    ]
+    assert follow_figures([(own, None), (gone(5), None), (nothing, None)])[-1] == (HostBasis.PROCESSES, 32 * GIB)
+
+
+def test_what_is_swapped_out_is_that_of_the_scope() -> None:
+    swapping = tuple(replace(each, swap_bytes=GIB) for each in (SERVER, CORE))
+    machine = replace(MACHINE, swap_bytes=8 * GIB, swap_free_bytes=5 * GIB)
+    on_machine = readings(SERVER, cgroup=replace(CGROUP, limit_bytes=None))
+    looks = {
+        readings(*swapping, cgroup=replace(CGROUP, swap_bytes=5 * GIB)): 5 * GIB,
+        replace(on_machine, host=replace(on_machine.host, machine=machine)): 3 * GIB,
+        readings(*swapping): 2 * GIB,
+        readings(SERVER, CORE): None,
+    }
+
+    assert [seen and seen.swap_bytes for seen in map(host, looks)] == list(looks.values())
+
+
+def test_resident_and_swapped_out_memory_are_summed_by_role() -> None:
+    seen = snapshot(processes=(SERVER, replace(CORE, swap_bytes=5), replace(CORE, pid=22, swap_bytes=2)))
+
+    assert values(derive_host_memory(seen), catalog.HOST_MEMORY) == {
+        ("api_server",): 9.0 * GIB,
+        ("engine_core",): 18.0 * GIB,
+    }
+    assert values(derive_host_memory(seen), catalog.HOST_SWAP) == {("engine_core",): 7.0}
 
 
 def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:

@@ -25,7 +25,7 @@ from vllm_headroom.model import (
     find_worst,
 )
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom.vocabulary import EngineState, ExitReason, LeakLocation, LeakState, Level, Source
+from vllm_headroom.vocabulary import EngineState, ExitReason, HostBasis, LeakLocation, LeakState, Level, Source
 
 HOUR: Final = 3600.0
 
@@ -349,6 +349,27 @@ def test_host_memory_is_judged_in_the_words_of_a_gpu(leak: LeakState, level: Lev
     assert (verdict.level, verdict.sentence) == (level, f"{sentence}the engine's processes hold 2 GiB.")
 
 
+@pytest.mark.parametrize(
+    ("watched", "said"),
+    [
+        (720.0, ": watched for 12 min 0 s, no leak seen"),
+        (4 * HOUR - 1, ": watched for 3 h 59 min, no leak seen"),
+        (4 * HOUR, " shows no leak"),
+        (None, " shows no leak"),
+    ],
+)
+def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float | None, said: str) -> None:
+    stable = (state(LeakState.STABLE), state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",)))
+    core = state(LeakState.WARMING_UP, catalog.HOST_LEAK_STATE, ("engine_core",))
+    watches = {} if watched is None else {"GPU-a": watched, "worker": watched, "engine_core": 9 * HOUR, "gone": 1.0}
+
+    found = {each.subject: each for each in judge_snapshot(seen(), Values((*stable, core)), watches)}
+
+    assert found["GPU 0"].sentence.startswith(f"GPU 0{said}")
+    assert found["host memory"].sentence.startswith(f"Host memory{said};")
+    assert found["host memory"].level is Level.GOOD
+
+
 def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
     def said(ends: int) -> list[tuple[Level, str | None]]:
         at = replace(seen(), life=EngineStatus(state=EngineState.SERVING, recent_ends=ends))
@@ -373,6 +394,11 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     now = Sample(catalog.HOST_TIME_TO_OOM, (), 0.0)
     assert of("host memory", leaking, now).sentence == "Host memory of worker leaks: out of memory at any moment."
     assert of("host memory", stable, *room).sentence == "Host memory shows no leak; 12 GiB of 64 GiB are in use."
+    at = replace(seen(), host=HostMemory(basis=HostBasis.MACHINE, swap_bytes=3 * GIB, shm_used_bytes=8 * GIB))
+    said = of("host memory", stable, *room, at=at).sentence
+    assert said.endswith(
+        "; 12 GiB of 64 GiB are in use on the machine, 8 GiB of it in /dev/shm, and 3 GiB are swapped out."
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import engine, failure, gpu, page, snapshot
-from tests.unit.expose.views import NOW, day, view
+from tests.unit.expose.views import NOW, day, host_day, view
 from vllm_headroom import catalog
 from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.view import Event, History, Incident, View
@@ -40,6 +40,19 @@ def test_what_is_known_is_shown_and_what_is_not_is_called_so() -> None:
 
     assert "<td>3.00 GiB</td>" in shown
     assert "<td>not known</td>" in shown
+
+
+def test_host_memory_has_a_figure_with_its_way_to_zero_and_a_table_of_its_processes() -> None:
+    shown = render_page(host_day())
+
+    assert "<b>Host memory</b> : 4 GiB of 64 GiB free</figcaption>" in shown
+    assert 'class="ahead"' in shown
+    rows = re.findall(r"<th scope=row>(\w+)</th>(.*?)</tr>", shown)
+    assert [(role, re.findall(r"<td>(.*?)</td>", cells)) for role, cells in rows[:2]] == [
+        ("worker", ["57.00 GiB", "3.00 GiB", "leaking", "60 GiB"]),
+        ("api_server", ["1.00 GiB", "not known", "not known", ""]),
+    ]
+    assert "Host memory by process" not in render_page(day())
 
 
 def test_a_failed_source_says_its_cause() -> None:

@@ -11,7 +11,7 @@ from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.expose.view import History, View
-from vllm_headroom.model import EngineStatus, Gpu, Sample, Snapshot, Values
+from vllm_headroom.model import EngineStatus, Gpu, HostMemory, Sample, Snapshot, Values
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, LeakState
 
@@ -61,6 +61,26 @@ def day(
         at = replace(snapshot(gpus=seen), time_seconds=time, life=EngineStatus(state=EngineState.SERVING))
         history.step(at, (), float(minute % 50))
     return view(_samples(seen, leaking), at=at, history=history, **known)
+
+
+def host_day(**known: Any) -> View:
+    """Return the end of an hour in which a worker took 60 of the host's 64 GiB."""
+    history = History()
+    for minute in range(61):
+        host = HostMemory(used_bytes=minute * GIB, limit_bytes=64 * GIB)
+        at = replace(snapshot(gpus=(), host=host), time_seconds=NOW - 3600.0 + 60.0 * minute)
+        history.step(at, (), None)
+    samples = (
+        Sample(catalog.HOST_MEMORY, ("worker",), 57.0 * GIB),
+        Sample(catalog.HOST_SWAP, ("worker",), 3.0 * GIB),
+        Sample(catalog.HOST_MEMORY, ("api_server",), 1.0 * GIB),
+        Sample(catalog.HOST_LEAK_STATE, ("worker", LeakState.LEAKING), 1.0),
+        Sample(catalog.HOST_LEAK_RATE, ("worker",), GIB / 60),
+        Sample(catalog.HOST_MEMORY_USED, (), 60.0 * GIB),
+        Sample(catalog.HOST_MEMORY_LIMIT, (), 64.0 * GIB),
+        Sample(catalog.HOST_TIME_TO_OOM, (), 240.0),
+    )
+    return view(samples, at=at, history=history, **known)
 
 
 def _samples(gpus: tuple[Gpu, ...], leaking: frozenset[int]) -> Iterable[Sample]:

@@ -29,7 +29,7 @@ from vllm_headroom.model import (
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
 from vllm_headroom.trace.parse import parse_trace
-from vllm_headroom.vocabulary import REASONS, Attribution, MemoryPart, Reason, Role, Source
+from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, MemoryPart, Reason, Role, Source
 
 SHOWN: Final = st.text().filter(str.isprintable)
 NUMBERS: Final = st.floats(min_value=0, max_value=LARGEST)
@@ -96,10 +96,11 @@ PROCESSES: Final = st.builds(
     file_bytes=st.none() | SIZES,
     state=st.none() | st.sampled_from("RSDTt"),
     **dict.fromkeys(("cpu_seconds", "cpu_pressure_ratio", "wait_seconds"), st.none() | NUMBERS),
+    swap_bytes=st.none() | SIZES,
 )
 HOST: Final = st.builds(
     HostMemory,
-    basis=st.none(),
+    basis=st.none() | st.sampled_from(HostBasis),
     **{each.name: st.none() | SIZES for each in fields(HostMemory) if each.name != "basis"},
 )
 TIMES: Final = st.integers(0, 2_000_000_000_000).map(lambda milliseconds: milliseconds / 1000)
@@ -192,9 +193,12 @@ def test_the_names_of_the_format_are_those_of_the_contract() -> None:
 
 
 def test_the_host_has_the_names_of_the_contract() -> None:
-    host = HostMemory(used_bytes=1, limit_bytes=2, shm_used_bytes=3, shm_limit_bytes=4, oom_kills=0)
+    host = HostMemory(
+        basis=HostBasis.CGROUP, used_bytes=1, limit_bytes=2, shm_used_bytes=3, shm_limit_bytes=4, oom_kills=0
+    )
 
     assert build_record(snapshot(host=host))["host"] == {
+        "basis": "cgroup",
         "used": 1,
         "limit": 2,
         "shm_used": 3,

@@ -49,6 +49,7 @@ def derive_gpu_leaks(
         uuid = gpu.reading.uuid
         tracks[uuid] = update_held(tracks.get(uuid) or Track(clock=each.seconds), each, asleep.get(uuid))
         sharp = sharpen_track(tracks[uuid], asleep.get(uuid), inside.get(uuid))
+        sharp = replace(sharp, estimate=_count_down(sharp.estimate, each.room_bytes))
         samples += _make_samples(gpu, sharp, inside.get(uuid), settled=settled)
     return tracks, tuple(samples)
 
@@ -109,21 +110,22 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
         return state, ()
     tracks = keep_recent(state, state)
     samples: list[Sample] = []
+    growing: list[Estimate] = []
     for role, seen in observe_host(snapshot):
         tracks[role] = observe(tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen)
-        samples += _make_host_samples(role, tracks[role], settled=settled)
-    shown = {sample.labels[0] for sample in samples if sample.metric is catalog.HOST_LEAK_RATE}
-    left = _derive_time_left(
-        [track.estimate for role, track in tracks.items() if role in shown and track.estimate is not None]
-    )
-    return tracks, (*samples, *left)
+        samples += (made := tuple(_make_host_samples(role, tracks[role], settled=settled)))
+        found = _count_down(tracks[role].estimate, seen.room_bytes)
+        if found is not None and seen.room_bytes is not None and made[-1].metric is catalog.HOST_LEAK_RATE:
+            growing.append(found)
+    return tracks, (*samples, *_derive_time_left(growing))
 
 
 def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
     """Yield the observation of each role with processes.
 
-    Mapped files, such as weights, do not count: the kernel reclaims them before it kills. Unlike a GPU's, the room can
-    be used to the last page, while the detector reserves some.
+    Mapped files, such as weights, do not count: the kernel reclaims them before it kills. Swapped-out memory counts, or
+    a leak would end where swapping begins. Unlike a GPU's, the room can be used to the last page, while the detector
+    reserves some.
     """
     all_of_them = () if isinstance(snapshot.processes, Failure) else snapshot.processes
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
@@ -134,7 +136,7 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
             continue
         seen = Observation(
             seconds=snapshot.monotonic_seconds,
-            held_bytes=sum(process.rss_bytes - (process.file_bytes or 0) for process in processes),
+            held_bytes=sum(each.rss_bytes - (each.file_bytes or 0) + (each.swap_bytes or 0) for each in processes),
             finished_total=None if page is None else count_finished(page),
             running=None if page is None else count_running(page),
             life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
@@ -142,6 +144,27 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
             room_bytes=None if room_bytes is None else room_bytes + OUT_OF_MEMORY_BYTES,
         )
         yield role, seen
+
+
+STALE_SECONDS: Final = 300.0
+"""An estimate is up to four minutes old: two of a fast alarm, and two until the next block is judged."""
+
+
+def _count_down(found: Estimate | None, room_bytes: int | None) -> Estimate | None:
+    """Return the estimate with the time that the room now leaves: less by what can have passed since it was made.
+
+    A peak of some minutes takes no more from it than that.
+    """
+    if found is None or room_bytes is None or not found.pace:
+        return found
+    left = max(0, room_bytes - OUT_OF_MEMORY_BYTES) / found.pace
+    passed = 0.0 if found.oom_seconds is None else min(STALE_SECONDS, max(0.0, found.oom_seconds - left))
+    lower = found.oom_seconds_lower
+    return replace(
+        found,
+        oom_seconds=left if found.oom_seconds is None else found.oom_seconds - passed,
+        oom_seconds_lower=None if lower is None else max(0.0, lower - passed),
+    )
 
 
 def _make_host_samples(role: Role, track: Track, *, settled: bool) -> Iterator[Sample]:
@@ -293,6 +316,12 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
     inside: InsideTracks = field(default_factory=dict)
     sleep: SleepState = field(default_factory=SleepState)
     asleep: Tracks = field(default_factory=dict)
+
+
+def measure_watches(state: LeakMemory) -> dict[str, float]:
+    """Return for how many seconds each series, by UUID or role, has been compared with itself."""
+    tracks = {**state.gpus, **state.host}.items()
+    return {name: track.seconds - track.anchor_seconds for name, track in tracks if track.anchor_seconds is not None}
 
 
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:

@@ -89,9 +89,9 @@ def _is_listed(folder: Path, pid: int) -> bool:
 
 def _read(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgroup | None:
     levels = [folder, *(above for above in folder.parents if above.is_relative_to(top))]
-    limits = [(limit, level) for level in levels if (limit := _read_limit(version, level)) is not None]
-    limit_bytes, wall = min(limits, key=lambda each: each[0], default=(machine_bytes, folder))
     try:
+        limits = [(limit, level) for level in levels if (limit := _read_limit(version, level)) is not None]
+        limit_bytes, wall = min(limits, key=lambda each: each[0], default=(machine_bytes, folder))
         stat = read_content(wall / "memory.stat")
         return Cgroup(
             identity=f"{folder}:{folder.stat().st_ino}",
@@ -99,16 +99,26 @@ def _read(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgr
             cache_bytes=sum(find_number(stat, name) or 0 for name in version.cache),
             limit_bytes=limit_bytes if limit_bytes < machine_bytes else None,
             oom_kills=find_number(read_content(folder / version.kills), b"oom_kill "),
+            swap_bytes=_read_swap(wall, stat),
         )
     except (OSError, ValueError):
         return None
 
 
 def _read_limit(version: _Version, level: Path) -> int | None:
+    """Return a level's limit, None without one or where it is never readable; a failure is not "no limit"."""
     try:
         return find_number(read_content(level / version.limit), b"")
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return None
+
+
+def _read_swap(wall: Path, stat: bytes) -> int | None:
+    """Return what is swapped out, in version 1 from memory.stat; None where the kernel does not count it."""
+    try:
+        return find_number(read_content(wall / "memory.swap.current"), b"")
+    except OSError:
+        return find_number(stat, b"total_swap ")
 
 
 SHM: Final = "dev/shm"
@@ -163,8 +173,8 @@ def read_boot_time(proc: Path) -> float:
     return float(seconds)
 
 
-def read_resident_parts(proc: Path, pid: int) -> tuple[int | None, int | None]:
-    """Return a process's anonymous and file-mapped resident bytes; None where the kernel does not count them.
+def read_parts(proc: Path, pid: int) -> dict[str, int]:
+    """Return a process's anonymous, file-mapped and swapped-out bytes, without those that the kernel does not count.
 
     Not from smaps_rollup, which walks the page tables under the lock that the engine's own mappings need, for seconds
     where weights are mapped.
@@ -172,11 +182,10 @@ def read_resident_parts(proc: Path, pid: int) -> tuple[int | None, int | None]:
     try:
         status = read_content(proc / str(pid) / "status")
     except OSError:
-        return None, None
-    anonymous, file = find_number(status, b"RssAnon:"), find_number(status, b"RssFile:")
-    if anonymous is None or file is None:
-        return None, None
-    return anonymous * _KIB, file * _KIB
+        return {}
+    names = {"anonymous_bytes": b"RssAnon:", "file_bytes": b"RssFile:", "swap_bytes": b"VmSwap:"}
+    found = {name: find_number(status, field) for name, field in names.items()}
+    return {name: kib * _KIB for name, kib in found.items() if kib is not None}
 
 
 def read_shm(path: Path) -> Shm | None:

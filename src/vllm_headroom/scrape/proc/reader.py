@@ -15,7 +15,7 @@ from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadi
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.connections import find_wait
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_resident_parts
+from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_parts
 from vllm_headroom.scrape.proc.roots import INIT, Choice, Orphans, PageState, ServedPort, can_see_others, choose_roots
 from vllm_headroom.scrape.proc.servers import find_port, find_role
 from vllm_headroom.scrape.shortage import build_unavailable
@@ -194,7 +194,6 @@ class Processes:
         usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
-        anonymous_bytes, file_bytes = read_resident_parts(self._proc, entry.pid)
         serves = role is Role.API_SERVER and entry.pid in self._choice.roots
         is_near = serves and proc_files.has_same_network(self._proc, entry.pid, otherwise=False)
         return EngineProcess(
@@ -204,8 +203,7 @@ class Processes:
             started_at_seconds=self._boot_time_seconds + entry.started_seconds,
             since_boot_seconds=entry.started_seconds,
             cpu_seconds=usage[1],
-            anonymous_bytes=anonymous_bytes,
-            file_bytes=file_bytes,
+            **read_parts(self._proc, entry.pid),
             state=usage[2],
             cpu_pressure_ratio=read_cpu_pressure(self._proc) if serves else None,
             wait_seconds=find_wait(self._choice.ports or {self._page.port}) if is_near else None,

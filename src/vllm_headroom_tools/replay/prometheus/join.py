@@ -258,6 +258,17 @@ def _sample_own_engines(values: Iterable[Value]) -> Side:
     return [{"model_name": model, "engine": rank, **facts} for (model, rank), facts in sorted(engines.items())]
 
 
+_PROCESS_FIELDS: Final = {catalog.HOST_MEMORY.name: "rss", catalog.HOST_SWAP.name: "swap"}
+
+
+def _sample_own_processes(values: Iterable[Value]) -> Side:
+    roles: dict[str, dict[str, Any]] = {}
+    for series, value in values:
+        role = series.labels.get("process", "")
+        roles.setdefault(role, {"role": role})[_PROCESS_FIELDS[series.name]] = round(value)
+    return list(roles.values())
+
+
 def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
     page = build_page(profile, [Sample(series.name, dict(series.labels), value) for series, value in values])
     return [] if isinstance(page, Failure) else [build_engine_entry(engine) for engine in page.engines]
@@ -286,9 +297,9 @@ OWN_ENGINES: Final = Exporter(
 OWN_PROCESSES: Final = Exporter(
     side="processes",
     lead=(catalog.HOST_MEMORY.name,),
-    names=(catalog.HOST_MEMORY.name,),
+    names=tuple(_PROCESS_FIELDS),
     identity=frozenset(catalog.HOST_MEMORY.labels),
-    sample=lambda values: [{"role": each.labels.get("process"), "rss": round(value)} for each, value in values],
+    sample=_sample_own_processes,
 )
 ENGINES: Final = tuple(
     Exporter(

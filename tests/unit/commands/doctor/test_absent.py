@@ -79,7 +79,7 @@ def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings
     life, last = RunState(), set[str]()
     for step in range(STEPS):
         held = 40 * GIB + step * 4 * 2**20
-        process = EngineProcess(pid=1, role=Role.ENGINE_CORE, rss_bytes=GIB, started_at_seconds=1.0)
+        process = EngineProcess(pid=1, role=Role.ENGINE_CORE, rss_bytes=GIB, swap_bytes=0, started_at_seconds=1.0)
         seen = snapshot(
             at=float(step * STEP_SECONDS),
             engines=page(reading(step), inputs=tuple((name, True) for name in FIELDS)),

@@ -155,6 +155,23 @@ def test_host_memory_against_a_limit_has_a_time_and_what_the_kernel_did() -> Non
     assert "Out-of-memory kills by the kernel: 1." in told
 
 
+@pytest.mark.parametrize("bases", [("machine", "cgroup"), ("a later version's", "")])
+def test_a_use_is_compared_with_the_limit_of_its_own_sample(bases: tuple[str, str]) -> None:
+    scopes = [(8.62, 64.0, bases[0]), (2.2, 2.45, bases[1]), (2.1, 2.45, bases[1])]
+    hosts = [
+        {"used": int(used * 1024) * MIB, "limit": int(limit * 1024) * MIB, "basis": basis}
+        for used, limit, basis in scopes
+    ]
+    trace = [{**sample(BEGAN + 5 * number, 70_000 * MIB), "host": host} for number, host in enumerate(hosts)]
+
+    found = answer(trace)["host_memory"]
+    told = replay("-", trace=text(trace)).stdout
+
+    assert (found["used"], found["limit"]) == (int(2.2 * 1024) * MIB, int(2.45 * 1024) * MIB)
+    where = " in the engine's container" if bases[1] else ""
+    assert f"Host memory: at most 2.2 GiB of 2.45 GiB in use{where}." in told
+
+
 def test_a_host_leak_alone_fails_as_well() -> None:
     def host() -> Iterable[dict[str, Any]]:
         for record in leaking(HOURS):
@@ -309,6 +326,19 @@ def test_the_picture_shows_free_memory_and_the_way_to_zero(tmp_path: Path, leak:
     assert 'class="ahead"' in drawn
     begins, ends, *load = re.findall(r">([\d :-]+Z)</text>", drawn)
     assert load == [begins, ends], "both boxes have the same time"
+
+
+def test_the_picture_has_the_host_where_the_trace_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "host.svg"
+    records = [{**record, "host": {"used": 2 * 2**30, "limit": 5 * 2**30}} for record in flat(0.5)]
+
+    told = replay("-", "--svg", str(file), trace=text(records)).stdout
+
+    drawn = file.read_text(encoding="utf-8")
+    assert "host memory: free, down to zero</text>" in drawn
+    assert ">3 GiB</text>" in drawn
+    assert "host memory: free, down to zero, GiB" in told
+    assert "host memory" not in replay("-", trace=text(flat(0.5))).stdout
 
 
 def test_a_card_that_is_empty_after_an_end_sets_no_scale(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.unit.expose.views import day
+from tests.unit.expose.views import day, host_day
 from vllm_headroom.expose.snapshot import build_document
 from vllm_headroom.expose.view import View
 from vllm_headroom_tools.watch.frame import draw_frame
@@ -44,6 +44,14 @@ def test_instances_of_one_gpu_are_told_apart() -> None:
 
     assert "GPU 1 MIG-12345678: " in shown
     assert "GPU 1 MIG-abcdefgh: " in shown
+
+
+def test_free_host_memory_is_drawn_and_is_not_asked_of_an_earlier_sidecar() -> None:
+    seen = json.loads(json.dumps(build_document(host_day())))
+
+    assert "host memory: 4 GiB free, full in 4 min 0 s; the last 1 h 0 min, down to zero" in looked_at(seen, 100)
+    del seen["history"]["host_free_bytes"]
+    assert "host memory: " not in looked_at(seen, 100)
 
 
 def test_no_line_is_wider_than_the_terminal() -> None:

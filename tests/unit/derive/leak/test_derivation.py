@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
 from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import MIB
-from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
+from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks, measure_watches
 from vllm_headroom.derive.per_request import READINGS, Baselines, derive_baseline
 from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory, Metric, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Role, Source
@@ -95,6 +96,39 @@ def test_the_time_until_the_kernel_kills_is_told_where_the_limit_is_known() -> N
     assert values(unknown, catalog.HOST_LEAK_RATE)
 
 
+def test_the_time_left_counts_down_between_two_estimates() -> None:
+    """An estimate is made every two minutes; a spike takes no more than minutes from it, and a pause nothing."""
+
+    def spike(seen: Snapshot, seconds: float) -> Snapshot:
+        seen = on_host(TOTAL)(seen, seconds)
+        if seconds < 2 * 3600 - STEP or seen.host is None or seen.host.used_bytes is None:
+            return seen
+        return replace(seen, host=replace(seen.host, used_bytes=seen.host.used_bytes + 2000 * MIB))
+
+    said = list(run(2, leak, spike))
+
+    for metric in (catalog.TIME_TO_OOM, catalog.HOST_TIME_TO_OOM):
+        times = [left for samples in said[-30:-1] for left in values(samples, metric).values()]
+        assert times[0] - times[-1] == pytest.approx(28 * STEP, abs=60)
+        assert max(before - after for before, after in pairwise(times)) < 60
+    for metric in (catalog.TIME_TO_OOM_LOWER, catalog.HOST_TIME_TO_OOM_LOWER):
+        assert len({left for samples in said[-30:] for left in values(samples, metric).values()}) > 20
+    *_, before, last = (values(samples, catalog.HOST_TIME_TO_OOM)[()] for samples in said[-30:])
+    assert 0 < before - last <= 300
+
+
+def test_the_time_left_is_there_as_soon_as_the_room_is_known() -> None:
+    """A reading of the host that failed when the estimate was made does not cost the time until the next one."""
+
+    def fails(seen: Snapshot, seconds: float) -> Snapshot:
+        is_lost = seconds % 120 < 30  # every block ends within these
+        return replace(on_host(TOTAL)(seen, seconds), **({"host": None} if is_lost else {}))
+
+    told = [bool(values(samples, catalog.HOST_TIME_TO_OOM)) for samples in run(2, leak, fails)][-16:]
+
+    assert told == [number * STEP % 120 >= 30 for number in range(16)]
+
+
 def test_the_kernel_kills_at_the_last_page() -> None:
     """A GPU's allocator fails with some 100 MiB left, which a slow leak takes a quarter of an hour for."""
     *_, last = run(2, leak, on_host(int(BASE + leak(2 * 3600)) + 64 * MIB))
@@ -122,6 +156,20 @@ def test_a_limit_that_is_reached_leaves_no_time() -> None:
     assert values(last, catalog.HOST_TIME_TO_OOM) == {(): 0.0}
 
 
+def test_a_series_is_watched_from_its_first_reading_on() -> None:
+    assert measure_watches(LeakMemory()) == {}
+    state = LeakMemory()
+    for seconds in (1000.0, 1600.0):
+        seen = snapshot(
+            at=seconds,
+            processes=(EngineProcess(pid=7, role=Role.WORKER, rss_bytes=10**9, started_at_seconds=1.0),),
+            life=SERVING,
+        )
+        state, _ = derive_leaks(state, seen)
+
+    assert measure_watches(state) == {"GPU-a": 600.0, "worker": 600.0}
+
+
 def test_weights_that_are_mapped_from_disk_are_no_growth() -> None:
     def maps_more(seen: Snapshot, seconds: float) -> Snapshot:
         (worker,) = on_host(TOTAL, file_bytes=int(seconds * 10**8))(seen, seconds).processes  # type: ignore[misc]
@@ -131,6 +179,21 @@ def test_weights_that_are_mapped_from_disk_are_no_growth() -> None:
 
     assert {state for samples in said for state in states(samples, catalog.HOST_LEAK_STATE)} <= {"warming_up", "stable"}
     assert not any(values(samples, catalog.HOST_TIME_TO_OOM) for samples in said)
+
+
+def test_a_leak_that_is_swapped_out_is_one() -> None:
+    """As in ollama/ollama#18106: 9.3 GiB in swap and 60 MiB resident."""
+
+    def swaps(seen: Snapshot, seconds: float) -> Snapshot:
+        (worker,) = on_host(None)(seen, seconds).processes  # type: ignore[misc]
+        kept = 60 * MIB
+        swapped = replace(worker, rss_bytes=kept, swap_bytes=int(leak(seconds)))
+        return replace(seen, processes=(swapped,), host=HostMemory(used_bytes=kept))
+
+    *_, last = run(2, leak, swaps)
+
+    assert "leaking" in states(last, catalog.HOST_LEAK_STATE)
+    assert values(last, catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(LEAK * RATE, rel=0.05)
 
 
 def test_the_figures_of_a_leak_are_absent_unless_it_grows() -> None:

@@ -84,7 +84,7 @@ REPORTS: Final = (
     ),
     Report(
         source="ollama/ollama#18106",
-        says="host, by request: 0.30 to 9.35 GiB in 5.5 h",
+        says="host, by request, most of it swapped out: 0.30 to 9.35 GiB in 5.5 h",
         first_bytes=0.30 * GIB,
         last_bytes=9.35 * GIB,
         hours=5.5,

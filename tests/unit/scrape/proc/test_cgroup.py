@@ -138,6 +138,33 @@ def test_a_limit_that_the_machine_cannot_reach_is_none(proc: ProcTree, cgroups: 
     assert (found.limit_bytes, found.used_bytes) == (None, 40 * GIB)
 
 
+def test_what_is_swapped_out_is_read_in_both_versions_and_else_unknown(proc: ProcTree, cgroups: V2Tree) -> None:
+    def swapped() -> int | None:
+        found = seen(proc)
+        assert found is not None
+        return found.swap_bytes
+
+    folder = cgroups.add("vllm", pids=(20,), used=3 * GIB)
+
+    assert swapped() is None
+    (folder / "memory.stat").write_text("total_swap 4096\n")
+    assert swapped() == 4096
+    (folder / "memory.swap.current").write_text("8192\n")
+    assert swapped() == 8192
+    (folder / "memory.swap.current").write_text("a lie\n")
+    assert swapped() is None
+
+
+def test_a_limit_that_fails_to_be_read_is_not_the_absence_of_one(proc: ProcTree, cgroups: V2Tree) -> None:
+    folder = cgroups.add("vllm", pids=(20,), limit=64 * GIB, used=3 * GIB)
+    (folder / "memory.max").unlink()
+    assert (found := seen(proc)) is not None
+    assert found.limit_bytes is None
+    (folder / "memory.max").mkdir()  # reading it fails, as any file may for lack of descriptors
+
+    assert seen(proc) is None
+
+
 def test_a_new_container_under_an_old_name_is_another(proc: ProcTree, cgroups: V2Tree, tmp_path: Path) -> None:
     cgroups.add("vllm", pids=(20,)).rename(tmp_path / "gone")
     cgroups.add("vllm", pids=(20,))

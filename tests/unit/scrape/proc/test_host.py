@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.model import EngineProcess, MachineMemory
-from vllm_headroom.scrape.proc.host import read_cpu_pressure, read_host, read_machine, read_resident_parts, read_shm
+from vllm_headroom.scrape.proc.host import read_cpu_pressure, read_host, read_machine, read_parts, read_shm
 from vllm_headroom.vocabulary import Role
 
 PROC = Path("/proc")
@@ -157,16 +157,16 @@ def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> 
     with subprocess.Popen([sys.executable, "-c", program, str(weights)], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        anonymous, file = read_resident_parts(PROC, process.pid)
+        found = read_parts(PROC, process.pid)
         process.kill()
 
-    assert file is not None
-    assert anonymous is not None
-    assert file >= 32 * MIB
-    assert 16 * MIB <= anonymous < 40 * MIB
+    assert found["file_bytes"] >= 32 * MIB
+    assert 16 * MIB <= found["anonymous_bytes"] < 40 * MIB
 
 
 def test_a_kernel_that_does_not_tell_the_parts_leaves_them_unknown(tree: ProcTree) -> None:
-    assert read_resident_parts(tree.path, 20) == (None, None)
-    (tree.path / "20" / "status").write_text("Name:\tvllm\nVmRSS:\t  40 kB\n")
-    assert read_resident_parts(tree.path, 20) == (None, None)
+    assert read_parts(tree.path, 20) == {}
+    (tree.path / "20" / "status").write_text("Name:\tvllm\nVmRSS:\t  40 kB\nVmSwap:\tmany kB\n")
+    assert read_parts(tree.path, 20) == {}
+    (tree.path / "20" / "status").write_text("Name:\tvllm\nRssAnon:\t 40 kB\nRssFile:\t 8 kB\nVmSwap:\t 7 kB\n")
+    assert read_parts(tree.path, 20) == {"anonymous_bytes": 40960, "file_bytes": 8192, "swap_bytes": 7168}

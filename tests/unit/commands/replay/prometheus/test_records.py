@@ -85,6 +85,7 @@ def test_its_own_series_come_first_and_tell_whose_the_memory_is(server: Promethe
     server.add("headroom_engine_requests_finished_total", scraped(20, lambda s: s), **MODEL)
     server.add("headroom_engine_awake", scraped(20, level(0)), **MODEL)
     server.add("headroom_host_memory_bytes", scraped(20, level(5000)), process="engine_core")
+    server.add("headroom_host_swap_bytes", scraped(20, level(700)), process="engine_core")
 
     found = records(server, 20)[4]
 
@@ -92,7 +93,7 @@ def test_its_own_series_come_first_and_tell_whose_the_memory_is(server: Promethe
         {"gpu": 1, "uuid": UUID, "total": 1000, "used": 100, "reserved": None, "engine": 70, "other": 20}
     ]
     assert found["engines"] == [{**MODEL, "running": 2, "finished_total": 60, "awake": False}]
-    assert found["processes"] == [{"role": "engine_core", "rss": 5000}]
+    assert found["processes"] == [{"role": "engine_core", "rss": 5000, "swap": 700}]
 
 
 def test_a_gpu_that_was_not_taken_for_the_engines_is_left_out(server: PrometheusServer) -> None:
