@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from math import inf
 from statistics import median
@@ -153,17 +154,41 @@ def _add_page(case: Case, snapshot: Snapshot, run: EngineRun) -> Case:
 
 
 def _name_lost(case: Case, run: EngineRun, snapshot: Snapshot) -> tuple[Lost, ...]:
-    """Return the necessary processes of which fewer are left than there were."""
+    """Return the necessary processes that have exited; one that outlives its server has not."""
+    if not case.whole:
+        return tuple(map(Lost, run.lost))
     processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
-    left = {(process.pid, process.role) for process in processes}
-    gone = {Lost(each.role, each.pid or None) for each in case.whole if each.role in run.lost}
-    named = tuple(sorted(each for each in gone if (each.pid, each.role) not in left))
-    return named or tuple(map(Lost, run.lost))
+    left = Counter(_list_names((*processes, *_list_orphaned(case, snapshot))))
+    gone = Counter(_list_names(each for each in case.whole if each.role in run.lost)) - left
+    return tuple(sorted(gone))
+
+
+def _list_names(processes: Iterable[EngineProcess]) -> list[Lost]:
+    return [Lost(each.role, each.pid or None) for each in processes]
+
+
+def _list_orphaned(case: Case, snapshot: Snapshot) -> list[EngineProcess]:
+    """Return the processes that outlive their server on its GPUs.
+
+    In a trace without pids these are workers, or the core of an engine that has no workers.
+    """
+    pids = [left.pid for gpu in snapshot.owned for left in gpu.leftovers if left.fate is Fate.ORPHANED]
+    if any(pids):
+        return [each for each in case.whole if each.pid in pids]
+    holder = Role.WORKER if any(each.role is Role.WORKER for each in case.whole) else Role.ENGINE_CORE
+    return [each for each in case.whole if each.role is holder][: len(pids)]
 
 
 def _count_orphans(snapshot: Snapshot) -> int:
     """Count the orphaned processes on the engine's GPUs: a stopped engine leaves none."""
     return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
+
+
+def _name_before_orphans(case: Case, snapshot: Snapshot) -> tuple[Lost, ...]:
+    """Return the necessary processes of an engine that ended as a whole, except for those that outlive it."""
+    orphaned = _list_orphaned(case, snapshot)
+    gone = [each for each in case.whole if each.role is not Role.OTHER and each not in orphaned]
+    return tuple(sorted(_list_names(gone))) or (Lost(Role.API_SERVER),)
 
 
 def _add_sample(case: Case, gpu: Gpu, snapshot: Snapshot, is_first: bool) -> GpuCase:  # noqa: FBT001 - private
@@ -264,9 +289,8 @@ def build_ending(
     hung = case.hung_since is not None and (reason not in MEMORY_REASONS or now - case.hung_since > SEQUENCE_SECONDS)
     first = case.first
     if not first and is_end and _count_orphans(snapshot) > case.orphans:
-        pids = [each.pid for each in case.whole if each.role is Role.API_SERVER and each.pid]
-        first = (Lost(Role.API_SERVER, pids[0] if pids else None),)
-    elif not first and not is_end and snapshot.page is not None:
+        first = _name_lost(case, run, snapshot) if run.lost else _name_before_orphans(case, snapshot)
+    elif not first and not is_end and run.lost:
         first = _name_lost(case, run, snapshot)
     usual = [running for at, running in case.running if at < now - LAST_SECONDS]
     loaded = any(map(_was_loaded, case.gpus.values()))

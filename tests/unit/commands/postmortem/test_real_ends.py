@@ -1,0 +1,150 @@
+"""Real ends: vLLM on stand-in cards and on the CPU that was killed, stopped or out of memory beside a daemon.
+
+Each is judged as an incident, and without its header as a trace, at the rate of its record and with half its samples.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from msgspec import Struct
+
+from tests.captures.ends.keep import HERE
+from vllm_headroom.model import Ending
+from vllm_headroom.trace.entries import HEADER, encode_line
+from vllm_headroom.trace.flight import INCIDENT
+from vllm_headroom.trace.parse import read_trace
+from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, Role
+from vllm_headroom_tools.history import LeakReplay
+from vllm_headroom_tools.postmortem.command import build_report
+
+CORE, WORKER, SERVER = Role.ENGINE_CORE, Role.WORKER, Role.API_SERVER
+
+
+class Truth(Struct, frozen=True):
+    """What was done to the engine, and `at` what time in seconds since the epoch its first process exited.
+
+    `order` is in what order its processes exited, and `shown` is how many of them the whole record shows to have exited
+    before the rest. `reason` is that of the exit; `replayed` where the samples, which lack the probe's reports, have
+    another.
+    """
+
+    cause: EndCause
+    at: float
+    order: tuple[Role, ...]
+    shown: int = 1
+    reason: ExitReason = ExitReason.GONE
+    replayed: ExitReason | None = None
+
+
+CORE_KILLED: Final = Truth(cause=EndCause.CRASH, at=1795495492.59, order=(CORE, SERVER, WORKER))
+SERVER_KILLED: Final = Truth(cause=EndCause.CRASH, at=1795495699.64, order=(SERVER, CORE))
+WORKER_KILLED: Final = Truth(cause=EndCause.CRASH, at=1795496062.13, order=(WORKER, SERVER, CORE))
+"""One of two; the core waits for it for ever, and was killed minutes later."""
+NEVER_FITTED: Final = Truth(
+    cause=EndCause.NEVER_FITTED,
+    at=1795496394.16,
+    order=(CORE, SERVER),
+    shown=0,
+    reason=ExitReason.OUT_OF_MEMORY,
+    replayed=ExitReason.GONE,
+)
+FILLED: Final = Truth(
+    cause=EndCause.BURST, at=1795496530.01, order=(CORE, SERVER), shown=0, reason=ExitReason.OUT_OF_MEMORY
+)
+"""Tensors were kept until nothing was left, within two seconds."""
+
+REAL: Final = {
+    "card-core-killed-at-work-1s": CORE_KILLED,
+    "card-core-killed-at-work-5s": CORE_KILLED,
+    "card-filled-1s": FILLED,
+    "card-filled-5s": FILLED,
+    "card-never-fitted-1s": NEVER_FITTED,
+    "card-never-fitted-5s": NEVER_FITTED,
+    "card-server-killed-at-work-1s": SERVER_KILLED,
+    "card-server-killed-at-work-5s": SERVER_KILLED,
+    "card-worker-killed-at-work-1s": WORKER_KILLED,
+    "card-worker-killed-at-work-5s": WORKER_KILLED,
+}
+OLD: Final = {"old-card-prompt-logprobs": (EndCause.BURST, ExitReason.OUT_OF_MEMORY)}
+"""Incidents that the version before this one wrote, whose header has no cause: they stay readable."""
+
+PARTS: Final = {"all": slice(None), "even": slice(None, None, 2), "odd": slice(1, None, 2)}
+
+
+def read_lines(name: str) -> list[bytes]:
+    with gzip.open(HERE / f"{name}.jsonl.gz") as stream:
+        return stream.readlines()
+
+
+def write_part(folder: Path, name: str, part: str, *, headed: bool) -> Path:
+    """Write a capture with a part of its samples, and perhaps without the facts of the incident."""
+    first, *samples = read_lines(name)
+    file = folder / "trace.jsonl"
+    file.write_bytes(b"".join((first if headed else encode_line(HEADER), *samples[PARTS[part]])))
+    return file
+
+
+def check_order(truth: Truth, ending: Ending, part: str) -> None:
+    """Require that those named as the first to exit are the first, and at the full rate that they are named."""
+    named = {each.role for each in ending.first}
+    assert named in [set(truth.order[:count]) for count in range(len(truth.order))]
+    if part == "all":
+        assert named == set(truth.order[: truth.shown])
+
+
+CASES: Final = [pytest.param(name, part, id=f"{name}-{part}") for name in REAL for part in PARTS]
+
+
+@pytest.mark.parametrize(("name", "part"), CASES)
+def test_a_real_incident_has_its_cause_and_who_went_first(tmp_path: Path, name: str, part: str) -> None:
+    truth, report = REAL[name], build_report(write_part(tmp_path, name, part, headed=True))
+
+    assert report.findings[0].cause == truth.cause
+    assert report.ending is not None
+    check_order(truth, report.ending, part)
+
+
+@pytest.mark.parametrize(("name", "part"), CASES)
+def test_its_samples_alone_have_one_exit_at_its_time_and_its_cause(tmp_path: Path, name: str, part: str) -> None:
+    truth, file, watch = REAL[name], write_part(tmp_path, name, part, headed=False), LeakReplay()
+    for snapshot in read_trace(str(file)):
+        watch.step(snapshot)
+    reason = truth.replayed or truth.reason
+
+    assert [each.reason for each in watch.events if each.what is IncidentKind.ENDED] == [reason]
+    assert watch.runs.exits == {reason: 1}
+    assert watch.runs.restarts == 0
+    assert all(each.seconds >= truth.at for each in watch.events)
+    assert build_report(file).findings[0].cause == truth.cause
+
+
+def read_header(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(read_lines(name)[0])[INCIDENT]
+    return found
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_daemon_counted_the_reason_of_the_exit(name: str) -> None:
+    reasons = [each["reason"] for each in read_header(name)["events"] if each["what"] == IncidentKind.ENDED]
+
+    assert reasons == [REAL[name].reason]
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_incident_of_the_version_before_is_read(name: str) -> None:
+    report = build_report(HERE / f"{name}.jsonl.gz")
+
+    assert "cause" not in read_header(name)
+    assert report.ending is not None
+    assert (report.findings[0].cause, report.ending.reason) == OLD[name]
+    assert report.incident is not None
+    assert report.incident.before.leaks
+
+
+def test_every_capture_is_judged() -> None:
+    assert {file.name for file in HERE.glob("*.gz")} == {f"{name}.jsonl.gz" for name in (*REAL, *OLD)}
