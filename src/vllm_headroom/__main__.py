@@ -26,7 +26,7 @@ COMMANDS = {
 
 def main() -> None:
     """Run the command that the process was started with, the daemon without one."""
-    is_named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
+    is_named = len(sys.argv) > 1 and not sys.argv[1].startswith("-") and "://" not in sys.argv[1]
     name = sys.argv[1] if is_named else "run"
     stand_in()
     count_files()

@@ -62,7 +62,7 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
         status = BAD_INPUT
         import difflib  # noqa: PLC0415 - only a mistake asks for it
 
-        closest = [f"--engine-url {name}"] if "://" in name else difflib.get_close_matches(name, table, n=1)
+        closest = difflib.get_close_matches(name, table, n=1)
         meant = f"did you mean {closest[0]}?" if closest else f"accepts {', '.join(table)}"
         tell(f"{PROGRAM}: {name!r}: not a command, {meant}")
     logging.shutdown()

@@ -136,6 +136,8 @@ Each is an option, an environment variable and a key of the YAML file:
 The command line beats the environment, and the environment beats the file.
 An empty environment variable counts as not set."""
 
+ENGINE_URL: Final = "--engine-url"
+
 OPTION: Final = re.compile(r"--|-[A-Za-z]")
 """How an option begins; a negative number is a value."""
 
@@ -190,9 +192,12 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the values by name, with `settings` where they were added.
 
-        Raises BadOptions with every mistake, also in a value that another source overrides, and Printed.
+        A first word that is a URL is the engine's, where the command has no place for words. Raises BadOptions with
+        every mistake, also in a value that another source overrides, and Printed.
         """
         places = [action for action in self._actions if not action.option_strings]
+        if not places and ENGINE_URL in self._option_string_actions and "://" in "".join(argv[:1]):
+            argv = (ENGINE_URL, *argv)
         typed, loose = self._split(argv, len(places))
         sound, mistakes = self._sound(typed)
         mistakes += [f"{word!r}: not an option, see --help" for word in loose[len(places) :]]

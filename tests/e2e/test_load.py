@@ -197,7 +197,7 @@ def test_an_engine_that_dies_is_not_good(trace: Path, stopped_at_the_end: list[L
 
     assert len(found["steps"]) == 1, "it does not go on without the engine"
     assert found["interrupted"] is False
-    assert found["faults"][0] == "the engine is gone: its page refuses connections"
+    assert found["faults"][0].startswith("the engine is gone: its page refuses connections")
     assert found["requests"]["succeeded"] == server.finished
     assert found["requests"]["refused"] > 0
     assert "engine in " in " ".join(found["unread"])

@@ -135,7 +135,6 @@ def test_without_files_to_open_it_ends_with_a_line(argv: tuple[str, ...]) -> Non
     ("word", "meant"),
     [
         ("doctr", "did you mean doctor?"),
-        ("http://gpu-7:8000", "did you mean --engine-url http://gpu-7:8000?"),
         (
             "x",
             "accepts run, demo, doctor, probe, plan, preflight, smoke, load, check, advise, watch, postmortem, replay",
@@ -147,6 +146,13 @@ def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str)
 
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == f"vllm-headroom: {word!r}: not a command, {meant}\n"
+
+
+@pytest.mark.parametrize("words", [(), ("run",), ("doctor",), ("smoke",)])
+def test_a_first_word_that_is_a_url_is_the_engines(words: tuple[str, ...]) -> None:
+    process = run_process(*words, "http://gpu-7:8000", "--print-config")
+
+    assert yaml.safe_load(process.stdout)["engine_url"] == "http://gpu-7:8000/metrics", process.stderr
 
 
 @pytest.mark.parametrize("name", ["run", "demo", "plan", "check", "advise", "postmortem", "replay"])

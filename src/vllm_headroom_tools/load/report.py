@@ -90,8 +90,9 @@ def build_document(
     ]
     died = any(step.tally.engine_dead for step in steps)
     ended = whole.ended or ("the engine died: its web server says so" if died else None)
-    if ended is not None and (causes := [end for end in watch.events if end.what is IncidentKind.ENDED]):
-        ended = f"{ended}. {judge_ending(causes[-1])[0].sentence.removesuffix('.')}"
+    end = next((event for event in watch.events if event.what is IncidentKind.ENDED), None)
+    if ended is not None and end is not None:
+        ended = f"{ended}. {judge_ending(end)[0].sentence.removesuffix('.')}"
     found = list(list_faults(outcomes, ended, (*gpus, *host), stopped=stopped))
     is_unsure = stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]  # one cut short is never good
     verdict = Conclusion.CANNOT_TELL if is_unsure else Conclusion.GOOD
