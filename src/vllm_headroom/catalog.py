@@ -259,6 +259,11 @@ HOST_TIME_TO_OOM_LOWER: Final = _gauge(
     "host_time_to_oom_seconds_lower", (), "Lower bound of the time until the kernel kills."
 )
 
+SITUATION: Final = _gauge(
+    "situation",
+    ("situation",),
+    "1 for the worst situation that holds for the engine and its GPUs, and 0 for all others.",
+)
 GATE_OPEN: Final = _gauge(
     "gate_open", ("gate",), "1 while this gate is open, 0 while it is closed; absent where it is not configured."
 )

@@ -205,6 +205,26 @@ class Level(StrEnum):
     ALARM = "alarm"
 
 
+class Situation(StrEnum):
+    """What holds for the engine and its GPUs, worst first."""
+
+    CRASH_LOOP = "crash_loop"
+    DOWN = "down"
+    STALLED = "stalled"
+    LEAKING = "leaking"
+    HOST_LEAK = "host_leak"
+    LOW_MEMORY = "low_memory"
+    OVER_BUDGET = "over_budget"
+    NEIGHBOUR = "neighbour"
+    GROWING = "growing"
+    STRANDED = "stranded"
+    BLIND = "blind"
+    FILLING = "filling"
+    STARTING = "starting"
+    ASLEEP = "asleep"
+    HEALTHY = "healthy"
+
+
 WORDS: Final = {Level.GOOD: "OK", Level.UNKNOWN: "NOT KNOWN", Level.WARNING: "WARNING", Level.ALARM: "ALARM"}
 """The level as shown on the page and in the terminal."""
 

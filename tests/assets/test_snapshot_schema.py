@@ -10,7 +10,7 @@ from tests.assets.console import ROOT
 from tests.conftest import Golden
 from vllm_headroom.expose.snapshot import MANY, STATE, WHOLE, build_key, list_metrics
 from vllm_headroom.model import Metric
-from vllm_headroom.vocabulary import Level
+from vllm_headroom.vocabulary import Level, Situation
 
 NUMBER: Final = {"type": ["number", "null"]}
 TEXT: Final = {"type": "string"}
@@ -53,6 +53,7 @@ def schema() -> dict[str, Any]:
         for name, labels in MANY.items()
     }
     verdict = {"subject": TEXT, "level": level, "sentence": TEXT, "alert": MAYBE, "runbook": MAYBE}
+    verdict |= {"situation": {"enum": [str(each) for each in Situation]}}
     history = {
         "step_seconds": {"type": "number"},
         "gpus": listed(closed({"uuid": TEXT, "free_bytes": curve, "free_at_peak_bytes": curve})),

@@ -37,7 +37,7 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.gates import GATE, build_gate
 from vllm_headroom.derive.leak.leak import measure_watches
 from vllm_headroom.derive.readings import count_running
-from vllm_headroom.derive.verdicts import judge_snapshot
+from vllm_headroom.derive.verdicts import VERDICTS, build_verdicts
 from vllm_headroom.expose.answers import Handler, build_application
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page import render_page, respond_html
@@ -73,7 +73,10 @@ def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canar
         clock=parts.clock,
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
         recall=recall,
-        judge=partial(build_gate, settings.gate_ready_seconds),
+        judges=(
+            lambda values, _: build_gate(settings.gate_ready_seconds, values),
+            lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name])),
+        ),
         canary=canary,
         host_limit_bytes=settings.host_memory_limit_bytes,
     )
@@ -159,7 +162,6 @@ class Daemon:
         self._heartbeat = Heartbeat(self._interval_seconds, clock, asyncio.get_running_loop().time)
         self._grace = GraceTime(settings.gpu_fatal_grace_seconds)
         self._history = History()
-        self._verdicts: tuple[Verdict, ...] = ()
         lines = logs.remember_lines().lines
         self._flight = None if folder is None else Flight(folder=folder, lines=lines, version=version, lock=lock)
         self._keeper = None if folder is None else StateKeeper(folder=folder, clock=clock, version=version, lock=lock)
@@ -203,8 +205,6 @@ class Daemon:
     async def _tick(self) -> None:
         is_first = self._sampler.published is None
         snapshot = await self._sampler.tick()
-        watches = measure_watches(self._sampler.states[LEAK.name])
-        self._verdicts = judge_snapshot(snapshot, self._sampler.values, watches)
         self._history.step(snapshot, self._verdicts, count_running(snapshot.page))
         self._heartbeat.beat()
         if is_first:
@@ -239,6 +239,10 @@ class Daemon:
             await run_every(SAVE_SECONDS, lambda: keeper.save(collect()), self._clock)
         finally:
             await keeper.save(collect(), LAST_SAVE_SECONDS)
+
+    @property
+    def _verdicts(self) -> tuple[Verdict, ...]:
+        return tuple(self._sampler.states[VERDICTS])
 
     @property
     def _last_incident(self) -> Incident | None:

@@ -182,6 +182,8 @@ class Sources(Struct, frozen=True, kw_only=True):
 PARSE_SECONDS: Final = 2.0
 """A page of eight engines takes 1 ms, the costliest page of the allowed size half a second."""
 
+Judge = Callable[[Values, Mapping[str, Any]], Derivation[Any]]
+
 T = TypeVar("T")
 Timed = tuple[T, ReadingTime]
 
@@ -190,8 +192,8 @@ class Sampler:
     """Owns the state of every derivation and what is published: `published` and `values`, None and empty before a tick.
 
     `recall` returns, at any snapshot, the states of an earlier process, by derivation, to continue from.
-    `host_limit_bytes` is the operator's limit of the engine's container. `judge` returns the last derivation, from the
-    values of all others.
+    `host_limit_bytes` is the operator's limit of the engine's container. `judges` build the last derivations, from the
+    values and states of those before.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class Sampler:
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
         host_limit_bytes: int | None = None,
-        judge: Callable[[Values], Derivation[Any]] | None = None,
+        judges: tuple[Judge, ...] = (),
         canary: Canary | None = None,
     ) -> None:
         self.published: Published | None = None
@@ -225,9 +227,9 @@ class Sampler:
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._transitions = Transitions(selection)
         self._recall = recall
-        self._judge = judge
-        if judge is not None:
-            last = judge(self.values)
+        self._judges = judges
+        for build in judges:
+            last = build(self.values, self._states)
             self._states[last.name] = last.initial
         self._canary = canary
 
@@ -245,8 +247,8 @@ class Sampler:
         self._transitions.report(snapshot)
         samples = tuple(chain.from_iterable(self._derive(derivation, snapshot) for derivation in self._derivations))
         values = Values(samples)
-        if self._judge is not None and (judged := self._derive(self._judge(values), snapshot)):
-            samples += judged
+        for build in self._judges:
+            samples += self._derive(build(values, self._states), snapshot)
             values = Values(samples)
         self._transitions.verdicts(values)
         self.snapshot, self.values = snapshot, values

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import Final
 
+from msgspec.structs import replace
+
 from vllm_headroom import catalog
+from vllm_headroom.derive import Derivation
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.life.signs import is_starved
-from vllm_headroom.model import EngineStatus, Failure, GpuReading, HostMemory, Snapshot, Values, Verdict
+from vllm_headroom.derive.readings import make_states
+from vllm_headroom.model import (
+    NO_VERDICT,
+    EngineStatus,
+    Failure,
+    GpuReading,
+    HostMemory,
+    Sample,
+    Snapshot,
+    Values,
+    Verdict,
+)
 from vllm_headroom.units import format_duration, format_size
-from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
+from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level, Situation
 
 HOUR_SECONDS: Final = 3600.0
 DAY_SECONDS: Final = 24 * HOUR_SECONDS
@@ -33,7 +48,8 @@ def describe_gpu_leak(values: Values, reading: GpuReading, *, sure: bool) -> Ver
     rate = _format_rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
     where = values.state(catalog.LEAK_LOCATION, gpu, uuid)
     place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
-    return _build_verdict(name, name, f"{rate}{place}", (left, least), GPU_ALERTS, sure=sure)
+    found = _build_verdict(name, name, f"{rate}{place}", (left, least), GPU_ALERTS, sure=sure)
+    return replace(found, situation=Situation.LEAKING if sure else Situation.GROWING)
 
 
 def describe_host_leak(values: Values, role: str, *, sure: bool) -> Verdict:
@@ -54,6 +70,7 @@ def _build_verdict(
         level=Level.ALARM if sure or soon else Level.WARNING,
         sentence=f"{name} {verb}{how}{_format_time_left(left, least)}.",
         alert=_choose_alert(alerts, left, sure=sure),
+        situation=Situation.HOST_LEAK,
     )
 
 
@@ -89,6 +106,9 @@ LOW_SHARE: Final = 0.5
 """As HeadroomGpuMemoryLow: free memory below this, and below this share of what was free when the engine became
 ready."""
 
+TIGHT_SHARE: Final = 0.02
+"""An engine over its budget on a GPU with less free than this share is reported."""
+
 LOW_HOST_BYTES: Final = 4 * 2**30
 LOW_HOST_SHARE: Final = 0.05
 """As HeadroomHostMemoryLow: less left than this, and than this share of the limit; LOW_SHARE applies too."""
@@ -101,7 +121,7 @@ STRANDED: Final = 0.05
 LOOP: Final = 3
 """Exits in 90 minutes, as in HeadroomEngineCrashLoop."""
 
-ENGINE_SENTENCES: Final = {
+ENGINE_SENTENCES: Final[dict[EngineState, tuple[Level, str, str | None]]] = {
     EngineState.DOWN: (
         Level.ALARM,
         "is down: its metrics page does not answer and no engine process is running",
@@ -112,6 +132,15 @@ ENGINE_SENTENCES: Final = {
     EngineState.ASLEEP: (Level.GOOD, "is asleep", None),
     EngineState.SERVING: (Level.GOOD, "serves", None),
     EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
+}
+
+SITUATIONS: Final = {
+    EngineState.DOWN: Situation.DOWN,
+    EngineState.STARTING: Situation.STARTING,
+    EngineState.STALLED: Situation.STALLED,
+    EngineState.ASLEEP: Situation.ASLEEP,
+    EngineState.SERVING: Situation.HEALTHY,
+    EngineState.UNKNOWN: Situation.BLIND,
 }
 
 LAST_SEEN: Final = {EngineState.SERVING: "served when last seen", EngineState.ASLEEP: "was asleep when last seen"}
@@ -125,24 +154,39 @@ NEVER_SEEN: Final = (
 """HeadroomEngineDown also waits until an engine has been seen."""
 
 QUIET: Final[dict[str | None, tuple[Level, str]]] = {
-    LeakState.STABLE: (Level.GOOD, " shows no leak"),
-    LeakState.UNSETTLED: (Level.GOOD, " shows no leak so far, under a load that changes"),
-    LeakState.ASLEEP: (Level.GOOD, ": the engine sleeps"),
-    LeakState.WARMING_UP: (Level.UNKNOWN, ": too early to tell whether it leaks"),
+    LeakState.STABLE: (Level.GOOD, "no leak seen"),
+    LeakState.UNSETTLED: (Level.GOOD, "no leak seen under a load that changes"),
+    LeakState.ASLEEP: (Level.GOOD, "the engine sleeps"),
+    LeakState.WARMING_UP: (Level.UNKNOWN, "too early to tell whether it leaks"),
 }
 """The sentence where nothing grows; the most informative state comes first."""
 
-NOT_KNOWN: Final = (Level.UNKNOWN, ": whether it leaks is not known")
+NOT_KNOWN: Final = (Level.UNKNOWN, "whether it leaks is not known")
 
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
 """A leak in large steps is an alarm after four hours, an even one mostly sooner: until then none is only not seen."""
 
 
+VERDICTS: Final = "verdicts"
+
+BAD: Final = (Level.WARNING, Level.ALARM)
+
+
+def build_verdicts(values: Values, watches: Mapping[str, float]) -> Derivation[tuple[Verdict, ...]]:
+    """Build the derivation of the verdicts, its state, and of the situation, that of the first of them."""
+
+    def step(_: tuple[Verdict, ...], snapshot: Snapshot) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
+        said = judge_snapshot(snapshot, values, watches)
+        return said, make_states(catalog.SITUATION, (), said[0].situation)
+
+    return Derivation(name=VERDICTS, initial=(NO_VERDICT,), step=step)
+
+
 def judge_snapshot(
     snapshot: Snapshot, values: Values, watches: Mapping[str, float] = MappingProxyType({})
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts on a tick, worst first, then GPUs, engine and host.
+    """Return the verdicts on a tick: alarms, then warnings, then the rest, each by its situation; at least one.
 
     `watches` is for how long the detector has been comparing each GPU, by UUID, and each role's memory.
     """
@@ -152,7 +196,12 @@ def judge_snapshot(
         *_judge_host(snapshot, values, watches),
         *_judge_gates(values),
     )
-    return tuple(sorted(said, key=lambda verdict: -tuple(Level).index(verdict.level)))
+    return tuple(sorted(said, key=_rank))
+
+
+def _rank(verdict: Verdict) -> tuple[int, int, int]:
+    level = tuple(Level).index(verdict.level)
+    return -level if verdict.level in BAD else 0, tuple(Situation).index(verdict.situation), -level
 
 
 def _describe_quiet(states: Collection[str | None], watches: Iterable[float]) -> tuple[Level, str]:
@@ -160,23 +209,24 @@ def _describe_quiet(states: Collection[str | None], watches: Iterable[float]) ->
     watched = min(watches, default=SURE_SECONDS)
     if state != LeakState.STABLE or watched >= SURE_SECONDS:
         return QUIET.get(state, NOT_KNOWN)
-    return Level.GOOD, f": watched for {format_duration(watched)}, no leak seen"
+    return Level.GOOD, f"watched for {format_duration(watched)}, no leak seen"
 
 
 def _judge_gpus(snapshot: Snapshot, values: Values, watches: Mapping[str, float]) -> Iterator[Verdict]:
+    blind = partial(Verdict, situation=Situation.BLIND)
     if isinstance(snapshot.gpus, Failure):
-        text = f"The GPUs cannot be read: {snapshot.gpus.message}"
-        yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=_end_sentence(text), alert="HeadroomSourceDown")
+        text = _end_sentence(f"The GPUs cannot be read: {snapshot.gpus.message}")
+        yield blind(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSourceDown")
         return
     if not snapshot.owned:
         text = "No GPU is known to be the engine's: no GPU memory is judged."
-        yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
+        yield blind(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
     for gpu in (each for each in snapshot.devices if each.is_left_out):
         text = (
             f"the engine's processes hold {format_size(gpu.engine_bytes or 0)} of it, and HEADROOM_GPUS leaves it out"
         )
         name = gpu.reading.called
-        yield Verdict(subject=name, level=Level.WARNING, sentence=f"{name} is not judged: {text}.")
+        yield blind(subject=name, level=Level.WARNING, sentence=f"{name} is not judged: {text}.")
     for gpu in sorted(snapshot.owned, key=lambda each: each.reading.index):
         yield _judge_gpu(values, gpu.reading, snapshot.life, watches)
         for leftover in gpu.leftovers:
@@ -185,47 +235,69 @@ def _judge_gpus(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
                 level=Level.WARNING,
                 sentence=f"{gpu.reading.called}: {describe_leftover(leftover)}.",
                 alert="HeadroomMemoryLeftBehind",
+                situation=Situation.NEIGHBOUR,
             )
 
 
 def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None, watches: Mapping[str, float]) -> Verdict:
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
-    said = partial(Verdict, subject=name)
     if reading.failure is not None:
         text = _end_sentence(f"{name} cannot be read: {reading.failure.message}")
-        return said(level=Level.ALARM, sentence=text, alert=GPU_LOST)
+        return Verdict(subject=name, level=Level.ALARM, sentence=text, alert=GPU_LOST, situation=Situation.BLIND)
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
         return describe_gpu_leak(values, reading, sure=state == LeakState.LEAKING)
-    level, text = _describe_quiet({state}, [watches[uuid]] if uuid in watches else [])
-    text, alert = f"{name}{text}", None
+    level, quiet = _describe_quiet({state}, [watches[uuid]] if uuid in watches else [])
     held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
     if state == LeakState.ASLEEP and held is not None:
-        text = f"{text} and holds {format_size(held)}"
-    free, room = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid), ""
-    if free is not None:
-        low = life is not None and free < min(LOW_BYTES, LOW_SHARE * dict(life.first_rooms).get(uuid, 0))
-        level, alert = (Level.WARNING, "HeadroomGpuMemoryLow") if low else (level, None)
-        room = f"; {'only ' if low else ''}{format_size(free)} are free"
-    to_wake = None if life is None else dict(life.to_wake).get(uuid)
-    if to_wake:
-        text = f"{text}; to wake takes {format_size(to_wake)}"
-        if free is not None and free < to_wake:
-            level, room = Level.WARNING, f"{room}: {format_size(to_wake - free)} are missing"
-    others = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "other") or 0.0
-    if others < NEIGHBOUR_BYTES:
-        return said(level=level, sentence=f"{text}{room}.", alert=alert)
-    text = f"{text}; other processes hold {format_size(others)} of it{room}."
-    return said(level=Level.WARNING, sentence=text, alert="HeadroomNeighbourGrowing")
+        quiet = f"{quiet} and holds {format_size(held)}"
+    free = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid)
+    room = [] if free is None else [f"{format_size(free)} are free"]
+    to_wake = 0 if life is None else dict(life.to_wake).get(uuid, 0)
+    wake = [f"to wake takes {format_size(to_wake)}"] if to_wake else []
+    trouble = _find_trouble(values, (gpu, uuid), life, inf if free is None else free, to_wake)
+    if trouble is None:
+        return Verdict(subject=name, level=level, sentence=_join(name, [quiet, *wake, *room]))
+    situation, alert, text = trouble
+    rest = room if situation in (Situation.OVER_BUDGET, Situation.NEIGHBOUR) else []
+    sentence = _join(name, [text, *rest, quiet])
+    return Verdict(subject=name, level=Level.WARNING, sentence=sentence, alert=alert, situation=situation)
+
+
+def _find_trouble(
+    values: Values, labels: tuple[str, str], life: EngineStatus | None, free: float, to_wake: float
+) -> tuple[Situation, str | None, str] | None:
+    """Return what is wrong with a GPU on which nothing grows, the alert that fires, and the words."""
+    first = 0 if life is None else dict(life.first_rooms).get(labels[1], 0)
+    over = values.of(catalog.MEMORY_DISCREPANCY).items()
+    excess = max((value for found, value in over if found[:2] == labels), default=0.0)
+    others = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
+    low = free < min(LOW_BYTES, LOW_SHARE * first)
+    if low or free < to_wake:
+        wake = f"to wake takes {format_size(to_wake)}, and " if to_wake else ""
+        alert = "HeadroomGpuMemoryLow" if low else None
+        return Situation.LOW_MEMORY, alert, f"{wake}only {format_size(free)} are free"
+    if excess > 0 and free < TIGHT_SHARE * (values.value(catalog.GPU_MEMORY_TOTAL, *labels) or 0.0):
+        text = f"the engine holds {format_size(excess)} more than its budget"
+        return Situation.OVER_BUDGET, "HeadroomMemoryDiscrepancy", text
+    if others >= NEIGHBOUR_BYTES:
+        return Situation.NEIGHBOUR, "HeadroomNeighbourGrowing", f"other processes hold {format_size(others)} of it"
+    return None
+
+
+def _join(name: str, clauses: Iterable[str]) -> str:
+    return f"{name}: {'; '.join(clauses)}."
 
 
 def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     state = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
+    engine, situation = partial(Verdict, subject="engine"), SITUATIONS[state]
     level, text, alert = ENGINE_SENTENCES[state]
     if state is EngineState.DOWN and snapshot.life is not None and not snapshot.life.was_seen:
         level, text, alert = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
-        level, text = (Level.UNKNOWN, LAST_SEEN[state]) if state in LAST_SEEN else (level, text)
+        if state in LAST_SEEN:
+            level, text, situation = Level.UNKNOWN, LAST_SEEN[state], Situation.BLIND
         cause = f"; {snapshot.engines.message}"
         if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
             cause = f"; the machine is short of CPU{cause}"
@@ -234,15 +306,15 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         cause = f": its page shows no work, and {', and '.join(each.value for each in snapshot.life.hang_signs)}"
     else:
         cause = _describe_load(values) if state is EngineState.SERVING else ""
-    yield Verdict(subject="engine", level=level, sentence=_end_sentence(f"The engine {text}{cause}"), alert=alert)
+    yield engine(level=level, sentence=_end_sentence(f"The engine {text}{cause}"), alert=alert, situation=situation)
     ends = 0 if snapshot.life is None else snapshot.life.recent_ends
     if ends >= LOOP:
         text = f"The engine ended {ends} times in the last 90 minutes."
-        yield Verdict(subject="engine", level=Level.ALARM, sentence=text, alert="HeadroomEngineCrashLoop")
+        yield engine(level=Level.ALARM, sentence=text, alert="HeadroomEngineCrashLoop", situation=Situation.CRASH_LOOP)
     stranded = max(values.of(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
     if stranded > STRANDED:
         text = f"{100 * stranded:.0f} % of the KV cache is held by no request."
-        yield Verdict(subject="engine", level=Level.WARNING, sentence=text, alert="HeadroomKvCacheStranded")
+        yield engine(level=Level.WARNING, sentence=text, alert="HeadroomKvCacheStranded", situation=Situation.STRANDED)
 
 
 def _describe_load(values: Values) -> str:
@@ -262,7 +334,8 @@ def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
     grows = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
     left = describe_orphans(snapshot.left_behind, snapshot.owned)
     if left is not None:
-        yield Verdict(subject="processes", level=Level.WARNING, sentence=f"{left[0].upper()}{left[1:]}.")
+        text = f"{left[0].upper()}{left[1:]}."
+        yield Verdict(subject="processes", level=Level.WARNING, sentence=text, situation=Situation.NEIGHBOUR)
     for role, state in grows.items():
         yield describe_host_leak(values, role, sure=state == LeakState.LEAKING)
     if found and not grows:
@@ -271,8 +344,9 @@ def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
         yield Verdict(
             subject="host memory",
             level=Level.WARNING if low else level,
-            sentence=f"Host memory{text}; {_describe_use(snapshot, values)}.",
+            sentence=f"Host memory: {text}; {_describe_use(snapshot, values)}.",
             alert="HeadroomHostMemoryLow" if low else None,
+            situation=Situation.LOW_MEMORY if low else Situation.HEALTHY,
         )
 
 
@@ -288,7 +362,7 @@ def _judge_gates(values: Values) -> Iterator[Verdict]:
     for (name,), value in values.of(catalog.GATE_OPEN).items():
         if value == 0:
             text = f"The gate /gate/{name} is closed; its answer has the reason."
-            yield Verdict(subject="gates", level=Level.WARNING, sentence=text)
+            yield Verdict(subject="gates", level=Level.WARNING, sentence=text, situation=Situation.GROWING)
 
 
 def _describe_use(snapshot: Snapshot, values: Values) -> str:

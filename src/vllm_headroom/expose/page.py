@@ -14,7 +14,7 @@ from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.drawing import MARGIN, STYLE, Curve, Forecast, Frame, escape_text
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Gpu, HostMemory, Metric, Snapshot, Values, Verdict, find_part, find_worst
+from vllm_headroom.model import Gpu, HostMemory, Metric, Snapshot, Values, Verdict, find_part
 from vllm_headroom.units import format_duration, format_gib, format_instant, format_size
 from vllm_headroom.vocabulary import WORDS, Level
 
@@ -216,8 +216,8 @@ def respond_html(page: str) -> Response:
 def render_page(view: View) -> str:
     """Return the HTML page, which loads and runs nothing and refreshes itself."""
     notice = f'<p class="notice">{escape_text(view.notice)}</p>' if view.notice else ""
-    level = find_worst(view.shown)
-    first = next(each for each in view.shown if each.level == level)
+    first = view.shown[0]
+    headline = escape_text(f"{first.subject} {first.situation.replace('_', ' ')}")
     names = {labels[0]: None for labels in view.values.of(catalog.ENGINE_INFO)}
     models = f": {escape_text(', '.join(names))}" if names else ""
     return (
@@ -225,8 +225,8 @@ def render_page(view: View) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f'<meta http-equiv="refresh" content="{max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))}">'
-        f"<title>{WORDS[level]}: {escape_text(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
-        f'<link rel="icon" href="{build_icon(level)}"><style>{PAGE_STYLE}</style></head><body>'
+        f"<title>{WORDS[first.level]}: {headline} \N{MIDDLE DOT} vllm-headroom</title>"
+        f'<link rel="icon" href="{build_icon(first.level)}"><style>{PAGE_STYLE}</style></head><body>'
         f"<header><h1>vllm-headroom{models}</h1><p class=dim>{_describe_age(view)}</p>{notice}</header>"
         f"<main><ul class=verdicts>{''.join(_render_sentence(view, each) for each in view.shown)}</ul>"
         f"{''.join(_render_rest(view))}</main><footer><p>{LINKS}</p></footer></body></html>\n"

@@ -11,8 +11,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.expose.drawing import Curve
-from vllm_headroom.model import Gpu, Snapshot, Values, Verdict
-from vllm_headroom.vocabulary import EngineState, Level
+from vllm_headroom.model import NO_VERDICT, Gpu, Snapshot, Values, Verdict
+from vllm_headroom.vocabulary import EngineState, Level, Situation
 
 STEP_SECONDS: Final = 60
 POINTS: Final = 1440
@@ -156,9 +156,6 @@ class History:
         self._said = frozenset(slept_on | said.keys())
 
 
-NO_SAMPLE: Final = Verdict(subject="sidecar", level=Level.UNKNOWN, sentence="No sample has been published yet.")
-
-
 class Incident(Struct, frozen=True, kw_only=True):
     """An incident on disk, in seconds since the epoch; `sentence` is its cause and how sure it is, None if unknown."""
 
@@ -185,7 +182,7 @@ class View(Struct, frozen=True, kw_only=True):
     history: History
     snapshot: Snapshot | None = None
     values: Values = Values(())
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[Verdict, ...] = (NO_VERDICT,)
     age_seconds: float = 0.0
     unwell: str | None = None
     notice: str = ""
@@ -195,12 +192,13 @@ class View(Struct, frozen=True, kw_only=True):
     @property
     def shown(self) -> tuple[Verdict, ...]:
         """The verdicts to show now: while the loop does not run, nothing is known."""
-        verdicts = self.verdicts if self.snapshot is not None else (NO_SAMPLE,)
         if self.unwell is None:
-            return verdicts
+            return self.verdicts
         text = f"The sidecar does not sample: {self.unwell}; the values below are old."
-        stopped = Verdict(subject="sidecar", level=Level.ALARM, sentence=text, alert="HeadroomSampleStale")
-        return (stopped, *(replace(each, level=Level.UNKNOWN) for each in verdicts))
+        stopped = Verdict(
+            subject="sidecar", level=Level.ALARM, sentence=text, alert="HeadroomSampleStale", situation=Situation.BLIND
+        )
+        return (stopped, *(replace(each, level=Level.UNKNOWN) for each in self.verdicts))
 
     def find_runbook(self, alert: str | None) -> str | None:
         """Return the URL of an alert's runbook, None where unknown."""

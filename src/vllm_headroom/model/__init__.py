@@ -38,5 +38,5 @@ from vllm_headroom.model.gpu import (
     find_part,
     name_device,
 )
-from vllm_headroom.model.snapshot import Metric, Published, Sample, Snapshot, Values, Verdict, find_worst
+from vllm_headroom.model.snapshot import NO_VERDICT, Metric, Published, Sample, Snapshot, Values, Verdict, find_worst
 from vllm_headroom.model.status import Diagnosis, Ending, EngineStatus, GpuAtEnd, Lost

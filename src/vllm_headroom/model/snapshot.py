@@ -11,7 +11,7 @@ from msgspec import Struct
 from vllm_headroom.model.engine import EnginePage, EngineProcess, HostMemory, ProcessName
 from vllm_headroom.model.gpu import Failure, Gpu, ProbeReadings, ReadingTime
 from vllm_headroom.model.status import EngineStatus
-from vllm_headroom.vocabulary import Level, MetricType, Reason, Source
+from vllm_headroom.vocabulary import Level, MetricType, Reason, Situation, Source
 
 MUTE_PROBE: Final = Failure(
     source=Source.PROBE,
@@ -130,6 +130,15 @@ class Verdict(Struct, frozen=True, kw_only=True):
     level: Level
     sentence: str
     alert: str | None = None
+    situation: Situation = Situation.HEALTHY
+
+
+NO_VERDICT: Final = Verdict(
+    subject="sidecar",
+    level=Level.UNKNOWN,
+    sentence="No sample has been published yet.",
+    situation=Situation.BLIND,
+)
 
 
 def find_worst(verdicts: Iterable[Verdict]) -> Level:

@@ -13,7 +13,7 @@ from tests.logs import capture_logs
 from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.sampler import Judge, Sampler, Sources
 from vllm_headroom.derive import Derivation, build_derivations, make_stateless
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import (
@@ -82,7 +82,7 @@ def sampler(
     selection: Selection | None = None,
     parse: Callable[[str], EnginePage | Failure] = parsed,
     recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
-    judge: Callable[[Values], Derivation[Any]] | None = None,
+    judges: tuple[Judge, ...] = (),
 ) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
@@ -92,7 +92,7 @@ def sampler(
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
         recall=recall,
-        judge=judge,
+        judges=judges,
     )
 
 
@@ -208,11 +208,11 @@ def test_recalled_states_are_there_for_the_same_tick_and_kept() -> None:
 
 
 def test_what_is_judged_last_is_among_the_values_that_the_page_and_the_snapshot_show() -> None:
-    def judge(said: Values) -> Derivation[Any]:
+    def judge(said: Values, _: Mapping[str, Any]) -> Derivation[Any]:
         ran = said.value(catalog.ENGINE_RUNNING, "m", "0") == 1.0
         return make_stateless("gate", lambda _: (Sample(catalog.GATE_OPEN, ("ready",), float(ran)),))
 
-    subject = sampler(Said(engine="1"), judge=judge)
+    subject = sampler(Said(engine="1"), judges=(judge,))
 
     assert values(ticked(subject), catalog.GATE_OPEN) == {("ready",): 1.0}
     assert subject.values.value(catalog.GATE_OPEN, "ready") == 1.0

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from tests.unit.derive.life.watch import NO_GPU, REFUSED, SERVER, UNSEEN, Watch, serving, working
 from vllm_headroom import catalog
-from vllm_headroom.derive.verdicts import judge_snapshot
+from vllm_headroom.derive.verdicts import build_verdicts, judge_snapshot
 from vllm_headroom.model import (
     EngineStatus,
     Fate,
@@ -25,7 +25,16 @@ from vllm_headroom.model import (
     find_worst,
 )
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom.vocabulary import EngineState, ExitReason, HostBasis, LeakLocation, LeakState, Level, Source
+from vllm_headroom.vocabulary import (
+    EngineState,
+    ExitReason,
+    HostBasis,
+    LeakLocation,
+    LeakState,
+    Level,
+    Situation,
+    Source,
+)
 
 HOUR: Final = 3600.0
 
@@ -122,8 +131,8 @@ def test_growth_is_a_warning_that_claims_less() -> None:
 @pytest.mark.parametrize(
     ("leak", "level", "sentence"),
     [
-        (LeakState.STABLE, Level.GOOD, "GPU 0 shows no leak; 5 GiB are free."),
-        (LeakState.UNSETTLED, Level.GOOD, "GPU 0 shows no leak so far, under a load that changes; 5 GiB are free."),
+        (LeakState.STABLE, Level.GOOD, "GPU 0: no leak seen; 5 GiB are free."),
+        (LeakState.UNSETTLED, Level.GOOD, "GPU 0: no leak seen under a load that changes; 5 GiB are free."),
         (LeakState.WARMING_UP, Level.UNKNOWN, "GPU 0: too early to tell whether it leaks; 5 GiB are free."),
         (LeakState.UNKNOWN, Level.UNKNOWN, "GPU 0: whether it leaks is not known; 5 GiB are free."),
         (LeakState.ASLEEP, Level.GOOD, "GPU 0: the engine sleeps; 5 GiB are free."),
@@ -139,7 +148,7 @@ def test_a_neighbour_is_never_all_green() -> None:
     verdict = of("GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 3.0 * GIB))
 
     assert (verdict.level, verdict.alert) == (Level.WARNING, "HeadroomNeighbourGrowing")
-    assert verdict.sentence == "GPU 0 shows no leak; other processes hold 3 GiB of it."
+    assert verdict.sentence == "GPU 0: other processes hold 3 GiB of it; no leak seen."
 
 
 def test_a_lost_gpu_is_an_alarm_whatever_was_said_before() -> None:
@@ -311,7 +320,7 @@ def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None
 
     leaking = of("host memory", core, worker, Sample(catalog.HOST_LEAK_RATE, ("engine_core",), 1000.0))
     assert leaking.sentence == "Host memory of engine_core leaks 3.43 MiB an hour."
-    assert of("host memory", worker, held).sentence == ("Host memory shows no leak; the engine's processes hold 2 GiB.")
+    assert of("host memory", worker, held).sentence == ("Host memory: no leak seen; the engine's processes hold 2 GiB.")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +343,7 @@ def test_growth_on_the_host_has_the_alert_of_its_time(left_hours: float, leaking
 @pytest.mark.parametrize(
     ("leak", "level", "sentence"),
     [
-        (LeakState.UNSETTLED, Level.GOOD, "Host memory shows no leak so far, under a load that changes; "),
+        (LeakState.UNSETTLED, Level.GOOD, "Host memory: no leak seen under a load that changes; "),
         (LeakState.WARMING_UP, Level.UNKNOWN, "Host memory: too early to tell whether it leaks; "),
         (LeakState.UNKNOWN, Level.UNKNOWN, "Host memory: whether it leaks is not known; "),
         (LeakState.ASLEEP, Level.GOOD, "Host memory: the engine sleeps; "),
@@ -354,8 +363,8 @@ def test_host_memory_is_judged_in_the_words_of_a_gpu(leak: LeakState, level: Lev
     [
         (720.0, ": watched for 12 min 0 s, no leak seen"),
         (4 * HOUR - 1, ": watched for 3 h 59 min, no leak seen"),
-        (4 * HOUR, " shows no leak"),
-        (None, " shows no leak"),
+        (4 * HOUR, ": no leak seen"),
+        (None, ": no leak seen"),
     ],
 )
 def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float | None, said: str) -> None:
@@ -393,7 +402,7 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     assert verdict.alert == "HeadroomHostOutOfMemorySoon"
     now = Sample(catalog.HOST_TIME_TO_OOM, (), 0.0)
     assert of("host memory", leaking, now).sentence == "Host memory of worker leaks: out of memory at any moment."
-    assert of("host memory", stable, *room).sentence == "Host memory shows no leak; 12 GiB of 64 GiB are in use."
+    assert of("host memory", stable, *room).sentence == "Host memory: no leak seen; 12 GiB of 64 GiB are in use."
     at = replace(seen(), host=HostMemory(basis=HostBasis.MACHINE, swap_bytes=3 * GIB, shm_used_bytes=8 * GIB))
     said = of("host memory", stable, *room, at=at).sentence
     assert said.endswith(
@@ -445,9 +454,9 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
 @pytest.mark.parametrize(
     ("to_wake", "level", "says"),
     [
-        (2 * GIB, Level.GOOD, "; to wake takes 2 GiB; 5 GiB are free."),
-        (9 * GIB, Level.WARNING, "; to wake takes 9 GiB; 5 GiB are free: 4 GiB are missing."),
-        (0, Level.GOOD, "; 5 GiB are free."),
+        (2 * GIB, Level.GOOD, "the engine sleeps; to wake takes 2 GiB; 5 GiB are free."),
+        (9 * GIB, Level.WARNING, "to wake takes 9 GiB, and only 5 GiB are free; the engine sleeps."),
+        (0, Level.GOOD, "the engine sleeps; 5 GiB are free."),
     ],
 )
 def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, level: Level, says: str) -> None:
@@ -455,7 +464,7 @@ def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, lev
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB), at=at)
 
-    assert verdict.sentence == f"GPU 0: the engine sleeps{says}"
+    assert verdict.sentence == f"GPU 0: {says}"
     assert verdict.level is level
 
 
@@ -465,7 +474,54 @@ def test_where_little_is_free_it_is_still_said_what_waking_lacks() -> None:
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 256.0 * MIB), at=at)
 
-    assert verdict.sentence == (
-        "GPU 0: the engine sleeps; to wake takes 9 GiB; only 256 MiB are free: 8.75 GiB are missing."
-    )
+    assert verdict.sentence == ("GPU 0: to wake takes 9 GiB, and only 256 MiB are free; the engine sleeps.")
     assert verdict.alert == "HeadroomGpuMemoryLow"
+
+
+FREE: Final = Sample(catalog.GPU_MEMORY_FREE, A_GPU, 640.0 * MIB)
+TOTAL: Final = Sample(catalog.GPU_MEMORY_TOTAL, A_GPU, 80.0 * GIB)
+OVER: Final = Sample(catalog.MEMORY_DISCREPANCY, (*A_GPU, "budget"), 1.0 * GIB)
+OTHERS: Final = Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 3.0 * GIB)
+STRANDED: Final = Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)
+GROWS: Final = state(LeakState.GROWING)
+HOST_LEAKS: Final = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("engine_core",))
+LOOPS: Final = replace(seen(), life=EngineStatus(state=EngineState.DOWN, was_seen=True, recent_ends=3))
+UNREAD: Final = replace(seen(), gpus=failure(Source.NVML))
+
+
+@pytest.mark.parametrize(
+    ("at", "samples", "situation"),
+    [
+        pytest.param(seen(), (state(LeakState.STABLE),), Situation.HEALTHY, id="healthy"),
+        pytest.param(seen(EngineState.ASLEEP), (state(LeakState.ASLEEP),), Situation.ASLEEP, id="asleep"),
+        pytest.param(seen(EngineState.STARTING), (), Situation.STARTING, id="starting"),
+        pytest.param(seen(EngineState.UNKNOWN), (), Situation.BLIND, id="unknown engine"),
+        pytest.param(UNREAD, (), Situation.BLIND, id="unread GPUs"),
+        pytest.param(UNREAD, (STRANDED,), Situation.STRANDED, id="stranded before blind"),
+        pytest.param(seen(), (GROWS,), Situation.GROWING, id="growing"),
+        pytest.param(seen(), (GROWS, OTHERS), Situation.GROWING, id="a GPU has one sentence"),
+        pytest.param(seen(), (OTHERS, STRANDED), Situation.NEIGHBOUR, id="neighbour"),
+        pytest.param(seen(), (FREE, TOTAL, OVER, OTHERS), Situation.OVER_BUDGET, id="over budget"),
+        pytest.param(seen(), (HOST_LEAKS, FREE, TOTAL, OVER), Situation.HOST_LEAK, id="host leak"),
+        pytest.param(seen(), (HOST_LEAKS, *LEAK, state(LeakState.LEAKING)), Situation.LEAKING, id="leaking"),
+        pytest.param(seen(EngineState.STALLED), (state(LeakState.LEAKING),), Situation.STALLED, id="stalled"),
+        pytest.param(seen(EngineState.DOWN), (HOST_LEAKS,), Situation.DOWN, id="down"),
+        pytest.param(LOOPS, (), Situation.CRASH_LOOP, id="crash loop"),
+    ],
+)
+def test_the_worst_situation_is_the_first_sentence(
+    at: Snapshot, samples: tuple[Sample, ...], situation: Situation
+) -> None:
+    said, made = build_verdicts(Values(samples), {}).step((), at)
+
+    assert said[0].situation is situation
+    assert {sample.labels[0]: sample.value for sample in made} == {each: float(each is situation) for each in Situation}
+
+
+def test_an_engine_over_its_budget_with_room_is_no_trouble() -> None:
+    room = Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB)
+
+    assert of("GPU 0", state(LeakState.STABLE), room, TOTAL, OVER).level is Level.GOOD
+    assert of("GPU 0", state(LeakState.STABLE), FREE, TOTAL, OVER).sentence == (
+        "GPU 0: the engine holds 1 GiB more than its budget; 640 MiB are free; no leak seen."
+    )

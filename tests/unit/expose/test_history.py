@@ -14,7 +14,7 @@ from vllm_headroom.vocabulary import EngineState, Level, Source
 
 DAY: Final = POINTS * STEP_SECONDS
 BEGIN: Final = 1_760_000_040.0
-GOOD: Final = Verdict(subject="GPU 0", level=Level.GOOD, sentence="GPU 0 shows no leak.")
+GOOD: Final = Verdict(subject="GPU 0", level=Level.GOOD, sentence="GPU 0: no leak seen.")
 BAD: Final = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", alert="HeadroomGpuMemoryLeak")
 
 DOZING: Final = Verdict(subject="GPU 0", level=Level.GOOD, sentence="GPU 0: the engine sleeps.")
@@ -115,7 +115,7 @@ def test_the_most_requests_of_a_minute_are_kept() -> None:
 
 def test_a_changed_verdict_is_an_event_and_a_changed_figure_is_not() -> None:
     made = History()
-    for seconds, verdict in ((0, GOOD), (5, replace(GOOD, sentence="GPU 0 shows no leak at all.")), (10, BAD)):
+    for seconds, verdict in ((0, GOOD), (5, replace(GOOD, sentence="GPU 0: no leak seen at all.")), (10, BAD)):
         made.step(at(seconds), (verdict,), None)
 
     assert [(event.seconds, event.text) for event in made.events] == [(BEGIN + 10, "GPU 0 leaks.")]
