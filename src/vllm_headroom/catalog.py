@@ -60,6 +60,11 @@ GPU_MEMORY_USED_PEAK: Final = _gauge(
 GPU_MEMORY_HELD: Final = _gauge(
     "gpu_memory_held_bytes", (*GPU, "holder"), "Memory in use by holder; the holders sum to the memory in use."
 )
+UNIFIED_FREE_BLOCKS: Final = _gauge(
+    "unified_memory_free_blocks_bytes",
+    GPU,
+    "Memory of a machine whose GPU uses it that is free in blocks of 2 MiB and more; the rest may be page cache.",
+)
 GPU_MEMORY_LEFT_BEHIND: Final = _gauge(
     "gpu_memory_left_behind_bytes",
     GPU,
@@ -168,6 +173,9 @@ LOAD_STABLE: Final = _gauge(
 MEMORY_DELTA: Final = _gauge(
     "memory_delta_bytes", GPU, "Change of the memory the engine holds since load became stable.", needs=("running",)
 )
+ENGINE_UNUSED: Final = _gauge(
+    "engine_unused_bytes", GPU, "Memory of the GPU that neither the engine's budget nor anyone else uses."
+)
 LEAK_STATE: Final = _gauge(
     "leak_state",
     (*GPU, "state"),
@@ -238,6 +246,12 @@ HOST_MEMORY_LIMIT: Final = _gauge(
 HOST_OOM_KILLS: Final = _counter("host_oom_kills", (), "Processes of the engine's container that the kernel killed.")
 HOST_SHM_USED: Final = _gauge("host_shm_used_bytes", (), "Memory in use in the engine's /dev/shm.")
 HOST_SHM_LIMIT: Final = _gauge("host_shm_limit_bytes", (), "Size of the engine's /dev/shm.")
+
+MEMORY_PRESSURE: Final = _gauge(
+    "memory_pressure_ratio",
+    (),
+    "Share of the last 10 s in which the engine's container, or the machine, waited for memory (PSI, some).",
+)
 
 SLEEP_RESIDUE: Final = _gauge(
     "sleep_residue_bytes",

@@ -32,11 +32,12 @@ def _derive_gpu(gpu: Gpu, page: EnginePage, configured_bytes: float | None) -> t
     reported = Sample(catalog.MEMORY_REPORTED, labels, reported_bytes)
     if gpu.held_bytes is None:
         return (reported,)
-    difference = gpu.held_bytes - reported_bytes
+    memory, difference = gpu.reading.memory, gpu.held_bytes - reported_bytes
     return (
         reported,
         Sample(catalog.MEMORY_DISCREPANCY, labels, difference),
         Sample(catalog.MEMORY_DISCREPANCY_RATIO, labels, difference / reported_bytes),
+        Sample(catalog.ENGINE_UNUSED, label_gpu(gpu), max(0.0, memory.left_bytes + min(0.0, difference))),
     )
 
 

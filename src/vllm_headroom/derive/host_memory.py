@@ -84,7 +84,10 @@ def update_container(
     if reading.shm is not None:
         memory = replace(memory, shm_used_bytes=reading.shm.used_bytes, shm_limit_bytes=reading.shm.total_bytes)
     state = _count_kills(state, reading.cgroup or inside, reading.machine, root)
-    memory = replace(memory, oom_kills=state.kills)
+    scopes = (reading.cgroup or inside, reading.machine)
+    pressures = (scope.pressure_ratio for scope in scopes if scope is not None)
+    pressure_ratio = next((ratio for ratio in pressures if ratio is not None), None)
+    memory = replace(memory, oom_kills=state.kills, pressure_ratio=pressure_ratio)
     return replace(state, memory=memory, root=root, scope=scope), None if memory == HostMemory() else memory
 
 
@@ -189,6 +192,7 @@ FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.HOST_OOM_KILLS, "oom_kills"),
     (catalog.HOST_SHM_USED, "shm_used_bytes"),
     (catalog.HOST_SHM_LIMIT, "shm_limit_bytes"),
+    (catalog.MEMORY_PRESSURE, "pressure_ratio"),
 )
 
 

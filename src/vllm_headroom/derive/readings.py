@@ -90,6 +90,7 @@ _MEMORY_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.GPU_MEMORY_USED, "used_bytes"),
     (catalog.GPU_MEMORY_FREE, "free_bytes"),
     (catalog.GPU_MEMORY_RESERVED, "reserved_bytes"),
+    (catalog.UNIFIED_FREE_BLOCKS, "machine_free_blocks_bytes"),
 )
 _INSIDE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.ALLOCATOR_ALLOCATED, "allocated_bytes"),

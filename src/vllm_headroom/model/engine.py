@@ -16,7 +16,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
 
     `cache_bytes` is part of `used_bytes` and is reclaimed before anything is killed: page cache, mapped weights.
     `swap_bytes` is swapped out and no part of it, None where unknown.
-    `identity` distinguishes a container from its successor of the same name.
+    `identity` distinguishes a container from its successor of the same name. `pressure_ratio` is as in HostMemory.
     """
 
     identity: str
@@ -25,6 +25,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     limit_bytes: int | None
     oom_kills: int | None
     swap_bytes: int | None = None
+    pressure_ratio: float | None = None
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
     swap_bytes: int = 0
     swap_free_bytes: int = 0
     oom_kills: int | None = None
+    pressure_ratio: float | None = None
 
 
 class Shm(Struct, frozen=True, kw_only=True):
@@ -65,7 +67,8 @@ class HostMemory(Struct, frozen=True, kw_only=True):
     """The host memory available to the engine, and the basis of the figures; None where unknown.
 
     `used_bytes` counts against `limit_bytes` and cannot be reclaimed; `swap_bytes` is swapped out and does not count.
-    `oom_kills` are the kernel's kills since it was first seen.
+    `oom_kills` are the kernel's kills since it was first seen. `pressure_ratio` is the share of the last ten seconds in
+    which a task waited for memory (PSI, some).
     """
 
     basis: HostBasis | None = None
@@ -75,6 +78,7 @@ class HostMemory(Struct, frozen=True, kw_only=True):
     shm_used_bytes: int | None = None
     shm_limit_bytes: int | None = None
     oom_kills: int | None = None
+    pressure_ratio: float | None = None
 
     @property
     def room_bytes(self) -> int | None:

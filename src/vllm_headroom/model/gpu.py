@@ -152,7 +152,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
     """NVML memory info v2; in v1 and from AMD, `reserved_bytes` is None and `used_bytes` contains the reserved memory.
 
     `machine_available_bytes` is set for a GPU that uses the machine's memory: what the kernel reports as available for
-    the GPU and everything else.
+    the GPU and everything else; `machine_free_blocks_bytes` is what is free of it in blocks of 2 MiB and more.
     """
 
     total_bytes: int
@@ -160,6 +160,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
     free_bytes: int
     reserved_bytes: int | None
     machine_available_bytes: int | None = None
+    machine_free_blocks_bytes: int | None = None
 
     @property
     def usable_bytes(self) -> int:

@@ -50,7 +50,7 @@ _FACTS: Final = tuple(
 
 
 _HOST: Final = tuple((fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis")
-"""Each size of HostMemory, and its name in a trace."""
+"""Each figure of HostMemory, and its name in a trace."""
 
 
 def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
@@ -185,7 +185,9 @@ def build_host_entry(host: HostMemory) -> dict[str, Any]:
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:
     """Return the host memory; a basis that this version does not know is none."""
     named = read_text(entry, "basis")
-    facts = {fact: read_size(entry, name) for fact, name in _HOST}
+    facts: dict[str, Any] = {
+        fact: (read_number if fact.endswith("_ratio") else read_size)(entry, name) for fact, name in _HOST
+    }
     return HostMemory(basis=next((basis for basis in HostBasis if basis == named), None), **facts)
 
 

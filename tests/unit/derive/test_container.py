@@ -314,3 +314,18 @@ def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:
     unknown = replace(seen, host=HostMemory(used_bytes=5))
     assert [values(derive_host_memory(unknown), metric).get(()) for metric in metrics] == [5, None, None, None, None]
     assert {sample.metric for sample in derive_host_memory(replace(seen, host=None))} == {catalog.HOST_MEMORY}
+
+
+def test_the_pressure_is_the_containers_else_the_machines() -> None:
+    machine = replace(MACHINE, pressure_ratio=0.5)
+    found = [
+        host(ProcessReadings(
+            engine=(SERVER,),
+            visible_pids=frozenset(),
+            sees_host_pids=True,
+            host=HostReading(machine=machine, cgroup=cgroup),
+        ))
+        for cgroup in (replace(CGROUP, pressure_ratio=0.25), CGROUP, None)
+    ]  # fmt: skip
+
+    assert [None if each is None else each.pressure_ratio for each in found] == [0.25, 0.5, 0.5]

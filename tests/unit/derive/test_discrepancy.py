@@ -27,7 +27,18 @@ def test_the_budget_is_the_engines_share_of_the_devices_total() -> None:
         "headroom_memory_reported_bytes": {(*A_GPU, "budget"): 920.0},
         "headroom_memory_discrepancy_bytes": {(*A_GPU, "budget"): 30.0},
         "headroom_memory_discrepancy_ratio": {(*A_GPU, "budget"): pytest.approx(30 / 920)},
+        "headroom_engine_unused_bytes": {A_GPU: 40.0},
     }
+
+
+@pytest.mark.parametrize(("used", "engine_bytes", "unused"), [(500, 500, 100.0), (650, 500, 0.0), (550, 500, 50.0)])
+def test_the_unused_memory_is_neither_in_the_budget_nor_anyone_elses(
+    used: int, engine_bytes: int, unused: float
+) -> None:
+    on_page = page(engine(gpu_memory_utilization_ratio=0.9))
+    seen = snapshot(engines=on_page, gpus=(gpu(total=1000, used=used, engine=engine_bytes),))
+
+    assert answer(seen)["headroom_engine_unused_bytes"] == {A_GPU: unused}
 
 
 def test_of_a_device_without_memory_there_is_no_budget() -> None:

@@ -525,3 +525,15 @@ def test_an_engine_over_its_budget_with_room_is_no_trouble() -> None:
     assert of("GPU 0", state(LeakState.STABLE), FREE, TOTAL, OVER).sentence == (
         "GPU 0: the engine holds 1 GiB more than its budget; 640 MiB are free; no leak seen."
     )
+
+
+def test_unified_memory_in_the_page_cache_is_not_free() -> None:
+    available = Sample(catalog.GPU_MEMORY_FREE, A_GPU, 22.5 * GIB)
+    blocks = Sample(catalog.UNIFIED_FREE_BLOCKS, A_GPU, 600.0 * MIB)
+
+    verdict = of("GPU 0", state(LeakState.STABLE), available, blocks)
+
+    assert (verdict.level, verdict.situation) == (Level.WARNING, Situation.LOW_MEMORY)
+    assert verdict.sentence == (
+        "GPU 0: only 600 MiB of the machine's memory are free in blocks of 2 MiB, the rest is page cache; no leak seen."
+    )

@@ -16,7 +16,7 @@ from msgspec import Struct
 from vllm_headroom.model import Failure, GpuMemory, GpuProcess, GpuReading
 from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.nvml.calls import LOST, Calls, Handle, Xids
-from vllm_headroom.scrape.proc.host import read_machine
+from vllm_headroom.scrape.proc.host import read_free_blocks, read_machine
 
 CHANGE_BYTES: Final = 2 * 2**20
 """A device's memory is allocated in pieces of 2 MiB: less is no change."""
@@ -252,6 +252,7 @@ class NvmlDevice:
             free_bytes=machine.available_bytes,
             reserved_bytes=None,
             machine_available_bytes=machine.available_bytes,
+            machine_free_blocks_bytes=read_free_blocks(self._around.proc),
         )
 
     def _processes(self, part: Part, memory: GpuMemory | None) -> ProcessList:

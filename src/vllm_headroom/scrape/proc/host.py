@@ -100,6 +100,7 @@ def _read(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgr
             limit_bytes=limit_bytes if limit_bytes < machine_bytes else None,
             oom_kills=find_number(read_content(folder / version.kills), b"oom_kill "),
             swap_bytes=_read_swap(wall, stat),
+            pressure_ratio=_read_pressure(wall / "memory.pressure", b"avg10="),
         )
     except (OSError, ValueError):
         return None
@@ -154,15 +155,42 @@ def read_machine(proc: Path) -> MachineMemory | None:
         swap_bytes=(find_number(meminfo, b"SwapTotal:") or 0) * _KIB,
         swap_free_bytes=(find_number(meminfo, b"SwapFree:") or 0) * _KIB,
         oom_kills=_read_kills(proc),
+        pressure_ratio=_read_pressure(proc / "pressure" / "memory", b"avg10="),
     )
+
+
+BLOCK_BYTES: Final = 2 * 2**20
+"""What a driver maps at a time: smaller free blocks do not help a GPU that uses the machine's memory."""
+
+
+def read_free_blocks(proc: Path) -> int | None:
+    """Return the free memory of the machine in blocks of 2 MiB and more; None where /proc/buddyinfo has none.
+
+    Each line of a zone counts its free blocks of one page, two pages, four pages and so on.
+    """
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    try:
+        zones = [
+            line.partition("zone")[2].split()[1:] for line in read_content(proc / "buddyinfo").decode().splitlines()
+        ]
+        sizes = [(int(count), page_bytes << order) for zone in zones for order, count in enumerate(zone)]
+    except (OSError, ValueError):
+        return None
+    return sum(count * size for count, size in sizes if size >= BLOCK_BYTES) if sizes else None
 
 
 def read_cpu_pressure(proc: Path) -> float | None:
     """Return the share of the last minute in which a task of the machine waited for a CPU; None with `psi=0`."""
+    return _read_pressure(proc / "pressure" / "cpu", b"avg60=")
+
+
+def _read_pressure(path: Path, window: bytes) -> float | None:
+    """Return the share of the window in which some task waited; the kernel's first line is that of some."""
     try:
-        return round(float(read_content(proc / "pressure" / "cpu").partition(b"avg60=")[2].split()[0]) / 100, 4)
+        ratio = float(read_content(path).partition(window)[2].split()[0]) / 100
     except (OSError, ValueError, IndexError):
         return None
+    return round(ratio, 4) if 0 <= ratio <= 1 else None
 
 
 def read_boot_time(proc: Path) -> float:

@@ -1,3 +1,4 @@
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,6 +173,7 @@ def test_unified_memory_is_the_machines_and_its_processes_are_nvmls(fake: FakeNv
     fake.gpus[0] = FakeGpu(uuid=UUID, name="NVIDIA GB10", total_bytes=None, processes={5: 37 * GIB})
     fake.write()
     proc = meminfo(tmp_path, total=120 * GIB, available=70 * GIB)
+    (proc / "buddyinfo").write_text("Node 0, zone Normal 7 0 0 0 0 0 0 0 0 0 256\n")
 
     async def steps(nvml: Nvml) -> None:
         (before,) = await devices(nvml)
@@ -184,6 +186,7 @@ def test_unified_memory_is_the_machines_and_its_processes_are_nvmls(fake: FakeNv
             free_bytes=70 * GIB,
             reserved_bytes=None,
             machine_available_bytes=70 * GIB,
+            machine_free_blocks_bytes=1024 * os.sysconf("SC_PAGE_SIZE") * 256,
         )
         assert after.memory is not None
         assert (after.memory.used_bytes, after.used_peak_bytes) == (60 * GIB, 60 * GIB)

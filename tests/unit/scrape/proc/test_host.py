@@ -12,7 +12,14 @@ import pytest
 
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.model import EngineProcess, MachineMemory
-from vllm_headroom.scrape.proc.host import read_cpu_pressure, read_host, read_machine, read_parts, read_shm
+from vllm_headroom.scrape.proc.host import (
+    read_cpu_pressure,
+    read_free_blocks,
+    read_host,
+    read_machine,
+    read_parts,
+    read_shm,
+)
 from vllm_headroom.vocabulary import Role
 
 PROC = Path("/proc")
@@ -89,6 +96,38 @@ def test_the_share_of_a_minute_in_which_a_task_waited_for_a_cpu(
         (tree.path / "pressure" / "cpu").write_text(text)
 
     assert read_cpu_pressure(tree.path) == pressure
+
+
+def test_free_memory_in_blocks_of_2_mib_is_that_of_the_higher_orders(tree: ProcTree) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    below, above = (2 * MIB // page).bit_length() - 2, (2 * MIB // page).bit_length() - 1
+    counts = [9] * (below + 1) + [3, 2]
+    line = "Node 0, zone   Normal " + " ".join(map(str, counts))
+    (tree.path / "buddyinfo").write_text(f"Node 0, zone      DMA {' '.join(['0'] * len(counts))}\n{line}\n")
+
+    assert read_free_blocks(tree.path) == 3 * (page << above) + 2 * (page << (above + 1)) == 14 * MIB
+
+
+@pytest.mark.parametrize("text", [None, "", "Node 0, zone Normal many\n"])
+def test_without_free_lists_the_free_blocks_are_unknown(tree: ProcTree, text: str | None) -> None:
+    if text is not None:
+        (tree.path / "buddyinfo").write_text(text)
+
+    assert read_free_blocks(tree.path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio"), [("some avg10=12.50 avg60=1.00\nfull avg10=3.00", 0.125), ("some avg10=nan", None)]
+)
+def test_the_pressure_on_memory_is_that_of_the_last_ten_seconds(tree: ProcTree, text: str, ratio: float | None) -> None:
+    (tree.path / "meminfo").write_text(MEMINFO)
+    (tree.path / "pressure").mkdir()
+    (tree.path / "pressure" / "memory").write_text(text)
+
+    machine = read_machine(tree.path)
+
+    assert machine is not None
+    assert machine.pressure_ratio == ratio
 
 
 def test_this_machine_is_read() -> None:
