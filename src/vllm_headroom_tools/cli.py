@@ -16,11 +16,11 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from msgspec import Struct
 
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.early import no_collection
 from vllm_headroom_tools.options import BadOptions, Parser, Printed
 from vllm_headroom_tools.terminal import render_line
+from vllm_headroom_tools.trace import BadInput
 
 Result = TypeVar("Result")
 

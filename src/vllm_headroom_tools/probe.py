@@ -23,10 +23,10 @@ from vllm_headroom.parse import fields
 from vllm_headroom.parse.fields import WrongFieldError, read_each, read_number, read_within
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader, read_content
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom_tools.cli import Command, tell
 from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, Value, bounded, choice
+from vllm_headroom_tools.trace import BadInput
 
 FORMAT: Final = "headroom_record"
 VERSION: Final = 1

@@ -12,9 +12,9 @@ import judge
 import pytest
 import traces
 
-from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.history import LeakReplay
+from vllm_headroom_tools.trace import parse_trace
 
 INTERVAL_SECONDS: Final = 15.0
 HOURS: Final = 6.0

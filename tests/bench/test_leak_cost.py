@@ -20,8 +20,8 @@ from vllm_headroom.daemon.state.file import STATE, Identity, Memory, SavedState,
 from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.model import EngineStatus, Snapshot
-from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import EngineState
+from vllm_headroom_tools.trace import parse_trace
 
 pytestmark = pytest.mark.bench
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 import pytest
 
 from vllm_headroom.model import EnginePage, Failure, Snapshot
-from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import Role
 from vllm_headroom_tools.history import COLLECTED, Course, LeakReplay, Moment
+from vllm_headroom_tools.trace import parse_trace
 
 FOLDER: Final = Path(__file__).parent / "memory"
 NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))

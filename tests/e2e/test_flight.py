@@ -13,7 +13,7 @@ from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon, eventually
 from vllm_headroom.trace.flight import list_incidents
-from vllm_headroom.trace.parse import read_trace
+from vllm_headroom_tools.trace import read_trace
 
 
 def last_recorded(state: Path) -> float:

@@ -12,9 +12,9 @@ from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.preload import preloadable
 from tests.process import daemon, eventually
 from vllm_headroom.trace.flight import list_incidents
-from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.vocabulary import EndCause
 from vllm_headroom_tools.postmortem.command import build_report
+from vllm_headroom_tools.trace import read_trace
 
 ENOUGH_BYTES = 16_384
 SOURCE = Path(__file__).parents[1] / "fakes" / "stuck_volume.c"

@@ -13,8 +13,8 @@ from tests.fakes.engine_server import LOOPBACK
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon
 from vllm_headroom.derive.life.lives import RunState, update_run
-from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.vocabulary import EngineState
+from vllm_headroom_tools.trace import read_trace
 
 TWO_MINUTES_OF_TICKS: Final = 24
 QUESTION: Final = b"POST /v1/completions HTTP/1.1\r\nHost: vllm\r\nContent-Length: 2\r\n\r\n{}"

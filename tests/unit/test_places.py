@@ -22,7 +22,7 @@ from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive import answer
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom.trace.parse import parse_trace
+from vllm_headroom_tools.trace import parse_trace
 from vllm_headroom.trace.entries import HEADER, encode_line, build_record
 
 page = parse_engines(sys.stdin.read())

@@ -1,1 +1,1 @@
-"""A recorded past, read and fed through the daemon's leak detector."""
+"""The recorded past as it is written: the trace, the flight record and incidents."""

@@ -1,67 +1,37 @@
-"""Write and read the entries of a trace line: GPUs, engines, processes and the host."""
+"""Build the lines of a trace: GPUs, engines, processes and the host."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, get_type_hints
+from typing import Any, Final
 
 from vllm_headroom.model import (
     EngineProcess,
     EngineReading,
     Failure,
-    Fate,
     Gpu,
-    GpuMemory,
-    GpuReading,
     HostMemory,
     Inside,
-    Leftover,
     Snapshot,
 )
 from vllm_headroom.parse.fields import (
     LARGEST,
-    WrongFieldError,
-    read_each,
-    read_number,
-    read_size,
-    read_text,
-    read_truth,
-    read_within,
 )
-from vllm_headroom.vocabulary import Attribution, HostBasis, MemoryPart, Role
-
-NO_PID: Final = 0
-"""In a trace, processes are identified by their start only."""
 
 _NAMES: Final = {"gpu_memory_utilization_ratio": "gpu_memory_utilization", "started_at_seconds": "started_at"}
 """The engine's facts with another name in the format."""
 
-_READS: Final[Mapping[object, Any]] = {
-    str: read_text,
-    float | None: read_number,
-    str | None: read_text,
-    bool | None: read_truth,
-}
-_FACTS: Final = tuple(
-    (name, _NAMES.get(name, name), _READS[kind]) for name, kind in get_type_hints(EngineReading).items()
-)
-"""Each field of EngineReading, its name in a trace and its parser."""
+FACTS: Final = tuple((fact, _NAMES.get(fact, fact)) for fact in EngineReading.__struct_fields__)
+"""Each field of EngineReading, and its name in a trace."""
 
-
-_HOST: Final = tuple((fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis")
+HOST: Final = tuple((fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis")
 """Each figure of HostMemory, and its name in a trace."""
 
 
 def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
     """Return all facts of an engine."""
-    return drop_unreadable({name: getattr(engine, fact) for fact, name, _ in _FACTS})
-
-
-def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
-    """Return an engine; without a name it is identified by its place in the list."""
-    facts = {fact: value for fact, name, read in _FACTS if name in entry and (value := read(entry, name)) is not None}
-    return EngineReading(**{"model_name": "unknown", "engine": str(place)} | facts)
+    return drop_unreadable({name: getattr(engine, fact) for fact, name in FACTS})
 
 
 def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
@@ -88,63 +58,6 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
     )
 
 
-def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
-    """Return a GPU of the engine's; held is what is attributed to the engine, else what is used without others'."""
-    index = read_size(entry, "gpu")
-    index = place if index is None else index
-    used, engine, other = read_size(entry, "used"), read_size(entry, "engine"), read_size(entry, "other")
-    return Gpu(
-        reading=GpuReading(
-            index=index,
-            uuid=read_text(entry, "uuid") or name_by_index(index),
-            name="",
-            memory=_build_memory(used, read_size(entry, "total"), read_size(entry, "reserved")),
-            used_peak_bytes=read_size(entry, "used_peak"),
-        ),
-        attribution=Attribution.UUID if engine is None else Attribution.PROCESS,
-        engine_bytes=engine,
-        other_bytes=other,
-        held_bytes=max(0, used - (other or 0)) if engine is None and used is not None else engine,
-        process_count=read_size(entry, "processes"),
-        leftovers=read_each(entry, "leftovers", _parse_leftover) or (),
-        inside=_parse_inside(entry),
-    )
-
-
-def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
-    named = read_text(entry, "fate")
-    fate = next((fate for fate in Fate if fate == named), None)
-    if fate is None:
-        raise WrongFieldError("fate", named, ", ".join(Fate))
-    return Leftover(pid=NO_PID, fate=fate, used_bytes=read_size(entry, "used"))
-
-
-def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
-    """Return the probe's facts, without parts that this version does not know."""
-    parts = (
-        read_within(entry, "parts", lambda parts: tuple((part, read_size(parts, part)) for part in MemoryPart)) or ()
-    )
-    found = Inside(
-        granted_bytes=read_size(entry, "granted"),
-        allocated_bytes=read_size(entry, "allocated"),
-        reserved_bytes=read_size(entry, "reserved_by_torch"),
-        parts=tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None),
-    )
-    return None if found == Inside() else found
-
-
-def _build_memory(used: int | None, total: int | None, reserved: int | None) -> GpuMemory | None:
-    if used is None or total is None:
-        return None
-    free = max(0, total - used - (reserved or 0))
-    return GpuMemory(total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved)
-
-
-def name_by_index(index: int) -> str:
-    """Return the name of a GPU without a UUID; no UUID looks like it."""
-    return f"index {index}"
-
-
 def build_process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
     entry = {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
@@ -153,42 +66,9 @@ def build_process_entry(process: EngineProcess) -> dict[str, Any]:
     return drop_unreadable({**entry, "wait": process.wait_seconds})
 
 
-def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
-    """Return a process; None where its memory is unknown."""
-    name = read_text(entry, "role")
-    role = Role.OTHER if name is None else next((role for role in Role if role == name), None)
-    if role is None:
-        raise WrongFieldError("role", name, ", ".join(Role))
-    rss, started = read_size(entry, "rss"), read_number(entry, "started_at")
-    if rss is None:
-        return None
-    return EngineProcess(
-        pid=NO_PID,
-        role=role,
-        rss_bytes=rss,
-        started_at_seconds=started or 0.0,
-        anonymous_bytes=read_size(entry, "anonymous"),
-        file_bytes=read_size(entry, "file"),
-        state=read_text(entry, "state"),
-        cpu_seconds=read_number(entry, "cpu"),
-        cpu_pressure_ratio=read_number(entry, "cpu_pressure"),
-        wait_seconds=read_number(entry, "wait"),
-        swap_bytes=read_size(entry, "swap"),
-    )
-
-
 def build_host_entry(host: HostMemory) -> dict[str, Any]:
     """Return the engine's host memory."""
-    return drop_unreadable({"basis": host.basis, **{name: getattr(host, fact) for fact, name in _HOST}})
-
-
-def parse_host(entry: Mapping[str, Any]) -> HostMemory:
-    """Return the host memory; a basis that this version does not know is none."""
-    named = read_text(entry, "basis")
-    facts: dict[str, Any] = {
-        fact: (read_number if fact.endswith("_ratio") else read_size)(entry, name) for fact, name in _HOST
-    }
-    return HostMemory(basis=next((basis for basis in HostBasis if basis == named), None), **facts)
+    return drop_unreadable({"basis": host.basis, **{name: getattr(host, fact) for fact, name in HOST}})
 
 
 def drop_unreadable(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,6 +83,10 @@ def _escape_text(value: object) -> object:
 
 
 HEADER: Final = {"headroom_trace": 1}
+LONGEST_LINE: Final = 2**20
+"""Bytes of a line: a file without lines is not read into memory."""
+
+YEAR_10000: Final = 253_402_300_800
 
 
 def encode_line(record: dict[str, Any]) -> bytes:

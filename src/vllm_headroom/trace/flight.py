@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.log import Log
-from vllm_headroom.trace.entries import HEADER, encode_line
-from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
+from vllm_headroom.trace.entries import HEADER, LONGEST_LINE, YEAR_10000, encode_line
 from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
 from vllm_headroom.units import MIB
 

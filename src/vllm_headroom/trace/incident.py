@@ -13,7 +13,7 @@ from vllm_headroom.derive.life.case import MEMORY_REASONS, SEQUENCE_SECONDS
 from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.model import Ending, GpuAtEnd
 from vllm_headroom.parse.fields import LARGEST
-from vllm_headroom.trace.parse import YEAR_10000
+from vllm_headroom.trace.entries import YEAR_10000
 from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, LeakState, Sureness
 

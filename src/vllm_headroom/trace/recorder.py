@@ -11,8 +11,7 @@ from typing import BinaryIO, Final
 
 from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.entries import HEADER, build_record, encode_line
-from vllm_headroom.trace.parse import LONGEST_LINE
+from vllm_headroom.trace.entries import HEADER, LONGEST_LINE, build_record, encode_line
 from vllm_headroom.worker import Worker
 
 log = Log(__name__)

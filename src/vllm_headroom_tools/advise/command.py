@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Coroutine, Iterator
 from typing import Any, Final
 
-from vllm_headroom.trace.parse import read_trace
 from vllm_headroom_tools.advise.facts import Facts, Origin
 from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
@@ -19,6 +18,7 @@ from vllm_headroom_tools.history import describe_span
 from vllm_headroom_tools.options import RATIO, TRACE, BadOptions, Parser, Value, page_url, tokens, whole
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
+from vllm_headroom_tools.trace import read_trace
 
 
 def render_text(answer: Assessment) -> list[str]:

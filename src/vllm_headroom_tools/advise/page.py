@@ -19,7 +19,6 @@ from vllm_headroom.inputs import redact_url
 from vllm_headroom.model import INPUTS, Failure, HostMemory, Metric, Sample, Values
 from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import LeakLocation, LeakState
 from vllm_headroom_tools.advise.facts import (
     FULL_RATIO,
@@ -43,6 +42,7 @@ from vllm_headroom_tools.history import Moment
 from vllm_headroom_tools.look import fetch_engines, fetch_once
 from vllm_headroom_tools.openai import parse_server_version
 from vllm_headroom_tools.terminal import NO_SIDECAR
+from vllm_headroom_tools.trace import BadInput
 
 Labels = tuple[str, str]
 """Index and UUID of a GPU."""

@@ -9,7 +9,6 @@ from xml.etree import ElementTree as ET
 
 from msgspec import Struct
 
-from vllm_headroom.trace.parse import BadInput, read_trace
 from vllm_headroom.units import format_duration
 from vllm_headroom_tools.check.leaks import judge_gpu_leaks, judge_host_leaks
 from vllm_headroom_tools.check.limits import (
@@ -47,6 +46,7 @@ from vllm_headroom_tools.options import (
 )
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.terminal import wrap_text
+from vllm_headroom_tools.trace import BadInput, read_trace
 
 MARKS: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "FAILED", Conclusion.CANNOT_TELL: "cannot tell"}
 OUTCOMES: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "failed", Conclusion.CANNOT_TELL: "cannot_tell"}

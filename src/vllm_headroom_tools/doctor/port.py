@@ -20,7 +20,7 @@ from vllm_headroom.expose.web.config import WebConfigError, read_web_config
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.exposition import parse_samples
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.trace.parse import LONGEST_LINE
+from vllm_headroom.trace.entries import LONGEST_LINE
 from vllm_headroom.trace.recorder import FOREIGN, is_trace_start, try_write
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker

@@ -23,13 +23,13 @@ from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.files import read_own_pid
 from vllm_headroom.scrape.proc.host import read_process_host
 from vllm_headroom.scrape.proc.reader import Processes
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
 from vllm_headroom_tools.load.clients import Clients, Pace, RequestSender
 from vllm_headroom_tools.load.report import build_document
 from vllm_headroom_tools.load.run import LoadRun, Sampling, Screen, UnavailableSource, count_streams, create_trace
 from vllm_headroom_tools.load.target import LoadOrder, Prompts, Target, build_request_body, fetch_model, find_target
+from vllm_headroom_tools.trace import BadInput
 
 OWN_DESCRIPTORS: Final = 64
 """For what is opened besides streams: the sampler's files, /proc, the trace."""

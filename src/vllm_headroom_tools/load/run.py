@@ -25,7 +25,6 @@ from vllm_headroom.derive.readings import label_gpu
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample, Snapshot
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.entries import HEADER, encode_line
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
@@ -34,6 +33,7 @@ from vllm_headroom_tools.load.clients import Clients, Pace
 from vllm_headroom_tools.load.stream import Outcome, Tally
 from vllm_headroom_tools.progress import start_bar, update_bar
 from vllm_headroom_tools.terminal import is_terminal
+from vllm_headroom_tools.trace import BadInput
 
 if TYPE_CHECKING:
     from rich.progress import Progress

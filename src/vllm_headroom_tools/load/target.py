@@ -18,9 +18,9 @@ from msgspec import Struct
 from vllm_headroom.inputs import parse_http_url
 from vllm_headroom.scrape.http.failures import explain_no_answer, strip_advice
 from vllm_headroom.scrape.http.reader import find_port, read_body
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.openai import Model, parse_first_model
+from vllm_headroom_tools.trace import BadInput
 
 LENGTHS: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from msgspec.structs import fields, replace
 
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.options import FILE, RATIO, Parser, Value, bounded, choice, option, size, tokens, whole
@@ -30,6 +29,7 @@ from vllm_headroom_tools.sizing.question import (
     choose_defaults,
     find_problem,
 )
+from vllm_headroom_tools.trace import BadInput
 
 SIZES: Final = (
     ("layers", "num_hidden_layers", "hidden layers"),

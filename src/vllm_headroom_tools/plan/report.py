@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from vllm_headroom.model import EngineParts
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.plan.verdict import explain_verdict, find_changes, format_range, list_notes, list_unknown
 from vllm_headroom_tools.sizing.estimate import (
@@ -24,6 +23,7 @@ from vllm_headroom_tools.sizing.estimate import (
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.question import UTILIZATION
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
+from vllm_headroom_tools.trace import BadInput
 
 BILLION: Final = 10**9
 UNKNOWN: Final = "not known"

@@ -13,7 +13,6 @@ from vllm_headroom.derive.life.judge import UNKNOWN, judge_ending
 from vllm_headroom.model import Diagnosis, Ending
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_known
 from vllm_headroom.trace.incident import Incident, find_decisive, read_incident
-from vllm_headroom.trace.parse import BadInput, read_lines, read_trace
 from vllm_headroom.vocabulary import EndCause, IncidentKind, Sureness
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.history import Curves
@@ -21,6 +20,7 @@ from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
 from vllm_headroom_tools.postmortem.follow import Follower
 from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, Timeline, build_document, render_text
 from vllm_headroom_tools.progress import track_lines
+from vllm_headroom_tools.trace import BadInput, read_lines, read_trace
 
 DESCRIPTION: Final = """\
 Shows on one page what happened before the engine exited, why, and how sure that

@@ -16,14 +16,14 @@ from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory, Snapshot, name_device
-from vllm_headroom.trace.entries import build_host_entry, name_by_index
-from vllm_headroom.trace.parse import parse_snapshot, read_trace
+from vllm_headroom.trace.entries import build_host_entry
 from vllm_headroom.units import NUMBER, format_duration, format_instant, format_size, parse_duration
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.history import Course, Curves, Interval, LeakReplay, Moment, describe_span
 from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, Value, bounded, url
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
+from vllm_headroom_tools.trace import name_by_index, parse_snapshot, read_trace
 
 WORTH_A_WORD: Final = 0.01
 """A block or two may be late; from here on HeadroomKvBlocksLeak watches for growth."""

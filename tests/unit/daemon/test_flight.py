@@ -30,9 +30,9 @@ from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import keep, list_incidents, name_incident, parse_known, set_aside
-from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.vocabulary import Level, Role
 from vllm_headroom.worker import Worker
+from vllm_headroom_tools.trace import read_trace
 
 FULL = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", alert="HeadroomGpuMemoryLeak")
 BEGAN = 1_760_000_000.0

@@ -13,8 +13,8 @@ from tests.samples import snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight
 from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import keep, list_incidents, set_aside
-from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.units import MIB
+from vllm_headroom_tools.trace import read_trace
 
 OLD = "incidents/2025-01-01T00-00-00Z.jsonl"
 

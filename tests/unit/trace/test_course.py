@@ -7,8 +7,8 @@ from itertools import islice
 import pytest
 
 from tests.unit.commands.check.engine_traces import BEGAN, STEP, engine
-from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom_tools.history import LeakReplay
+from vllm_headroom_tools.trace import parse_snapshot
 
 
 @pytest.mark.parametrize("restarts", [False, True])

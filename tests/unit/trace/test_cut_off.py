@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.trace.parse import BadInput, parse_trace, read_trace
+from vllm_headroom_tools.trace import BadInput, parse_trace, read_trace
 
 HEADER = b'{"headroom_trace": 1}\n'
 

@@ -10,8 +10,8 @@ from tests.samples import snapshot
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import INCIDENT_BYTES, find_newest, find_share, keep, list_incidents, set_aside
-from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.units import MIB
+from vllm_headroom_tools.trace import read_trace
 
 ENDED = 1_760_000_100.0
 SENTENCE = {"sentence": "GPU 0 leaks."}

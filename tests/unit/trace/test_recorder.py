@@ -15,10 +15,10 @@ from tests.logs import capture_logs
 from tests.process import eventually
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, Snapshot
-from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import Attribution, Role, Source
 from vllm_headroom.worker import Worker
+from vllm_headroom_tools.trace import parse_trace
 
 MANY = 2**20
 

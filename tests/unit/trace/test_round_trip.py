@@ -28,8 +28,8 @@ from vllm_headroom.model import (
 )
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
-from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, MemoryPart, Reason, Role, Source
+from vllm_headroom_tools.trace import parse_trace
 
 SHOWN: Final = st.text().filter(str.isprintable)
 NUMBERS: Final = st.floats(min_value=0, max_value=LARGEST)

@@ -62,7 +62,10 @@ def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
             f"the page at {url} is larger than {max_bytes} bytes:"
             " check that it is vLLM's, or raise HEADROOM_ENGINE_MAX_PAGE_BYTES"
         ),
-        Reason.OUT_OF_BOUNDS: f"{url} sends its page in crumbs: check that it is vLLM's, and what stands before it",
+        Reason.OUT_OF_BOUNDS: (
+            f"{url} sends its page in parts so small that they cost too much CPU:"
+            " check that it is vLLM's, and what stands before it"
+        ),
         Reason.INCOMPLETE: f"{url} broke off its page: if it stays so, look for a proxy that cuts it",
     }
     return build_failure(reason, messages[reason])

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
-from typing import Final
+from time import thread_time
+from typing import Any, Final
 
 import httpx
 from msgspec import Struct
@@ -22,35 +23,37 @@ from vllm_headroom.scrape.http.failures import (
     explain_status,
     hide_secrets,
 )
-from vllm_headroom.scrape.http.transport import OneConnection
 from vllm_headroom.vocabulary import Reason
+from vllm_headroom.worker import Worker
 
 _PLAIN: Final = frozenset({"", "identity"})
 
-_LEAST_PART_BYTES: Final = 512
-"""Average size of a part: a packet carries more, and each part takes 40 us, even of one byte."""
+_MOST_CPU_SECONDS: Final = 0.5
+"""The event loop's own work while one page comes in: a page of 5,000 lines, each in a part of its own, takes 0.2 s."""
 
-_FREE_PARTS: Final = 256
-"""Parts that may be smaller: a server may send its page line by line."""
+_TURN_PARTS: Final = 64
+"""Parts after which the event loop does other work: a server can send thousands at once."""
 
 
 async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
     """Return the body of a response that is being streamed, holding at most `max_bytes` of it.
 
-    Returns MALFORMED for a compressed body, TOO_LARGE, OUT_OF_BOUNDS for one in so many parts that the loop would do
-    nothing else, or INCOMPLETE when it ends before its length.
+    Returns MALFORMED for a compressed body, TOO_LARGE, OUT_OF_BOUNDS for one whose parts cost too much CPU, or
+    INCOMPLETE when it ends before its length.
     """
     if response.headers.get("Content-Encoding", "").strip().lower() not in _PLAIN:
         return Reason.MALFORMED
-    body, parts = bytearray(), 0
+    body, parts, began = bytearray(), 0, thread_time()
     try:
         async for part in response.aiter_raw():
             body += part
             parts += 1
             if len(body) > max_bytes:
                 return Reason.TOO_LARGE
-            if parts > _FREE_PARTS + len(body) / _LEAST_PART_BYTES:
+            if thread_time() - began > _MOST_CPU_SECONDS:
                 return Reason.OUT_OF_BOUNDS
+            if parts % _TURN_PARTS == 0:
+                await asyncio.sleep(0)
     except (httpx.ReadError, httpx.RemoteProtocolError):
         return Reason.INCOMPLETE
     return bytes(body)
@@ -105,7 +108,10 @@ class PageReader:
         self._credentials = CredentialReader(bearer_token_file, ca_file)
         self._headers = httpx.Headers({"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers})
         self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
-        self._question = httpx.Request("GET", self._url, headers=self._headers)
+        self._headers["Host"] = login.netloc.decode("ascii").rpartition("@")[2]  # requests go to an address of it
+        self._server_name = {"sni_hostname": login.host}
+        self._question = httpx.Request("GET", self._url, headers=self._headers, extensions=self._server_name)
+        self._resolver = Worker[list[Any]]("resolver")
         self._client: httpx.AsyncClient | None = None
 
     async def fetch(self) -> str | Failure:
@@ -118,7 +124,8 @@ class PageReader:
 
     async def post(self, body: Mapping[str, object]) -> Reply | Failure:
         """Send `body` as JSON to the URL and return the answer, else like `fetch`."""
-        return await self._exchange(httpx.Request("POST", self._url, headers=self._headers, json=body), is_page=False)
+        request = httpx.Request("POST", self._url, headers=self._headers, json=body, extensions=self._server_name)
+        return await self._exchange(request, is_page=False)
 
     async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
         try:
@@ -133,6 +140,8 @@ class PageReader:
     async def close(self) -> None:
         """Close the connection; a later fetch opens another."""
         self._credentials.close()
+        self._resolver.stop()
+        self._resolver = Worker("resolver")
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -145,7 +154,7 @@ class PageReader:
             return token
         if token is not None:
             request.headers["Authorization"] = f"Bearer {token}"
-        response = await client.send(request, auth=None if token is not None else self._auth, stream=True)
+        response = await self._connect(client, request, None if token is not None else self._auth)
         try:
             if is_page and response.status_code != HTTPStatus.OK:
                 return explain_status(response, self._shown)
@@ -156,15 +165,42 @@ class PageReader:
             return explain_broken_body(body, self._shown, self._max_bytes)
         return Reply(status=response.status_code, text=body.decode(errors="replace"))
 
+    async def _connect(
+        self, client: httpx.AsyncClient, request: httpx.Request, auth: httpx.Auth | None
+    ) -> httpx.Response:
+        """Send the request to the first address of its host that accepts a connection."""
+        problem: Exception = OSError("the host has no address")
+        for address in await self._resolve():
+            request.url = request.url.copy_with(host=address)
+            try:
+                return await client.send(request, auth=auth, stream=True)
+            except httpx.ConnectError as error:
+                problem = error
+        raise problem
+
+    async def _resolve(self) -> list[str]:
+        """Return the addresses of the host, resolved on a thread of ours: uvloop exits when it can start none."""
+        try:
+            return [str(ipaddress.ip_address(self._url.host))]
+        except ValueError:
+            # bytes: a str would be encoded by a codec that refuses names the resolver has to refuse
+            host, port = self._url.raw_host, find_port(self._url)
+        try:
+            found = await self._resolver.begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except TimeoutError as error:  # an abandoned query has not returned
+            raise httpx.ConnectTimeout("the resolver hangs") from error
+        return [str(address[0]) for *_, address in found]
+
     async def _open_client(self) -> httpx.AsyncClient | Failure:
         if self._client is None:
-            trust = await self._credentials.trust() if self._url.scheme == "https" else None
+            trust = await self._credentials.trust() if self._url.scheme == "https" else False
             if isinstance(trust, Failure):
                 return trust
             # No cookies are kept: there is no login, and a cookie would be one more secret to guard.
             no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
             self._client = httpx.AsyncClient(
-                transport=OneConnection(trust),
+                verify=trust,
+                limits=httpx.Limits(max_keepalive_connections=0),  # vLLM closes what idles 5 s, the usual interval
                 timeout=None,  # noqa: S113 - fetch limits the whole, httpx would limit each part
                 trust_env=False,  # the engine is a neighbour: no proxy of the environment
                 cookies=no_cookies,

@@ -14,9 +14,9 @@ import httpx
 from msgspec import Struct
 
 from vllm_headroom.scrape.http.failures import UnusableCredentials, load_trust, read_token
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.units import MIB, format_size
 from vllm_headroom_tools.openai import parse_object
+from vllm_headroom_tools.trace import BadInput
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus cancels a query after two minutes (--query.timeout): wait for that answer."""

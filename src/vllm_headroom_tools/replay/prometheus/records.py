@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.progress import track
 from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan, build_span
 from vllm_headroom_tools.replay.prometheus.join import (
@@ -26,6 +25,7 @@ from vllm_headroom_tools.replay.prometheus.join import (
     build_selector,
     read_series,
 )
+from vllm_headroom_tools.trace import BadInput
 
 MOST_STEPS: Final = 10_000
 """Prometheus refuses a range query for more than 11,000 points per series."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any, Final
 
-from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom_tools.advise.facts import Facts
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs
+from vllm_headroom_tools.trace import parse_trace
 
 Record = dict[str, Any]
 Records = Iterable[Record]

@@ -5,10 +5,10 @@ from itertools import islice
 from typing import Any
 
 from tests.unit.commands.replay.traces import flat, leaking
-from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.history import Course, LeakReplay
 from vllm_headroom_tools.load.report import LeakVerdict, judge_growth
+from vllm_headroom_tools.trace import parse_snapshot
 
 
 def told(records: Iterable[dict[str, Any]]) -> tuple[LeakVerdict, str]:

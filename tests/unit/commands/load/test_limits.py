@@ -7,7 +7,6 @@ import pytest
 
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.compose import (
@@ -18,6 +17,7 @@ from vllm_headroom_tools.load.compose import (
     list_limits,
     raise_descriptors,
 )
+from vllm_headroom_tools.trace import BadInput
 
 MIB = 2**20
 

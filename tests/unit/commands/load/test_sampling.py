@@ -24,7 +24,6 @@ from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import LeakState, Reason, Source
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.load.clients import Clients, Pace
@@ -41,6 +40,7 @@ from vllm_headroom_tools.load.run import (
     count_streams,
     create_trace,
 )
+from vllm_headroom_tools.trace import BadInput
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
 from vllm_headroom.scrape.http.failures import load_trust
 from vllm_headroom.scrape.http.reader import find_port
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.load.target import (
     MOST_LIST_BYTES,
     CompletionApi,
@@ -28,6 +27,7 @@ from vllm_headroom_tools.load.target import (
     parse_base_url,
 )
 from vllm_headroom_tools.openai import Model
+from vllm_headroom_tools.trace import BadInput
 
 
 def problem(url: str, *, ca_file: Path | None = None) -> str:

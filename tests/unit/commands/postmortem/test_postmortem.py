@@ -15,12 +15,12 @@ from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
 from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, name_incident, set_aside
-from vllm_headroom.trace.parse import parse_snapshot, read_trace
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs
 from vllm_headroom_tools.cli import execute
 from vllm_headroom_tools.history import LeakReplay
 from vllm_headroom_tools.postmortem.command import COMMAND
+from vllm_headroom_tools.trace import parse_snapshot, read_trace
 
 Run = Callable[..., tuple[int, str, str]]
 

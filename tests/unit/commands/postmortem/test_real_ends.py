@@ -17,10 +17,10 @@ from tests.captures.ends.keep import HERE
 from vllm_headroom.model import Ending
 from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.flight import INCIDENT
-from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, Role
 from vllm_headroom_tools.history import LeakReplay
 from vllm_headroom_tools.postmortem.command import build_report
+from vllm_headroom_tools.trace import read_trace
 
 CORE, WORKER, SERVER = Role.ENGINE_CORE, Role.WORKER, Role.API_SERVER
 

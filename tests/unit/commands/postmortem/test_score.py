@@ -13,10 +13,10 @@ from tests.unit.commands.postmortem.scenes import Scene
 from tests.unit.commands.postmortem.spoiled import Spoil
 from vllm_headroom.model import Diagnosis
 from vllm_headroom.trace.incident import read_incident
-from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom.vocabulary import EndCause, Sureness
 from vllm_headroom_tools.postmortem.command import judge
 from vllm_headroom_tools.postmortem.follow import Follower
+from vllm_headroom_tools.trace import parse_snapshot
 
 EACH = 20
 LEAST_RIGHT = 0.95

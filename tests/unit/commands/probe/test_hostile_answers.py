@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import pytest
 
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools import probe as asking
 from vllm_headroom_tools.probe import MOST_BYTES, record, render_recording
+from vllm_headroom_tools.trace import BadInput
 
 HONEST, HOSTILE = "7-1000.record.json", "8-1000.record.json"
 

@@ -18,9 +18,9 @@ import pytest
 from tests.command import OWN, run_command
 from tests.process import eventually
 from tests.unit.probe.running import INSIDE, Vllm, vllm
-from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools import probe as asking
 from vllm_headroom_tools.probe import install, parse_answer, record, render_recording
+from vllm_headroom_tools.trace import BadInput
 
 ENGINE: Final = INSIDE / "vllm" / "engine.py"
 LINE: Final = 1 + ENGINE.read_text().splitlines().index("                kept.append(bytearray(12_800))")

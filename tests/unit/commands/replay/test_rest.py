@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.unit.commands.replay.traces import BEGAN, MIB, STEP, sample, text
-from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom_tools.history import LeakReplay
 from vllm_headroom_tools.replay.command import build_document, format_verdict
+from vllm_headroom_tools.trace import parse_trace
 
 
 def watched(records: Iterable[dict[str, Any]]) -> LeakReplay:

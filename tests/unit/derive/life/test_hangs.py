@@ -14,8 +14,8 @@ from tests.unit.derive.life.watch import CORE, SERVER, SILENT, STEP_SECONDS, UNS
 from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, HangSign, ProbeReadings, SchedulerReading, Snapshot
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
-from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import EngineState, Reason, Source
+from vllm_headroom_tools.trace import parse_trace
 
 SERVING, UNKNOWN, STALLED = EngineState.SERVING, EngineState.UNKNOWN, EngineState.STALLED
 IDLE: Final = working(20, running=0.0)

@@ -23,8 +23,8 @@ from tests.unit.derive.life.watch import (
 from vllm_headroom.derive.life.lives import RunState
 from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory
-from vllm_headroom.trace.entries import NO_PID
 from vllm_headroom.vocabulary import EngineState, ExitReason
+from vllm_headroom_tools.trace import NO_PID
 
 
 def exits(life: EngineStatus) -> dict[ExitReason, int]:

@@ -89,24 +89,22 @@ def in_parts(text: bytes, part_bytes: int) -> bytes:
     return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
 
 
-@pytest.mark.parametrize(("lines", "part_bytes"), [(200, 4), (50_000, 1024)])
+@pytest.mark.parametrize(("lines", "part_bytes"), [(2_000, 4), (50_000, 1024)])
 def test_a_page_that_comes_line_by_line_or_in_common_parts_is_read(lines: int, part_bytes: int) -> None:
     with EngineServer(raw(in_parts(b"a 1\n" * lines, part_bytes))) as server:
         assert fetch(server.url) == ["a 1\n" * lines]
 
 
 def test_a_page_in_crumbs_is_out_of_bounds() -> None:
-    with EngineServer(raw(in_parts(b"a 1\n" * 50_000, 4))) as server:
+    with EngineServer(raw(in_parts(b"a 1\n" * 500_000, 4))) as server:
         problem = failure(server.url)
 
     assert problem.reason is Reason.OUT_OF_BOUNDS
-    assert "sends its page in crumbs" in problem.message
+    assert "in parts so small" in problem.message
 
 
-@pytest.mark.parametrize(("hints", "reason"), [(1, None), (7, None), (8, Reason.INCOMPLETE)])
-def test_a_hint_before_the_answer_is_passed_over_and_too_many_are_none(hints: int, reason: Reason | None) -> None:
+@pytest.mark.parametrize("hints", [1, 100])
+def test_hints_before_the_answer_are_passed_over(hints: int) -> None:
     hint = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"
     with EngineServer(raw(hint * hints + with_head(b"a 1\n"))) as server:
-        (found,) = fetch(server.url)
-
-    assert (found.reason if isinstance(found, Failure) else None) is reason
+        assert fetch(server.url) == ["a 1\n"]

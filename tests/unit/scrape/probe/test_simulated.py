@@ -21,10 +21,10 @@ from vllm_headroom.derive.inside import add_inside
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader
-from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 from vllm_headroom_tools.history import Course as States
 from vllm_headroom_tools.history import LeakReplay
+from vllm_headroom_tools.trace import parse_snapshot
 
 HOURS: Final = 3.0
 

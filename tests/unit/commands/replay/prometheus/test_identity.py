@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import BEGIN, add_dcgm, add_vllm, level, records, scraped
-from vllm_headroom.trace.parse import BadInput
+from vllm_headroom_tools.trace import BadInput
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.unit.commands.replay.prometheus.history import (
     records,
     scraped,
 )
-from vllm_headroom.trace.parse import BadInput, parse_snapshot
+from vllm_headroom_tools.trace import BadInput, parse_snapshot
 
 MIB = 2**20
 

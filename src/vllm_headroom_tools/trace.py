@@ -13,13 +13,35 @@ from gzip import BadGzipFile, GzipFile
 from io import BufferedReader
 from os import fstat
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_type_hints
 
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
-from vllm_headroom.parse.fields import WrongFieldError, read_each, read_text, read_truth, read_within, refuse_number
-from vllm_headroom.trace.entries import HEADER, parse_engine, parse_gpu, parse_host, parse_process
+from vllm_headroom.model import (
+    EnginePage,
+    EngineProcess,
+    EngineReading,
+    Failure,
+    Fate,
+    Gpu,
+    GpuMemory,
+    GpuReading,
+    HostMemory,
+    Inside,
+    Leftover,
+    Snapshot,
+)
+from vllm_headroom.parse.fields import (
+    WrongFieldError,
+    read_each,
+    read_number,
+    read_size,
+    read_text,
+    read_truth,
+    read_within,
+    refuse_number,
+)
+from vllm_headroom.trace.entries import FACTS, HEADER, HOST, LONGEST_LINE, YEAR_10000
 from vllm_headroom.units import format_duration, format_instant
-from vllm_headroom.vocabulary import REASONS, Reason, Source
+from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, MemoryPart, Reason, Role, Source
 
 
 class BadInput(Exception):  # noqa: N818 - it describes the input
@@ -27,15 +49,12 @@ class BadInput(Exception):  # noqa: N818 - it describes the input
 
 
 (FORMAT,) = HEADER
-LONGEST_LINE: Final = 2**20
-"""Bytes of a line: a file without lines is not read into memory."""
 
 STDIN: Final = "standard input"
 CLOCKS_SECONDS: Final = 300.0
 """Corrections of a clock are smaller."""
 
 BACK: Final = "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
-YEAR_10000: Final = 253_402_300_800
 NO_TRACE: Final = f"no trace of this version, whose first line is {json.dumps(HEADER)}"
 UNPACK: Final = "packed by {}: unpack it first, only gzip's is read as it is"
 FOREIGN: Final = {
@@ -205,3 +224,114 @@ def _check_processes(processes: tuple[EngineProcess | None, ...] | None) -> tupl
     """Return the processes, or a failure where the memory of one is unknown: a sum without it would be wrong."""
     known = tuple(process for process in processes or () if process is not None)
     return _PROCESSES_FAILED if processes is None or len(known) < len(processes) else known
+
+
+_KINDS: Final = get_type_hints(EngineReading)
+_READS: Final[Mapping[object, Any]] = {
+    str: read_text,
+    float | None: read_number,
+    str | None: read_text,
+    bool | None: read_truth,
+}
+NO_PID: Final = 0
+"""In a trace, processes are identified by their start only."""
+
+
+def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
+    """Return an engine; without a name it is identified by its place in the list."""
+    facts = {
+        fact: value
+        for fact, name in FACTS
+        if name in entry and (value := _READS[_KINDS[fact]](entry, name)) is not None
+    }
+    return EngineReading(**{"model_name": "unknown", "engine": str(place)} | facts)
+
+
+def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
+    """Return a GPU of the engine's; held is what is attributed to the engine, else what is used without others'."""
+    index = read_size(entry, "gpu")
+    index = place if index is None else index
+    used, engine, other = read_size(entry, "used"), read_size(entry, "engine"), read_size(entry, "other")
+    return Gpu(
+        reading=GpuReading(
+            index=index,
+            uuid=read_text(entry, "uuid") or name_by_index(index),
+            name="",
+            memory=_build_memory(used, read_size(entry, "total"), read_size(entry, "reserved")),
+            used_peak_bytes=read_size(entry, "used_peak"),
+        ),
+        attribution=Attribution.UUID if engine is None else Attribution.PROCESS,
+        engine_bytes=engine,
+        other_bytes=other,
+        held_bytes=max(0, used - (other or 0)) if engine is None and used is not None else engine,
+        process_count=read_size(entry, "processes"),
+        leftovers=read_each(entry, "leftovers", _parse_leftover) or (),
+        inside=_parse_inside(entry),
+    )
+
+
+def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
+    named = read_text(entry, "fate")
+    fate = next((fate for fate in Fate if fate == named), None)
+    if fate is None:
+        raise WrongFieldError("fate", named, ", ".join(Fate))
+    return Leftover(pid=NO_PID, fate=fate, used_bytes=read_size(entry, "used"))
+
+
+def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
+    """Return the probe's facts, without parts that this version does not know."""
+    parts = (
+        read_within(entry, "parts", lambda parts: tuple((part, read_size(parts, part)) for part in MemoryPart)) or ()
+    )
+    found = Inside(
+        granted_bytes=read_size(entry, "granted"),
+        allocated_bytes=read_size(entry, "allocated"),
+        reserved_bytes=read_size(entry, "reserved_by_torch"),
+        parts=tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None),
+    )
+    return None if found == Inside() else found
+
+
+def _build_memory(used: int | None, total: int | None, reserved: int | None) -> GpuMemory | None:
+    if used is None or total is None:
+        return None
+    free = max(0, total - used - (reserved or 0))
+    return GpuMemory(total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved)
+
+
+def name_by_index(index: int) -> str:
+    """Return the name of a GPU without a UUID; no UUID looks like it."""
+    return f"index {index}"
+
+
+def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
+    """Return a process; None where its memory is unknown."""
+    name = read_text(entry, "role")
+    role = Role.OTHER if name is None else next((role for role in Role if role == name), None)
+    if role is None:
+        raise WrongFieldError("role", name, ", ".join(Role))
+    rss, started = read_size(entry, "rss"), read_number(entry, "started_at")
+    if rss is None:
+        return None
+    return EngineProcess(
+        pid=NO_PID,
+        role=role,
+        rss_bytes=rss,
+        started_at_seconds=started or 0.0,
+        anonymous_bytes=read_size(entry, "anonymous"),
+        file_bytes=read_size(entry, "file"),
+        state=read_text(entry, "state"),
+        cpu_seconds=read_number(entry, "cpu"),
+        cpu_pressure_ratio=read_number(entry, "cpu_pressure"),
+        wait_seconds=read_number(entry, "wait"),
+        swap_bytes=read_size(entry, "swap"),
+    )
+
+
+def parse_host(entry: Mapping[str, Any]) -> HostMemory:
+    """Return the host memory; a basis that this version does not know is none."""
+    named = read_text(entry, "basis")
+    facts: dict[str, Any] = {
+        fact: (read_number if fact.endswith("_ratio") else read_size)(entry, name) for fact, name in HOST
+    }
+    return HostMemory(basis=next((basis for basis in HostBasis if basis == named), None), **facts)
