@@ -128,6 +128,11 @@ LAST_INCIDENT: Final = _gauge(
     (),
     "Time of the newest incident in the state directory, in seconds since the epoch; absent without one.",
 )
+WEB_CONFIG_RELOAD: Final = _gauge(
+    "web_config_reload_success",
+    (),
+    "1 while the last reading of the web configuration was taken, 0 while an earlier one applies; absent without one.",
+)
 ENGINE_PROGRESS_AGE: Final = _gauge(
     "engine_progress_age_seconds",
     (),

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 
 import uvloop
 
+from vllm_headroom import catalog
 from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.flight import Flight
@@ -47,7 +48,7 @@ from vllm_headroom.expose.view import History, Incident, View
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.log import Log
-from vllm_headroom.model import Snapshot, Verdict
+from vllm_headroom.model import Sample, Snapshot, Verdict
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.recorder import Recorder
 
@@ -125,7 +126,7 @@ async def run(parts: Parts, settings: Settings) -> int:
             port = listener.getsockname()[1]
             log.info("listening", port=port, version=read_version())
             daemon = Daemon(parts, settings, home=f"http://localhost:{port}/", ending=ending)
-            return await run_until_end(daemon.list_loops(), Server(daemon.build_handler(), door), listener, ending)
+            return await run_until_end(daemon.list_loops(), Server(daemon.build_handler(door), door), listener, ending)
         finally:
             await close_all(parts.engine, parts.gpus, parts.asked)
 
@@ -184,15 +185,17 @@ class Daemon:
             loops.append(self._canary.run(lambda: self._sampler.snapshot))
         return loops
 
-    def build_handler(self) -> Handler:
+    def build_handler(self, door: Door | None) -> Handler:
         """Return the handler of all requests."""
         sampler, find_stall = self._sampler, self._heartbeat.find_stall
-        collector = HeadroomCollector(
-            lambda: sampler.published,
-            self._clock.monotonic,
-            read_build(),
-            lambda: None if self._last_incident is None else self._last_incident.seconds,
-        )
+
+        def list_others() -> Iterator[Sample]:
+            if self._last_incident is not None:
+                yield Sample(catalog.LAST_INCIDENT, (), self._last_incident.seconds)
+            if door is not None:
+                yield Sample(catalog.WEB_CONFIG_RELOAD, (), float(door.is_current))
+
+        collector = HeadroomCollector(lambda: sampler.published, self._clock.monotonic, read_build(), list_others)
         return build_application(
             metrics=MetricsPage(collector),
             page=lambda _: respond_html(render_page(self._build_view())),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Final
 from urllib.parse import parse_qs
@@ -26,7 +26,7 @@ Family = GaugeMetricFamily | CounterMetricFamily
 class HeadroomCollector(Collector):
     """Turns what `published` returns (None before the first sample) into families, without I/O or errors.
 
-    `incident` returns the time of the newest incident, None without one.
+    `others` returns the samples that belong to no tick.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class HeadroomCollector(Collector):
         published: Callable[[], Published | None],
         monotonic: Callable[[], float],
         build: tuple[str, str, str],
-        incident: Callable[[], float | None] = lambda: None,
+        others: Callable[[], Iterable[Sample]] = tuple,
     ) -> None:
         self.published = published
         self._monotonic = monotonic
-        self._incident = incident
+        self._others = others
         self._build = Sample(catalog.BUILD_INFO, build, 1.0)
 
     def describe(self) -> Iterator[Family]:
@@ -57,9 +57,8 @@ class HeadroomCollector(Collector):
         published = self.published()
         if published is None:
             return [self._build]
-        at = self._incident()
-        incident = [] if at is None else [Sample(catalog.LAST_INCIDENT, (), at)]
-        return [self._build, Sample(catalog.SAMPLE_AGE, (), self.age_seconds(published)), *incident, *published.samples]
+        age = Sample(catalog.SAMPLE_AGE, (), self.age_seconds(published))
+        return [self._build, age, *self._others(), *published.samples]
 
     def age_seconds(self, published: Published) -> float:
         """Return the time since its tick ended."""

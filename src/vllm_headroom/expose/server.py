@@ -95,14 +95,20 @@ class Connection(asyncio.Protocol):
         """The client's certificate, None without one."""
         return None if self._transport is None else self._transport.get_extra_info("peercert")
 
+    @property
+    def address(self) -> str:
+        """The client's address, empty where it has left."""
+        peer = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(peer[0]) if peer else ""
+
     def drop(self) -> None:
         """Close it at once, whatever it does."""
         if self._transport is not None:
             self._transport.abort()
 
     def answer(self, answer: Response) -> None:
-        """Send an answer."""
-        if self._transport is None:
+        """Send an answer, unless the client has left."""
+        if self._transport is None or self._transport.is_closing():
             return
         self._enter(Phase.SENDING)
         self._transport.write(self._encode(answer))
@@ -216,7 +222,12 @@ class Server:
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on the socket until cancelled, then answer received requests for half a second."""
-        works = [self._accept(listener), self._answer(), self._sweep(), *([self._door.watch()] if self._door else [])]
+        works = [
+            self._accept(listener),
+            self._answer(),
+            self._sweep(),
+            *([self._door.watch(self._drop_all)] if self._door else []),
+        ]
         tasks = [asyncio.create_task(work) for work in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -233,6 +244,9 @@ class Server:
         listener.close()
         for task in (*tasks, *self._guests):
             task.cancel()
+        self._drop_all()
+
+    def _drop_all(self) -> None:
         for connection in tuple(self._connections):
             connection.drop()
 
@@ -297,7 +311,7 @@ class Server:
             self._start_guest(self._check_login(self._door, connection, request))
 
     async def _check_login(self, door: Door, connection: Connection, request: Request) -> None:
-        refusal = await door.find_refusal(request)
+        refusal = await door.find_refusal(request, connection.address)
         if refusal is None:
             self._queue(connection, request)
         else:

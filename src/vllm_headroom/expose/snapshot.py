@@ -22,8 +22,8 @@ MANY: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": ca
 
 OWN: Final = {"gpus": "gpu_", "engines": "engine_"}
 INFO: Final = "_info"
-AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE, catalog.LAST_INCIDENT)
-"""On the metrics page only: `version`, `age_seconds` and `last_incident` contain the same."""
+AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE, catalog.LAST_INCIDENT, catalog.WEB_CONFIG_RELOAD)
+"""On the metrics page only: `version`, `age_seconds` and `last_incident` contain the first three."""
 
 
 def respond_snapshot(view: View) -> Response:

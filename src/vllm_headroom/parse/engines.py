@@ -180,8 +180,8 @@ DEFAULT: Final = PROFILES[0]
 def parse_engines(page: str, profile: str | None = None) -> EnginePage | Failure:
     """Parse a page of Prometheus text into engine readings, with the profile of this name.
 
-    Without a name, the first profile with matching series is used. An empty page, or one without series of a known
-    engine, yields the first profile and no engines. Failures: NOT_METRICS for anything but metrics, INCOMPLETE for a
+    Without a name, the first profile with matching series is used. A page without series of a known engine
+    yields the first profile and no engines. Failures: NOT_METRICS for an empty page or no metrics, INCOMPLETE for a
     truncated page, MALFORMED for a needed line that cannot be parsed, OUT_OF_BOUNDS for an oversized page.
     """
     if failure := check_page(page):

@@ -42,12 +42,15 @@ _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.A
 
 
 def check_page(page: str) -> Failure | None:
-    """Return why the whole page cannot be read; None when it can, even if empty.
+    """Return why the whole page cannot be read; None when it can.
 
     A page is metrics if any line looks so, and is truncated if its last line is not terminated.
     """
     if not page.strip():
-        return None
+        return _make_failure(
+            Reason.NOT_METRICS,
+            "The engine's page is empty: look at the engine's log, and for a proxy that answers in its place.",
+        )
     if not _EXPOSITION.search(page):
         return _make_failure(
             Reason.NOT_METRICS,

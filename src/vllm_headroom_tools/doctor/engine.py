@@ -48,7 +48,10 @@ WITHOUT_THE_PAGE: Final = (
     "headroom_input_available",
     "headroom_leak_bytes_per_request",
     "headroom_load_stable",
-    "headroom_memory_*",
+    "headroom_engine_unused_bytes",
+    "headroom_memory_*_bytes",
+    "headroom_memory_discrepancy_ratio",
+    "headroom_memory_per_*",
     "headroom_sample_skew_seconds",
 )
 WITHOUT_AN_ANSWER: Final = (
@@ -127,7 +130,13 @@ def _fix_address(survey: Survey) -> Fix:
 
 NO_PAGE: Final = "needs the engine's page, see engine"
 WITHOUT_A_REPORT: Final = tuple(
-    metric.name for metric in (catalog.MEMORY_REPORTED, catalog.MEMORY_DISCREPANCY, catalog.MEMORY_DISCREPANCY_RATIO)
+    metric.name
+    for metric in (
+        catalog.MEMORY_REPORTED,
+        catalog.MEMORY_DISCREPANCY,
+        catalog.MEMORY_DISCREPANCY_RATIO,
+        catalog.ENGINE_UNUSED,
+    )
 )
 A_GPU: Final = Gpu(
     reading=GpuReading(

@@ -33,7 +33,15 @@ from vllm_headroom_tools.doctor.fixes import (
     fix_setting,
 )
 
-OWNED_GPU_SERIES: Final = ("headroom_leak_*", "headroom_leaked_bytes", "headroom_memory_*", "headroom_time_to_oom_*")
+OWNED_GPU_SERIES: Final = (
+    "headroom_engine_unused_bytes",
+    "headroom_leak_*",
+    "headroom_leaked_bytes",
+    "headroom_memory_*_bytes",
+    "headroom_memory_discrepancy_ratio",
+    "headroom_memory_per_*",
+    "headroom_time_to_oom_*",
+)
 """Series that exist for the engine's GPUs only."""
 
 WITHOUT_NVML: Final = ("headroom_gpu_*", *OWNED_GPU_SERIES, "headroom_sample_skew_seconds")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.door import PASSWORD, client, guarded, port, secured, write
+from tests.fakes.certificates import write_self_signed
 from tests.fakes.engine_server import LOOPBACK
 from tests.process import eventually
 
@@ -56,3 +57,32 @@ def test_a_file_that_cannot_be_used_later_leaves_the_door_as_it_was(folder: Path
 
         with client(folder, running) as known:
             assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
+
+
+@pytest.mark.parametrize("content", ["", "null", "{}", "basic_auth_users:\n"], ids=["blank", "null", "braces", "users"])
+def test_a_file_that_is_emptied_leaves_tls_and_login_on(folder: Path, content: str) -> None:
+    file = folder / "web.config.yml"
+    with guarded(folder) as running, client(folder, running) as known:
+        before = file.read_text()
+        file.write_text(content)
+        eventually(lambda: "takes a restart" in running.log(), "it is refused")
+
+        page = known.get("/metrics", auth=("prometheus", PASSWORD))
+        assert "headroom_web_config_reload_success 0.0" in page.text
+        assert known.get("/metrics").status_code == 401
+        file.write_text(before)
+        eventually(lambda: "web configuration read again" in running.log(), "the restored file is taken")
+        with client(folder, running) as again:
+            page = again.get("/metrics", auth=("prometheus", PASSWORD))
+            assert "headroom_web_config_reload_success 1.0" in page.text
+
+
+def test_an_open_connection_ends_when_its_authority_is_replaced(folder: Path) -> None:
+    request = base64.b64encode(f"prometheus:{PASSWORD}".encode())
+    with guarded(folder) as running, secured(folder, running) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: Basic " + request + b"\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        write_self_signed(folder, "client")
+        connection.settimeout(30)
+
+        assert not connection.recv(4096)

@@ -37,8 +37,12 @@ def test_a_long_foreign_page_is_quoted_in_part() -> None:
 
 
 @pytest.mark.parametrize("page", ["", "\n", " \n\n"])
-def test_an_empty_page_is_no_failure(page: str) -> None:
-    assert check_page(page) is None
+def test_an_empty_page_is_a_failure(page: str) -> None:
+    failure = check_page(page)
+
+    assert failure is not None
+    assert failure.reason is Reason.NOT_METRICS
+    assert failure.message.startswith("The engine's page is empty: ")
 
 
 @pytest.mark.parametrize(

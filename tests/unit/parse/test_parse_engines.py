@@ -71,7 +71,7 @@ def test_no_page_that_is_cut_off_anywhere_raises(page: str, data: st.DataObject)
     assert_honest(page[: data.draw(st.integers(0, len(page)))])
 
 
-@pytest.mark.parametrize("page", ["", "\n", "up 1\n", "# EOF\n", "process_start_time_seconds 5\nvllm:unknown 1\n"])
+@pytest.mark.parametrize("page", ["up 1\n", "# EOF\n", "process_start_time_seconds 5\nvllm:unknown 1\n"])
 def test_a_page_without_series_of_an_engine_has_no_engines_and_no_inputs(page: str) -> None:
     read = parse_engines(page)
 

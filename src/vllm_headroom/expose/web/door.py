@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import secrets
 import ssl
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from errno import ESPIPE
 from pathlib import Path
 from typing import Final
@@ -20,42 +22,90 @@ from vllm_headroom.log import Log
 from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
-"""A hash of the usual cost takes 60 ms; a client that waits longer behind others' guesses is refused."""
+"""A hash of the usual cost takes 60 ms; a client that waits longer behind others' guesses gets 429."""
 
-_MOST_KEPT: Final = 100
-"""Correct passwords, cached by a keyed hash as in exporter-toolkit: a scrape must not cost 60 ms."""
+REST: Final = 4
+"""After a wrong password the checks rest for this many times what it took: guesses take a fifth of a core at most."""
 
-_NOBODY: Final = b"$2b$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
-"""The hash for unknown names, so that they take as long as known ones (exporter-toolkit's)."""
+MOST_WAITING: Final = 64
+MOST_KEPT: Final = 1000
+"""Outcomes, cached by a keyed hash as in exporter-toolkit: a scrape must not cost 60 ms, nor a repeated mistake."""
+
+
+class _Check(Struct, frozen=True, kw_only=True):
+    """A login that waits: who sent it, whether it is right, and what it is known by afterwards."""
+
+    client: str
+    name: str
+    run: Callable[[], bool]
+    outcome: asyncio.Future[bool | None]
 
 
 class Users:
-    """Checks logins on a thread, one after another."""
+    """Checks logins on a thread, one after another: first those of clients and names with the fewest mistakes."""
 
     def __init__(self) -> None:
         self._worker = Worker[bool]("passwords")
         self._key = secrets.token_bytes(32)
-        self._right: dict[bytes, None] = {}
+        self._known: dict[bytes, bool] = {}
+        self._mistakes: Counter[tuple[str, ...]] = Counter()
+        self._waiting: list[_Check] = []
+        self._checking: asyncio.Task[None] | None = None
 
-    async def is_login_valid(self, users: Mapping[str, str], authorization: str) -> bool:
-        """Return whether the header names a user with the right password."""
+    async def is_login_valid(self, users: Mapping[str, str], authorization: str, client: str) -> bool | None:
+        """Return whether the header names a user with the right password; None where too many others wait."""
         login = _parse_login(authorization)
         if login is None:
             return False
         name, password = login
-        wanted = users.get(name, "").encode()
+        # for an unknown name the costliest of the file's hashes, so that the time does not show which names exist
+        wanted = (users.get(name) or max(users.values(), key=lambda each: each[4:6])).encode()
         seen = hashlib.blake2b(b"\0".join((name.encode(), wanted, password)), key=self._key).digest()
-        if wanted and seen in self._right:
-            return True
+        if seen not in self._known:
+            outcome = asyncio.get_running_loop().create_future()
+            check = _Check(client=client, name=name, run=lambda: _is_right(password, wanted), outcome=outcome)
+            is_right = await self._wait(check)
+            if is_right is None:
+                return None
+            if len(self._known) >= MOST_KEPT:
+                self._known.pop(next(iter(self._known)))
+            self._known[seen] = is_right
+        return self._known[seen] and name in users
+
+    async def _wait(self, check: _Check) -> bool | None:
+        self._waiting.append(check)
+        if len(self._waiting) > MOST_WAITING:
+            last = max(reversed(self._waiting), key=self._rank)
+            self._waiting.remove(last)
+            last.outcome.set_result(None)
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._check_all())
         try:
-            is_right = await self._worker.call(lambda: _is_right(password, wanted or _NOBODY), CHECK_SECONDS)
-        except OSError:  # TimeoutError is one; or no thread can be started
-            return False
-        if is_right and wanted:
-            if len(self._right) >= _MOST_KEPT:
-                self._right.pop(next(iter(self._right)))
-            self._right[seen] = None
-        return bool(is_right and wanted)
+            async with asyncio.timeout(CHECK_SECONDS):
+                return await check.outcome
+        except TimeoutError:
+            return None
+
+    def _rank(self, check: _Check) -> tuple[int, int]:
+        return self._mistakes[(check.client,)], self._mistakes[(check.client, check.name)]
+
+    async def _check_all(self) -> None:
+        now = asyncio.get_running_loop().time
+        while self._waiting:
+            check = min(self._waiting, key=self._rank)
+            self._waiting.remove(check)
+            if check.outcome.done():  # the client has left, or has waited for too long
+                continue
+            began, is_right = now(), None
+            with contextlib.suppress(OSError):  # TimeoutError is one; or no thread can be started
+                is_right = await self._worker.call(check.run, CHECK_SECONDS)
+            if not check.outcome.done():
+                check.outcome.set_result(is_right)
+            if not is_right:
+                if len(self._mistakes) > MOST_KEPT:
+                    self._mistakes.clear()
+                self._mistakes.update([(check.client,), (check.client, check.name)])
+                await asyncio.sleep(REST * (now() - began))
 
 
 def _is_right(password: bytes, wanted: bytes) -> bool:
@@ -118,11 +168,15 @@ class Door:
         names = (certificate or {}).get("subjectAltName", ())
         return any(name[1] in tls.client_allowed_sans for name in names)  # type: ignore[attr-defined]
 
-    async def find_refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request without a valid login, None with one."""
+    async def find_refusal(self, request: Request, client: str) -> Response | None:
+        """Return the answer to a request without a valid login, None with one; `client` is its address."""
         users = self._lock.config.users
-        if not users or await self._users.is_login_valid(users, request.headers.get("authorization", "")):
+        login = request.headers.get("authorization", "")
+        is_valid = not users or await self._users.is_login_valid(users, login, client)
+        if is_valid:
             return None
+        if is_valid is None:
+            return respond_text(429, "too many logins are being checked", ("Retry-After", f"{CHECK_SECONDS:.0f}"))
         refused = respond_text(401, "Unauthorized")
         return Response(status=401, body=refused.body, headers=(*refused.headers, ("WWW-Authenticate", "Basic")))
 
@@ -139,8 +193,11 @@ class Door:
             headers=(*others, *headers.items()),
         )
 
-    async def watch(self) -> None:
-        """Reload the file whenever it or a file that it names has changed, for ever."""
+    async def watch(self, drop_clients: Callable[[], None]) -> None:
+        """Reload the file whenever it or a file that it names has changed, for ever.
+
+        `drop_clients` is called then: an open connection was admitted by the last version's certificates.
+        """
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             try:
@@ -155,7 +212,13 @@ class Door:
                 if found is not self._lock:
                     self._lock = found
                     log.info("web configuration read again", file=str(self._file))
+                    drop_clients()
                 self._report(None)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the last reading of the file was taken."""
+        return self._problem is None
 
     def _report(self, problem: str | None) -> None:
         if problem is not None and problem != self._problem:
@@ -171,7 +234,18 @@ def _load(file: Path) -> _Loaded:
 
 
 def _reload(file: Path, lock: _Loaded) -> _Loaded:
-    return lock if _stat_files(file, lock.config) == lock.marks else _load(file)
+    """Return the file's settings, `lock` where nothing changed; raises WebConfigError, also for a door opened wider.
+
+    A file emptied by mistake must not remove TLS or the login of a running daemon.
+    """
+    if _stat_files(file, lock.config) == lock.marks:
+        return lock
+    found, tls = _load(file), lock.config.tls
+    if tls is not None and (found.config.tls is None or found.config.tls.client_auth < tls.client_auth):
+        raise WebConfigError(["it removes TLS or the check of client certificates, which takes a restart"])
+    if lock.config.users and not found.config.users:
+        raise WebConfigError(["it removes all users, which takes a restart"])
+    return found
 
 
 def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:

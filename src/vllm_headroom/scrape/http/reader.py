@@ -29,7 +29,7 @@ from vllm_headroom.worker import Worker
 _PLAIN: Final = frozenset({"", "identity"})
 
 _MOST_CPU_SECONDS: Final = 0.5
-"""The event loop's own work while one page comes in: a page of 5,000 lines, each in a part of its own, takes 0.2 s."""
+"""The event loop's own work while one page comes in: a page of 5,000 lines, each in a separate part, takes 0.2 s."""
 
 _TURN_PARTS: Final = 64
 """Parts after which the event loop does other work: a server can send thousands at once."""

@@ -21,6 +21,13 @@ from vllm_headroom.scrape.proc.host import read_free_blocks, read_machine
 CHANGE_BYTES: Final = 2 * 2**20
 """A device's memory is allocated in pieces of 2 MiB: less is no change."""
 
+MOST_BYTES: Final = 2**41
+"""Two TiB, several times the largest GPU: a driver that fails has answered 2^64 - 1."""
+
+MOST_CELSIUS: Final = 200
+MOST_MILLIWATTS: Final = 10_000_000
+"""A GPU of 2026 takes 1,400 W, and switches off above 110 C; 2^32 - 1 is no reading."""
+
 LEAST_AGE_SECONDS: Final = 1.0
 """A list costs 400 times what memory info does (4.5 ms, flightlessmango/MangoHud#2104) and holds the driver's lock."""
 
@@ -50,7 +57,8 @@ class ProcessList:
 def _list_processes(function: str, handle: Handle) -> tuple[GpuProcess, ...]:
     # By name and version: for a missing function without its version pynvml raises another class of error.
     listed = getattr(pynvml, function)(handle)
-    return tuple(GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in listed)
+    known = ((each.pid, each.usedGpuMemory) for each in listed)
+    return tuple(GpuProcess(pid=pid, used_bytes=None if (used or 0) > MOST_BYTES else used) for pid, used in known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +130,11 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
 
 
 T = TypeVar("T")
+
+
+def _scale(value: int | None, most: int, divisor: int) -> float | None:
+    """Return a value in our unit; None above `most`, which no GPU reaches."""
+    return None if value is None or value > most else value / divisor
 
 
 class DriverContext(Struct, frozen=True, kw_only=True):
@@ -218,9 +231,9 @@ class NvmlDevice:
             name=part.name,
             memory=memory,
             used_peak_bytes=self._around.peaks[part.uuid].highest_bytes(self._around.monotonic()),
-            utilization_ratio=None if utilization is None else utilization.gpu / 100,
-            temperature_celsius=None if temperature is None else float(temperature),
-            power_watts=None if power_milliwatts is None else power_milliwatts / 1000,
+            utilization_ratio=_scale(None if utilization is None else utilization.gpu, 100, 100),
+            temperature_celsius=_scale(temperature, MOST_CELSIUS, 1),
+            power_watts=_scale(power_milliwatts, MOST_MILLIWATTS, 1000),
             processes=processes.processes,
             xid_errors=self._around.xids.counts(part.gpu_uuid, part.gpu_instance),
         )
@@ -231,10 +244,10 @@ class NvmlDevice:
         if info is None:
             unified = self._around.alone and self._around.calls.is_unsupported(part.uuid, "memory")
             return self._read_unified(part) if unified else None
-        if max(info.used, info.free) > info.total:
+        if max(info.used, info.free) > info.total or info.total > MOST_BYTES:
             return None  # a sharing library below zero (Project-HAMi/HAMi-core#200): neither value is reliable
         self._around.peaks[part.uuid].add(self._around.monotonic(), info.used)
-        reserved_bytes = None if version is None else info.reserved
+        reserved_bytes = None if version is None or info.reserved > info.total else info.reserved
         return GpuMemory(
             total_bytes=info.total, used_bytes=info.used, free_bytes=info.free, reserved_bytes=reserved_bytes
         )

@@ -34,8 +34,11 @@ ELSEWHERE = (
     "headroom_gpu_",
     "headroom_host_leak_bytes",
     "headroom_host_time_to_oom",
+    "headroom_memory_pressure",
+    "headroom_situation",
+    "headroom_unified",
 )
-"""What begins so is not in this world: it is of a GPU's other facts, or of a leak on the host."""
+"""What begins so is not in this world: a GPU's other facts, a leak on the host, PSI, and what follows from verdicts."""
 
 CONFIGURED = {
     "headroom_allocator_allocated_bytes",
@@ -46,8 +49,9 @@ CONFIGURED = {
     "headroom_gate_open",
     "headroom_last_incident_timestamp_seconds",
     "headroom_leak_location",
+    "headroom_web_config_reload_success",
 }
-"""What is there only with a probe inside the engine, with gates, or with a folder for incidents."""
+"""What is there only with a probe inside the engine, with gates, with a folder for incidents or a web configuration."""
 
 READING_TIMES = tuple(ReadingTime(source=source, seconds=0.1, ended_monotonic_seconds=1.0) for source in Source)
 

@@ -57,6 +57,28 @@ def test_a_full_reading_has_every_fact_in_base_units(fake: FakeNvml) -> None:
     run(steps)
 
 
+def test_what_no_gpu_can_have_is_unknown(fake: FakeNvml) -> None:
+    fake.gpus[0] = FakeGpu(
+        uuid=UUID,
+        total_bytes=2**64 - 1,
+        used_bytes=2**63,
+        utilization_percent=101,
+        temperature_celsius=2**32 - 1,
+        power_milliwatts=2**32 - 1,
+        processes={4242: 2**63},
+    )
+    fake.write()
+
+    async def steps(nvml: Nvml) -> None:
+        (gpu,) = await devices(nvml)
+
+        assert (gpu.memory, gpu.used_peak_bytes, gpu.failure) == (None, None, None)
+        assert (gpu.utilization_ratio, gpu.temperature_celsius, gpu.power_watts) == (None, None, None)
+        assert gpu.processes == (GpuProcess(pid=4242, used_bytes=None),)
+
+    run(steps)
+
+
 def test_without_memory_info_v2_used_contains_reserved_and_reserved_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

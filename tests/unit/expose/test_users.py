@@ -1,0 +1,94 @@
+"""Logins are checked in a fair order, at a bounded cost."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Coroutine
+from typing import Any
+
+import bcrypt
+import pytest
+
+from vllm_headroom.expose.web import door
+from vllm_headroom.expose.web.door import MOST_WAITING, Users
+
+PASSWORD = "right"  # noqa: S105 - of nobody
+CHEAP = bcrypt.hashpw(PASSWORD.encode(), bcrypt.gensalt(4)).decode()
+COSTLY = CHEAP.replace("$04$", "$05$")
+USERS = {"prometheus": CHEAP}
+
+
+def login(name: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()
+
+
+def ask(users: Users, password: str, client: str, name: str = "prometheus") -> Coroutine[Any, Any, bool | None]:
+    return users.is_login_valid(USERS, login(name, password), client)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
+    """Return the list that takes every password that is really checked, with its hash."""
+    found: list[tuple[bytes, bytes]] = []
+    check = door._is_right
+
+    def note(password: bytes, wanted: bytes) -> bool:
+        found.append((password, wanted))
+        return check(password, wanted)
+
+    monkeypatch.setattr(door, "_is_right", note)
+    return found
+
+
+def test_a_newcomer_is_checked_before_those_who_guessed_wrong(checked: list[tuple[bytes, bytes]]) -> None:
+    async def run() -> tuple[bool | None, list[bool | None]]:
+        users = Users()
+        assert await ask(users, "wrong", "10.0.0.1") is False
+        strangers = [asyncio.create_task(ask(users, f"guess {n}", "10.0.0.1")) for n in range(20)]
+        await asyncio.sleep(0)
+        right = await ask(users, PASSWORD, "10.0.0.2")
+        return right, await asyncio.gather(*strangers)
+
+    right, strangers = asyncio.run(run())
+
+    assert right is True
+    assert strangers == [False] * 20
+    # one guess was being checked when it came, and another may have been begun
+    assert PASSWORD.encode() in [password for password, _ in checked[1:4]]
+
+
+def test_beside_a_flood_the_worst_waits_in_vain_and_the_newcomer_does_not() -> None:
+    async def run() -> tuple[bool | None, list[bool | None]]:
+        users = Users()
+        assert await ask(users, "wrong", "10.0.0.1") is False
+        flood = [asyncio.create_task(ask(users, f"guess {n}", "10.0.0.1")) for n in range(2 * MOST_WAITING)]
+        await asyncio.sleep(0)
+        right = await ask(users, PASSWORD, "10.0.0.2")
+        return right, await asyncio.gather(*flood)
+
+    right, flood = asyncio.run(run())
+
+    assert right is True
+    assert flood.count(None) >= MOST_WAITING - 1
+
+
+def test_a_repeated_mistake_is_checked_once(checked: list[tuple[bytes, bytes]]) -> None:
+    async def run() -> list[bool | None]:
+        users = Users()
+        return [await ask(users, "wrong", "10.0.0.1") for _ in range(5)]
+
+    assert asyncio.run(run()) == [False] * 5
+    assert len(checked) == 1
+
+
+def test_an_unknown_name_costs_what_the_costliest_of_the_file_costs(checked: list[tuple[bytes, bytes]]) -> None:
+    async def run() -> bool | None:
+        return await Users().is_login_valid({"a": CHEAP, "b": COSTLY}, login("nobody", PASSWORD), "10.0.0.1")
+
+    assert asyncio.run(run()) is False
+    assert checked == [(PASSWORD.encode(), COSTLY.encode())]
+
+
+def test_the_password_of_the_costliest_user_lets_no_other_name_in() -> None:
+    assert asyncio.run(ask(Users(), PASSWORD, "10.0.0.1", name="nobody")) is False
