@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 from io import BufferedReader, BytesIO, TextIOWrapper
 from subprocess import CompletedProcess
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import uvloop
 
-from vllm_headroom.__main__ import COMMANDS
 from vllm_headroom_tools import cli
 
 OWN: Final = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
@@ -33,8 +32,7 @@ def run_command(name: str, *words: str, stdin: str = "", **environ: str) -> Comp
         patch.setattr(sys, "stdout", TextIOWrapper(out, encoding="utf-8"))
         patch.setattr(sys, "stderr", TextIOWrapper(err, encoding="utf-8", write_through=True))
         patch.setattr(cli, "_awaited", uvloop.run)  # closes its loop, which the end of a process makes needless
-        command = import_module(f"vllm_headroom_tools.{COMMANDS[name][0]}").COMMAND
-        status = cli.execute(command, name, words, COMMANDS)
+        status = cli.execute(cli.find_command(name), name, words)
         return CompletedProcess((name, *words), status, out.getvalue().decode(), err.getvalue().decode())
 
 
@@ -49,3 +47,9 @@ def run_process(*words: str, stdin: str = "", **environ: str) -> CompletedProces
         check=False,
         timeout=120,
     )
+
+
+def read_data(out: str) -> dict[str, Any]:
+    """Return the data of the envelope that a command printed with --json."""
+    found: dict[str, Any] = json.loads(out)["data"]
+    return found

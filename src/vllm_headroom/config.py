@@ -25,6 +25,7 @@ from vllm_headroom.inputs import (
     LAST_PORT,
     check_header_name,
     check_header_value,
+    describe_refused,
     describe_unknown,
     parse_gpus,
     parse_metrics_url,
@@ -35,7 +36,7 @@ from vllm_headroom.inputs import (
     show_value,
 )
 from vllm_headroom.parse.profiles import PROFILES
-from vllm_headroom.units import RefusedError, parse_size
+from vllm_headroom.units import parse_size
 
 PREFIX: Final = "HEADROOM_"
 CONFIG: Final = "config"
@@ -322,8 +323,8 @@ def _refused(kind: type[Settings], source: Source) -> Iterator[str]:
         accepted = {key(name): words(field)["accepts"] for name, field in kind.model_fields.items()}
         for name, given in source.items():
             if name in errors:
-                reason = f" ({errors[name]})" if isinstance(errors[name], RefusedError) else ""
-                yield f"{given.name}: got {SHOWN.get(name, show_value)(given.value)}{reason}, accepts {accepted[name]}"
+                shown = SHOWN.get(name, show_value)
+                yield describe_refused(given.name, given.value, accepted[name], errors[name], shown)
 
 
 def _read_environment(kind: type[Settings]) -> tuple[dict[str, Given], list[str]]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from vllm_headroom.units import RefusedError
 
 if TYPE_CHECKING:
     import httpx
 
+NO_SCHEME: Final = re.compile(r"[\w.-]+:\d+(?:/[\w./-]*)?", re.ASCII)
+CLOSED: Final = re.compile(r"[\w-]+(?:, [\w-]+)* or [\w-]+")
+"""What is accepted where that is one of a few names."""
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
 HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
@@ -26,6 +31,8 @@ def parse_http_url(text: str) -> httpx.URL:
     """Return an http or https URL."""
     import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it
 
+    if NO_SCHEME.fullmatch(text):
+        raise RefusedError(f"did you mean http://{text}?")
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
@@ -105,6 +112,20 @@ def show_value(value: object) -> str:
 def show_url(value: object) -> str:
     """Return a refused URL without user, password and query."""
     return show_value(redact_url(value)) if isinstance(value, str) else "no text"
+
+
+def split_closed(accepts: str) -> list[str]:
+    """Return the names that are accepted, where they are a few."""
+    return re.split(", | or ", accepts) if CLOSED.fullmatch(accepts) else []
+
+
+def describe_refused(
+    name: str, value: object, accepts: str, error: object = None, show: Callable[[object], str] = show_value
+) -> str:
+    """Return the line that refuses a value, with the reason, or with the name that was meant."""
+    meant = difflib.get_close_matches(str(value), split_closed(accepts), n=1)
+    reason = str(error) if isinstance(error, RefusedError) else f"did you mean {meant[0]}?" if meant else ""
+    return f"{name}: got {show(value)}{f' ({reason})' if reason else ''}, accepts {accepts}"
 
 
 def describe_unknown(name: str, known: Iterable[str], what: str = "a setting") -> str:

@@ -8,76 +8,92 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 from msgspec import Struct
 
+from vllm_headroom.inputs import describe_unknown
 from vllm_headroom.vocabulary import CONTROLS
+from vllm_headroom_tools.conclusion import Conclusion, Report, report_mistakes
 from vllm_headroom_tools.early import no_collection
 from vllm_headroom_tools.options import BadOptions, Parser, Printed
 from vllm_headroom_tools.terminal import render_line
 from vllm_headroom_tools.trace import BadInput
 
-Result = TypeVar("Result")
-
 PROGRAM: Final = "vllm-headroom"
 BAD_INPUT: Final = 2
+HEADLINES: Final = {
+    Conclusion.GOOD: "bold green",
+    Conclusion.NOT_GOOD: "bold red",
+    Conclusion.CANNOT_TELL: "bold yellow",
+}
+COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+    "run": ("run", "Runs the daemon beside a vLLM server; the default."),
+    "demo": ("demo.command", "Runs the daemon over a simulated engine and GPU."),
+    "doctor": ("doctor.command", "Shows what the daemon can see from here, and how to fix the rest."),
+    "probe": ("probe", "Installs the probe into vLLM; records who allocates."),
+    "plan": ("plan.command", "Computes whether a model will fit, and what to change if not."),
+    "preflight": ("preflight.command", "Checks whether vLLM would start on these GPUs now."),
+    "smoke": ("smoke.command", "Checks whether a vLLM that has just started serves."),
+    "load": ("load.command", "Puts a bounded load on a server; watches its memory."),
+    "check": ("check.command", "Checks whether a trace keeps its limits: a gate for CI."),
+    "advise": ("advise.command", "Finds the cause that fits, and the vLLM option that fixes it."),
+    "watch": ("watch.command", "Shows a sidecar's verdicts and figures, live in the terminal."),
+    "postmortem": ("postmortem.command", "Explains what happened before the engine exited, and why."),
+    "replay": ("replay.command", "Runs the leak detector over a recorded trace."),
+    "help": ("help", "Shows the options of a command, or its man page."),
+    "completion": ("completion", "Prints what bash, zsh or fish needs to complete words."),
+}
+"""The module of each command and what it does, in a line; nothing of a command is imported before it is called."""
 
 
-class Command(Struct, Generic[Result], frozen=True, kw_only=True):
-    """A command: its options, what it does with them, and how its answer is shown.
+class Command(Struct, frozen=True, kw_only=True):
+    """A command: its options, and what it does with them.
 
-    `run` raises BadInput or BadOptions where it has no answer. `text` gives lines; without it nothing is said, without
-    `document` there is no --json.
+    `run` returns its report, or its exit status where it has none to make; it raises BadInput or BadOptions.
     """
 
     usage: str
     description: str
     epilog: str
     options: Callable[[Parser], None]
-    run: Callable[[Namespace], Result | Coroutine[Any, Any, Result]]
-    status: Callable[[Result], int]
-    text: Callable[[Result], Iterable[str]] | None = None
-    document: Callable[[Result], Mapping[str, Any]] | None = None
+    run: Callable[[Namespace], Report | int | Coroutine[Any, Any, Report | int]]
+    has_report: bool = True
 
 
-def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) -> NoReturn:
-    """Run the command of this name in the table and end the process; an error of ours is raised.
+def start(name: str, argv: Sequence[str]) -> NoReturn:
+    """Run the command of this name and end the process; an error of ours is raised.
 
     The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
     SIGTERM may not.
     """
-    if name in table and argv[:1] == ["--version"]:  # a first word is no option's value, and needs no imports
+    if name in COMMANDS and argv[:1] == ["--version"]:  # a first word is no option's value, and needs no imports
         say(_version())
         status = 0
-    elif name in table:
+    elif name in COMMANDS:
         with no_collection():
-            command = importlib.import_module(f"vllm_headroom_tools.{table[name][0]}").COMMAND
-        status = execute(command, name, argv, table)
+            command = find_command(name)
+        status = execute(command, name, argv)
     else:
-        status = BAD_INPUT
-        import difflib  # noqa: PLC0415 - only a mistake asks for it
-
-        closest = difflib.get_close_matches(name, table, n=1)
-        meant = f"did you mean {closest[0]}?" if closest else f"accepts {', '.join(table)}"
-        tell(f"{PROGRAM}: {name!r}: not a command, {meant}")
+        status = refuse([describe_unknown(repr(name), COMMANDS, "a command")], PROGRAM, argv)
     logging.shutdown()
     os._exit(status)
 
 
-def execute(
-    command: Command[Any],
-    name: str,
-    argv: Sequence[str],
-    table: Mapping[str, tuple[str, str]] = {},
-) -> int:
-    """Run a command and show its answer; return the exit status."""
+def find_command(name: str) -> Command:
+    """Import the command of this name."""
+    command: Command = importlib.import_module(f"vllm_headroom_tools.{COMMANDS[name][0]}").COMMAND
+    return command
+
+
+def execute(command: Command, name: str, argv: Sequence[str]) -> int:
+    """Run a command and show its report; return the exit status."""
     try:
-        given = parser_of(command, name, table).read(argv)
+        given = parser_of(command, name).read(argv)
         answer = command.run(given)
         if isinstance(answer, Coroutine):
             answer = _awaited(answer)
@@ -85,25 +101,41 @@ def execute(
         say(str(printed))
         return 0
     except (BadOptions, BadInput) as error:
-        for line in error.lines if isinstance(error, BadOptions) else (str(error),):
-            tell(f"{PROGRAM} {name}: {line}")
-        return BAD_INPUT
-    if command.document is not None and given.json:
-        say(json.dumps(command.document(answer), indent=2, allow_nan=False))
-    elif command.text is not None:
-        for line in command.text(answer):  # one by one: what comes last, as a picture, may take long
-            say(render_line(line.translate(CONTROLS), sys.stdout))
-    return command.status(answer)
+        lines = error.lines if isinstance(error, BadOptions) else (str(error),)
+        return refuse(lines, f"{PROGRAM} {name}", argv if command.has_report else ())
+    if isinstance(answer, int):
+        return answer
+    if given.json:
+        _say_envelope(answer, name)
+        return answer.status
+    for line in answer.lines:  # one by one: what comes last, as a picture, may take long
+        style = HEADLINES[answer.verdict] if line.strip() and line.strip() in answer.headline else ""
+        say(render_line(line.translate(CONTROLS), sys.stdout, style))
+    return answer.status
 
 
-def parser_of(command: Command[Any], name: str, table: Mapping[str, tuple[str, str]] = {}) -> Parser:
-    """Return the parser of a command's options; the help of the table's first command lists them all."""
+def refuse(mistakes: Sequence[str], who: str, argv: Sequence[str]) -> int:
+    """Show the mistakes that keep a command from running, as an envelope too where --json was given."""
+    for line in mistakes:
+        tell(f"{who}: {line}")
+    report = report_mistakes(mistakes)
+    if "--json" in argv:
+        _say_envelope(report, who.rpartition(" ")[2])
+    return report.status
+
+
+def _say_envelope(report: Report, name: str) -> None:
+    say(json.dumps(report.build_envelope(name), indent=2, allow_nan=False))
+
+
+def parser_of(command: Command, name: str) -> Parser:
+    """Return the parser of a command's options; the help of the daemon lists all commands."""
     parser = Parser(f"{PROGRAM} {name}", _version)
     parser.usage, parser.description, parser.epilog = command.usage, command.description, command.epilog
-    if table and name == next(iter(table)):
-        lines = (f"  {each:<11}{summary}" for each, (_, summary) in table.items())
+    if name == next(iter(COMMANDS)):
+        lines = (f"  {each:<11}{summary}" for each, (_, summary) in COMMANDS.items())
         parser.description = "\n".join((command.description, "Commands; each says more with --help:", *lines))
-    if command.document is not None:
+    if command.has_report:
         parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     command.options(parser)
     return parser

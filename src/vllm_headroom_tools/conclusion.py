@@ -1,9 +1,15 @@
-"""The verdict of a command that judges."""
+"""What a command concludes: the verdict with its headline and findings, and the one JSON object that has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any, Final
+
+from msgspec import Struct, to_builtins
+
+SCHEMA: Final = "https://vllm-headroom.github.io/vllm-headroom/schemas/{}-1.json"
+"""A name, which nothing fetches; the folder schemas has the files."""
 
 
 class Conclusion(StrEnum):
@@ -24,3 +30,49 @@ def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
     return min(
         verdicts, key=[Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.GOOD].index, default=Conclusion.GOOD
     )
+
+
+class Finding(Struct, frozen=True):
+    """One finding: what it is about, what was found, and the lines that would fix it."""
+
+    subject: str
+    verdict: Conclusion
+    text: str
+    fix: tuple[str, ...] = ()
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """A command's answer; `lines` show it to people, `data` has all figures, None where unknown.
+
+    `exit_status` replaces the verdict's own, where the command does not judge.
+    """
+
+    verdict: Conclusion
+    headline: str
+    findings: Sequence[Finding] = ()
+    data: Mapping[str, Any] = {}
+    lines: Iterable[str] = ()
+    exit_status: int | None = None
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return self.verdict.status if self.exit_status is None else self.exit_status
+
+    def build_envelope(self, command: str) -> dict[str, Any]:
+        """Build the object of --json, the same for all commands."""
+        return {
+            "schema": SCHEMA.format(command),
+            "command": command,
+            "status": self.status,
+            "verdict": self.verdict,
+            "headline": self.headline,
+            "findings": to_builtins(list(self.findings)),
+            "data": self.data,
+        }
+
+
+def report_mistakes(mistakes: Sequence[str]) -> Report:
+    """Return the report of a command that cannot use its input."""
+    findings = tuple(Finding("input", Conclusion.CANNOT_TELL, each) for each in mistakes)
+    return Report(verdict=Conclusion.CANNOT_TELL, headline=mistakes[0], findings=findings)

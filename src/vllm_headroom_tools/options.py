@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from msgspec import Struct, field
 
 from vllm_headroom.inputs import (
+    describe_refused,
     describe_unknown,
     parse_gpus,
     parse_http_url,
@@ -19,8 +20,9 @@ from vllm_headroom.inputs import (
     parse_whole,
     show_url,
     show_value,
+    split_closed,
 )
-from vllm_headroom.units import RefusedError, parse_duration, parse_share, parse_size, parse_vllm_number
+from vllm_headroom.units import parse_duration, parse_share, parse_size, parse_vllm_number
 from vllm_headroom.vocabulary import CONTROLS
 
 if TYPE_CHECKING:
@@ -189,6 +191,14 @@ class Parser(argparse.ArgumentParser):
                 value = Value(read=str, accepts=accepts)
                 self._of_settings.append(add(option(key(name)), metavar=word, type=value, help=text))
 
+    def explain(self, action: argparse.Action) -> str:
+        """Return the help of an option, with its default in place."""
+        return self._get_formatter()._expand_help(action)  # noqa: SLF001 - argparse has no public way
+
+    def list_values(self, action: argparse.Action) -> list[str]:
+        """Return the values of an option that takes one of a few, none of any other."""
+        return split_closed(_kind(action).accepts)
+
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the values by name, with `settings` where they were added.
 
@@ -279,8 +289,7 @@ def _take(name: str, action: argparse.Action, word: str, given: argparse.Namespa
     try:
         value: object = True if action.nargs == 0 else kind(word)
     except ValueError as error:
-        reason = f" ({error})" if isinstance(error, RefusedError) else ""
-        yield f"{name}: got {kind.shown(word)}{reason}, accepts {kind.accepts}"
+        yield describe_refused(name, word, kind.accepts, error, kind.shown)
     else:
         is_list = isinstance(action.default, list)
         setattr(given, action.dest, [*getattr(given, action.dest), value] if is_list else value)

@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -25,6 +25,7 @@ from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader, read_content
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, Value, bounded, choice
 from vllm_headroom_tools.trace import BadInput
 
@@ -276,27 +277,47 @@ def _add_options(parser: Parser) -> None:
     parser.add_settings(ProbeSettings)
 
 
-async def _run(given: Namespace) -> dict[str, Any]:
+async def _run(given: Namespace) -> Report:
     if given.action == INSTALL and given.folder is not None and given.seconds is None and given.only is None:
-        return {"folder": str(given.folder), "installed": list(install(given.folder))}
+        return _report_installed(given.folder, install(given.folder))
     if given.action == RECORD and given.folder is None and given.seconds is not None:
         if given.settings.probe_dir is None:
             raise BadOptions("HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory")
         kinds = KINDS if given.only is None else (given.only,)
-        return await record(given.settings.probe_dir, given.seconds, tell, kinds)
+        return report_recorded(await record(given.settings.probe_dir, given.seconds, tell, kinds))
     raise BadOptions("needs one of: install FOLDER, record --for DURATION")
 
 
-def _render_text(found: dict[str, Any]) -> Iterator[str]:
-    if "processes" in found:
-        yield from render_recording(found)
-        return
-    yield f"{found['folder']} has {' and '.join(found['installed'])}. vLLM loads the probe with"
-    yield f"  PYTHONPATH={Path(found['folder']).absolute()}"
-    yield "  HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the same setting"
+def report_recorded(found: Document) -> Report:
+    """Return the report on a recording; it does not judge, so its exit status is 0."""
+    findings = [
+        Finding(f"{each['role']} (pid {each['pid']})", Conclusion.CANNOT_TELL, each["problem"])
+        for each in found["processes"]
+        if each["problem"] is not None
+    ]
+    answered = len(found["processes"]) - len(findings)
+    return Report(
+        verdict=find_worst(each.verdict for each in findings),
+        headline=f"{answered} of {len(found['processes'])} processes recorded what they allocated and still hold.",
+        findings=findings,
+        data=found,
+        lines=render_recording(found),
+        exit_status=0,
+    )
 
 
-COMMAND: Final[Command[dict[str, Any]]] = Command(
+def _report_installed(folder: Path, installed: Sequence[str]) -> Report:
+    headline = f"{folder} has {' and '.join(installed)}."
+    lines = (
+        f"{headline} vLLM loads the probe with",
+        f"  PYTHONPATH={folder.absolute()}",
+        "  HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the same setting",
+    )
+    data = {"folder": str(folder), "installed": list(installed)}
+    return Report(verdict=Conclusion.GOOD, headline=headline, data=data, lines=lines)
+
+
+COMMAND: Final[Command] = Command(
     usage="%(prog)s install [--json] FOLDER\n       %(prog)s record --for DURATION [--only KIND] [OPTION VALUE]...",
     description="""\
 install puts the probe into a folder where any vLLM from 0.9 on finds it, its
@@ -318,7 +339,4 @@ Example:
 """,
     options=_add_options,
     run=_run,
-    text=_render_text,
-    document=lambda found: found,
-    status=lambda _: 0,
 )

@@ -18,7 +18,7 @@ def _run(given: Namespace) -> NoReturn:
     app.serve(given.settings)
 
 
-COMMAND: Final[Command[int]] = Command(
+COMMAND: Final[Command] = Command(
     usage="vllm-headroom [run] [OPTION VALUE]...\n       vllm-headroom COMMAND [OPTION VALUE]...",
     description="""\
 Reads a vLLM server's metrics and the GPUs' memory side by side, and serves what
@@ -34,5 +34,5 @@ It ends with status 0 on SIGTERM or SIGINT, 2 when it cannot use its settings,
 """,
     options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,
-    status=int,
+    has_report=False,
 )

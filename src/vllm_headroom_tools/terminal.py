@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 STYLES: Final = {
     **dict.fromkeys(("NO GO", "NOT GOOD", "FAILED", "MISSING", "LEAKING", "OUT OF MEMORY", "ALARM"), "bold red"),
-    **dict.fromkeys(("CANNOT TELL", "NOT KNOWN", "WARNING"), "yellow"),
-    **dict.fromkeys(("GO", "GOOD", "OK"), "green"),
+    **dict.fromkeys(("CANNOT TELL", "NOT KNOWN", "WARNING", "unknown", "skipped", "cannot tell"), "yellow"),
+    **dict.fromkeys(("GO", "GOOD", "OK", "ok", "passed"), "green"),
 }
-"""The words that commands write in capitals; the colour only repeats them."""
+"""The words that commands write in capitals, and the marks at the beginning of a line; the colour only repeats them."""
 
-_WORDS: Final = re.compile(rf"\b(?:{'|'.join(STYLES)})\b".replace(" ", r"\s+"))
+_WORDS: Final = re.compile(
+    "|".join(rf"\b{word}\b".replace(" ", r"\s+") if word.isupper() else f"^{word}(?=  )" for word in STYLES)
+)
 _COLUMNS: Final = re.compile(r" *(?:\S+(?: \S+)* {2,}){0,2}")
 """A mark and a name, what follows which stands below it."""
 
@@ -42,13 +44,13 @@ def console(stream: TextIO) -> Console:
     return Console(file=stream, markup=False, emoji=False, highlight=False)
 
 
-def render_line(line: str, stream: TextIO) -> str:
+def render_line(line: str, stream: TextIO, style: str = "") -> str:
     """Return a line as a stream shows it: on a terminal broken where it is too long, its words coloured."""
     if not is_terminal(stream):
         return line
     drawn = console(stream)
     with drawn.capture() as captured:
-        drawn.print(wrap_line(line, drawn.width), soft_wrap=True, end="")
+        drawn.print(wrap_line(line, drawn.width), style=style, soft_wrap=True, end="")
     return captured.get()
 
 

@@ -12,7 +12,7 @@ from typing import Final
 import pytest
 
 from tests.assets.console import PAGES, ROOT
-from vllm_headroom.__main__ import COMMANDS
+from vllm_headroom_tools.cli import COMMANDS
 
 README: Final = ROOT / "README.md"
 COMMAND_PAGES: Final = ROOT / "docs" / "commands"

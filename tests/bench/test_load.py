@@ -15,6 +15,7 @@ import pytest
 
 from tests.bench.processes import ROOT, cpu_seconds, findings, resident_bytes, start
 from tests.bench.results import Results
+from tests.command import read_data
 from tests.fakes.nvml.library import MIB
 from tests.fakes.streaming_server import LOOPBACK
 
@@ -74,7 +75,7 @@ def test_ten_thousand_streams(results: Results, tmp_path: Path) -> None:
                 break
             time.sleep(0.2)
         output, _ = process.communicate()
-        found = json.loads(output)
+        found = read_data(output)
         server.end()
 
     counts, asked = server.counts, found["requests"]

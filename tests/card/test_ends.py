@@ -17,6 +17,7 @@ import pytest
 
 from tests.card.bench import LOOK_SECONDS, Bench, wait_until_ended, wait_until_served, watch
 from tests.card.card import FOLDER, GIB, MIB, Cards, take
+from tests.command import read_data
 
 pytestmark = pytest.mark.card
 
@@ -74,7 +75,7 @@ def let_neighbour_take_the_rest(bench: Bench) -> None:
 def read_postmortem(bench: Bench) -> dict[str, Any]:
     bench.daemon.sees(lambda page: page.has("last_incident_timestamp_seconds"), "an incident", LOOK_SECONDS, 1)
     command = [sys.executable, "-m", "vllm_headroom", "postmortem", str(bench.place / "state"), "--json"]
-    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found: dict[str, Any] = read_data(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     sys.stdout.write(
         json.dumps({key: found[key] for key in ("what", "cause", "sure", "sentence", "evidence") if key in found})
         + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from tests.card.bench import INSIDE, LOOK_SECONDS, Bench, wait_until_served, watch
 from tests.card.card import GIB, MIB, Cards
+from tests.command import read_data
 from tests.process import eventually
 from tests.unit.probe.running import SPOILING
 
@@ -107,7 +107,7 @@ def test_a_recording_names_the_line_of_a_leaked_tensor(bench: Bench) -> None:
     source = INSIDE / "card_orders.py"
     lines = source.read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.strip().startswith(LEAKING_LINE))
-    core = next(each for each in json.loads(out)["processes"] if each["role"] == "engine_core")
+    core = next(each for each in read_data(out)["processes"] if each["role"] == "engine_core")
     sys.stdout.write(f"{core['cost']} {core['gpu'][0]}\n")
     assert core["gpu"][0]["stack"][0] == f"{source}:{line}"
     assert (core["gpu"][0]["bytes"], core["gpu"][0]["count"]) == (64 * MIB, 64)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.command import read_data
 from tests.process import Page, daemon, eventually
 
 SPEED = "1000"
@@ -25,7 +26,7 @@ def advise(*words: str) -> tuple[int, dict[str, Any]]:
         timeout=120,
     )
     assert process.stderr == ""
-    found = json.loads(process.stdout)
+    found = read_data(process.stdout)
     assert isinstance(found, dict)
     return process.returncode, found
 

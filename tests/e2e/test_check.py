@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.command import read_data
 from tests.process import daemon, eventually
 
 SAMPLES = 150
@@ -23,7 +23,7 @@ def test_what_the_daemon_recorded_is_judged_and_a_leak_that_it_could_not_show_is
     unclear = check("--trace", str(file), "--max-leak-per-thousand-requests", "1MB", "--junit", str(report))
 
     assert (kept.returncode, kept.stderr) == (0, "")
-    found = json.loads(kept.stdout)
+    found = read_data(kept.stdout)
     assert found["outcome"] == "passed"
     assert [limit["limit"] for limit in found["limits"]] == ["engine restarts", "discrepancy"]
     assert (unclear.returncode, unclear.stderr) == (2, "")

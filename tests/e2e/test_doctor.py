@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.command import read_data
 from tests.fakes.engine_server import EngineServer, hang
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.vllm_processes import serving
@@ -44,7 +44,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def states(answer: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    checks: list[dict[str, Any]] = json.loads(answer.stdout)["checks"]
+    checks: list[dict[str, Any]] = read_data(answer.stdout)["checks"]
     return {check["name"]: check["state"] for check in checks}
 
 
@@ -68,7 +68,7 @@ def test_with_everything_there_it_ends_with_status_0(nvml: FakeNvml, tmp_path: P
         answer, words = doctor("--json", **given), doctor(**given)
 
     assert (answer.returncode, answer.stderr) == (0, "")
-    assert json.loads(answer.stdout)["ok"] is True
+    assert read_data(answer.stdout)["ok"] is True
     assert {name for name, state in states(answer).items() if state != "ok"} == {"probe"}  # which is not asked for
     assert (words.returncode, words.stderr) == (0, "")
     assert "MISSING" not in words.stdout
@@ -115,7 +115,7 @@ def test_a_driver_and_an_engine_that_hang_do_not_hold_it(nvml: FakeNvml) -> None
 def test_bad_settings_end_it_with_status_2_and_a_line_each() -> None:
     answer = doctor("--json", "--sample-interval-seconds", "0", "--listen-port", "http", ENGINE_ULR="x")
 
-    assert (answer.returncode, answer.stdout) == (2, "")
+    assert (answer.returncode, read_data(answer.stdout)) == (2, {})
     assert len(answer.stderr.splitlines()) == 3
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.command import read_data
 from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon, eventually
@@ -39,7 +39,7 @@ def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(
             text=True,
             check=True,
         )
-        found = json.loads(process.stdout)
+        found = read_data(process.stdout)
         assert found["cause"] == "crash"
         assert found["sure"] != "sure"
         assert found["file"] == last["file"]

@@ -13,7 +13,7 @@ from tests.fakes.preload import preloadable
 from tests.process import daemon, eventually
 from vllm_headroom.trace.flight import list_incidents
 from vllm_headroom.vocabulary import EndCause
-from vllm_headroom_tools.postmortem.command import build_report
+from vllm_headroom_tools.postmortem.command import read_postmortem
 from vllm_headroom_tools.trace import read_trace
 
 ENOUGH_BYTES = 16_384
@@ -90,7 +90,7 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
         vllm.kill(vllm.core)
         running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
     (incident,) = list_incidents(state / "incidents")
-    found = build_report(incident)
+    found = read_postmortem(incident)
 
     assert found.answer.cause is EndCause.CRASH
     assert found.ending is not None

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.command import read_data
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.streaming_server import StreamingServer, Way
 from tests.process import eventually
@@ -70,7 +71,7 @@ class Load:
         """Return the one object that was printed, after an end with this status."""
         ended, output = self.end()
         assert ended == status, output + self.error
-        found: dict[str, Any] = json.loads(output)
+        found: dict[str, Any] = read_data(output)
         return found
 
 
@@ -131,7 +132,7 @@ def test_the_trace_can_be_replayed(nvml: FakeNvml, trace: Path) -> None:
 
     assert status == 0
     assert f"vllm-headroom replay {trace}" in told
-    assert [gpu["uuid"] for gpu in json.loads(replayed.stdout)["gpus"]] == ["GPU-a"]
+    assert [gpu["uuid"] for gpu in read_data(replayed.stdout)["gpus"]] == ["GPU-a"]
     assert "Cannot tell whether it leaks: " in told
 
 

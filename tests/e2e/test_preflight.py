@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.command import read_data
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.vllm_processes import serving
@@ -42,7 +42,7 @@ def preflight(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def document(process: subprocess.CompletedProcess[str]) -> Any:
     assert process.stderr == ""
-    return json.loads(process.stdout)
+    return read_data(process.stdout)
 
 
 def test_a_go_ends_with_status_0(nvml: FakeNvml) -> None:
@@ -114,7 +114,7 @@ def test_memory_that_is_freed_while_it_waits_is_a_go(nvml: FakeNvml) -> None:
     assert said.startswith("waiting, ")
     assert "GPU 0: 19.41 GiB are free" in said
     assert (process.returncode, more) == (0, "")
-    assert json.loads(output)["waited_seconds"] > 0
+    assert read_data(output)["waited_seconds"] > 0
 
 
 def test_memory_that_stays_taken_is_no_go_after_the_wait(nvml: FakeNvml) -> None:

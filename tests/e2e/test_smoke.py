@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import read_data
 from tests.fakes.engine_server import page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.smoke.serving import Vllm, error
@@ -52,7 +52,7 @@ def test_one_that_runs_out_of_memory_ends_with_status_1(nvml: FakeNvml) -> None:
     with Vllm({"/v1/completions": oom}) as server:
         process = smoke("--json", HEADROOM_ENGINE_URL=server.url, **nvml.environment())
 
-    found = json.loads(process.stdout)
+    found = read_data(process.stdout)
     assert (process.returncode, process.stderr) == (1, "")
     assert found["serves"] is False
     assert found["engine_url"] == server.url

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.command import read_data
 from tests.process import daemon, eventually
 
 
@@ -34,7 +35,7 @@ def test_what_the_daemon_recorded_can_be_replayed(tmp_path: Path) -> None:
 
     assert status == 0
     assert (process.returncode, process.stderr) == (0, "")
-    found = json.loads(process.stdout)
+    found = read_data(process.stdout)
     assert found["samples"] >= 10
     assert [gpu["uuid"] for gpu in found["gpus"]] == ["GPU-00000000-0000-4000-8000-000000000000"]
     assert [role["process"] for role in found["host"]] == ["api_server", "engine_core", "worker"]
@@ -71,4 +72,4 @@ def test_a_trace_whose_last_line_is_cut_off_is_read_up_to_it_by_each_command(tmp
         process = command(*words, "--json")
 
         assert process.stderr == f"{file}: line {len(whole) + 1}, the last, is cut off and left out\n", words
-        assert json.loads(process.stdout)
+        assert read_data(process.stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.command import read_data
 from tests.engine.serving import Engine
 from tests.process import daemon
 from vllm_headroom.scrape.proc.files import list_pids, read_command
@@ -32,7 +32,7 @@ def smoke(*words: str) -> tuple[int, Any, str]:
         check=False,
         timeout=400,
     )
-    return process.returncode, json.loads(process.stdout), process.stderr
+    return process.returncode, read_data(process.stdout), process.stderr
 
 
 def _is_of(engine: Engine, pid: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from tests.command import read_data
 from tests.engine.serving import HERE, Engine, serving, started, words
 from tests.fakes.cgroups import leave, limited
 from tests.fakes.ports import free_port
@@ -68,7 +68,7 @@ def ended(page: Page) -> bool:
 
 def postmortem(state: Path) -> Any:
     command = [sys.executable, "-m", "vllm_headroom", "postmortem", str(state), "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return read_data(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def test_a_real_leak_is_foretold_and_told_before_the_kernel_kills_and_named_after(tmp_path: Path) -> None:

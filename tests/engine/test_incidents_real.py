@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from tests.command import read_data
 from tests.engine.serving import FOLDER, Engine, serving, started, words
 from tests.engine.test_life_real import PATIENCE_SECONDS, becomes, core
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
@@ -62,7 +62,7 @@ def named(running: Daemon, folder: Path) -> dict[str, Any]:
     """Return what postmortem says once an incident was set aside."""
     running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "an incident", PATIENCE_SECONDS, 1.0)
     command = [sys.executable, "-m", "vllm_headroom", "postmortem", str(folder), "--json"]
-    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found: dict[str, Any] = read_data(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     print({key: found[key] for key in ("what", "reason", "cause", "sure", "evidence")})  # noqa: T201 - for the record
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.command import read_data
 from tests.engine.serving import Engine
 from tests.process import NO_TLS, eventually
 
@@ -51,7 +51,7 @@ def start(engine: Engine, trace: Path, *words: str) -> subprocess.Popen[str]:
 def found(process: subprocess.Popen[str], status: int) -> dict[str, Any]:
     output, _ = process.communicate(timeout=600)
     assert process.returncode == status, output
-    printed: dict[str, Any] = json.loads(output)
+    printed: dict[str, Any] = read_data(output)
     return printed
 
 
@@ -75,7 +75,9 @@ def test_the_clients_counts_are_the_engines(engine: Engine, tmp_path: Path) -> N
     assert 16 <= counted["prompt_tokens"] / counted["request_success"] <= 256
     assert {memory["process"] for memory in told["host"]} >= {"api_server", "engine_core"}
     replay = [sys.executable, "-m", "vllm_headroom", "replay", str(trace), "--json"]
-    assert json.loads(subprocess.run(replay, capture_output=True, check=True).stdout)["samples"] == told["samples"]
+    assert (
+        read_data(subprocess.run(replay, capture_output=True, check=True).stdout.decode())["samples"] == told["samples"]
+    )
 
 
 def test_words_stand_in_for_tokens(engine: Engine, tmp_path: Path) -> None:

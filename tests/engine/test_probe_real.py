@@ -15,6 +15,7 @@ from typing import Final
 
 import pytest
 
+from tests.command import read_data
 from tests.engine.probed import Document, Probed, probed
 from tests.engine.serving import FOLDER
 from tests.process import eventually
@@ -104,7 +105,7 @@ def test_a_recording_names_the_line_that_leaks(engine: Probed) -> None:
         engine.complete("w300 w301", 1)
     out, _ = asked.communicate(timeout=300)
 
-    processes = {each["role"]: each for each in json.loads(out)["processes"]}
+    processes = {each["role"]: each for each in read_data(out)["processes"]}
     sys.stdout.write(json.dumps({role: [each["cost"], each["host"][:2]] for role, each in processes.items()}) + "\n")
     worst = processes["engine_core"]["host"][0]
     assert worst["stack"][0] == f"{LEAKING / 'vllm_leaking.py'}:{LINE}"

@@ -13,7 +13,7 @@ from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag, Version, format_version, parse_version
 from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import describe_span
 from vllm_headroom_tools.options import RATIO, TRACE, BadOptions, Parser, Value, page_url, tokens, whole
 from vllm_headroom_tools.progress import track_lines
@@ -21,8 +21,24 @@ from vllm_headroom_tools.terminal import wrap_headed, wrap_text
 from vllm_headroom_tools.trace import read_trace
 
 
-def render_text(answer: Assessment) -> list[str]:
-    """Return the advice, cause by cause, then the verdict."""
+def build_report(answer: Assessment) -> Report:
+    """Return the report; bytes, seconds, ratios and tokens, null where unknown."""
+    advised = [
+        Finding(each.cause, Conclusion.NOT_GOOD, each.summary, tuple(map(write_advice, each.changes)))
+        for each in answer.advice
+    ]
+    missing = [Finding("missing", Conclusion.CANNOT_TELL, each) for each in answer.missing]
+    notes = [Finding("note", Conclusion.GOOD, each) for each in answer.notes]
+    return Report(
+        verdict=answer.verdict,
+        headline=answer.advice[0].summary if answer.advice else next(_format_end(answer)),
+        findings=(*advised, *missing, *notes),
+        data=_build_data(answer),
+        lines=_render_text(answer),
+    )
+
+
+def _render_text(answer: Assessment) -> list[str]:
     lines = [_describe_source(answer.facts)]
     for number, advice in enumerate(answer.advice, start=1):
         lines += ["", *_format_advice(number, advice)]
@@ -44,11 +60,15 @@ def _format_advice(number: int, advice: Advice) -> Iterator[str]:
     for evidence in advice.evidence:
         yield from wrap_headed("seen", evidence.text)
     for place, change in enumerate(advice.changes):
-        what = change.text if change.flag is None else f"{write_change(change)}: {change.text}"
-        yield from wrap_headed("then" if place else "first", what)
+        yield from wrap_headed("then" if place else "first", write_advice(change))
         yield from wrap_headed("", f"costs {change.cost}")
     if advice.remark is not None:
         yield from wrap_headed("mind", advice.remark)
+
+
+def write_advice(change: Change) -> str:
+    """Return what to do, with the option where there is one."""
+    return change.text if change.flag is None else f"{write_change(change)}: {change.text}"
 
 
 def write_change(change: Change) -> str:
@@ -79,12 +99,10 @@ def _format_end(answer: Assessment) -> Iterator[str]:
         yield from wrap_headed("", missing)
 
 
-def build_document(answer: Assessment) -> dict[str, Any]:
-    """Build the object of --json; bytes, seconds, ratios and tokens, null where unknown."""
+def _build_data(answer: Assessment) -> dict[str, Any]:
     facts = answer.facts
     version = facts.settings.version
     return {
-        "verdict": answer.verdict,
         "origin": facts.origin,
         "samples": facts.samples,
         "span_seconds": facts.span_seconds,
@@ -158,15 +176,15 @@ def _read_version(text: str) -> Version:
 ONE_SOURCE: Final = "needs a TRACE or --headroom-url, and not both"
 
 
-def _run(given: Namespace) -> Assessment | Coroutine[Any, Any, Assessment]:
+def _run(given: Namespace) -> Report | Coroutine[Any, Any, Report]:
     if sum(source is not None for source in (given.trace, given.trace_option, given.headroom_url)) != 1:
         raise BadOptions(ONE_SOURCE)
     if given.engine_url is None and given.headroom_url is None:
-        return judge(_read_trace(given, read_settings(given)))
+        return build_report(judge(_read_trace(given, read_settings(given))))
     return _judge_live(given)
 
 
-async def _judge_live(given: Namespace) -> Assessment:
+async def _judge_live(given: Namespace) -> Report:
     from vllm_headroom_tools.advise.page import (  # noqa: PLC0415 - a trace alone needs no HTTP client
         add_engine_settings,
         fetch_facts,
@@ -176,8 +194,8 @@ async def _judge_live(given: Namespace) -> Assessment:
     if given.engine_url is not None:
         settings = await add_engine_settings(settings, given.engine_url)
     if given.headroom_url is not None:
-        return judge(await fetch_facts(given.headroom_url, settings))
-    return judge(_read_trace(given, settings))
+        return build_report(judge(await fetch_facts(given.headroom_url, settings)))
+    return build_report(judge(_read_trace(given, settings)))
 
 
 def _read_trace(given: Namespace, settings: EngineArgs) -> Facts:
@@ -187,7 +205,7 @@ def _read_trace(given: Namespace, settings: EngineArgs) -> Facts:
     return past.facts(settings)
 
 
-COMMAND: Final[Command[Assessment]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --headroom-url URL",
     description="""\
 Finds which known cause of memory trouble fits an engine, shows the figures, and
@@ -207,7 +225,4 @@ Example:
 """,
     options=add_options,
     run=_run,
-    text=render_text,
-    document=build_document,
-    status=lambda answer: answer.verdict.status,
 )

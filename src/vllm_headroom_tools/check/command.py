@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
-from msgspec import Struct
-
 from vllm_headroom.units import format_duration
 from vllm_headroom_tools.check.leaks import judge_gpu_leaks, judge_host_leaks
 from vllm_headroom_tools.check.limits import (
@@ -29,7 +27,7 @@ from vllm_headroom_tools.check.limits import (
 )
 from vllm_headroom_tools.check.record import Budget, TraceRecord
 from vllm_headroom_tools.cli import Command, save
-from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.options import (
     FILE,
     RATIO,
@@ -91,8 +89,20 @@ def _describe_trace(record: TraceRecord) -> str:
     return f"{record.replay.samples:,} samples over {format_duration(record.span_seconds)}, {requests}"
 
 
-def build_document(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> dict[str, Any]:
-    """Build the object of --json; None is what is unknown or was not given."""
+def build_report(
+    traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement], *, for_github: bool = False
+) -> Report:
+    """Return the report on the traces, of which the first was judged."""
+    return Report(
+        verdict=judge_overall(judgements),
+        headline=sum_up(judgements),
+        findings=[Finding(each.name, each.verdict, format_message(each)) for each in judgements],
+        data=_build_data(traces, judgements),
+        lines=(*format_table(traces, judgements), *(format_annotations(judgements) if for_github else ())),
+    )
+
+
+def _build_data(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> dict[str, Any]:
     (trace, *others) = [
         {
             "file": name,
@@ -254,15 +264,7 @@ def add_options(parser: Parser) -> None:
     output("--format", metavar="NAME", type=formats, help="text, or github with annotations for a workflow's run")
 
 
-class CheckResult(Struct, frozen=True, kw_only=True):
-    """The named traces, of which the first was judged, and the judgements."""
-
-    traces: Sequence[tuple[str, TraceRecord]]
-    judgements: tuple[Judgement, ...]
-    for_github: bool
-
-
-def _run(given: Namespace) -> CheckResult:
+def _run(given: Namespace) -> Report:
     limits = read_limits(given)
     try:
         traces = [
@@ -277,7 +279,7 @@ def _run(given: Namespace) -> CheckResult:
     records = [record for _, record in traces]
     judgements = tuple(judge(limits, records[0], records[1] if records[1:] else None))
     save(given.junit, build_junit(judgements))
-    return CheckResult(traces=traces, judgements=judgements, for_github=given.format == "github")
+    return build_report(traces, judgements, for_github=given.format == "github")
 
 
 def _read(flag: str, name: str, given: Namespace) -> TraceRecord:
@@ -296,13 +298,7 @@ def _read(flag: str, name: str, given: Namespace) -> TraceRecord:
     return record
 
 
-def _render_text(checked: CheckResult) -> Iterator[str]:
-    yield from format_table(checked.traces, checked.judgements)
-    if checked.for_github:
-        yield from format_annotations(checked.judgements)
-
-
-COMMAND: Final[Command[CheckResult]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s --trace FILE [--baseline FILE] [LIMIT]... [OPTION]...",
     description="""\
 The gate for CI: judges whether an engine kept its limits while a trace was
@@ -319,7 +315,4 @@ Example:
 """,
     options=add_options,
     run=_run,
-    text=_render_text,
-    document=lambda checked: build_document(checked.traces, checked.judgements),
-    status=lambda checked: judge_overall(checked.judgements).status,
 )

@@ -45,7 +45,7 @@ async def _run(given: Namespace) -> int:
     return await run(settings, scenario=TABLE[settings.scenario], speed=settings.speed)
 
 
-COMMAND: Final[Command[int]] = Command(
+COMMAND: Final[Command] = Command(
     usage="vllm-headroom demo [OPTION VALUE]...",
     description="""\
 Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
@@ -57,5 +57,5 @@ Example:
 """,
     options=lambda parser: parser.add_settings(DemoSettings),
     run=_run,
-    status=int,
+    has_report=False,
 )

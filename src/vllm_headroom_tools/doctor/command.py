@@ -12,25 +12,44 @@ from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.doctor import engine, gpus, port
 from vllm_headroom_tools.doctor.fixes import Check, Status, look
 from vllm_headroom_tools.look import PROC, SYS
 from vllm_headroom_tools.settings import ModelSettings
 from vllm_headroom_tools.terminal import wrap_text
 
-Document = Mapping[str, Any]
-"""A part of what --json prints."""
-
 MARKS: Final = {Status.OK: "ok", Status.MISSING: "MISSING", Status.UNKNOWN: "unknown", Status.NOT_APPLICABLE: "-"}
+VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
 INDENT: Final = " " * 9
 """The width of the marks: what follows is aligned with the name."""
 
 
-def build_document(checks: Mapping[str, Check], version: str) -> dict[str, Any]:
-    """Return what --json prints of the checks by name; `ok` is null where it is not known or does not apply."""
-    listed = [_describe_check(name, check) for name, check in checks.items()]
-    is_all = all(check["state"] in {Status.OK, Status.NOT_APPLICABLE} for check in listed)
-    return {"ok": is_all, "version": version, "checks": listed}
+def build_report(checks: Mapping[str, Check], version: str) -> Report:
+    """Return the report on the checks by name; `ok` is null where it is not known or does not apply."""
+    findings = [
+        Finding(
+            name,
+            VERDICTS.get(check.state, Conclusion.GOOD),
+            check.text,
+            tuple(f"{fix.where}: {line}" for fix in check.fixes for line in fix.lines),
+        )
+        for name, check in checks.items()
+    ]
+    verdict, headline = find_worst(each.verdict for each in findings), _summarize(checks)
+    is_all = verdict is Conclusion.GOOD
+    return Report(
+        verdict=verdict,
+        headline=headline,
+        findings=findings,
+        data={
+            "ok": is_all,
+            "version": version,
+            "checks": [_describe_check(name, check) for name, check in checks.items()],
+        },
+        lines=_render_text(checks, headline),
+        exit_status=int(not is_all),
+    )
 
 
 def _describe_check(name: str, check: Check) -> dict[str, Any]:
@@ -48,36 +67,39 @@ def _describe_check(name: str, check: Check) -> dict[str, Any]:
     }
 
 
-def render_text(found: Document) -> list[str]:
-    """Return a line for each check with its mark, its details below it, and the sum."""
-    lines = [line for check in found["checks"] for line in _format_check(check)]
-    return [*lines, *(("",) if lines[-1] else ()), _summarize(found)]
+def _render_text(checks: Mapping[str, Check], headline: str) -> Iterator[str]:
+    """Yield a line for each check with its mark, its details below it, and the headline."""
+    line = ""
+    for name, check in checks.items():
+        for line in _format_check(name, check):
+            yield line
+    yield from ("", headline) if line else (headline,)
 
 
-def _format_check(check: Document) -> Iterator[str]:
-    text = check["found"] or check["missing"] or check["reason"]
-    yield from wrap_text(f"{MARKS[check['state']]:<8} {check['name']:<16} ", text)
-    for detail in check["details"]:
+def _format_check(name: str, check: Check) -> Iterator[str]:
+    yield from wrap_text(f"{MARKS[check.state]:<8} {name:<16} ", check.text)
+    for detail in check.details:
         yield from wrap_text(f"{INDENT}  ", detail)
-    if check["absent"]:
-        yield from wrap_text(f"{INDENT}absent   ", ", ".join(check["absent"]))
-    for index, fix in enumerate(check["fix"]):
-        yield from wrap_text(f"{INDENT}{'or' if index else 'fix':<8} ", f"{fix['where']}:")
-        yield from (f"{INDENT}{'':<8}   {line}" for line in fix["lines"])
-    if check["absent"] or check["fix"]:
+    if check.absent:
+        yield from wrap_text(f"{INDENT}absent   ", ", ".join(check.absent))
+    for index, fix in enumerate(check.fixes):
+        yield from wrap_text(f"{INDENT}{'or' if index else 'fix':<8} ", f"{fix.where}:")
+        yield from (f"{INDENT}{'':<8}   {line}" for line in fix.lines)
+    if check.absent or check.fixes:
         yield ""
 
 
-def _summarize(found: Document) -> str:
-    if found["ok"]:
-        return "Nothing is missing."
-    states = [check["state"] for check in found["checks"]]
-    return f"{states.count(Status.MISSING)} missing and {states.count(Status.UNKNOWN)} unknown, of {len(states)}."
+def _summarize(checks: Mapping[str, Check]) -> str:
+    states = [check.state for check in checks.values()]
+    missing, unknown = states.count(Status.MISSING), states.count(Status.UNKNOWN)
+    return (
+        f"{missing} missing and {unknown} unknown, of {len(states)}." if missing or unknown else "Nothing is missing."
+    )
 
 
-async def _run(given: Namespace) -> dict[str, Any]:
+async def _run(given: Namespace) -> Report:
     logs.configure(given.settings.log_format, "error")  # the readers log what the checks report
-    return build_document(await examine(given.settings), read_version())
+    return build_report(await examine(given.settings), read_version())
 
 
 async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
@@ -106,7 +128,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
     }
 
 
-COMMAND: Final[Command[dict[str, Any]]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description="""\
 Says what the daemon can see from here with these settings, what is missing, and
@@ -121,7 +143,4 @@ asked for, or does not apply.
 """,
     options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,
-    text=render_text,
-    document=lambda found: found,
-    status=lambda found: 0 if found["ok"] else 1,
 )

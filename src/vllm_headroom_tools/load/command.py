@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from msgspec.structs import fields
 
 from vllm_headroom.inputs import show_url
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.load.report import render_text
+from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_lengths
 from vllm_headroom_tools.options import (
     DURATION,
@@ -79,7 +78,7 @@ def read_order(given: Namespace) -> LoadOrder:
     return LoadOrder(**{each.name: getattr(given, each.name) for each in fields(LoadOrder)})
 
 
-async def _run(given: Namespace) -> dict[str, Any]:
+async def _run(given: Namespace) -> Report:
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
     from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415 - --help need not wait for the sampler
 
@@ -87,7 +86,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
     return await run_load(read_order(given))
 
 
-COMMAND: Final[Command[dict[str, Any]]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s --engine-url URL --concurrency NUMBER [OPTION]...",
     description="""\
 Puts a bounded load on a server that you name, and watches its memory meanwhile
@@ -113,7 +112,4 @@ Example:
 """,
     options=add_options,
     run=_run,
-    text=render_text,
-    document=lambda found: found,
-    status=lambda found: Conclusion(found["verdict"]).status,
 )

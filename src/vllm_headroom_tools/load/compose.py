@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import Any, Final
+from typing import Final
 
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.loop import handle_signals
@@ -25,8 +25,9 @@ from vllm_headroom.scrape.proc.host import read_process_host
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
+from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.load.clients import Clients, Pace, RequestSender
-from vllm_headroom_tools.load.report import build_document
+from vllm_headroom_tools.load.report import build_report
 from vllm_headroom_tools.load.run import LoadRun, Sampling, Screen, UnavailableSource, count_streams, create_trace
 from vllm_headroom_tools.load.target import LoadOrder, Prompts, Target, build_request_body, fetch_model, find_target
 from vllm_headroom_tools.trace import BadInput
@@ -93,15 +94,15 @@ PAGE_SECONDS: Final = 10.0
 """How long the engine's page may take: an overloaded server answers late."""
 
 
-async def run_load(order: LoadOrder) -> dict[str, Any]:
-    """Put the load on the server, and return the document; raises BadInput where that cannot be done."""
+async def run_load(order: LoadOrder) -> Report:
+    """Put the load on the server, and report on it; raises BadInput where that cannot be done."""
     try:
         tls = load_trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
     except UnusableCredentials as error:
         raise BadInput(str(error)) from None
-    _check_limits(order, tls=tls is not None)
     target = await find_target(order.url, order.api, tls, bearer)
+    _check_limits(order, tls=tls is not None)
     model = await _choose_model(order, target)
     create_trace(order.trace)
     clock = SystemClock()
@@ -133,7 +134,7 @@ async def run_load(order: LoadOrder) -> dict[str, Any]:
         await asker.close()
         await sampling.close()
     stopped = clients.stopped and not run.has_lost_engine
-    return build_document(order, model, steps, sampling.whole, sampling.watch, stopped=stopped)
+    return build_report(order, model, steps, sampling.whole, sampling.watch, stopped=stopped)
 
 
 def _check_limits(order: LoadOrder, *, tls: bool) -> None:

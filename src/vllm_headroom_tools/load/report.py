@@ -13,7 +13,7 @@ from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.model import Failure, Metric, name_device
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import IncidentKind, LeakState, Source
-from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import Course, Histogram, LeakReplay
 from vllm_headroom_tools.load.run import SHARES, Observation, SeriesSummary, Stage
 from vllm_headroom_tools.load.stream import Outcome
@@ -74,10 +74,10 @@ def list_faults(
 QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
-def build_document(
+def build_report(
     order: LoadOrder, model: str, steps: Sequence[Stage], whole: Observation, watch: LeakReplay, *, stopped: bool
-) -> dict[str, Any]:
-    """Return the object, in which None is what is unknown; `whole` has seen all, and the detector in `watch` too."""
+) -> Report:
+    """Return the report, in which None is what is unknown; `whole` has seen all, and the detector in `watch` too."""
     outcomes = sum((step.tally.outcomes for step in steps), Counter[Outcome]())
     texts = sum((step.tally.texts for step in steps), Counter[tuple[Outcome, str]]())
     gpus = [
@@ -95,9 +95,9 @@ def build_document(
         ended = f"{ended}. {judge_ending(end)[0].sentence.removesuffix('.')}"
     found = list(list_faults(outcomes, ended, (*gpus, *host), stopped=stopped))
     is_unsure = stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]  # one cut short is never good
-    verdict = Conclusion.CANNOT_TELL if is_unsure else Conclusion.GOOD
-    return {
-        "verdict": Conclusion.NOT_GOOD if found else verdict,
+    verdict = Conclusion.NOT_GOOD if found else Conclusion.CANNOT_TELL if is_unsure else Conclusion.GOOD
+    unread = list(_list_unread(whole, str(order.page)))
+    data = {
         "faults": found,
         "interrupted": stopped,
         "engine_ended": ended,
@@ -110,10 +110,20 @@ def build_document(
         "preemptions": whole.count_growth(catalog.ENGINE_PREEMPTIONS),
         "gpus": gpus,
         "host": host,
-        "unread": list(_list_unread(whole, str(order.page))),
+        "unread": unread,
         "samples": whole.samples,
         "trace": str(order.trace),
     }
+    headline = f"{verdict.replace('_', ' ').upper()}: {'; '.join(found) or _explain_verdict(data)}."
+    faults = [Finding("fault", Conclusion.NOT_GOOD, each) for each in found]
+    missing = [Finding("not read", Conclusion.CANNOT_TELL, each) for each in unread]
+    return Report(
+        verdict=verdict,
+        headline=headline,
+        findings=(*faults, *missing),
+        data=data,
+        lines=(*_render_text(data), headline),
+    )
 
 
 def _count_requests(outcomes: Counter[Outcome]) -> dict[str, int]:
@@ -224,8 +234,8 @@ LATE_SECONDS: Final = 0.05
 """At this delay in one case of a hundred, the process's own delay shows in the figures."""
 
 
-def render_text(found: Document) -> Iterator[str]:
-    """Yield the whole report, the steps side by side."""
+def _render_text(found: Document) -> Iterator[str]:
+    """Yield the whole report but the headline, the steps side by side."""
     memory, steps = [*found["gpus"], *found["host"]], found["steps"]
     parts = (
         [f"{found['target']}, model {found['model']}: {found['asked']}."],
@@ -331,8 +341,6 @@ def _list_conclusions(found: Document) -> Iterator[str]:
     elif len(found["steps"]) < len(SHARES):
         yield f"It ended {'with the engine' if found['engine_ended'] else 'at --max-requests'}, before the other steps."
     yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
-    reasons = "; ".join(found["faults"]) or _explain_verdict(found)
-    yield f"{found['verdict'].replace('_', ' ').upper()}: {reasons}."
 
 
 def _explain_verdict(found: Document) -> str:

@@ -14,9 +14,10 @@ from msgspec.structs import fields, replace
 
 from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
 from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.options import FILE, RATIO, Parser, Value, bounded, choice, option, size, tokens, whole
-from vllm_headroom_tools.plan.report import Planned, build_document, read_parts, render_text
-from vllm_headroom_tools.sizing.estimate import can_start, estimate_memory
+from vllm_headroom_tools.plan.report import Planned, build_report, read_parts
+from vllm_headroom_tools.sizing.estimate import estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
 from vllm_headroom_tools.sizing.model_config import NAME, count_checkpoint_bytes, parse_model_config, read_model
 from vllm_headroom_tools.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
@@ -209,17 +210,15 @@ def _parse_parameters(text: str) -> int:
     return number
 
 
-STATUS: Final = {True: 0, False: 1, None: 2}
-
-
-def _run(given: Namespace) -> Planned:
+def _run(given: Namespace) -> Report:
     found = estimate_memory(build_question(given))
     if found is None:
         raise BadInput("the KV cache's dtype is not known here")
-    return Planned(estimate=found, measured=None if given.probe is None else read_parts(Path(given.probe)))
+    measured = None if given.probe is None else read_parts(Path(given.probe))
+    return build_report(Planned(estimate=found, measured=measured))
 
 
-COMMAND: Final[Command[Planned]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s --model-config PATH --gpu-memory SIZE [OPTION]...",
     description="""\
 Will it fit? Computes from a model's configuration what vLLM needs of each GPU,
@@ -240,7 +239,4 @@ Example:
 """,
     options=add_options,
     run=_run,
-    text=render_text,
-    document=build_document,
-    status=lambda found: STATUS[can_start(found.estimate)],
 )

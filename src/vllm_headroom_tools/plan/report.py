@@ -12,7 +12,15 @@ from msgspec import Struct
 from vllm_headroom.model import EngineParts
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.units import GIB, format_gib
-from vllm_headroom_tools.plan.verdict import explain_verdict, find_changes, format_range, list_notes, list_unknown
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
+from vllm_headroom_tools.plan.verdict import (
+    Saving,
+    explain_verdict,
+    find_changes,
+    format_range,
+    list_notes,
+    list_unknown,
+)
 from vllm_headroom_tools.sizing.estimate import (
     MemoryEstimate,
     Range,
@@ -36,8 +44,25 @@ class Planned(Struct, frozen=True, kw_only=True):
     measured: EngineParts | None = None
 
 
-def render_text(planned: Planned) -> Iterator[str]:
-    """Yield the plan and, where something was measured, a table of both."""
+def build_report(planned: Planned) -> Report:
+    """Return the plan: bytes are of each GPU unless their name says otherwise, and null is what is not known."""
+    found = planned.estimate
+    fits = can_start(found)
+    verdict = Conclusion.CANNOT_TELL if fits is None else Conclusion.GOOD if fits else Conclusion.NOT_GOOD
+    headline = explain_verdict(found)
+    changes = () if fits else find_changes(found)
+    fix = tuple(" ".join(map(" ".join, each.settings)) for each in changes)
+    notes = (Finding("note", Conclusion.GOOD, each) for each in list_notes(found))
+    return Report(
+        verdict=verdict,
+        headline=headline,
+        findings=(Finding("fits", verdict, headline, fix), *notes),
+        data=_build_data(planned, changes),
+        lines=_render_text(planned),
+    )
+
+
+def _render_text(planned: Planned) -> Iterator[str]:
     parts = (_format_heading, _format_memory, _format_cache, _format_tables, _format_answer)
     yield from join_paragraphs((*(part(planned.estimate) for part in parts), _format_measured(planned)))
 
@@ -191,20 +216,15 @@ SETTINGS: Final = (
 )
 
 
-def build_document(planned: Planned) -> dict[str, Any]:
-    """Return the answer: bytes are of each GPU unless their name says otherwise, and null is what is not known."""
+def _build_data(planned: Planned, changes: Iterable[Saving]) -> dict[str, Any]:
     found, pairs = planned.estimate, _pair_parts(planned)
     question, answer = found.question, can_start(found)
     measured = {f"{name.replace(' ', '_').lower()}_bytes": value for name, _, value in pairs}
     return {
         "fits": answer,
-        "verdict": explain_verdict(found),
         "unknown": list_unknown(found),
         "notes": list_notes(found),
-        "changes": [
-            {"settings": dict(each.settings), "price": each.price}
-            for each in (() if answer is True else find_changes(found))
-        ],
+        "changes": [{"settings": dict(each.settings), "price": each.price} for each in changes],
         **{name: getattr(question, name) for name in SETTINGS},
         "block_size": found.layout.block_tokens,
         "bytes_per_token": found.bytes_per_token,

@@ -15,10 +15,11 @@ from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_
 from vllm_headroom.trace.incident import Incident, find_decisive, read_incident
 from vllm_headroom.vocabulary import EndCause, IncidentKind, Sureness
 from vllm_headroom_tools.cli import Command, save
+from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.history import Curves
 from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
 from vllm_headroom_tools.postmortem.follow import Follower
-from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, Timeline, build_document, render_text
+from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, Timeline, build_report
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.trace import BadInput, read_lines, read_trace
 
@@ -97,7 +98,7 @@ def read_facts(file: Path) -> Incident | None:
     return replace(found, **asdict(decisive)) if decisive is not found else found
 
 
-def build_report(file: Path) -> Postmortem:
+def read_postmortem(file: Path) -> Postmortem:
     """Read the post-mortem of a trace; raises BadInput."""
     incident = read_facts(file)
     follower, timeline, curves = Follower(incident), Timeline(), Curves()
@@ -116,25 +117,22 @@ def build_report(file: Path) -> Postmortem:
     )
 
 
-def _run(given: Namespace) -> Postmortem:
+def _run(given: Namespace) -> Report:
     place = given.place or os.environ.get(STATE_DIR)
     if not place:
         raise BadOptions(NO_PLACE)
-    report = build_report(find_trace(Path(place)))
+    found = read_postmortem(find_trace(Path(place)))
     if given.html is not None:
         from vllm_headroom_tools.postmortem.report import build_page  # noqa: PLC0415 - only here is a page's style needed
 
-        save(given.html, build_page(report), "--html ")
-    return report
+        save(given.html, build_page(found), "--html ")
+    return build_report(found)
 
 
-COMMAND: Final[Command[Postmortem]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s [OPTION]... [FILE or FOLDER]",
     description=DESCRIPTION,
     epilog=EXAMPLES,
     options=add_options,
     run=_run,
-    text=render_text,
-    document=build_document,
-    status=lambda _: 0,
 )

@@ -17,6 +17,7 @@ from vllm_headroom.model import Diagnosis, Ending, EngineReading, GpuAtEnd, GpuR
 from vllm_headroom.trace.incident import MOST_SHOWN, Incident, format_amount
 from vllm_headroom.units import GIB, format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import EndCause, EngineState, IncidentKind, LeakState, Level, Sureness
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import Curves, LeakReplay
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
 
@@ -214,8 +215,38 @@ class Postmortem(Struct, frozen=True, kw_only=True):
         return self.findings[0]
 
 
-def render_text(report: Postmortem) -> Iterator[str]:
-    """Yield the lines of one page."""
+def build_report(found: Postmortem) -> Report:
+    """Return the report on one end; it does not judge, so its exit status is 0."""
+    return Report(
+        verdict=_conclude(found.answer),
+        headline=_build_headline(found),
+        findings=[
+            Finding(
+                each.cause,
+                _conclude(each),
+                f"{each.sentence} ({each.sureness})",
+                tuple(what for what, _ in TODO[each.cause]),
+            )
+            for each in found.findings
+        ],
+        data=_build_data(found),
+        lines=_render_text(found),
+        exit_status=0,
+    )
+
+
+def _conclude(found: Diagnosis) -> Conclusion:
+    if found.cause is EndCause.NOTHING:
+        return Conclusion.GOOD
+    return Conclusion.CANNOT_TELL if found.cause is EndCause.UNKNOWN else Conclusion.NOT_GOOD
+
+
+def _build_headline(report: Postmortem) -> str:
+    when = "" if report.ending is None else f"{format_instant(report.ending.seconds)}: "
+    return f"{when}{report.answer.sentence} ({report.answer.sureness})"
+
+
+def _render_text(report: Postmortem) -> Iterator[str]:
     also = (line for each in report.findings[1:] for line in wrap_headed("or", f"{each.sentence} ({each.sureness})"))
     yield from join_paragraphs(
         (_format_answer(report), also, *(_format_section(*each) for each in list_sections(report, LAST_LINES)))
@@ -241,14 +272,12 @@ def _format_section(title: str, lines: list[Line]) -> Iterator[str]:
 
 
 def _format_answer(report: Postmortem) -> Iterator[str]:
-    when = "" if report.ending is None else f"{format_instant(report.ending.seconds)}: "
-    yield from wrap_text(when, f"{report.answer.sentence} ({report.answer.sureness})", indent=2)
+    yield from wrap_text("", _build_headline(report), indent=2)
     for evidence in report.answer.evidence:
         yield from wrap_headed("seen", evidence)
 
 
-def build_document(report: Postmortem) -> dict[str, Any]:
-    """Build the object of --json."""
+def _build_data(report: Postmortem) -> dict[str, Any]:
     end = report.ending
     return {
         "file": report.file,

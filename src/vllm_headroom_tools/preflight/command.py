@@ -19,10 +19,11 @@ from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.units import parse_duration
 from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.options import GPUS, RATIO, BadOptions, Parser, Value, choice, page_url, size, whole
 from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import look
-from vllm_headroom_tools.preflight.report import Clearance, build_document, judge, judge_wake, render_text
+from vllm_headroom_tools.preflight.report import Clearance, build_report, judge, judge_wake
 
 WAIT: Final = Value(read=parse_duration, accepts="a duration such as 120s or 2m")
 DEFAULT_UTILIZATION: Final = 0.92
@@ -116,7 +117,7 @@ async def _read_page(url: str) -> EnginePage | Failure:
     return await fetch_engines(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
 
 
-async def _run(given: Namespace) -> Clearance:
+async def _run(given: Namespace) -> Report:
     logs.configure("logfmt", "error")  # the readers log what the report has in full
     wanted = _read_choice(given, os.environ)
     plain = given.gpu_memory_utilization is None and given.bytes is None and given.engine_url is None
@@ -137,12 +138,12 @@ async def _run(given: Namespace) -> Clearance:
         return judge_wake(conditions, await _read_page(url), ask)
 
     try:
-        return await wait_until_settled(report, given.wait, tell)
+        return build_report(await wait_until_settled(report, given.wait, tell))
     finally:
         await gpus.close()
 
 
-COMMAND: Final[Command[Clearance]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s [OPTION]...",
     description="""\
 Says whether vLLM would start on these GPUs now: memory that is free against
@@ -159,7 +160,4 @@ Example:
 """,
     options=add_options,
     run=_run,
-    text=render_text,
-    document=build_document,
-    status=lambda report: report.verdict.status,
 )

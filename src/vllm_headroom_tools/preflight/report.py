@@ -12,7 +12,8 @@ from msgspec.structs import asdict, replace
 from vllm_headroom.derive.readings import is_page_awake, sum_known
 from vllm_headroom.model import EnginePage, Failure, GpuMemory, GpuReading
 from vllm_headroom.units import GIB, format_gib
-from vllm_headroom_tools.conclusion import Conclusion, find_worst
+from vllm_headroom_tools import conclusion
+from vllm_headroom_tools.conclusion import Conclusion, Report, find_worst
 from vllm_headroom_tools.preflight import checks
 from vllm_headroom_tools.preflight.checks import Finding, GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import Conditions, Holder
@@ -126,17 +127,37 @@ def _check_gpu(gpu: GpuReport, conditions: Conditions, ask: MemoryRequest) -> It
 VERDICT_WORDS: Final = {Conclusion.GOOD: "GO", Conclusion.NOT_GOOD: "NO GO", Conclusion.CANNOT_TELL: "CANNOT TELL"}
 
 
-def render_text(report: Clearance) -> Iterator[str]:
-    """Yield what a person reads."""
+def build_report(found: Clearance) -> Report:
+    """Return the report; bytes, ratios and seconds, null where unknown."""
+    waited = f" after {found.waited_seconds:.0f} s" if found.waited_seconds >= 1 else ""
+    headline = f"{VERDICT_WORDS[found.verdict]}{waited}"
+    first = next((each for each in found.findings if each.verdict is found.verdict), None)
+    return Report(
+        verdict=found.verdict,
+        headline=headline if first is None else f"{headline}: {_name_subject(first)}{first.text}",
+        findings=[
+            conclusion.Finding(
+                each.kind, each.verdict, f"{_name_subject(each)}{each.text}", (each.fix,) if each.fix else ()
+            )
+            for each in found.findings
+        ],
+        data=_build_data(found),
+        lines=_render_text(found, headline),
+    )
+
+
+def _name_subject(finding: Finding) -> str:
+    return "" if finding.gpu is None else f"GPU {finding.gpu}: "
+
+
+def _render_text(report: Clearance, headline: str) -> Iterator[str]:
     for gpu in report.gpus:
         yield from _format_gpu(gpu)
-    waited = f" after {report.waited_seconds:.0f} s" if report.waited_seconds >= 1 else ""
-    yield f"{VERDICT_WORDS[report.verdict]}{waited}"
+    yield headline
     for finding, after in zip_longest(report.findings, report.findings[1:]):
         unsure = "cannot tell: " if finding.verdict is Conclusion.CANNOT_TELL else ""
         note = "note: " if finding.verdict is Conclusion.GOOD else ""
-        of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
-        yield f"  {note}{unsure}{of}{finding.text}"
+        yield f"  {note}{unsure}{_name_subject(finding)}{finding.text}"
         if finding.fix is not None and (after is None or after.fix != finding.fix):
             yield f"    {finding.fix}"
     highest = report.highest_utilization_ratio
@@ -155,11 +176,9 @@ def _format_gpu(gpu: GpuReport) -> Iterator[str]:
     yield from (f"  {held or '?':>10}  {who}" for held, who in list_shares(gpu))
 
 
-def build_document(report: Clearance) -> dict[str, Any]:
-    """Return the report for scripts; bytes, ratios and seconds, null where unknown."""
+def _build_data(report: Clearance) -> dict[str, Any]:
     conditions = report.conditions
     return {
-        "verdict": report.verdict,
         "highest_gpu_memory_utilization": report.highest_utilization_ratio,
         "waited_seconds": round(report.waited_seconds, 1),
         "driver_version": None if isinstance(conditions.readings, Failure) else conditions.readings.driver_version,

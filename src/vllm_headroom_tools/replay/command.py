@@ -19,6 +19,7 @@ from vllm_headroom.model import HostMemory, Snapshot, name_device
 from vllm_headroom.trace.entries import build_host_entry
 from vllm_headroom.units import NUMBER, format_duration, format_instant, format_size, parse_duration
 from vllm_headroom_tools.cli import Command, save
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.history import Course, Curves, Interval, LeakReplay, Moment, describe_span
 from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, Value, bounded, url
 from vllm_headroom_tools.progress import track_lines
@@ -28,6 +29,7 @@ from vllm_headroom_tools.trace import name_by_index, parse_snapshot, read_trace
 WORTH_A_WORD: Final = 0.01
 """A block or two may be late; from here on HeadroomKvBlocksLeak watches for growth."""
 
+NO_GPU: Final = "The trace has no GPU of the engine's."
 MOST_INTERVALS: Final = 5
 """Enough for a person; --json has all."""
 
@@ -39,16 +41,20 @@ def format_verdict(watch: LeakReplay) -> Iterator[str]:
         return
     begin, end = watch.span
     yield f"{describe_span(watch.samples, begin, end)}."
-    for index, uuid, course in watch.gpus:
-        name = f"GPU {index}" if uuid == name_by_index(index) else f"GPU {index} ({uuid})"
+    for name, course in _name_series(watch):
         yield from _format_series(name, course, begin, end)
-    for role, course in watch.host:
-        yield from _format_series(f"Host memory of {role}", course, begin, end)
     if watch.memory is not None:
         yield from _describe_host(watch.memory)
     yield from _describe_sleeps(watch)
     if not watch.gpus:
-        yield "The trace has no GPU of the engine's."
+        yield NO_GPU
+
+
+def _name_series(watch: LeakReplay) -> Iterator[tuple[str, Course]]:
+    for index, uuid, course in watch.gpus:
+        yield f"GPU {index}" if uuid == name_by_index(index) else f"GPU {index} ({uuid})", course
+    for role, course in watch.host:
+        yield f"Host memory of {role}", course
 
 
 def _describe_host(memory: HostMemory) -> Iterator[str]:
@@ -72,7 +78,7 @@ def _describe_sleeps(watch: LeakReplay) -> Iterator[str]:
 def _format_series(name: str, course: Course, begin: float, end: float) -> Iterator[str]:
     if course.growing or course.leaking:
         yield ""
-    yield f"{name}: {_describe_leak(course, end - begin)}; {course.state} at the end."
+    yield _describe_series(name, course, end - begin)
     yield from _format_intervals("early warning", course.growing)
     yield from _format_intervals("alarm", course.leaking)
     if course.first is not None:
@@ -83,8 +89,11 @@ def _format_series(name: str, course: Course, begin: float, end: float) -> Itera
         yield from _format_moment(course.last)
 
 
+def _describe_series(name: str, course: Course, span_seconds: float) -> str:
+    return f"{name}: {_describe_leak(course, span_seconds)}; {course.state} at the end."
+
+
 def _describe_leak(course: Course, span_seconds: float) -> str:
-    """Return whether it leaks; a trace that is too short for a leak does not show that there is none."""
     if course.first is not None:
         return "LEAKING"
     if course.growing:
@@ -129,8 +138,7 @@ def _format_rate(moment: Moment) -> str:
     return text
 
 
-def build_document(watch: LeakReplay) -> dict[str, Any]:
-    """Build the object of --json; times are the trace's, None is unknown."""
+def _build_data(watch: LeakReplay) -> dict[str, Any]:
     begin, end = watch.span
     return {
         "samples": watch.samples,
@@ -241,24 +249,43 @@ NARROWEST, WIDEST = 20, 160
 ONE_SOURCE: Final = "needs a TRACE or --from-prometheus, and not both"
 
 
-class ReplayResult:
-    """The detector's verdicts on a trace, with the curves to draw."""
+def build_report(watch: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
+    """Return the detector's verdicts on a trace; the times are the trace's, None is unknown."""
+    begin, end = watch.span
+    findings = [
+        Finding(name, judge_course(course, end - begin), _describe_series(name, course, end - begin))
+        for name, course in _name_series(watch)
+    ]
+    worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
+    return Report(
+        verdict=worst,
+        headline=next((each.text for each in findings if each.verdict is worst), NO_GPU),
+        findings=findings,
+        data=_build_data(watch),
+        lines=_render_text(watch, curves),
+        exit_status=LEAK_FOUND if fails and watch.has_leaked else 0,
+    )
 
-    def __init__(self, given: Namespace) -> None:
-        self.watch, self.curves = LeakReplay(), Curves()
-        self.fails = given.fail_on_leak
-        for snapshot in _read_snapshots(given):
-            self.watch.step(snapshot)
-            if given.svg or not given.json:
-                self.curves.step(snapshot)
-        if given.svg:
-            save(given.svg, draw_picture(self.watch, self.curves), "--svg ")
+
+def judge_course(course: Course, span_seconds: float) -> Conclusion:
+    """Judge a series: a trace that is too short for a leak does not show that there is none."""
+    if course.first is not None:
+        return Conclusion.NOT_GOOD
+    is_sure = course.settled and not course.growing and span_seconds >= LEAKING_SECONDS
+    return Conclusion.GOOD if is_sure else Conclusion.CANNOT_TELL
 
 
-def _run(given: Namespace) -> ReplayResult:
+def _run(given: Namespace) -> Report:
     if (given.trace is None) == (given.from_prometheus is None):
         raise BadOptions(ONE_SOURCE)
-    return ReplayResult(given)
+    watch, curves = LeakReplay(), Curves()
+    for snapshot in _read_snapshots(given):
+        watch.step(snapshot)
+        if given.svg or not given.json:
+            curves.step(snapshot)
+    if given.svg:
+        save(given.svg, draw_picture(watch, curves), "--svg ")
+    return build_report(watch, curves, fails=given.fail_on_leak)
 
 
 def _read_snapshots(given: Namespace) -> Iterator[Snapshot]:
@@ -270,13 +297,13 @@ def _read_snapshots(given: Namespace) -> Iterator[Snapshot]:
         yield from read_trace(given.trace, track_lines)
 
 
-def _render_text(replayed: ReplayResult) -> Iterator[str]:
-    yield from format_verdict(replayed.watch)
+def _render_text(watch: LeakReplay, curves: Curves) -> Iterator[str]:
+    yield from format_verdict(watch)
     columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
-    yield from draw_charts(replayed.watch, replayed.curves, columns=columns)
+    yield from draw_charts(watch, curves, columns=columns)
 
 
-COMMAND: Final[Command[ReplayResult]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --from-prometheus URL --start TIME",
     description="""\
 Runs a recorded trace through the daemon's leak detector: would it have caught
@@ -295,7 +322,4 @@ Example:
 """,
     options=add_options,
     run=_run,
-    text=_render_text,
-    document=lambda replayed: build_document(replayed.watch),
-    status=lambda replayed: LEAK_FOUND if replayed.fails and replayed.watch.has_leaked else 0,
 )

@@ -27,6 +27,7 @@ from vllm_headroom.scrape.http.reader import PageReader, Reply
 from vllm_headroom.units import format_duration, parse_duration
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.look import fetch_once, read_machine
 from vllm_headroom_tools.openai import find_error, parse_first_model, parse_object
 from vllm_headroom_tools.options import SHARE
@@ -339,18 +340,31 @@ async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: 
 
 
 MARKS: Final = {StepState.OK: "ok", StepState.FAILED: "FAILED", StepState.SKIPPED: "skipped"}
+VERDICTS: Final = {StepState.FAILED: Conclusion.NOT_GOOD, StepState.SKIPPED: Conclusion.CANNOT_TELL}
 
 
-async def _run(given: Namespace) -> dict[str, Any]:
+async def _run(given: Namespace) -> Report:
     settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what the steps report
     reach = EngineServer(settings)
-    steps = await take_steps(settings, reach, tell)
-    return {
-        "serves": all(step.state is not StepState.FAILED for step in steps.values()),  # what was skipped does not fail
-        "engine_url": reach.address(""),
-        "steps": [{"name": name, "state": step.state, "text": step.text} for name, step in steps.items()],
-    }
+    return build_report(reach.address(""), await take_steps(settings, reach, tell))
+
+
+def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
+    """Return the report on the steps by name; what was skipped does not fail."""
+    failed = [name for name, step in steps.items() if step.state is StepState.FAILED]
+    headline = f"vLLM does not serve: {', '.join(failed)}." if failed else "vLLM serves."
+    return Report(
+        verdict=Conclusion.NOT_GOOD if failed else Conclusion.GOOD,
+        headline=headline,
+        findings=[Finding(name, VERDICTS.get(each.state, Conclusion.GOOD), each.text) for name, each in steps.items()],
+        data={
+            "serves": not failed,
+            "engine_url": address,
+            "steps": [{"name": name, "state": step.state, "text": step.text} for name, step in steps.items()],
+        },
+        lines=(*(f"{MARKS[step.state]:<8} {name:<12} {step.text}" for name, step in steps.items()), headline),
+    )
 
 
 async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]) -> dict[str, SmokeStep]:
@@ -369,7 +383,7 @@ async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable
     return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 
-COMMAND: Final[Command[dict[str, Any]]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description="""\
 Says whether a vLLM that was just started serves: waits until it is healthy,
@@ -387,7 +401,4 @@ Example:
 """,
     options=lambda parser: parser.add_settings(SmokeSettings),
     run=_run,
-    text=lambda found: (f"{MARKS[step['state']]:<8} {step['name']:<12} {step['text']}" for step in found["steps"]),
-    document=lambda found: found,
-    status=lambda found: 0 if found["serves"] else 1,
 )

@@ -14,8 +14,9 @@ import httpx
 
 from vllm_headroom.daemon.sampler import close_all
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.vocabulary import CONTROLS
+from vllm_headroom.vocabulary import CONTROLS, Level
 from vllm_headroom_tools.cli import Command, say
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.options import FILE, BadOptions, Parser, url
 from vllm_headroom_tools.terminal import console, is_terminal
 from vllm_headroom_tools.trace import BadInput
@@ -35,7 +36,7 @@ def _options(parser: Parser) -> None:
     parser.add_argument("--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM")
 
 
-async def _run(given: Namespace) -> Document | None:
+async def _run(given: Namespace) -> Report | int:
     if given.url and given.headroom_url:
         raise BadOptions("URL and --headroom-url cannot both be given")
     where = (given.url or given.headroom_url or httpx.URL(HERE)).copy_with(path=PATH, query=None)
@@ -45,7 +46,7 @@ async def _run(given: Namespace) -> Document | None:
             found = await fetch_document(reader)
             if isinstance(found, str):
                 raise BadInput(found)
-            return found
+            return build_report(found)
         stopped = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -56,7 +57,25 @@ async def _run(given: Namespace) -> Document | None:
             raise BadInput(NO_DOCUMENT) from None
     finally:
         await close_all(reader)
-    return None
+    return 0
+
+
+VERDICTS: Final = {
+    Level.ALARM: Conclusion.NOT_GOOD,
+    Level.WARNING: Conclusion.NOT_GOOD,
+    Level.UNKNOWN: Conclusion.CANNOT_TELL,
+}
+
+
+def build_report(document: Document) -> Report:
+    """Return the report on a sidecar's document, which is the data; it does not judge, so its exit status is 0."""
+    findings = [
+        Finding(each["subject"], VERDICTS.get(each["level"], Conclusion.GOOD), each["sentence"])
+        for each in document["verdicts"]
+    ]
+    worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
+    headline = next((each.text for each in findings if each.verdict is worst), "The sidecar has no verdict yet.")
+    return Report(verdict=worst, headline=headline, findings=findings, data=document, exit_status=0)
 
 
 async def _draw_live(asked: FetchDocument, host: str, stopped: asyncio.Event) -> None:
@@ -98,7 +117,7 @@ async def _pause(stopped: asyncio.Event) -> None:
         await asyncio.wait_for(stopped.wait(), EVERY_SECONDS)
 
 
-COMMAND: Final[Command[Document | None]] = Command(
+COMMAND: Final[Command] = Command(
     usage="%(prog)s [OPTION]... [URL]",
     description="""\
 Shows what a sidecar says, live: its verdict on each GPU, the engine and the
@@ -115,6 +134,4 @@ Example:
 """,
     options=_options,
     run=_run,
-    document=lambda document: document or {},
-    status=lambda _: 0,
 )

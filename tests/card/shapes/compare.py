@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tests.card.card import GIB
 from tests.card.shapes.table import SHAPES, Shape
-from tests.command import run_command
+from tests.command import read_data, run_command
 
 RECORD: Final = Path(__file__).parent / "measured.json"
 ANSWERS: Final = {True: "yes", False: "no", None: "cannot tell"}
@@ -69,7 +69,7 @@ def compare(shape: Shape, said: dict[str, Any]) -> Comparison:
         card = ("--gpu-memory", f"{shape.card_gib}GiB", "--enforce-eager")
         asked = ("--json", "--model-config", folder, *card, *shape.options, *shape.only_plan)
         done = run_command("plan", *asked)
-    document = json.loads(done.stdout) if done.stdout else {}
+    document = read_data(done.stdout) if done.stdout else {}
     return Comparison(shape=shape, plan=document, refusal=done.stderr.rpartition(": ")[2].strip(), said=said)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.card.card import FOLDER, GIB, Cards, take
 from tests.card.shapes.measure import RECORD, measure, measure_on
 from tests.card.shapes.table import SHAPES, Shape
-from tests.command import run_process
+from tests.command import read_data, run_process
 
 pytestmark = pytest.mark.card
 
@@ -32,7 +32,7 @@ def test_vllm_takes_the_utilization_that_preflight_names_and_not_more(tmp_path: 
     cards = Cards(folder=tmp_path / "cards").create()
     with take(cards, HELD_BYTES):
         answer = run_process("preflight", "--json", **cards.environment())
-        highest: float = json.loads(answer.stdout)["highest_gpu_memory_utilization"]
+        highest: float = read_data(answer.stdout)["highest_gpu_memory_utilization"]
         shapes = [_ask(highest), _ask(highest + TOO_MUCH)]
         (_, enough), (_, refused) = measure_on(cards, shapes, tmp_path)
 

@@ -2,52 +2,73 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import pytest
 
 from tests.command import OWN
 from vllm_headroom_tools.cli import Command, execute
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.trace import BadInput
 
 
-class Answering(NamedTuple):
-    """An answer that a command of the tests gives."""
-
-    text: str
+def command(run: Callable[[Namespace], Any]) -> Command:
+    return Command(usage="%(prog)s", description="", epilog="", options=lambda _parser: None, run=run)
 
 
-def command(run: Callable[[Namespace], Any]) -> Command[Answering]:
-    return Command(
-        usage="%(prog)s",
-        description="",
-        epilog="",
-        options=lambda _parser: None,
-        run=run,
-        text=lambda answer: [answer.text, "the end"],
-        document=lambda answer: {"text": answer.text},
-        status=lambda _answer: 7,
+def answering(text: str) -> Report:
+    finding = Finding("it", Conclusion.NOT_GOOD, "is bad", ("mend it",))
+    return Report(
+        verdict=Conclusion.NOT_GOOD,
+        headline="bad",
+        findings=[finding],
+        data={"text": text},
+        lines=(text, "the end"),
+        exit_status=7,
     )
 
 
 def test_text_stays_on_its_line_and_sends_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    status = execute(command(lambda _given: Answering("\x1b[31mred\nand \u202emore")), "test", [])
+    status = execute(command(lambda _given: answering("\x1b[31mred\nand \u202emore")), "test", [])
 
     assert (status, capsys.readouterr().out) == (7, "\\x1b[31mred\\x0aand \\x202emore\nthe end\n")
 
 
 def test_json_is_one_indented_object(capsys: pytest.CaptureFixture[str]) -> None:
-    execute(command(lambda _given: Answering("\x1b")), "test", ["--json"])
+    assert execute(command(lambda _given: answering("\x1b")), "test", ["--json"]) == 7
 
-    assert capsys.readouterr().out == '{\n  "text": "\\u001b"\n}\n'
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert json.loads(printed) == {
+        "schema": "https://vllm-headroom.github.io/vllm-headroom/schemas/test-1.json",
+        "command": "test",
+        "status": 7,
+        "verdict": "not_good",
+        "headline": "bad",
+        "findings": [{"subject": "it", "verdict": "not_good", "text": "is bad", "fix": ["mend it"]}],
+        "data": {"text": "\x1b"},
+    }
+    assert printed.startswith('{\n  "schema": ')
+
+
+@pytest.mark.parametrize("words", [["--json", "--colour"], ["--colour", "--json"]])
+def test_a_mistake_is_an_object_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(command(lambda _given: answering("")), "test", words) == 2
+
+    printed, told = capsys.readouterr()
+    found = json.loads(printed)
+    assert (found["command"], found["status"], found["verdict"]) == ("test", 2, "cannot_tell")
+    assert found["headline"] == found["findings"][0]["text"] == "--colour: not an option, see --help"
+    assert told == "vllm-headroom test: --colour: not an option, see --help\n"
 
 
 def test_a_command_without_an_answer_says_why_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(_given: Namespace) -> Answering:
+    def run(_given: Namespace) -> Report:
         raise BadInput("line 1\nof a file")
 
     assert execute(command(run), "test", []) == 2
@@ -61,8 +82,8 @@ from vllm_headroom_tools import run as command
 async def daemon(given):
     print(type(asyncio.get_running_loop()).__module__, flush=True)
     {end}
-command.COMMAND = cli.Command(usage="", description="", epilog="", options=lambda parser: None, run=daemon, status=int)
-cli.start({{"run": ("run", "")}}, "run", [])
+command.COMMAND = cli.Command(usage="", description="", epilog="", options=lambda parser: None, run=daemon)
+cli.start("run", [])
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import OWN, run_command, run_process
+from tests.command import OWN, read_data, run_command, run_process
 from tests.fakes.engine_server import Answer, EngineServer, page
 from tests.unit.commands.advise import pages, traces
 
@@ -58,7 +57,7 @@ def test_json_has_the_same_for_scripts(overshoot: str, tmp_path: Path) -> None:
     file.write_text(overshoot)
 
     process = advise("--trace", str(file), "--json")
-    found = json.loads(process.stdout)
+    found = read_data(process.stdout)
 
     assert (process.returncode, process.stderr) == (1, "")
     assert list(found) == [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_headroom.model import Ending, GpuAtEnd
 from vllm_headroom.vocabulary import IncidentKind, LeakState
-from vllm_headroom_tools.advise.command import build_document, render_text
+from vllm_headroom_tools.advise.command import build_report
 from vllm_headroom_tools.advise.facts import (
     CappedFacts,
     EngineFacts,
@@ -191,7 +191,7 @@ def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> Non
     told = judge(found)
     there = {str(flag) for flag in Flag if FIRST_VERSIONS[flag] <= found.settings.known}
 
-    for words in ("\n".join(render_text(told)), json.dumps(build_document(told), allow_nan=False)):
+    for words in ("\n".join(build_report(told).lines), json.dumps(build_report(told).data, allow_nan=False)):
         assert set(re.findall(r"--[a-z][a-z-]*", words)) <= there | OWN_OPTIONS
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from subprocess import CompletedProcess
 from typing import Any
 
-from tests.command import run_command
+from tests.command import read_data, run_command
 
 
 def check(*words: str, trace: str = "") -> CompletedProcess[str]:
@@ -17,7 +16,7 @@ def document(*words: str) -> tuple[int, dict[str, Any]]:
     """Return the exit status and what --json printed."""
     process = check(*words, "--json")
     assert process.stderr == ""
-    found = json.loads(process.stdout)
+    found = read_data(process.stdout)
     assert isinstance(found, dict)
     return process.returncode, found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import generate
 import pytest
 
-from tests.command import run_command
+from tests.command import read_data, run_command
 from tests.unit.commands.check.checking import check, judged
 from tests.unit.commands.check.engine_traces import BEGAN, MIB, engine, written
 
@@ -37,7 +36,7 @@ def test_what_is_said_to_be_seen_would_not_pass(tmp_path: Path) -> None:
 def test_a_leak_fails_with_the_detectors_figures(leaking: str) -> None:
     status, found = judged("--trace", leaking, *AT_1_MB, "--max-host-leak-per-thousand-requests", "1MB")
     replayed = run_command("replay", leaking, "--json")
-    last = json.loads(replayed.stdout)["gpus"][0]["last_leaking"]
+    last = read_data(replayed.stdout)["gpus"][0]["last_leaking"]
 
     assert status == 1
     assert found[LEAK]["outcome"] == found[HOST_LEAK]["outcome"] == "failed"

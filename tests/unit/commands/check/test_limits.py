@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.command import read_data
 from tests.unit.commands.check.checking import check, document, judged
 from tests.unit.commands.check.engine_traces import BEGAN, HELD, RUNNING, TOTAL, engine, written
 
@@ -164,7 +164,7 @@ def test_what_was_counted_since_a_restart_that_nobody_saw_counts(tmp_path: Path)
     samples = engine(1, per_second=1, preempted_per_thousand=1000, restarts_at=600)
     watched = (sample for sample in samples if not 500 < sample["t"] - BEGAN < 1800)
     limit = ("--trace", written(tmp_path / "t", watched), "--max-preemptions-per-thousand-requests", "1", "--json")
-    found = json.loads(check(*limit).stdout)
+    found = read_data(check(*limit).stdout)
 
     assert (found["trace"]["engine_restarts"], found["trace"]["requests_finished"]) == (1, 500 + 2995)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from tests.command import read_data
 from tests.unit.commands.check.checking import check
 from vllm_headroom_tools.check.command import build_junit, format_annotations
 from vllm_headroom_tools.check.limits import Judgement, Unit
@@ -176,7 +176,7 @@ def test_the_table(steady: str) -> None:
 
 def test_json_has_the_figures(steady: str, short: str) -> None:
     words = ("--trace", steady, "--baseline", short, "--max-bytes-per-request", "2GB", "--json")
-    found = json.loads(check(*words).stdout)
+    found = read_data(check(*words).stdout)
 
     assert found["outcome"] == "passed"
     assert found["trace"] == {

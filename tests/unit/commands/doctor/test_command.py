@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, proc
-from vllm_headroom_tools.doctor.command import COMMAND, build_document
+from vllm_headroom_tools.doctor.command import build_report
 from vllm_headroom_tools.doctor.fixes import Status
 
 
@@ -23,7 +23,7 @@ def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm,
 
     findings = examined(proc(tmp_path, vllm), **settings)
 
-    assert build_document(findings, "0.1.0")["ok"] is True, findings
+    assert build_report(findings, "0.1.0").data["ok"] is True, findings
     unused = {"listen_port", "probe"}
     assert {name for name, finding in findings.items() if finding.state is not Status.OK} == unused
     assert not any(finding.fixes or finding.absent for finding in findings.values())
@@ -35,9 +35,9 @@ def test_an_install_that_was_given_no_more_than_an_address_misses_nothing(
     nvml.gpus[0].processes = {CORE: GIB}
     nvml.write()
 
-    told = build_document(examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url), "0.1.0")
+    told = build_report(examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url), "0.1.0")
 
-    assert (told["ok"], COMMAND.status(told)) == (True, 0), told
+    assert (told.data["ok"], told.status) == (True, 0), told
 
 
 def test_whatever_is_missing_has_a_fix(nvml: FakeNvml, tmp_path: Path) -> None:

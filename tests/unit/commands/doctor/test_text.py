@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom_tools.doctor.command import build_document, render_text
+from vllm_headroom_tools.doctor.command import build_report
 from vllm_headroom_tools.doctor.fixes import Check, Fix, Status
 from vllm_headroom_tools.terminal import WIDTH
 
@@ -23,7 +23,7 @@ ALL = {"nvml": FINE, "processes": MISSING, "gpus": UNKNOWN, "state_dir": UNSET}
 
 
 def test_each_finding_is_a_line_with_its_mark_and_the_fix_below() -> None:
-    assert render_text(build_document(ALL, "0.1.0")) == [
+    assert list(build_report(ALL, "0.1.0").lines) == [
         "ok       nvml             NVML answers, driver 580.95.05",
         "MISSING  processes        vLLM answers, but none of its processes shows here vLLM answers, but none of its",
         "                          processes shows here vLLM answers, but none of its processes shows here",
@@ -43,11 +43,11 @@ def test_each_finding_is_a_line_with_its_mark_and_the_fix_below() -> None:
 
 
 def test_that_nothing_is_missing_is_said() -> None:
-    assert render_text(build_document({"nvml": FINE, "state_dir": UNSET}, "0.1.0"))[-1] == "Nothing is missing."
+    assert [*build_report({"nvml": FINE, "state_dir": UNSET}, "0.1.0").lines][-1] == "Nothing is missing."
 
 
 def test_the_text_fits() -> None:
-    told = render_text(build_document({"engine": Check(Status.MISSING, "model" + " word" * 99)}, "0.1.0"))
+    told = build_report({"engine": Check(Status.MISSING, "model" + " word" * 99)}, "0.1.0").lines
 
     assert max(map(len, told)) <= WIDTH
 
@@ -61,13 +61,13 @@ def test_everything_is_available_when_nothing_is_missing_or_unknown(
     findings: tuple[Check, ...],
     available: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
-    told = build_document({str(place): finding for place, finding in enumerate(findings)}, "0.1.0")
+    told = build_report({str(place): finding for place, finding in enumerate(findings)}, "0.1.0").data
 
     assert told["ok"] is available
 
 
 def test_the_document_has_the_same_keys_for_every_finding() -> None:
-    told = build_document(ALL, "0.1.0")
+    told = build_report(ALL, "0.1.0").data
     fine, missing, unknown, unset = told["checks"]
 
     assert (told["ok"], told["version"]) == (False, "0.1.0")

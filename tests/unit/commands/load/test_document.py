@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -16,10 +15,10 @@ from vllm_headroom import catalog
 from vllm_headroom.model import Failure, Sample
 from vllm_headroom.vocabulary import CONTROLS, LeakState, Reason, Source
 from vllm_headroom_tools.cli import parser_of
-from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.conclusion import Conclusion, Report
 from vllm_headroom_tools.history import Course, LeakReplay, Moment
 from vllm_headroom_tools.load.command import COMMAND, read_order
-from vllm_headroom_tools.load.report import build_document, render_text
+from vllm_headroom_tools.load.report import build_report
 from vllm_headroom_tools.load.run import SHARES, Observation, Stage
 from vllm_headroom_tools.load.stream import Completion, Outcome, Tally
 
@@ -30,8 +29,8 @@ WORDS = ("--engine-url", "http://engine:8000", "--concurrency", "8", "--trace", 
 AN_HOUR = 3600.0
 
 
-def shown(found: Mapping[str, Any]) -> str:
-    return "".join(f"{line.translate(CONTROLS)}\n" for line in render_text(found))
+def shown(found: Report) -> str:
+    return "".join(f"{line.translate(CONTROLS)}\n" for line in found.lines)
 
 
 def tally(outcomes: Mapping[Outcome, int], said: str = "") -> Tally:
@@ -100,11 +99,9 @@ STABLE = watched(LeakState.STABLE, "GPU-a")
 LEAK = watched(LeakState.LEAKING, "GPU-a", "worker")
 
 
-def report(
-    *steps: Stage, seen: Observation | None = None, watch: LeakReplay = STABLE, stopped: bool = False
-) -> dict[str, Any]:
+def report(*steps: Stage, seen: Observation | None = None, watch: LeakReplay = STABLE, stopped: bool = False) -> Report:
     given = read_order(parser_of(COMMAND, "load").read(WORDS))
-    return build_document(given, "m", steps, seen or whole(), watch, stopped=stopped)
+    return build_report(given, "m", steps, seen or whole(), watch, stopped=stopped)
 
 
 GOOD_STEP = step({Outcome.SUCCEEDED: 20})
@@ -113,7 +110,7 @@ GOOD_STEP = step({Outcome.SUCCEEDED: 20})
 def test_a_good_load_is_told(golden: Golden) -> None:
     found = report(*(step({Outcome.SUCCEEDED: 10}, share=share) for share in SHARES))
 
-    golden(HERE / "good.json", json.dumps(found, indent=2) + "\n")
+    golden(HERE / "good.json", json.dumps(found.build_envelope("load"), indent=2) + "\n")
     golden(HERE / "good.txt", shown(found))
 
 
@@ -123,8 +120,8 @@ def test_a_bad_load_is_told(golden: Golden) -> None:
     found = report(GOOD_STEP, bad, seen=whole(host=True, gone=True, unread=3), watch=LEAK, stopped=True)
 
     golden(HERE / "bad.txt", shown(found))
-    assert found["verdict"] == "not_good"
-    assert found["requests"] == {"began": 38} | dict.fromkeys(Outcome, 2) | {"succeeded": 22}
+    assert found.verdict is Conclusion.NOT_GOOD
+    assert found.data["requests"] == {"began": 38} | dict.fromkeys(Outcome, 2) | {"succeeded": 22}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +150,7 @@ def test_the_verdict_says_whether_it_is_good(
 ) -> None:
     made = report(step(outcomes), **how)  # type: ignore[arg-type]
 
-    assert made["verdict"] is verdict
+    assert made.verdict is verdict
     assert shown(made).splitlines()[-1].startswith(("GOOD: ", "NOT GOOD: ", "CANNOT TELL: ")[verdict.status])
 
 
@@ -162,20 +159,20 @@ def test_a_server_that_says_its_engine_died_is_not_good() -> None:
     made.tally.begin()
     made.tally.end(Completion(outcome=Outcome.FAILED, engine_dead=True))
 
-    assert report(made)["faults"] == ["the engine died: its web server says so"]
+    assert report(made).data["faults"] == ["the engine died: its web server says so"]
 
 
 def test_an_answer_without_counts_makes_the_sum_unknown() -> None:
     made = step({Outcome.SUCCEEDED: 9})
     made.tally.succeed(Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=3), began=100.0, first=101.0, ended=102.0)
 
-    (found,) = report(made)["steps"]
+    (found,) = report(made).data["steps"]
 
     assert (found["prompt_tokens"], found["generation_tokens"], found["generation_tokens_per_second"]) == (None,) * 3
 
 
 def test_growth_is_per_thousand_requests_that_the_engine_finished() -> None:
-    (known,), (none,), (untold,) = (report(seen=whole(finished=count))["gpus"] for count in (4000, 0, None))
+    (known,), (none,), (untold,) = (report(seen=whole(finished=count)).data["gpus"] for count in (4000, 0, None))
 
     assert known["delta_bytes_per_thousand_requests"] == 2 * GB / 4
     assert none["delta_bytes_per_thousand_requests"] is None
@@ -186,4 +183,5 @@ def test_gpus_of_which_none_is_the_engines_are_told() -> None:
     seen = Observation()
     seen.take(snapshot(gpus=(gpu(attribution=None),)), ())
 
-    assert report(seen=seen)["unread"] == ["nvml: which of them are the engine's is not known: name them with --gpus"]
+    unread = report(seen=seen).data["unread"]
+    assert unread == ["nvml: which of them are the engine's is not known: name them with --gpus"]

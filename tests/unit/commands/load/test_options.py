@@ -61,7 +61,7 @@ def test_everything_can_be_said() -> None:
         ("max-requests", "²", "a whole number from 1 on"),
         ("gpus", "one", "auto, all, or GPU indices or UUIDs separated by commas"),
         ("metrics-url", "x", "an http or https URL such as http://127.0.0.1:8000"),
-        ("api", "chats", "completions or chat"),
+        ("api", "talk", "completions or chat"),
     ],
 )
 def test_what_is_not_understood_is_one_line(option: str, value: str, accepts: str) -> None:

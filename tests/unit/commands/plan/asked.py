@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.command import read_data
 from tests.unit.sizing.models import CHECKED, FOLDER, NAMES, model
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.cli import execute
@@ -24,8 +25,11 @@ class Answer:
 
     @property
     def document(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.out)
-        return found
+        return read_data(self.out)
+
+    @property
+    def headline(self) -> str:
+        return str(json.loads(self.out)["headline"])
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import run_command
+from tests.command import read_data, run_command
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
 from vllm_headroom.trace.entries import HEADER, encode_line
@@ -70,7 +70,7 @@ def test_memory_that_was_full_only_between_two_samples_is_found(run: Run, tmp_pa
     used = [[ends - 4.0, scenes.TOTAL - scenes.RESERVED - 20 * scenes.MIB], ["?", 1], [ends - 3.0, 5]]
 
     def cause() -> str:
-        return str(json.loads(run(write(tmp_path, scene), "--json")[1])["cause"])
+        return str(read_data(run(write(tmp_path, scene), "--json")[1])["cause"])
 
     assert cause() == "crash"
     scene.header["before"] = {"used": {"GPU-a": used}}
@@ -109,7 +109,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
 
 def test_the_object_has_the_same(run: Run, leaked: Path) -> None:
     status, out, _ = run(leaked, "--json")
-    found = json.loads(out)
+    found = read_data(out)
 
     assert status == 0
     assert (found["cause"], found["sure"], found["what"]) == ("out_of_memory_leak", "sure", "ended")
@@ -156,7 +156,7 @@ def test_of_a_folder_it_is_the_newest_incident_and_the_state_directory_is_one(
     newest = write(tmp_path, killed)
     monkeypatch.setenv("HEADROOM_STATE_DIR", str(tmp_path))
 
-    found = [json.loads(run(*words, "--json")[1]) for words in ((tmp_path,), (tmp_path / INCIDENTS,), ())]
+    found = [read_data(run(*words, "--json")[1]) for words in ((tmp_path,), (tmp_path / INCIDENTS,), ())]
 
     assert {each["file"] for each in found} == {str(newest)}
     assert {each["cause"] for each in found} == {"killed_by_kernel"}
@@ -229,7 +229,7 @@ def test_what_torch_was_refused_is_no_crash_with_memory_at_ease(run: Run, tmp_pa
     first = {"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}
     scene.header["ooms"] = [first, first | {"allocated": 60, "reserved": 64}]
 
-    found = json.loads(run(write(tmp_path, scene), "--json")[1])
+    found = read_data(run(write(tmp_path, scene), "--json")[1])
 
     assert (found["cause"], found["sure"]) == ("out_of_memory_burst", "likely")
     assert found["evidence"][:2] == [
@@ -243,7 +243,7 @@ def test_a_full_card_names_the_allocation_that_failed(run: Run, tmp_path: Path) 
     assert scene.header is not None
     scene.header["ooms"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}]
 
-    found = json.loads(run(write(tmp_path, scene), "--json")[1])
+    found = read_data(run(write(tmp_path, scene), "--json")[1])
 
     assert found["sentence"] == "Out of GPU memory in a burst: an allocation of torch failed."
     assert found["evidence"][0] == "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free"
@@ -287,4 +287,4 @@ def test_the_other_commands_take_the_file(words: tuple[str, ...], leaked: Path) 
     process = run_command(*words, str(leaked), "--json")
 
     assert process.stderr == ""
-    assert json.loads(process.stdout)
+    assert read_data(process.stdout)

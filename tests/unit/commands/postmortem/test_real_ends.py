@@ -19,7 +19,7 @@ from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.flight import INCIDENT
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, Role
 from vllm_headroom_tools.history import LeakReplay
-from vllm_headroom_tools.postmortem.command import build_report
+from vllm_headroom_tools.postmortem.command import read_postmortem
 from vllm_headroom_tools.trace import read_trace
 
 CORE, WORKER, SERVER = Role.ENGINE_CORE, Role.WORKER, Role.API_SERVER
@@ -102,7 +102,7 @@ CASES: Final = [pytest.param(name, part, id=f"{name}-{part}") for name in REAL f
 
 @pytest.mark.parametrize(("name", "part"), CASES)
 def test_a_real_incident_has_its_cause_and_who_went_first(tmp_path: Path, name: str, part: str) -> None:
-    truth, report = REAL[name], build_report(write_part(tmp_path, name, part, headed=True))
+    truth, report = REAL[name], read_postmortem(write_part(tmp_path, name, part, headed=True))
 
     assert report.findings[0].cause == truth.cause
     assert report.ending is not None
@@ -120,7 +120,7 @@ def test_its_samples_alone_have_one_exit_at_its_time_and_its_cause(tmp_path: Pat
     assert watch.runs.exits == {reason: 1}
     assert watch.runs.restarts == 0
     assert all(each.seconds >= truth.at for each in watch.events)
-    assert build_report(file).findings[0].cause == truth.cause
+    assert read_postmortem(file).findings[0].cause == truth.cause
 
 
 def read_header(name: str) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def test_the_daemon_counted_the_reason_of_the_exit(name: str) -> None:
 
 @pytest.mark.parametrize("name", OLD)
 def test_an_incident_of_the_version_before_is_read(name: str) -> None:
-    report = build_report(HERE / f"{name}.jsonl.gz")
+    report = read_postmortem(HERE / f"{name}.jsonl.gz")
 
     assert "cause" not in read_header(name)
     assert report.ending is not None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.command import read_data
 from tests.unit.commands.postmortem.test_postmortem import Run, run
 from tests.unit.daemon.test_flight import flight, header, seen, step, the_incident
 from tests.unit.derive.life.test_lives import killed
@@ -36,7 +36,7 @@ class Recorded:
     def judge(self, run: Run) -> dict[str, object]:
         status, out, _ = run(the_incident(self.folder), "--json")
         assert status == 0
-        found: dict[str, object] = json.loads(out)
+        found: dict[str, object] = read_data(out)
         return found
 
 

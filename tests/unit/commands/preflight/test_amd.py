@@ -10,7 +10,7 @@ from tests.unit.commands.preflight.looking import DEFAULT, Preflight, only
 from tests.unit.commands.preflight.test_host import meminfo
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.preflight.checks import Kind
-from vllm_headroom_tools.preflight.report import build_document
+from vllm_headroom_tools.preflight.report import build_report
 
 CARD = "0000:c1:00.0"
 
@@ -30,7 +30,7 @@ def test_a_free_card_is_a_go_though_it_tells_no_faults(preflight: Preflight, sys
     report = preflight.report()
 
     assert (report.verdict, report.findings) == (Conclusion.GOOD, ())
-    (gpu,) = build_document(report)["gpus"]
+    (gpu,) = build_report(report).data["gpus"]
     assert (gpu["uuid"], gpu["total_bytes"]) == ("GPU-fc1d2a3b4c5d6e7f", MI300X_BYTES)
 
 

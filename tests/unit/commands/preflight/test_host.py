@@ -9,7 +9,7 @@ from tests.fakes.nvml.library import GIB, FakeGpu
 from tests.unit.commands.preflight.looking import DEFAULT, Preflight, only
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.preflight.checks import Kind, MemoryRequest
-from vllm_headroom_tools.preflight.report import build_document
+from vllm_headroom_tools.preflight.report import build_report
 
 OWN_PID = 9999
 
@@ -32,7 +32,7 @@ def test_a_container_that_is_full_of_page_cache_has_room(preflight: Preflight) -
     report = preflight.report()
 
     assert report.verdict is Conclusion.GOOD
-    assert build_document(report)["host"] == {"used_bytes": GIB, "limit_bytes": 32 * GIB}
+    assert build_report(report).data["host"] == {"used_bytes": GIB, "limit_bytes": 32 * GIB}
 
 
 def test_a_container_without_room_for_vllms_processes_is_no_go(preflight: Preflight) -> None:
@@ -57,7 +57,7 @@ def test_more_workers_need_more(preflight: Preflight) -> None:
 
 
 def test_nothing_is_said_where_nothing_is_known(preflight: Preflight) -> None:
-    assert build_document(preflight.report())["host"] is None
+    assert build_report(preflight.report()).data["host"] is None
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.preflight.checks import Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import Holder
-from vllm_headroom_tools.preflight.report import build_document, render_text
+from vllm_headroom_tools.preflight.report import build_report
 
 RESERVED = 600 * MIB
 USABLE = 80 * GIB - RESERVED
@@ -17,7 +17,7 @@ def test_a_free_gpu_is_a_go(preflight: Preflight) -> None:
     assert (report.verdict, report.findings) == (Conclusion.GOOD, ())
     assert report.gpus[0].asked_bytes == -(-USABLE * 92 // 100)
     assert report.highest_utilization_ratio == 0.99
-    assert build_document(report)["driver_version"] == "580.95.05"
+    assert build_report(report).data["driver_version"] == "580.95.05"
 
 
 def test_a_taken_gpu_is_no_go_and_says_who_has_it_and_what_would_work(preflight: Preflight, nvml: FakeNvml) -> None:
@@ -178,7 +178,7 @@ def test_what_helps_two_gpus_is_said_once(preflight: Preflight, nvml: FakeNvml) 
     nvml.gpus[:] = [FakeGpu(uuid=f"GPU-{index}", used_bytes=USABLE - GIB) for index in range(2)]
     nvml.write()
 
-    lines = list(render_text(preflight.report()))
+    lines = list(build_report(preflight.report()).lines)
 
     assert len([line for line in lines if " are missing" in line]) == 2
     assert len([line for line in lines if line.startswith("    wait until")]) == 1

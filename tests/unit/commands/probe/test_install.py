@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,8 +11,8 @@ from typing import Final
 
 import pytest
 
-from tests.command import run_command, run_process
-from vllm_headroom_tools.probe import COMMAND, ENTRY_POINTS, install
+from tests.command import read_data, run_command, run_process
+from vllm_headroom_tools.probe import ENTRY_POINTS, install
 
 GROUP: Final = "all(group='vllm.general_plugins')"
 REPOSITORY: Final = Path(__file__).parents[4]
@@ -85,7 +84,7 @@ def test_the_command_says_what_to_set(tmp_path: Path) -> None:
     path = line.removeprefix("  PYTHONPATH=")
     assert path.startswith("/"), "vLLM is started elsewhere"
     assert os.path.samefile(path, tmp_path)  # noqa: PTH121 - of two texts
-    assert json.loads(printed.stdout)["folder"] == str(tmp_path)
+    assert read_data(printed.stdout)["folder"] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,3 @@ def test_what_cannot_be_done_is_told(words: tuple[str, ...], why: str) -> None:
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[0] == why
-
-
-def test_the_command_has_an_answer_for_scripts() -> None:
-    assert COMMAND.document is not None

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.command import OWN, run_command
+from tests.command import OWN, read_data, run_command
 from tests.process import eventually
 from tests.unit.probe.running import INSIDE, Vllm, vllm
 from vllm_headroom_tools import probe as asking
@@ -51,7 +51,7 @@ def test_the_file_and_the_line_that_leak_are_named(leaking: Vllm) -> None:
     out, said = done.communicate(timeout=120)
 
     assert (done.returncode, said) == (0, "3 processes record for 2 s\n")
-    processes = json.loads(out)["processes"]
+    processes = read_data(out)["processes"]
     assert sorted(each["role"] for each in processes) == ["api_server", "engine_core", "worker"]
     assert [each["problem"] for each in processes] == [None] * 3
     (core,) = (each for each in processes if each["role"] == "engine_core")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.command import read_data
 from tests.unit.commands.replay.test_replay import HOURS, replay
 from tests.unit.commands.replay.traces import MIB, leaking, text
 
@@ -37,5 +37,5 @@ def test_where_it_leaks_is_said(place: str, said: str) -> None:
     words, figures = replay("-", trace=trace), replay("-", "--json", trace=trace)
 
     assert f"    in           {said}" in words.stdout.splitlines()
-    (gpu,) = json.loads(figures.stdout)["gpus"]
+    (gpu,) = read_data(figures.stdout)["gpus"]
     assert gpu["first_leaking"]["location"] == gpu["last_leaking"]["location"] == place

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.unit.commands.replay.traces import BEGAN, MIB, STEP, sample, text
-from vllm_headroom_tools.history import LeakReplay
-from vllm_headroom_tools.replay.command import build_document, format_verdict
+from vllm_headroom_tools.history import Curves, LeakReplay
+from vllm_headroom_tools.replay.command import build_report, format_verdict
 from vllm_headroom_tools.trace import parse_trace
 
 
@@ -39,7 +39,7 @@ def test_what_each_sleep_kept_is_told_with_the_first_and_the_last() -> None:
 
     assert "GPU 0, asleep: kept 2 GiB in the first sleep, 4 GiB in the last of 3." in list(format_verdict(watch))
     kept = [2_048 * MIB, 2_560 * MIB, 4_096 * MIB]
-    assert build_document(watch)["sleeps"] == [{"gpu": 0, "uuid": "GPU-a", "residue_bytes": kept}]
+    assert build_report(watch, Curves()).data["sleeps"] == [{"gpu": 0, "uuid": "GPU-a", "residue_bytes": kept}]
 
 
 def test_each_instance_of_a_gpu_keeps_its_own() -> None:
@@ -64,7 +64,7 @@ def test_a_nap_that_was_over_before_it_had_settled_is_no_sleep() -> None:
 
     watch = watched([*nights(2_048), at(24, 70_000), *nap, at(27, 70_000)])
 
-    assert [len(each["residue_bytes"]) for each in build_document(watch)["sleeps"]] == [1]
+    assert [len(each["residue_bytes"]) for each in build_report(watch, Curves()).data["sleeps"]] == [1]
 
 
 def test_blocks_that_no_request_holds_are_told_from_a_hundredth_on() -> None:
@@ -74,5 +74,5 @@ def test_blocks_that_no_request_holds_are_told_from_a_hundredth_on() -> None:
     lost, late = idle(0.07), idle(0.004)
 
     assert "m, engine 0: idle, at most 7% of its KV cache was held by no request." in list(format_verdict(lost))
-    assert build_document(lost)["stranded"] == [{"model_name": "m", "engine": "0", "most_ratio": 0.07}]
+    assert build_report(lost, Curves()).data["stranded"] == [{"model_name": "m", "engine": "0", "most_ratio": 0.07}]
     assert not [line for line in format_verdict(late) if "idle" in line]

@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 
-from tests.command import run_command, run_process
+from tests.command import read_data, run_command, run_process
 from tests.unit.commands.screen import on_a_terminal, plain
 from tests.unit.expose.views import day
 from vllm_headroom.expose.snapshot import build_document
@@ -57,7 +57,7 @@ def test_json_asks_once() -> None:
         done = run_process("watch", url, "--json")
 
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads(json.dumps(LEAK))
+    assert read_data(done.stdout) == json.loads(json.dumps(LEAK))
 
 
 def test_the_address_may_be_an_option_but_not_both() -> None:
@@ -66,7 +66,7 @@ def test_the_address_may_be_an_option_but_not_both() -> None:
         both = run_command("watch", url, "--headroom-url", url, "--json")
 
     assert asked.returncode == 0
-    assert json.loads(asked.stdout)["verdicts"]
+    assert read_data(asked.stdout)["verdicts"]
     assert (both.returncode, both.stderr.count("\n")) == (2, 1)
     assert "URL and --headroom-url cannot both be given" in both.stderr
 

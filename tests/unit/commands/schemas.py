@@ -1,0 +1,71 @@
+"""The schema of a command's object: the envelope, and the types that its data were seen to have."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from vllm_headroom_tools.conclusion import SCHEMA, Conclusion
+
+NAMES: Final = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+KEYED: Final = frozenset({"evidence", "numbers", "settings", "known", "measured"})
+"""Objects whose keys are no names of ours."""
+
+WIDTH: Final = 100
+VERDICT: Final = {"enum": [str(each) for each in Conclusion]}
+FINDING: Final = {
+    "subject": {"type": "string"},
+    "verdict": VERDICT,
+    "text": {"type": "string"},
+    "fix": {"type": "array", "items": {"type": "string"}},
+}
+
+
+def write_schema(command: str, data: Sequence[object]) -> str:
+    """Write the schema with each leaf on one line."""
+    text = json.dumps(build_schema(command, data), indent=1)
+    for pattern in (r"\[[^\[\]{}]*\]", r"\{[^{}]*\}"):
+        text = re.sub(pattern, lambda leaf: " ".join(leaf[0].split()) if len(leaf[0]) < WIDTH else leaf[0], text)
+    return f"{text}\n"
+
+
+def build_schema(command: str, data: Sequence[object]) -> dict[str, Any]:
+    """Build the schema of a command whose data were seen to be these."""
+    finding = {"type": "object", "properties": FINDING, "required": list(FINDING)}
+    properties = {
+        "schema": {"const": SCHEMA.format(command)},
+        "command": {"const": command},
+        "status": {"enum": [0, 1, 2]},
+        "verdict": VERDICT,
+        "headline": {"type": "string"},
+        "findings": {"type": "array", "items": finding},
+        "data": {"description": "Empty where the input cannot be used.", "anyOf": [{"maxProperties": 0}, _infer(data)]},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA.format(command),
+        "title": f"What vllm-headroom {command} --json prints; null is what is not known",
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+    }
+
+
+def _infer(seen: Sequence[object], name: str = "") -> dict[str, Any]:
+    types = {NAMES.get(type(each), "string") for each in seen if not isinstance(each, dict | list | tuple)}
+    objects = [each for each in seen if isinstance(each, dict)]
+    lists = [each for each in seen if isinstance(each, list | tuple)]
+    types |= {"object"} if objects else set()
+    types |= {"array"} if lists else set()
+    if types <= {"null"}:
+        return {}
+    found: dict[str, Any] = {"type": sorted(types | {"null"}) if name else "object"}
+    if objects and name not in KEYED:
+        keys = dict.fromkeys(key for each in objects for key in each)
+        found["properties"] = {key: _infer([each[key] for each in objects if key in each], key) for key in keys}
+        found["required"] = [key for key in keys if all(key in each for each in objects)]
+    if items := [item for each in lists for item in each]:
+        found["items"] = _infer(items, f"{name}[]")
+    return found

@@ -1,0 +1,106 @@
+"""Each command's own object has the shape that its schema promises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema
+import pytest
+
+from tests.command import run_command
+from tests.unit.commands.load import test_document as loads
+from tests.unit.commands.postmortem import scenes
+from tests.unit.commands.postmortem.test_postmortem import write
+from tests.unit.commands.preflight.conftest import nvml, preflight
+from tests.unit.commands.preflight.looking import Preflight
+from tests.unit.commands.replay.traces import flat, leaking, text
+from tests.unit.commands.schemas import write_schema
+from tests.unit.commands.watch.test_watch import sidecar
+from vllm_headroom_tools import cli
+from vllm_headroom_tools.cli import COMMANDS, find_command
+from vllm_headroom_tools.load.stream import Outcome
+from vllm_headroom_tools.preflight.report import build_report as report_clearance
+from vllm_headroom_tools.probe import report_recorded
+
+__all__ = ["nvml", "preflight"]
+
+FOLDER: Final = Path(cli.__file__).parent / "schemas"
+MODEL: Final = ("--layers", "32", "--kv-heads", "8", "--head-size", "128")
+WHOLE: Final = ("--hidden-size", "4096", "--vocabulary", "128256", "--max-model-len", "8192", "--gpu-memory", "80GiB")
+LIMITS: Final = ("--max-leak-per-thousand-requests", "1MiB", "--max-restarts", "0", "--max-discrepancy", "5%")
+BUDGET: Final = ("--gpu-memory-utilization", "0.9")
+NOBODY: Final = "http://127.0.0.1:9"
+STACK: Final = {"bytes": 5, "count": 1, "stack": ["a.py:1"]}
+PROCESS: Final = {"pid": 7, "role": "worker", "data_parallel_rank": 0, "problem": None}
+RECORDED: Final = {"cost": {"pause_seconds": 0.1, "cpu_seconds": None, "memory_bytes": 3}, "host": [STACK], "gpu": []}
+UNRECORDED: Final = dict.fromkeys(("note", "cost", "host", "gpu"))
+
+
+def printed(name: str, *words: str, **environ: str) -> dict[str, Any]:
+    done = run_command(name, *words, "--json", **environ)
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["status"] == done.returncode
+    return found
+
+
+def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[str, Any]]:  # noqa: C901 - a table
+    """Yield what the command prints of a good and a bad subject, and of a mistake."""
+    trace, quiet = folder / "leak.jsonl", folder / "flat.jsonl"
+    trace.write_text(text(leaking(3)))
+    quiet.write_text(text(flat(0.1)))
+    yield printed(name, "--no-such-option")
+    match name:
+        case "plan":
+            yield printed(name, *MODEL, *WHOLE, "--parameters", "8B")
+            yield printed(name, *MODEL, *WHOLE, "--parameters", "80B")
+            yield printed(name, *MODEL)
+        case "check":
+            yield printed(name, "--trace", str(trace), "--baseline", str(quiet), *LIMITS, *BUDGET)
+            yield printed(name, "--trace", str(quiet), *LIMITS)
+        case "replay" | "advise":
+            yield printed(name, str(trace))
+            yield printed(name, str(quiet))
+        case "postmortem":
+            yield printed(name, str(write(folder, scenes.scene(scenes.leak, 1))))
+            yield printed(name, str(quiet))
+        case "watch":
+            with sidecar() as url:
+                yield printed(name, url) | {"data": {}}  # docs/snapshot.schema.json has its shape
+        case "probe":
+            yield printed(name, "install", str(folder / "probe"))
+            processes = [PROCESS | {"note": "short"} | RECORDED, PROCESS | UNRECORDED | {"problem": "no answer"}]
+            recorded = {"folder": "f", "seconds": 2.0, "processes": processes}
+            yield json.loads(json.dumps(report_recorded(recorded).build_envelope(name)))
+        case "doctor":
+            yield printed(name, "--engine-url", NOBODY)
+        case "smoke":
+            yield printed(name, "--engine-url", NOBODY, "--deadline", "0.1s")
+        case "preflight":
+            yield json.loads(json.dumps(report_clearance(looking.report()).build_envelope(name)))
+            yield printed(name, "--engine-url", NOBODY)
+        case "load":
+            good, bad = loads.report(loads.GOOD_STEP), loads.report(loads.step({Outcome.FAILED: 3}, said="500"))
+            yield from (json.loads(json.dumps(each.build_envelope(name))) for each in (good, bad))
+        case _:
+            raise AssertionError(f"the schema of {name} is not tested")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if find_command(name).has_report])
+def test_what_a_command_prints_is_what_its_schema_promises(
+    name: str, tmp_path: Path, preflight: Preflight, request: pytest.FixtureRequest
+) -> None:
+    found = list(list_objects(name, tmp_path, preflight))
+    file = FOLDER / f"{name}-1.json"
+    if request.config.getoption("--update-golden"):
+        data = [each["data"] for each in found if each["data"]]
+        file.write_text(write_schema(name, data))
+
+    schema = json.loads(file.read_text())
+    assert schema["$id"] == found[0]["schema"]
+    for each in found:
+        jsonschema.validate(each, schema)
+        assert each["command"] == name
+        assert (each["verdict"] == "good") <= (each["status"] == 0)
