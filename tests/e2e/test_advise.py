@@ -54,8 +54,8 @@ def test_a_healthy_demo_is_told_nothing_on_its_page_and_on_its_trace(scenario: s
         of_page = advise("--headroom-url", running.url)
     of_trace = advise(str(file))
 
-    assert (of_page[0], of_page[1]["verdict"], causes(of_page[1])) == (0, "good", [])
-    assert (of_trace[0], of_trace[1]["verdict"], causes(of_trace[1])) == (0, "good", [])
+    assert (of_page[0], causes(of_page[1])) == (0, [])
+    assert (of_trace[0], causes(of_trace[1])) == (0, [])
 
 
 def test_a_leaking_demo_is_told_a_restart_and_no_option(tmp_path: Path) -> None:
@@ -86,5 +86,5 @@ def test_an_engine_that_is_down_cannot_be_told() -> None:
         running.sees(lambda page: page.value("source_up", source="engine") == 0, "the first sample")
         status, found = advise("--headroom-url", running.url)
 
-    assert (status, found["verdict"]) == (2, "cannot_tell")
+    assert (status, found["advice"]) == (2, [])
     assert "the engine's own page: it was not read" in found["missing"]

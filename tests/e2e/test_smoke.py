@@ -44,6 +44,7 @@ def test_a_vllm_that_serves_ends_with_status_0(nvml: FakeNvml) -> None:
         ["ok", "completion"],
         ["ok", "metrics"],
         ["ok", "discrepancy"],
+        ["vLLM", "serves."],
     ]
 
 
