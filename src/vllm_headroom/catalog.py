@@ -238,6 +238,12 @@ HOST_SWAP: Final = _gauge(
     "Swapped-out memory of the engine's processes, by role; the leak detector counts it with their resident memory.",
 )
 
+HOST_MEMORY_PLANNED: Final = _gauge(
+    "host_memory_planned_bytes",
+    ("part",),
+    "What vLLM was configured to keep in host memory: kv_offload, weights_offload, multimodal_cache.",
+)
+
 HOST_MEMORY_USED: Final = _gauge(
     "host_memory_used_bytes",
     (),

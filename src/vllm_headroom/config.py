@@ -35,6 +35,7 @@ from vllm_headroom.inputs import (
     show_url,
     show_value,
 )
+from vllm_headroom.model import TokenBytes
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import parse_size
 
@@ -78,9 +79,6 @@ def size(default: str | None, description: str, *, example: str = "", shown: str
     n_bytes = None if default is None else parse_size(default)
     return setting(n_bytes, "SIZE", accepts, description, shown=default or shown)
 
-
-TokenBytes = Callable[[str, int | None], int | None]
-"""From the KV cache's dtype and the engine's GPUs to the bytes that a token takes on all of them; None if not known."""
 
 OPEN: Final = "always open"
 FILE: Final = ("FILE", "the path of a file")
@@ -171,7 +169,8 @@ class Settings(BaseSettings):
         None,
         "PATH",
         "the path of a model's config.json, or of the folder that has one",
-        "The configuration of the model that the engine serves, to tell the bytes per token from, unless they are set.",
+        "The configuration of the model that the engine serves, for the bytes per token; without it, the file that"
+        " vLLM's own processes load, where it is visible.",
         alias="model_config",
     )
     baseline_bytes_per_request: Bytes | None = size(
@@ -242,6 +241,11 @@ class Settings(BaseSettings):
     @property
     def token_bytes(self) -> TokenBytes | None:
         """None here: vllm_headroom_tools.settings reads `model_config_` and overrides this."""
+        return None
+
+    @property
+    def parse_model(self) -> Callable[[Path], TokenBytes | None] | None:
+        """As `token_bytes`, of any model's configuration; None where the operator configured the bytes."""
         return None
 
     @property

@@ -164,6 +164,14 @@ class Sureness(StrEnum):
     POSSIBLE = "possible"
 
 
+class HostPart(StrEnum):
+    """What vLLM may be configured to keep in host memory; the values of the label `part` there."""
+
+    KV_OFFLOAD = "kv_offload"
+    WEIGHTS_OFFLOAD = "weights_offload"
+    MULTIMODAL_CACHE = "multimodal_cache"
+
+
 class MemoryPart(StrEnum):
     """The uses of the engine's GPU memory; the values of the label `part`."""
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from msgspec import Struct
 from pydantic import InstanceOf, PlainSerializer
 
-from vllm_headroom.config import Settings, TokenBytes, from_text
+from vllm_headroom.config import Settings, from_text
 from vllm_headroom.inputs import parse_path
+from vllm_headroom.model import TokenBytes
 from vllm_headroom.units import RefusedError
 
 if TYPE_CHECKING:
@@ -45,6 +47,14 @@ Model = Annotated[
 ]
 
 
+def _parse_token_bytes(path: Path) -> TokenBytes | None:
+    from vllm_headroom_tools.sizing.footprint import bind_token_bytes  # noqa: PLC0415 - as above
+    from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - as above
+
+    shape = read_model(path)
+    return None if isinstance(shape, str) else bind_token_bytes(shape)
+
+
 class ModelSettings(Settings):
     """The daemon's settings, with the model's configuration read."""
 
@@ -63,6 +73,11 @@ class ModelSettings(Settings):
         from vllm_headroom_tools.sizing.footprint import bind_token_bytes  # noqa: PLC0415 - as above
 
         return bind_token_bytes(self.model_shape)
+
+    @property
+    def parse_model(self) -> Callable[[Path], TokenBytes | None] | None:
+        """Read the bytes per token of a model's configuration; None where the operator configured them."""
+        return _parse_token_bytes if self.kv_bytes_per_token is None and self.model_config_ is None else None
 
     @property
     def model_problem(self) -> str:

@@ -27,6 +27,7 @@ from vllm_headroom.model import (
     HostMemory,
     Inside,
     Leftover,
+    Pool,
     Snapshot,
 )
 from vllm_headroom.parse.fields import (
@@ -41,7 +42,7 @@ from vllm_headroom.parse.fields import (
 )
 from vllm_headroom.trace.entries import FACTS, HEADER, HOST, LONGEST_LINE, YEAR_10000
 from vllm_headroom.units import format_duration, format_instant
-from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, MemoryPart, Reason, Role, Source
+from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, HostPart, MemoryPart, Reason, Role, Source
 
 
 class BadInput(Exception):  # noqa: N818 - it describes the input
@@ -193,6 +194,7 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
         engines = read_each(record, "engines", parse_engine)
         processes = read_each(record, "processes", parse_process)
         host = read_within(record, "host", parse_host)
+        pools = read_each(record, "pools", parse_pool) or ()
         named, has_silent_core = read_text(record, "engines_failure"), read_truth(record, "silent_core") or False
     except WrongFieldError as wrong:
         raise BadInput(str(wrong)) from None
@@ -209,6 +211,7 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
         processes=_check_processes(processes),
         host=host,
         has_silent_core=has_silent_core,
+        pools=tuple(pool for pool in pools if pool is not None),
     )
 
 
@@ -326,6 +329,14 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
         wait_seconds=read_number(entry, "wait"),
         swap_bytes=read_size(entry, "swap"),
     )
+
+
+def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
+    """Return a configured pool; None where this version does not know its part or role."""
+    part, role, size_bytes = read_text(entry, "part"), read_text(entry, "role"), read_size(entry, "bytes")
+    if part not in tuple(HostPart) or role not in (None, *Role) or size_bytes is None:
+        return None
+    return Pool(part=HostPart(part), role=None if role is None else Role(role), size_bytes=size_bytes)
 
 
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:

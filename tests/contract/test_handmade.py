@@ -95,6 +95,17 @@ EXPECTED: Final = {
             gpu_memory_utilization_ratio=0.85,
         ),
     ),
+    "v0.33-offload": (
+        EngineReading(
+            model_name="llama",
+            engine="0",
+            running=3.0,
+            kv_capacity_tokens=32000.0,
+            gpu_memory_utilization_ratio=0.92,
+            kv_offload_bytes=68719476000.0,
+            multimodal_cache_queries_total=7.0,
+        ),
+    ),
     "openmetrics": (EngineReading(model_name="llama", engine="0", running=4.0, prompt_tokens_total=512.0),),
     "data-parallel-settings-only": tuple(
         EngineReading(model_name="", engine=rank, kv_capacity_tokens=160000.0, gpu_memory_utilization_ratio=0.92)

@@ -14,6 +14,7 @@ from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import CanaryRequest, PageReader, find_port, is_here
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.scrape.proc.served_model import ServedModel
 
 GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
@@ -42,6 +43,7 @@ def build_real_parts(settings: Settings) -> Parts:
         processes=Processes(engine_port=find_port(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic),
         clock=clock,
         probe=None if settings.probe_dir is None else ProbeReader(settings.probe_dir, parse=parse_probe),
+        model=None if settings.parse_model is None else ServedModel(settings.parse_model).find,
         asked=None if settings.canary_interval_seconds is None else build_canary_request(settings),
     )
 

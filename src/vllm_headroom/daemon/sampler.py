@@ -15,10 +15,10 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import Derivation, answer
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
+from vllm_headroom.derive.configured import complete_page, list_pools
 from vllm_headroom.derive.health import add_lost_gpus
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.derive.inside import add_inside, classify_probe
-from vllm_headroom.derive.kv_cache import add_steps
 from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState, forget_run, update_run
 from vllm_headroom.derive.readings import is_page_awake, list_named
 from vllm_headroom.log import Log
@@ -34,6 +34,7 @@ from vllm_headroom.model import (
     ReadingTime,
     Sample,
     Snapshot,
+    TokenBytes,
     Values,
 )
 from vllm_headroom.scrape.shortage import build_unavailable
@@ -171,12 +172,16 @@ async def close_all(*opened: Closable | None) -> None:
 
 
 class Sources(Struct, frozen=True, kw_only=True):
-    """What one tick reads in parallel; `probe` is None where no folder is configured."""
+    """What one tick reads in parallel; `probe` is None where no folder is configured.
+
+    `model` finds the bytes per token of the served model; None where they are configured.
+    """
 
     engine: EngineSource
     gpus: GpuSource
     processes: ProcessSource
     probe: ProbeSource | None = None
+    model: Callable[[ProcessReadings | Failure], TokenBytes | None] | None = None
 
 
 PARSE_SECONDS: Final = 2.0
@@ -266,6 +271,7 @@ class Sampler:
         processes, process_time = process.result()
         files, probe_time = inside.result()
         seen = processes if isinstance(processes, Failure) else processes.engine
+        options = None if isinstance(processes, Failure) else processes.options
         now = self._clock.time()
         probe = classify_probe(files, seen, now)
         self._container, host = update_container(self._container, processes, probe, limit_bytes=self._host_limit_bytes)
@@ -273,7 +279,7 @@ class Sampler:
         return Snapshot(
             time_seconds=now,
             monotonic_seconds=self._clock.monotonic(),
-            engines=add_steps(page, probe),
+            engines=complete_page(page, probe, options),
             gpus=add_inside(gpus, probe),
             processes=seen,
             probe=probe,
@@ -284,6 +290,8 @@ class Sampler:
             ambiguous=0 if isinstance(processes, Failure) else processes.ambiguous_roots,
             left_behind=frozenset() if isinstance(processes, Failure) else processes.left_behind,
             has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core,
+            pools=list_pools(page, seen, options),
+            token_bytes=None if self._sources.model is None else self._sources.model(processes),
         )
 
     async def _engine(self) -> Timed[EnginePage | Failure]:

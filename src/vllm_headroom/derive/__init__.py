@@ -16,7 +16,6 @@ from vllm_headroom.derive.inside import Counts, derive_counters
 from vllm_headroom.derive.kv_cache import (
     Batches,
     PrefixCacheState,
-    TokenBytes,
     derive_admission,
     derive_kv_cache,
     derive_prefix_cache,
@@ -24,7 +23,7 @@ from vllm_headroom.derive.kv_cache import (
 from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
 from vllm_headroom.derive.per_request import Baselines, derive_baseline, derive_per_request
 from vllm_headroom.derive.readings import derive_engine_state, derive_readings
-from vllm_headroom.model import Sample, Snapshot
+from vllm_headroom.model import Sample, Snapshot, TokenBytes
 
 State = TypeVar("State")
 StepFunction = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]

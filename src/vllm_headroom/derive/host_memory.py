@@ -24,7 +24,7 @@ from vllm_headroom.model import (
     Shm,
     Snapshot,
 )
-from vllm_headroom.vocabulary import HostBasis, Role
+from vllm_headroom.vocabulary import HostBasis, HostPart, Role
 
 FULL_SHARE: Final = 0.5
 """A container that was less full than this when it ended was not killed for memory: between two samples, 5 s, the
@@ -205,4 +205,8 @@ def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
         for role in Role
     )
     roles = (Sample(metric, (str(role),), float(known)) for metric, role, known in sums if known is not None)
-    return (*roles, *make_facts(FACTS, (), snapshot.host))
+    pools = (
+        (part, [each.size_bytes for each in snapshot.pools if each.role and each.part is part]) for part in HostPart
+    )
+    planned = (Sample(catalog.HOST_MEMORY_PLANNED, (str(part),), float(sum(sizes))) for part, sizes in pools if sizes)
+    return (*roles, *planned, *make_facts(FACTS, (), snapshot.host))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from math import floor, isfinite
 from typing import Final
 
@@ -11,21 +11,8 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.readings import label_engine, limit_remembered, list_engines, list_named, sum_known
-from vllm_headroom.model import (
-    EnginePage,
-    EngineReading,
-    Failure,
-    Inside,
-    ProbedProcess,
-    ProbeReadings,
-    Sample,
-    SchedulerReading,
-    Snapshot,
-)
+from vllm_headroom.model import EngineReading, Inside, Sample, Snapshot, TokenBytes
 from vllm_headroom.vocabulary import EngineState, MemoryPart
-
-TokenBytes = Callable[[str, int | None], int | None]
-"""Bytes per token in one engine's cache, by the cache's dtype and the engine's GPU count; None if unknown."""
 
 
 def derive_kv_cache(
@@ -34,9 +21,10 @@ def derive_kv_cache(
     """Return KV-cache samples per engine; `bytes_per_token` is per token on all GPUs of one engine.
 
     vLLM does not export bytes per token: unless configured, they are the cache's size by the probe over its capacity in
-    tokens, else `model` computes them from the dtype. Without either there are tokens and no bytes. Samples per running
-    request are absent while nothing runs or nothing is held.
+    tokens, else `model`, or the model that the engine's processes load, computes them from the dtype. Without any of
+    them there are tokens and no bytes. Samples per running request are absent while nothing runs or nothing is held.
     """
+    model = model or snapshot.token_bytes
     gpus, known = _count_gpus(snapshot), _measure_token_bytes(snapshot) if bytes_per_token is None else bytes_per_token
     return tuple(
         sample
@@ -156,33 +144,6 @@ def _derive_ratio(engine: EngineReading, counts: Counts | None) -> Iterator[Samp
         yield Sample(catalog.ENGINE_PREFIX_HIT_RATIO, label_engine(engine), ratio)
 
 
-def find_schedulers(page: EnginePage, processes: tuple[ProbedProcess, ...]) -> dict[tuple[str, str], SchedulerReading]:
-    """Return the scheduler of each engine on the page, by its labels.
-
-    They match by data-parallel rank; a single engine and a single scheduler always match.
-    """
-    cores = [(each.data_parallel_rank, each.scheduler) for each in processes if each.scheduler is not None]
-    engines = list_named(page)
-    if len(engines) == len(cores) == 1:
-        return {label_engine(engines[0]): cores[0][1]}
-    by_rank = {str(rank): scheduler for rank, scheduler in cores if rank is not None}
-    return {label_engine(engine): by_rank[engine.engine] for engine in engines if engine.engine in by_rank}
-
-
-def add_steps(page: EnginePage | Failure, probe: ProbeReadings | Failure | None) -> EnginePage | Failure:
-    """Add to each engine the steps its core has done; a silent core keeps its last count."""
-    if isinstance(page, Failure) or not isinstance(probe, ProbeReadings):
-        return page
-    known = find_schedulers(page, probe.present + probe.silent)
-    return replace(page, engines=tuple(_set_steps(engine, known.get(label_engine(engine))) for engine in page.engines))
-
-
-def _set_steps(engine: EngineReading, scheduler: SchedulerReading | None) -> EngineReading:
-    if scheduler is None or scheduler.steps_total is None:
-        return engine
-    return replace(engine, steps_total=float(scheduler.steps_total))
-
-
 TIMES: Final = 3
 """Samples with requests waiting at the highest load before it counts as the limit: one queue proves nothing."""
 
@@ -190,7 +151,7 @@ TIMES: Final = 3
 class Batch(Struct, frozen=True, kw_only=True):
     """The most requests seen running, and how often others waited then although the KV cache had room for one more.
 
-    `is_reported` is whether the probe has ever reported the limit: while it does not, the limit is unknown.
+    `is_reported` is whether the limit was ever read: while it is not, it is unknown.
     """
 
     most: float = 0.0
@@ -208,39 +169,27 @@ class Batches(Struct, frozen=True, kw_only=True):
 def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
     """Return how many more requests each engine can run, by its free KV cache and `max_num_seqs`.
 
-    Without that setting, which only the probe reports, the limit is the most that ever ran, once others waited beside
-    it for something other than the KV cache. No sample while nothing runs or the engine does not serve: the gauges of a
-    sleeping or stalled engine are frozen.
+    Without that setting, which vLLM's page does not show, the limit is the most that ever ran, once others waited
+    beside it for something other than the KV cache. No sample while nothing runs or the engine does not serve: the
+    gauges of a sleeping or stalled engine are frozen.
     """
     serves = snapshot.life is None or snapshot.life.state is EngineState.SERVING
     if snapshot.page is None or not serves:
         return state, ()
-    present = snapshot.probe.present if isinstance(snapshot.probe, ProbeReadings) else ()
-    known = find_schedulers(snapshot.page, present)
-    state = _update_batches(state, snapshot, known)
-    return state, tuple(
-        Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, more)
-        for engine in list_named(snapshot.page)
-        if (more := _count_more(engine, state.engines[labels := label_engine(engine)], known.get(labels))) is not None
-    )
-
-
-def _update_batches(state: Batches, snapshot: Snapshot, known: Mapping[tuple[str, str], SchedulerReading]) -> Batches:
     if snapshot.life is not None and snapshot.life.restarts != state.restarts:
         state = Batches(restarts=snapshot.life.restarts)
-    seen = {label_engine(each): each for each in list_named(snapshot.page)}
-    return replace(
-        state,
-        engines={
-            labels: _update_batch(state.engines.get(labels, Batch()), seen[labels], known.get(labels))
-            for labels in seen
-        },
+    seen = {label_engine(engine): engine for engine in list_named(snapshot.page)}
+    batches = {labels: _update_batch(state.engines.get(labels, Batch()), engine) for labels, engine in seen.items()}
+    return replace(state, engines=batches), tuple(
+        Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, more)
+        for labels, engine in seen.items()
+        if (more := _count_more(engine, batches[labels])) is not None
     )
 
 
-def _update_batch(batch: Batch, engine: EngineReading, scheduler: SchedulerReading | None) -> Batch:
+def _update_batch(batch: Batch, engine: EngineReading) -> Batch:
     running, used = engine.running or 0.0, engine.kv_used_ratio
-    is_reported = batch.is_reported or (scheduler is not None and scheduler.max_num_seqs is not None)
+    is_reported = batch.is_reported or engine.max_num_seqs is not None
     if running > batch.most or is_reported != batch.is_reported:
         batch = Batch(most=running, is_reported=is_reported)
     fits = used is not None and running > 0 and used * (1 + 1 / running) <= 1
@@ -248,14 +197,11 @@ def _update_batch(batch: Batch, engine: EngineReading, scheduler: SchedulerReadi
     return replace(batch, waited=min(TIMES, batch.waited + 1)) if limited else batch
 
 
-def _count_more(engine: EngineReading, batch: Batch, scheduler: SchedulerReading | None) -> float | None:
-    if not engine.running or not engine.kv_used_ratio:
+def _count_more(engine: EngineReading, batch: Batch) -> float | None:
+    if not engine.running or not engine.kv_used_ratio or (batch.is_reported and engine.max_num_seqs is None):
         return None
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     fitting = float(floor(fitting)) if isfinite(fitting) else fitting
     limit = float(batch.most) if batch.waited >= TIMES else None
-    if batch.is_reported:
-        limit = None if scheduler is None else scheduler.max_num_seqs
-        if limit is None:
-            return None
+    limit = engine.max_num_seqs if batch.is_reported else limit
     return fitting if limit is None else min(fitting, max(0.0, limit - engine.running))

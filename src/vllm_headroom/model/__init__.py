@@ -4,6 +4,7 @@ from vllm_headroom.model.engine import (
     INPUTS,
     SAME_START_SECONDS,
     Cgroup,
+    EngineOptions,
     EnginePage,
     EngineProcess,
     EngineReading,
@@ -11,6 +12,7 @@ from vllm_headroom.model.engine import (
     HostMemory,
     HostReading,
     MachineMemory,
+    Pool,
     ProcessName,
     ProcessReadings,
     Shm,
@@ -38,5 +40,15 @@ from vllm_headroom.model.gpu import (
     find_part,
     name_device,
 )
-from vllm_headroom.model.snapshot import NO_VERDICT, Metric, Published, Sample, Snapshot, Values, Verdict, find_worst
+from vllm_headroom.model.snapshot import (
+    NO_VERDICT,
+    Metric,
+    Published,
+    Sample,
+    Snapshot,
+    TokenBytes,
+    Values,
+    Verdict,
+    find_worst,
+)
 from vllm_headroom.model.status import Diagnosis, Ending, EngineStatus, GpuAtEnd, Lost

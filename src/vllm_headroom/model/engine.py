@@ -8,7 +8,7 @@ from typing import Annotated, Final, get_origin, get_type_hints
 
 from msgspec import Struct, field
 
-from vllm_headroom.vocabulary import HostBasis, Role
+from vllm_headroom.vocabulary import HostBasis, HostPart, Role
 
 
 class Cgroup(Struct, frozen=True, kw_only=True):
@@ -122,6 +122,9 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[float | None, _input("kv_cache_memory_bytes")] = None
     memory_bytes: Annotated[float | None, _input("memory_bytes")] = None
     started_at_seconds: Annotated[float | None, _input("process_start_time")] = None
+    max_num_seqs: float | None = None
+    kv_offload_bytes: float | None = None
+    multimodal_cache_queries_total: float | None = None
 
 
 INPUTS: Final[Mapping[str, Input]] = {
@@ -172,6 +175,42 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     swap_bytes: int | None = None
 
 
+class EngineOptions(Struct, frozen=True, kw_only=True):
+    """What the command line of vLLM's server sets, by the names of its options; None where it does not.
+
+    A file named by `config` may set more. `given` are the names of all options in their order. `command` is the line
+    with its secrets starred. Sizes without `bytes` in their name are in GiB.
+    """
+
+    model: str | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_dtype: str | None = None
+    kv_cache_memory_bytes: int | None = None
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    api_server_count: int | None = None
+    kv_offloading_size: float | None = None
+    cpu_offload_gb: float | None = None
+    mm_processor_cache_gb: float | None = None
+    config: str | None = None
+    given: tuple[str, ...] = ()
+    command: str = ""
+
+
+class Pool(Struct, frozen=True, kw_only=True):
+    """Memory that vLLM was configured to fill: growth up to `size_bytes` is no leak.
+
+    It lies on a GPU where `role` is None, else in the host memory of the processes with that role.
+    """
+
+    part: HostPart
+    role: Role | None
+    size_bytes: int
+
+
 class ProcessReadings(Struct, frozen=True, kw_only=True):
     """The engine's processes, and every pid visible in /proc.
 
@@ -180,7 +219,7 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     is empty. `neighbours` are the servers, or first processes, of all other engines. `ports` are those in the engine's
     command line, or in the neighbours' where there is no engine. `orphans` are the pids left over from an exited run of
     the engine; `strays` those of cores and workers with a new parent, whose server was never seen, and their children.
-    `zombies` have exited and still have a pid, and maybe memory in the driver.
+    `zombies` have exited and still have a pid, and maybe memory in the driver. `options` are those of vLLM's server.
     """
 
     engine: tuple[EngineProcess, ...]
@@ -192,6 +231,7 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     orphans: frozenset[int] = frozenset()
     strays: frozenset[int] = frozenset()
     zombies: frozenset[int] = frozenset()
+    options: EngineOptions | None = None
     host: HostReading = field(default_factory=HostReading)
 
     @property

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from vllm_headroom.model.engine import EnginePage, EngineProcess, HostMemory, ProcessName
+from vllm_headroom.model.engine import EnginePage, EngineProcess, HostMemory, Pool, ProcessName
 from vllm_headroom.model.gpu import Failure, Gpu, ProbeReadings, ReadingTime
 from vllm_headroom.model.status import EngineStatus
 from vllm_headroom.vocabulary import Level, MetricType, Reason, Situation, Source
@@ -20,6 +20,10 @@ MUTE_PROBE: Final = Failure(
 )
 
 
+TokenBytes = Callable[[str, int | None], int | None]
+"""From the KV cache's dtype and the engine's GPUs to the bytes that a token takes on all of them; None if not known."""
+
+
 class Snapshot(Struct, frozen=True, kw_only=True):
     """Everything one tick read: the only input of a derivation besides its own state.
 
@@ -28,7 +32,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     monotonic clock, the engine has not answered a request of the daemon. `neighbours` are the first processes of other
     engines; `ambiguous` is the number of engines if the watched one could not be identified. `left_behind` are the pids
     that serve no engine. `life` is None if unknown, as after an error: then no evidence is collected. `has_silent_core`
-    is as in ProbeReadings, which a trace does not have.
+    is as in ProbeReadings, which a trace does not have. `pools` are those that vLLM was configured to fill.
+    `token_bytes` is of the model that the engine's processes load; None where it is not visible.
     """
 
     time_seconds: float
@@ -45,6 +50,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     left_behind: frozenset[int] = frozenset()
     host: HostMemory | None = None
     has_silent_core: bool = False
+    pools: tuple[Pool, ...] = ()
+    token_bytes: TokenBytes | None = None
 
     @property
     def page(self) -> EnginePage | None:

@@ -108,4 +108,6 @@ def build_record(snapshot: Snapshot) -> dict[str, Any]:
         record["silent_core"] = True
     if not isinstance(processes, Failure):
         record["processes"] = [build_process_entry(process) for process in processes]
+    if snapshot.pools:
+        record["pools"] = [{"part": each.part, "role": each.role, "bytes": each.size_bytes} for each in snapshot.pools]
     return record if snapshot.host is None else {**record, "host": build_host_entry(snapshot.host)}

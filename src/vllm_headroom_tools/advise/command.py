@@ -10,7 +10,7 @@ from typing import Any, Final
 from vllm_headroom_tools.advise.facts import Facts, Origin
 from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
-from vllm_headroom_tools.advise.settings import EngineArgs, Flag, Version, format_version, parse_version
+from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
@@ -19,6 +19,7 @@ from vllm_headroom_tools.options import RATIO, TRACE, BadOptions, Parser, Value,
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
 from vllm_headroom_tools.trace import read_trace
+from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
 def build_report(answer: Assessment) -> Report:

@@ -24,8 +24,9 @@ from vllm_headroom_tools.advise.facts import (
     Shortage,
     Spell,
 )
-from vllm_headroom_tools.advise.settings import OLDEST, EngineArgs, Version, add_page_settings, find_oldest_version
+from vllm_headroom_tools.advise.settings import EngineArgs, add_page_settings, find_oldest_version
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, Course, LeakReplay
+from vllm_headroom_tools.versions import OLDEST, Version
 
 APART_SECONDS: Final = 300.0
 """Shortages this far apart are two (the five minutes that HeadroomGpuMemoryLow looks back)."""

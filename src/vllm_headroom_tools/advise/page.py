@@ -37,12 +37,13 @@ from vllm_headroom_tools.advise.facts import (
     Spell,
     StrandedFacts,
 )
-from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs, add_page_settings, parse_version
+from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs, add_page_settings
 from vllm_headroom_tools.history import Moment
 from vllm_headroom_tools.look import fetch_engines, fetch_once
 from vllm_headroom_tools.openai import parse_server_version
 from vllm_headroom_tools.terminal import NO_SIDECAR
 from vllm_headroom_tools.trace import BadInput
+from vllm_headroom_tools.versions import parse_version
 
 Labels = tuple[str, str]
 """Index and UUID of a GPU."""

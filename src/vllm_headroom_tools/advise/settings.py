@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
@@ -11,8 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.model import EnginePage, EngineReading
-
-Version = tuple[int, int, int]
+from vllm_headroom_tools.versions import OLDEST, Version
 
 
 class Flag(StrEnum):
@@ -28,9 +26,6 @@ class Flag(StrEnum):
     KV_CACHE_MEMORY_BYTES = "--kv-cache-memory-bytes"
     MM_PROCESSOR_CACHE_GB = "--mm-processor-cache-gb"
 
-
-OLDEST: Final[Version] = (0, 4, 0)
-"""The oldest version whose page is read."""
 
 NEWEST: Final[Version] = (0, 33, 0)
 """The newest version whose options were checked."""
@@ -54,35 +49,6 @@ FIELD_VERSIONS: Final[dict[str, Version]] = {
     "awake": (0, 11, 1),
 }
 """The first version that exports a field of EngineReading: a lower bound of the engine's version."""
-
-_VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
-_EARLIER: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
-
-
-def parse_version(text: str) -> Version | None:
-    """Parse a version; None where the text is not one of a release, as with nightlies.
-
-    A candidate or development version counts as the release before: it may lack what the release adds.
-    """
-    found = _VERSION.fullmatch(text.strip())
-    if found is None:
-        return None
-    version = (int(found[1]), int(found[2]), int(found[3] or 0))
-    if _EARLIER.match(found[4]):
-        version = _find_release_before(version)
-    return version if version >= OLDEST else None
-
-
-def _find_release_before(version: Version) -> Version:
-    major, minor, patch = version
-    if patch:
-        return (major, minor, patch - 1)
-    return (major, minor - 1, 0) if minor else (major, 0, 0)
-
-
-def format_version(version: Version) -> str:
-    """Format a version as vLLM does."""
-    return ".".join(map(str, version))
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True):
@@ -122,10 +88,13 @@ def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
     """Fill in settings from the engine's page; known ones stay."""
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     sizes = {engine.kv_cache_memory_bytes for engine in page.engines}
+    batches = {engine.max_num_seqs for engine in page.engines}
+    batch = batches.pop() if len(batches) == 1 else None
     size = sizes.pop() if len(sizes) == 1 else None
     return replace(
         settings,
         gpu_memory_utilization=settings.gpu_memory_utilization or (ratios.pop() if len(ratios) == 1 else None),
+        max_num_seqs=settings.max_num_seqs or (None if batch is None else int(batch)),
         at_least=max(settings.at_least, find_oldest_version(page.engines)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or size is not None,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes or size,

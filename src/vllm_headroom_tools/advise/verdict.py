@@ -13,8 +13,9 @@ from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.facts import EngineFacts, Facts, Leak, Origin
 from vllm_headroom_tools.advise.finding import Advice, name_engine
 from vllm_headroom_tools.advise.rules import capacity, leaks, starts
-from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST, Flag, format_version
+from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST, Flag
 from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.versions import format_version
 
 SHORTEST_SECONDS: Final = 3600.0
 """A shorter trace cannot show health: the leak detector takes an hour to be sure."""

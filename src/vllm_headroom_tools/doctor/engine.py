@@ -23,6 +23,7 @@ from vllm_headroom.model import (
     GpuReading,
     ProbedProcess,
     Snapshot,
+    TokenBytes,
 )
 from vllm_headroom.parse.engines import explain_empty_page, find_profile
 from vllm_headroom.parse.probe import parse_probe
@@ -35,7 +36,6 @@ from vllm_headroom.vocabulary import Attribution, Reason
 from vllm_headroom_tools.doctor import fixes
 from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, Survey, count_roles, find_engine_fixes, fix_setting
 from vllm_headroom_tools.look import PATIENCE_SECONDS
-from vllm_headroom_tools.sizing.footprint import ModelShape, bind_token_bytes
 
 WITHOUT_THE_PAGE: Final = (
     "headroom_engine_info",
@@ -243,27 +243,28 @@ def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ..
     return tuple(metric.name for metric in catalog.METRICS if metric in without)
 
 
-def check_kv_bytes(survey: Survey, bytes_per_token: float | None, model: ModelShape | None) -> Check:
+def check_kv_bytes(survey: Survey, bytes_per_token: float | None, configured: TokenBytes | None) -> Check:
     """Check whether the KV cache can be known in bytes: with a model, by running the derivation."""
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
-    if model is None:
-        text = "HEADROOM_MODEL_CONFIG is not set: the KV cache is reported in tokens, not in bytes"
+    named = "HEADROOM_MODEL_CONFIG" if configured else "the configuration of the model that vLLM loads"
+    if (model := configured or survey.token_bytes) is None:
+        text = "HEADROOM_MODEL_CONFIG is not set and the model's folder not visible: the KV cache is reported in tokens"
         return Check(Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
     if isinstance(survey.page, Failure) or not survey.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     gpus = survey.readings if isinstance(survey.readings, Failure) else survey.gpus
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=())
-    metrics = {
-        sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=bind_token_bytes(model))
-    }
+    metrics = {sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=model)}
     if catalog.ENGINE_KV_CAPACITY_BYTES in metrics:
-        return Check(Status.OK, "HEADROOM_MODEL_CONFIG gives the bytes per token")
+        return Check(Status.OK, f"{named} gives the bytes per token")
     text = (
-        "HEADROOM_MODEL_CONFIG does not give the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
+        f"{named} does not give the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
         " or its layers keep a window or a state"
     )
-    return Check(Status.MISSING, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
+    return Check(
+        Status.MISSING if configured else Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES
+    )
 
 
 READ_SECONDS: Final = 2.0

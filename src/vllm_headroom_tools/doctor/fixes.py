@@ -12,13 +12,16 @@ from typing import Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.config import AUTO, Settings
+from vllm_headroom.config import AUTO
 from vllm_headroom.daemon.parts import build_page_reader
-from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.derive.configured import complete_page
+from vllm_headroom.model import EnginePage, Failure, TokenBytes
 from vllm_headroom.scrape.http.failures import hide_secrets
+from vllm_headroom.scrape.proc.served_model import ServedModel
 from vllm_headroom.vocabulary import Reason, Role
 from vllm_headroom_tools.look import PATIENCE_SECONDS, Machine, fetch_engines, fetch_once, read_machine
 from vllm_headroom_tools.openai import parse_server_version
+from vllm_headroom_tools.settings import ModelSettings
 
 
 class Status(StrEnum):
@@ -191,6 +194,7 @@ class Survey(Machine, frozen=True, kw_only=True):
     `url` is where the engine's page should be, without user and password. `version` is what the server
     reports, None where it does not. `host_limit_bytes` is the operator's limit of vLLM's host memory.
     `daemon_waits_seconds` is how long the daemon waits for the page, which may be longer than the doctor does.
+    `token_bytes` is of the model that the engine's processes load, None where it is not visible.
     """
 
     url: httpx.URL
@@ -198,6 +202,7 @@ class Survey(Machine, frozen=True, kw_only=True):
     version: str | None
     daemon_waits_seconds: float
     host_limit_bytes: int | None = None
+    token_bytes: TokenBytes | None = None
 
     @property
     def served_port(self) -> int | None:
@@ -206,7 +211,7 @@ class Survey(Machine, frozen=True, kw_only=True):
         return min(ports) if len(ports) == 1 else None
 
 
-async def look(settings: Settings, proc: Path, sys: Path) -> Survey:
+async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
@@ -218,13 +223,19 @@ async def look(settings: Settings, proc: Path, sys: Path) -> Survey:
         read_machine(settings, page, proc, sys),
         fetch_once(build_page_reader(settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS)),
     )
+    processes, token_bytes = here.processes, None
+    options = None if isinstance(processes, Failure) else processes.options
+    if settings.parse_model is not None and not isinstance(processes, Failure):
+        served = ServedModel(settings.parse_model, proc)
+        token_bytes = await served.wait(processes, VERSION_SECONDS)
     return Survey(
         url=hide_secrets(url),
-        page=await page,
+        page=complete_page(await page, None, options),
         version=parse_server_version(about) if isinstance(about, str) else None,
         readings=here.readings,
         gpus=here.gpus,
         processes=here.processes,
         daemon_waits_seconds=daemon_waits,
         host_limit_bytes=settings.host_memory_limit_bytes,
+        token_bytes=token_bytes,
     )

@@ -119,7 +119,7 @@ def _describe_unified(device: GpuReading) -> str:
 
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
-WITHOUT_PROCESSES: Final = ("headroom_host_*", *WITHOUT_HOLDERS)
+WITHOUT_PROCESSES: Final = ("headroom_host_*", "headroom_memory_pressure_ratio", *WITHOUT_HOLDERS)
 BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.CGROUP: "by the cgroup of vLLM's processes",
     HostBasis.MACHINE: "by the machine, since their cgroup has no limit",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.samples import AN_ENGINE, engine, failure, page, probed, snapshot, values
+from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.kv_cache import TIMES, Batches, derive_admission
-from vllm_headroom.model import EngineStatus, Failure, ProbeReadings, SchedulerReading
-from vllm_headroom.vocabulary import EngineState, Role, Source
+from vllm_headroom.model import EngineStatus, Failure
+from vllm_headroom.vocabulary import EngineState, Source
 
 Look = tuple[float, float, float]
 """Requests running and waiting, and the share of the KV cache in use."""
@@ -56,13 +56,12 @@ def test_waiting_for_the_cache_tells_nothing_of_the_batch() -> None:
     assert more(*[(16.0, 5.0, 0.98)] * 9, QUIET) == 90
 
 
-def test_a_limit_that_the_probe_reported_is_not_known_while_the_probe_is_missing() -> None:
+def test_a_limit_that_was_read_is_not_known_while_it_is_missing() -> None:
     """The KV cache alone would have room for thousands more."""
     state, found = Batches(), []
-    core = probed(role=Role.ENGINE_CORE, scheduler=SchedulerReading(max_num_seqs=30))
-    for present in ((core,), (), (core,)):
-        look = page(engine(running=10.0, waiting=0.0, kv_used_ratio=0.001))
-        state, samples = derive_admission(state, snapshot(engines=look, probe=ProbeReadings(present=present)))
+    for most in (30.0, None, 30.0):
+        look = page(engine(running=10.0, waiting=0.0, kv_used_ratio=0.001, max_num_seqs=most))
+        state, samples = derive_admission(state, snapshot(engines=look))
         found.append(values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE))
 
     assert found == [20, None, 20]

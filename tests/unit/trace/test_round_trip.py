@@ -24,11 +24,12 @@ from vllm_headroom.model import (
     HostMemory,
     Inside,
     Leftover,
+    Pool,
     Snapshot,
 )
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
-from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, MemoryPart, Reason, Role, Source
+from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, HostPart, MemoryPart, Reason, Role, Source
 from vllm_headroom_tools.trace import parse_trace
 
 SHOWN: Final = st.text().filter(str.isprintable)
@@ -113,6 +114,9 @@ TIMES: Final = st.integers(0, 2_000_000_000_000).map(lambda milliseconds: millis
     processes=st.lists(PROCESSES, max_size=3),
     host=st.none() | HOST,
     has_silent_core=st.booleans(),
+    pools=st.lists(
+        st.builds(Pool, part=st.sampled_from(HostPart), role=st.none() | st.sampled_from(Role), size_bytes=SIZES)
+    ),
 )
 def test_what_was_seen_comes_back(
     time: float,
@@ -122,6 +126,7 @@ def test_what_was_seen_comes_back(
     host: HostMemory | None,
     *,
     has_silent_core: bool,
+    pools: list[Pool],
 ) -> None:
     seen = Snapshot(
         time_seconds=time,
@@ -131,6 +136,7 @@ def test_what_was_seen_comes_back(
         processes=tuple(processes),
         host=host,
         has_silent_core=has_silent_core,
+        pools=tuple(pools),
     )
 
     assert back(seen) == seen

@@ -7,6 +7,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
+from vllm_headroom.units import GIB
 
 _INFO: Final = ("cache_config_info",)
 
@@ -60,6 +61,9 @@ VLLM: Final = Profile(
             field="gpu_memory_utilization_ratio", families=_INFO, label="gpu_memory_utilization", combine=Combine.SAME
         ),
         Fact(field="kv_cache_memory_bytes", families=_INFO, label="kv_cache_memory_bytes", combine=Combine.SAME),
+        Fact(field="kv_offload_bytes", families=("kv_offload_config_info",), label="cpu_kv_cache_size_bytes"),  # 0.33
+        Fact(field="kv_offload_bytes", families=_INFO, label="kv_offloading_size", combine=Combine.SAME, factor=GIB),
+        _counter("multimodal_cache_queries_total", "mm_cache_queries"),  # 0.11.1 and newer
         Fact(
             field="started_at_seconds",
             families=("process_start_time_seconds",),

@@ -11,11 +11,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadings
+from vllm_headroom.model import EngineOptions, EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.connections import find_wait
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_parts
+from vllm_headroom.scrape.proc.options import read_options
 from vllm_headroom.scrape.proc.roots import INIT, Choice, Orphans, PageState, ServedPort, can_see_others, choose_roots
 from vllm_headroom.scrape.proc.servers import find_port, find_role
 from vllm_headroom.scrape.shortage import build_unavailable
@@ -85,6 +86,7 @@ class Processes:
         self._page = self._first_page = PageState(port=engine_port)
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
+        self._options: EngineOptions | None = None
         self._orphans = Orphans()
         self._orphaned: frozenset[int] = frozenset()
         self._strays: frozenset[int] = frozenset()
@@ -132,6 +134,7 @@ class Processes:
             orphans=self._orphaned,
             strays=self._strays,
             zombies=frozenset(pid for pid in pids - self._entries.keys() if proc_files.is_zombie(self._proc, pid)),
+            options=self._options if engine else None,
             host=read_host(self._proc, engine),
         )
 
@@ -159,6 +162,7 @@ class Processes:
             rest = {pid: entry for pid, entry in entries.items() if pid not in left}
             self._choice = choose_roots(rest, self._find_served, self._page, self._choice)
             self._roles = assign_roles(rest, own_pid, self._choice.roots)
+            self._options = self._read_options()
             self._orphans.remember(rest, self._choice.roots, self._roles)
             self._sees_others = can_see_others(entries, own_pid)
         found = (self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
@@ -183,6 +187,12 @@ class Processes:
                 self._entries[pid] = entry
             changed |= entry != before
         return changed
+
+    def _read_options(self) -> EngineOptions | None:
+        """Return what the command line of the engine's server sets, or that of the program above a titled rank."""
+        tops = [pid for root in self._choice.roots[:1] for pid in (root, self._entries[root].parent_pid)]
+        found = (read_options(proc_files.read_command(self._proc, pid)) for pid in tops)
+        return next((options for options in found if options is not None), None)
 
     def _find_served(self, pid: int) -> ServedPort:
         """Return its port, and whether it shares the daemon's network, which a page on a loopback address needs."""

@@ -9,7 +9,7 @@ from typing import Final
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.verdicts import LOW_BYTES, STRANDED
 from vllm_headroom.units import format_duration, format_instant, format_size
-from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
+from vllm_headroom.vocabulary import LeakLocation, LeakState
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
     EngineFacts,
@@ -33,6 +33,7 @@ from vllm_headroom_tools.advise.finding import (
 from vllm_headroom_tools.advise.rules.capacity import take_less
 from vllm_headroom_tools.advise.settings import Flag
 from vllm_headroom_tools.history import Moment
+from vllm_headroom_tools.versions import FAULTS
 
 LOST_RATIO: Final = 0.01
 LOST_RISES: Final = 3
@@ -59,20 +60,6 @@ LIMIT: Final = "before the container's memory limit is reached"
 
 LeakFound = tuple[str, Leak, Moment]
 """A series, its leak verdict, and its alarm."""
-
-
-BLOCK_IDS: Final = (
-    "Upgrade to vLLM 0.26 or newer: from 0.18 to 0.25 a list of block ids is never emptied (vllm-project/vllm#44490)"
-)
-NO_GRAPHS: Final = (
-    "If CUDA graphs are turned off, turn them on: without them workers of 0.24 to 0.27.1 leak (vllm-project/vllm#50150)"
-)
-KNOWN: Final = (
-    (Role.ENGINE_CORE, (0, 18, 0), (0, 25, 0), BLOCK_IDS),
-    (Role.WORKER, (0, 24, 0), (0, 27, 1), NO_GRAPHS),
-)
-"""Known leaks of host memory: role, first and last version, and fix; those of the runbook HeadroomHostMemoryLeak that
-role and version identify."""
 
 CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
     LeakLocation.FRAGMENTATION: (EXPANDABLE, VERSION),
@@ -115,7 +102,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
     if held is not None:
         evidence.append(Evidence("held_bytes", held, f"{name} holds {format_size(held)} of host memory"))
     version = facts.settings.version
-    known = [cure for role, first, last, cure in KNOWN if role == name and version and first <= version <= last]
+    known = [fault.cure for fault in FAULTS if fault.role == name and version and fault.is_in(version)]
     soon = _find_time_left(alarm)
     when = (
         LIMIT

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, OLDEST, EngineArgs, Flag, Version, parse_version
+from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import judge
+from vllm_headroom_tools.versions import OLDEST, Version, parse_version
 
 
 @pytest.mark.parametrize(

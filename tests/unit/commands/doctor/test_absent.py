@@ -14,9 +14,18 @@ from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.catalog import METRICS
 from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.life.lives import RunState, update_run
-from vllm_headroom.model import INPUTS, EnginePage, EngineProcess, EngineReading, HostMemory, ReadingTime, Snapshot
+from vllm_headroom.model import (
+    INPUTS,
+    EnginePage,
+    EngineProcess,
+    EngineReading,
+    HostMemory,
+    Pool,
+    ReadingTime,
+    Snapshot,
+)
 from vllm_headroom.parse.profiles import PROFILES
-from vllm_headroom.vocabulary import Role, Source
+from vllm_headroom.vocabulary import HostPart, Role, Source
 from vllm_headroom_tools.doctor import engine as engine_findings
 from vllm_headroom_tools.doctor import engine as offers
 from vllm_headroom_tools.doctor import gpus
@@ -34,7 +43,6 @@ ELSEWHERE = (
     "headroom_gpu_",
     "headroom_host_leak_bytes",
     "headroom_host_time_to_oom",
-    "headroom_memory_pressure",
     "headroom_situation",
     "headroom_unified",
 )
@@ -90,8 +98,11 @@ def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings
             gpus=(gpu(total=80 * GIB, used=held + GIB, engine=held, other=GIB),),
             processes=(process,),
             reading_times=READING_TIMES,
-            host=HostMemory(used_bytes=1, limit_bytes=2, shm_used_bytes=0, shm_limit_bytes=1, oom_kills=0),
+            host=HostMemory(
+                used_bytes=1, limit_bytes=2, shm_used_bytes=0, shm_limit_bytes=1, oom_kills=0, pressure_ratio=0.0
+            ),
         )
+        seen = replace(seen, pools=(Pool(part=HostPart.KV_OFFLOAD, role=Role.ENGINE_CORE, size_bytes=1),))
         life, seen = update_run(life, change(seen))
         last = set()
         for question in questions:
@@ -150,7 +161,7 @@ def test_nothing_but_the_report_is_absent_without_another_input(name: str) -> No
             gpus.OWNED_GPU_SERIES,
             lambda seen: replace(seen, gpus=(replace(seen.gpus[0], attribution=None, held_bytes=None),)),
         ),
-        (processes.WITHOUT_PROCESSES[:1], lambda seen: replace(seen, processes=(), host=None)),
+        (processes.WITHOUT_PROCESSES[:2], lambda seen: replace(seen, processes=(), host=None, pools=())),
     ],
     ids=["page", "nvml", "owner", "processes"],
 )

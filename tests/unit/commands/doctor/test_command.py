@@ -69,6 +69,8 @@ def test_the_names_are_a_closed_set() -> None:
         "engine_inputs",
         "reported_memory",
         "kv_bytes",
+        "vllm_options",
+        "vllm_faults",
         "nvml",
         "gpus",
         "gpu_attribution",

@@ -8,8 +8,9 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, gpu, page, probed, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.kv_cache import Batches, add_steps, derive_admission, derive_kv_cache, find_schedulers
-from vllm_headroom.model import EnginePage, Gpu, Inside, ProbedProcess, ProbeReadings, SchedulerReading
+from vllm_headroom.derive.configured import complete_page, find_schedulers
+from vllm_headroom.derive.kv_cache import Batches, derive_admission, derive_kv_cache
+from vllm_headroom.model import EngineOptions, EnginePage, Gpu, Inside, ProbedProcess, ProbeReadings, SchedulerReading
 from vllm_headroom.vocabulary import MemoryPart, Source
 
 
@@ -30,9 +31,10 @@ def test_several_engines_are_told_by_their_ranks() -> None:
 
 
 def test_steps_come_to_the_page_the_last_word_of_a_silent_core_too() -> None:
-    seen = add_steps(
+    seen = complete_page(
         page(engine("0", steps_total=3.0), engine("1"), engine("2")),
         ProbeReadings(present=(core(0),), silent=(core(1, steps_total=7),), others=(core(2, steps_total=9),)),
+        None,
     )
 
     assert isinstance(seen, EnginePage)
@@ -42,14 +44,18 @@ def test_steps_come_to_the_page_the_last_word_of_a_silent_core_too() -> None:
 def test_without_a_probe_or_a_page_nothing_changes() -> None:
     seen = page(engine())
 
-    assert add_steps(seen, None) is seen
-    assert add_steps(seen, failure(Source.PROBE)) is seen
-    assert add_steps(failure(Source.ENGINE), ProbeReadings()) == failure(Source.ENGINE)
+    assert complete_page(seen, None, None) == seen
+    assert complete_page(seen, failure(Source.PROBE), None) == seen
+    assert complete_page(failure(Source.ENGINE), ProbeReadings(), EngineOptions(max_num_seqs=1)) == failure(
+        Source.ENGINE
+    )
 
 
 def more(probe: ProbeReadings | None, running: float = 10.0) -> float | None:
-    seen = snapshot(engines=page(engine(running=running, kv_used_ratio=0.1)), probe=probe)
-    return values(derive_admission(Batches(), seen)[1], catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
+    seen = complete_page(page(engine(running=running, kv_used_ratio=0.1)), probe, None)
+    return values(derive_admission(Batches(), snapshot(engines=seen))[1], catalog.ENGINE_ADDITIONAL_REQUESTS).get(
+        AN_ENGINE
+    )
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, 54), (1000, 90), (10, 0), (8, 0), (None, 90)])

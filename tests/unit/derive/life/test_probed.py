@@ -6,7 +6,7 @@ import pytest
 
 from tests.samples import probed
 from tests.unit.derive.life.watch import BEGAN, NEXT, REFUSED, card, serving, working
-from vllm_headroom.derive.kv_cache import add_steps
+from vllm_headroom.derive.configured import complete_page
 from vllm_headroom.model import EnginePage, EngineStatus, OomRecord, ProbedProcess, ProbeReadings, SchedulerReading
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
@@ -16,7 +16,7 @@ def core(steps: int) -> ProbedProcess:
 
 
 def stepped(page: EnginePage, probe: ProbeReadings) -> EnginePage:
-    found = add_steps(page, probe)
+    found = complete_page(page, probe, None)
     assert isinstance(found, EnginePage)
     return found
 

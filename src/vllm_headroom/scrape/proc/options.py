@@ -1,0 +1,90 @@
+"""Read what vLLM's command line sets, as vLLM's own parser does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from decimal import InvalidOperation
+from typing import Any, Final, get_type_hints
+
+from vllm_headroom.model import EngineOptions
+from vllm_headroom.scrape.proc.servers import find_server
+from vllm_headroom.units import MOST_BYTES, parse_vllm_number
+
+_SHORT: Final = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-asc": "api_server_count",
+}
+_READS: Final[Mapping[object, Callable[[str], Any]]] = {
+    int | None: parse_vllm_number,
+    float | None: float,
+    str | None: str,
+}
+_VALUES: Final = {name: _READS[kind] for name, kind in get_type_hints(EngineOptions).items() if kind in _READS}
+_LONGEST_SHOWN: Final = 4096
+"""Characters of a command line that are shown: some are megabytes."""
+
+_LONGEST_READ: Final = 2**16
+"""Characters of an argument that are searched for secrets, more than are shown: a cut hides where a secret ends."""
+
+_NAMES_A_SECRET: Final = re.compile(r"--[\w-]{0,60}(key|token|password|secret|credentials?)$", re.IGNORECASE)
+_SECRETS: Final = re.compile(
+    r"(?P<before>://)[^/\s]+(?=@)"  # in URLs
+    r"|(?P<name>(?:key|token|password|secret)[\"']?\s?[:=]\s?[\"']?)[^\"',}\s]+"  # in JSON and NAME=VALUE
+    r"|(?P<start>\b(?:hf_|sk-|Bearer\s))[\w.~+/-]{8,}",
+    re.IGNORECASE,
+)
+
+
+def read_options(command: tuple[str, ...]) -> EngineOptions | None:
+    """Return what a vLLM's command line sets; None for any other program's.
+
+    vLLM accepts an option with underscores or dashes, and its value behind a space or `=`; of several the last counts.
+    What does not have the option's type is as if it was not given.
+    """
+    server = find_server(command) if command else None
+    if server is None or server.product != "vLLM":
+        return None
+    pairs = list(_list_pairs(command))
+    found = {name: value for name, text in pairs if name in _VALUES and (value := _read(name, text)) is not None}
+    if "model" not in found and "serve" in command[:-1]:
+        named = command[command.index("serve") + 1]
+        found |= {} if named.startswith("-") else {"model": named}
+    given = tuple(dict.fromkeys(name for name, _ in pairs))
+    return EngineOptions(**found, given=given, command=star_secrets(command))
+
+
+def _list_pairs(command: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each option, as vLLM spells its setting, and the text that may be its value."""
+    for argument, following in zip(command, (*command[1:], ""), strict=True):
+        spelt, joined, value = argument.partition("=")
+        name = _SHORT.get(spelt) or (spelt[2:].replace("-", "_") if spelt.startswith("--") else "")
+        if name:
+            yield name, value if joined else following
+
+
+def _read(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
+    try:
+        value = _VALUES[name](text)
+    except (ValueError, InvalidOperation):  # "auto", or another option where none has a value
+        return None
+    return value if isinstance(value, str) or 0 <= value <= MOST_BYTES else None
+
+
+def star_secrets(command: tuple[str, ...]) -> str:
+    """Return a command line to show: the values of options that name a secret, and what looks like one, are stars."""
+    shown, is_secret, room = [], False, _LONGEST_SHOWN
+    for argument in command:
+        is_option = argument.startswith("-")
+        is_secret = (is_option and bool(_NAMES_A_SECRET.match(argument))) or (is_secret and not is_option)
+        shown.append("***" if is_secret and not is_option else _SECRETS.sub(_star, argument[:_LONGEST_READ])[:room])
+        room -= len(shown[-1]) + 1
+        if room <= 0:
+            return f"{' '.join(shown)[:_LONGEST_SHOWN]}..."
+    return " ".join(shown)
+
+
+def _star(found: re.Match[str]) -> str:
+    return f"{found['before'] or found['name'] or found['start']}***"

@@ -1,0 +1,97 @@
+"""Find the configuration of the model that vLLM serves, in the file system of its server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.model import EngineOptions, Failure, ProcessName, ProcessReadings, TokenBytes
+from vllm_headroom.scrape.proc.files import read_content
+from vllm_headroom.worker import Worker
+
+_OTHERWISE: Final = frozenset(
+    {
+        "config",
+        "hf_config_path",
+        "hf_overrides",
+        "speculative_config",
+        "speculative_model",
+        "kv_cache_dtype_skip_layers",
+    }
+)
+"""Options with which the cache may differ from what the model's own configuration gives."""
+
+_HUBS: Final = (
+    ("HF_HUB_CACHE", ""),
+    ("HF_HOME", "hub"),
+    ("HOME", ".cache/huggingface/hub"),
+    ("", "root/.cache/huggingface/hub"),
+)
+"""Where Hugging Face's cache is: below a variable of the environment, the first that is set."""
+
+
+class ServedModel:
+    """Reads the bytes per token of the model of each run once, on a separate thread: its folder may be on a network."""
+
+    def __init__(self, parse: Callable[[Path], TokenBytes | None], proc: Path = Path("/proc")) -> None:
+        self._parse = parse
+        self._proc = proc
+        self._worker = Worker[tuple[TokenBytes | None, ...]]("model")
+        self._reading: asyncio.Future[tuple[TokenBytes | None, ...]] | None = None
+        self._found: tuple[TokenBytes | None, ...] = ()
+        self._served: tuple[ProcessName, str] | None = None
+
+    def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
+        """Return what the model's configuration gives, None before it could be read; the next call tries again."""
+        if not isinstance(processes, Failure):
+            self._follow(processes)
+        return self._found[0] if self._found else None
+
+    async def wait(self, processes: ProcessReadings, timeout_seconds: float) -> TokenBytes | None:
+        """Return what the model's configuration gives, read within this time; None where it cannot be."""
+        self.find(processes)
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=timeout_seconds)
+        return self.find(processes)
+
+    def _follow(self, processes: ProcessReadings) -> None:
+        options, served = processes.options, None
+        if options is not None and options.model is not None and _OTHERWISE.isdisjoint(options.given):
+            first = processes.engine[0]
+            served = ((first.pid, first.started_at_seconds), options.model)
+        if served != self._served:
+            self._served, self._found, self._reading = served, (), None
+        if served is None or self._found:
+            return
+        if self._reading is not None and self._reading.done():
+            self._found, self._reading = self._reading.result(), None
+        if not self._found and self._reading is None and options is not None:
+            with contextlib.suppress(TimeoutError, OSError):  # an earlier call hangs, or no thread can be started
+                self._reading = self._worker.begin(partial(self._read, served[0][0], options))
+
+    def _read(self, pid: int, options: EngineOptions) -> tuple[TokenBytes | None, ...]:
+        with contextlib.suppress(OSError, ValueError):
+            for path in list_places(self._proc / str(pid), options):
+                if path.is_file():
+                    return (self._parse(path),)
+        return ()
+
+
+def list_places(process: Path, options: EngineOptions) -> Iterator[Path]:
+    """Yield where the model's config.json may be, seen through the server's /proc: its folder, or the hub's cache."""
+    root, name = process / "root", options.model or ""
+    if name.startswith("/"):
+        yield root / name.lstrip("/") / "config.json"
+        return
+    yield process / "cwd" / name / "config.json"
+    pairs = (entry.partition("=") for entry in read_content(process / "environ").decode(errors="replace").split("\0"))
+    environ = {variable: value for variable, _, value in pairs}
+    for variable, below in _HUBS:
+        folder = root / environ.get(variable, "").lstrip("/") / below / f"models--{name.replace('/', '--')}"
+        with contextlib.suppress(OSError):
+            revision = read_content(folder / "refs" / "main").decode(errors="replace").strip()
+            yield folder / "snapshots" / Path(revision).name / "config.json"

@@ -1,0 +1,186 @@
+"""Versions of vLLM, and the leaks and faults that are known of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.vocabulary import Role
+
+Version = tuple[int, int, int]
+
+OLDEST: Final[Version] = (0, 4, 0)
+"""The oldest version whose page is read."""
+
+_VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
+_EARLIER: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
+
+
+def parse_version(text: str) -> Version | None:
+    """Parse a version; None where the text is not one of a release, as with nightlies.
+
+    A candidate or development version counts as the release before: it may lack what the release adds.
+    """
+    found = _VERSION.fullmatch(text.strip())
+    if found is None:
+        return None
+    version = (int(found[1]), int(found[2]), int(found[3] or 0))
+    if _EARLIER.match(found[4]):
+        version = _find_release_before(version)
+    return version if version >= OLDEST else None
+
+
+def _find_release_before(version: Version) -> Version:
+    major, minor, patch = version
+    if patch:
+        return (major, minor, patch - 1)
+    return (major, minor - 1, 0) if minor else (major, 0, 0)
+
+
+def format_version(version: Version) -> str:
+    """Format a version as vLLM does."""
+    return ".".join(map(str, version))
+
+
+class Effect(StrEnum):
+    """What a fault harms."""
+
+    HOST = "host memory"
+    GPU = "GPU memory"
+    KV = "KV cache"
+    FIGURES = "figures"
+    START = "start"
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """A fault of vLLM: issues of vllm-project/vllm, when it was reported, and what happens.
+
+    It is in the versions from `first` to before `mended`, and was seen up to `last`; None where that is not known. With
+    `options` it needs one of them. `role` is whose host memory grows, `cure` what to do about it.
+    """
+
+    issues: str
+    reported: str = ""
+    first: Version = OLDEST
+    last: Version | None = None
+    mended: Version | None = None
+    effect: Effect
+    role: Role | None = None
+    options: tuple[str, ...] = ()
+    text: str
+    cure: str = ""
+
+    def is_in(self, version: Version) -> bool:
+        """Return whether this version has the fault, as far as is known."""
+        is_mended = self.mended is not None and version >= self.mended
+        return self.first <= version and not is_mended and (self.last is None or version <= self.last)
+
+
+_OFFLOADS: Final = ("kv_offloading_size", "kv_transfer_config")
+
+FAULTS: Final = (
+    Fault(
+        issues="#44490",
+        reported="2026-06",
+        first=(0, 18, 0),
+        mended=(0, 26, 0),
+        effect=Effect.HOST,
+        role=Role.ENGINE_CORE,
+        text="the engine core never empties a list of block ids: 0.6 GiB in 12 h",
+        cure="Upgrade to vLLM 0.26 or newer: from 0.18 to 0.25 a list of block ids is never emptied"
+        " (vllm-project/vllm#44490)",
+    ),
+    Fault(
+        issues="#50150",
+        first=(0, 24, 0),
+        last=(0, 27, 1),
+        effect=Effect.HOST,
+        role=Role.WORKER,
+        options=("enforce_eager",),
+        text="without CUDA graphs, workers grow to the container's limit",
+        cure="If CUDA graphs are turned off, turn them on: without them workers of 0.24 to 0.27.1 leak"
+        " (vllm-project/vllm#50150)",
+    ),
+    Fault(
+        issues="#24264",
+        reported="2026-01",
+        effect=Effect.HOST,
+        options=("kv_transfer_config",),
+        text="mmap hooks of UCX leak below NIXL, where prefill and decode are separate engines",
+    ),
+    Fault(
+        issues="#42207, #54839",
+        effect=Effect.HOST,
+        options=("enable_lora",),
+        text="an unloaded LoRA adapter keeps its copy on the host and its slot on the GPU",
+    ),
+    Fault(
+        issues="#53042",
+        effect=Effect.HOST,
+        options=_OFFLOADS,
+        text="the KV cache's tier in host memory takes up to 1.92 times its size, as shared memory",
+    ),
+    Fault(
+        issues="#56410",
+        effect=Effect.HOST,
+        options=("cpu_offload_gb",),
+        text="offloaded weights take up to 1.9 times their size in host memory",
+    ),
+    Fault(
+        issues="#51317, #51579, #54002",
+        effect=Effect.START,
+        options=_OFFLOADS,
+        text="vllm_offload_*.mmap stays in /dev/shm after a kill, and the next start fails",
+    ),
+    Fault(
+        issues="#45178, #57936",
+        first=(0, 21, 0),
+        effect=Effect.START,
+        text="the estimate for CUDA graphs is too large, and the suggested share counts it twice: the KV cache is"
+        " smaller than it could be",
+    ),
+    Fault(
+        issues="#53787",
+        effect=Effect.GPU,
+        options=("kv_cache_memory_bytes",),
+        text="it skips the check of free memory: a version that needs more fails in a request, not at the start",
+    ),
+    Fault(
+        issues="#46283",
+        effect=Effect.KV,
+        options=("kv_transfer_config",),
+        text="with NixlPush, blocks of loads that were aborted are never freed",
+    ),
+    Fault(
+        issues="#43736",
+        first=(0, 7, 3),
+        mended=(0, 27, 0),
+        effect=Effect.FIGURES,
+        text="a request that is blocked counts in the prefix cache's queries and hits at every step",
+    ),
+    Fault(
+        issues="#25780",
+        mended=(0, 11, 1),
+        effect=Effect.FIGURES,
+        text="requests that are computed again after a preemption count as prefix-cache hits",
+    ),
+)
+"""From the issues and the wheels of vLLM, as read in September 2026."""
+
+
+def list_faults(version: Version, options: Collection[str]) -> Iterator[Fault]:
+    """Yield the faults of a version that can occur with these options, by the names of vLLM's settings."""
+    for fault in FAULTS:
+        if fault.is_in(version) and (not fault.options or not set(fault.options).isdisjoint(options)):
+            yield fault
+
+
+def describe_fault(fault: Fault) -> str:
+    """Return a line on a fault, its report and the version that mends it."""
+    mended = "open" if fault.mended is None else f"mended in {format_version(fault.mended)}"
+    reported = f"{fault.reported}, " if fault.reported else ""
+    return f"{fault.effect}: {fault.text} (vllm-project/vllm{fault.issues}; {reported}{mended})"
