@@ -292,6 +292,11 @@ SITUATION: Final = _gauge(
 GATE_OPEN: Final = _gauge(
     "gate_open", ("gate",), "1 while this gate is open, 0 while it is closed; absent where it is not configured."
 )
+EVICTION_REQUESTS: Final = _counter(
+    "eviction_requests",
+    ("result",),
+    "Evictions of its own pod that the sidecar asked the API server for; refused is by a PodDisruptionBudget.",
+)
 
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))
 """All metrics, in the order above and on the page."""

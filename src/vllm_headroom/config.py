@@ -128,8 +128,28 @@ class Settings(BaseSettings):
         "More headers to send to the engine; their values are never shown.",
         shown="none",
     )
+    evict: Annotated[Literal["off", "dry-run", "on"], InAnyCase] = setting(
+        "off",
+        "MODE",
+        "off, dry-run or on",
+        "Have Kubernetes evict this pod before a leak ends the engine; dry-run only logs and counts what it would do.",
+    )
+    evict_seconds: float = seconds(
+        1800, 60, 86400, "Evict this pod when its engine leaks and may be out of memory within this time."
+    )
+    evict_quiet_hour: Annotated[int, from_text(parse_whole), Field(ge=0, le=23)] | None = setting(
+        None,
+        "HOUR",
+        "an hour of the day from 0 to 23, in UTC",
+        "In this hour, evict this pod already when its engine leaks and may be out of memory within a day.",
+    )
     gate_ready_seconds: float | None = seconds(
-        None, 60, 86400, "Close /gate/ready while the engine may be out of memory within this time.", shown=OPEN
+        None,
+        60,
+        86400,
+        "Close /gate/ready while the engine may be out of memory within this time and this pod is the one of its"
+        " workload to restart (HEADROOM_EVICT=on).",
+        shown=OPEN,
     )
     canary_interval_seconds: float | None = seconds(
         None, 10, 3600, "How often to have an idle engine complete one token, to see that it does; without it, never."

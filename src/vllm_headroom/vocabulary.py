@@ -133,6 +133,15 @@ class ExitReason(StrEnum):
     OOM_KILLED = "oom_killed"
 
 
+class EvictionResult(StrEnum):
+    """What became of an eviction that the sidecar asked for; the values of the label `result`."""
+
+    DRY_RUN = "dry_run"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
 class IncidentKind(StrEnum):
     """What happened to the engine."""
 

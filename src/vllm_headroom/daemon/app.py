@@ -18,6 +18,7 @@ import uvloop
 from vllm_headroom import catalog
 from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon import logs
+from vllm_headroom.daemon.evict import TURN_SECONDS
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.loop import (
     NEEDS_NEW_CONTAINER,
@@ -75,7 +76,9 @@ def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canar
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
         recall=recall,
         judges=(
-            lambda values, _: build_gate(settings.gate_ready_seconds, values),
+            lambda values, _: build_gate(
+                settings.gate_ready_seconds, values, None if parts.evictor is None else parts.evictor.guardrail
+            ),
             lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name])),
         ),
         canary=canary,
@@ -128,7 +131,7 @@ async def run(parts: Parts, settings: Settings) -> int:
             daemon = Daemon(parts, settings, home=f"http://localhost:{port}/", ending=ending)
             return await run_until_end(daemon.list_loops(), Server(daemon.build_handler(door), door), listener, ending)
         finally:
-            await close_all(parts.engine, parts.gpus, parts.asked)
+            await close_all(parts.engine, parts.gpus, parts.asked, parts.evictor)
 
 
 def _open_server(settings: Settings) -> tuple[socket.socket, Door | None] | None:
@@ -183,7 +186,14 @@ class Daemon:
             loops.append(self._save_states(self._keeper))
         if self._canary is not None:
             loops.append(self._canary.run(lambda: self._sampler.snapshot))
+        if (evictor := self._parts.evictor) is not None:
+            loops.append(run_every(TURN_SECONDS, lambda: evictor.turn(self._find_due()), self._clock))
         return loops
+
+    def _find_due(self) -> str | None:
+        """Return why this pod should be evicted now; None also while nothing is sampled."""
+        due: str | None = self._sampler.states[GATE].due
+        return None if self._heartbeat.find_stall() else due
 
     def build_handler(self, door: Door | None) -> Handler:
         """Return the handler of all requests."""

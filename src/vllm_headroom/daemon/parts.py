@@ -8,6 +8,7 @@ import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config import Settings
+from vllm_headroom.daemon.evict import Evictor, build_evictor
 from vllm_headroom.daemon.sampler import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
@@ -30,6 +31,7 @@ class Parts(Sources, frozen=True, kw_only=True):
     clock: Clock
     notice: str = ""
     asked: CanaryRequest | None = None
+    evictor: Evictor | None = None
 
 
 def build_real_parts(settings: Settings) -> Parts:
@@ -45,6 +47,7 @@ def build_real_parts(settings: Settings) -> Parts:
         probe=None if settings.probe_dir is None else ProbeReader(settings.probe_dir, parse=parse_probe),
         model=None if settings.parse_model is None else ServedModel(settings.parse_model).find,
         asked=None if settings.canary_interval_seconds is None else build_canary_request(settings),
+        evictor=build_evictor(settings, clock),
     )
 
 

@@ -1,7 +1,8 @@
-"""Whether traffic should stay away from the engine: the answer of /gate/ready."""
+"""Whether traffic should stay away from the engine, the answer of /gate/ready, and whether its pod is to be evicted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
@@ -11,42 +12,85 @@ from vllm_headroom import catalog
 from vllm_headroom.derive import Derivation
 from vllm_headroom.model import Sample, Snapshot, Values, name_device
 from vllm_headroom.units import format_duration
-from vllm_headroom.vocabulary import EngineState
+from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 
 GATE: Final = "gate"
 
 WIDER: Final = 1.5
 """A closed gate opens when half as much time again is left as closed it."""
 
+DAY_SECONDS: Final = 86400.0
+"""From one quiet hour to the next."""
+
+HOST: Final = "the host"
+
 
 class Gate(Struct, frozen=True):
-    """Why the gate is closed, None while it is open."""
+    """Why the gate is closed, None while it is open; why the pod is to be evicted, None while it is not."""
 
     reason: str | None = None
+    due: str | None = None
 
 
-def build_gate(least_seconds: float | None, values: Values) -> Derivation[Gate]:
+class Guardrail(Struct, frozen=True, kw_only=True):
+    """The guardrail's settings and state: `is_holder` while this pod holds the Lease of its workload."""
+
+    near_seconds: float
+    quiet_hour: int | None
+    is_holder: bool
+    requests: tuple[tuple[EvictionResult, int], ...] = ()
+
+
+def build_gate(least_seconds: float | None, values: Values, guardrail: Guardrail | None = None) -> Derivation[Gate]:
     """Build the derivation of the gate, which runs after all others have filled `values`.
 
-    It closes where the engine may be out of memory within `least_seconds`, by the lower bound, and where it is stalled.
-    Unknown values never close it; without configuration it is always open.
+    The gate closes where the engine is stalled, and, for the holder of the Lease alone, where it may be out of memory
+    within `least_seconds`, by the lower bound. Unknown values never close it; without configuration it is always open.
     """
-    return Derivation(name=GATE, initial=Gate(), step=partial(_step, least_seconds, values))
+    return Derivation(name=GATE, initial=Gate(), step=partial(_step, least_seconds, values, guardrail))
 
 
 def _step(
-    least_seconds: float | None, values: Values, gate: Gate, snapshot: Snapshot
+    least_seconds: float | None, values: Values, guardrail: Guardrail | None, gate: Gate, snapshot: Snapshot
 ) -> tuple[Gate, tuple[Sample, ...]]:
-    if least_seconds is None:
-        return gate, ()
-    reason = _find_danger(values, snapshot, least_seconds * (1.0 if gate.reason is None else WIDER))
-    return Gate(reason), (Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)),)
+    reason, due, samples = None, None, []
+    if least_seconds is not None:
+        is_holder = guardrail is not None and guardrail.is_holder
+        within_seconds = least_seconds * (1.0 if gate.reason is None else WIDER) if is_holder else 0.0
+        reason = _find_danger(values, snapshot, within_seconds)
+        samples.append(Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)))
+    if guardrail is not None:
+        due = _find_leak(values, snapshot, guardrail)
+        samples += [Sample(catalog.EVICTION_REQUESTS, (result,), float(n)) for result, n in guardrail.requests]
+    return Gate(reason, due), tuple(samples)
 
 
 def _find_danger(values: Values, snapshot: Snapshot, least_seconds: float) -> str | None:
     if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
         return "the engine should make progress and makes none"
-    times = [(left, name_device(*gpu)) for gpu, left in values.of(catalog.TIME_TO_OOM_LOWER).items()]
-    times += [(left, "the host") for left in values.of(catalog.HOST_TIME_TO_OOM_LOWER).values()]
-    left, whose = min(times, default=(least_seconds, ""))
+    left, whose = min(_list_times(values), default=(least_seconds, ""))
     return f"{whose} may be out of memory in {format_duration(left)}" if left < least_seconds else None
+
+
+def _find_leak(values: Values, snapshot: Snapshot, guardrail: Guardrail) -> str | None:
+    """Return why the pod is to be evicted: a leak that is sure, of an engine that serves, and little time."""
+    if snapshot.life is None or snapshot.life.state is not EngineState.SERVING:
+        return None
+    leaking = {
+        name_device(*labels[:-1]) if metric is catalog.LEAK_STATE else HOST
+        for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE)
+        for labels, held in values.of(metric).items()
+        if held and labels[-1] == LeakState.LEAKING
+    }
+    is_quiet = snapshot.time_seconds % DAY_SECONDS // 3600 == guardrail.quiet_hour
+    within_seconds = DAY_SECONDS if is_quiet else guardrail.near_seconds
+    near = [each for each in _list_times(values) if each[1] in leaking and each[0] < within_seconds]
+    return f"{min(near)[1]} leaks and may be out of memory in {format_duration(min(near)[0])}" if near else None
+
+
+def _list_times(values: Values) -> Iterator[tuple[float, str]]:
+    """Yield the lower bounds of the time to out-of-memory, and whose each is."""
+    for gpu, left in values.of(catalog.TIME_TO_OOM_LOWER).items():
+        yield left, name_device(*gpu)
+    for left in values.of(catalog.HOST_TIME_TO_OOM_LOWER).values():
+        yield left, HOST

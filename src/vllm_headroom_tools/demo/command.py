@@ -19,10 +19,10 @@ FASTEST: Final = 1000
 
 
 class DemoSettings(ModelSettings):
-    """The daemon's settings and the demo's; those that reach an engine are left out, since the demo simulates one."""
+    """The daemon's settings and the demo's; those that reach an engine or the API server are left out."""
 
     no_options: ClassVar = frozenset(
-        name for name in ModelSettings.model_fields if name.startswith(("engine_", "canary_"))
+        name for name in ModelSettings.model_fields if name.startswith(("engine_", "canary_", "evict"))
     )
 
     scenario: Annotated[str, from_text(SCENARIO.read)] = setting(

@@ -1,4 +1,4 @@
-"""When /gate/ready is closed, and when it opens again."""
+"""When /gate/ready is closed, when it opens again, and when the pod is to be evicted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates import Gate, build_gate
+from vllm_headroom.derive.gates import Gate, Guardrail, build_gate
 from vllm_headroom.model import EngineStatus, Metric, Sample, Values
-from vllm_headroom.vocabulary import EngineState
+from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 
 LEAST = 600.0
 OPEN = Gate()
+HOLDER = Guardrail(near_seconds=LEAST, quiet_hour=None, is_holder=True)
 
 
 def ask(
@@ -22,11 +23,12 @@ def ask(
     metric: Metric = catalog.TIME_TO_OOM_LOWER,
     state: EngineState = EngineState.SERVING,
     least: float | None = LEAST,
+    guardrail: Guardrail | None = HOLDER,
 ) -> tuple[Gate, tuple[Sample, ...]]:
     """Return the gate where so many seconds are left."""
     labels = A_GPU if metric is catalog.TIME_TO_OOM_LOWER else ()
     values = Values(() if left is None else (Sample(metric, labels, left),))
-    return build_gate(least, values).step(before, replace(snapshot(), life=EngineStatus(state=state)))
+    return build_gate(least, values, guardrail).step(before, replace(snapshot(), life=EngineStatus(state=state)))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,13 @@ def test_it_closes_where_out_of_memory_is_near(metric: Metric, whose: str) -> No
     assert near.reason == f"{whose} may be out of memory in 9 min 59 s"
     assert samples == (Sample(catalog.GATE_OPEN, ("ready",), 0.0),)
     assert ask(LEAST, metric=metric)[0].reason is None
+
+
+@pytest.mark.parametrize("guardrail", [None, replace(HOLDER, is_holder=False)])
+def test_it_closes_for_out_of_memory_only_where_this_pod_holds_the_lease(guardrail: Guardrail | None) -> None:
+    for left in (0.0, 1.0):
+        assert ask(left, guardrail=guardrail)[0].reason is None
+    assert ask(1.0, guardrail=guardrail, state=EngineState.STALLED)[0].reason is not None
 
 
 def test_it_opens_where_half_as_much_again_is_left() -> None:
@@ -55,3 +64,60 @@ def test_it_closes_for_a_stall_and_for_nothing_that_is_unknown() -> None:
 
 def test_without_configuration_it_is_open_and_has_no_series() -> None:
     assert ask(1.0, least=None) == (OPEN, ())
+    assert ask(1.0, least=None, guardrail=None) == (OPEN, ())
+
+
+def find_due(
+    left: float,
+    *,
+    leak: LeakState = LeakState.LEAKING,
+    state: EngineState = EngineState.SERVING,
+    is_host: bool = False,
+    hour: float = 0.0,
+    quiet_hour: int | None = None,
+) -> str | None:
+    """Return why the pod is to be evicted with so many seconds left, at this hour of the day."""
+    samples = (
+        (Sample(catalog.HOST_LEAK_STATE, ("worker", leak), 1.0), Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), left))
+        if is_host
+        else (Sample(catalog.LEAK_STATE, (*A_GPU, leak), 1.0), Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, left))
+    )
+    gate = build_gate(None, Values(samples), replace(HOLDER, quiet_hour=quiet_hour))
+    seen = replace(snapshot(), life=EngineStatus(state=state), time_seconds=1_760_054_400.0 + 3600.0 * hour)
+    return gate.step(OPEN, seen)[0].due
+
+
+@pytest.mark.parametrize(("is_host", "whose"), [(False, "GPU 0"), (True, "the host")])
+def test_a_sure_leak_whose_end_is_near_is_due(is_host: bool, whose: str) -> None:  # noqa: FBT001 - a parameter
+    assert find_due(LEAST - 1, is_host=is_host) == f"{whose} leaks and may be out of memory in 9 min 59 s"
+    assert find_due(LEAST, is_host=is_host) is None
+
+
+def test_no_other_state_of_a_leak_or_an_engine_is_due() -> None:
+    assert [each for each in LeakState if find_due(1.0, leak=each)] == [LeakState.LEAKING]
+    assert [each for each in EngineState if find_due(1.0, state=each)] == [EngineState.SERVING]
+
+
+def test_the_end_of_one_gpu_and_the_leak_of_another_are_not_taken_together() -> None:
+    samples = (
+        Sample(catalog.LEAK_STATE, ("0", "GPU-a", LeakState.GROWING), 1.0),
+        Sample(catalog.LEAK_STATE, ("1", "GPU-b", LeakState.LEAKING), 1.0),
+        Sample(catalog.TIME_TO_OOM_LOWER, ("0", "GPU-a"), 1.0),
+        Sample(catalog.TIME_TO_OOM_LOWER, ("1", "GPU-b"), 9999.0),
+    )
+    serving = replace(snapshot(), life=EngineStatus(state=EngineState.SERVING))
+
+    assert build_gate(None, Values(samples), HOLDER).step(OPEN, serving)[0].due is None
+
+
+def test_in_the_quiet_hour_a_leak_is_due_a_day_before_its_end() -> None:
+    assert [hour for hour in range(24) if find_due(86399.0, hour=hour + 0.5, quiet_hour=3)] == [3]
+    assert find_due(86400.0, hour=3.5, quiet_hour=3) is None
+    assert find_due(LEAST - 1, hour=12.0, quiet_hour=3) is not None
+
+
+def test_the_evictions_that_were_asked_for_are_shown() -> None:
+    requests = ((EvictionResult.ACCEPTED, 0), (EvictionResult.REFUSED, 3))
+    _, samples = ask(None, least=None, guardrail=replace(HOLDER, requests=requests))
+
+    assert samples == tuple(Sample(catalog.EVICTION_REQUESTS, (result,), n) for result, n in requests)

@@ -124,8 +124,12 @@ class PageReader:
 
     async def post(self, body: Mapping[str, object]) -> Reply | Failure:
         """Send `body` as JSON to the URL and return the answer, else like `fetch`."""
-        request = httpx.Request("POST", self._url, headers=self._headers, json=body, extensions=self._server_name)
-        return await self._exchange(request, is_page=False)
+        return await self.send("POST", "", body)
+
+    async def send(self, method: str, path: str, body: Mapping[str, object] | None) -> Reply | Failure:
+        """Send `body`, if any, as JSON to a path of the server, of the URL where empty; return the answer as `post`."""
+        how: dict[str, Any] = {"headers": self._headers, "json": body, "extensions": self._server_name}
+        return await self._exchange(httpx.Request(method, self._url.join(path), **how), is_page=False)
 
     async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
         try:

@@ -1,0 +1,403 @@
+"""What the guardrail asks the API server for, when it waits, and what it says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.fakes.api_server.cluster import LABELS, NAMESPACE, ROLE, Cluster, Object
+from tests.fakes.api_server.fleet import Clock, Connection
+from tests.logs import capture_logs
+from tests.settings import load
+from vllm_headroom.daemon import evict
+from vllm_headroom.daemon.evict import LEASE_SECONDS, TURN_SECONDS, Evictor, build_evictor, selects
+from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http.reader import Reply
+
+DUE: Final = "GPU 0 leaks and may be out of memory in 25 min"
+LEASE: Final = "vllm-headroom-deployment-vllm"
+WRITES: Final = {"create pods/eviction", "create leases", "update leases"}
+
+
+class Bench:
+    """A cluster, and evictors of its pods on one clock."""
+
+    def __init__(self, mode: str = "on", **how: Any) -> None:
+        self.cluster = Cluster(**{"replicas": 4, **how})
+        self.clock = Clock(monotonic_offset=5000.0)
+        self.fault: Callable[[str], str] = lambda _: ""
+        self._mode = mode
+
+    def evictor(self, place: int = 0, clock: Clock | None = None) -> Evictor:
+        """Return the evictor of a sidecar that has just started in the pod at this place."""
+        connection = Connection(self.cluster, lambda path: self.fault(path))  # noqa: PLW0108 - it changes
+        name = list(self.cluster.pods)[place]
+        settings = load([], {"HEADROOM_EVICT": self._mode})
+        return Evictor(connection, settings, namespace=NAMESPACE, name=name, clock=clock or self.clock)
+
+    def turn(self, *evictors: Evictor, due: str | None = DUE, seconds: float = TURN_SECONDS) -> None:
+        """Let time pass in turns of all of them at once, at least one."""
+
+        async def turns() -> None:
+            for _ in range(max(1, int(seconds / TURN_SECONDS))):
+                await asyncio.gather(*(each.turn(due) for each in evictors))
+                self.clock.now += TURN_SECONDS
+                self.cluster.advance(self.clock.now)
+
+        asyncio.run(turns())
+
+    @property
+    def lease(self) -> Object:
+        return dict(self.cluster.leases[LEASE]["spec"])
+
+
+def counted(evictor: Evictor) -> dict[str, int]:
+    return {str(result): count for result, count in evictor.guardrail.requests if count}
+
+
+def problems(events: list[dict[str, Any]]) -> list[str]:
+    return [each["problem"] for each in events if each["event"] == "eviction of this pod waits"]
+
+
+def test_it_takes_the_lease_and_asks_for_its_own_pod() -> None:
+    bench = Bench()
+    evictor = bench.evictor()
+    with capture_logs() as events:
+        bench.turn(evictor)
+
+    pod = next(iter(bench.cluster.pods.values()))
+    assert counted(evictor) == {"accepted": 1}
+    assert evictor.guardrail.is_holder
+    assert pod.gone_at == bench.cluster.grace_seconds, "the pod keeps its grace"
+    assert set(bench.cluster.asked) <= ROLE
+    assert bench.lease["holderIdentity"] == f"{pod.name}_{pod.uid}"
+    assert [(each["event"], each["why"]) for each in events] == [("asked for the eviction of this pod", DUE)]
+
+
+def test_without_a_leak_it_asks_for_nothing() -> None:
+    bench = Bench()
+    bench.turn(bench.evictor(), due=None, seconds=3600)
+
+    assert bench.cluster.asked == []
+
+
+@pytest.mark.parametrize(("is_stateful", "name"), [(False, LEASE), (True, "vllm-headroom-statefulset-vllm")])
+def test_the_lease_is_the_workloads(is_stateful: bool, name: str) -> None:  # noqa: FBT001 - a parameter of the test
+    bench = Bench(is_stateful=is_stateful)
+    bench.turn(bench.evictor())
+
+    assert set(bench.cluster.leases) == {name}
+
+
+def test_of_replicas_that_ask_at_once_one_is_evicted() -> None:
+    bench = Bench(budgets=({"selector": {"matchLabels": LABELS}, "maxUnavailable": 4},))
+    evictors = [bench.evictor(place) for place in range(4)]
+    with capture_logs() as events:
+        bench.turn(*evictors)
+
+    assert [counted(each) for each in evictors].count({"accepted": 1}) == 1
+    assert problems(events) == [f"another pod was faster to take Lease {LEASE}"] * 3
+
+
+def test_the_next_waits_until_the_lease_has_not_changed_for_its_duration_here_and_all_are_healthy() -> None:
+    bench = Bench(load_seconds=30.0, grace_seconds=20.0)
+    first, clock = bench.evictor(0), Clock(offset=7200.0)  # two hours ahead: of no consequence
+    bench.turn(first)
+    second = bench.evictor(1, clock)
+    for _ in range(LEASE_SECONDS // int(TURN_SECONDS) + 1):
+        clock.now = bench.clock.now
+        bench.turn(second)
+        assert counted(second) == {}
+    clock.now = bench.clock.now
+    bench.turn(second)
+
+    assert bench.cluster.voluntary == 1
+    assert counted(second) == {"accepted": 1}
+
+
+def test_the_next_waits_for_a_replacement_that_is_slower_than_the_lease() -> None:
+    bench = Bench(load_seconds=1800.0)
+    first, second = bench.evictor(0), bench.evictor(1)
+    bench.turn(first)
+    with capture_logs() as events:
+        bench.turn(second, seconds=1780)
+    assert counted(second) == {}
+    bench.turn(second, seconds=30)
+
+    assert counted(second) == {"accepted": 1}
+    assert problems(events)[-1] == "a pod restarts: 3 of 4 are healthy by PodDisruptionBudget vllm-0"
+
+
+def test_the_holder_renews_until_its_pod_is_gone() -> None:
+    bench = Bench(grace_seconds=1800.0)
+    first = bench.evictor()
+    bench.turn(first, seconds=600)
+    bench.turn(first, due=None, seconds=600)
+
+    assert first.guardrail.is_holder
+    assert bench.lease["leaseTransitions"] == 0
+    assert bench.cluster.asked.count("create pods/eviction") == 1
+
+
+def test_a_sidecar_that_starts_again_holds_what_its_pod_held() -> None:
+    bench = Bench()
+    bench.fault = lambda path: "cut" if path.endswith("/leases") else ""  # taken, and the answer is lost
+    bench.turn(bench.evictor())
+    bench.fault = lambda _: ""
+    assert bench.lease["holderIdentity"].startswith(next(iter(bench.cluster.pods)))
+    again = bench.evictor()
+    bench.turn(again)
+
+    assert counted(again) == {"accepted": 1}
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ({"has_controller": False}, "no controller would replace this pod"),
+        ({"has_readiness": False}, "no container has a readinessProbe: when a replacement serves is not known"),
+        ({"budgets": ()}, "no PodDisruptionBudgets select this pod: it needs exactly one"),
+        (
+            {"budgets": ({"selector": {}, "maxUnavailable": 1},)},
+            "no PodDisruptionBudgets select this pod: it needs exactly one",
+        ),
+        (
+            {"budgets": ({"selector": {"matchLabels": LABELS}, "maxUnavailable": 1},) * 2},
+            "2 PodDisruptionBudgets select this pod: it needs exactly one",
+        ),
+        (
+            {"budgets": ({"selector": {"matchLabels": LABELS}, "minAvailable": 1},)},
+            "PodDisruptionBudget vllm-0 does not count missing pods: it needs maxUnavailable",
+        ),
+        ({"verbs": ROLE - {"get pods"}}, "the API server answers 403: pods is forbidden"),
+        (
+            {"verbs": ROLE - {"list poddisruptionbudgets"}},
+            "the API server answers 403: poddisruptionbudgets is forbidden",
+        ),
+        ({"verbs": ROLE - {"get leases"}}, "the API server answers 403: leases is forbidden"),
+        ({"verbs": ROLE - {"create leases"}}, "the API server answers 403: leases is forbidden"),
+    ],
+)
+def test_it_waits_and_says_why_once(how: dict[str, Any], problem: str) -> None:
+    bench = Bench(**how)
+    evictor = bench.evictor()
+    with capture_logs() as events:
+        bench.turn(evictor, seconds=3600)
+        bench.turn(evictor, due=None, seconds=400)
+
+    (said,) = problems(events)
+    assert said.startswith(problem)
+    assert counted(evictor) == {}
+    assert bench.cluster.leases == {}
+    assert events[-1]["event"] == "eviction of this pod is not due any more"
+
+
+def test_a_budget_that_is_not_in_effect_yet_is_waited_for() -> None:
+    bench = Bench(lag_seconds=60.0)
+    bench.cluster._budgets[0]["metadata"]["generation"] = 2
+    evictor = bench.evictor()
+    with capture_logs() as events:
+        bench.turn(evictor, seconds=60)
+    assert problems(events) == ["PodDisruptionBudget vllm-0 is not in effect yet"]
+    bench.turn(evictor)
+
+    assert counted(evictor) == {"accepted": 1}
+
+
+@pytest.mark.parametrize(
+    ("how", "result", "problem"),
+    [
+        (
+            {"budgets": ({"selector": {"matchLabels": LABELS}, "maxUnavailable": 0},)},
+            "refused",
+            "the API server answers 429: Cannot evict pod as it would violate the pod's disruption budget.",
+        ),
+        (
+            {"verbs": ROLE - {"create pods/eviction"}},
+            "failed",
+            "the API server answers 403: pods/eviction is forbidden",
+        ),
+    ],
+)
+def test_a_refused_eviction_is_counted_and_asked_for_again_ever_more_seldom(
+    how: dict[str, Any], result: str, problem: str
+) -> None:
+    bench = Bench(**how)
+    evictor = bench.evictor()
+    with capture_logs() as events:
+        bench.turn(evictor, seconds=3600)
+
+    asked = bench.cluster.asked.count("create pods/eviction")
+    assert 10 < asked < 20, "after 20, 40, ... and then every 320 s"
+    assert counted(evictor) == {result: asked}
+    assert [said.startswith(problem) for said in problems(events)] == [True]
+    assert not evictor.guardrail.is_holder
+    assert bench.lease["holderIdentity"] == "", "others may try"
+
+
+def test_where_the_answer_to_an_eviction_is_lost_nobody_is_let_in_before_the_lease_expires() -> None:
+    bench = Bench(budgets=({"selector": {"matchLabels": LABELS}, "maxUnavailable": 4},))
+    bench.fault = lambda path: "gone" if path.endswith("/eviction") else ""
+    first, second = bench.evictor(0), bench.evictor(1)
+    bench.turn(first)
+    assert counted(first) == {"failed": 1}
+    bench.turn(second, seconds=LEASE_SECONDS)
+    assert counted(second) == {}
+    bench.fault = lambda _: ""
+    bench.turn(second, seconds=20)
+
+    assert counted(second) == {"accepted": 1}
+
+
+@pytest.mark.parametrize("fault", ["gone", "cut"])
+def test_an_api_server_that_does_not_answer_changes_nothing(fault: str) -> None:
+    bench = Bench()
+    bench.fault = lambda _: fault
+    evictor = bench.evictor()
+    with capture_logs() as events:
+        bench.turn(evictor, seconds=3600)
+    assert problems(events) == ["the API server does not answer (timeout)"]
+    assert len(bench.cluster.asked) < 20
+    assert not WRITES & set(bench.cluster.asked)
+    bench.fault = lambda _: ""
+    bench.turn(evictor, seconds=330)
+
+    assert counted(evictor) == {"accepted": 1}
+
+
+def test_a_lease_that_may_expire_before_the_eviction_is_not_used() -> None:
+    bench = Bench()
+
+    def slow(path: str) -> str:
+        bench.clock.now += 61.0 if path.endswith("/leases") else 0.0
+        return ""
+
+    bench.fault = slow
+    evictor = bench.evictor()
+    with capture_logs() as events:
+        bench.turn(evictor)
+
+    assert "create pods/eviction" not in bench.cluster.asked
+    assert problems(events) == ["the API server took too long: the Lease could expire before the eviction"]
+
+
+def test_where_no_eviction_is_due_any_more_the_lease_is_free() -> None:
+    bench = Bench()
+    bench.fault = lambda path: "gone" if path.endswith("/eviction") else ""
+    evictor = bench.evictor()
+    bench.turn(evictor)
+    assert evictor.guardrail.is_holder
+    bench.turn(evictor, due=None, seconds=30)
+
+    assert not evictor.guardrail.is_holder
+    assert bench.lease["holderIdentity"] == ""
+
+
+def test_a_dry_run_reads_says_what_it_would_do_and_counts_it_once_a_leak() -> None:
+    bench = Bench("dry-run")
+    evictor = bench.evictor()
+    with capture_logs() as events:
+        bench.turn(evictor, seconds=3600)
+        bench.turn(evictor, due=None)
+        bench.turn(evictor)
+
+    assert counted(evictor) == {"dry_run": 2}
+    assert not WRITES & set(bench.cluster.asked)
+    assert [each["event"] for each in events] == ["would ask for the eviction of this pod"] * 2
+    assert not evictor.guardrail.is_holder
+
+
+def test_a_pod_of_the_same_name_that_came_after_is_not_evicted() -> None:
+    bench = Bench(is_stateful=True)
+    evictor = bench.evictor()
+    bench.fault = lambda path: "gone" if path.endswith("/eviction") else ""
+    bench.turn(evictor)
+    bench.cluster.pods["vllm-0"].uid = "another"
+    bench.fault = lambda _: ""
+    bench.turn(evictor, seconds=30)
+
+    assert counted(evictor) == {"failed": 2}
+    assert bench.cluster.voluntary == 0
+
+
+@pytest.mark.parametrize("text", ["", "<html>", "[]", "{}", '{"items": 3}', '{"metadata": null}', "null"])
+@pytest.mark.parametrize("status", [200, 502])
+def test_nonsense_changes_nothing(text: str, status: int) -> None:
+    bench = Bench()
+
+    class Nonsense(Connection):
+        async def send(self, *_: Any) -> Reply | Failure:
+            return Reply(status=status, text=text)
+
+    settings = load([], {"HEADROOM_EVICT": "on"})
+    evictor = Evictor(Nonsense(bench.cluster), settings, namespace=NAMESPACE, name="vllm-0", clock=bench.clock)
+    with capture_logs() as events:
+        bench.turn(evictor, seconds=3600)
+
+    assert len(problems(events)) == 1
+    assert counted(evictor) == {}
+
+
+EXPRESSIONS: Final[dict[str, Object]] = {
+    "In": {"key": "app", "operator": "In", "values": ["vllm", "other"]},
+    "Exists": {"key": "app", "operator": "Exists"},
+    "NotIn": {"key": "app", "operator": "NotIn", "values": ["other"]},
+    "DoesNotExist": {"key": "tier", "operator": "DoesNotExist"},
+}
+
+
+@pytest.mark.parametrize("operator", EXPRESSIONS)
+def test_a_selector_may_have_expressions(operator: str) -> None:
+    expression = EXPRESSIONS[operator]
+    others = {"app": "other"} if "values" in expression else {"tier": "web"}
+    if operator == "In":
+        others = {"app": "web"}
+
+    assert selects({"matchExpressions": [expression]}, LABELS)
+    assert not selects({"matchExpressions": [expression]}, others)
+    assert not selects({"matchLabels": {"app": "web"}, "matchExpressions": [expression]}, LABELS)
+    assert not selects(None, LABELS)
+
+
+IN_A_POD: Final = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443", "POD_NAME": "vllm-0"}
+
+
+@pytest.mark.parametrize("lacks", [*IN_A_POD, "namespace", None])
+def test_outside_of_a_pod_it_stays_off_and_says_so(
+    lacks: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evict, "ACCOUNT", tmp_path)
+    if lacks != "namespace":
+        (tmp_path / "namespace").write_text("llm")
+    for name, value in IN_A_POD.items():
+        monkeypatch.delenv(name, raising=False)
+        if name != lacks:
+            monkeypatch.setenv(name, value)
+    with capture_logs() as events:
+        evictor = build_evictor(load([], {"HEADROOM_EVICT": "on"}), Clock())
+
+    assert (evictor is None) is (lacks is not None)
+    assert [each["event"] for each in events] == ([] if lacks is None else ["HEADROOM_EVICT stays off"])
+    assert build_evictor(load([], {}), Clock()) is None
+
+
+def test_it_connects_where_the_pod_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evict, "ACCOUNT", tmp_path)
+    (tmp_path / "namespace").write_text("llm\n")
+    for name, value in {**IN_A_POD, "KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    evictor = build_evictor(load([], {"HEADROOM_EVICT": "on"}), Clock())
+    assert evictor is not None
+
+    async def ask() -> None:
+        await evictor.turn(DUE)
+        await evictor.close()
+
+    with capture_logs() as events:
+        asyncio.run(ask())
+
+    assert problems(events) == ["the API server does not answer (credentials)"], "there is no CA file"
