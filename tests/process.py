@@ -126,10 +126,14 @@ class Daemon:
 
 IN_FULL = frozenset(
     {
+        "ACCOUNT",
         "BEGAN",
+        "KUBERNETES_SERVICE_HOST",
+        "KUBERNETES_SERVICE_PORT",
         "LD_LIBRARY_PATH",
         "LD_PRELOAD",
         "NVML_FAKE_FILE",
+        "POD_NAME",
         "PYTHONPATH",
         "SPEED",
         "STEPPED",

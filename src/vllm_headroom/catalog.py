@@ -295,7 +295,7 @@ GATE_OPEN: Final = _gauge(
 EVICTION_REQUESTS: Final = _counter(
     "eviction_requests",
     ("result",),
-    "Evictions of its own pod that the sidecar asked the API server for; refused is by a PodDisruptionBudget.",
+    "Evictions of the sidecar's pod that it asked the API server for; refused means by a PodDisruptionBudget.",
 )
 
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))

@@ -50,9 +50,9 @@ CASES: Final[dict[str, dict[str, Any]]] = {
         "dashboards": {"enabled": False},
         "networkPolicy": {"enabled": True, "prometheusNamespace": "observability"},
     },
-    "amd": {"sidecar": {"gpu": "amd"}},
+    "amd": {"sidecar": {"gpu": "amd", "evict": "dry-run"}},
 }
-NO_SIDECARS: Final = ({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"})
+NO_SIDECARS: Final = ({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"}, {"evict": "yes"})
 each_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -147,6 +147,7 @@ def test_the_sidecar_is_the_one_of_the_components(case: str, tmp_path: Path) -> 
     values = CASES[case].get("sidecar", {})
     components = [COMPONENTS / "sidecar", COMPONENTS / f"gpu-{case}"]
     components += [COMPONENTS / "memory-limit"] if values.get("memoryLimitOf") else []
+    components += [COMPONENTS / "evict"] if "evict" in values else []
     built = documents(rendered(kustomization(tmp_path, resource=folder, components=components)))
     pod = find(built, "StatefulSet", "engine")["spec"]["template"]["spec"]
     (expected,) = pod["initContainers"]
@@ -160,6 +161,15 @@ def test_the_sidecar_is_the_one_of_the_components(case: str, tmp_path: Path) -> 
     assert leaves(container(case)) == leaves(expected)
     volumes = find(documents(written(case)), "Deployment")["spec"]["template"]["spec"]["volumes"]
     assert volumes == [each for each in pod["volumes"] if each["name"].startswith("headroom")]
+
+
+def test_what_may_evict_is_what_the_component_grants() -> None:
+    granted = documents((COMPONENTS / "evict" / "rbac.yaml").read_text())
+    granted[-1]["subjects"][0]["namespace"] = "vllm"
+    kinds = [each["kind"] for each in granted]
+
+    assert [find(documents(written("amd")), kind) for kind in kinds] == granted
+    assert not any(each["kind"] in kinds for each in documents(written("dra")))
 
 
 def test_what_watches_is_what_the_components_install() -> None:

@@ -11,13 +11,14 @@ from contextlib import suppress
 from typing import Final
 
 import httpx
+from msgspec.structs import replace
 
 from vllm_headroom.daemon.sampler import close_all
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.vocabulary import CONTROLS, Level
+from vllm_headroom.vocabulary import CONTROLS, EngineState, LeakState, Level
 from vllm_headroom_tools.cli import Command, say
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
-from vllm_headroom_tools.options import FILE, BadOptions, Parser, url
+from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, url
 from vllm_headroom_tools.terminal import console, is_terminal
 from vllm_headroom_tools.trace import BadInput
 from vllm_headroom_tools.watch.sidecar import NO_DOCUMENT, Document, describe_verdict, fetch_document
@@ -26,6 +27,8 @@ HERE: Final = "http://127.0.0.1:9839"
 EVERY_SECONDS: Final = 2.0
 TIMEOUT_SECONDS: Final = 5.0
 PATH: Final = "/snapshot.json"
+STALE_SECONDS: Final = 900.0
+"""Three times the longest sample interval."""
 
 FetchDocument = Callable[[], Awaitable[Document | str]]
 
@@ -33,6 +36,8 @@ FetchDocument = Callable[[], Awaitable[Document | str]]
 def _options(parser: Parser) -> None:
     parser.add_argument("url", metavar="URL", nargs="?", type=url(HERE), help=f"the sidecar, else {HERE}")
     parser.add_argument("--headroom-url", metavar="URL", type=url(HERE), help="the same, as in advise")
+    text = "ask once; 1 if a leak may be out of memory so soon"
+    parser.add_argument("--exit-code", metavar="DURATION", type=DURATION, help=text)
     parser.add_argument("--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM")
 
 
@@ -42,11 +47,11 @@ async def _run(given: Namespace) -> Report | int:
     where = (given.url or given.headroom_url or httpx.URL(HERE)).copy_with(path=PATH, query=None)
     reader = PageReader(url=str(where), timeout_seconds=TIMEOUT_SECONDS, ca_file=given.ca_file)
     try:
-        if given.json:
+        if given.json or given.exit_code is not None:
             found = await fetch_document(reader)
             if isinstance(found, str):
                 raise BadInput(found)
-            return build_report(found)
+            return build_report(found) if given.exit_code is None else judge_leak(found, given.exit_code)
         stopped = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -76,6 +81,23 @@ def build_report(document: Document) -> Report:
     worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
     headline = next((each.text for each in findings if each.verdict is worst), "The sidecar has no verdict yet.")
     return Report(verdict=worst, headline=headline, findings=findings, data=document, exit_status=0)
+
+
+def judge_leak(document: Document, within_seconds: float) -> Report:
+    """Return the report, with status 1 where a sure leak may end an engine that serves so soon; raises BadInput."""
+    try:
+        is_stale = document["age_seconds"] is None or document["age_seconds"] > STALE_SECONDS
+        host = document["host_time_to_oom_seconds_lower"]
+        leaks = [(each["leak_state"], each["time_to_oom_seconds_lower"]) for each in document["gpus"]]
+        leaks += [(state, host) for state in (document["host_leak_state"] or {}).values()]
+        near = [state for state, left in leaks if left is not None and left < within_seconds]
+        is_due = document["engine_state"] == EngineState.SERVING and LeakState.LEAKING in near
+        report, lines = build_report(document), list(_describe_verdicts(document).values())
+    except (AttributeError, LookupError, TypeError):
+        raise BadInput(NO_DOCUMENT) from None
+    if is_stale:
+        raise BadInput("the sidecar has no new sample: read its log")
+    return replace(report, lines=lines, exit_status=int(is_due))
 
 
 async def _draw_live(asked: FetchDocument, host: str, stopped: asyncio.Event) -> None:
@@ -125,8 +147,8 @@ host, free memory of the last day, and the time that is left.
 """,
     epilog="""\
 On a terminal it draws until Ctrl-C, elsewhere it writes a line when something
-changes. It ends with status 0; with --json, which asks once, with 2 without
-an answer.
+changes. It ends with status 0; with --json and --exit-code, which ask once,
+with 2 without an answer.
 
 Example:
   vllm-headroom watch http://gpu-7:9839

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 KINDS: Final = {
-    "v1": {"configmaps": "ConfigMap", "secrets": "Secret"},
+    "v1": {"configmaps": "ConfigMap", "secrets": "Secret", "serviceaccounts": "ServiceAccount"},
     "apps/v1": {"deployments": "Deployment"},
     "monitoring.coreos.com/v1": {"podmonitors": "PodMonitor", "prometheusrules": "PrometheusRule"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
+    "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
 }
 RELEASE: Final = re.compile(rb"H4sI[A-Za-z0-9+/=]+")
 """A release, as Helm keeps it in a Secret: compressed, in base 64, inside of a message that need not be understood."""

@@ -37,6 +37,10 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- with include "vllm-headroom.runbooks" $ }}
   - {name: HEADROOM_RUNBOOKS_URL, value: {{ . | quote }}}
   {{- end }}
+  {{- if ne .evict "off" }}
+  - {name: HEADROOM_EVICT, value: {{ .evict | quote }}}
+  - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+  {{- end }}
   {{- range $name, $value := .env }}
   - {name: {{ $name }}, value: {{ $value | quote }}}
   {{- end }}
@@ -56,7 +60,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
   - {name: headroom-state, mountPath: /var/lib/vllm-headroom}
-  - {name: headroom-no-token, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+  - {name: headroom-{{ ternary "no-token" "api" (eq .evict "off") }}, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
   {{- if .probe }}
   - {name: headroom-probe-files, mountPath: /run/headroom-probe}
   {{- end }}
@@ -67,6 +71,14 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{- define "vllm-headroom.volumes" -}}
 - {name: headroom-state, emptyDir: {medium: Memory, sizeLimit: 16Mi}}
 - {name: headroom-no-token, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
+{{- if ne .Values.sidecar.evict "off" }}
+- name: headroom-api
+  projected:
+    sources:
+    - serviceAccountToken: {path: token, expirationSeconds: 3600}
+    - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+    - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+{{- end }}
 {{- if .Values.sidecar.probe }}
 - {name: headroom-probe, emptyDir: {medium: Memory, sizeLimit: 4Mi}}
 - {name: headroom-probe-files, emptyDir: {medium: Memory, sizeLimit: 32Mi}}

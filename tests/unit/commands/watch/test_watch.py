@@ -60,6 +60,45 @@ def test_json_asks_once() -> None:
     assert read_data(done.stdout) == json.loads(json.dumps(LEAK))
 
 
+DUE = {
+    **LEAK,
+    "engine_state": "serving",
+    "gpus": [{**LEAK["gpus"][0], "leak_state": "leaking", "time_to_oom_seconds_lower": 1799.0}],
+}
+HOST_DUE = {"host_leak_state": {"worker": "leaking"}, "host_time_to_oom_seconds_lower": 1799.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ({}, 1),
+        ({"gpus": [{**DUE["gpus"][0], "time_to_oom_seconds_lower": 1800.0}]}, 0),
+        ({"gpus": [{**DUE["gpus"][0], "time_to_oom_seconds_lower": None}]}, 0),
+        ({"gpus": [{**DUE["gpus"][0], "leak_state": "growing"}]}, 0),
+        ({"gpus": [], **HOST_DUE}, 1),
+        ({"engine_state": "starting"}, 0),
+        ({"age_seconds": 901.0}, 2),
+        ({"age_seconds": None}, 2),
+        ({"gpus": None}, 2),
+    ],
+)
+def test_the_exit_code_says_whether_a_leak_is_about_to_end_the_engine(changed: dict[str, object], status: int) -> None:
+    with sidecar(body=json.dumps({**DUE, **changed}).encode()) as url:
+        done = asked(url, "--exit-code", "30m")
+
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("\n") == (status == 2)
+    assert ("ALARM" in done.stdout) == (status != 2)
+
+
+def test_the_exit_code_and_json_go_together() -> None:
+    with sidecar(body=json.dumps(DUE).encode()) as url:
+        done = asked(url, "--exit-code", "30m", "--json")
+
+    assert done.returncode == 1
+    assert read_data(done.stdout)["engine_state"] == "serving"
+
+
 def test_the_address_may_be_an_option_but_not_both() -> None:
     with sidecar() as url:
         asked = run_command("watch", "--headroom-url", url, "--json")

@@ -1,0 +1,113 @@
+"""The real daemon evicts its pod through an API server, and keeps sampling whatever that does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.fakes.api_server.cluster import ROLE, Cluster
+from tests.fakes.api_server.server import ApiServer
+from tests.process import Daemon, daemon, eventually
+
+DEMO: Final = ("demo", "--speed", "1000", "--sample-interval-seconds", "60", "--scenario", "leak")
+"""The leak is sure after some seconds."""
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster(replicas=2, grace_seconds=1e6)
+
+
+@pytest.fixture
+def api(cluster: Cluster, tmp_path: Path) -> Iterator[ApiServer]:
+    with ApiServer(cluster, tmp_path) as server:
+        yield server
+
+
+@contextmanager
+def leaking(api: ApiServer, folder: Path, mode: str = "on") -> Iterator[Daemon]:
+    settings = {"EVICT": mode, "EVICT_SECONDS": "86400", "GATE_READY_SECONDS": "86400"}
+    pod = next(iter(api.cluster.pods))
+    with daemon(*DEMO, module="tests.e2e.evicting", ACCOUNT=str(folder), **api.environment(pod), **settings) as sidecar:
+        yield sidecar
+
+
+def requests(sidecar: Daemon, result: str) -> float:
+    return sidecar.page().value("eviction_requests_total", result=result)
+
+
+def test_a_leak_evicts_the_pod_once_and_closes_the_gate(api: ApiServer, cluster: Cluster, tmp_path: Path) -> None:
+    with leaking(api, tmp_path) as sidecar:
+        assert sidecar.get("/gate/ready").text == "open\n"
+        sidecar.sees(lambda page: page.value("eviction_requests_total", result="accepted") == 1, "it evicts its pod")
+        sidecar.sees(lambda page: page.value("gate_open", gate="ready") == 0, "the gate closes")
+        renewed = cluster.asked.count("update leases")
+        eventually(lambda: cluster.asked.count("update leases") > renewed, "it renews the Lease")
+        assert re.search(r"may be out of memory in", sidecar.get("/gate/ready").text)
+        log = sidecar.log()
+
+    assert set(cluster.asked) == ROLE
+    assert cluster.asked.count("create pods/eviction") == 1
+    assert cluster.voluntary == 1
+    assert re.search(r'"?asked for the eviction of this pod"? .*why="GPU 0 .*leaks and', log)
+
+
+def test_a_dry_run_only_says_what_it_would_do(api: ApiServer, cluster: Cluster, tmp_path: Path) -> None:
+    with leaking(api, tmp_path, "dry-run") as sidecar:
+        sidecar.sees(
+            lambda page: page.value("eviction_requests_total", result="dry_run") == 1, "it would evict its pod"
+        )
+        assert sidecar.get("/gate/ready").text == "open\n", "nobody holds the Lease"
+        log = sidecar.log()
+
+    assert set(cluster.asked) == {"get pods", "get leases", "list poddisruptionbudgets"}
+    assert "would ask for the eviction of this pod" in log
+
+
+def test_an_api_server_that_hangs_holds_nothing_up(api: ApiServer, cluster: Cluster, tmp_path: Path) -> None:
+    api.fault = lambda _: "hang"
+    with leaking(api, tmp_path) as sidecar:
+        leaks = sidecar.sees(lambda page: page.value("leak_state", state="leaking") == 1, "it leaks")
+        before = leaks.value("source_last_success_timestamp_seconds", source="engine")
+        sidecar.sees(
+            lambda page: page.value("source_last_success_timestamp_seconds", source="engine") > before + 600,
+            "it samples on",
+        )
+        assert sidecar.get("/healthz").status_code == 200
+        assert cluster.asked == []
+        status, seconds = sidecar.stop()
+
+    assert status == 0
+    assert seconds < 10, "a hung request does not hold up the end"
+
+
+def test_a_cut_eviction_is_counted_as_failed(api: ApiServer, cluster: Cluster, tmp_path: Path) -> None:
+    api.fault = lambda path: "cut" if path.endswith("/eviction") else ""
+    with leaking(api, tmp_path) as sidecar:
+        sidecar.sees(lambda page: page.value("eviction_requests_total", result="failed") >= 1, "no answer")
+        eventually(lambda: "the API server does not answer" in sidecar.log(), "it says so")
+
+    assert cluster.voluntary == 1, "it was carried out, all the same"
+
+
+def test_a_token_that_is_not_taken_is_read_again(api: ApiServer, tmp_path: Path) -> None:
+    api.token = "rotated"  # noqa: S105 - no secret
+    with leaking(api, tmp_path) as sidecar:
+        eventually(lambda: "answers 401: Unauthorized" in sidecar.log(), "it is refused")
+        (tmp_path / "token").write_text("rotated")
+        sidecar.sees(lambda page: page.value("eviction_requests_total", result="accepted") == 1, "it evicts its pod")
+
+
+def test_outside_of_a_pod_it_says_one_line_and_has_no_series(tmp_path: Path) -> None:
+    with daemon(*DEMO, module="tests.e2e.evicting", ACCOUNT=str(tmp_path), EVICT="on") as sidecar:
+        page = sidecar.sees(lambda page: page.has("build_info"), "it runs")
+        (line,) = [line for line in sidecar.log().splitlines() if "HEADROOM_EVICT" in line]
+
+    assert not page.has("eviction_requests_total")
+    assert "stays off" in line
+    assert "which the component evict provides" in line
