@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import httpx
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.config import Settings
-from vllm_headroom.daemon.sampler import Closable
 from vllm_headroom.derive.gates import Guardrail
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.reader import PageReader, Reply
+from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.vocabulary import EvictionResult
 
 log = Log(__name__)
@@ -41,13 +39,6 @@ LONGEST_REST_SECONDS: Final = 320.0
 Object = dict[str, Any]
 
 
-class ApiServer(Closable, Protocol):
-    """A connection to the API server."""
-
-    async def send(self, method: str, path: str, body: Mapping[str, object] | None) -> Reply | Failure:
-        """Return the answer to a request."""
-
-
 class NotNowError(Exception):
     """Why nothing is evicted now, in one line.
 
@@ -63,12 +54,14 @@ class NotNowError(Exception):
 class Evictor:
     """Evicts the pod `name`, at most one of its workload at a time; as a dry run it only reads."""
 
-    def __init__(self, api: ApiServer, settings: Settings, *, namespace: str, name: str, clock: Clock) -> None:
+    def __init__(self, api: PageReader, settings: Settings, *, namespace: str, name: str, clock: Clock) -> None:
         self._api, self._settings, self._clock = api, settings, clock
         self._namespace, self._name = namespace, name
         self._requests = dict.fromkeys(EvictionResult, 0)
         self._pod: Object = {}
         self._lease: Object = {}
+        self._lease_name = self._identity = ""
+        self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._version: object = None
         self._held_until = self._rests_until = self._changed_at = 0.0
         self._has_asked = False
@@ -149,8 +142,10 @@ class Evictor:
 
     async def _read_pod(self) -> Object:
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
-        if find_controller(pod) is None:
+        controller = find_controller(pod["metadata"])
+        if controller is None:
             raise NotNowError("no controller would replace this pod")
+        self._lease_name, self._identity = f"vllm-headroom-{controller}", f"{self._name}_{pod['metadata']['uid']}"
         if not any("readinessProbe" in container for container in pod["spec"]["containers"]):
             raise NotNowError("no container has a readinessProbe: when a replacement serves is not known")
         return pod
@@ -158,19 +153,16 @@ class Evictor:
     async def _check_budget(self) -> None:
         """Raise NotNowError unless one PodDisruptionBudget selects the pod and all pods that it expects are healthy."""
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
-        labels = self._pod["metadata"].get("labels", {})
-        found = [
-            each for each in (await self._ask("GET", path))["items"] if selects(each["spec"].get("selector"), labels)
-        ]
+        labels = self._pod["metadata"].get("labels", {}).items()
+        pairs = [(each, each["spec"].get("selector", {})) for each in (await self._ask("GET", path))["items"]]
+        found = [each for each, by in pairs if by.keys() == {"matchLabels"} and by["matchLabels"].items() <= labels]
         if len(found) != 1:
-            raise NotNowError(f"{len(found) or 'no'} PodDisruptionBudgets select this pod: it needs exactly one")
-        budget, status = found[0], found[0].get("status", {})
-        name = budget["metadata"]["name"]
-        if isinstance(budget["spec"].get("minAvailable"), int):  # the controller then expects only pods that exist
+            few = len(found) or "no"
+            raise NotNowError(f"{few} PodDisruptionBudgets select this pod, by matchLabels alone: it needs one")
+        name, status = found[0]["metadata"]["name"], found[0].get("status", {})
+        if isinstance(found[0]["spec"].get("minAvailable"), int):  # the controller then expects only pods that exist
             raise NotNowError(f"PodDisruptionBudget {name} does not count missing pods: it needs maxUnavailable")
-        if status.get("observedGeneration", 0) < budget["metadata"].get("generation", 1):
-            raise NotNowError(f"PodDisruptionBudget {name} is not in effect yet")
-        healthy, expected = status["currentHealthy"], status["expectedPods"]
+        healthy, expected = status.get("currentHealthy", 0), status.get("expectedPods", 1)
         if healthy < expected or status.get("disruptedPods"):
             raise NotNowError(f"a pod restarts: {healthy} of {expected} are healthy by PodDisruptionBudget {name}")
 
@@ -243,9 +235,8 @@ class Evictor:
         answer: Object = {"message": "no object of Kubernetes"}
         with suppress(ValueError):
             answer = json.loads(reply.text)
-            if (
-                reply.status < HTTPStatus.BAD_REQUEST and answer.get("status") != "Failure"
-            ):  # as an answer of 201 may say
+            is_failure = answer.get("status") == "Failure"  # which an answer of 201 may say too
+            if reply.status < HTTPStatus.BAD_REQUEST and not is_failure:
                 return answer
         is_refusal = HTTPStatus.BAD_REQUEST <= reply.status < HTTPStatus.INTERNAL_SERVER_ERROR
         problem = f"the API server answers {reply.status}: {str(answer.get('message'))[:300]}"
@@ -255,22 +246,9 @@ class Evictor:
     def _is_holder(self) -> bool:
         return self._clock.monotonic() < self._held_until
 
-    @property
-    def _identity(self) -> str:
-        return f"{self._name}_{self._pod['metadata']['uid']}"
 
-    @property
-    def _leases(self) -> str:
-        return f"/apis/coordination.k8s.io/v1/namespaces/{self._namespace}/leases"
-
-    @property
-    def _lease_name(self) -> str:
-        return f"vllm-headroom-{find_controller(self._pod)}"
-
-
-def find_controller(pod: Object) -> str | None:
+def find_controller(metadata: Object) -> str | None:
     """Return kind and name of the workload that replaces a pod, as part of a name; of a ReplicaSet its Deployment's."""
-    metadata = pod["metadata"]
     owners = [each for each in metadata.get("ownerReferences", ()) if each.get("controller")]
     if not owners:
         return None
@@ -279,18 +257,6 @@ def find_controller(pod: Object) -> str | None:
     if kind == "ReplicaSet" and template and name.endswith(f"-{template}"):
         kind, name = "Deployment", name.removesuffix(f"-{template}")
     return f"{kind.lower()}-{name}"
-
-
-def selects(selector: Object | None, labels: Mapping[str, str]) -> bool:
-    """Return whether the selector of a PodDisruptionBudget matches a pod; as for an eviction, an empty one does not."""
-    if not selector or not selector.get("matchLabels", {}).items() <= labels.items():
-        return False
-    for each in selector.get("matchExpressions", ()):
-        found, values = labels.get(each["key"]), each.get("values", ())
-        is_met = {"In": found in values, "NotIn": found not in values, "Exists": found is not None}
-        if not is_met.get(each["operator"], found is None):  # DoesNotExist is the fourth
-            return False
-    return True
 
 
 def build_evictor(settings: Settings, clock: Clock) -> Evictor | None:

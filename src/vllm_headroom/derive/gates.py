@@ -16,9 +16,6 @@ from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 
 GATE: Final = "gate"
 
-WIDER: Final = 1.5
-"""A closed gate opens when half as much time again is left as closed it."""
-
 DAY_SECONDS: Final = 86400.0
 """From one quiet hour to the next."""
 
@@ -56,8 +53,7 @@ def _step(
     reason, due, samples = None, None, []
     if least_seconds is not None:
         is_holder = guardrail is not None and guardrail.is_holder
-        within_seconds = least_seconds * (1.0 if gate.reason is None else WIDER) if is_holder else 0.0
-        reason = _find_danger(values, snapshot, within_seconds)
+        reason = _find_danger(values, snapshot, least_seconds if is_holder else 0.0)
         samples.append(Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)))
     if guardrail is not None:
         due = _find_leak(values, snapshot, guardrail)

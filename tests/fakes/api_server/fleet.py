@@ -13,7 +13,7 @@ from tests.fakes.api_server.cluster import Cluster, Pod
 from tests.settings import load
 from vllm_headroom.daemon.evict import TURN_SECONDS, Evictor
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.reader import Reply
+from vllm_headroom.scrape.http.reader import PageReader, Reply
 from vllm_headroom.vocabulary import Reason, Source
 
 STEP_SECONDS = 5.0
@@ -41,7 +41,7 @@ class Clock:
         raise NotImplementedError
 
 
-class Connection:
+class Connection(PageReader):
     """Lets others run between two requests; `fault` is "gone" or "late" for a request, or "cut" for its answer."""
 
     def __init__(self, cluster: Cluster, fault: Callable[[str], str] = lambda _: "") -> None:

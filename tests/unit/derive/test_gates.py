@@ -19,7 +19,6 @@ HOLDER = Guardrail(near_seconds=LEAST, quiet_hour=None, is_holder=True)
 def ask(
     left: float | None,
     *,
-    before: Gate = OPEN,
     metric: Metric = catalog.TIME_TO_OOM_LOWER,
     state: EngineState = EngineState.SERVING,
     least: float | None = LEAST,
@@ -28,7 +27,7 @@ def ask(
     """Return the gate where so many seconds are left."""
     labels = A_GPU if metric is catalog.TIME_TO_OOM_LOWER else ()
     values = Values(() if left is None else (Sample(metric, labels, left),))
-    return build_gate(least, values, guardrail).step(before, replace(snapshot(), life=EngineStatus(state=state)))
+    return build_gate(least, values, guardrail).step(OPEN, replace(snapshot(), life=EngineStatus(state=state)))
 
 
 @pytest.mark.parametrize(
@@ -47,13 +46,6 @@ def test_it_closes_for_out_of_memory_only_where_this_pod_holds_the_lease(guardra
     for left in (0.0, 1.0):
         assert ask(left, guardrail=guardrail)[0].reason is None
     assert ask(1.0, guardrail=guardrail, state=EngineState.STALLED)[0].reason is not None
-
-
-def test_it_opens_where_half_as_much_again_is_left() -> None:
-    closed, _ = ask(LEAST - 1)
-
-    assert ask(1.4 * LEAST, before=closed)[0].reason is not None
-    assert ask(1.5 * LEAST, before=closed)[0].reason is None
 
 
 def test_it_closes_for_a_stall_and_for_nothing_that_is_unknown() -> None:
