@@ -242,6 +242,25 @@ class Situation(StrEnum):
     HEALTHY = "healthy"
 
 
+ACTIONS: Final[dict[Situation, str]] = {
+    Situation.CRASH_LOOP: "Read the last incident: it has the cause of the exits.",
+    Situation.DOWN: "Read the engine's log, and the last incident.",
+    Situation.STALLED: "Move traffic away and restart the engine.",
+    Situation.LEAKING: "Plan a restart before the earliest time, and keep the figures for a bug report.",
+    Situation.HOST_LEAK: "Plan a restart before the earliest time, and keep the figures for a bug report.",
+    Situation.LOW_MEMORY: "Reduce the load, or restart with a lower --gpu-memory-utilization.",
+    Situation.OVER_BUDGET: "Restart with a lower --gpu-memory-utilization at the next quiet hour.",
+    Situation.NEIGHBOUR: "Find the other process on the GPU, and move it if it was not planned.",
+    Situation.GROWING: "Look at it in working hours: caches that fill look the same until they are full.",
+    Situation.STRANDED: "Drain the engine and restart it at the next quiet hour.",
+    Situation.BLIND: "Make the failed source readable: vllm-headroom doctor names the line to add.",
+    Situation.FILLING: "Nothing: a pool that was configured fills up to its bound.",
+    Situation.STARTING: "Wait until it serves.",
+    Situation.ASLEEP: "Nothing.",
+    Situation.HEALTHY: "Nothing.",
+}
+"""The first thing to do in each situation."""
+
 WORDS: Final = {Level.GOOD: "OK", Level.UNKNOWN: "NOT KNOWN", Level.WARNING: "WARNING", Level.ALARM: "ALARM"}
 """The level as shown on the page and in the terminal."""
 

@@ -6,8 +6,11 @@ import json
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Callable
 from html import unescape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +18,7 @@ import pytest
 
 from tests.samples import failure, gpu
 from tests.unit.expose.views import NOW, day, view
-from vllm_headroom.expose.page import render_page
+from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.view import History, Incident, View
 from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
@@ -76,9 +79,8 @@ SCENES: Final[dict[str, Callable[[], View]]] = {
 def judged(page: str, folder: Path, *, width: int, scheme: str) -> dict[str, Any]:
     """Return what axe-core and the layout say of a page."""
     axe = (FOLDER / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
-    still = re.sub(r'<meta http-equiv="refresh"[^>]*>', "", page)
     scripts = f"<script>{axe}</script><script>{JUDGE}</script>"
-    (folder / "page.html").write_text(still.replace("</body>", f"{scripts}</body>"), encoding="utf-8")
+    (folder / "page.html").write_text(page.replace("</body>", f"{scripts}</body>"), encoding="utf-8")
     file = folder / "frame.html"
     file.write_text(FRAME.format(width), encoding="utf-8")
     command = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--blink-settings={SCHEMES[scheme]}")
@@ -111,3 +113,38 @@ def test_the_judge_finds_what_is_wrong(tmp_path: Path) -> None:
     found = judged(pale, tmp_path, width=768, scheme="light")
 
     assert any(problem.startswith("color-contrast") for problem in found["problems"])
+
+
+def test_the_page_follows_its_sidecar_without_being_loaded_again(tmp_path: Path) -> None:
+    quiet, leaking = (
+        respond_html(render_page(day(gpus=8, leaking=gpus))) for gpus in (frozenset[int](), frozenset({3}))
+    )
+    answers = chain([quiet], repeat(leaking))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            newest = next(answers)
+            self.send_response(newest.status)
+            for name, value in (*newest.headers, ("Content-Type", newest.content_type)):
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(newest.body)
+
+        def log_message(self, *_: object) -> None:
+            """Be quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}")
+        dumped = subprocess.run(
+            [*command, "--virtual-time-budget=12000", "--dump-dom", f"http://127.0.0.1:{server.server_port}/"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        ).stdout
+        server.shutdown()
+
+    assert "<title>ALARM: GPU 3 leaking" in dumped
+    assert "<h1>ALARM: GPU 3 leaking</h1>" in dumped
+    assert ">No answer from the sidecar" not in dumped

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+import httpx
 import uvloop
 
 from vllm_headroom import catalog
@@ -51,6 +52,7 @@ from vllm_headroom.expose.web.door import Door
 from vllm_headroom.log import Log
 from vllm_headroom.model import Sample, Snapshot, Verdict
 from vllm_headroom.parse.engines import parse_engines
+from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.trace.recorder import Recorder
 
 LONGEST_TICK_SECONDS: Final = 30.0
@@ -163,6 +165,7 @@ class Daemon:
         self._interval_seconds = settings.sample_interval_seconds
         self._memory_interval_seconds = settings.gpu_sample_interval_seconds
         self._runbooks = settings.runbooks_url
+        self._engine_url = str(hide_secrets(httpx.URL(settings.engine_url)))
         self._heartbeat = Heartbeat(self._interval_seconds, clock, asyncio.get_running_loop().time)
         self._grace = GraceTime(settings.gpu_fatal_grace_seconds)
         self._history = History()
@@ -267,6 +270,8 @@ class Daemon:
             version=read_version(),
             interval_seconds=self._interval_seconds,
             history=self._history,
+            host=socket.gethostname(),
+            engine_url=self._engine_url,
             snapshot=self._sampler.snapshot,
             values=self._sampler.values,
             verdicts=self._verdicts,

@@ -42,6 +42,7 @@ def escape_text(text: str) -> str:
 
 
 MARGIN: Final = 1.15
+PAST_SHARE: Final = 2 / 3
 USUAL: Final = 0.9
 """The quantile that sets the scale: while an engine starts, the card is empty for minutes."""
 
@@ -55,17 +56,26 @@ def find_top(values: Iterable[float | None], *, most: float | None = None) -> fl
 
 
 class Frame(Struct, frozen=True, kw_only=True):
-    """Maps times from `begin` to `end` and values from 0 to `top` to a box of `width` by `height`."""
+    """Maps times from `begin` to `end` and values from 0 to `top` to a box of `width` by `height`.
+
+    With `now`, times after it have another scale on the right third, so that a forecast always reaches zero.
+    """
 
     begin: float
     end: float
     top: float
     width: float = 1000.0
     height: float = 200.0
+    now: float | None = None
 
     def x(self, seconds: float) -> float:
         """Return the distance of a time from the left."""
-        return self.width * (seconds - self.begin) / (self.end - self.begin or 1.0)
+        if self.now is None:
+            return self.width * (seconds - self.begin) / (self.end - self.begin or 1.0)
+        if seconds <= self.now:
+            return PAST_SHARE * self.width * (seconds - self.begin) / (self.now - self.begin or 1.0)
+        ahead = (seconds - self.now) / (self.end - self.now or 1.0)
+        return self.width * (PAST_SHARE + (1 - PAST_SHARE) * ahead)
 
     def y(self, value: float) -> float:
         """Return the distance of a value from the upper edge; values above the top lie on it."""

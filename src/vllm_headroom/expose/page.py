@@ -1,177 +1,98 @@
-"""Render the page: verdicts first, then curves, then tables."""
+"""Render the page: the worst situation first, then curves, then tables."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import quote
 
 from vllm_headroom import catalog
-from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
-from vllm_headroom.expose.drawing import MARGIN, STYLE, Curve, Forecast, Frame, escape_text
+from vllm_headroom.expose.drawing import STYLE, escape_text
+from vllm_headroom.expose.figures import HOUR_SECONDS, draw_figures
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Gpu, HostMemory, Metric, Snapshot, Values, Verdict, find_part
+from vllm_headroom.model import Metric, Snapshot, Values, Verdict, find_part
 from vllm_headroom.units import format_duration, format_gib, format_instant, format_size
-from vllm_headroom.vocabulary import WORDS, Level
-
-MOST_COLUMNS: Final = 480
-"""Of all curves together: two points of 10 characters each are 10 kB, and the page stays below 60 kB."""
-
-LEAST_COLUMNS: Final = 40
-MOST_GPUS: Final = 16
-HOUR_SECONDS: Final = 3600.0
-_Room = tuple[int, int]
-_Left = list[float | None]
-_Figure = tuple[tuple[float, float], str]
-AHEAD: Final = 0.5
-"""With a forecast, the future is half as long as the past, which is at least an hour."""
-
-
-def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a figure of the room on each of the engine's GPUs and the host, and one of the load over the same time."""
-    now = snapshot.time_seconds
-    owned = snapshot.owned[:MOST_GPUS]
-    has_host = bool(view.history.host()[0])
-    columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned) + has_host))
-    places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
-    rooms = [
-        _draw_gpu(view, gpu, columns)
-        for gpu in sorted(owned, key=lambda each: places.get(each.reading.called, 0))
-        if view.history.free(gpu.reading.uuid)[0]
-    ]
-    if has_host:
-        rooms.append(_draw_host(view, snapshot.host or HostMemory(), columns))
-    yield f"<div class=rooms>{''.join(room for _, room in rooms)}</div>"
-    running = view.history.running()
-    if len(running[0]) > 1:
-        yield _draw_load(running, columns, now, rooms[0][0] if rooms else (running[0][0], now))
-
-
-def _draw_gpu(view: View, gpu: Gpu, columns: int) -> _Figure:
-    reading, memory = gpu.reading, gpu.reading.memory
-    room = None if memory is None else (memory.free_bytes, memory.total_bytes)
-    labels, name = (str(reading.index), reading.uuid), reading.name.removesuffix(find_part(reading.uuid)).rstrip()
-    left = [view.values.value(metric, *labels) for metric in (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER)]
-    curves = view.history.free(reading.uuid), view.history.free_at_peak(reading.uuid)
-    return _draw_room(view, (reading.called, name), curves, room, left, columns=columns)
-
-
-def _draw_host(view: View, host: HostMemory, columns: int) -> _Figure:
-    room = None if host.room_bytes is None else (host.room_bytes, host.limit_bytes or 0)
-    left = [view.values.value(metric) for metric in (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER)]
-    return _draw_room(view, ("Host memory", ""), (view.history.host(), ((), ())), room, left, columns=columns)
-
-
-def _draw_room(
-    view: View, names: tuple[str, str], curves: tuple[Curve, Curve], room: _Room | None, left: _Left, *, columns: int
-) -> _Figure:
-    """Return the span and the figure of free memory and its peaks; `room` is what is free now, and of how much."""
-    called, name = names
-    now = 0.0 if view.snapshot is None else view.snapshot.time_seconds
-    forecast = None
-    if left[0] is not None and room is not None:
-        forecast = Forecast(begin=now, value=room[0], seconds=left[0], least_seconds=left[1])
-    begin, end = _find_span(curves[0][0][0], now, forecast)
-    past, peaks = (svg.thin_curve(curve, columns, begin=begin) for curve in curves)
-    if past and room is not None:
-        past[-1].append((now, room[0]))
-    known = [value for stretch in past for _, value in stretch]
-    top = svg.find_top(known, most=None if room is None else room[1])
-    frame = Frame(begin=begin, end=end, top=top)
-    shapes = [
-        svg.draw_curve(frame, past),
-        svg.draw_line(frame, peaks, kind="peak"),
-        *(  # alarms of this GPU or of none: a text begins with its subject
-            svg.draw_mark(frame, event.seconds)
-            for event in view.history.events
-            if (
-                event.level is Level.ALARM
-                and (not event.text.startswith("GPU ") or event.text.startswith(f"{called} "))
-            )
-        ),
-        "" if forecast is None else svg.draw_forecast(frame, forecast) + svg.draw_mark(frame, now),
-        svg.draw_zero(frame),
-    ]
-    title = f"{called}: free memory from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
-    text = "memory not known now"
-    if room is not None:
-        text = f"{format_size(room[0])} of {format_size(room[1])} free"
-        text += "; thin line: lowest free memory per minute" if peaks else ""
-    return (begin, end), (
-        f"<figure><figcaption><b>{escape_text(called)}</b> {escape_text(name)}: {text}</figcaption>"
-        f"<i>{format_size(frame.top)}</i>{svg.draw_picture(frame, shapes, title=title)}"
-        f"{_draw_axis(begin, now, end, forecast)}</figure>"
-    )
-
-
-def _find_span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
-    """Return the first and last time of the picture."""
-    if forecast is None:
-        return first, now
-    past = max(HOUR_SECONDS, min(now - first, MARGIN * forecast.seconds / AHEAD))
-    return now - past, now + AHEAD * past
-
-
-def _draw_axis(begin: float, now: float, end: float, forecast: Forecast | None) -> str:
-    words = [f"{format_duration(now - begin)} before", f"now, {_format_clock(now)}"]
-    if forecast is not None:
-        oom = now + forecast.seconds
-        later = f"{_format_clock(end)}; full in {format_duration(oom - now)}"
-        words.append(f"out of memory {_format_clock(oom)}" if oom <= end else later)
-    elif end > now:
-        words.append("")
-    kind = '"axis ahead"' if end > now else "axis"
-    return f"<div class={kind}>{''.join(f'<span>{escape_text(word)}</span>' for word in words)}</div>"
-
-
-def _draw_load(running: Curve, columns: int, now: float, span: tuple[float, float]) -> str:
-    begin, end = span
-    stretches = svg.thin_curve(running, columns, begin=begin)
-    top = max((value for stretch in stretches for _, value in stretch), default=1.0)
-    frame = Frame(begin=begin, end=end, top=MARGIN * top or 1.0, height=40.0)
-    title = f"Running requests, from {_format_clock(begin)} to {_format_clock(now)}, at most {top:.0f}"
-    return (
-        f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"
-        f"{svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)}"
-        f"{_draw_axis(begin, now, end, None)}</figure>"
-    )
-
-
-def _format_clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%MZ")
-
+from vllm_headroom.vocabulary import ACTIONS, WORDS, Level, Situation
 
 _LEVELS: Final = "".join(
-    f".verdicts .{level}{{border-color:var(--{level})}}.{level} b,b.{level}{{color:var(--{level})}}" for level in Level
+    f".hero.{level},li.{level}{{border-color:var(--{level})}}.{level} b,.{level} h1,b.{level}{{color:var(--{level})}}"
+    for level in Level
 )
 PAGE_STYLE: Final = (
     f"{STYLE}"
     "body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:0 auto;padding:1rem;color:var(--ink);"
-    "background:var(--ground);overflow-wrap:break-word}h1{font-size:1.1rem;margin:0}"
+    "background:var(--ground);overflow-wrap:anywhere}h1{font-size:1.15rem;margin:0}"
     "h2{font-size:1.05rem;margin:1.6rem 0 .3rem}p{margin:.3rem 0}a{color:inherit}.dim,figcaption{color:var(--dim)}"
-    ".verdicts{list-style:none;margin:1rem 0;padding:0}.verdicts>li{border-left:.35rem solid;padding:.35rem .8rem;"
-    "margin:.4rem 0;font-size:1.1rem}.verdicts b{font-size:.8rem;letter-spacing:.05em}"
+    ".hero{border-left:.5rem solid;padding:.2rem 1rem;margin:1rem 0}.hero>b{display:block;font-size:2.6rem;"
+    "line-height:1.2}.hero>b small{display:inline-block;font-size:1rem;line-height:1.4;"
+    "font-weight:400;color:var(--dim)}.hero p{font-size:1.1rem}"
+    ".verdicts{list-style:none;margin:1rem 0;padding:0}li[class]{border-left:.35rem solid;padding:.2rem .8rem;"
+    "margin:.4rem 0}.verdicts li>b{font-size:.8rem;letter-spacing:.05em}summary{cursor:pointer}"
     f"{_LEVELS}figure{{margin:1rem 0;position:relative}}"
-    "figure i{position:absolute;right:0;font:.85rem system-ui,sans-serif;color:var(--dim)}"
+    "figure>i{position:absolute;right:0;font:.85rem system-ui,sans-serif;color:var(--dim)}"
     "svg{display:block;width:100%;height:11rem;border-top:1px solid var(--line)}"
-    ".strip svg{height:2.5rem}.axis{display:flex;gap:.5rem;justify-content:space-between;color:var(--dim);"
-    "font-size:.85rem}.axis.ahead span{flex:1;text-align:right}.axis.ahead span:first-child{text-align:left}"
-    ".wide{overflow-x:auto}table{border-collapse:collapse;width:100%}"
+    ".strip svg{height:2.5rem}.rooms svg{height:4rem}.axis{display:flex;gap:.5rem;justify-content:space-between;"
+    "color:var(--dim);font-size:.85rem}.axis.ahead span{flex:1;text-align:right}"
+    ".axis.ahead span:first-child{text-align:left}.key{font-size:.85rem;color:var(--dim)}"
+    ".key span{margin-right:1rem;display:inline-block}.key i{display:inline-block;width:1.2rem;margin-right:.3rem;"
+    "border-top:.2rem solid var(--room);vertical-align:middle}.key .low{border-top:1px solid var(--peak)}"
+    ".key .to{border-top:.15rem dashed var(--alarm)}.key .at{width:0;height:.9rem;border:0;"
+    "border-left:2px dashed var(--dim)}.wide{overflow-x:auto}table{border-collapse:collapse;width:100%}"
     "th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--line);white-space:nowrap}"
     ".words td:last-child,tbody th{white-space:normal}.words td:last-child{min-width:16rem}"
     ".figures td,.figures th~th{text-align:right;font-variant-numeric:tabular-nums}"
-    ".rooms{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(24rem,100%),1fr));column-gap:1.5rem}"
+    ".rooms{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(17rem,100%),1fr));column-gap:1.5rem}"
+    ".rooms figure{margin:.5rem 0}.rooms figure>i{display:none}"
     ".notice{border:1px solid var(--warning);padding:.4rem .8rem}"
+    "@media(max-width:36rem){thead{display:none}tr,th,td{display:block;border:0}tr{border-bottom:1px solid "
+    "var(--line);padding:.3rem 0}td,.figures td{text-align:left;white-space:normal}"
+    'td::before{content:attr(data-t) ": ";color:var(--dim)}}'
     "@media print{body{max-width:none}svg{break-inside:avoid}}"
 )
-_HASH: Final = base64.b64encode(hashlib.sha256(PAGE_STYLE.encode()).digest()).decode()
+SCRIPT: Final = """\
+(() => {
+  const places = () => [...document.querySelectorAll("a,summary,[tabindex]")];
+  const swap = (old, fresh) => {
+    const open = [...old.querySelectorAll("details")].map((each) => each.open);
+    fresh.querySelectorAll("details").forEach((each, place) => { each.open = open[place] ?? each.open; });
+    old.replaceWith(fresh);
+  };
+  const turn = async () => {
+    if (document.hidden || getSelection().type === "Range") return;
+    const age = document.getElementById("age");
+    try {
+      const answer = await fetch(location.href, {cache: "no-store"});
+      if (!answer.ok) throw new Error(answer.status);
+      const next = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const focused = places().indexOf(document.activeElement);
+      for (const part of ["header", "main"]) {
+        const [old, fresh] = [document, next].map((each) => [...each.querySelector(part).children]);
+        if (old.length === fresh.length) old.forEach((each, place) =>
+          each.outerHTML === fresh[place].outerHTML || swap(each, fresh[place]));
+        else swap(document.querySelector(part), next.querySelector(part));
+      }
+      document.title = next.title;
+      document.querySelector("link[rel=icon]").href = next.querySelector("link[rel=icon]").href;
+      if (focused >= 0) places()[focused]?.focus({preventScroll: true});
+    } catch { age.textContent = `No answer from the sidecar since ${age.dataset.seen}: what follows is old.`; }
+  };
+  setInterval(turn, 1000 * document.body.dataset.seconds);
+})();
+"""
+"""Replaces what has changed, and leaves scroll position, focus, selection and opened parts as they are."""
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
 POLICY: Final = (
-    f"default-src 'none'; style-src 'sha256-{_HASH}'; img-src data:; base-uri 'none'; form-action 'none';"
-    " frame-ancestors 'none'"
+    f"default-src 'none'; style-src 'sha256-{_hash(PAGE_STYLE)}'; script-src 'sha256-{_hash(SCRIPT)}';"
+    " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _SHAPES: Final = {
     Level.GOOD: ("#1a7f37", "<path d='M4 9l3 3 6-7' fill='none' stroke='#fff' stroke-width='2'/>"),
@@ -201,35 +122,119 @@ _HEADERS: Final[tuple[Header, ...]] = (
 LEAST_REFRESH_SECONDS: Final = 5
 """A person reads for longer than a short interval."""
 
-LINKS: Final = " \N{MIDDLE DOT} ".join(
-    f'<a href="{link}">{link}</a>' for link in ("/metrics", "/snapshot.json", "/healthz", "/readyz")
-)
+MANY: Final = 3
+"""From so many quiet GPUs on, they are folded into one line."""
+
+DOT: Final = " \N{MIDDLE DOT} "
+PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
 
 
 def respond_html(page: str) -> Response:
-    """Return the page as an answer that loads nothing and may not be framed."""
+    """Return the page as an answer that loads nothing else, runs one script and may not be framed."""
     return Response(
         status=200, body=page.encode(errors="replace"), content_type="text/html; charset=utf-8", headers=_HEADERS
     )
 
 
 def render_page(view: View) -> str:
-    """Return the HTML page, which loads and runs nothing and refreshes itself."""
+    """Return the HTML page, which one script keeps up to date."""
     notice = f'<p class="notice">{escape_text(view.notice)}</p>' if view.notice else ""
-    first = view.shown[0]
-    headline = escape_text(f"{first.subject} {first.situation.replace('_', ' ')}")
-    names = {labels[0]: None for labels in view.values.of(catalog.ENGINE_INFO)}
-    models = f": {escape_text(', '.join(names))}" if names else ""
+    first, seconds = view.shown[0], max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))
+    links = DOT.join(f'<a href="{path}">{path}</a>' for path in PATHS)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f'<meta http-equiv="refresh" content="{max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))}">'
-        f"<title>{WORDS[first.level]}: {headline} \N{MIDDLE DOT} vllm-headroom</title>"
-        f'<link rel="icon" href="{build_icon(first.level)}"><style>{PAGE_STYLE}</style></head><body>'
-        f"<header><h1>vllm-headroom{models}</h1><p class=dim>{_describe_age(view)}</p>{notice}</header>"
-        f"<main><ul class=verdicts>{''.join(_render_sentence(view, each) for each in view.shown)}</ul>"
-        f"{''.join(_render_rest(view))}</main><footer><p>{LINKS}</p></footer></body></html>\n"
+        f"<title>{_render_headline(first)}{DOT}vllm-headroom</title>"
+        f'<link rel="icon" href="{build_icon(first.level)}"><style>{PAGE_STYLE}</style></head>'
+        f"<body data-seconds={seconds}><header><p>{escape_text(DOT.join(_list_names(view)))}</p>{_render_age(view)}"
+        "<noscript><p>Without scripts this page does not change: load it again for newer figures.</p></noscript>"
+        f"{notice}</header><main>{_render_hero(view, first)}{_render_verdicts(view)}"
+        f"{''.join(_render_rest(view))}</main><footer><p>{links}</p></footer><script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _list_names(view: View) -> Iterator[str]:
+    """Yield whose page it is: pod or host, engine, models and GPUs."""
+    yield from filter(None, ("vllm-headroom", view.host, view.engine_url))
+    yield from dict.fromkeys(labels[0] for labels in view.values.of(catalog.ENGINE_INFO))
+    owned = () if view.snapshot is None else view.snapshot.owned
+    for name, count in Counter(gpu.reading.name for gpu in owned if gpu.reading.name).items():
+        yield f"{count} \N{MULTIPLICATION SIGN} {name}" if count > 1 else name
+
+
+def _render_age(view: View) -> str:
+    if view.snapshot is None:
+        return f'<p class=dim id=age data-seen="the start">version {escape_text(view.version)}</p>'
+    seen, age = format_instant(view.snapshot.time_seconds), format_duration(view.age_seconds)
+    text = f"seen {seen}, {age} ago; version {escape_text(view.version)}"
+    return f'<p class=dim id=age data-seen="{seen}">{text}</p>'
+
+
+def _render_headline(verdict: Verdict) -> str:
+    return escape_text(f"{WORDS[verdict.level]}: {verdict.subject} {verdict.situation.replace('_', ' ')}")
+
+
+def _render_hero(view: View, first: Verdict) -> str:
+    """Return the worst situation: its number, its sentence and the first thing to do."""
+    number, of = _find_number(view, first)
+    figure = f"<b>{escape_text(number)} <small>{escape_text(of)}</small></b>" if number else ""
+    todo = "" if first.level is Level.GOOD else f"<p>{escape_text(ACTIONS[first.situation])}{_link(view, first)}</p>"
+    return (
+        f"<section class='hero {first.level}'><h1>{_render_headline(first)}</h1>{figure}"
+        f"<p>{escape_text(first.sentence)}</p>{todo}</section>"
+    )
+
+
+GROWS: Final = {
+    Situation.LEAKING: (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER),
+    Situation.GROWING: (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER),
+    Situation.HOST_LEAK: (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER),
+}
+WITHOUT_ROOM: Final = {Situation.CRASH_LOOP, Situation.DOWN, Situation.BLIND}
+"""Situations in which free memory is not what matters."""
+
+
+def _find_number(view: View, first: Verdict) -> tuple[str, str]:
+    """Return the number that matters in a situation, and what it is; empty where none is known."""
+    values = view.values
+    left, least = (
+        min(values.of(each).values(), default=None) for each in GROWS.get(first.situation, GROWS[Situation.LEAKING])
+    )
+    if first.situation in GROWS and left is not None:
+        earliest = "" if least is None else f", at the earliest in {format_duration(least)}"
+        return format_duration(left), f"until out of memory{earliest}"
+    age = values.value(catalog.ENGINE_PROGRESS_AGE)
+    if first.situation is Situation.STALLED and age is not None:
+        return format_duration(age), "without progress"
+    free = values.of(catalog.GPU_MEMORY_FREE)
+    if first.situation in WITHOUT_ROOM or not free:
+        return "", ""
+    labels = min(free, key=lambda each: free[each])
+    total = values.value(catalog.GPU_MEMORY_TOTAL, *labels)
+    of = "" if total is None else f" of {format_size(total)}"
+    where = f"GPU {labels[0]}, the fullest" if len(free) > 1 else f"GPU {labels[0]}"
+    return format_size(free[labels]), f"free{of} on {where}"
+
+
+def _render_verdicts(view: View) -> str:
+    """Return the verdicts after the first; many quiet GPUs are one line that opens."""
+    rest = view.shown[1:]
+    quiet = [each for each in rest if each.situation is Situation.HEALTHY and each.subject.startswith("GPU ")]
+    folded = ""
+    if len(quiet) >= MANY:
+        rest = tuple(each for each in rest if each not in quiet)
+        names = {each.subject for each in quiet}
+        owned = view.snapshot.owned if view.snapshot else ()
+        rooms = (gpu.reading.memory for gpu in owned if gpu.reading.called in names)
+        free = min((memory.free_bytes for memory in rooms if memory is not None), default=None)
+        least = "" if free is None else f", at least {format_size(free)} free on each GPU"
+        lines = "".join(_render_sentence(view, each) for each in quiet)
+        folded = f"<details><summary>{len(quiet)} GPUs quiet{least}</summary><ul class=verdicts>{lines}</ul></details>"
+    return (
+        f"<ul class=verdicts>{''.join(_render_sentence(view, each) for each in rest)}</ul>{folded}"
+        if rest or folded
+        else ""
     )
 
 
@@ -262,16 +267,13 @@ def _render_rest(view: View) -> Iterator[str]:
 
 
 def _render_sentence(view: View, verdict: Verdict) -> str:
+    word = f"<b>{WORDS[verdict.level]}</b>"
+    return f"<li class={verdict.level}>{word} {escape_text(verdict.sentence)}{_link(view, verdict)}</li>"
+
+
+def _link(view: View, verdict: Verdict) -> str:
     where = view.find_runbook(verdict.alert)
-    link = "" if where is None else f' <a href="{escape_text(where)}">What&nbsp;to&nbsp;do</a>'
-    return f"<li class={verdict.level}><b>{WORDS[verdict.level]}</b> {escape_text(verdict.sentence)}{link}</li>"
-
-
-def _describe_age(view: View) -> str:
-    if view.snapshot is None:
-        return f"version {escape_text(view.version)}"
-    age = format_duration(view.age_seconds)
-    return f"seen {format_instant(view.snapshot.time_seconds)}, {age} ago; version {escape_text(view.version)}"
+    return "" if where is None else f' <a href="{escape_text(where)}">What&nbsp;to&nbsp;do</a>'
 
 
 HOLDERS: Final = ("engine", "other", "unattributed")
@@ -331,10 +333,13 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...
 
 def _render_table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, kind: str) -> str:
     """Return a table of this class with a heading, empty without rows."""
+    names = [escape_text(each) for each in head[1:]]
     lines = "".join(
-        f"<tr><th scope=row>{escape_text(first)}</th>{''.join(f'<td>{escape_text(cell)}</td>' for cell in rest)}</tr>"
+        f"<tr><th scope=row>{escape_text(first)}</th>"
+        + "".join(f'<td data-t="{name}">{escape_text(cell)}</td>' for name, cell in zip(names, rest, strict=True))
+        + "</tr>"
         for first, *rest in rows
-    ).replace("<td>failed</td>", "<td><b class=alarm>failed</b></td>")
+    ).replace(">failed</td>", "><b class=alarm>failed</b></td>")
     titles = "".join(f"<th scope=col>{escape_text(each)}</th>" for each in head)
     if not lines:
         return ""

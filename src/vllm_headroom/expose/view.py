@@ -174,12 +174,15 @@ class Incident(Struct, frozen=True, kw_only=True):
 class View(Struct, frozen=True, kw_only=True):
     """The last sample with its values and verdicts, none before the first; `age_seconds` is its age.
 
-    `unwell` is why the sampling loop does not run, `notice` is for people, `runbooks` is their URL.
+    `host` is the sidecar's pod or machine, `unwell` why the sampling loop does not run, `notice` is for people,
+    `runbooks` is their URL.
     """
 
     version: str
     interval_seconds: float
     history: History
+    host: str = ""
+    engine_url: str = ""
     snapshot: Snapshot | None = None
     values: Values = Values(())
     verdicts: tuple[Verdict, ...] = (NO_VERDICT,)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
+from hashlib import sha256
 from html.parser import HTMLParser
 
 import pytest
@@ -11,11 +13,11 @@ from msgspec.structs import replace
 from tests.samples import engine, failure, gpu, page, snapshot
 from tests.unit.expose.views import NOW, day, host_day, view
 from vllm_headroom import catalog
-from vllm_headroom.expose.page import render_page, respond_html
+from vllm_headroom.expose.page import SCRIPT, render_page, respond_html
 from vllm_headroom.expose.view import Event, History, Incident, View
 from vllm_headroom.model import Sample, Verdict
 from vllm_headroom.units import GIB
-from vllm_headroom.vocabulary import Level, Source
+from vllm_headroom.vocabulary import ACTIONS, Level, Situation, Source
 
 GPU = ("0", "GPU-a")
 EMPTY = View(version="1.2.3", interval_seconds=5.0, history=History())
@@ -25,7 +27,7 @@ def test_before_the_first_sample_the_page_says_so() -> None:
     shown = render_page(EMPTY)
 
     assert "No sample has been published yet." in shown
-    assert "<title>NOT KNOWN: sidecar" in shown
+    assert "<title>NOT KNOWN: sidecar blind" in shown
 
 
 def test_what_is_known_is_shown_and_what_is_not_is_called_so() -> None:
@@ -38,8 +40,8 @@ def test_what_is_known_is_shown_and_what_is_not_is_called_so() -> None:
         )
     )
 
-    assert "<td>3.00 GiB</td>" in shown
-    assert "<td>not known</td>" in shown
+    assert '<td data-t="free">3.00 GiB</td>' in shown
+    assert '<td data-t="total">not known</td>' in shown
 
 
 def test_host_memory_has_a_figure_with_its_way_to_zero_and_a_table_of_its_processes() -> None:
@@ -48,7 +50,7 @@ def test_host_memory_has_a_figure_with_its_way_to_zero_and_a_table_of_its_proces
     assert "<b>Host memory</b> : 4 GiB of 64 GiB free</figcaption>" in shown
     assert 'class="ahead"' in shown
     rows = re.findall(r"<th scope=row>(\w+)</th>(.*?)</tr>", shown)
-    assert [(role, re.findall(r"<td>(.*?)</td>", cells)) for role, cells in rows[:2]] == [
+    assert [(role, re.findall(r"<td data-t=[^>]*>(.*?)</td>", cells)) for role, cells in rows[:2]] == [
         ("worker", ["57.00 GiB", "3.00 GiB", "leaking", "60 GiB"]),
         ("api_server", ["1.00 GiB", "not known", "not known", ""]),
     ]
@@ -66,7 +68,9 @@ def test_a_failed_source_says_its_cause() -> None:
     shown = render_page(view(samples, at=silent))
 
     assert "<b class=alarm>failed</b>" in shown
-    assert "<td>12.5 ms</td><td>1 min 0 s before</td><td>unreachable: it failed</td>" in shown
+    assert [each in shown for each in (">12.5 ms</td>", ">1 min 0 s before</td>", ">unreachable: it failed</td>")] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize("leaking", [frozenset(), frozenset({0})])
@@ -81,12 +85,42 @@ def test_free_memory_and_load_have_the_same_time_axis(leaking: frozenset[int]) -
 def test_the_leak_is_the_first_thing_that_is_read() -> None:
     shown = render_page(day(gpus=2, leaking=frozenset({1})))
 
-    first = shown.index("<li class=alarm>")
     assert shown.startswith("<!doctype html>")
-    assert "<title>ALARM: GPU 1" in shown
-    assert "out of memory in about 4 h 0 min, at the earliest in 2 h 0 min." in shown
-    assert first < shown.index("<li class=good>")
+    assert "<title>ALARM: GPU 1 leaking" in shown
+    hero = shown[shown.index("<section class='hero alarm'>") : shown.index("</section>")]
+    assert "<h1>ALARM: GPU 1 leaking</h1>" in hero
+    assert "<b>4 h 0 min <small>until out of memory, at the earliest in 2 h 0 min</small></b>" in hero
+    assert "<p>Plan a restart before the earliest time" in hero
+    assert shown.index("</section>") < shown.index("<li class=good>")
     assert shown.index("<b>GPU 1</b>") < shown.index("<b>GPU 0</b>")
+
+
+def test_a_healthy_engine_shows_the_least_free_memory_and_nothing_to_do() -> None:
+    shown = render_page(day(gpus=2))
+
+    hero = shown[shown.index("<section class='hero good'>") : shown.index("</section>")]
+    assert "free of 80 GiB on GPU 0, the fullest</small>" in hero
+    assert ACTIONS[Situation.HEALTHY] not in hero
+
+
+def test_many_quiet_gpus_are_one_line_that_opens() -> None:
+    few, many = render_page(day(gpus=3, leaking=frozenset({1}))), render_page(day(gpus=8, leaking=frozenset({3})))
+
+    assert "<details>" not in few
+    assert "<summary>7 GPUs quiet, at least 9.31 GiB free on each GPU</summary>" in many
+    folded = many[many.index("<details>") : many.index("</details>")]
+    assert folded.count("<li class=good>") == 7
+
+
+def test_every_situation_has_something_to_do() -> None:
+    assert set(ACTIONS) == set(Situation)
+
+
+def test_whose_page_it_is_stands_first() -> None:
+    shown = render_page(replace(day(gpus=2), host="pod-1", engine_url="http://127.0.0.1:8000/metrics"))
+
+    names = shown[shown.index("<header>") : shown.index("</p>")]
+    assert "vllm-headroom \N{MIDDLE DOT} pod-1 \N{MIDDLE DOT} http://127.0.0.1:8000/metrics" in names
 
 
 def test_the_forecast_is_drawn_where_there_is_one() -> None:
@@ -114,7 +148,7 @@ def test_the_axis_ends_at_the_card(free: float, top: str) -> None:
 def test_a_loop_that_does_not_turn_is_an_alarm_above_all() -> None:
     shown = render_page(day(unwell="not turned for 40 s"))
 
-    assert "<title>ALARM: sidecar" in shown
+    assert "<title>ALARM: sidecar blind" in shown
     assert "The sidecar does not sample: not turned for 40 s" in shown
     assert ("<li class=good>" in shown, "<li class=unknown>" in shown) == (False, True)
 
@@ -160,7 +194,7 @@ def test_names_from_outside_cannot_write_html_nor_turn_a_line_about() -> None:
 
     shown = render_page(view([Sample(catalog.ENGINE_INFO, ("<script>\u202e", "0", "vllm"), 1.0)], at=silent))
 
-    assert not any(each in shown for each in ("<script>", "\u202e"))
+    assert not any(each in shown.replace(f"<script>{SCRIPT}", "") for each in ("<script>", "\u202e"))
     assert r"&lt;script&gt;\x202e / 0" in shown
 
 
@@ -218,11 +252,13 @@ def test_every_element_is_closed() -> None:
     assert parser.open == []
 
 
-def test_the_page_may_load_nothing_and_runs_nothing() -> None:
+def test_the_page_may_load_nothing_and_runs_one_script() -> None:
     shown = render_page(day())
     policy = dict(respond_html(shown).headers)["Content-Security-Policy"]
+    (script,) = re.findall(r"<script>(.*?)</script>", shown, re.DOTALL)
 
     assert "default-src 'none'" in policy
-    assert "script" not in shown
+    assert f"script-src 'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" in policy
+    assert 'http-equiv="refresh"' not in shown
     assert re.findall(r'(?:src|href)="(?!/|data:image/svg)', shown) == []
     assert " style=" not in shown
