@@ -18,7 +18,7 @@ from tests.dashboards.history import scrapes
 from tests.dashboards.store import Prometheus, add, running
 from vllm_headroom.model import GpuReadings
 from vllm_headroom_tools.demo.run import SimulatedGpus
-from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.demo.world import TABLE
 
 SIDECARS: Final = 1_000
 GPUS: Final = 8

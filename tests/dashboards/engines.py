@@ -14,7 +14,7 @@ from tests.assets.promql import parsed, recorded
 from tests.dashboards.grafana import NAMES, VARIABLE, load, panels, queries
 from tests.dashboards.history import Target, scrapes
 from vllm_headroom.parse.profiles import PROFILES
-from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.demo.world import TABLE
 from vllm_headroom_tools.doctor.engine import SERIES
 
 PAGES: Final = Path(__file__).parents[1] / "contract"

@@ -20,8 +20,7 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.metrics import HeadroomCollector, build_registry
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
-from vllm_headroom_tools.demo.scenario import TABLE, Scenario
-from vllm_headroom_tools.demo.world import World
+from vllm_headroom_tools.demo.world import TABLE, Scenario, World
 
 SAMPLE_SECONDS: Final = 15
 """Between two samples: with the daemon's own 5 s it would take three times as long."""

@@ -18,7 +18,7 @@ from tests.dashboards.cards import EightGpus, MigInstances, SmallCard
 from tests.dashboards.history import BARE_METAL, Target, open_metrics
 from tests.dashboards.rules import evaluated
 from vllm_headroom_tools.demo.run import SimulatedGpus
-from vllm_headroom_tools.demo.scenario import TABLE, Scenario, Visits
+from vllm_headroom_tools.demo.world import TABLE, Scenario, Visits
 
 END: Final = 1_767_225_600
 """The present, the same in every run: the first second of 2026."""

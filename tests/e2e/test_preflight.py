@@ -65,7 +65,6 @@ def test_no_go_ends_with_status_1_and_names_the_process(nvml: FakeNvml) -> None:
     found = document(process)
 
     assert process.returncode == 1
-    assert process.returncode == 1
     assert found["highest_gpu_memory_utilization"] == 0.61
     assert found["gpus"][1]["free_bytes"] == 50 * GIB - nvml.gpus[1].reserved_bytes
     (process_on_it,) = found["gpus"][1]["processes"]

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from vllm_headroom.config import from_text, setting
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.demo.scenario import TABLE
+from vllm_headroom_tools.demo.world import TABLE
 from vllm_headroom_tools.options import choice
 from vllm_headroom_tools.settings import ModelSettings
 

@@ -16,7 +16,6 @@ from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, G
 from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Reason, Role, Source
-from vllm_headroom_tools.demo.scenario import Scenario
 from vllm_headroom_tools.demo.world import (
     BLOCK_TOKENS,
     CAPACITY_TOKENS,
@@ -25,6 +24,7 @@ from vllm_headroom_tools.demo.world import (
     RESERVED_BYTES,
     TOTAL_BYTES,
     EngineRun,
+    Scenario,
     World,
 )
 
@@ -54,18 +54,17 @@ class SimulatedEngine:
 
 def render_page(engine: EngineRun, epoch_seconds: float) -> str:
     """Return what the engine exports, as Prometheus text."""
-    traffic = engine.traffic
     figures = {
-        "num_requests_running": traffic.running,
-        "num_requests_waiting": traffic.waiting,
-        "kv_cache_usage_perc": traffic.kv_used_ratio,
-        "prefix_cache_queries_total": traffic.prompt_tokens_total,
-        "prefix_cache_hits_total": traffic.prefix_hits_total,
-        "num_preemptions_total": traffic.preemptions_total,
-        "prompt_tokens_total": traffic.prompt_tokens_total,
-        "generation_tokens_total": traffic.generation_tokens_total,
-        "request_success_total": traffic.finished_total,
-        "iteration_tokens_total_count": traffic.steps_total,
+        "num_requests_running": engine.running,
+        "num_requests_waiting": engine.waiting,
+        "kv_cache_usage_perc": engine.kv_used_ratio,
+        "prefix_cache_queries_total": engine.prompt_tokens_total,
+        "prefix_cache_hits_total": engine.prefix_hits_total,
+        "num_preemptions_total": engine.preemptions_total,
+        "prompt_tokens_total": engine.prompt_tokens_total,
+        "generation_tokens_total": engine.generation_tokens_total,
+        "request_success_total": engine.finished_total,
+        "iteration_tokens_total_count": engine.steps_total,
     }
     lines = [f"vllm:{name}{{{ENGINE_LABELS}}} {value}" for name, value in figures.items()]
     lines += [
@@ -160,7 +159,7 @@ class SimulatedProcesses:
                 started_at_seconds=self._epoch_seconds + engine.started_seconds,
             )
             for place, (role, mib) in enumerate(RESIDENT_MIB)
-            if engine.exists(world.seconds)
+            if world.exists
         )
         pids = {process.pid for process in processes} | {process.pid for process in _list_gpu_processes(world)}
         return ProcessReadings(engine=processes, visible_pids=frozenset(pids | {1}), sees_host_pids=True)
@@ -168,11 +167,11 @@ class SimulatedProcesses:
 
 def _list_gpu_processes(world: World) -> list[GpuProcess]:
     processes = []
-    if world.engine.exists(world.seconds):
+    if world.exists:
         worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
         processes.append(GpuProcess(pid=world.engine.first_pid + worker, used_bytes=world.engine_bytes))
-    if world.neighbour is not None:
-        processes.append(GpuProcess(pid=NEIGHBOUR_PID + world.neighbour.number, used_bytes=world.neighbour_bytes))
+    if world.neighbour_bytes:
+        processes.append(GpuProcess(pid=NEIGHBOUR_PID + world.neighbours.number, used_bytes=world.neighbour_bytes))
     return processes
 
 

@@ -1,13 +1,128 @@
-"""The simulated world: one GPU, the engine on it and what happens to them."""
+"""The simulated world: one GPU, the engine on it, and the scenarios of what happens to them."""
 
 from __future__ import annotations
 
-from math import ceil, cos, exp, inf, log1p, pi
+from math import ceil, cos, exp, inf, log1p, pi, sqrt
 from random import Random
 from typing import Final
 
-from vllm_headroom.units import MIB
-from vllm_headroom_tools.demo.scenario import Bounds, Drift, Recurring, Scenario, Visit, draw_poisson, make_random
+from msgspec import Struct
+
+from vllm_headroom.units import GIB, MIB
+
+Bounds = tuple[float, float]
+"""The least and the most; what happens is drawn evenly between them."""
+
+
+class Visits(Struct, frozen=True, kw_only=True):
+    """Something that comes, stays and goes, again and again; `size` is what it brings."""
+
+    pause_seconds: Bounds
+    stay_seconds: Bounds
+    size: Bounds
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    """What happens besides healthy serving; the size of a burst is a factor on the load, of a neighbour bytes.
+
+    With `cold` the engine starts with the demo, else it has served for an hour. While it hangs it takes no step, and
+    its page keeps its last values.
+    """
+
+    name: str
+    leak_bytes_per_request: float = 0.0
+    bursts: Visits | None = None
+    neighbours: Visits | None = None
+    restart_after_seconds: Bounds | None = None
+    loading_seconds: Bounds = (40.0, 70.0)
+    cold: bool = False
+    hangs: Visits | None = None
+    sleeps: Visits | None = None
+
+
+TABLE: Final[dict[str, Scenario]] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(name="healthy"),
+        # 12.8 MB per 1,000 requests: the rate in the post-mortem this project began with.
+        Scenario(name="leak", leak_bytes_per_request=12_800.0),
+        Scenario(
+            name="burst",
+            bursts=Visits(pause_seconds=(1_200.0, 2_400.0), stay_seconds=(20.0, 45.0), size=(4.0, 6.0)),
+        ),
+        Scenario(
+            name="neighbour",
+            neighbours=Visits(
+                pause_seconds=(300.0, 1_500.0), stay_seconds=(1_200.0, 3_600.0), size=(1.0 * GIB, 3.0 * GIB)
+            ),
+        ),
+        Scenario(name="restart", restart_after_seconds=(6_300.0, 8_100.0)),
+        Scenario(name="crash", restart_after_seconds=(600.0, 1_800.0)),
+        Scenario(
+            name="hang",
+            hangs=Visits(pause_seconds=(900.0, 1_500.0), stay_seconds=(300.0, 600.0), size=(1.0, 1.0)),
+        ),
+        Scenario(
+            name="slow-start", cold=True, loading_seconds=(720.0, 1_800.0), restart_after_seconds=(7_200.0, 10_800.0)
+        ),
+        Scenario(
+            name="sleep",
+            sleeps=Visits(pause_seconds=(900.0, 1_500.0), stay_seconds=(600.0, 1_200.0), size=(1.0, 1.0)),
+        ),
+    )
+}
+
+
+def make_random(seed: int, purpose: str) -> Random:
+    """Return a separate random generator for `purpose`, so that one part's draws never shift another's."""
+    return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
+
+
+def draw_poisson(random: Random, mean: float) -> int:
+    """Return how many events happen where `mean` (below 700, for exp) are expected; by Knuth's product of draws."""
+    limit, product, events = exp(-mean), random.random(), 0
+    while product > limit:
+        product *= random.random()
+        events += 1
+    return events
+
+
+class Drift:
+    """A value around 0 that wanders and returns: a first-order autoregressive process, one step a second."""
+
+    def __init__(self, random: Random, *, deviation: float, memory_seconds: float) -> None:
+        self._random = random
+        self._persistence = exp(-1.0 / memory_seconds)
+        self._shock = deviation * sqrt(1.0 - self._persistence**2)
+        self._value = 0.0
+
+    def step(self) -> float:
+        """Return the value a second later."""
+        self._value = self._persistence * self._value + self._random.gauss(0.0, self._shock)
+        return self._value
+
+
+class Recurring:
+    """Something that comes, stays and goes again and again; never, where `visits` is None.
+
+    `number` counts the visits from 1; the newest has this `size`, and comes and leaves at these times.
+    """
+
+    def __init__(self, random: Random, visits: Visits | None) -> None:
+        self.number = 0
+        self.came_seconds = self.leaves_seconds = self.size = 0.0
+        self._random = random
+        self._visits = visits
+
+    def is_here(self, seconds: float) -> bool:
+        """Return whether a visit is going on at that time, which never goes back."""
+        if self._visits is not None and (not self.number or seconds >= self.leaves_seconds):
+            self.number += 1
+            self.came_seconds = self.leaves_seconds + self._random.uniform(*self._visits.pause_seconds)
+            self.leaves_seconds = self.came_seconds + self._random.uniform(*self._visits.stay_seconds)
+            self.size = self._random.uniform(*self._visits.size)
+        return self.came_seconds <= seconds < self.leaves_seconds
+
 
 REQUESTS_PER_SECOND: Final = 10.0
 MOST_RUNNING: Final = 256
@@ -34,74 +149,6 @@ STEPS_PER_SECOND: Final = 50
 SLOWDOWN_RUNNING: Final = 320.0
 BUSIEST_SECONDS: Final = 3 * 3600.0
 DAY_SECONDS: Final = 86_400.0
-
-
-class Demand:
-    """Requests that clients send, with a mild daily wave that peaks three hours into the demo."""
-
-    def __init__(self, random: Random) -> None:
-        self._random = random
-        self._drift = Drift(random, deviation=0.10, memory_seconds=600.0)
-
-    def step(self, seconds: float, factor: float) -> int:
-        """Return the requests that arrive in one second, at `factor` times the ordinary load."""
-        wave = 1.0 + 0.2 * cos(2.0 * pi * (seconds - BUSIEST_SECONDS) / DAY_SECONDS)
-        return draw_poisson(self._random, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step()))
-
-
-class Traffic:
-    """The queue, the running requests and the counters of one run of the engine."""
-
-    def __init__(self, random: Random) -> None:
-        self.running = 0
-        self.waiting = 0
-        self.finished_total = 0
-        self.preemptions_total = 0
-        self.prompt_tokens_total = 0
-        self.generation_tokens_total = 0
-        self.steps_total = 0
-        self.prefix_hits_total = 0
-        self.kv_used_ratio = 0.0
-        self._preempted = 0
-        self._random = random
-        self._length = Drift(random, deviation=0.05, memory_seconds=20.0)
-        self._tokens_each = float(LIVE_TOKENS)
-
-    def step(self, arrived: int) -> int:
-        """Serve for one second; return how many requests finished in it."""
-        latency_seconds = ALONE_SECONDS * (1.0 + self.running / SLOWDOWN_RUNNING)
-        finished = min(self.running, draw_poisson(self._random, self.running / latency_seconds))
-        self.generation_tokens_total += int(self.running * GENERATED_TOKENS / latency_seconds)
-        self.steps_total += STEPS_PER_SECOND if self.running else 0
-        self.finished_total += finished
-        self.running -= finished
-        self.waiting += arrived
-        self._admit()
-        self._tokens_each = LIVE_TOKENS * (1.0 + self._length.step())
-        evicted = max(0, self.running - int(CAPACITY_TOKENS / self._tokens_each))
-        self.running -= evicted
-        self.waiting += evicted
-        self._preempted += evicted
-        self.preemptions_total += evicted
-        self.kv_used_ratio = min(1.0, self.running * self._tokens_each / CAPACITY_TOKENS)
-        return finished
-
-    def abort(self) -> None:
-        """End all requests and empty the cache."""
-        self.running, self.waiting, self._preempted, self.kv_used_ratio = 0, 0, 0, 0.0
-
-    def _admit(self) -> None:
-        """Admit requests by the room there is now, without foreseeing that running requests grow."""
-        fitting = int(ADMISSION_RATIO * CAPACITY_TOKENS / self._tokens_each)
-        admitted = max(0, min(self.waiting, min(fitting, MOST_RUNNING) - self.running))
-        self.waiting -= admitted
-        self.running += admitted
-        again = min(admitted, self._preempted)
-        self._preempted -= again
-        tokens = (admitted - again) * PROMPT_TOKENS
-        self.prompt_tokens_total += tokens
-        self.prefix_hits_total += int(tokens * min(1.0, max(0.0, self._random.gauss(HIT_RATIO, 0.05))))
-
 
 SMALL_SEGMENT_MIB: Final = 2
 LARGE_SEGMENT_MIB: Final = 20
@@ -133,75 +180,6 @@ WEIGHTS_LOADED: Final = 0.7
 PIDS_APART: Final = 37
 
 
-class EngineRun:
-    """A server of one model on one GPU; times are seconds since the demo began, and `number` counts runs from 0."""
-
-    def __init__(self, seed: int, number: int, *, started_seconds: float, serving_seconds: float) -> None:
-        self.number = number
-        self.started_seconds = started_seconds
-        self.serving_seconds = serving_seconds
-        self.traffic = Traffic(make_random(seed, f"traffic {number}"))
-        self.asleep = False
-        self.leaked_bytes = 0.0
-        self._most_running = 0
-
-    @property
-    def first_pid(self) -> int:
-        """The pid of the API server; the engine core and the worker follow it."""
-        return 4_100 + PIDS_APART * self.number
-
-    def exists(self, seconds: float) -> bool:
-        """Return whether its processes have been started."""
-        return seconds >= self.started_seconds
-
-    def serves(self, seconds: float) -> bool:
-        """Return whether it answers requests."""
-        return seconds >= self.serving_seconds
-
-    def sleep(self, *, asleep: bool) -> None:
-        """Go to sleep or wake up; vLLM ends all requests before it sleeps."""
-        if asleep and not self.asleep:
-            self.traffic.abort()
-        self.asleep = asleep
-
-    def step(self, arrived: int, leak_bytes_per_request: float) -> None:
-        """Serve for one second; asleep, turn away what arrives."""
-        if self.asleep:
-            return
-        self.leaked_bytes += self.traffic.step(arrived) * leak_bytes_per_request
-        self._most_running = max(self._most_running, self.traffic.running)
-
-    def count_gpu_bytes(self, seconds: float) -> int:
-        """Return what its worker holds on the GPU."""
-        if self.asleep and self.serves(seconds):
-            return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
-        if self.serves(seconds):
-            fixed_mib = OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB
-            taken = compute_taken_mib(self.traffic.finished_total, self._most_running)
-            return (fixed_mib + taken + round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)) * MIB
-        if self.exists(seconds):
-            done = (seconds - self.started_seconds) / (self.serving_seconds - self.started_seconds)
-            return (
-                OUTSIDE_MIB + round_to_segments(WEIGHTS_MIB * min(1.0, done / WEIGHTS_LOADED), SMALL_SEGMENT_MIB)
-            ) * MIB
-        return 0
-
-
-def round_to_segments(mib: float, segment_mib: int) -> int:
-    """Return `mib` as MiB in whole segments."""
-    return ceil(mib / segment_mib) * segment_mib
-
-
-def compute_taken_mib(requests: int, most_running: int) -> int:
-    """Return the memory that a run of a healthy engine keeps taking and never frees, by requests and most at once.
-
-    The picture is PyTorch's caching allocator (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily
-    loaded kernels. What the n-th request needs first gets rarer as 1/n; a leak does not.
-    """
-    first_uses = round_to_segments(FIRST_USES_MIB * log1p(requests), LARGE_SEGMENT_MIB)
-    return min(first_uses + round_to_segments(MIB_PER_RUNNING * most_running, LARGE_SEGMENT_MIB), ACTIVATIONS_MIB)
-
-
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
 UNATTRIBUTED_BYTES: Final = 20 * MIB
@@ -221,6 +199,100 @@ NEIGHBOUR_RAMP: Final = 0.2
 """Share of its stay in which the neighbour's memory grows."""
 
 
+class EngineRun:
+    """A server of one model on one GPU: its queue, its counters and its memory.
+
+    Times are seconds since the demo began, and `number` counts runs from 0.
+    """
+
+    def __init__(self, seed: int, number: int, *, started_seconds: float, serving_seconds: float) -> None:
+        self.number = number
+        self.started_seconds = started_seconds
+        self.serving_seconds = serving_seconds
+        self.asleep = False
+        self.leaked_bytes = self.kv_used_ratio = 0.0
+        self.running = self.waiting = self.finished_total = self.preemptions_total = self.steps_total = 0
+        self.prompt_tokens_total = self.generation_tokens_total = self.prefix_hits_total = 0
+        self._preempted = self._most_running = 0
+        self._random = make_random(seed, f"traffic {number}")
+        self._length = Drift(self._random, deviation=0.05, memory_seconds=20.0)
+        self._tokens_each = float(LIVE_TOKENS)
+
+    @property
+    def first_pid(self) -> int:
+        """The pid of the API server; the engine core and the worker follow it."""
+        return 4_100 + PIDS_APART * self.number
+
+    def sleep(self, *, asleep: bool) -> None:
+        """Go to sleep or wake up; vLLM ends all requests before it sleeps."""
+        if asleep and not self.asleep:
+            self.running, self.waiting, self._preempted, self.kv_used_ratio = 0, 0, 0, 0.0
+        self.asleep = asleep
+
+    def step(self, arrived: int, leak_bytes_per_request: float = 0.0) -> None:
+        """Serve for one second; asleep, turn away what arrives."""
+        if self.asleep:
+            return
+        latency_seconds = ALONE_SECONDS * (1.0 + self.running / SLOWDOWN_RUNNING)
+        finished = min(self.running, draw_poisson(self._random, self.running / latency_seconds))
+        self.generation_tokens_total += int(self.running * GENERATED_TOKENS / latency_seconds)
+        self.steps_total += STEPS_PER_SECOND if self.running else 0
+        self.finished_total += finished
+        self.leaked_bytes += finished * leak_bytes_per_request
+        self.running -= finished
+        self.waiting += arrived
+        self._admit()
+        self._tokens_each = LIVE_TOKENS * (1.0 + self._length.step())
+        evicted = max(0, self.running - int(CAPACITY_TOKENS / self._tokens_each))
+        self.running -= evicted
+        self.waiting += evicted
+        self._preempted += evicted
+        self.preemptions_total += evicted
+        self.kv_used_ratio = min(1.0, self.running * self._tokens_each / CAPACITY_TOKENS)
+        self._most_running = max(self._most_running, self.running)
+
+    def _admit(self) -> None:
+        """Admit requests by the room there is now, without foreseeing that running requests grow."""
+        fitting = int(ADMISSION_RATIO * CAPACITY_TOKENS / self._tokens_each)
+        admitted = max(0, min(self.waiting, min(fitting, MOST_RUNNING) - self.running))
+        self.waiting -= admitted
+        self.running += admitted
+        again = min(admitted, self._preempted)
+        self._preempted -= again
+        tokens = (admitted - again) * PROMPT_TOKENS
+        self.prompt_tokens_total += tokens
+        self.prefix_hits_total += int(tokens * min(1.0, max(0.0, self._random.gauss(HIT_RATIO, 0.05))))
+
+    def count_gpu_bytes(self, seconds: float) -> int:
+        """Return what its worker holds on the GPU."""
+        if seconds < self.started_seconds:
+            return 0
+        if seconds < self.serving_seconds:
+            done = (seconds - self.started_seconds) / (self.serving_seconds - self.started_seconds)
+            loaded = round_to_segments(WEIGHTS_MIB * min(1.0, done / WEIGHTS_LOADED), SMALL_SEGMENT_MIB)
+            return (OUTSIDE_MIB + loaded) * MIB
+        if self.asleep:
+            return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
+        taken = compute_taken_mib(self.finished_total, self._most_running)
+        leaked = round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)
+        return (OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + taken + leaked) * MIB
+
+
+def round_to_segments(mib: float, segment_mib: int) -> int:
+    """Return `mib` as MiB in whole segments."""
+    return ceil(mib / segment_mib) * segment_mib
+
+
+def compute_taken_mib(requests: int, most_running: int) -> int:
+    """Return the memory that a run of a healthy engine keeps taking and never frees, by requests and most at once.
+
+    The picture is PyTorch's caching allocator (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily
+    loaded kernels. What the n-th request needs first gets rarer as 1/n; a leak does not.
+    """
+    first_uses = round_to_segments(FIRST_USES_MIB * log1p(requests), LARGE_SEGMENT_MIB)
+    return min(first_uses + round_to_segments(MIB_PER_RUNNING * most_running, LARGE_SEGMENT_MIB), ACTIVATIONS_MIB)
+
+
 class World:
     """A function of scenario, seed and time alone; `seconds` is the time since the demo began, in whole seconds.
 
@@ -229,18 +301,19 @@ class World:
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
         self.seconds = -WARM_SECONDS
-        self.engine = _start_engine(scenario, seed)
         self.busy = 0
-        self.neighbour: Visit | None = None
+        self.neighbours = Recurring(make_random(seed, "neighbours"), scenario.neighbours)
         self._scenario = scenario
         self._seed = seed
-        self._demand = Demand(make_random(seed, "demand"))
+        self._demand = make_random(seed, "demand")
+        self._drift = Drift(self._demand, deviation=0.10, memory_seconds=600.0)
         self._bursts = Recurring(make_random(seed, "bursts"), scenario.bursts)
-        self._neighbours = Recurring(make_random(seed, "neighbours"), scenario.neighbours)
         self._hangs = Recurring(make_random(seed, "hangs"), scenario.hangs)
         self._sleeps = Recurring(make_random(seed, "sleeps"), scenario.sleeps)
         self._fate = make_random(seed, "fate")
-        self._ends_seconds = self._draw_end(max(0.0, self.engine.serving_seconds))
+        began = 0.0 if scenario.cold else -WARM_SECONDS - scenario.loading_seconds[1]
+        serving = self._fate.uniform(*scenario.loading_seconds) if scenario.cold else -WARM_SECONDS
+        self.engine = self._start_engine(0, began, serving)
         self.advance(0.0)
 
     def advance(self, seconds: float) -> None:
@@ -249,9 +322,14 @@ class World:
             self._step()
 
     @property
+    def exists(self) -> bool:
+        """Whether the engine's processes have been started."""
+        return self.seconds >= self.engine.started_seconds
+
+    @property
     def serves(self) -> bool:
         """Whether the engine answers."""
-        return self.engine.serves(self.seconds)
+        return self.seconds >= self.engine.serving_seconds
 
     @property
     def engine_bytes(self) -> int:
@@ -261,9 +339,9 @@ class World:
     @property
     def neighbour_bytes(self) -> int:
         """GPU memory of the other process; 0 while there is none."""
-        if self.neighbour is None:
+        visit = self.neighbours
+        if not visit.is_here(self.seconds):
             return 0
-        visit = self.neighbour
         stay_seconds = visit.leaves_seconds - visit.came_seconds
         grown = min(1.0, (self.seconds - visit.came_seconds) / (NEIGHBOUR_RAMP * stay_seconds))
         growth_mib = visit.size / MIB - NEIGHBOUR_CONTEXT_MIB
@@ -276,32 +354,24 @@ class World:
 
     def _step(self) -> None:
         self.seconds += 1
-        burst = self._bursts.find_visit(self.seconds)
-        arrived = self._demand.step(self.seconds, 1.0 if burst is None else burst.size)
-        self.neighbour = self._neighbours.find_visit(self.seconds)
-        hangs = self._hangs.find_visit(self.seconds) is not None
-        self.engine.sleep(asleep=self._sleeps.find_visit(self.seconds) is not None)
+        factor = self._bursts.size if self._bursts.is_here(self.seconds) else 1.0
+        hangs = self._hangs.is_here(self.seconds)
+        self.engine.sleep(asleep=self._sleeps.is_here(self.seconds))
+        arrived = self._draw_arrivals(factor)
         if self.serves and not hangs:
-            leaking = self.seconds > 0
-            self.engine.step(arrived, self._scenario.leak_bytes_per_request if leaking else 0.0)
-        self.busy = 0 if hangs else self.engine.traffic.running
+            self.engine.step(arrived, self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0)
+        self.busy = 0 if hangs else self.engine.running
         if self.seconds >= self._ends_seconds or self.used_bytes > OUT_OF_MEMORY_BYTES:
             started = self.seconds + self._fate.uniform(*DOWN_SECONDS)
             serving = started + self._fate.uniform(*self._scenario.loading_seconds)
-            self.engine = EngineRun(
-                self._seed, self.engine.number + 1, started_seconds=started, serving_seconds=serving
-            )
-            self._ends_seconds = self._draw_end(serving)
+            self.engine = self._start_engine(self.engine.number + 1, started, serving)
 
-    def _draw_end(self, serving_seconds: float) -> float:
+    def _draw_arrivals(self, factor: float) -> int:
+        """Return the requests of one second, with a mild daily wave that peaks three hours into the demo."""
+        wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - BUSIEST_SECONDS) / DAY_SECONDS)
+        return draw_poisson(self._demand, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step()))
+
+    def _start_engine(self, number: int, started_seconds: float, serving_seconds: float) -> EngineRun:
         span = self._scenario.restart_after_seconds
-        return inf if span is None else serving_seconds + self._fate.uniform(*span)
-
-
-def _start_engine(scenario: Scenario, seed: int) -> EngineRun:
-    if scenario.cold:
-        loading = make_random(seed, "first load").uniform(*scenario.loading_seconds)
-        return EngineRun(seed, 0, started_seconds=0.0, serving_seconds=loading)
-    return EngineRun(
-        seed, 0, started_seconds=-WARM_SECONDS - scenario.loading_seconds[1], serving_seconds=-WARM_SECONDS
-    )
+        self._ends_seconds = inf if span is None else max(0.0, serving_seconds) + self._fate.uniform(*span)
+        return EngineRun(self._seed, number, started_seconds=started_seconds, serving_seconds=serving_seconds)

@@ -61,7 +61,6 @@ def test_json_has_the_same_for_scripts(overshoot: str, tmp_path: Path) -> None:
 
     assert (process.returncode, process.stderr) == (1, "")
     assert list(found) == [
-        "verdict",
         "origin",
         "samples",
         "span_seconds",

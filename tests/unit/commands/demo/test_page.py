@@ -10,8 +10,7 @@ from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.demo.run import SimulatedEngine, render_page
-from vllm_headroom_tools.demo.scenario import TABLE
-from vllm_headroom_tools.demo.world import CAPACITY_TOKENS, World
+from vllm_headroom_tools.demo.world import CAPACITY_TOKENS, TABLE, World
 
 EPOCH_SECONDS = 1_790_000_000.0
 
@@ -27,7 +26,7 @@ def test_the_daemon_reads_from_the_page_what_the_world_is(scenario: str) -> None
     world = World(TABLE[scenario])
     world.advance(3_000)
     (engine,) = parsed(world).engines
-    traffic = world.engine.traffic
+    traffic = world.engine
 
     assert engine.model_name == "simulated-8b"
     assert engine.engine == "0"

@@ -9,8 +9,7 @@ from vllm_headroom.model import Gpu, GpuReading, ProcessReadings
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Attribution, Role
 from vllm_headroom_tools.demo.run import SimulatedGpus, SimulatedProcesses
-from vllm_headroom_tools.demo.scenario import TABLE
-from vllm_headroom_tools.demo.world import World
+from vllm_headroom_tools.demo.world import TABLE, World
 
 EPOCH_SECONDS = 1_790_000_000.0
 TIMEOUT_SECONDS = 1.0
@@ -39,14 +38,14 @@ def world_at(scenario: str, seconds: float) -> World:
 
 def while_neighboured() -> World:
     world = World(TABLE["neighbour"])
-    while world.neighbour is None or world.neighbour_bytes < 1_000 * MIB:
+    while world.neighbour_bytes < 1_000 * MIB:
         world.advance(world.seconds + 1)
     return world
 
 
 def while_gone() -> World:
     world = World(TABLE["restart"])
-    while world.engine.exists(world.seconds):
+    while world.exists:
         world.advance(world.seconds + 1)
     return world
 
@@ -141,7 +140,7 @@ def test_while_the_engine_is_gone_it_has_no_process_and_no_memory() -> None:
 
 def test_a_restarted_engine_has_new_processes_from_the_start_of_its_loading() -> None:
     world = while_gone()
-    while not world.engine.exists(world.seconds):
+    while not world.exists:
         world.advance(world.seconds + 1)
     loading = processes(world)
 

@@ -1,21 +1,20 @@
 from __future__ import annotations
 
-from vllm_headroom_tools.demo.scenario import make_random
-from vllm_headroom_tools.demo.world import MOST_RUNNING, PROMPT_TOKENS, Demand, Traffic
+from vllm_headroom_tools.demo.world import MOST_RUNNING, PROMPT_TOKENS, TABLE, EngineRun, World
 
 FLOOD = 60
 TRICKLE = 5
 
 
 def test_no_request_is_lost_or_served_twice_through_queue_and_preemption() -> None:
-    traffic = Traffic(make_random(1, "traffic"))
-    arrived = finished = 0
+    traffic = EngineRun(1, 0, started_seconds=0.0, serving_seconds=0.0)
+    arrived = 0
     for second in range(4_000):
         arriving = FLOOD if second % 500 < 60 else TRICKLE
         arrived += arriving
-        finished += traffic.step(arriving)
+        traffic.step(arriving)
+        finished = traffic.finished_total
 
-        assert finished == traffic.finished_total
         assert arrived == traffic.running + traffic.waiting + finished
 
     assert traffic.preemptions_total > 0
@@ -24,7 +23,7 @@ def test_no_request_is_lost_or_served_twice_through_queue_and_preemption() -> No
 
 
 def test_a_flood_fills_the_batch_and_the_cache_and_no_more() -> None:
-    traffic = Traffic(make_random(2, "traffic"))
+    traffic = EngineRun(2, 0, started_seconds=0.0, serving_seconds=0.0)
     running, kv_used = set(), set()
     for _ in range(600):
         traffic.step(FLOOD)
@@ -37,7 +36,7 @@ def test_a_flood_fills_the_batch_and_the_cache_and_no_more() -> None:
 
 
 def test_an_idle_engine_holds_nothing() -> None:
-    traffic = Traffic(make_random(3, "traffic"))
+    traffic = EngineRun(3, 0, started_seconds=0.0, serving_seconds=0.0)
     traffic.step(40)
     for _ in range(200):
         traffic.step(0)
@@ -47,8 +46,11 @@ def test_an_idle_engine_holds_nothing() -> None:
 
 
 def test_demand_has_a_mild_daily_wave() -> None:
-    demand = Demand(make_random(4, "demand"))
-    hours = [sum(demand.step(hour * 3_600 + second, 1.0) for second in range(3_600)) / 3_600 for hour in range(24)]
+    world, hours = World(TABLE["healthy"], 4), []
+    for hour in range(1, 25):
+        before = world.engine.finished_total
+        world.advance(hour * 3_600)
+        hours.append((world.engine.finished_total - before) / 3_600)
 
     assert 1.2 < max(hours) / min(hours) < 2.2
     assert sum(hours[:7]) > sum(hours[12:19])

@@ -14,8 +14,7 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Sample
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses
-from vllm_headroom_tools.demo.scenario import TABLE
-from vllm_headroom_tools.demo.world import World
+from vllm_headroom_tools.demo.world import TABLE, World
 
 EPOCH = 1_760_000_000.0
 INTERVAL = 15.0

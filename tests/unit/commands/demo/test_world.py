@@ -8,12 +8,12 @@ import pytest
 
 from vllm_headroom.units import MIB
 from vllm_headroom_tools.demo.command import SCENARIOS
-from vllm_headroom_tools.demo.scenario import TABLE
 from vllm_headroom_tools.demo.world import (
     BUDGET_MIB,
     MOST_RUNNING,
     OUT_OF_MEMORY_BYTES,
     OUTSIDE_MIB,
+    TABLE,
     TOTAL_BYTES,
     World,
 )
@@ -35,7 +35,7 @@ def watch(world: World, until_seconds: int, every_seconds: int = 5) -> Iterator[
 
 
 def picture(world: World) -> Picture:
-    traffic = world.engine.traffic
+    traffic = world.engine
     return (
         world.used_bytes,
         world.engine.number,
@@ -86,8 +86,8 @@ def test_the_demo_begins_with_an_engine_that_has_served_for_an_hour() -> None:
     assert start.seconds == 0
     assert start.serves
     assert start.engine.started_seconds < -HOUR
-    assert start.engine.traffic.finished_total == pytest.approx(10 * HOUR, rel=0.3)
-    assert 40 < start.engine.traffic.running < 160
+    assert start.engine.finished_total == pytest.approx(10 * HOUR, rel=0.3)
+    assert 40 < start.engine.running < 160
 
 
 def test_the_budget_is_92_percent_of_the_device() -> None:
@@ -114,25 +114,25 @@ def test_healthy_memory_grows_at_first_and_then_flattens(seed: int) -> None:
 
 def test_healthy_load_is_ten_requests_a_second_that_never_queue_long() -> None:
     now = world("healthy")
-    before = now.engine.traffic.finished_total
-    waiting = [seen.engine.traffic.waiting for seen in watch(now, DAY, 60)]
+    before = now.engine.finished_total
+    waiting = [seen.engine.waiting for seen in watch(now, DAY, 60)]
 
-    assert (now.engine.traffic.finished_total - before) / DAY == pytest.approx(10.0, rel=0.1)
+    assert (now.engine.finished_total - before) / DAY == pytest.approx(10.0, rel=0.1)
     assert max(waiting) == 0
-    assert now.engine.traffic.prefix_hits_total / now.engine.traffic.prompt_tokens_total == pytest.approx(0.4, rel=0.05)
+    assert now.engine.prefix_hits_total / now.engine.prompt_tokens_total == pytest.approx(0.4, rel=0.05)
 
 
 def test_the_leak_is_all_that_tells_a_leaking_engine_from_a_healthy_one() -> None:
     leaking, healthy = world("leak"), world("healthy")
-    before = leaking.engine.traffic.finished_total
+    before = leaking.engine.finished_total
 
     assert leaking.engine_bytes == healthy.engine_bytes
 
     leaking.advance(6 * HOUR)
     healthy.advance(6 * HOUR)
-    finished = leaking.engine.traffic.finished_total - before
+    finished = leaking.engine.finished_total - before
 
-    assert leaking.engine.traffic.finished_total == healthy.engine.traffic.finished_total
+    assert leaking.engine.finished_total == healthy.engine.finished_total
     assert (leaking.engine_bytes - healthy.engine_bytes) / finished == pytest.approx(12_800, rel=0.02)
     assert leaking.engine_bytes % (2 * MIB) == healthy.engine_bytes % (2 * MIB)
 
@@ -160,15 +160,15 @@ def test_bursts_queue_preempt_and_leave_their_peak_behind() -> None:
     bursting, healthy = world("burst"), world("healthy")
     waiting, kv_used = [], []
     for seen in watch(bursting, 2 * HOUR, 1):
-        waiting.append(seen.engine.traffic.waiting)
-        kv_used.append(seen.engine.traffic.kv_used_ratio)
+        waiting.append(seen.engine.waiting)
+        kv_used.append(seen.engine.kv_used_ratio)
     healthy.advance(2 * HOUR)
 
     assert max(waiting) > MOST_RUNNING
     assert sum(1 for queued in waiting if queued == 0) > len(waiting) / 2
     assert 0.95 < max(kv_used) <= 1.0
-    assert bursting.engine.traffic.preemptions_total > 0
-    assert healthy.engine.traffic.preemptions_total == 0
+    assert bursting.engine.preemptions_total > 0
+    assert healthy.engine.preemptions_total == 0
     assert bursting.engine_bytes > healthy.engine_bytes + 100 * MIB
 
 
@@ -178,7 +178,7 @@ def test_a_neighbour_comes_and_goes_and_leaves_the_engine_alone() -> None:
     visits = set()
     for seen in watch(together, 12 * HOUR, 60):
         sizes.add(seen.neighbour_bytes // MIB)
-        visits.add(None if seen.neighbour is None else seen.neighbour.number)
+        visits.add(seen.neighbours.number if seen.neighbour_bytes else None)
         alone.advance(seen.seconds)
 
         assert seen.engine_bytes == alone.engine_bytes
@@ -199,7 +199,7 @@ def test_a_restart_frees_the_memory_loads_again_and_begins_to_count_anew() -> No
 
     assert 1.5 * HOUR < died < 2.5 * HOUR
     assert now.engine_bytes == 0
-    assert now.engine.traffic.finished_total == 0
+    assert now.engine.finished_total == 0
     assert now.engine.first_pid > first.first_pid + 2
 
     loading = []
@@ -213,7 +213,7 @@ def test_a_restart_frees_the_memory_loads_again_and_begins_to_count_anew() -> No
     assert loading == sorted(loading)
     assert len(set(loading)) > 20
     assert now.engine_bytes > 0.97 * BUDGET_MIB * MIB
-    assert 0 < now.engine.traffic.finished_total < 1_000
+    assert 0 < now.engine.finished_total < 1_000
 
 
 def test_restarts_go_on() -> None:

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from tests.unit.commands.postmortem.scenes import BEGAN, Record, Scene
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EndCause
-from vllm_headroom_tools.demo.scenario import TABLE, Scenario, Visits
-from vllm_headroom_tools.demo.world import RESERVED_BYTES, TOTAL_BYTES, World
+from vllm_headroom_tools.demo.world import RESERVED_BYTES, TABLE, TOTAL_BYTES, Scenario, Visits, World
 
 STEP: Final = 15.0
 LEAKY: Final = replace(TABLE["leak"], leak_bytes_per_request=150_000.0)
