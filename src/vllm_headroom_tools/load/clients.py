@@ -1,4 +1,4 @@
-"""Concurrent clients: each sends its next request after its answer, when the pace allows it."""
+"""Concurrent clients: each sends its next request after its answer, or when the pace gives it a turn."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable
+from random import Random
 from time import monotonic
 from typing import Final, cast
 
@@ -194,12 +195,21 @@ class RequestSender:
 
 
 class Pace:
-    """Gives turns to all clients together; None is no cap."""
+    """Gives turns to all clients together; None is no cap, and a closed loop.
+
+    With a rate the loop is open: turns come as a Poisson process does, whatever the server has answered.
+    """
 
     def __init__(self, *, most_requests: int | None, requests_per_second: float | None) -> None:
         self._left = most_requests
-        self._gap_seconds = 0.0 if requests_per_second is None else 1.0 / requests_per_second
+        self._whole_rate = self.rate = requests_per_second
         self._next_seconds = 0.0
+        self._random = Random()  # noqa: S311 - not for secrets
+
+    def begin(self, share: float) -> None:
+        """Begin a step with this share of the rate."""
+        self.rate = None if self._whole_rate is None else share * self._whole_rate
+        self._next_seconds = monotonic()
 
     @property
     def is_used_up(self) -> bool:
@@ -209,10 +219,10 @@ class Pace:
     async def wait_turn(self, until_seconds: float) -> bool:
         """Wait until the caller may begin a request; return False where that is not before `until_seconds`."""
         now = monotonic()
-        due = max(now, self._next_seconds)
+        due = now if self.rate is None else self._next_seconds + self._random.expovariate(self.rate)
         if due >= until_seconds or self.is_used_up:
             return False
-        self._next_seconds = due + self._gap_seconds
+        self._next_seconds = due
         if self._left is not None:
             self._left -= 1
         if due > now:
@@ -252,7 +262,7 @@ class Clients:
 
     async def _client(self, ends: float, tally: Tally) -> None:
         while not self.stopped and await self._pace.wait_turn(ends):
-            if await self._asker.ask(tally) is not Outcome.SUCCEEDED:
+            if await self._asker.ask(tally) is not Outcome.SUCCEEDED and self._pace.rate is None:
                 if monotonic() + PAUSE_SECONDS >= ends:
                     return
                 await asyncio.sleep(PAUSE_SECONDS)

@@ -39,7 +39,7 @@ def add_options(parser: Parser) -> None:
         "--api",
         metavar="NAME",
         type=Value(read=CompletionApi, accepts="completions or chat"),
-        default=str(CompletionApi.COMPLETIONS),
+        default="completions",
         help="how to ask: completions, the default, or chat",
     )
     add("--model", metavar="NAME", help="the model to ask; without it the first that the server lists")
@@ -49,6 +49,8 @@ def add_options(parser: Parser) -> None:
     number = whole(1, MOST_CLIENTS)
     add("--concurrency", metavar="NUMBER", type=number, required=True, help="clients in the step of 100 %%")
     of_tokens = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
+    prompts = "a dataset to take prompts from: ShareGPT's JSON, JSON lines with `prompt`, or a text a line"
+    add("--prompts", metavar="FILE", type=FILE, help=prompts)
     add("--prompt-tokens", metavar="LENGTHS", type=of_tokens, default="512", help="without it %(default)s")
     add("--output-tokens", metavar="LENGTHS", type=of_tokens, default="128", help="without it %(default)s")
     shared = "of each prompt, the same in all"
@@ -61,7 +63,8 @@ def add_options(parser: Parser) -> None:
         add(name, dest=field, metavar="TIME", type=DURATION, default=default, help=f"{of}; without it %(default)s")
     most = "requests of all steps together, at most"
     add("--max-requests", dest="most_requests", metavar="NUMBER", type=whole(), help=most)
-    add("--rate", dest="requests_per_second", metavar="NUMBER", type=NUMBER, help="requests a second, at most")
+    rate = "open loop: requests a second in the step of 100 %%, by Poisson; --concurrency are then the most at once"
+    add("--rate", dest="requests_per_second", metavar="NUMBER", type=NUMBER, help=rate)
     page = page_url("http://127.0.0.1:8000")
     when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     add("--metrics-url", metavar="URL", type=page, help="the engine's page; without it /metrics of --engine-url")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
@@ -29,7 +29,15 @@ from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.load.clients import Clients, Pace, RequestSender
 from vllm_headroom_tools.load.report import build_report
 from vllm_headroom_tools.load.run import LoadRun, Sampling, Screen, UnavailableSource, count_streams, create_trace
-from vllm_headroom_tools.load.target import LoadOrder, Prompts, Target, build_request_body, fetch_model, find_target
+from vllm_headroom_tools.load.target import (
+    LoadOrder,
+    Prompts,
+    Target,
+    build_request_body,
+    fetch_model,
+    find_target,
+    read_prompts,
+)
 from vllm_headroom_tools.trace import BadInput
 
 OWN_DESCRIPTORS: Final = 64
@@ -101,6 +109,7 @@ async def run_load(order: LoadOrder) -> Report:
         bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
     except UnusableCredentials as error:
         raise BadInput(str(error)) from None
+    texts = read_prompts(order.prompts) if order.prompts else ()
     target = await find_target(order.url, order.api, tls, bearer)
     _check_limits(order, tls=tls is not None)
     model = await _choose_model(order, target)
@@ -114,7 +123,7 @@ async def run_load(order: LoadOrder) -> Report:
     )
     asker = RequestSender(
         target=target,
-        make_body=_make_bodies(order, model),
+        make_body=_make_bodies(order, model, texts),
         timeout_seconds=order.timeout_seconds,
     )
     pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second)
@@ -152,7 +161,7 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
     if order.model is not None:
         return order.model
     model = await fetch_model(order.url, target)
-    longest = order.prompt_tokens.most + order.output_tokens.most
+    longest = order.output_tokens.most + (0 if order.prompts else order.prompt_tokens.most)
     if model.most_tokens is not None and longest > model.most_tokens:
         raise BadInput(
             f"--prompt-tokens {order.prompt_tokens} and --output-tokens {order.output_tokens} make up to {longest}"
@@ -181,12 +190,12 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     )
 
 
-def _make_bodies(order: LoadOrder, model: str) -> Callable[[], bytes]:
+def _make_bodies(order: LoadOrder, model: str, texts: Sequence[str]) -> Callable[[], bytes]:
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets
     prompts = Prompts(shared_ratio=order.shared_ratio, random=random)
 
     def body() -> bytes:
-        prompt = prompts.make(order.prompt_tokens.draw(random.random()))
+        prompt = random.choice(texts) if texts else prompts.make(order.prompt_tokens.draw(random.random()))
         return build_request_body(order.api, model, prompt, order.output_tokens.draw(random.random()))
 
     return body

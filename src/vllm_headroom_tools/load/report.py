@@ -146,6 +146,7 @@ def _describe_step(step: Stage) -> dict[str, Any]:
         "prompt_tokens": None if tally.uncounted else tally.prompt_tokens,
         "generation_tokens": tokens,
         "generation_tokens_per_second": _compute_rate(tokens, tally.served_seconds),
+        "offered_requests_per_second": step.rate,
         "requests_per_second": _compute_rate(tally.outcomes[Outcome.SUCCEEDED], tally.served_seconds),
         "own_delay_seconds": _read_quantiles(tally.delays),
         "engine": {
@@ -266,6 +267,8 @@ def _list_rows(steps: Sequence[Document], requests: Document) -> Iterator[tuple[
             yield f"{name}, {share}", [_format_latency(step[field][share]) for step in steps]
     yield "tokens of a request, in + out", map(_format_tokens, steps)
     yield "tokens generated per second", (_format_number(step["generation_tokens_per_second"]) for step in steps)
+    if any(step["offered_requests_per_second"] for step in steps):
+        yield "requests offered per second", (_format_number(step["offered_requests_per_second"]) for step in steps)
     yield "requests per second", (_format_number(step["requests_per_second"]) for step in steps)
     yield "running, at most", (_format_number(engine["running_most"]) for engine in engines)
     yield "waiting, at most", (_format_number(engine["waiting_most"]) for engine in engines)

@@ -292,10 +292,11 @@ GONE_SECONDS: Final = 15.0
 
 
 class Stage(Struct, frozen=True, kw_only=True):
-    """A step that is over, or under way: `seconds` is from its begin to the end of its last request."""
+    """A step that is over: `seconds` is from its begin to the end of its last request, `rate` what was offered."""
 
     share: float
     clients: int
+    rate: float | None = None
     seconds: float
     tally: Tally
     observed: Observation
@@ -337,12 +338,13 @@ class LoadRun:
         count, observed = count_streams(self.concurrency, share), Observation()
         await self.sampling.look(observed)
         tally = self._tally = Tally(monotonic())
+        self.pace.begin(share)
         self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)
         await self.clients.run(count, self.seconds, tally)
         seconds = monotonic() - tally.began_seconds
         await self.sampling.tick()
         self.screen.end(tally, seconds)
-        return Stage(share=share, clients=count, seconds=seconds, tally=tally, observed=observed)
+        return Stage(share=share, clients=count, rate=self.pace.rate, seconds=seconds, tally=tally, observed=observed)
 
     async def _measure_delays(self) -> None:
         """Measure how late the loop is: its delay looks like the server's."""

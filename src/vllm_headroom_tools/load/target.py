@@ -51,6 +51,37 @@ def parse_lengths(text: str) -> Lengths:
     return Lengths(least=least, most=most)
 
 
+def read_prompts(file: Path) -> tuple[str, ...]:
+    """Return the prompts of a dataset: ShareGPT's JSON, JSON lines, or a text a line; raises BadInput."""
+    try:
+        content = file.read_bytes()
+        entries = json.loads(content)
+    except OSError as error:
+        raise BadInput(f"--prompts {file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        entries = [_parse_line(line) for line in content.decode(errors="replace").splitlines()]
+    found = tuple(text for each in entries if (text := find_prompt(each))) if isinstance(entries, list) else ()
+    if not found:
+        raise BadInput(f"--prompts {file}: has no prompt: needs ShareGPT's `conversations`, `prompt`, or lines of text")
+    return found
+
+
+def _parse_line(line: str) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return line.strip()
+
+
+def find_prompt(entry: object) -> str:
+    """Return what an entry of a dataset asks first, an empty text where it asks nothing."""
+    if isinstance(entry, dict):
+        said = next((entry[key] for key in ("prompt", "conversations", "messages") if key in entry), "")
+        asked = said[0] if isinstance(said, list) and said else said
+        entry = asked.get("value", asked.get("content")) if isinstance(asked, dict) else asked
+    return entry if isinstance(entry, str) else ""
+
+
 _TEXT: Final = (
     "the of and to in is it you that he was for on are with as his they be at one have this from or had by hot but"
     " some what there we can out other were all your when up use word how said an each she which do their time if will"
@@ -212,6 +243,7 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     seconds: float
     grace_seconds: float
     timeout_seconds: float
+    prompts: Path | None
     prompt_tokens: Lengths
     output_tokens: Lengths
     shared_ratio: float
@@ -230,4 +262,5 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         shared = f", {self.shared_ratio:.0%} of them shared" if self.shared_ratio else ""
-        return f"{self.api}, prompts of about {self.prompt_tokens} tokens{shared}, answers of {self.output_tokens}"
+        asked = f"of about {self.prompt_tokens} tokens{shared}" if self.prompts is None else f"of {self.prompts}"
+        return f"{self.api}, prompts {asked}, answers of {self.output_tokens}"

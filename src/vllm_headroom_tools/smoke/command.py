@@ -6,12 +6,10 @@ import asyncio
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
 import httpx
-from msgspec import Struct
 from pydantic import Field
 
 from vllm_headroom import catalog
@@ -34,7 +32,7 @@ from vllm_headroom_tools.options import SHARE
 
 
 class EngineServer:
-    """Requests to the server that has the engine's page."""
+    """Requests to the server that has the engine's page; none raises."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -45,16 +43,17 @@ class EngineServer:
         return str(hide_secrets(self._page.join(path)))
 
     async def text(self, path: str, seconds: float) -> str | Failure:
-        """Return what is served at `path`, which is relative to the engine's page; never raise."""
+        """Return what is served at `path`, which is relative to the engine's page."""
         answer = await fetch_once(self._build_reader(path, seconds))
         return self._drop_advice(path, seconds, answer) if isinstance(answer, Failure) else answer
 
-    async def page(self) -> str | Failure:
-        """Return the engine's page of metrics; never raise."""
-        return await self.text("", self._settings.engine_timeout_seconds)
+    async def page(self) -> EnginePage | Failure:
+        """Return the engine's page of metrics, understood."""
+        text = await self.text("", self._settings.engine_timeout_seconds)
+        return text if isinstance(text, Failure) else parse_engines(text)
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
-        """Return what is answered to `body`; never raise."""
+        """Return what is answered to `body`."""
         reader = self._build_reader(path, seconds)
         try:
             answer = await reader.post(body)
@@ -73,19 +72,15 @@ class EngineServer:
         return build_page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
 
 
-class StepState(StrEnum):
-    """The state of a step; what could not be tried is never called ok."""
+class Step(NamedTuple):
+    """The result of one step: what was seen, or why it failed or cannot be taken, and what to do."""
 
-    OK = "ok"
-    FAILED = "failed"
-    SKIPPED = "skipped"
-
-
-class SmokeStep(Struct, frozen=True):
-    """The result of one step; `text` says what was seen, or why it failed or was skipped, and what to do."""
-
-    state: StepState
+    verdict: Conclusion
     text: str
+
+
+def _skip(text: str) -> Step:
+    return Step(Conclusion.CANNOT_TELL, text)
 
 
 MODELS: Final = "v1/models"
@@ -105,16 +100,16 @@ NOT_SERVED: Final = frozenset(
 SAID_CHARACTERS: Final = 200
 
 
-async def request_completion(reach: EngineServer, deadline_seconds: float) -> SmokeStep:
+async def request_completion(reach: EngineServer, deadline_seconds: float) -> Step:
     """Ask the first model that the server lists for a completion, and where it has none for a chat's answer."""
     now = asyncio.get_running_loop().time
     listed = await reach.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
     if isinstance(listed, Failure):
-        return SmokeStep(StepState.FAILED, listed.message)
+        return Step(Conclusion.NOT_GOOD, listed.message)
     model = parse_first_model(listed)
     if model is None:
-        return SmokeStep(
-            StepState.FAILED,
+        return Step(
+            Conclusion.NOT_GOOD,
             f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port",
         )
     problem = ""
@@ -124,11 +119,11 @@ async def request_completion(reach: EngineServer, deadline_seconds: float) -> Sm
         answer = await reach.post(path, body, deadline_seconds)
         tokens = _read_completion(answer, reach.address(path))
         if isinstance(tokens, int):
-            return SmokeStep(StepState.OK, f"{model.name} gave {tokens} tokens in {now() - began:.2f} s")
+            return Step(Conclusion.GOOD, f"{model.name} gave {tokens} tokens in {now() - began:.2f} s")
         problem = problem or tokens
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
-            return SmokeStep(StepState.FAILED, tokens)
-    return SmokeStep(StepState.FAILED, problem)
+            return Step(Conclusion.NOT_GOOD, tokens)
+    return Step(Conclusion.NOT_GOOD, problem)
 
 
 def _read_completion(answer: Reply | Failure, address: str) -> int | str:
@@ -170,21 +165,15 @@ NO_COUNTERS: Final = (
 )
 
 
-async def read_page(reach: EngineServer) -> EnginePage | Failure:
-    """Return the engine's page, understood."""
-    text = await reach.page()
-    return text if isinstance(text, Failure) else parse_engines(text)
-
-
 async def check_counters(
     reach: EngineServer, before: EnginePage | Failure, patience_seconds: float = COUNTED_SECONDS
-) -> tuple[SmokeStep, EnginePage | Failure]:
+) -> tuple[Step, EnginePage | Failure]:
     """Return whether one more request has finished than in `before`, and the page that says so."""
     finished_before = 0.0 if isinstance(before, Failure) else sum_finished(before)
     now = asyncio.get_running_loop().time
     ends = now() + patience_seconds
     while True:
-        page = await read_page(reach)
+        page = await reach.page()
         more = 0.0 if isinstance(page, Failure) else sum_finished(page) - finished_before
         if more >= 1 or now() >= ends:
             break
@@ -196,17 +185,17 @@ async def check_counters(
             " page of the server that answers beside it"
         )
     if isinstance(page, Failure) or problem is not None:
-        return SmokeStep(StepState.FAILED, problem or ""), page
-    return SmokeStep(StepState.OK, f"{_count_inputs(page)}; finished requests rose by {more:.0f}"), page
+        return Step(Conclusion.NOT_GOOD, problem or ""), page
+    return Step(Conclusion.GOOD, f"{_count_inputs(page)}; finished requests rose by {more:.0f}"), page
 
 
-def check_inputs(page: EnginePage | Failure) -> SmokeStep:
+def check_inputs(page: EnginePage | Failure) -> Step:
     """Return what the page offers when there is no completion to count."""
     problem = _find_missing(page, "" if isinstance(page, Failure) else explain_empty_page(page))
     if isinstance(page, Failure) or problem is not None:
-        return SmokeStep(StepState.FAILED, problem or "")
+        return Step(Conclusion.NOT_GOOD, problem or "")
     text = f"{_count_inputs(page)}; there is no completion to look for in them"
-    return SmokeStep(StepState.SKIPPED, text)
+    return _skip(text)
 
 
 def sum_finished(page: EnginePage) -> float:
@@ -242,28 +231,24 @@ NO_ENGINE: Final = (
 UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor` says why"
 
 
-async def check_discrepancy(settings: Settings, page: EnginePage | Failure, limit_ratio: float) -> SmokeStep:
+async def check_discrepancy(settings: Settings, page: EnginePage | Failure, limit_ratio: float) -> Step:
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
-        return SmokeStep(StepState.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}")
+        return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
     here = await read_machine(settings, asyncio.sleep(0, page))
     if isinstance(here.readings, Failure):
-        return SmokeStep(StepState.SKIPPED, f"the GPUs cannot be read: {here.readings.message}")
+        return _skip(f"the GPUs cannot be read: {here.readings.message}")
     if not any(gpu.attribution for gpu in here.gpus):
         text = "none of the visible GPUs is known to be the engine's: name them in HEADROOM_GPUS"
-        return SmokeStep(StepState.SKIPPED, text)
+        return _skip(text)
     snapshot = Snapshot(
         time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=here.gpus, processes=()
     )
     samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
-    return (
-        judge_discrepancies(samples, limit_ratio)
-        if samples or page.engines
-        else SmokeStep(StepState.SKIPPED, NO_ENGINE)
-    )
+    return judge_discrepancies(samples, limit_ratio) if samples or page.engines else _skip(NO_ENGINE)
 
 
-def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
+def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
     """Return how the discrepancies, of which the first label is the GPU, compare with the limit."""
     ratios = [
         (name_device(*sample.labels[:2]), sample.value)
@@ -271,19 +256,18 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Smok
         if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO
     ]
     if not ratios:
-        return SmokeStep(StepState.SKIPPED, UNKNOWN_HOLDERS if samples else NO_REPORT)
+        return _skip(UNKNOWN_HOLDERS if samples else NO_REPORT)
     ratios_text = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios)
     strangers = [gpu for gpu, ratio in ratios if ratio < NOT_ITS_OWN]
     if any(ratio > limit_ratio for _, ratio in ratios):
         text = f"more is held than was asked for, {ratios_text}, where {limit_ratio:.1%} is allowed: who holds it is in"
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
-        return SmokeStep(StepState.FAILED, text)
+        return Step(Conclusion.NOT_GOOD, text)
     if strangers:
-        return SmokeStep(
-            StepState.SKIPPED,
+        return _skip(
             f"{ratios_text}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
         )
-    return SmokeStep(StepState.OK, f"{ratios_text}, {limit_ratio:.1%} is allowed")
+    return Step(Conclusion.GOOD, f"{ratios_text}, {limit_ratio:.1%} is allowed")
 
 
 USED: Final = frozenset({"gpus", "reported_bytes"})
@@ -318,7 +302,7 @@ LASTING: Final = frozenset({Reason.TLS, Reason.CREDENTIALS, Reason.UNAUTHORIZED,
 """No model that is still loading gives these."""
 
 
-async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]) -> SmokeStep:
+async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]) -> Step:
     """Poll /health until it answers 200; report what it waits for when that changes, and every half minute."""
     now = asyncio.get_running_loop().time
     began = say_at = now()
@@ -326,12 +310,12 @@ async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: 
     while True:
         answer = await reach.text(PATH, min(ANSWER_SECONDS, deadline_seconds))  # the last question's time as well
         if not isinstance(answer, Failure):
-            return SmokeStep(StepState.OK, f"healthy after {format_duration(now() - began)}")
+            return Step(Conclusion.GOOD, f"healthy after {format_duration(now() - began)}")
         if answer.reason in LASTING:
-            return SmokeStep(StepState.FAILED, answer.message)
+            return Step(Conclusion.NOT_GOOD, answer.message)
         if now() >= ends:
-            return SmokeStep(
-                StepState.FAILED, f"not healthy within {format_duration(deadline_seconds)}: {answer.message}"
+            return Step(
+                Conclusion.NOT_GOOD, f"not healthy within {format_duration(deadline_seconds)}: {answer.message}"
             )
         if answer.message != said or now() >= say_at:
             said, say_at = answer.message, now() + SAY_SECONDS
@@ -339,8 +323,7 @@ async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: 
         await asyncio.sleep(min(POLL_SECONDS, max(0.0, ends - now())))
 
 
-MARKS: Final = {StepState.OK: "ok", StepState.FAILED: "FAILED", StepState.SKIPPED: "skipped"}
-VERDICTS: Final = {StepState.FAILED: Conclusion.NOT_GOOD, StepState.SKIPPED: Conclusion.CANNOT_TELL}
+STATES: Final = {Conclusion.GOOD: "ok", Conclusion.NOT_GOOD: "failed", Conclusion.CANNOT_TELL: "skipped"}
 
 
 async def _run(given: Namespace) -> Report:
@@ -350,32 +333,37 @@ async def _run(given: Namespace) -> Report:
     return build_report(reach.address(""), await take_steps(settings, reach, tell))
 
 
-def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
+def build_report(address: str, steps: Mapping[str, Step]) -> Report:
     """Return the report on the steps by name; what was skipped does not fail."""
-    failed = [name for name, step in steps.items() if step.state is StepState.FAILED]
+    failed = [name for name, step in steps.items() if step.verdict is Conclusion.NOT_GOOD]
     headline = f"vLLM does not serve: {', '.join(failed)}." if failed else "vLLM serves."
     return Report(
         verdict=Conclusion.NOT_GOOD if failed else Conclusion.GOOD,
         headline=headline,
-        findings=[Finding(name, VERDICTS.get(each.state, Conclusion.GOOD), each.text) for name, each in steps.items()],
+        findings=[Finding(name, *step) for name, step in steps.items()],
         data={
             "serves": not failed,
             "engine_url": address,
-            "steps": [{"name": name, "state": step.state, "text": step.text} for name, step in steps.items()],
+            "steps": [{"name": name, "state": STATES[step.verdict], "text": step.text} for name, step in steps.items()],
         },
-        lines=(*(f"{MARKS[step.state]:<8} {name:<12} {step.text}" for name, step in steps.items()), headline),
+        lines=(*(_format_step(name, step) for name, step in steps.items()), headline),
     )
 
 
-async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]) -> dict[str, SmokeStep]:
+def _format_step(name: str, step: Step) -> str:
+    state = STATES[step.verdict]
+    return f"{state.upper() if step.verdict is Conclusion.NOT_GOOD else state:<8} {name:<12} {step.text}"
+
+
+async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]) -> dict[str, Step]:
     """Take the steps one after another; without health the others are skipped."""
     health = await wait_until_healthy(reach, settings.deadline, say)
-    if health.state is StepState.FAILED:
-        skipped = SmokeStep(StepState.SKIPPED, "vLLM is not healthy")
+    if health.verdict is Conclusion.NOT_GOOD:
+        skipped = _skip("vLLM is not healthy")
         return {"health": health} | dict.fromkeys(("completion", "metrics", "discrepancy"), skipped)
-    before = await read_page(reach)
+    before = await reach.page()
     completion = await request_completion(reach, settings.completion_deadline)
-    if completion.state is StepState.FAILED:
+    if completion.verdict is Conclusion.NOT_GOOD:
         metrics, page = check_inputs(before), before
     else:
         metrics, page = await check_counters(reach, before)

@@ -152,7 +152,10 @@ VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"
         (("-", "--vllm-version", "0.1.dev1"), f"--vllm-version: got '0.1.dev1', {VERSIONS}"),
         (("-", "--gpu-memory-utilization", "92"), f"--gpu-memory-utilization: got '92', {RATIO}"),
         (("-", "--max-num-seqs", "0"), "--max-num-seqs: got '0', accepts a whole number from 1 on"),
-        (("--headroom-url", "gpu-7:9839"), f"--headroom-url: got 'gpu-7:9839', {URL}"),
+        (
+            ("--headroom-url", "gpu-7:9839"),
+            f"--headroom-url: got 'gpu-7:9839' (did you mean http://gpu-7:9839?), {URL}",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(words: tuple[str, ...], why: str) -> None:

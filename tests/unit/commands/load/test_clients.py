@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from statistics import stdev
+
+import pytest
 
 from tests.fakes.streaming_server import StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
@@ -82,10 +86,11 @@ def test_a_stop_ends_those_who_wait_for_their_turn_too() -> None:
         counted = tally()
 
         async def steps() -> None:
-            slow, asking = pace(requests_per_second=0.01), asker(server)
+            slow, asking = pace(requests_per_second=1e-9), asker(server)
+            slow.begin(1.0)
             made = Clients(asker=asking, pace=slow, grace_seconds=LONG_SECONDS)
             running = asyncio.create_task(made.run(4, LONG_SECONDS, counted))
-            await until(lambda: server.finished == 1)
+            await asyncio.sleep(SOON_SECONDS)
             made.stop()
             await running
             await made.run(4, LONG_SECONDS, counted)
@@ -93,7 +98,7 @@ def test_a_stop_ends_those_who_wait_for_their_turn_too() -> None:
 
         run(steps)
 
-    assert counted.outcomes == {Outcome.SUCCEEDED: 1}
+    assert counted.began == 0
 
 
 def test_the_cap_is_of_all_steps_together() -> None:
@@ -106,20 +111,36 @@ def test_the_cap_is_of_all_steps_together() -> None:
         assert (first.began, second.began, server.ways.total()) == (7, 0, 7)
 
 
-def test_requests_do_not_begin_faster_than_the_rate() -> None:
-    began = time.monotonic()
-    with StreamingServer() as server:
-        counted = step(server, 5, LONG_SECONDS, with_pace=pace(most_requests=11, requests_per_second=50))
+def test_an_open_loop_offers_its_rate_whatever_the_server_answers() -> None:
+    async def drawn() -> list[float]:
+        open_loop, times = pace(requests_per_second=1000.0), []
+        open_loop.begin(0.5)
+        until_seconds = time.monotonic() + 2.0
+        while await open_loop.wait_turn(until_seconds):
+            times.append(open_loop._next_seconds)
+        return times
 
-    assert counted.began == 11
-    assert time.monotonic() - began >= 10 / 50
+    times = asyncio.run(drawn())
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 500, rel=0.2)
+    assert stdev(gaps) == pytest.approx(mean, rel=0.2)  # of an exponential distribution
+
+
+def test_an_open_loop_does_not_pause_after_a_failure() -> None:
+    fast = pace(most_requests=30, requests_per_second=500)
+    fast.begin(1.0)
+    with StreamingServer(lambda _: Way.BUSY) as server:
+        counted = step(server, 2, LONG_SECONDS, with_pace=fast)
+
+    assert counted.outcomes[Outcome.REJECTED] == 30
 
 
 def test_a_turn_that_comes_after_the_end_is_not_taken() -> None:
     async def steps() -> None:
-        slow = pace(most_requests=2, requests_per_second=0.001)
+        slow = pace(most_requests=1, requests_per_second=1e-9)
+        slow.begin(1.0)
 
-        assert await slow.wait_turn(time.monotonic() + LONG_SECONDS / 100)
         assert not await slow.wait_turn(time.monotonic() + LONG_SECONDS / 100)
         assert not slow.is_used_up
 

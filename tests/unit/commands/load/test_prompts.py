@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from vllm_headroom_tools.load.target import RING_WORDS, WORDS, CompletionApi, Prompts, build_request_body
+from vllm_headroom_tools.load.target import RING_WORDS, WORDS, CompletionApi, Prompts, build_request_body, read_prompts
+from vllm_headroom_tools.trace import BadInput
 
 
 def prompts(shared_ratio: float = 0.0) -> Prompts:
@@ -59,3 +61,37 @@ def test_the_body_asks_for_a_stream_of_so_many_tokens_with_the_servers_count(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+SHARED = [
+    {"id": "a", "conversations": [{"from": "human", "value": "first"}, {"from": "gpt", "value": "an answer"}]},
+    {"id": "b", "conversations": []},
+    {"conversations": [{"role": "user", "content": "second"}]},
+    7,
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (json.dumps(SHARED), ("first", "second")),
+        ('{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n\n', ("one", "two")),
+        ("a line\nanother\n", ("a line", "another")),
+        ('["x", "y"]', ("x", "y")),
+    ],
+)
+def test_prompts_are_taken_from_a_dataset(content: str, found: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(content)
+
+    assert read_prompts(file) == found
+
+
+@pytest.mark.parametrize(("content", "why"), [("{}", "has no prompt: needs"), (None, "cannot be read: No such file")])
+def test_a_dataset_without_a_prompt_is_refused(content: str | None, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    if content is not None:
+        file.write_text(content)
+
+    with pytest.raises(BadInput, match=f"--prompts {file}: {why}"):
+        read_prompts(file)

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from tests.settings import load_as
-from vllm_headroom_tools.smoke.command import EngineServer, SmokeSettings, SmokeStep, StepState, take_steps
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.smoke.command import EngineServer, SmokeSettings, Step, take_steps
 
-Steps = dict[str, SmokeStep]
+Steps = dict[str, Step]
 
 
 def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None) -> Steps:
@@ -19,6 +20,6 @@ def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None
     return steps
 
 
-def states(steps: Steps) -> list[StepState]:
+def states(steps: Steps) -> list[Conclusion]:
     """Return how it went, in the order of the steps."""
-    return [step.state for step in steps.values()]
+    return [step.verdict for step in steps.values()]

@@ -7,19 +7,20 @@ import pytest
 from tests.fakes.engine_server import Answer, cut, hang, page, reset, with_head
 from tests.unit.commands.smoke.serving import CHAT, COMPLETION, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom_tools.smoke.command import SmokeStep, StepState
+from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.smoke.command import Step
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
 
-def completion(vllm: Vllm, *words: str) -> SmokeStep:
+def completion(vllm: Vllm, *words: str) -> Step:
     return smoke(vllm.url, *words)["completion"]
 
 
 def test_the_first_model_completes_a_prompt(vllm: Vllm) -> None:
     step = completion(vllm)
 
-    assert step.state is StepState.OK
+    assert step.verdict is Conclusion.GOOD
     assert re.match(r"tiny gave 8 tokens in \d+\.\d", step.text)
     assert vllm.bodies == [("/v1/completions", {"model": "tiny", "max_tokens": 8, "temperature": 0, "prompt": "Hello"})]
 
@@ -29,7 +30,7 @@ def test_a_model_that_has_only_chat_is_asked_by_chat(vllm: Vllm, status: str) ->
     vllm.answers["/v1/completions"] = error(status, "The model does not support Completions API")
     vllm.answers["/v1/chat/completions"] = page(CHAT)
 
-    assert completion(vllm).state is StepState.OK
+    assert completion(vllm).verdict is Conclusion.GOOD
     assert vllm.bodies[-1][1]["messages"] == [{"role": "user", "content": "Hello"}]
 
 
@@ -68,7 +69,7 @@ def test_anything_else_fails_in_the_servers_words_and_with_what_to_do(vllm: Vllm
 
     step = completion(vllm)
 
-    assert step.state is StepState.FAILED
+    assert step.verdict is Conclusion.NOT_GOOD
     assert words in step.text
 
 
@@ -77,7 +78,7 @@ def test_a_completion_that_stalls_fails_at_its_deadline(vllm: Vllm) -> None:
 
     step = completion(vllm, "--completion-deadline", "0.5s")
 
-    assert step.state is StepState.FAILED
+    assert step.verdict is Conclusion.NOT_GOOD
     assert "/v1/completions did not answer within 0." in step.text
     assert step.text.endswith("look for a hang in vLLM's log")
 
@@ -88,7 +89,7 @@ def test_a_server_without_a_model_fails(vllm: Vllm, body: str) -> None:
 
     step = completion(vllm)
 
-    assert step.state is StepState.FAILED
+    assert step.verdict is Conclusion.NOT_GOOD
     assert "/v1/models lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port" in step.text
 
 
@@ -114,4 +115,4 @@ def test_a_server_behind_a_prefix_is_asked_behind_it(vllm: Vllm) -> None:
 
     steps = smoke(vllm.url.replace("/metrics", "/a/metrics"), "--deadline", "10s")
 
-    assert [step.state for step in steps.values()] == [StepState.OK] * 4
+    assert [step.verdict for step in steps.values()] == [Conclusion.GOOD] * 4

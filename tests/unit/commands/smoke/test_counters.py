@@ -8,25 +8,24 @@ from tests.fakes.engine_server import Answer, page
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
+from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.smoke.command import (
     EngineServer,
     SmokeSettings,
-    SmokeStep,
-    StepState,
+    Step,
     check_counters,
     check_discrepancy,
-    read_page,
 )
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
 
-def soon(vllm: Vllm) -> SmokeStep:
+def soon(vllm: Vllm) -> Step:
     """Look for a completion that was not made, without patience."""
     reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
 
-    async def steps() -> SmokeStep:
-        step, _ = await check_counters(reach, await read_page(reach), 0.0)
+    async def steps() -> Step:
+        step, _ = await check_counters(reach, await reach.page(), 0.0)
         return step
 
     return asyncio.run(steps())
@@ -37,7 +36,7 @@ def test_the_completion_is_counted(vllm: Vllm) -> None:
 
     step = smoke(vllm.url)["metrics"]
 
-    assert step.state is StepState.OK
+    assert step.verdict is Conclusion.GOOD
     assert re.fullmatch(r"\d+ of \d+ inputs are on the page; finished requests rose by 1", step.text)
 
 
@@ -46,14 +45,14 @@ def test_a_counter_that_is_not_there_before_the_first_request_begins_at_0(vllm: 
     vllm.answers["/metrics"] = page(first)
     reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
 
-    async def steps() -> SmokeStep:
-        before = await read_page(reach)
+    async def steps() -> Step:
+        before = await reach.page()
         del vllm.answers["/metrics"]
         vllm.finished = 1
         step, _ = await check_counters(reach, before, 0.0)
         return step
 
-    assert asyncio.run(steps()).state is StepState.OK
+    assert asyncio.run(steps()).verdict is Conclusion.GOOD
 
 
 def test_a_counter_that_stays_is_of_another_server(vllm: Vllm) -> None:
@@ -61,7 +60,7 @@ def test_a_counter_that_stays_is_of_another_server(vllm: Vllm) -> None:
 
     step = soon(vllm)
 
-    assert step.state is StepState.FAILED
+    assert step.verdict is Conclusion.NOT_GOOD
     assert step.text.startswith("finished requests stay at 7 after a completion: check that HEADROOM_ENGINE_URL is the")
 
 
@@ -83,7 +82,7 @@ def test_a_page_that_offers_too_little_fails(vllm: Vllm, answer: Answer, words: 
 
     step = soon(vllm)
 
-    assert step.state is StepState.FAILED
+    assert step.verdict is Conclusion.NOT_GOOD
     assert words in step.text
 
 
@@ -92,7 +91,7 @@ def test_without_a_completion_there_is_nothing_to_look_for(vllm: Vllm) -> None:
 
     step = smoke(vllm.url)["metrics"]
 
-    assert step.state is StepState.SKIPPED
+    assert step.verdict is Conclusion.CANNOT_TELL
     assert step.text.endswith(" inputs are on the page; there is no completion to look for in them")
 
 
@@ -100,7 +99,7 @@ def test_a_page_without_counters_has_no_budget_either(vllm: Vllm) -> None:
     vllm.answers["/metrics"] = page("python_info 1\n")
     settings = load_as(SmokeSettings, ["--engine-url", vllm.url], {})
 
-    async def step() -> SmokeStep:
-        return await check_discrepancy(settings, await read_page(EngineServer(settings)), 0.05)
+    async def step() -> Step:
+        return await check_discrepancy(settings, await EngineServer(settings).page(), 0.05)
 
     assert asyncio.run(step()).text.startswith("the page has no series of an engine, and so no budget")

@@ -13,16 +13,16 @@ from tests.unit.commands.smoke.smoking import smoke, states
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Reply
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.smoke.command import (
     EngineServer,
     SmokeSettings,
-    StepState,
     request_completion,
     wait_until_healthy,
 )
 
 pytestmark = pytest.mark.usefixtures("nvml")
-REST_SKIPPED = [StepState.FAILED, StepState.SKIPPED, StepState.SKIPPED, StepState.SKIPPED]
+REST_SKIPPED = [Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.CANNOT_TELL, Conclusion.CANNOT_TELL]
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_one_that_loads_is_waited_for_and_it_is_told_for_what(vllm: Vllm) -> Non
 
     steps = smoke(vllm.url, "--deadline", "10m", say=say)
 
-    assert steps["health"].state is StepState.OK
+    assert steps["health"].verdict is Conclusion.GOOD
     (line,) = said
     assert re.match(r"waiting, (10 min 0|9 min \d+) s left: ", line)
     assert line.endswith("/health answers 503 Service Unavailable: look for the cause in the engine's log")
@@ -74,7 +74,7 @@ def test_one_that_does_not_listen_yet_is_waited_for() -> None:
             server.close()
 
     assert len(servers) == 1
-    assert states(steps)[:3] == [StepState.OK, StepState.OK, StepState.OK]
+    assert states(steps)[:3] == [Conclusion.GOOD, Conclusion.GOOD, Conclusion.GOOD]
 
 
 @pytest.mark.parametrize(
