@@ -100,26 +100,26 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     yield f"{'Of each GPU':<44}GiB"
     if found.budget is not None:
         usual = "vLLM's default since 0.20" if question.gpu_memory_utilization == UTILIZATION else ""
-        yield _format_line(f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual)
-    yield _format_line("weights", found.weights, _name_weights_source(found))
+        yield from _format_line(f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual)
+    yield from _format_line("weights", found.weights, _name_weights_source(found))
     if question.max_loras:
-        yield _format_line(
+        yield from _format_line(
             "  of them for LoRA", question.adapters_bytes, f"{question.max_loras} of rank {question.max_lora_rank}"
         )
     if question.cpu_offload_bytes:
-        yield _format_line("  beside them on the host", question.cpu_offload_bytes)
+        yield from _format_line("  beside them on the host", question.cpu_offload_bytes)
     batch, logits = f"{question.max_num_batched_tokens:,} tokens", f"the logits of {question.max_num_seqs:,} sequences"
     items = f", {question.encoder_items} images" if question.largest else ""
-    yield _format_line("activations", found.activations, f"{batch} in a batch{items}, or {logits}")
-    yield _format_line("CUDA graphs", found.graphs)
-    yield _format_line("CUDA libraries", found.rest, "the sampler, and what the driver reserves")
+    yield from _format_line("activations", found.activations, f"{batch} in a batch{items}, or {logits}")
+    yield from _format_line("CUDA graphs", found.graphs)
+    yield from _format_line("CUDA libraries", found.rest, "the sampler, and what the driver reserves")
     left = (
         None if found.kv_cache is None else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
     )
-    yield _format_line("KV cache", left, "as set" if question.kv_cache_memory_bytes else "what is left")
+    yield from _format_line("KV cache", left, "as set" if question.kv_cache_memory_bytes else "what is left")
     besides = ("CUDA context", *(("NCCL",) if question.gpus > 1 else ()))
     besides += ("the system", "vLLM's own processes") if question.unified_memory else ()
-    yield _format_line("beside the budget", found.outside, ", ".join(besides))
+    yield from _format_line("beside the budget", found.outside, ", ".join(besides))
 
 
 def _name_weights_source(found: MemoryEstimate) -> str:
@@ -131,8 +131,9 @@ def _name_weights_source(found: MemoryEstimate) -> str:
     return "parameters counted from the configuration" if found.weights is not None else ""
 
 
-def _format_line(name: str, amount: float | Range | None, remark: str = "") -> str:
-    return f"  {name:<28}{format_amount(amount):>17}  {remark}".rstrip()
+def _format_line(name: str, amount: float | Range | None, remark: str = "") -> list[str]:
+    head = f"  {name:<28}{format_amount(amount):>17}"
+    return wrap_text(f"{head}  ", remark) if remark else [head]
 
 
 def format_amount(amount: float | Range | None) -> str:
@@ -196,8 +197,10 @@ def _format_answer(found: MemoryEstimate) -> Iterator[str]:
         return
     tried = find_changes(found)
     yield "Any of these would make it fit:" if tried else "No change of one or two settings would make it fit."
-    for change in tried:
-        yield f"  {' '.join(f'{option} {value}' for option, value in change.settings):<56}  {change.price}"
+    written = [(" ".join(f"{option} {value}" for option, value in change.settings), change.price) for change in tried]
+    width = max((len(settings) for settings, _ in written), default=0)
+    for settings, price in written:
+        yield from wrap_text(f"  {settings:<{width}}  ", price)
 
 
 SETTINGS: Final = (

@@ -29,6 +29,7 @@ from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.look import fetch_once, read_machine
 from vllm_headroom_tools.openai import find_error, parse_first_model, parse_object
 from vllm_headroom_tools.options import SHARE
+from vllm_headroom_tools.trace import BadInput
 
 
 class EngineServer:
@@ -298,7 +299,7 @@ PATH: Final = "health"
 ANSWER_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 1.0
 SAY_SECONDS: Final = 30.0
-LASTING: Final = frozenset({Reason.TLS, Reason.CREDENTIALS, Reason.UNAUTHORIZED, Reason.REDIRECT})
+LASTING: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
 """No model that is still loading gives these."""
 
 
@@ -311,6 +312,8 @@ async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: 
         answer = await reach.text(PATH, min(ANSWER_SECONDS, deadline_seconds))  # the last question's time as well
         if not isinstance(answer, Failure):
             return Step(Conclusion.GOOD, f"healthy after {format_duration(now() - began)}")
+        if answer.reason is Reason.CREDENTIALS:
+            raise BadInput(answer.message)
         if answer.reason in LASTING:
             return Step(Conclusion.NOT_GOOD, answer.message)
         if now() >= ends:
@@ -381,7 +384,7 @@ the daemon's settings for how to reach vLLM.
 """,
     epilog="""\
 It ends with status 0 when vLLM serves, 1 when something failed, and 2 when it
-cannot use its settings. What cannot be looked at from here is skipped, and it
+cannot use its settings or a file that they name. What cannot be looked at from here is skipped, and it
 says why.
 
 Example:

@@ -122,3 +122,29 @@ def test_a_mistake_is_told_within_the_width_too() -> None:
     assert status == 2
     assert "missing:" in written
     assert max(map(len, plain(written).splitlines())) <= 60
+
+
+MODEL = ("--layers", "80", "--kv-heads", "8", "--head-size", "128", "--hidden-size", "8192", "--vocabulary", "128256")
+PLAN = (*HEADROOM, "plan", *MODEL, "--parameters", "70.6B", "--gpu-memory", "80GiB", "--max-model-len", "8192")
+
+
+def test_the_headline_of_a_verdict_is_bold_and_coloured_where_it_is_broken_too() -> None:
+    shown, status = on_a_terminal(PLAN)
+
+    assert status == 1
+    (first, second) = re.findall(r"\x1b\[1;31m(.*?)\x1b\[0m", shown)
+    assert (first[:16], second) == ("It does not fit:", "and the budget is 73.60 GiB.")
+
+
+def test_a_plan_of_80_columns_has_no_note_below_its_numbers() -> None:
+    lines = plain(on_a_terminal(PLAN)[0]).splitlines()
+
+    (place,) = (number for number, line in enumerate(lines) if line.startswith("  activations "))
+    assert lines[place + 1].strip() == "logits of 1,024 sequences"
+    assert lines[place + 1].index("logits") == lines[place].index("8,192")
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(("mark", "style"), [("ok", "green"), ("unknown", "yellow"), ("skipped", "yellow")])
+def test_a_mark_is_coloured_at_the_beginning_of_a_line_alone(mark: str, style: str) -> None:
+    assert wrap_line(f"{mark}   gpus  {mark}  2", 200).markup == f"[{style}]{mark}[/{style}]   gpus  {mark}  2"

@@ -20,6 +20,7 @@ from vllm_headroom_tools.smoke.command import (
     request_completion,
     wait_until_healthy,
 )
+from vllm_headroom_tools.trace import BadInput
 
 pytestmark = pytest.mark.usefixtures("nvml")
 REST_SKIPPED = [Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.CANNOT_TELL, Conclusion.CANNOT_TELL]
@@ -119,11 +120,10 @@ def test_nothing_that_listens_fails_at_the_deadline() -> None:
     assert "(Connection refused): check that vLLM runs" in steps["health"].text
 
 
-def test_what_no_waiting_mends_fails_at_once(vllm: Vllm, tmp_path: Path) -> None:
-    steps = smoke(vllm.url, "--deadline", "1m", "--engine-bearer-token-file", str(tmp_path / "missing"))
-
-    assert states(steps) == REST_SKIPPED
-    assert "missing cannot be read (No such file or directory)" in steps["health"].text
+def test_a_token_file_that_cannot_be_read_is_bad_input_at_once(vllm: Vllm, tmp_path: Path) -> None:
+    words = ("--deadline", "1m", "--engine-bearer-token-file", str(tmp_path / "missing"))
+    with pytest.raises(BadInput, match=r"missing cannot be read \(No such file or directory\)"):
+        smoke(vllm.url, *words)
 
 
 class Asked(EngineServer):
