@@ -66,8 +66,8 @@ def _until_an_end(scenario: Scenario, seed: int, hours: float) -> list[Record]:
 
 
 def _seen(world: World, at: float) -> Record:
-    engine, traffic = world.engine, world.engine.traffic
-    here = engine.exists(world.seconds)
+    engine = traffic = world.engine
+    here = world.exists
     gpu = {"uuid": "GPU-a", "total": TOTAL_BYTES, "used": world.used_bytes, "reserved": RESERVED_BYTES}
     gpu |= {"engine": world.engine_bytes, "other": world.neighbour_bytes}
     page = {"model_name": "m", "running": traffic.running, "waiting": traffic.waiting}
