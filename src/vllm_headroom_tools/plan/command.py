@@ -66,6 +66,8 @@ def build_question(given: argparse.Namespace) -> Question:
         "max_num_batched_tokens": given.max_num_batched_tokens or max(tokens, sequences),
         "max_loras": given.max_loras if given.enable_lora else 0,
         "cpu_offload_bytes": given.cpu_offload_gb * GIB,
+        "kv_offloading_bytes": given.kv_offloading_size * GIB,
+        "mm_processor_cache_bytes": given.mm_processor_cache_gb * GIB,
         "draft": draft,
     }
     asked = Question(**values)
@@ -139,6 +141,8 @@ def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
     card = "of one card in all"
     parser.add_argument("--gpu-memory", dest="gpu_memory_bytes", metavar="SIZE", type=size("80GiB"), help=card)
+    host = "of the host, or vLLM's container's limit"
+    parser.add_argument("--host-memory", dest="host_memory_bytes", metavar="SIZE", type=size("256GiB"), help=host)
     unified = "the card works on its machine's memory, which --gpu-memory is then (GB10, Thor, Jetson)"
     parser.add_argument("--unified-memory", action="store_true", help=unified)
     parser.add_argument(
@@ -179,6 +183,10 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="each GPU has some experts whole: less room for their adapters",
     )
     add("--cpu-offload-gb", metavar="GIB", type=offload, default=0.0, help="of each GPU's weights, on the host")
+    tier = "a tier of each engine's KV cache, on the host"
+    add("--kv-offloading-size", metavar="GIB", type=offload, default=0.0, help=tier)
+    images = "of processed images in each server and core, default 4"
+    add("--mm-processor-cache-gb", metavar="GIB", type=offload, default=4.0, help=images)
     add("--enable-lora", action="store_true", help="room for adapters")
     add("--max-loras", metavar="N", type=COUNT, default=1, help="default 1")
     add("--max-lora-rank", metavar="N", type=COUNT, default=LORA_RANK, help=f"default {LORA_RANK}")

@@ -120,6 +120,8 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     besides = ("CUDA context", *(("NCCL",) if question.gpus > 1 else ()))
     besides += ("the system", "vLLM's own processes") if question.unified_memory else ()
     yield from _format_line("beside the budget", found.outside, ", ".join(besides))
+    if question.host_memory_bytes or question.cpu_offload_bytes or question.kv_offloading_bytes:
+        yield from _format_line("host memory of all", found.host, "offloads take up to 1.92 times their size")
 
 
 def _name_weights_source(found: MemoryEstimate) -> str:
@@ -210,6 +212,7 @@ SETTINGS: Final = (
     "data_parallel_size",
     "gpu_memory_bytes",
     "unified_memory",
+    "host_memory_bytes",
     "gpu_memory_utilization",
     "kv_cache_dtype",
     "max_model_len",
@@ -243,6 +246,7 @@ def _build_data(planned: Planned, changes: Iterable[Saving]) -> dict[str, Any]:
         "cuda_graph_bytes": _split_range(found.graphs),
         "library_bytes": _split_range(found.rest),
         "outside_budget_bytes": _split_range(found.outside),
+        "host_bytes": _split_range(found.host),
         **_describe_kv_cache(found),
         **({"measured": measured} if pairs else {}),
     }

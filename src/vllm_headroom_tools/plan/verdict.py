@@ -12,9 +12,11 @@ from msgspec.structs import replace
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.sizing.estimate import (
     LEFT_TO_THE_MACHINE_BYTES,
+    OFFLOAD_HIGH,
     MemoryEstimate,
     Range,
     can_start,
+    estimate_host,
     estimate_memory,
     estimate_outside,
 )
@@ -58,6 +60,9 @@ def format_range(amount: Range) -> str:
 def _explain_obstacle(found: MemoryEstimate) -> str:
     question, kv_cache, overhead = found.question, found.kv_cache, found.overhead
     card, budget, length = question.gpu_memory_bytes or 0, found.budget, question.max_model_len or 1
+    host = question.host_memory_bytes
+    if host is not None and found.host.low > host:
+        return f"vLLM's processes need at least {format_gib(found.host.low)} of the host's {format_gib(host)}"
     if budget is not None and overhead is not None and kv_cache is not None and kv_cache.high <= 0:
         rest = (found.weights or 0) + overhead.low
         return (
@@ -78,6 +83,9 @@ def _explain_obstacle(found: MemoryEstimate) -> str:
 
 
 def _explain_margin(found: MemoryEstimate) -> str:
+    host = found.question.host_memory_bytes
+    if host is not None and found.host.high > host:
+        return f"vLLM's processes need {format_range(found.host)} GiB of the host's {format_gib(host)}"
     if found.kv_cache is None or found.budget is None:
         return "with the higher estimates it is more than the card has"
     needed = format_gib(found.count_sequence_bytes(found.question.max_model_len or 1))
@@ -149,6 +157,10 @@ def _note_omissions(found: MemoryEstimate) -> Iterator[str]:
             f" system and to vLLM's own"
             f" processes{offloaded}. Swap and zram count as no room."
         )
+        yield (
+            "While vLLM loads, the page cache of the weights' files takes this memory too, and an allocation can fail"
+            " although the rest is available (vllm-project/vllm#54200): drop the page cache while it loads."
+        )
     elif card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
         yield (
             f"Beside its budget vLLM takes {format_range(found.outside)} GiB of the card, and"
@@ -199,6 +211,7 @@ def _list_candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
         *_reduce_sequences(question),
         *_change_share(question),
         *_round_values(question),
+        *_keep_less_on_host(question),
         *_widen(question),
     ):
         yield Saving(settings=((option, value),), price=price), changed
@@ -253,6 +266,16 @@ def _round_values(question: Question) -> Iterator[Option]:
             "weights are rounded",
             replace(question, shape=shape.apply_quantisation("fp8", 1.0)),
         )
+
+
+def _keep_less_on_host(question: Question) -> Iterator[Option]:
+    host = question.host_memory_bytes
+    if host is None or not question.kv_offloading_bytes:
+        return
+    rest = estimate_host(replace(question, kv_offloading_bytes=0)).high
+    spare = max(0, floor((host - rest) / OFFLOAD_HIGH / question.data_parallel_size / GIB))
+    price = "fewer prefixes are kept" if spare else "no prefix is kept on the host"
+    yield "--kv-offloading-size", str(spare), price, replace(question, kv_offloading_bytes=spare * GIB)
 
 
 def _widen(question: Question) -> Iterator[Option]:

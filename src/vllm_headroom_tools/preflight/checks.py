@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import ceil
 from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.derive.verdicts import BLOCKS_BYTES
 from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
 from vllm_headroom.scrape.nvml.device import GpuFaults
 from vllm_headroom.units import GIB, MIB, format_gib
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.sizing.estimate import LEFT_TO_THE_MACHINE_BYTES
+from vllm_headroom_tools.sizing.estimate import HOST_BYTES_PER_PROCESS, LEFT_TO_THE_MACHINE_BYTES
 
 LEAST_OWN_BYTES: Final = 3 * GIB // 10
 """vLLM looks at the free memory when its own CUDA context, and from 0.11 on NCCL's buffers, already lie on the GPU.
@@ -93,9 +94,6 @@ LEAST_SHM_BYTES: Final = 256 * MIB
 (vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
 """
 
-HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
-"""What server and core of vLLM 0.32 hold on the CPU, 0.6 GiB each (tests/contract); a worker with CUDA holds more."""
-
 ENOUGH_SHM_BYTES: Final = GIB
 """What NVIDIA asks for in containers (NCCL user guide, troubleshooting: --shm-size=1g)."""
 
@@ -130,6 +128,7 @@ def _check_machine(device: GpuReading, memory: GpuMemory, ask: MemoryRequest) ->
     """Check what is left to a machine that shares its memory with the GPU: vLLM would start all the same."""
     if memory.machine_available_bytes is None:
         return
+    yield from _check_blocks(device, memory, compute_asked_bytes(ask, memory))
     left_bytes = memory.machine_available_bytes - compute_asked_bytes(ask, memory) - ask.most_own_bytes
     if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
         return
@@ -141,6 +140,20 @@ def _check_machine(device: GpuReading, memory: GpuMemory, ask: MemoryRequest) ->
     highest = compute_highest_utilization(ask, memory)
     less = "stop what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
     yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
+
+
+def _check_blocks(device: GpuReading, memory: GpuMemory, asked_bytes: int) -> Iterator[Finding]:
+    """Compare the blocks that a driver can map with the request: the page cache of weights' files may hold the rest."""
+    blocks = memory.machine_free_blocks_bytes
+    if blocks is not None and blocks < asked_bytes:
+        text = (
+            f"{format_gib(blocks)} of the machine's memory are free in blocks of 2 MiB, and vLLM requests"
+            f" {format_gib(asked_bytes)}: the rest is in the page cache, and allocations can fail before the kernel"
+            " takes it back"
+        )
+        fix = "drop the page cache before the start and while the model loads (sync; echo 3 >/proc/sys/vm/drop_caches)"
+        verdict = Conclusion.NOT_GOOD if blocks < BLOCKS_BYTES else Conclusion.GOOD
+        yield Finding(Kind.HOST, verdict, text, f"{fix}; or --ignore host", gpu=device.index, may_pass=True)
 
 
 def check_swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
@@ -225,6 +238,17 @@ def check_host_memory(host: HostMemory | None, ask: MemoryRequest) -> Iterator[F
     )
     fix = "raise the container's memory limit, or stop what else takes memory here; or --ignore host"
     yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, fix, may_pass=True)
+
+
+def check_left_files(left: Mapping[str, int]) -> Iterator[Finding]:
+    """Report files of an earlier run's tier of the KV cache in /dev/shm, by their sizes."""
+    if left:
+        names = ", ".join(f"{name} ({format_gib(size)})" for name, size in left.items())
+        text = (
+            "no vLLM is visible that uses these files of a KV cache's tier, and a start can fail on them"
+            f" (vllm-project/vllm#51317): {names}"
+        )
+        yield Finding(Kind.SHM, Conclusion.NOT_GOOD, text, f"remove them: rm {' '.join(left)}; or --ignore shm")
 
 
 def check_shared_memory(shm: Shm | None) -> Iterator[Finding]:

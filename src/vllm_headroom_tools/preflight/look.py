@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -39,13 +40,15 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """What was seen; `holders` are the processes on each GPU by UUID, absent where NVML does not list them.
 
     `shm` is None where there is no /dev/shm, `host` where nothing is known of the container that this runs in.
-    `swap_bytes` is the machine's swap, zram included, `engine_pids` are those of the engine that was looked for.
+    `left` are the files in it of a tier of a KV cache, and their sizes, while no vLLM is visible. `swap_bytes` is the
+    machine's swap, zram included, `engine_pids` are those of the engine that was looked for.
     """
 
     readings: GpuReadings | Failure
     faults: tuple[GpuFaults, ...]
     holders: Mapping[str, tuple[Holder, ...]]
     shm: Shm | None
+    left: Mapping[str, int] = {}
     host: HostMemory | None = None
     swap_bytes: int | None = None
     engine_pids: frozenset[int] = frozenset()
@@ -63,12 +66,22 @@ async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeo
         faults=faults,
         holders=await _find_holders(readings, listed, proc),
         shm=read_shm(shm),
+        left={} if isinstance(listed, Failure) or listed.engine or listed.neighbours else find_left(shm),
         host=read_host_here(proc),
         swap_bytes=None
         if isinstance(listed, Failure) or listed.host.machine is None
         else listed.host.machine.swap_bytes,
         engine_pids=frozenset(() if isinstance(listed, Failure) else (process.pid for process in listed.engine)),
     )
+
+
+def find_left(shm: Path) -> dict[str, int]:
+    """Return the files that offloading of a KV cache makes in /dev/shm, and their sizes."""
+    found = {}
+    for file in sorted(shm.glob("vllm_offload_*")):
+        with suppress(OSError):
+            found[str(file)] = file.stat().st_size
+    return found
 
 
 def read_host_here(proc: Path) -> HostMemory | None:

@@ -72,7 +72,7 @@ def judge(conditions: Conditions, ask: MemoryRequest, wanted: GpuChoice, ignored
     devices, found = checks.choose_gpus(conditions.readings.devices, wanted)
     gpus = tuple(build_gpu_report(device, conditions, ask) for device in devices)
     findings = [*found, *(finding for gpu in gpus for finding in _check_gpu(gpu, conditions, ask))]
-    findings += checks.check_host_memory(conditions.host, ask)
+    findings += (*checks.check_host_memory(conditions.host, ask), *checks.check_left_files(conditions.left))
     if ask.tensor_parallel_size > 1:
         findings += (*checks.check_identical(devices), *checks.check_shared_memory(conditions.shm))
     checked = tuple(

@@ -128,10 +128,31 @@ def estimate_rest(question: Question) -> Range:
     return LIBRARIES + Range(low=experts, high=FORWARD_HIGH * experts + kept + reserved)
 
 
+HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
+"""What server and core of vLLM 0.32 hold on the CPU, 0.6 GiB each (tests/contract); a worker with CUDA holds more."""
+
+OFFLOAD_HIGH: Final = 1.92
+"""Times the size of a tier of the KV cache that it took (vllm#53042); of offloaded weights 1.9 times (vllm#56410)."""
+
+
+def estimate_host(question: Question) -> Range:
+    """Return what all of vLLM's processes take of the host's memory.
+
+    Each engine has a core, a server and, with several GPUs, a worker for each; the cache of images is in every server
+    and core (vLLM 0.33, config/multimodal.py), and fills with use.
+    """
+    engines, workers = question.data_parallel_size, question.gpus
+    processes = 2 * engines + (workers if workers > engines else 0)
+    images = 2 * engines * question.mm_processor_cache_bytes if question.shape.encoder else 0
+    offloaded = question.cpu_offload_bytes * workers + question.kv_offloading_bytes * engines
+    own = processes * HOST_BYTES_PER_PROCESS
+    return Range(low=own + offloaded, high=own + images + OFFLOAD_HIGH * offloaded)
+
+
 def estimate_outside(question: Question) -> Range:
     """Return what the engine takes of the card on top of its budget, and what a machine of one memory needs besides."""
     found = CONTEXT if question.gpus == 1 else CONTEXT + COMMUNICATION
-    machine = LEFT_TO_THE_MACHINE_BYTES + question.cpu_offload_bytes
+    machine = LEFT_TO_THE_MACHINE_BYTES + question.cpu_offload_bytes + question.kv_offloading_bytes
     return found + Range(low=machine, high=machine) if question.unified_memory else found
 
 
@@ -159,6 +180,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     rest: Range
     graphs: Range
     outside: Range
+    host: Range
     kv_cache: Range | None
 
     @property
@@ -217,6 +239,7 @@ def estimate_memory(question: Question) -> MemoryEstimate | None:
         rest=estimate_rest(question),
         graphs=NOTHING if question.enforce_eager else GRAPHS,
         outside=estimate_outside(question),
+        host=estimate_host(question),
         kv_cache=None,
     )
     return replace(found, kv_cache=_compute_kv_cache(found))
@@ -286,7 +309,9 @@ def _has_room(found: MemoryEstimate, *, worst: bool) -> bool | None:
     length, room = found.question.max_model_len, found.kv_cache
     needed = found.count_sequence_bytes(length or 1)
     held = None if room is None else (room.low if worst else room.high) >= needed
-    checks = (held, _is_within_card(found, worst=worst))
+    host = found.question.host_memory_bytes
+    hosted = host is None or (found.host.high if worst else found.host.low) <= host
+    checks = (held, _is_within_card(found, worst=worst), hosted)
     if False in checks:
         return False
     return None if None in checks or length is None else True

@@ -17,6 +17,9 @@ UTILIZATION: Final = 0.92
 LORA_RANK: Final = 16
 """vLLM's `max_lora_rank` (config/lora.py)."""
 
+MM_PROCESSOR_CACHE_BYTES: Final = 4 * GIB
+"""vLLM's `mm_processor_cache_gb` (config/multimodal.py)."""
+
 TYPICAL_TOKENS: Final = 2048
 BLOCK_TOKENS: Final = 16
 """vLLM's `DEFAULT_BLOCK_SIZE` on NVIDIA GPUs (config/cache.py)."""
@@ -35,7 +38,9 @@ class Question(Struct, frozen=True, kw_only=True):
     are known better than by counting. `gpu_memory_bytes` is one card's total: with `unified_memory` that of its
     machine, on whose memory it works. `kv_cache_memory_bytes` is the KV cache's size when vLLM is given it, and then
     counts instead of the utilization. `cpu_offload_bytes` of each GPU's weights lie in the host's memory. `max_loras`
-    is 0 without adapters. `draft` is the model that speculates.
+    is 0 without adapters. `draft` is the model that speculates. `kv_offloading_bytes` of each engine's KV cache and
+    `mm_processor_cache_bytes` of processed images in each server and core lie in the host's memory, of which there is
+    `host_memory_bytes`.
     """
 
     shape: ModelShape
@@ -47,6 +52,9 @@ class Question(Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     cpu_offload_bytes: float = 0
+    kv_offloading_bytes: float = 0
+    mm_processor_cache_bytes: float = MM_PROCESSOR_CACHE_BYTES
+    host_memory_bytes: int | None = None
     max_loras: int = 0
     max_lora_rank: int = LORA_RANK
     draft: ModelShape | None = None

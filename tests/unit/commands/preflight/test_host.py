@@ -103,3 +103,29 @@ def test_a_machine_of_one_memory_with_too_little_available_is_no_go_like_a_card(
 
     assert found.kind is Kind.MEMORY
     assert found.may_pass
+
+
+def buddies(preflight: Preflight, *, blocks_gib: float) -> None:
+    (preflight.tree.path / "buddyinfo").write_text(
+        f"Node 0, zone   Normal  900 900 900 900 900 900 900 900 900 {int(blocks_gib * 512)} 0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks_gib", "verdict"), [(100.0, None), (20.0, Conclusion.GOOD), (0.5, Conclusion.NOT_GOOD)]
+)
+def test_memory_in_the_page_cache_is_available_and_cannot_be_allocated(
+    unified: Preflight, blocks_gib: float, verdict: Conclusion | None
+) -> None:
+    """As vllm#54200 reports: 22.5 GiB were available, and an allocation failed."""
+    meminfo(unified, total_gib=120, available_gib=22)
+    buddies(unified, blocks_gib=blocks_gib)
+
+    found = [each for each in unified.report(MemoryRequest(utilization_ratio=0.1)).findings if "2 MiB" in each.text]
+
+    if blocks_gib * GIB > 0.1 * 120 * GIB:
+        assert not found
+        return
+    assert [each.verdict for each in found] == [verdict]
+    assert "the rest is in the page cache" in found[0].text
+    assert "drop_caches" in (found[0].fix or "")

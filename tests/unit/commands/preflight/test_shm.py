@@ -72,3 +72,23 @@ def test_the_size_is_that_of_the_file_system(tmp_path: Path) -> None:
 
     assert mounted.stdout == f"{Shm(total_bytes=64 * MIB, free_bytes=64 * MIB)}\n"
     assert read_shm(tmp_path / "missing") is None
+
+
+def test_a_tier_of_the_kv_cache_that_an_earlier_run_left_stops_the_next_start(preflight: Preflight) -> None:
+    """As vllm#51317 reports; with a vLLM that runs, the file is its own."""
+    preflight.shm = preflight.folder / "shm"
+    preflight.shm.mkdir()
+    (preflight.shm / "psm_1").touch()
+    assert preflight.report().verdict is Conclusion.GOOD
+
+    left = preflight.shm / "vllm_offload_1.mmap"
+    left.write_bytes(b"0" * MIB)
+    found = only(preflight.report())
+
+    assert (found.kind, found.verdict) == (Kind.SHM, Conclusion.NOT_GOOD)
+    assert found.text.endswith(f"(vllm-project/vllm#51317): {left} (0.00 GiB)")
+    assert found.fix == f"remove them: rm {left}; or --ignore shm"
+    assert preflight.report(ignored={Kind.SHM}).verdict is Conclusion.GOOD
+
+    preflight.tree.add(20, 1, "vllm", "serve", "m")
+    assert preflight.report().verdict is Conclusion.GOOD
