@@ -110,7 +110,10 @@ TIGHT_SHARE: Final = 0.02
 """An engine over its budget on a GPU with less free than this share is reported."""
 
 BLOCKS_BYTES: Final = 2**30
-"""Allocations on unified memory failed with 22.5 GiB available (vllm-project/vllm#54200): they need blocks of 2 MiB."""
+"""Allocations on unified memory failed with 22.5 GiB available (vllm-project/vllm#54200): they need blocks of 2 MiB.
+Where nothing is loaded and nobody waits for memory, few of them are usual: the page cache takes what is free.
+"""
+WAITING_RATIO: Final = 0.05
 
 LOW_HOST_BYTES: Final = 4 * 2**30
 LOW_HOST_SHARE: Final = 0.05
@@ -281,9 +284,11 @@ def _find_trouble(
         alert = "HeadroomGpuMemoryLow" if low else None
         return Situation.LOW_MEMORY, alert, f"{wake}only {format_size(free)} are free"
     blocks = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
-    if blocks is not None and blocks < min(BLOCKS_BYTES, free):
-        text = f"only {format_size(blocks)} of the machine's memory are free in blocks of 2 MiB, the rest is page cache"
-        return Situation.LOW_MEMORY, None, text
+    waits = (values.value(catalog.MEMORY_PRESSURE) or 0.0) > WAITING_RATIO
+    loads = life is not None and life.state is EngineState.STARTING
+    if blocks is not None and blocks < min(BLOCKS_BYTES, free) and (waits or loads):
+        text = f"the card's memory is in the page cache: only {format_size(blocks)} are free in blocks of 2 MiB"
+        return Situation.LOW_MEMORY, "HeadroomUnifiedMemoryCached" if waits else None, text
     if excess > 0 and free < TIGHT_SHARE * (values.value(catalog.GPU_MEMORY_TOTAL, *labels) or 0.0):
         text = f"the engine holds {format_size(excess)} more than its budget"
         return Situation.OVER_BUDGET, "HeadroomMemoryDiscrepancy", text

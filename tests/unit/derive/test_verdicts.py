@@ -531,9 +531,13 @@ def test_unified_memory_in_the_page_cache_is_not_free() -> None:
     available = Sample(catalog.GPU_MEMORY_FREE, A_GPU, 22.5 * GIB)
     blocks = Sample(catalog.UNIFIED_FREE_BLOCKS, A_GPU, 600.0 * MIB)
 
-    verdict = of("GPU 0", state(LeakState.STABLE), available, blocks)
+    waits = Sample(catalog.MEMORY_PRESSURE, (), 0.3)
+
+    verdict = of("GPU 0", state(LeakState.STABLE), available, blocks, waits)
 
     assert (verdict.level, verdict.situation) == (Level.WARNING, Situation.LOW_MEMORY)
+    assert verdict.alert == "HeadroomUnifiedMemoryCached"
     assert verdict.sentence == (
-        "GPU 0: only 600 MiB of the machine's memory are free in blocks of 2 MiB, the rest is page cache; no leak seen."
+        "GPU 0: the card's memory is in the page cache: only 600 MiB are free in blocks of 2 MiB; no leak seen."
     )
+    assert of("GPU 0", state(LeakState.STABLE), available, blocks).level is Level.GOOD, "a page cache is always full"
