@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from tests.fakes.api_server.cluster import ROLE, Cluster
+from tests.fakes.api_server.cluster import LABELS, ROLE, Cluster
 from tests.fakes.api_server.server import ApiServer
 from tests.process import Daemon, daemon, eventually
 
@@ -30,15 +30,16 @@ def api(cluster: Cluster, tmp_path: Path) -> Iterator[ApiServer]:
 
 
 @contextmanager
-def leaking(api: ApiServer, folder: Path, mode: str = "on") -> Iterator[Daemon]:
+def leaking(api: ApiServer, folder: Path, mode: str = "on", place: int = 0) -> Iterator[Daemon]:
     settings = {"EVICT": mode, "EVICT_SECONDS": "86400", "GATE_READY_SECONDS": "86400"}
-    pod = next(iter(api.cluster.pods))
+    pod = list(api.cluster.pods)[place]
     with daemon(*DEMO, module="tests.e2e.evicting", ACCOUNT=str(folder), **api.environment(pod), **settings) as sidecar:
         yield sidecar
 
 
 def requests(sidecar: Daemon, result: str) -> float:
-    return sidecar.page().value("eviction_requests_total", result=result)
+    page = sidecar.sees(lambda page: page.has("eviction_requests_total"), "a first sample")
+    return page.value("eviction_requests_total", result=result)
 
 
 def test_a_leak_evicts_the_pod_once_and_closes_the_gate(api: ApiServer, cluster: Cluster, tmp_path: Path) -> None:
@@ -55,6 +56,23 @@ def test_a_leak_evicts_the_pod_once_and_closes_the_gate(api: ApiServer, cluster:
     assert cluster.asked.count("create pods/eviction") == 1
     assert cluster.voluntary == 1
     assert re.search(r'"?asked for the eviction of this pod"? .*why="GPU 0 .*leaks and', log)
+
+
+def test_of_two_daemons_one_evicts_its_pod_and_the_other_waits(tmp_path: Path) -> None:
+    both = {"selector": {"matchLabels": LABELS}, "maxUnavailable": 2}
+    cluster = Cluster(replicas=2, grace_seconds=1e6, budgets=(both,))
+    with (
+        ApiServer(cluster, tmp_path) as api,
+        leaking(api, tmp_path) as one,
+        leaking(api, tmp_path, place=1) as other,
+    ):
+        sidecars = (one, other)
+        eventually(lambda: sum(requests(each, "accepted") for each in sidecars) == 1, "one evicts its pod")
+        eventually(lambda: any("holds Lease" in each.log() for each in sidecars), "the other waits")
+        open_gates = sum(each.page().value("gate_open", gate="ready") for each in sidecars)
+
+    assert cluster.voluntary == 1
+    assert open_gates == 1
 
 
 def test_a_dry_run_only_says_what_it_would_do(api: ApiServer, cluster: Cluster, tmp_path: Path) -> None:
