@@ -47,10 +47,14 @@ class HeadroomCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield the families that have a sample, in the catalogue's order."""
+        return (_build_family(metric, samples) for metric, samples in self.groups())
+
+    def groups(self) -> Iterator[tuple[Metric, list[Sample]]]:
+        """Yield each metric that has samples, with them, in the catalogue's order."""
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
         for sample in self.samples():
             groups[sample.metric.name].append(sample)
-        return (_build_family(metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups)
+        return ((metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups)
 
     def samples(self) -> list[Sample]:
         """Return all current samples."""
@@ -88,6 +92,7 @@ _ZERO: Final = re.compile(r"q\s*=\s*0(\.0*)?")
 _FASTEST: Final = 1
 """Of gzip's levels; a page of eight GPUs takes 60 us, and becomes a sixth."""
 
+_END: Final = b"# EOF\n"
 _MOST_FORMATS: Final = 3
 """Formats kept per sample: there are two, times a version and an escaping scheme that a scraper chooses. Each takes
 8 MiB for the largest page that an engine's names can produce."""
@@ -102,8 +107,11 @@ class MetricsPage:
     def __init__(self, collector: HeadroomCollector) -> None:
         self._collector = collector
         self._registry = build_registry(collector)
+        self._process = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._process)
         self._shown: Published | None = None
         self._formats: dict[str, bytes] = {}
+        self._encoded: dict[str, dict[str, tuple[list[Sample], bytes]]] = {}
 
     def __call__(self, request: Request) -> Response:
         """Return the page, or the families that the query names, in the requested format and encoding."""
@@ -119,15 +127,39 @@ class MetricsPage:
 
     def _page(self, encode: Encode, content_type: str) -> bytes:
         published = self._collector.published()
+        if len(self._formats) > _MOST_FORMATS:
+            self._encoded = {}
         if published is not self._shown or len(self._formats) > _MOST_FORMATS:
             self._shown, self._formats = published, {}
         if content_type not in self._formats:
-            self._formats[content_type] = encode(self._registry)
+            self._formats[content_type] = self._encode(encode, self._encoded.setdefault(content_type, {}))
         page = self._formats[content_type]
         if published is None:
             return page
         age = f"\n{catalog.SAMPLE_AGE.name} {self._collector.age_seconds(published)!r}"
         return _AGE.sub(age.encode(), page, count=1)
+
+    def _encode(self, encode: Encode, known: dict[str, tuple[list[Sample], bytes]]) -> bytes:
+        """Return the page, with the families that have not changed since the last one as they were encoded then."""
+        parts = []
+        for metric, samples in self._collector.groups():
+            before, encoded = known.get(metric.name, ([], b""))
+            if before != samples:
+                encoded = encode(_Family(_build_family(metric, samples))).removesuffix(_END)
+                known[metric.name] = samples, encoded
+            parts.append(encoded)
+        return b"".join((*parts, encode(self._process)))
+
+
+class _Family(CollectorRegistry):
+    """One family, as the encoders take it."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the family."""
+        yield self._family
 
 
 @lru_cache(maxsize=_MOST_FORMATS)

@@ -97,6 +97,23 @@ def test_compressed_it_is_the_same_page_in_one_stream(world: World, accept: str)
     assert (stream.eof, stream.unused_data) == (True, b"")
 
 
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_a_family_is_as_it_is_now_whatever_it_was_on_the_last_page(world: World, accept: str) -> None:
+    world.asked(accept=accept)
+    idle = Sample(catalog.ENGINE_WAITING, (HOSTILE, "0"), 0.0)
+    for samples in ((idle, Sample(catalog.ENGINE_RUNNING, (HOSTILE, "0"), 4.0)), (idle,), ()):
+        world.published = Published(samples=samples, monotonic_seconds=100.0)
+
+        page, fresh = world.asked(accept=accept), World()
+        fresh.published = world.published
+        assert strip_process(page.body) == strip_process(fresh.asked(accept=accept).body)
+        assert page.body.count(b"# EOF") == (accept == OPENMETRICS)
+
+
+def strip_process(body: bytes) -> list[bytes]:
+    return [line for line in body.splitlines() if b"process_" not in line]
+
+
 def test_openmetrics_ends_with_its_only_end_mark(world: World) -> None:
     body = world.asked(accept=OPENMETRICS).body
 
