@@ -41,6 +41,8 @@ class FullHistory:
         self._preemptions = 0.0
         self._running = Histogram()
         self._tokens = Histogram()
+        self._queued_seconds = 0.0
+        self._waiting = Histogram()
 
     def step(self, seconds: float, finished: float, preemptions: float) -> None:
         """Count the work of the time before a sample."""
@@ -48,8 +50,11 @@ class FullHistory:
         self._finished += finished
         self._preemptions += preemptions
 
-    def add_reading(self, reading: EngineReading) -> None:
-        """Count the load of a sample."""
+    def add_reading(self, reading: EngineReading, seconds: float) -> None:
+        """Count the load of a sample, and the time before it if requests waited."""
+        if (reading.waiting or 0) >= WAITING_REQUESTS:
+            self._queued_seconds += seconds
+            self._waiting.add(reading.waiting)
         self._running.add(reading.running)
         self._tokens.add(count_tokens_per_request(reading))
 
@@ -64,6 +69,8 @@ class FullHistory:
             preemptions=self._preemptions,
             running=running,
             tokens=self._tokens.quantile(0.5),
+            queued_seconds=self._queued_seconds,
+            waiting=self._waiting.quantile(0.5),
         )
 
 
@@ -157,6 +164,7 @@ class EngineHistory:
             capacity_tokens=facts.capacity_tokens if capacity is None else capacity,
             kv_known=facts.kv_known or reading.kv_used_ratio is not None,
             most_running=_find_higher(facts.most_running, reading.running),
+            most_used_ratio=_find_higher(facts.most_used_ratio, reading.kv_used_ratio),
         )
         if reading.kv_used_ratio is None:
             return
@@ -164,7 +172,7 @@ class EngineHistory:
         if full or self._was_full:
             self._full.step(seconds if full else 0.0, finished, preempted)
         if full:
-            self._full.add_reading(reading)
+            self._full.add_reading(reading, seconds)
         else:
             self._usual.add(count_tokens_per_request(reading))
             if reading.running and not preempted:

@@ -17,7 +17,8 @@ from vllm_headroom_tools.history import Moment
 class FullFacts(Struct, frozen=True, kw_only=True):
     """The time with a full KV cache: its length, the work done, and the medians of load and tokens per request.
 
-    From a page, `finished` and `preemptions` count since the engine's start; `running` and `tokens` are of now.
+    `queued_seconds` of it passed with WAITING_REQUESTS and more in the queue, `waiting` of them in the middle. From a
+    page, `finished` and `preemptions` count since the engine's start; `running` and `tokens` are of now.
     """
 
     seconds: float | None
@@ -25,6 +26,8 @@ class FullFacts(Struct, frozen=True, kw_only=True):
     preemptions: float
     running: float
     tokens: float | None
+    queued_seconds: float = 0.0
+    waiting: float | None = None
 
 
 class CappedFacts(Struct, frozen=True, kw_only=True):
@@ -61,8 +64,8 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     """One engine (one data-parallel rank).
 
     `usual_tokens` and `high_tokens` are the median and the 99th percentile of the cache's tokens per running request
-    while it was not full, `calm_running` the most requests that ran then without a preemption. `kv_known` and
-    `preemptions_known` are whether the page has these at all.
+    while it was not full, `most_used_ratio` the highest use of the cache, `calm_running` the most requests that ran
+    then without a preemption. `kv_known` and `preemptions_known` are whether the page has these at all.
     """
 
     model_name: str
@@ -76,6 +79,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     usual_tokens: float | None = None
     high_tokens: float | None = None
     calm_running: float | None = None
+    most_used_ratio: float | None = None
     full: FullFacts | None = None
     capped: CappedFacts | None = None
     prefix: PrefixFacts | None = None

@@ -22,6 +22,7 @@ class Cause(StrEnum):
     MODEL_DOES_NOT_FIT = "model_does_not_fit"
     CONFIGURATION_OVERSHOOT = "configuration_overshoot"
     CHRONIC = "chronic"
+    UNUSED_MEMORY = "unused_memory"
     BURST = "burst"
     KV_CACHE_BLOW_OUT = "kv_cache_blow_out"
     CONCURRENCY_MISJUDGED = "concurrency_misjudged"

@@ -8,10 +8,10 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.units import format_duration, format_instant
+from vllm_headroom.units import GIB, format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.facts import EngineFacts, Facts, Leak, Origin
-from vllm_headroom_tools.advise.finding import Advice, name_engine
+from vllm_headroom_tools.advise.finding import Advice, format_percent, name_engine
 from vllm_headroom_tools.advise.rules import capacity, leaks, starts
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST, Flag
 from vllm_headroom_tools.conclusion import Conclusion
@@ -19,6 +19,13 @@ from vllm_headroom_tools.versions import format_version
 
 SHORTEST_SECONDS: Final = 3600.0
 """A shorter trace cannot show health: the leak detector takes an hour to be sure."""
+
+APART_BYTES: Final = 2 * GIB
+"""Ours: ranks of one engine differ by NCCL's buffers and late kernels, a few hundred MiB."""
+
+DAY_SECONDS: Final = 86400.0
+WASTE_RATIO: Final = 0.2
+"""Ours: a peak of a whole day that leaves four fifths of the cache unused."""
 
 STALE_SECONDS: Final = 120.0
 """A page this old is not the present (alert HeadroomSampleStale)."""
@@ -41,6 +48,7 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     leaks.find_chronic_shortage,
     leaks.find_burst,
     capacity.find_full_cache,
+    capacity.find_unused_memory,
     capacity.find_too_few_requests,
     capacity.find_poor_prefix_cache,
 )
@@ -175,6 +183,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
         )
     if any(change.difference is not None for change in changes):
         remarks.append(SET_NOW)
+    remarks += [*_compare_ranks(facts), *_note_waste(facts)]
     crashes = starts.find_crashes(facts)
     if crashes and starts.find_crash(facts) is None:
         left = "" if crashes[0].worst is None else ", with memory left"
@@ -189,6 +198,31 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
             f" whose options were checked."
         )
     return tuple(remarks)
+
+
+def _compare_ranks(facts: Facts) -> Iterator[str]:
+    """Note the GPU with much less room than another of the same size: vLLM sizes the KV cache of all by it."""
+    rooms = [(gpu.least_room_bytes, gpu) for gpu in facts.gpus if gpu.least_room_bytes is not None]
+    if len({gpu.usable_bytes for _, gpu in rooms}) != 1:
+        return
+    (least, fullest), (most, _) = min(rooms, key=lambda each: each[0]), max(rooms, key=lambda each: each[0])
+    if most - least >= APART_BYTES:
+        yield (
+            f"{fullest.called} had {format_size(most - least)} less room than another of the engine's GPUs: vLLM sizes"
+            " the KV cache of all by the fullest."
+        )
+
+
+def _note_waste(facts: Facts) -> Iterator[str]:
+    """Note a KV cache that was never needed."""
+    used = [engine.most_used_ratio for engine in facts.engines if engine.most_used_ratio is not None]
+    busy = any(engine.finished for engine in facts.engines)
+    if busy and len(used) == len(facts.engines) and facts.span_seconds >= DAY_SECONDS and max(used) < WASTE_RATIO:
+        most, span = format_percent(max(used)), format_duration(facts.span_seconds)
+        yield (
+            f"At most {most} of the KV cache was in use in {span}: a"
+            " smaller card, or a smaller share of this one, would do; vllm-headroom plan computes which."
+        )
 
 
 def _explain_prefix_cache(facts: Facts, engine: EngineFacts) -> str | None:

@@ -54,6 +54,9 @@ means nothing where requests wait for more than this share of the time."""
 USUAL_SECONDS: Final = 6 * 3600.0
 """Ours: after this time the highest peaks count as the usual ones; nothing is raised before."""
 
+UNUSED_RATIO: Final = 0.15
+"""Ours: a queue in front of a full cache is healthy where vLLM has most of the GPU."""
+
 HIGHEST_UTILIZATION: Final = 0.95
 """The highest value that vLLM's author calls safe (vllm-project/vllm#1298)."""
 
@@ -178,10 +181,39 @@ def find_full_cache(facts: Facts) -> Advice | None:
     else:
         now = " now" if facts.origin is Origin.PAGE else ""
         cause = Cause.CONCURRENCY_MISJUDGED
-        changes = drop_none(_run_fewer(facts, engine, full), take_more(facts), REPLICA)
+        changes = drop_none(take_more(facts), _run_fewer(facts, engine, full), REPLICA)
         summary = f"More requests run at once than the KV cache of {name} holds{now}, and it preempts."
     evidence = tuple(_list_cache_evidence(engine, full))
     return Advice(cause=cause, summary=summary, evidence=evidence, changes=changes, remark=remark)
+
+
+def find_unused_memory(facts: Facts) -> Advice | None:
+    """Fit where requests waited for LASTING_SECONDS for a full cache, and UNUSED_RATIO of each GPU was never used.
+
+    Where the cache preempts too, `find_full_cache` says so.
+    """
+    more, least = take_more(facts), facts.least_room_bytes or 0.0
+    usable = max((gpu.usable_bytes or 0.0 for gpu in facts.gpus), default=0.0)
+    if more is None or find_pressed(facts) is not None or least < UNUSED_RATIO * usable:
+        return None
+    for engine in facts.engines:
+        if engine.full is not None and engine.full.queued_seconds >= LASTING_SECONDS:
+            return Advice(
+                cause=Cause.UNUSED_MEMORY,
+                summary=f"Requests wait for the KV cache of {name_engine(facts, engine)}, and GPU memory is unused.",
+                evidence=tuple(_list_queue_evidence(facts, engine, engine.full)),
+                changes=(more, REPLICA),
+                remark=NOT_OUT_OF_MEMORY,
+            )
+    return None
+
+
+def _list_queue_evidence(facts: Facts, engine: EngineFacts, full: FullFacts) -> Iterator[Evidence]:
+    text = f"{full.waiting or 0:,.0f} requests waited with a full cache, for {format_duration(full.queued_seconds)}"
+    yield Evidence("queued_seconds", full.queued_seconds, text)
+    least = facts.least_room_bytes or 0.0
+    yield Evidence("least_room_bytes", least, f"at least {format_size(least)} of each GPU were left all the time")
+    yield from (each for each in _list_cache_evidence(engine, full) if each.name == "capacity_tokens")
 
 
 def split_model(facts: Facts) -> Change | None:
@@ -234,7 +266,8 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, full: FullFacts) -> Cha
         facts,
         Flag.MAX_MODEL_LEN,
         value,
-        text=f"99 % of the time running requests held {engine.high_tokens:,.0f} tokens each or fewer, on average",
+        text=f"while the cache was not full, running requests held {engine.high_tokens:,.0f} tokens each or fewer in"
+        " 99 % of the time, on average",
         cost="longer requests are refused, and single ones may be longer than the average of those that run together:"
         " look at vllm:request_prompt_tokens first; a restart",
     )

@@ -13,7 +13,7 @@ from vllm_headroom.derive.attribution import describe_leftover
 from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
 from vllm_headroom.model import Ending, HostMemory
-from vllm_headroom.units import format_instant, format_size
+from vllm_headroom.units import MIB, format_instant, format_size
 from vllm_headroom.vocabulary import EndCause
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
@@ -35,6 +35,9 @@ LESS_CACHE_GB: Final = 1.0
 FAILED_STARTS: Final = 2
 """Ours: a single one may be an operator who stopped it."""
 
+LEAST_SHM_BYTES: Final = 256 * MIB
+"""vLLM's largest queue between its processes takes 240 MiB (as in preflight)."""
+
 LOADED_RATIO: Final = 0.5
 """Ours: an engine that held half of the GPU had loaded its model."""
 
@@ -50,6 +53,8 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     if len(starts) < FAILED_STARTS:
         return None
     taken = median(map(_find_others, starts)) > NEIGHBOUR_BYTES
+    if not taken and (full := _advise_on_shared_memory(facts, starts)) is not None:
+        return full
     if not taken and min(_list_rooms(starts), default=LOW_BYTES) >= LOW_BYTES:
         usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
         loaded = tuple(start for start in starts if _find_held(start) >= LOADED_RATIO * usable)
@@ -70,6 +75,28 @@ def find_failing_starts(facts: Facts) -> Advice | None:
         evidence=tuple(_list_start_evidence(starts)),
         changes=_avoid_others(facts) if taken else _shrink_engine(facts),
         remark='vLLM\'s log shows the step: look for "memory" in it.',
+    )
+
+
+def _advise_on_shared_memory(facts: Facts, starts: tuple[Ending, ...]) -> Advice | None:
+    """Fit where /dev/shm had less room than vLLM's largest queue between its processes."""
+    host = facts.host
+    if host is None or host.shm_limit_bytes is None or host.shm_used_bytes is None:
+        return None
+    room_bytes = host.shm_limit_bytes - host.shm_used_bytes
+    if room_bytes >= LEAST_SHM_BYTES:
+        return None
+    text = f"{format_size(max(0, room_bytes))} of the {format_size(host.shm_limit_bytes)} of /dev/shm were left"
+    return Advice(
+        cause=Cause.START_UP,
+        summary="The engine exits while it starts, with /dev/shm full.",
+        evidence=(*_list_start_evidence(starts), Evidence("shm_room_bytes", float(room_bytes), text)),
+        changes=(
+            Change(
+                text="Remove what a killed run left in /dev/shm (vllm_*, psm_*, nccl-*)", cost="none to this engine"
+            ),
+            Change(text="Make /dev/shm larger (--shm-size, or an emptyDir with medium: Memory)", cost="a restart"),
+        ),
     )
 
 

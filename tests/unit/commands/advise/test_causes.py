@@ -67,6 +67,8 @@ CAUSES: tuple[tuple[Trace, Cause], ...] = (
     (traces.too_many_requests, Cause.CONCURRENCY_MISJUDGED),
     (traces.too_small_a_cache, Cause.MODEL_DOES_NOT_FIT),
     (traces.too_few_requests, Cause.CONCURRENCY_MISJUDGED),
+    (traces.unused_memory, Cause.UNUSED_MEMORY),
+    (traces.starts_with_a_full_shm, Cause.START_UP),
     (traces.prefix_cache, Cause.PREFIX_CACHE),
     (traces.kv_blocks_lost, Cause.KV_BLOCK_LEAK),
     (traces.host_memory_short, Cause.HOST_MEMORY),
@@ -341,7 +343,7 @@ def test_too_many_requests_are_as_many_as_ran_without_preemption() -> None:
     advice = only(traces.too_many_requests)
 
     assert evidence(advice)["preemptions"] == 7_200
-    assert flags(advice) == [(Flag.MAX_NUM_SEQS, 150), (Flag.GPU_MEMORY_UTILIZATION, 0.95)]
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.95), (Flag.MAX_NUM_SEQS, 150)]
 
 
 def test_a_full_cache_never_makes_vllm_take_less() -> None:
@@ -376,6 +378,34 @@ def test_a_cache_of_three_requests_is_a_model_that_does_not_fit() -> None:
 def test_requests_that_wait_beside_an_empty_cache_may_be_more_at_once() -> None:
     assert flags(only(traces.too_few_requests)) == [(Flag.MAX_NUM_SEQS, 64)]
     assert answer(traces.too_few_requests, EngineArgs(max_num_seqs=128)).advice == ()
+
+
+def test_memory_that_is_never_used_enlarges_the_cache_that_requests_wait_for() -> None:
+    """As in the field: 39 GiB idle at a share of 0.5, for eight hours."""
+    advice = only(traces.unused_memory, EngineArgs(gpu_memory_utilization=0.5))
+
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.95)]
+    assert evidence(advice)["queued_seconds"] == pytest.approx(8 * 3600, abs=60)
+    assert evidence(advice)["least_room_bytes"] == (traces.USABLE_MIB - 41_020) * traces.MIB
+    assert advice.evidence[0].text.startswith("107 requests waited with a full cache, for 7 h 59 min")
+
+
+def test_ranks_apart_and_a_cache_that_was_never_needed_are_remarks() -> None:
+    told = answer(traces.idle_cache)
+
+    assert told.advice == ()
+    (apart,) = [note for note in told.notes if "less room than another" in note]
+    assert apart.startswith("GPU 1 had 8 GiB less room than another of the engine's GPUs: vLLM sizes")
+    idle = "At most 10 % of the KV cache was in use in 1 d 5 h: a smaller card"
+    assert any(note.startswith(idle) for note in told.notes)
+
+
+def test_starts_with_a_full_shared_memory_name_it() -> None:
+    advice = only(traces.starts_with_a_full_shm)
+
+    assert advice.summary == "The engine exits while it starts, with /dev/shm full."
+    assert evidence(advice)["shm_room_bytes"] == 0
+    assert flags(advice) == []
 
 
 def test_a_prefix_cache_that_hits_12_percent_over_a_day() -> None:

@@ -19,6 +19,7 @@ UNTOLD: Final = EngineArgs()
 BEGAN: Final = 1_760_000_000.0
 STEP: Final = 30.0
 MIB: Final = 2**20
+GIB: Final = 2**30
 TOTAL_MIB: Final = 81_559
 RESERVED_MIB: Final = 559
 USABLE_MIB: Final = TOTAL_MIB - RESERVED_MIB
@@ -113,6 +114,29 @@ def healthy_and_full() -> Iterator[Record]:
         yield sample(
             step, running=190 if full else 80, waiting=300 if full else 0, kv_used_ratio=0.99 if full else 0.42
         )
+
+
+def unused_memory() -> Iterator[Record]:
+    """Half of a GPU for vLLM, its cache full, and 60 to 160 requests waiting for eight hours."""
+    for step in steps(8):
+        yield sample(step, engine_mib=41_000, running=30, waiting=60 + step % 100, kv_used_ratio=0.99)
+
+
+def idle_cache(hours: float = 30.0) -> Iterator[Record]:
+    """Two ranks that need a tenth of their cache, of which one has 8 GiB less room."""
+    for step in steps(hours):
+        record = sample(step, kv_used_ratio=0.1, engine_mib=60_000)
+        (gpu,) = record["gpus"]
+        fuller = {"gpu": 1, "uuid": "GPU-b", "used": 68_212 * MIB, "engine": 68_192 * MIB}
+        yield {**record, "gpus": [gpu, {**gpu, **fuller}]}
+
+
+def starts_with_a_full_shm() -> Iterator[Record]:
+    """Starts that exit early, with memory left on the GPU and none in /dev/shm."""
+    for record in start_up_runs_out():
+        gpus = [{**gpu, "used": 1020 * MIB, "engine": 1000 * MIB} if gpu["engine"] else gpu for gpu in record["gpus"]]
+        host = {"used": GIB, "limit": 64 * GIB, "shm_used": 64 * MIB, "shm_limit": 64 * MIB}
+        yield {**record, "gpus": gpus, "host": host}
 
 
 def healthy_beside_a_neighbour() -> Iterator[Record]:
