@@ -12,7 +12,7 @@ from vllm_headroom.units import GIB, format_duration, format_instant, format_siz
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.facts import EngineFacts, Facts, Leak, Origin
 from vllm_headroom_tools.advise.finding import Advice, format_percent, name_engine
-from vllm_headroom_tools.advise.rules import capacity, leaks, starts
+from vllm_headroom_tools.advise.rules import capacity, leaks, prefixes, starts
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST, Flag
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.versions import format_version
@@ -50,7 +50,7 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     capacity.find_full_cache,
     capacity.find_unused_memory,
     capacity.find_too_few_requests,
-    capacity.find_poor_prefix_cache,
+    prefixes.find_poor_prefix_cache,
 )
 """In the order of the answer: what can end the engine before what slows it down."""
 
@@ -228,14 +228,14 @@ def _note_waste(facts: Facts) -> Iterator[str]:
 def _explain_prefix_cache(facts: Facts, engine: EngineFacts) -> str | None:
     """Return why a prefix cache that seems to hit rarely is not judged; None where it is, or has little to gain."""
     prefix = engine.prefix
-    if prefix is None or not capacity.has_few_hits(prefix) or not capacity.is_busy(prefix):
+    if prefix is None or not prefixes.has_few_hits(prefix) or not prefixes.is_busy(prefix):
         return None
-    if not capacity.has_enough_lookups(prefix):
+    if not prefixes.has_enough_lookups(prefix):
         return (
             f"Too little was looked up in the prefix cache to judge it:"
-            f" {format_duration(capacity.PREFIX_SECONDS)} of traffic do."
+            f" {format_duration(prefixes.PREFIX_SECONDS)} of traffic do."
         )
-    if not capacity.has_reliable_counts(facts, prefix):
+    if not prefixes.has_reliable_counts(facts, prefix):
         return (
             "The prefix cache's low hit ratio is not reliable: before vLLM 0.27 waiting requests are counted again in"
             " each step."
