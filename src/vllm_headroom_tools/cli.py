@@ -42,7 +42,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "load": ("load.command", "Puts a bounded load on a server; watches its memory."),
     "check": ("check.command", "Checks whether a trace keeps its limits: a gate for CI."),
     "advise": ("advise.command", "Finds the cause that fits, and the vLLM option that fixes it."),
-    "watch": ("watch.command", "Shows a sidecar's verdicts and figures, live in the terminal."),
+    "watch": ("watch", "Shows a sidecar's verdicts and figures, live in the terminal."),
     "postmortem": ("postmortem.command", "Explains what happened before the engine exited, and why."),
     "replay": ("replay.command", "Runs the leak detector over a recorded trace."),
     "help": ("help", "Shows the options of a command, or its man page."),

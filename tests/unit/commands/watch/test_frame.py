@@ -6,12 +6,12 @@ import io
 import json
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 
 from tests.unit.expose.views import day, host_day
 from vllm_headroom.expose.snapshot import build_document
 from vllm_headroom.expose.view import View
-from vllm_headroom_tools.watch.frame import draw_frame
+from vllm_headroom_tools.watch import draw_frame
 
 
 def drawn(view: View, width: int = 60) -> str:
@@ -21,7 +21,7 @@ def drawn(view: View, width: int = 60) -> str:
 def looked_at(seen: dict[str, Any], width: int = 60) -> str:
     console = Console(file=io.StringIO(), width=width)
     with console.capture() as captured:
-        console.print(draw_frame(seen, "gpu-7", console))
+        console.print(Group(*draw_frame(seen, "gpu-7", width)))
     return captured.get()
 
 

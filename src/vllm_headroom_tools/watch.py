@@ -1,4 +1,4 @@
-"""The command `watch`: its options, and what it does with them."""
+"""The command `watch`: a sidecar's verdicts and their curves in the terminal, live."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import asyncio
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 from msgspec.structs import replace
 
 from vllm_headroom.daemon.sampler import close_all
+from vllm_headroom.expose.drawing import find_top
+from vllm_headroom.model import Failure, name_device
+from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.vocabulary import CONTROLS, EngineState, LeakState, Level
+from vllm_headroom.units import format_duration, format_size
+from vllm_headroom.vocabulary import CONTROLS, WORDS, EngineState, LeakState, Level
 from vllm_headroom_tools.cli import Command, say
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
+from vllm_headroom_tools.openai import parse_object
 from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, url
-from vllm_headroom_tools.terminal import console, is_terminal
+from vllm_headroom_tools.terminal import NO_SIDECAR, Point, console, draw_bars, is_terminal, wrap_line
 from vllm_headroom_tools.trace import BadInput
-from vllm_headroom_tools.watch.sidecar import NO_DOCUMENT, Document, describe_verdict, fetch_document
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 HERE: Final = "http://127.0.0.1:9839"
 EVERY_SECONDS: Final = 2.0
@@ -30,7 +37,25 @@ PATH: Final = "/snapshot.json"
 STALE_SECONDS: Final = 900.0
 """Three times the longest sample interval."""
 
+NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"
+KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
+
+Document = dict[str, Any]
 FetchDocument = Callable[[], Awaitable[Document | str]]
+
+
+async def fetch_document(reader: PageReader) -> Document | str:
+    """Return the document, or in one line why there is none."""
+    page = await reader.fetch()
+    if isinstance(page, Failure):
+        return f"{strip_advice(page)}: {NO_SIDECAR}"
+    document = parse_object(page)
+    return document if document.keys() >= KEYS else NO_DOCUMENT
+
+
+def describe_verdict(verdict: dict[str, Any]) -> str:
+    """Return a verdict: its level as a word, which a colour only repeats."""
+    return f"{WORDS.get(verdict['level'], verdict['level']):<11}{verdict['sentence']}".translate(CONTROLS)
 
 
 def _options(parser: Parser) -> None:
@@ -102,13 +127,12 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
 
 async def _draw_live(asked: FetchDocument, host: str, stopped: asyncio.Event) -> None:
     """Draw on the whole terminal until it is stopped, and leave it as it was."""
-    from rich.live import Live  # noqa: PLC0415 - lines and --json need no drawing
-
-    from vllm_headroom_tools.watch.frame import draw_frame  # noqa: PLC0415 - the same
+    from rich.console import Group  # noqa: PLC0415 - lines and --json need no drawing
+    from rich.live import Live  # noqa: PLC0415 - the same
 
     with Live(console=console(sys.stdout), screen=True, auto_refresh=False) as live:
         while not stopped.is_set():
-            live.update(draw_frame(await asked(), host, live.console), refresh=True)
+            live.update(Group(*draw_frame(await asked(), host, live.console.width)), refresh=True)
             await _pause(stopped)
 
 
@@ -137,6 +161,63 @@ def _describe_verdicts(document: Document) -> dict[str, str]:
 async def _pause(stopped: asyncio.Event) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(stopped.wait(), EVERY_SECONDS)
+
+
+ROWS: Final = 5
+
+
+def draw_frame(found: Document | str, title: str, width: int) -> Iterator[Text]:
+    """Yield what is said, then free memory of each GPU of the engine's down to zero, then the load; or why not."""
+    if isinstance(found, str):
+        yield _draw("bold red", found)
+    else:
+        yield from _draw_document(found, title, width)
+
+
+def _draw_document(document: Document, title: str, width: int) -> Iterator[Text]:
+    age = document["age_seconds"]
+    seen = "nothing seen yet" if age is None else f"seen {format_duration(age)} ago"
+    yield _draw("bold", f"{title}  {seen}", whole=False)
+    for verdict in document["verdicts"]:
+        yield wrap_line(describe_verdict(verdict), width)
+    history = document["history"]
+    for gpu in document["gpus"]:
+        curve: list[Point] = next((each["free_bytes"] for each in history["gpus"] if each["uuid"] == gpu["uuid"]), [])
+        if (gpu["info"] or {}).get("attribution"):
+            yield from _draw_room(name_device(gpu["gpu"], gpu["uuid"]), gpu, curve, width)
+    yield from _draw_room("host memory", _find_host_facts(document), history.get("host_free_bytes", []), width)
+    if document["history"]["running"]:
+        yield _draw("dim", "running requests, the last day at most", whole=False)
+        yield from (_draw("blue", line) for line in draw_bars(document["history"]["running"], width, 1, pick=max))
+
+
+def _draw(style: str, text: str, *, whole: bool = True) -> Text:
+    from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
+
+    return Text(text.translate(CONTROLS), style, no_wrap=not whole, overflow=None if whole else "ellipsis")
+
+
+def _find_host_facts(document: Document) -> dict[str, Any]:
+    """Return what is known of the host under the names of a GPU's facts."""
+    limit, used = document["host_memory_limit_bytes"], document["host_memory_used_bytes"]
+    return {
+        "memory_free_bytes": None if limit is None or used is None else max(0, limit - used),
+        "time_to_oom_seconds": document["host_time_to_oom_seconds"],
+        "leak_state": "leaking" if "leaking" in (document["host_leak_state"] or {}).values() else None,
+    }
+
+
+def _draw_room(name: str, facts: dict[str, Any], curve: list[Point], width: int) -> Iterator[Text]:
+    if not curve:
+        return
+    free, left = facts["memory_free_bytes"], facts["time_to_oom_seconds"]
+    now = "not known now" if free is None else f"{format_size(free)} free"
+    until = "" if left is None else f", full in {format_duration(left)}"
+    span = format_duration(curve[-1][0] - curve[0][0])
+    yield _draw("bold", f"{name}: {now}{until}; the last {span}, down to zero")
+    style = "red" if facts["leak_state"] == "leaking" else "cyan"
+    ends = 0.0, find_top(value for _, value in curve)
+    yield from (_draw(style, line) for line in draw_bars(curve, width, ROWS, ends=ends))
 
 
 COMMAND: Final[Command] = Command(

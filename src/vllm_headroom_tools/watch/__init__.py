@@ -1,1 +1,0 @@
-"""The verdict and its curves in the terminal, live."""
