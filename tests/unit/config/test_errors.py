@@ -53,7 +53,7 @@ ENVIRONMENT = [
     ("GPUS", "-1", f"got '-1', {GPUS}"),
     ("LOG_FORMAT", "xml", "got 'xml', accepts logfmt or json"),
     ("LOG_LEVEL", "loud\nline", rf"got 'loud\nline', {LEVEL}"),
-    ("ENGINE_URL", "engine:8000", f"got 'engine:8000', {URL}"),
+    ("ENGINE_URL", "engine:8000", f"got 'engine:8000' (did you mean http://engine:8000?), {URL}"),
     ("ENGINE_URL", "http://", f"got 'http://', {URL}"),
     ("ENGINE_URL", "ftp://engine", f"got 'ftp://engine', {URL}"),
     ("ENGINE_URL", "http://engine:0", f"got 'http://engine:0', {URL}"),

@@ -13,8 +13,15 @@ from typing import Any, Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.scrape.http.failures import UnusableCredentials, load_trust, read_token
+from vllm_headroom.scrape.http.failures import (
+    UnusableCredentials,
+    explain_no_answer,
+    load_trust,
+    read_token,
+    strip_advice,
+)
 from vllm_headroom.units import MIB, format_size
+from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.openai import parse_object
 from vllm_headroom_tools.trace import BadInput
 
@@ -30,6 +37,11 @@ _ENCODINGS: Final = frozenset({"", "identity", "gzip"})
 """Answers are read in parts of 64 KiB: gzip expands one to at most 64 MiB, gzip within gzip to any size."""
 
 _LESS: Final = "ask for less, by a larger --step or a narrower --match"
+_ADVICE: Final = {
+    Reason.TIMEOUT: _LESS,
+    Reason.TLS: "give its CA with --ca-file, or use http",
+    Reason.INCOMPLETE: "check the port, and https if it serves that",
+}
 
 
 class Series(Struct, frozen=True, kw_only=True):
@@ -144,21 +156,10 @@ class PrometheusApi:
             ) from None
 
     def _explain_error(self, error: Exception) -> str:
-        match error:
-            case httpx.ConnectTimeout():
-                return f"{self.shown} cannot be reached within {_TIMEOUT.connect:g} s: check host, port and firewall"
-            case httpx.TimeoutException():
-                return f"{self.shown} did not answer within {_TIMEOUT.read:g} s: {_LESS}"
-            case httpx.DecodingError():
-                return (
-                    f"the answer of {self.shown} cannot be unpacked ({_shorten(error)}): check the proxy in front of it"
-                )
-            case httpx.ConnectError() if "CERTIFICATE" in str(error).upper() or "SSL" in str(error).upper():
-                return f"TLS with {self.shown} failed ({_shorten(error)}): give its CA with --ca-file, or use http"
-            case httpx.RemoteProtocolError() | httpx.ReadError() | httpx.WriteError():
-                return f"{self.shown} hung up or does not speak HTTP: check the port, and https if it serves that"
-        problem = _shorten(error).split("] ", 1)[-1] or type(error).__name__  # without [Errno 111]
-        return f"no connection to {self.shown} ({problem}): check that it runs there"
+        if isinstance(error, httpx.DecodingError):
+            return f"the answer of {self.shown} cannot be unpacked ({_shorten(error)}): check the proxy in front of it"
+        failed = explain_no_answer(error, self.shown, _TIMEOUT.read or 0.0)
+        return f"{strip_advice(failed)}: {_ADVICE.get(failed.reason, 'check that it runs there')}"
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
         answered = f"{self.shown} answers {response.status_code} {response.reason_phrase}".strip()

@@ -142,7 +142,7 @@ def test_a_server_that_hangs_up() -> None:
 
         told = refusal(url)
 
-    assert told == f"{url} hung up or does not speak HTTP: check the port, and https if it serves that"
+    assert told == f"{url} hung up or broke HTTP before it answered: check the port, and https if it serves that"
 
 
 def test_user_and_password_are_sent_and_never_shown() -> None:
@@ -189,7 +189,8 @@ def test_a_url_that_is_none(url: str) -> None:
     with pytest.raises(BadOptions) as caught:
         lazily(url)
 
-    why = f"got {url!r}, accepts an http or https URL such as http://prometheus:9090"
+    meant = " (did you mean http://prometheus:9090?)" if url == "prometheus:9090" else ""
+    why = f"got {url!r}{meant}, accepts an http or https URL such as http://prometheus:9090"
     assert caught.value.lines == (f"--from-prometheus: {why}",)
 
 
