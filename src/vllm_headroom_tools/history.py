@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from enum import StrEnum
 from math import inf, isfinite, isnan, nan
 from typing import Final
 
@@ -15,6 +16,7 @@ from vllm_headroom.derive import LEAK, answer
 from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.derive.readings import count_running
@@ -195,6 +197,29 @@ class Course:
         if state in COLLECTED:
             self._intervals[state].append((moment.seconds, None))
         self._known = state
+
+
+class LeakVerdict(StrEnum):
+    """The detector's verdict on a whole span."""
+
+    LEAKING = "leaking"
+    GROWING = "growing"
+    NO_LEAK = "no_leak"
+    CANNOT_TELL = "cannot_tell"
+
+
+def judge_course(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
+    """Judge a course of so many seconds, with the reason: a short one proves no absence."""
+    if course.leaking:
+        return LeakVerdict.LEAKING, "even growth that load does not explain"
+    if course.growing:
+        return LeakVerdict.GROWING, "only early warnings, no alarm"
+    if span_seconds < LEAKING_SECONDS:
+        least = f"{GROWING_SECONDS / 60:.0f} min for an early warning, about {LEAKING_SECONDS / 60:.0f} for an alarm"
+        return LeakVerdict.CANNOT_TELL, f"{format_duration(span_seconds)} is too short, growth has to last {least}"
+    if not course.settled:
+        return LeakVerdict.CANNOT_TELL, "the detector never had enough readings under load"
+    return LeakVerdict.NO_LEAK, "no growth that load does not explain"
 
 
 STEP_SECONDS: Final = 5.0

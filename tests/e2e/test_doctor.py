@@ -84,7 +84,7 @@ def test_two_gpus_that_nobody_claims_end_it_with_status_1_and_the_lines_to_write
     assert (words.returncode, words.stderr) == (1, "")
     assert "\nMISSING  gpu_attribution  " in words.stdout
     assert "\n                    HEADROOM_GPUS=0,1  #" in words.stdout
-    assert words.stdout.endswith(" of 13.\n")
+    assert words.stdout.endswith(" of 15.\n")
 
 
 def test_without_vllm_and_library_it_says_what_needs_them() -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from typing import Any, Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.model import Failure, Metric, name_device
-from vllm_headroom.units import format_duration, format_size
-from vllm_headroom.vocabulary import IncidentKind, LeakState, Source
+from vllm_headroom.units import format_size
+from vllm_headroom.vocabulary import IncidentKind, Source
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
-from vllm_headroom_tools.history import Course, Histogram, LeakReplay
+from vllm_headroom_tools.history import Course, Histogram, LeakReplay, LeakVerdict, judge_course
 from vllm_headroom_tools.load.run import SHARES, Observation, SeriesSummary, Stage
 from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.target import LoadOrder
@@ -22,32 +20,6 @@ from vllm_headroom_tools.terminal import join_paragraphs
 
 TOLERATED_RATIO: Final = 0.01
 """Of the requests that may fail: one broken connection among hundreds does not count against the server."""
-
-
-class LeakVerdict(StrEnum):
-    """The detector's verdict on the whole run."""
-
-    LEAKING = "leaking"
-    GROWING = "growing"
-    NO_LEAK = "no_leak"
-    CANNOT_TELL = "cannot_tell"
-
-
-def judge_growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
-    """Judge the detector's course over so many seconds, with the reason: a short one proves no absence."""
-    if course.leaking:
-        return LeakVerdict.LEAKING, "even growth that load does not explain"
-    if course.growing:
-        return LeakVerdict.GROWING, "growth that load does not explain, not yet for long enough to call it a leak"
-    if span_seconds < LEAKING_SECONDS:
-        return LeakVerdict.CANNOT_TELL, (
-            f"{format_duration(span_seconds)} is too short, an early warning takes"
-            f" {GROWING_SECONDS / 60:.0f} minutes of"
-            f" growth or more and an alarm about {LEAKING_SECONDS / 60:.0f}"
-        )
-    if course.state is LeakState.STABLE:
-        return LeakVerdict.NO_LEAK, "no growth that load does not explain"
-    return LeakVerdict.CANNOT_TELL, f"the detector ended in state {course.state}"
 
 
 def list_faults(
@@ -180,7 +152,7 @@ def _find_most(observed: Observation, metric: Metric) -> float | None:
 def _describe_memory(span: SeriesSummary, whole: Observation, course: Course) -> dict[str, Any]:
     delta_bytes, finished = span.last - span.first, whole.count_growth(catalog.ENGINE_FINISHED)
     leak = None if course.last is None else course.last.bytes_per_request
-    judged, reason = judge_growth(course, whole.seconds)
+    judged, reason = judge_course(course, whole.seconds)
     return {
         "before_bytes": span.first,
         "most_bytes": span.most,

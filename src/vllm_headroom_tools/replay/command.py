@@ -14,13 +14,21 @@ from msgspec.structs import asdict
 
 from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
-from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory, Snapshot, name_device
 from vllm_headroom.trace.entries import build_host_entry
 from vllm_headroom.units import NUMBER, format_duration, format_instant, format_size, parse_duration
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
-from vllm_headroom_tools.history import Course, Curves, Interval, LeakReplay, Moment, describe_span
+from vllm_headroom_tools.history import (
+    Course,
+    Curves,
+    Interval,
+    LeakReplay,
+    LeakVerdict,
+    Moment,
+    describe_span,
+    judge_course,
+)
 from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, Value, bounded, url
 from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
@@ -90,18 +98,9 @@ def _format_series(name: str, course: Course, begin: float, end: float) -> Itera
 
 
 def _describe_series(name: str, course: Course, span_seconds: float) -> str:
-    return f"{name}: {_describe_leak(course, span_seconds)}; {course.state} at the end."
-
-
-def _describe_leak(course: Course, span_seconds: float) -> str:
-    if course.first is not None:
-        return "LEAKING"
-    if course.growing:
-        return "only early warnings, no alarm"
-    if span_seconds < LEAKING_SECONDS:
-        least = f"{GROWING_SECONDS / 60:.0f} min for an early warning, about {LEAKING_SECONDS / 60:.0f} for an alarm"
-        return f"cannot tell from {format_duration(span_seconds)}, growth has to last {least}"
-    return "no leak" if course.settled else "cannot tell, the detector never had enough readings under load"
+    verdict, reason = judge_course(course, span_seconds)
+    said = {LeakVerdict.LEAKING: "LEAKING", LeakVerdict.GROWING: reason, LeakVerdict.NO_LEAK: "no leak"}
+    return f"{name}: {said.get(verdict, f'cannot tell, {reason}')}; {course.state} at the end."
 
 
 def _format_intervals(name: str, intervals: tuple[Interval, ...]) -> Iterator[str]:
@@ -245,6 +244,12 @@ def add_options(parser: Parser) -> None:
 
 
 LEAK_FOUND: Final = 1
+VERDICTS: Final = {
+    LeakVerdict.LEAKING: Conclusion.NOT_GOOD,
+    LeakVerdict.GROWING: Conclusion.CANNOT_TELL,
+    LeakVerdict.NO_LEAK: Conclusion.GOOD,
+    LeakVerdict.CANNOT_TELL: Conclusion.CANNOT_TELL,
+}
 NARROWEST, WIDEST = 20, 160
 ONE_SOURCE: Final = "needs a TRACE or --from-prometheus, and not both"
 
@@ -253,7 +258,7 @@ def build_report(watch: LeakReplay, curves: Curves, *, fails: bool = False) -> R
     """Return the detector's verdicts on a trace; the times are the trace's, None is unknown."""
     begin, end = watch.span
     findings = [
-        Finding(name, judge_course(course, end - begin), _describe_series(name, course, end - begin))
+        Finding(name, VERDICTS[judge_course(course, end - begin)[0]], _describe_series(name, course, end - begin))
         for name, course in _name_series(watch)
     ]
     worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
@@ -265,14 +270,6 @@ def build_report(watch: LeakReplay, curves: Curves, *, fails: bool = False) -> R
         lines=_render_text(watch, curves),
         exit_status=LEAK_FOUND if fails and watch.has_leaked else 0,
     )
-
-
-def judge_course(course: Course, span_seconds: float) -> Conclusion:
-    """Judge a series: a trace that is too short for a leak does not show that there is none."""
-    if course.first is not None:
-        return Conclusion.NOT_GOOD
-    is_sure = course.settled and not course.growing and span_seconds >= LEAKING_SECONDS
-    return Conclusion.GOOD if is_sure else Conclusion.CANNOT_TELL
 
 
 def _run(given: Namespace) -> Report:

@@ -6,8 +6,7 @@ from typing import Any
 
 from tests.unit.commands.replay.traces import flat, leaking
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.history import Course, LeakReplay
-from vllm_headroom_tools.load.report import LeakVerdict, judge_growth
+from vllm_headroom_tools.history import Course, LeakReplay, LeakVerdict, judge_course
 from vllm_headroom_tools.trace import parse_snapshot
 
 
@@ -16,7 +15,7 @@ def told(records: Iterable[dict[str, Any]]) -> tuple[LeakVerdict, str]:
     for snapshot in map(parse_snapshot, records):
         watch.step(snapshot)
     begin, end = watch.span
-    return judge_growth(watch.course("GPU-a"), end - begin)
+    return judge_course(watch.course("GPU-a"), end - begin)
 
 
 def test_a_leak_is_one() -> None:
@@ -36,12 +35,15 @@ def test_a_flat_line_of_hours_is_no_leak() -> None:
 def test_a_flat_line_of_minutes_proves_nothing() -> None:
     assert told(flat(0.5)) == (
         LeakVerdict.CANNOT_TELL,
-        "29 min 55 s is too short, an early warning takes 10 minutes of growth or more and an alarm about 60",
+        "29 min 55 s is too short, growth has to last 10 min for an early warning, about 60 for an alarm",
     )
 
 
-def test_hours_that_end_in_an_unsettled_state_prove_nothing() -> None:
+def test_hours_in_which_the_detector_never_settled_prove_nothing() -> None:
     course = Course()
     course.state = LeakState.UNSETTLED
 
-    assert judge_growth(course, 7200.0) == (LeakVerdict.CANNOT_TELL, "the detector ended in state unsettled")
+    assert judge_course(course, 7200.0) == (
+        LeakVerdict.CANNOT_TELL,
+        "the detector never had enough readings under load",
+    )

@@ -206,7 +206,7 @@ def test_a_trace_without_samples_is_an_answer() -> None:
 def test_a_past_too_short_for_an_alarm_is_no_proof(seconds: int) -> None:
     process = replay("-", trace=text(flat(seconds / 3600)))
 
-    assert "GPU 0 (GPU-a): cannot tell from " in process.stdout
+    assert "GPU 0 (GPU-a): cannot tell, " in process.stdout
     assert "growth has to last 10 min for an early warning, about 60 for an alarm; " in process.stdout
     assert "no leak" not in process.stdout
 
