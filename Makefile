@@ -17,7 +17,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
-.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test clean
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test helm clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -80,6 +80,13 @@ browser-test: $(VENV)/.test
 	tests/browser/setup.sh $(BROWSER_FOLDER)
 	BROWSER_FOLDER=$(BROWSER_FOLDER) $(BIN)/pytest -m browser tests/browser
 
+# Helm's SDK, with which the tests of the charts install them; it needs Python 3.12 or newer, under one of these names.
+HELM_PYTHONS ?= python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python) python3
+helm:
+	@for python in $(HELM_PYTHONS); do $$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || continue; \
+	    $$python -m venv .helm && exec .helm/bin/python -m pip install --quiet --disable-pip-version-check helm-sdkpy==0.1.32; done; \
+	    echo "make helm needs Python 3.12 or newer: make helm HELM_PYTHONS=/path/to/python3.12" && exit 1
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "vllm-headroom needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
@@ -97,4 +104,4 @@ $(VENV)/.test: requirements/dev.txt pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .engine .image .browser .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .helm .engine .image .browser .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""The chart says what the Kustomize components say: by what Helm made of it, and anew where there is Helm."""
+"""The charts say what the Kustomize components say: by what Helm made of them, and rendered again where it is."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from tests.assets.kubernetes.rendering import (
 from tests.assets.promql import read_yaml
 from tests.conftest import Golden
 
-CHART: Final[dict[str, Any]] = yaml.safe_load((helm.CHART / "Chart.yaml").read_text())
-VALUES: Final[dict[str, Any]] = yaml.safe_load((helm.CHART / "values.yaml").read_text())
-SCHEMA: Final[dict[str, Any]] = json.loads((helm.CHART / "values.schema.json").read_text())
+CHARTS: Final = (helm.CHART, helm.CLUSTER)
 
 DIGEST: Final = "sha256:" + "0123456789abcdef" * 4
 CASES: Final[dict[str, dict[str, Any]]] = {
@@ -45,23 +43,18 @@ CASES: Final[dict[str, dict[str, Any]]] = {
             "image": {"repository": "registry.example/headroom", "tag": "0.1.1"},
             "memoryLimitOf": "vllm",
         },
-        "podMonitor": {"interval": "30s", "labels": {"release": None, "prometheus": "gpu"}},
-        "prometheusRule": {"enabled": False},
-        "dashboards": {"enabled": False},
+        "podMonitor": {
+            "interval": "30s",
+            "labels": {"release": None, "prometheus": "gpu"},
+            "podTargetLabels": ["team"],
+        },
         "networkPolicy": {"enabled": True, "prometheusNamespace": "observability"},
     },
     "amd": {"sidecar": {"gpu": "amd", "evict": "dry-run"}},
 }
 NO_SIDECARS: Final = ({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"}, {"evict": "yes"})
+each_chart = pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
 each_case = pytest.mark.parametrize("case", CASES)
-
-
-@pytest.fixture(scope="module")
-def renderer() -> list[str]:
-    command = helm.command()
-    if command is None:
-        pytest.skip("neither helm nor helm-sdkpy (HELM_PYTHON) is there: the chart is not rendered")
-    return command
 
 
 @pytest.fixture(scope="module")
@@ -79,65 +72,82 @@ def container(case: str) -> dict[str, Any]:
     return dict(found)
 
 
+@helm.needs_helm
 @each_case
-def test_what_helm_made_of_the_chart_is_written_down(
-    case: str, renderer: list[str], parent: Path, golden: Golden
-) -> None:
-    made = helm.render(renderer, parent, {"vllm-headroom": CASES[case]})
-    assert made.returncode == 0, made.stderr
-    texts = [text for text in made.stdout.split("---\n") if text.strip() and not is_copy(read_yaml(text))]
+def test_what_helm_made_of_the_chart_is_written_down(case: str, parent: Path, golden: Golden) -> None:
+    write_down(HERE / "helm-rendered" / f"{case}.yaml", parent, CASES[case], golden)
+
+
+def write_down(path: Path, parent: Path, values: dict[str, Any], golden: Golden) -> None:
+    texts = [text for text in helm.render(parent, {"vllm-headroom": values}).split("---\n") if text.strip()]
     head = f"# What Helm makes of the chart whose files have the digest {helm.digest()}\n"
 
-    golden(
-        HERE / "helm-rendered" / f"{case}.yaml", head + "---\n".join(sorted(text.rstrip("\n") + "\n" for text in texts))
-    )
+    golden(path, head + "---\n".join(sorted(text.rstrip("\n") + "\n" for text in texts)))
 
 
-def is_copy(document: Document) -> bool:
-    return document["kind"] in {"PrometheusRule", "ConfigMap"}
+def rules(found: list[Document]) -> dict[str, Any]:
+    """Return the alerts by their names."""
+    groups = find(found, "PrometheusRule")["spec"]["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
 
-def test_the_rules_and_the_dashboards_arrive_whole(renderer: list[str]) -> None:
-    made = helm.render(renderer, helm.CHART, {})
-    assert made.returncode == 0, made.stderr
-    found = documents(made.stdout)
+@helm.needs_helm
+def test_the_rules_and_the_dashboards_arrive_whole() -> None:
+    found = documents(helm.render(helm.CLUSTER, {}))
     maps = {each["metadata"]["name"]: each["data"] for each in found if each["kind"] == "ConfigMap"}
-    rules = read_yaml((REPOSITORY / "alerts" / "prometheusrule.yaml").read_text())
 
-    assert find(found, "PrometheusRule") == rules
+    assert find(found, "PrometheusRule") == read_yaml((REPOSITORY / "alerts" / "prometheusrule.yaml").read_text())
     assert maps == {
         f"{path.stem}-dashboard": {path.name: path.read_text().rstrip("\n")}
         for path in (REPOSITORY / "dashboards").glob("*.json")
     }
-    assert [fault for each in found for fault in schemas.faults(each, schemas.versions()[-1])] == []
+    assert [fault for each in found for version in schemas.versions() for fault in schemas.faults(each, version)] == []
 
 
+@helm.needs_helm
 @pytest.mark.parametrize("runbooks", ["https://git.your.org/runbooks/{alert}.md", "https://docs.your.org"])
-def test_an_address_gives_every_alert_its_link(renderer: list[str], runbooks: str) -> None:
-    made = helm.render(
-        renderer, helm.CHART, {"addresses": {"runbooks": runbooks, "grafana": "http://grafana.your.org/g/"}}
-    )
-    rules = (REPOSITORY / "alerts" / "rules" / "headroom.yaml").read_text()
-    wanted = with_links(rules, runbooks=runbooks, dashboards="http://grafana.your.org/g")
+def test_an_address_gives_every_alert_its_link(runbooks: str) -> None:
+    made = helm.render(helm.CLUSTER, {"addresses": {"runbooks": runbooks, "grafana": "http://grafana.your.org/g/"}})
+    source = (REPOSITORY / "alerts" / "rules" / "headroom.yaml").read_text()
+    wanted = with_links(source, runbooks=runbooks, dashboards="http://grafana.your.org/g")
 
-    assert made.returncode == 0, made.stderr
-    assert find(documents(made.stdout), "PrometheusRule")["spec"] == read_yaml(wanted)
+    assert find(documents(made), "PrometheusRule")["spec"] == read_yaml(wanted)
 
 
+@helm.needs_helm
+def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -> None:
+    before = rules(documents(helm.render(helm.CLUSTER, {})))
+    mine = {
+        "HeadroomGpuMemoryGrowing": {"enabled": False},
+        "HeadroomGpuMemoryLeak": {"for": "30m", "labels": {"severity": "warning", "team": "serving"}},
+    }
+    after = rules(documents(helm.render(helm.CLUSTER, {"prometheusRule": {"alerts": mine}})))
+    leak = before["HeadroomGpuMemoryLeak"]
+    wanted = leak | {"for": "30m", "labels": leak["labels"] | {"severity": "warning", "team": "serving"}}
+    kept = {name: rule for name, rule in before.items() if name != "HeadroomGpuMemoryGrowing"}
+
+    assert after == kept | {"HeadroomGpuMemoryLeak": wanted}
+
+
+@helm.needs_helm
 @pytest.mark.parametrize(
     "wrong",
-    [{"addresses": {"grafana": "grafana.your.org"}}, {"dashboard": {}}, *({"sidecar": each} for each in NO_SIDECARS)],
+    [{"addresses": {"runbooks": "git.your.org"}}, {"dashboard": {}}, *({"sidecar": each} for each in NO_SIDECARS)],
 )
-def test_helm_refuses_values_that_there_are_not(renderer: list[str], wrong: dict[str, Any]) -> None:
-    made = helm.render(renderer, helm.CHART, wrong)
+def test_helm_refuses_values_that_there_are_not(wrong: dict[str, Any]) -> None:
+    assert "values don't meet the specifications of the schema" in helm.refusal(helm.CHART, wrong)
 
-    assert made.returncode != 0
-    assert "values don't meet the specifications of the schema" in made.stderr
+
+@helm.needs_helm
+def test_helm_refuses_an_alert_that_there_is_not() -> None:
+    wrong = {"prometheusRule": {"alerts": {"HeadroomNothing": {"enabled": False}}}}
+
+    assert "prometheusRule.alerts: there is no alert HeadroomNothing" in helm.refusal(helm.CLUSTER, wrong)
 
 
 @each_case
 def test_what_is_written_down_is_of_the_chart_as_it_is(case: str) -> None:
-    assert helm.digest() in written(case), "the chart has changed: render it anew, as deploy/helm/README.md says"
+    assert helm.digest() in written(case), "the chart has changed: render it again, as deploy/helm/README.md says"
 
 
 @needs_kustomize
@@ -164,7 +174,8 @@ def test_the_sidecar_is_the_one_of_the_components(case: str, tmp_path: Path) -> 
 
 
 def test_what_may_evict_is_what_the_component_grants() -> None:
-    granted = documents((COMPONENTS / "evict" / "rbac.yaml").read_text())
+    text = (COMPONENTS / "evict" / "rbac.yaml").read_text().replace("name: vllm-headroom", "name: headroom-headroom")
+    granted = documents(text)
     granted[-1]["subjects"][0]["namespace"] = "vllm"
     kinds = [each["kind"] for each in granted]
 
@@ -172,16 +183,22 @@ def test_what_may_evict_is_what_the_component_grants() -> None:
     assert not any(each["kind"] in kinds for each in documents(written("dra")))
 
 
-def test_what_watches_is_what_the_components_install() -> None:
+def test_what_watches_is_what_the_components_install_for_the_pods_of_the_release() -> None:
     monitor, policy = (
         yaml.safe_load((COMPONENTS / name / f"{name}.yaml").read_text()) for name in ("podmonitor", "networkpolicy")
     )
+    pods = {"matchLabels": {"vllm-headroom": "enabled", "vllm-headroom/release": "headroom"}}
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    job = {"sourceLabels": ["__meta_kubernetes_namespace"], "targetLabel": "job", "replacement": "$1/vllm-headroom"}
+    endpoint["relabelings"] = [job]
+    monitor["metadata"]["name"] = policy["metadata"]["name"] = "headroom-headroom"
+    monitor["spec"]["selector"] = policy["spec"]["podSelector"] = pods
     assert find(documents(written("runtime-class")), "PodMonitor") == monitor
 
     asked = documents(written("nri"))
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     endpoint["interval"] = "30s"
     monitor["metadata"]["labels"] = {"prometheus": "gpu"}
+    monitor["spec"]["podTargetLabels"] = ["team"]
     (namespace,) = policy["spec"]["ingress"][0]["from"]
     namespace["namespaceSelector"]["matchLabels"] = {"kubernetes.io/metadata.name": "observability"}
     assert find(asked, "PodMonitor") == monitor
@@ -197,11 +214,14 @@ def test_what_helm_made_is_valid(case: str) -> None:
     assert [fault for each in found for version in versions for fault in schemas.faults(each, version)] == []
 
 
-def test_the_values_are_what_their_schema_says_and_every_one_is_in_it() -> None:
-    Draft7Validator.check_schema(SCHEMA)
+@each_chart
+def test_the_values_are_what_their_schema_says_and_every_one_is_in_it(chart: Path) -> None:
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    schema = json.loads((chart / "values.schema.json").read_text())
+    Draft7Validator.check_schema(schema)
 
-    assert list(Draft7Validator(SCHEMA).iter_errors(VALUES)) == []
-    assert unknown(VALUES, SCHEMA) == []
+    assert list(Draft7Validator(schema).iter_errors(values)) == []
+    assert unknown(values, schema) == []
 
 
 def unknown(values: dict[str, Any], schema: dict[str, Any]) -> list[str]:
@@ -215,16 +235,23 @@ def unknown(values: dict[str, Any], schema: dict[str, Any]) -> list[str]:
     return found
 
 
-def test_the_chart_is_of_this_version() -> None:
+@each_chart
+def test_a_chart_is_of_this_version_and_has_what_artifact_hub_shows(chart: Path) -> None:
     version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    found = yaml.safe_load((chart / "Chart.yaml").read_text())
+    notes = found["annotations"]
 
-    assert (CHART["apiVersion"], CHART["name"], CHART["type"]) == ("v2", "vllm-headroom", "application")
-    assert CHART["version"] == CHART["appVersion"] == version
-    assert CHART["kubeVersion"] == ">=1.29.0-0"
+    assert (found["apiVersion"], found["name"], found["type"]) == ("v2", chart.name, "application")
+    assert found["version"] == found["appVersion"] == version
+    assert found["kubeVersion"] == ">=1.29.0-0"
+    assert notes["artifacthub.io/license"] == "Apache-2.0"
+    assert all(
+        each["image"].endswith(f":{version}") for each in yaml.safe_load(notes.get("artifacthub.io/images", "[]"))
+    )
 
 
-def test_what_the_chart_links_to_is_there() -> None:
-    linked = {path.relative_to(helm.CHART): path.resolve() for path in helm.CHART.rglob("*") if path.is_symlink()}
+def test_what_the_charts_link_to_is_there() -> None:
+    linked = {path.relative_to(helm.CLUSTER): path.resolve() for path in helm.FOLDER.rglob("*") if path.is_symlink()}
 
     assert linked == {Path("files/prometheusrule.yaml"): REPOSITORY / "alerts" / "prometheusrule.yaml"} | {
         Path("files/dashboards") / path.name: path for path in (REPOSITORY / "dashboards").glob("*.json")

@@ -1,4 +1,4 @@
-"""The chart's probe is the Kustomize component's: by what Helm made of it, and anew where there is Helm."""
+"""The chart's probe is the Kustomize component's: by what Helm made of it, and rendered again where it is."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from tests.assets.kubernetes.rendering import (
     needs_kustomize,
     rendered,
 )
-from tests.assets.promql import read_yaml
-from tests.assets.test_helm import is_copy, renderer
+from tests.assets.test_helm import write_down
 from tests.conftest import Golden
 
 WRITTEN: Final = HERE / "helm-rendered" / "probe.yaml"
-VALUES: Final = {"vllm-headroom": {"sidecar": {"probe": True}, "prometheusRule": {"enabled": False}}}
-
-__all__ = ["renderer"]
+VALUES: Final = {"sidecar": {"probe": True}}
 
 
 def pod() -> dict[str, Any]:
@@ -31,17 +28,13 @@ def pod() -> dict[str, Any]:
     return found
 
 
-def test_what_helm_made_of_it_is_written_down(renderer: list[str], tmp_path: Path, golden: Golden) -> None:
-    made = helm.render(renderer, helm.parent(tmp_path, probe=True), VALUES)
-    assert made.returncode == 0, made.stderr
-    texts = [text for text in made.stdout.split("---\n") if text.strip() and not is_copy(read_yaml(text))]
-    head = f"# What Helm makes of the chart whose files have the digest {helm.digest()}\n"
-
-    golden(WRITTEN, head + "---\n".join(sorted(text.rstrip("\n") + "\n" for text in texts)))
+@helm.needs_helm
+def test_what_helm_made_of_it_is_written_down(tmp_path: Path, golden: Golden) -> None:
+    write_down(WRITTEN, helm.parent(tmp_path, probe=True), VALUES, golden)
 
 
 def test_what_is_written_down_is_of_the_chart_as_it_is() -> None:
-    assert helm.digest() in WRITTEN.read_text(), "the chart has changed: render it anew, as deploy/helm/README.md says"
+    assert helm.digest() in WRITTEN.read_text(), "the chart has changed: render it again, as deploy/helm/README.md says"
 
 
 @needs_kustomize

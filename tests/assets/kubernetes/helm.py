@@ -8,17 +8,18 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import yaml
 
 from tests.assets.kubernetes.rendering import HERE, REPOSITORY
 
 FOLDER: Final = REPOSITORY / "deploy" / "helm"
 CHART: Final = FOLDER / "vllm-headroom"
-PYTHON: Final = os.environ.get("HELM_PYTHON", sys.executable)
+CLUSTER: Final = FOLDER / "vllm-headroom-cluster"
+PYTHON: Final = os.environ.get("HELM_PYTHON", str(REPOSITORY / ".helm" / "bin" / "python"))
 
 PARENT: Final = {
     "apiVersion": "v2",
@@ -29,7 +30,7 @@ PARENT: Final = {
 DEPLOYMENT: Final = """\
 apiVersion: apps/v1
 kind: Deployment
-metadata: {name: engine}
+metadata: {name: '{{ .Release.Name }}'}
 spec:
   selector: {matchLabels: {vllm-headroom: enabled}}
   template:
@@ -56,8 +57,8 @@ def probing() -> str:
 
 
 def digest() -> str:
-    """Return what changes when the chart does, or how it is embedded; what it links to is not part of it."""
-    files = [path for path in sorted(CHART.rglob("*")) if path.is_file() and not path.is_symlink()]
+    """Return what changes when the engine chart does, or how it is embedded."""
+    files = [path for path in sorted(CHART.rglob("*")) if path.is_file()]
     texts = [f"{path.relative_to(CHART)}\0{path.read_text(encoding='utf-8')}" for path in files]
     return hashlib.sha256("\0".join([*texts, embedding(), probing()]).encode()).hexdigest()
 
@@ -71,18 +72,43 @@ def parent(folder: Path, *, probe: bool = False) -> Path:
     return folder
 
 
-def command() -> list[str] | None:
-    """Return what renders a chart here, None where there is neither Helm nor its SDK."""
-    if shutil.which("helm"):
-        return ["helm", "template", "headroom"]
-    found = subprocess.run([PYTHON, "-c", "import helm_sdkpy"], capture_output=True, check=False)
-    return [PYTHON, str(HERE / "helm_render.py")] if found.returncode == 0 else None
+def has_helm() -> bool:
+    """Return whether Helm's SDK is here, as `make helm` installs it."""
+    return Path(PYTHON).exists() and not subprocess.run([PYTHON, "-c", "import helm_sdkpy"], check=False).returncode
 
 
-def render(renderer: list[str], chart: Path, values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Return what Helm says of the chart with these values."""
-    text = json.dumps(values)
-    arguments, given = (["--namespace", "vllm", "--values", "-"], text) if renderer[0] == "helm" else ([text], None)
-    return subprocess.run(
-        [*renderer, str(chart), *arguments], input=given, capture_output=True, text=True, check=False, timeout=120
+needs_helm = pytest.mark.skipif(
+    not has_helm(), reason="helm-sdkpy is not here (make helm; it needs Python 3.12): the charts are not installed"
+)
+
+
+def step(action: str, release: str, chart: Path = CHART, **values: Any) -> dict[str, Any]:
+    """Return one step of Helm's."""
+    return {"action": action, "release": release, "chart": str(chart), "values": values}
+
+
+def run(*steps: dict[str, Any]) -> dict[str, Any]:
+    """Return what Helm answered to each of these steps, and the objects that there are after them."""
+    done = subprocess.run(
+        [PYTHON, str(HERE / "helm_render.py")],
+        input=json.dumps(steps),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
+    answers: dict[str, Any] = json.loads(done.stdout)
+    return answers
+
+
+def render(chart: Path, values: dict[str, Any]) -> str:
+    """Return the manifest of the release `headroom` of a chart with these values."""
+    (answer,) = run(step("install", "headroom", chart, **values))["answers"]
+    assert "error" not in answer, answer["error"]
+    return str(answer["manifest"])
+
+
+def refusal(chart: Path, values: dict[str, Any]) -> str:
+    """Return why Helm does not install a chart with these values."""
+    (answer,) = run(step("install", "headroom", chart, **values))["answers"]
+    return str(answer["error"])

@@ -1,6 +1,6 @@
-"""Print what Helm renders of a chart: the SDK installs it, on an API server that only takes notes.
+"""Run Helm's steps, on an API server that keeps every object: install, install beside it, upgrade, uninstall.
 
-Run by the tests with a Python that has helm-sdkpy: helm_render.py CHART VALUES_AS_JSON.
+Run by the tests with a Python that has helm-sdkpy. Reads a list of steps as JSON; prints their answers and the objects.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar, Final
+from urllib.parse import parse_qs, urlsplit
 
 KINDS: Final = {
     "v1": {"configmaps": "ConfigMap", "secrets": "Secret", "serviceaccounts": "ServiceAccount"},
@@ -43,38 +44,81 @@ def discovered(path: str) -> dict[str, Any] | None:
     if version in KINDS:
         resources = [{"name": name, "kind": kind, "namespaced": True} for name, kind in KINDS[version].items()]
         return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
-    return {"kind": "SecretList", "apiVersion": "v1", "items": []} if path.endswith("/secrets") else None
+    return None
 
 
-class Notes(BaseHTTPRequestHandler):
-    """Has no object, takes every object, and remembers the releases."""
+def release(text: str) -> dict[str, Any]:
+    """Return a release from the text in its Secret."""
+    return dict(json.loads(gzip.decompress(base64.b64decode(text))))
+
+
+def secret(text: str) -> dict[str, Any]:
+    """Return the Secret that holds a release, with the labels by which Helm finds it."""
+    held = release(text)
+    labels = {"owner": "helm", "name": held["name"], "version": str(held["version"]), "status": held["info"]["status"]}
+    name = f"sh.helm.release.v1.{held['name']}.v{held['version']}"
+    return {
+        "kind": "Secret",
+        "apiVersion": "v1",
+        "type": "helm.sh/release.v1",
+        "metadata": {"name": name, "namespace": "vllm", "labels": labels},
+        "data": {"release": base64.b64encode(text.encode()).decode()},
+    }
+
+
+class Kept(BaseHTTPRequestHandler):
+    """Keeps each object under its path."""
 
     protocol_version = "HTTP/1.1"
-    releases: ClassVar[list[bytes]] = []
+    objects: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def do_GET(self) -> None:
-        """Answer what there is."""
-        found = discovered(self.path.partition("?")[0])
-        missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
-        self._answer(200 if found else 404, found or missing)
+        """Answer with an object, or with the Secrets that have the labels asked for."""
+        url = urlsplit(self.path)
+        if url.path.endswith("/secrets"):
+            asked = parse_qs(url.query).get("labelSelector", [""])[0]
+            labels = dict(each.split("=") for each in asked.split(",") if each)
+            items = [
+                each
+                for path, each in self.objects.items()
+                if "/secrets/" in path and labels.items() <= each["metadata"]["labels"].items()
+            ]
+            self._answer({"kind": "SecretList", "apiVersion": "v1", "items": items})
+            return
+        self._answer(self.objects.get(url.path) or discovered(url.path))
 
     def do_POST(self) -> None:
-        """Take an object; Secrets come in another encoding."""
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if "/secrets" not in self.path:
-            self._answer(201, json.loads(body))
-            return
-        self.releases.extend(RELEASE.findall(body))
-        self._answer(201, {"kind": "Secret", "apiVersion": "v1", "metadata": {"name": "release"}})
+        """Take a new object."""
+        made = self._body()
+        self._keep(f"{urlsplit(self.path).path}/{made['metadata']['name']}", made, 201)
 
-    do_PUT = do_POST  # noqa: N815 - the library's name
+    def do_PUT(self) -> None:
+        """Take an object in place of another; PATCH is server-side apply, whose body is the whole object."""
+        self._keep(urlsplit(self.path).path, self._body(), 200)
+
+    do_PATCH = do_PUT  # noqa: N815 - the library's name
+
+    def do_DELETE(self) -> None:
+        """Forget an object."""
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer(self.objects.pop(urlsplit(self.path).path, None))
 
     def log_message(self, *_: object) -> None:
         """Keep quiet."""
 
-    def _answer(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
+    def _body(self) -> dict[str, Any]:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        found = RELEASE.search(body) if "/secrets" in self.path else None
+        return secret(found[0].decode()) if found else dict(json.loads(body))
+
+    def _keep(self, path: str, made: dict[str, Any], status: int) -> None:
+        self.objects[path] = made
+        self._answer(made, status)
+
+    def _answer(self, content: dict[str, Any] | None, status: int = 200) -> None:
+        missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        body = json.dumps(content or missing).encode()
+        self.send_response(status if content else 404)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -87,28 +131,45 @@ def configuration(port: int) -> str:
         {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": "notes", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+            "clusters": [{"name": "kept", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
             "users": [{"name": "nobody", "user": {}}],
-            "contexts": [{"name": "notes", "context": {"cluster": "notes", "user": "nobody"}}],
-            "current-context": "notes",
+            "contexts": [{"name": "kept", "context": {"cluster": "kept", "user": "nobody"}}],
+            "current-context": "kept",
         }
     )
 
 
-def main(chart: str, values: str) -> None:
-    """Install the chart and print its manifest."""
+def take(helm: Any, kubeconfig: Path, step: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest after one step, or the error it ended with."""
+    action = getattr(helm, step["action"].capitalize())(
+        helm.Configuration(namespace="vllm", kubeconfig=str(kubeconfig))
+    )
+    try:
+        if step["action"] == "uninstall":
+            asyncio.run(action.run(step["release"], wait=False))
+            return {"manifest": ""}
+        options = {"wait": False, "server_side_apply": True}
+        asyncio.run(action.run(step["release"], step["chart"], values=step["values"], **options))
+    except helm.HelmError as error:
+        return {"error": str(error)}
+    name = f"sh.helm.release.v1.{step['release']}.v"
+    held = [each for each in Kept.objects.values() if each["metadata"]["name"].startswith(name)]
+    newest = max(held, key=lambda each: int(each["metadata"]["labels"]["version"]))
+    return {"manifest": release(base64.b64decode(newest["data"]["release"]).decode())["manifest"]}
+
+
+def main() -> None:
+    """Take the steps and print their answers, and the objects at the end."""
     helm = importlib.import_module("helm_sdkpy")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Notes)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Kept)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
         kubeconfig = Path(folder) / "config"
         kubeconfig.write_text(configuration(server.server_port), encoding="utf-8")
-        install = helm.Install(helm.Configuration(namespace="vllm", kubeconfig=str(kubeconfig)))
-        options = {"wait": False, "server_side_apply": False, "disable_openapi_validation": True}
-        asyncio.run(install.run("headroom", chart, values=json.loads(values), **options))
-    release = json.loads(gzip.decompress(base64.b64decode(Notes.releases[-1])))
-    sys.stdout.write(release["manifest"])
+        answers = [take(helm, kubeconfig, step) for step in json.load(sys.stdin)]
+    objects = [each for each in Kept.objects.values() if each["kind"] != "Secret"]
+    json.dump({"answers": answers, "objects": objects}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

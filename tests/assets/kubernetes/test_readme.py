@@ -13,7 +13,16 @@ import pytest
 import yaml
 
 from tests.assets.kubernetes import schemas
-from tests.assets.kubernetes.rendering import COMPONENTS, HERE, REPOSITORY, documents, find, needs_kustomize, rendered
+from tests.assets.kubernetes.rendering import (
+    COMPONENTS,
+    HERE,
+    REPOSITORY,
+    Document,
+    documents,
+    find,
+    needs_kustomize,
+    rendered,
+)
 
 DEPLOY: Final = REPOSITORY / "deploy"
 README: Final = (DEPLOY / "README.md").read_text(encoding="utf-8")
@@ -22,7 +31,7 @@ REMOTE: Final = re.compile(r"https://github\.com/vllm-headroom/vllm-headroom//(d
 
 def written() -> dict[str, Any]:
     """Return the page's kustomization, with this repository in place of the one on the web."""
-    (block,) = re.findall(r"```yaml\n( +resources:\n.*?) +```", README, re.DOTALL)
+    (block,) = re.findall(r"```yaml\n( +namespace: .*?) +```", README, re.DOTALL)
     content: dict[str, Any] = yaml.safe_load(block)
     return content
 
@@ -34,19 +43,39 @@ def test_the_kustomization_of_the_page_builds(tmp_path: Path) -> None:
     label = ["kubectl", "label", "--local", "--filename", str(vllm), "vllm-headroom=enabled", "--output", "yaml"]
     assert " ".join(label).replace(str(vllm), "vllm.yaml") + " > labelled.yaml" in README
     labelled = subprocess.run(label, capture_output=True, text=True, check=True)
-    (tmp_path / "labelled.yaml").write_text(labelled.stdout)
-    text = yaml.safe_dump(written())
-    here = os.path.relpath(REPOSITORY, tmp_path)
-    (tmp_path / "kustomization.yaml").write_text(REMOTE.sub(lambda found: f"{here}/{found[1]}", text))
 
-    built = documents(rendered(tmp_path))
+    found = built(tmp_path, yaml.safe_load(labelled.stdout))
 
-    headroom, *others = find(built, "Deployment")["spec"]["template"]["spec"]["initContainers"]
+    headroom, *others = find(found, "Deployment")["spec"]["template"]["spec"]["initContainers"]
     assert headroom["image"] == "registry.your.org/vllm-headroom:0.1.0"
     assert {"name": "HEADROOM_ENGINE_URL", "value": "http://127.0.0.1:8001/metrics"} in headroom["env"]
     assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in headroom["env"]
     assert [each["name"] for each in others] == ["wait", "download"]
-    assert [fault for each in built for fault in schemas.faults(each, "1.29")] == []
+    assert [fault for each in found for fault in schemas.faults(each, "1.29")] == []
+
+
+def built(folder: Path, workload: Document) -> list[Document]:
+    """Return what the page's kustomization makes of a labelled workload."""
+    (folder / "labelled.yaml").write_text(yaml.safe_dump(workload))
+    here = os.path.relpath(REPOSITORY, folder)
+    (folder / "kustomization.yaml").write_text(
+        REMOTE.sub(lambda found: f"{here}/{found[1]}", yaml.safe_dump(written()))
+    )
+    return documents(rendered(folder))
+
+
+@needs_kustomize
+@pytest.mark.parametrize("namespace", [None, "vllm", "elsewhere"])
+def test_the_monitor_of_the_page_is_where_it_selects_the_pods(tmp_path: Path, namespace: str | None) -> None:
+    workload = yaml.safe_load((HERE / "workloads" / "init-containers" / "deployment.yaml").read_text())
+    workload["metadata"] |= {"labels": {"vllm-headroom": "enabled"}} | ({"namespace": namespace} if namespace else {})
+    found = built(tmp_path, workload)
+    monitor, deployment = find(found, "PodMonitor"), find(found, "Deployment")
+    template = deployment["spec"]["template"]
+
+    assert monitor["metadata"]["namespace"] == deployment["metadata"]["namespace"] == "vllm"
+    assert "namespaceSelector" not in monitor["spec"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
 
 
 @needs_kustomize
@@ -67,7 +96,7 @@ def test_the_links_of_the_page_build(tmp_path: Path) -> None:
 def test_what_is_named_is_there() -> None:
     named = set(
         re.findall(
-            r"`((?:gpu|sidecar)(?:-[a-z]+)*|podmonitor|prometheusrule|dashboards|keda|hpa|networkpolicy|memory-limit|probe|evict|[a-z]+-links)`",
+            r"`((?:gpu|sidecar)(?:-[a-z]+)*|podmonitor|prometheusrule|dashboards|keda|hpa|networkpolicy|label-check|memory-limit|probe|evict|[a-z]+-links)`",
             README,
         )
     )

@@ -108,6 +108,29 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{- end -}}
 {{- end -}}
 
+{{/* What the objects of a release are called: never as those of another release in the namespace. */}}
+{{- define "vllm-headroom.name" -}}
+{{ .Release.Name }}-headroom
+{{- end -}}
+
+{{/* Labels of your pods, by which the objects of their release select them. */}}
+{{- define "vllm-headroom.labels" -}}
+vllm-headroom: enabled
+vllm-headroom/release: {{ .Release.Name }}
+{{- end -}}
+
+{{/* The pods of this release; installed by itself, those that no other release has. */}}
+{{- define "vllm-headroom.selector" -}}
+matchLabels:
+{{- if .Chart.IsRoot }}
+  vllm-headroom: enabled
+matchExpressions:
+- {key: vllm-headroom/release, operator: DoesNotExist}
+{{- else }}
+  {{- include "vllm-headroom.labels" . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{- define "vllm-headroom.image" -}}
 {{- with .Values.sidecar.image -}}
 image: {{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}

@@ -1,0 +1,101 @@
+"""Helm itself installs releases side by side, upgrades one and removes it; the others stay as they were."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.assets.kubernetes import helm, schemas
+from tests.assets.kubernetes.rendering import Document, documents
+
+pytestmark = helm.needs_helm
+
+EVERYTHING: Final[dict[str, Any]] = {"sidecar": {"evict": "on", "probe": True}, "networkPolicy": {"enabled": True}}
+RELEASES: Final = ("a", "a-headroom", "x" * 53)
+"""A name that is the beginning of another, and the longest that Helm takes."""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return helm.parent(tmp_path_factory.mktemp("engine"), probe=True)
+
+
+def ours(found: list[Document]) -> list[Document]:
+    """Return the objects without the Deployment, whose name is its own chart's."""
+    return [each for each in found if each["kind"] != "Deployment"]
+
+
+def key(document: Document) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
+
+
+def owner(document: Document) -> str:
+    assert document["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+    return str(document["metadata"]["annotations"]["meta.helm.sh/release-name"])
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    absent = [each["key"] for each in selector.get("matchExpressions", []) if each["operator"] == "DoesNotExist"]
+    return selector["matchLabels"].items() <= labels.items() and not any(each in labels for each in absent)
+
+
+def installed(engine: Path) -> list[dict[str, Any]]:
+    return [helm.step("install", each, engine, **{"vllm-headroom": EVERYTHING}) for each in RELEASES]
+
+
+def test_no_object_of_a_release_is_called_as_one_of_another_and_each_is_its_own(engine: Path) -> None:
+    done = helm.run(*installed(engine))
+    counted = Counter(owner(each) for each in ours(done["objects"]))
+
+    assert [each.get("error") for each in done["answers"]] == [None] * 3
+    assert len({key(each) for each in ours(done["objects"])}) == sum(counted.values())
+    assert counted == dict.fromkeys(RELEASES, 5)
+    assert [
+        fault for each in done["objects"] for version in schemas.versions() for fault in schemas.faults(each, version)
+    ] == []
+
+
+def test_a_monitor_selects_the_pods_of_its_release_alone(engine: Path) -> None:
+    done = helm.run(*installed(engine), helm.step("install", "alone"))
+    pods = {}
+    for release, answer in zip(RELEASES, done["answers"], strict=False):
+        (deployment,) = (each for each in documents(answer["manifest"]) if each["kind"] == "Deployment")
+        pods[release] = deployment["spec"]["template"]["metadata"]["labels"]
+    pods["alone"] = {"vllm-headroom": "enabled"}
+    selectors = {owner(each): each["spec"]["selector"] for each in done["objects"] if each["kind"] == "PodMonitor"}
+    policies = {owner(each): each["spec"]["podSelector"] for each in done["objects"] if each["kind"] == "NetworkPolicy"}
+
+    assert policies.items() <= selectors.items()
+    assert {
+        release: [each for each, labels in pods.items() if selects(selector, labels)]
+        for release, selector in selectors.items()
+    } == {each: [each] for each in (*RELEASES, "alone")}
+
+
+def test_an_upgrade_and_the_end_of_a_release_leave_the_others(engine: Path) -> None:
+    less = {"vllm-headroom": {**EVERYTHING, "networkPolicy": {"enabled": False}, "podMonitor": {"interval": "30s"}}}
+    first = helm.run(*installed(engine))
+    upgraded = helm.run(*installed(engine), helm.step("upgrade", "a", engine, **less))
+    ended = helm.run(*installed(engine), helm.step("uninstall", "a"))
+
+    def of_others(done: dict[str, Any]) -> list[Document]:
+        return [each for each in ours(done["objects"]) if owner(each) != "a"]
+
+    assert not any("error" in each for each in (*upgraded["answers"], *ended["answers"]))
+    assert of_others(upgraded) == of_others(ended) == of_others(first)
+    mine = {key(each)[0]: each for each in ours(upgraded["objects"]) if owner(each) == "a"}
+    assert "NetworkPolicy" not in mine
+    assert mine["PodMonitor"]["spec"]["podMetricsEndpoints"][0]["interval"] == "30s"
+    assert [owner(each) for each in ended["objects"] if owner(each) == "a"] == []
+
+
+def test_a_second_cluster_chart_in_a_namespace_is_refused_and_one_beside_engines_is_not() -> None:
+    steps = [helm.step("install", "boards", helm.CLUSTER), helm.step("install", "a"), helm.step("install", "b")]
+    *fine, refused = helm.run(*steps, helm.step("install", "again", helm.CLUSTER))["answers"]
+
+    assert [each.get("error") for each in fine] == [None] * 3
+    assert "invalid ownership metadata" in refused["error"]
+    assert 'current value is "boards"' in refused["error"]
