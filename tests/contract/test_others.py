@@ -41,6 +41,37 @@ EXPECTED: Final = {
             prefix_hits_total=36.0,
         ),
     ),
+    "llama-cpp-2024": (
+        "llama_cpp",
+        EngineReading(
+            model_name="llama_cpp",
+            engine="0",
+            running=2.0,
+            waiting=0.0,
+            prompt_tokens_total=1200.0,
+            generation_tokens_total=340.0,
+            kv_used_ratio=0.25,
+            kv_capacity_tokens=8192.0,
+        ),
+    ),
+    "triton": (
+        "triton",
+        EngineReading(
+            model_name="tensorrt_llm",
+            engine="0",
+            running=8.0,
+            waiting=3.0,
+            kv_used_ratio=0.25,
+            kv_capacity_tokens=409600.0,
+            memory_bytes=20.0 * GIB,
+        ),
+    ),
+    "sglang-tokens": (
+        "sglang",
+        EngineReading(
+            model_name="Qwen/Qwen3-8B", engine="0", running=6.0, kv_used_ratio=0.25, kv_capacity_tokens=400000.0
+        ),
+    ),
     "sglang-0.5.23": (
         "sglang",
         EngineReading(

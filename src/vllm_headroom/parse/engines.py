@@ -98,8 +98,11 @@ def _build_reading(profile: Profile, key: _Key, families: _Families, ranks: int)
     if values.get("kv_capacity_tokens") is None and blocks is not None and block_tokens is not None:
         values["kv_capacity_tokens"] = _check_value("kv_capacity_tokens", blocks * block_tokens)
     used, capacity = values.pop("kv_used_tokens", None), values.get("kv_capacity_tokens")
-    if values.get("kv_used_ratio") is None and used is not None and capacity:
+    ratio = values.get("kv_used_ratio")
+    if ratio is None and used is not None and capacity:
         values["kv_used_ratio"] = _check_value("kv_used_ratio", used / capacity)
+    elif capacity is None and used is not None and ratio:
+        values["kv_capacity_tokens"] = _check_value("kv_capacity_tokens", round(used / ratio))
     awake = values.pop("awake", None)
     values |= {fact.field: _find_text(fact, families.get(fact.family, ())) for fact in profile.texts}
     return EngineReading(model_name=key[0], engine=key[1], awake=None if awake is None else awake > 0, **values)

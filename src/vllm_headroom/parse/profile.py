@@ -33,7 +33,7 @@ class Fact(Struct, frozen=True, kw_only=True):
     are present. With `label` the value is that label's, if above 0; `where` selects series by the values of a label (""
     for a total beside its parts). `factor` converts the unit. Values must be at least 0, and those of a `_ratio` field
     at most 1. The fields `kv_blocks` times `kv_block_tokens` replace an unknown `kv_capacity_tokens`, `kv_used_tokens`
-    over the capacity an unknown `kv_used_ratio`.
+    over the capacity an unknown `kv_used_ratio`, and over the ratio an unknown capacity.
     """
 
     field: str

@@ -198,7 +198,10 @@ def _format_answer(found: MemoryEstimate) -> Iterator[str]:
     if can_start(found) is True or found.kv_cache is None:
         return
     tried = find_changes(found)
-    yield "Any of these would make it fit:" if tried else "No change of one or two settings would make it fit."
+    if tried:
+        yield "Any of these would make it fit:"
+    elif not list_unknown(found):
+        yield "No change of one or two settings would make it fit."
     written = [(" ".join(f"{option} {value}" for option, value in change.settings), change.price) for change in tried]
     width = max((len(settings) for settings, _ in written), default=0)
     for settings, price in written:

@@ -225,7 +225,7 @@ def _list_candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
 def _shorten(question: Question) -> Iterator[tuple[Saving, Question]]:
     found, asked = estimate_memory(question), question.max_model_len
     longest = (found.find_longest(1) if found else None) or 0
-    if asked is not None and SMALLEST_LENGTH <= longest < asked:
+    if longest >= SMALLEST_LENGTH and (asked is None or longest < asked):
         settings = (("--max-model-len", str(longest)),)
         yield (
             Saving(settings=settings, price="longer requests are refused"),

@@ -53,7 +53,13 @@ KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
 PATTERN: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
 
+TWOFOLD: Final = frozenset({"falcon_h1"})
+"""Model types whose every layer passes attention and a state side by side."""
+
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
+MAMBA_2_SIZES: Final = ("mamba_d_head", "mamba_head_dim")
+MAMBA_2_GROUPS: Final = ("mamba_n_groups", "n_groups")
+STATE_SIZES: Final = ("mamba_d_state", "ssm_state_size")
 INPUT_BYTES: Final = 2
 MOST_LAYERS: Final = 10_000
 """Each gets a name: no model comes near it, and the names of a billion would take all memory."""
@@ -69,6 +75,8 @@ def list_kinds(config: Config, layers: int) -> list[str]:
     """
     if layers > MOST_LAYERS:
         raise ValueError(f"{layers} layers are more than any model has")
+    if config.get("model_type") in TWOFOLD:
+        return ["attention", "mamba2"] * layers
     found = _read_listed(config) or _follow_pattern(config, layers)
     unknown = sorted({kind for kind in found if kind not in KINDS})
     if unknown:
@@ -128,9 +136,9 @@ def count_state_bytes(config: Config) -> int | None:
         return _count_bytes(config, state, inputs, read_whole(config, "linear_conv_kernel_dim"))
     heads_found = read_whole(config, *MAMBA_2_HEADS)
     if heads_found is not None:
-        width = heads_found * read_needed(config, "mamba_d_head", "mamba_head_dim")
-        size = read_needed(config, "mamba_d_state", "ssm_state_size")
-        inputs = width + 2 * (read_whole(config, "mamba_n_groups", "n_groups") or 1) * size
+        width = heads_found * read_needed(config, *MAMBA_2_SIZES)
+        size = read_needed(config, *STATE_SIZES)
+        inputs = width + 2 * (read_whole(config, *MAMBA_2_GROUPS) or 1) * size
         return _count_bytes(config, width * size, inputs, read_whole(config, "mamba_d_conv", "conv_kernel"))
     if "mamba_expand" in config:
         width = read_needed(config, "mamba_expand") * read_needed(config, "hidden_size")
@@ -146,7 +154,7 @@ def _count_bytes(config: Config, state: int, inputs: int, kernel: int | None) ->
     return state * (STATE_BYTES if in_full else INPUT_BYTES) + inputs * ((kernel or 1) - 1) * INPUT_BYTES
 
 
-HEADS: Final = ("num_attention_heads", "n_head", "n_heads")
+HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
 HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
 KV_HEADS: Final = (
     "num_key_value_heads",

@@ -18,7 +18,18 @@ from vllm_headroom_tools.sizing.quantisation import read_kv_dtype_bytes, read_st
 KNOWN: Final = frozenset(
     {
         *("arcee", "bert", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe"),
-        *("exaone4", "exaone_moe", "falcon", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4"),
+        *(
+            "exaone4",
+            "exaone_moe",
+            "falcon",
+            "falcon_h1",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gemma4_text",
+            "glm",
+            "glm4",
+        ),
         *("glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite"),
         *("granitemoe", "helium", "jamba", "kimi_k2", "laguna", "llama", "llama4_text", "mimo_v2_flash"),
         *("minimax_m2", "ministral3", "mistral", "mixtral", "modernbert", "nemotron_h", "olmo", "olmo2"),
@@ -79,7 +90,7 @@ def has_output(config: Config) -> bool:
     """Return whether the model has separate weights for the next token's logits."""
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
-    if is_encoder(config) or (name.endswith(HEADLESS) and name not in HEADED):
+    if is_encoder(config) or config.get(POOLED) or (name.endswith(HEADLESS) and name not in HEADED):
         return False
     kind = str(config.get("model_type"))
     return not config.get("tie_word_embeddings", kind in TIED or kind.startswith(("gemma3", "gemma4")))
@@ -193,6 +204,9 @@ def _read_length(config: Config) -> int | None:
 
 
 NAME: Final = "config.json"
+POOLED: Final = "modules.json"
+"""Beside it, a model embeds (sentence-transformers): vLLM serves it without the next token's logits."""
+
 QUANTISATION: Final = "hf_quant_config.json"
 PREPROCESSOR: Final = "preprocessor_config.json"
 LARGEST_BYTES: Final = 2**24
@@ -218,7 +232,8 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
         return f"{what} cannot be read: {error.strerror}; it takes a config.json or its folder, and downloads none"
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
-    beside = {"preprocessor": _read_json(file.parent / PREPROCESSOR)}
+    beside: dict[str, Any] = {"preprocessor": _read_json(file.parent / PREPROCESSOR)}
+    beside[POOLED] = (file.parent / POOLED).is_file()
     said = _read_json(file.parent / QUANTISATION).get("quantization")
     if isinstance(said, dict):  # ModelOpt 0.29 and older, under its later name
         beside["quantization_config"] = {"quant_method": "modelopt", **said}

@@ -10,8 +10,13 @@ from msgspec import Struct
 from vllm_headroom_tools.sizing.layers import (
     HEADS,
     HIDDEN,
+    MAMBA_2_GROUPS,
+    MAMBA_2_HEADS,
+    MAMBA_2_SIZES,
     NOTHING,
+    STATE_SIZES,
     STATEFUL,
+    TWOFOLD,
     WINDOWED,
     Config,
     KvHeads,
@@ -34,7 +39,17 @@ EXPERTS: Final = ("num_local_experts", "n_routed_experts", "num_experts", "moe_n
 PLACED: Final = frozenset({"gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"})
 """Model types that have a weight for each place of a token in a sequence."""
 
-LENGTHS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+LENGTHS: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "max_target_positions",
+)
+
+STATES: Final = frozenset({"linear_num_value_heads", "mamba_dt_rank", *MAMBA_2_HEADS})
+"""Fields of the kinds of states whose projections are counted here."""
 
 OWN_WAYS: Final = ("ffn_config", "conv_L_cache", "moe_latent_size", "hidden_size_per_layer_input", "zero_expert_num")
 """Fields of models whose layers are not alike enough to be counted here."""
@@ -68,7 +83,7 @@ def list_matrices(
     has_mlp = hidden and heads and (read_width(config) or read_expert_count(config))
     if hidden is None or heads is None or not has_mlp or any(config.get(name) for name in OWN_WAYS):
         return None
-    if any(kind in STATEFUL for kind in kinds) and not {"linear_num_value_heads", "mamba_num_heads"} & set(config):
+    if any(kind in STATEFUL for kind in kinds) and not STATES & set(config):
         return None
     found: list[Matrix] = []
     if str(config.get("model_type")) in PLACED:
@@ -80,7 +95,8 @@ def list_matrices(
         elif kind not in NOTHING:
             kept = heads_of_windowed if kind in WINDOWED else heads_of_full
             found += _list_attention(config, f"{place}self_attn.", (hidden, heads), kept)
-        if kind in NOTHING or not isinstance(config.get("hybrid_override_pattern"), str):
+        is_second = kind in STATEFUL and config.get("model_type") in TWOFOLD
+        if kind in NOTHING or not (is_second or isinstance(config.get("hybrid_override_pattern"), str)):
             found += _list_mlp(config, f"{place}mlp.", hidden, sparse=_is_sparse(config, number, kind))
     return tuple(found)
 
@@ -88,6 +104,8 @@ def list_matrices(
 def read_width(config: Config) -> int | None:
     """Return the width of the MLP; None where it is not given."""
     found = read_whole(config, *INNER)
+    if config.get("model_type") == "granitemoehybrid" and not read_expert_count(config):
+        found = read_whole(config, "shared_intermediate_size")
     if found is None and str(config.get("model_type")) in NOT_GATED:
         hidden = read_whole(config, *HIDDEN)
         return None if hidden is None else 4 * hidden
@@ -110,7 +128,9 @@ def read_shared_width(config: Config) -> int:
         return read_width(config) or 0  # always one, which its configuration does not say
     shared = read_whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
     width = read_whole(config, "moe_shared_expert_intermediate_size")
-    return shared * (width or read_expert_width(config)) + (read_whole(config, "shared_expert_intermediate_size") or 0)
+    return shared * (width or read_expert_width(config)) + (
+        read_whole(config, "shared_expert_intermediate_size", "shared_intermediate_size") or 0
+    )
 
 
 def _is_sparse(config: Config, number: int, kind: str) -> bool:
@@ -122,6 +142,8 @@ def _is_sparse(config: Config, number: int, kind: str) -> bool:
     flags = config.get("mlp_layer_types") or config.get("moe_layer_freq")
     if isinstance(flags, list) and number < len(flags):
         return flags[number] in ("sparse", 1)
+    if period := read_whole(config, "expert_layer_period"):  # Jamba
+        return number % period == (read_whole(config, "expert_layer_offset") or 0)
     first = read_whole(config, "first_k_dense_replace", "moe_layer_start_index") or 0
     step = read_whole(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
     return number >= first and (number + 1) % step == 0
@@ -174,16 +196,22 @@ def _list_latent(config: Config, place: str, heads: int, hidden: int) -> Iterato
 
 
 def _list_stateful(config: Config, place: str, hidden: int) -> Iterator[Matrix]:
-    """Yield a gated delta net's projections (transformers, qwen3_next) or those of Mamba-2 (nemotron_h)."""
+    """Yield a gated delta net's projections (transformers, qwen3_next), Mamba-2's (nemotron_h) or Mamba-1's (jamba)."""
     if "linear_num_value_heads" in config:
         keys = read_needed(config, "linear_num_key_heads") * read_needed(config, "linear_key_head_dim")
         heads = read_needed(config, "linear_num_value_heads")
         width = heads * read_needed(config, "linear_value_head_dim")
         asked = 2 * keys + 2 * width + 2 * heads
+    elif heads := read_whole(config, *MAMBA_2_HEADS) or 0:
+        width, groups = heads * read_needed(config, *MAMBA_2_SIZES), read_whole(config, *MAMBA_2_GROUPS) or 1
+        asked = 2 * width + 2 * groups * read_needed(config, *STATE_SIZES) + heads
     else:
-        heads = read_needed(config, "mamba_num_heads")
-        width = heads * read_needed(config, "mamba_head_dim")
-        asked = 2 * width + 2 * (read_whole(config, "n_groups") or 1) * read_needed(config, "ssm_state_size") + heads
+        width = read_needed(config, "mamba_expand") * hidden
+        rank, state = read_needed(config, "mamba_dt_rank"), read_needed(config, *STATE_SIZES)
+        asked = 2 * width
+        yield Matrix(name=f"{place}x_proj", inputs=width, outputs=rank + 2 * state)
+        yield Matrix(name=f"{place}dt_proj", inputs=rank, outputs=width)
+        yield Matrix(name=f"{place}state", inputs=width, outputs=state, router=True)
     yield Matrix(name=f"{place}in_proj", inputs=hidden, outputs=asked)
     yield Matrix(name=f"{place}out_proj", inputs=width, outputs=hidden)
 

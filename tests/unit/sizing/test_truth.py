@@ -16,16 +16,12 @@ BUILT: Final = sorted(name for name, found in TRUTH.items() if "refused" not in 
 THERE: Final = {"mamba_ssm_cache_dtype": "float32"}
 """On the CPU, where the truth was taken, vLLM keeps every state in 32 bits (platforms/cpu.py)."""
 
-UNCOUNTED: Final = {"jamba-default"}
-"""Models whose weights are not counted, since not all of their layers are understood."""
-
 NOT_AS_VLLM: Final = {"minicpm3-default"}
 """Models whose type is left unknown, since vLLM keeps more of them than their latent attention would."""
 
 REFUSED: Final = {
     "deepseek-v3.2": "what its attention keeps in the cache is not known here: it has index_head_dim",
     "deepseek-v4-flash": "what its attention keeps in the cache is not known here: it has index_head_dim",
-    "falcon-h1-default": "which of its layers keep a state is not known here",
     "falcon-mamba-default": "head_dim is missing",
     "glm-5.1": "what its attention keeps in the cache is not known here: it has index_head_dim",
     "llama-3.3-nemotron-super-49b-v1": "what its attention keeps in the cache is not known here: it has block_configs",
@@ -59,9 +55,6 @@ def test_sequences_take_the_bytes_and_the_model_has_the_parameters_that_vllm_say
     assert {
         tokens: layout.count_blocks(int(tokens)) * layout.block_bytes for tokens in truth["sequence_bytes"]
     } == truth["sequence_bytes"]
-    if name in UNCOUNTED:
-        assert found.parameters is None
-        return
     assert found.parameters is not None
     assert found.parameters.total + (found.embeddings or 0) == pytest.approx(truth["parameters"], rel=0.003)
 

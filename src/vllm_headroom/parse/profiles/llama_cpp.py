@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.parse.profile import Fact, Profile
+from vllm_headroom.parse.profile import Combine, Fact, Profile
 
-_NO_CACHE: Final = "its page does not show its KV cache"
+_NO_CACHE: Final = "its page shows its KV cache no longer (ggml-org/llama.cpp#13660)"
 _NO_BYTES: Final = "its page has no bytes"
 _ALL_PROMPTS: Final = "prompt_tokens_total+prompt_tokens_cached_total"
 """Computed plus cached tokens; before 2026 the page has only the first."""
@@ -33,6 +33,10 @@ LLAMA_CPP: Final = Profile(
     facts=(
         Fact(field="running", families=("requests_processing",)),
         Fact(field="waiting", families=("requests_deferred",)),
+        Fact(
+            field="kv_used_ratio", families=("kv_cache_usage_ratio",), combine=Combine.MEAN
+        ),  # until ggml-org/llama.cpp#13660
+        Fact(field="kv_used_tokens", families=("kv_cache_tokens",)),
         Fact(field="prompt_tokens_total", families=(_ALL_PROMPTS, "prompt_tokens_total")),
         Fact(field="generation_tokens_total", families=("tokens_predicted_total",)),
         Fact(field="steps_total", families=("n_decode_total",)),

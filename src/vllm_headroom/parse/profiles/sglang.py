@@ -42,7 +42,10 @@ SGLANG: Final = Profile(
             families=("full_token_usage", "token_usage"),  # 0.5.12 and newer; before, the highest of all pools
             combine=Combine.MEAN,
         ),
-        Fact(field="kv_capacity_tokens", families=("max_total_num_tokens",)),
+        Fact(
+            field="kv_capacity_tokens",
+            families=("max_total_num_tokens", "kv_used_tokens+kv_evictable_tokens+kv_available_tokens"),
+        ),
         Fact(
             field="prefix_queries_total",
             families=("prefill_effective_tokens_total",),  # 0.5.23 and newer

@@ -354,3 +354,12 @@ def test_an_encoder_that_nobody_has_looked_up_is_not_vouched_for(capsys: Capsys)
 
     assert untold.document["unknown"] == ["its largest image or sound (else --language-model-only)"]
     assert (untold.status, without.status) == (2, 0)
+
+
+def test_a_length_that_makes_it_fit_is_named_where_the_model_gives_none(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--layers", "32", "--kv-heads", "20", "--head-size", "64", "--hidden-size", "1280")
+    answer = plan(capsys, *sizes, "--vocabulary", "51866", "--parameters", "1.54B", "--gpu-memory", "24GiB")
+
+    assert answer.status == 2
+    assert "No change" not in answer.out
+    assert "--max-model-len 111232" in answer.out

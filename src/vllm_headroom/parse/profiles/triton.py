@@ -1,0 +1,50 @@
+"""Triton with TensorRT-LLM's backend."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.parse.profile import Combine, Fact, Profile
+
+_BLOCKS: Final = "kv_cache_block_metrics"
+
+
+def _block(field: str, kind: str, combine: Combine = Combine.SUM) -> Fact:
+    return Fact(field=field, families=(_BLOCKS,), where=("kv_cache_block_type", (kind,)), combine=combine)
+
+
+def _requests(field: str, kind: str) -> Fact:
+    return Fact(field=field, families=("request_metrics",), where=("request_type", (kind,)))
+
+
+TRITON: Final = Profile(
+    name="triton",
+    product="Triton with TensorRT-LLM",
+    switch="on port 8002",
+    prefixes=("nv_trt_llm_",),
+    model_label="model",
+    engine_label="",
+    absent=(
+        ("requests_finished", "Triton counts them for each model of an ensemble"),
+        ("preemptions", "it counts none"),
+        ("prompt_tokens", "it counts no tokens"),
+        ("generation_tokens", "it counts no tokens"),
+        ("scheduler_steps", "it counts no steps"),
+        ("kv_cache_dtype", "no label has it"),
+        ("prefix_cache_queries", "it counts no reuse"),
+        ("prefix_cache_hits", "it counts no reuse"),
+        ("prefix_cache_hit_rate", "it counts no reuse"),
+        ("sleep_state", "its page does not show it"),
+        ("gpu_memory_utilization", "its page has the bytes themselves"),
+        ("kv_cache_memory_bytes", "its page has blocks, and the bytes of all"),
+        ("process_start_time", "its page does not show it"),
+    ),
+    facts=(
+        _requests("running", "scheduled"),
+        _requests("waiting", "waiting"),
+        _block("kv_used_ratio", "fraction", Combine.MEAN),
+        _block("kv_blocks", "max"),
+        _block("kv_block_tokens", "tokens_per", Combine.SAME),
+        Fact(field="memory_bytes", families=("runtime_memory_metrics",), where=("memory_type", ("gpu",))),
+    ),
+)

@@ -1,0 +1,77 @@
+"""Models whose figures were computed by hand, since vLLM was not asked about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.unit.sizing.models import config_text
+from vllm_headroom_tools.sizing.footprint import ModelShape
+from vllm_headroom_tools.sizing.model_config import NAME, POOLED, parse_model_config, read_model
+
+GRANITE: dict[str, object] = {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "layer_types": [*(["mamba"] * 9), "attention"] * 4,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "vocab_size": 100352,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+}
+"""The sizes of a Granite 4 H with 7 billion parameters."""
+
+
+def shape(config: dict[str, object]) -> ModelShape:
+    found = parse_model_config(json.dumps(config))
+
+    assert isinstance(found, ModelShape), found
+
+    return found
+
+
+def test_granite_4_h_by_hand() -> None:
+    """36 mixers, 4 attentions, 40 sparse layers with a shared expert; a state of 48 x 64 x 128 and 3 inputs."""
+    mixer = 1536 * (2 * 3072 + 2 * 128 + 48) + 3072 * 1536
+    attention = 2 * 1536 * 1536 + 2 * 1536 * 512
+    sparse = 1536 * 64 + 64 * 3 * 1536 * 512 + 3 * 1536 * 1024
+
+    found = shape(GRANITE)
+
+    assert (found.full_layers, found.stateful_layers, found.state_checkpoints) == (4, 36, 1)
+    assert found.state_bytes == 2 * (48 * 64 * 128) + 2 * 3 * (3072 + 2 * 128)
+    assert found.parameters is not None
+    assert found.parameters.total == 36 * mixer + 4 * attention + 40 * sparse
+    assert 6.7e9 < found.parameters.total + (found.embeddings or 0) < 7.1e9
+
+
+def test_a_dense_granite_4_h_has_only_the_shared_mlp() -> None:
+    found = shape({**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192})
+
+    assert found.parameters is not None
+    assert found.parameters.experts == 0
+    assert found.mlp_width == 8192
+
+
+def test_a_model_beside_which_its_pooling_lies_has_no_output_matrix(tmp_path: Path) -> None:
+    """Qwen3-Embedding names itself Qwen3ForCausalLM: the matrix was 8 % too much."""
+    (tmp_path / NAME).write_text(json.dumps({**json.loads(config_text("qwen3-8b")), "tie_word_embeddings": False}))
+    whole = read_model(tmp_path)
+    (tmp_path / POOLED).write_text("[]")
+    pooled = read_model(tmp_path)
+
+    assert isinstance(whole, ModelShape)
+    assert isinstance(pooled, ModelShape)
+    assert (whole.embeddings, pooled.embeddings) == (2 * 151936 * 4096, 151936 * 4096)
