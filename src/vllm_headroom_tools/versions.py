@@ -56,7 +56,7 @@ class Effect(StrEnum):
     START = "start"
 
 
-class Fault(Struct, frozen=True, kw_only=True):
+class Fault(Struct, frozen=True):
     """A fault of vLLM: issues of vllm-project/vllm, when it was reported, and what happens.
 
     It is in the versions from `first` to before `mended`, and was seen up to `last`; None where that is not known. With
@@ -64,14 +64,14 @@ class Fault(Struct, frozen=True, kw_only=True):
     """
 
     issues: str
+    effect: Effect
+    text: str
+    options: tuple[str, ...] = ()
     reported: str = ""
     first: Version = OLDEST
     last: Version | None = None
     mended: Version | None = None
-    effect: Effect
     role: Role | None = None
-    options: tuple[str, ...] = ()
-    text: str
     cure: str = ""
 
     def is_in(self, version: Version) -> bool:
@@ -80,93 +80,62 @@ class Fault(Struct, frozen=True, kw_only=True):
         return self.first <= version and not is_mended and (self.last is None or version <= self.last)
 
 
-_OFFLOADS: Final = ("kv_offloading_size", "kv_transfer_config")
+_CONNECTOR: Final = ("kv_transfer_config",)
+_OFFLOADS: Final = ("kv_offloading_size", *_CONNECTOR)
 
 FAULTS: Final = (
     Fault(
-        issues="#44490",
+        *("#44490", Effect.HOST, "the engine core never empties a list of block ids: 0.6 GiB in 12 h"),
         reported="2026-06",
         first=(0, 18, 0),
         mended=(0, 26, 0),
-        effect=Effect.HOST,
         role=Role.ENGINE_CORE,
-        text="the engine core never empties a list of block ids: 0.6 GiB in 12 h",
         cure="Upgrade to vLLM 0.26 or newer: from 0.18 to 0.25 a list of block ids is never emptied"
         " (vllm-project/vllm#44490)",
     ),
     Fault(
-        issues="#50150",
+        *("#50150", Effect.HOST, "without CUDA graphs, workers grow to the container's limit", ("enforce_eager",)),
         first=(0, 24, 0),
         last=(0, 27, 1),
-        effect=Effect.HOST,
         role=Role.WORKER,
-        options=("enforce_eager",),
-        text="without CUDA graphs, workers grow to the container's limit",
         cure="If CUDA graphs are turned off, turn them on: without them workers of 0.24 to 0.27.1 leak"
         " (vllm-project/vllm#50150)",
     ),
     Fault(
-        issues="#24264",
-        reported="2026-01",
-        effect=Effect.HOST,
-        options=("kv_transfer_config",),
-        text="mmap hooks of UCX leak below NIXL, where prefill and decode are separate engines",
+        "#24264",
+        Effect.HOST,
+        "mmap hooks of UCX leak below NIXL, between prefill and decode engines",
+        _CONNECTOR,
+        "2026-01",
+    ),
+    Fault("#42207, #54839", Effect.HOST, "an unloaded adapter keeps its host copy and its GPU slot", ("enable_lora",)),
+    Fault("#53042", Effect.HOST, "a tier of the KV cache takes up to 1.92 times its size, as shared memory", _OFFLOADS),
+    Fault("#56410", Effect.HOST, "offloaded weights take up to 1.9 times their size", ("cpu_offload_gb",)),
+    Fault(
+        *("#51317, #51579, #54002", Effect.START),
+        *("vllm_offload_*.mmap stays in /dev/shm after a kill, and the next start fails", _OFFLOADS),
     ),
     Fault(
-        issues="#42207, #54839",
-        effect=Effect.HOST,
-        options=("enable_lora",),
-        text="an unloaded LoRA adapter keeps its copy on the host and its slot on the GPU",
-    ),
-    Fault(
-        issues="#53042",
-        effect=Effect.HOST,
-        options=_OFFLOADS,
-        text="the KV cache's tier in host memory takes up to 1.92 times its size, as shared memory",
-    ),
-    Fault(
-        issues="#56410",
-        effect=Effect.HOST,
-        options=("cpu_offload_gb",),
-        text="offloaded weights take up to 1.9 times their size in host memory",
-    ),
-    Fault(
-        issues="#51317, #51579, #54002",
-        effect=Effect.START,
-        options=_OFFLOADS,
-        text="vllm_offload_*.mmap stays in /dev/shm after a kill, and the next start fails",
-    ),
-    Fault(
-        issues="#45178, #57936",
+        *(
+            "#45178, #57936",
+            Effect.START,
+            "the estimate for CUDA graphs is too large: a smaller KV cache than could be",
+        ),
         first=(0, 21, 0),
-        effect=Effect.START,
-        text="the estimate for CUDA graphs is too large, and the suggested share counts it twice: the KV cache is"
-        " smaller than it could be",
     ),
     Fault(
-        issues="#53787",
-        effect=Effect.GPU,
+        *("#53787", Effect.GPU, "without its check of free memory, a version that needs more fails in a request"),
         options=("kv_cache_memory_bytes",),
-        text="it skips the check of free memory: a version that needs more fails in a request, not at the start",
     ),
+    Fault("#46283", Effect.KV, "with NixlPush, blocks of loads that were aborted are never freed", _CONNECTOR),
     Fault(
-        issues="#46283",
-        effect=Effect.KV,
-        options=("kv_transfer_config",),
-        text="with NixlPush, blocks of loads that were aborted are never freed",
-    ),
-    Fault(
-        issues="#43736",
+        *("#43736", Effect.FIGURES, "a blocked request counts in the prefix cache's queries and hits at every step"),
         first=(0, 7, 3),
         mended=(0, 27, 0),
-        effect=Effect.FIGURES,
-        text="a request that is blocked counts in the prefix cache's queries and hits at every step",
     ),
     Fault(
-        issues="#25780",
+        *("#25780", Effect.FIGURES, "requests computed again after a preemption count as prefix-cache hits"),
         mended=(0, 11, 1),
-        effect=Effect.FIGURES,
-        text="requests that are computed again after a preemption count as prefix-cache hits",
     ),
 )
 """From the issues and the wheels of vLLM, as read in September 2026."""

@@ -20,7 +20,7 @@ from vllm_headroom.model import (
     ProbeReadings,
     SchedulerReading,
 )
-from vllm_headroom.units import GIB
+from vllm_headroom.units import GIB, MOST_BYTES
 from vllm_headroom.vocabulary import HostPart, Role
 
 _OPTIONS: Final = {
@@ -84,7 +84,7 @@ def list_pools(
     """
     counts = {} if isinstance(processes, Failure) else Counter(process.role for process in processes)
     options = options or EngineOptions()
-    return tuple(pool for pool in _list_pools(page, counts, options) if pool.size_bytes)
+    return tuple(pool for pool in _list_pools(page, counts, options) if 0 < pool.size_bytes <= MOST_BYTES)
 
 
 def _list_pools(page: EnginePage | Failure, counts: Mapping[Role, int], options: EngineOptions) -> Iterator[Pool]:

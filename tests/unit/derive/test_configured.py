@@ -102,6 +102,11 @@ def test_the_cache_of_images_is_in_every_server_and_core_and_counts_once_it_is_u
     assert pools(used, roles=(SERVER,)) == {(HostPart.MULTIMODAL_CACHE, SERVER): 4.0}
 
 
+def test_a_pool_beyond_any_machine_is_none() -> None:
+    """A trace would refuse it, and with it the whole sample."""
+    assert pools(kv_offloading_size=1e12) == {}
+
+
 @pytest.mark.parametrize("seen", [failure(Source.ENGINE), page()])
 def test_without_page_and_processes_the_command_line_still_plans(seen: EnginePage | Failure) -> None:
     found = list_pools(seen, failure(Source.PROCESS), EngineOptions(kv_offloading_size=1.0))

@@ -26,6 +26,9 @@ _VALUES: Final = {name: _READS[kind] for name, kind in get_type_hints(EngineOpti
 _LONGEST_SHOWN: Final = 4096
 """Characters of a command line that are shown: some are megabytes."""
 
+_MOST_NAMES: Final = 1000
+"""Options in one command line: vLLM has about 300."""
+
 _LONGEST_READ: Final = 2**16
 """Characters of an argument that are searched for secrets, more than are shown: a cut hides where a secret ends."""
 
@@ -52,7 +55,7 @@ def read_options(command: tuple[str, ...]) -> EngineOptions | None:
     if "model" not in found and "serve" in command[:-1]:
         named = command[command.index("serve") + 1]
         found |= {} if named.startswith("-") else {"model": named}
-    given = tuple(dict.fromkeys(name for name, _ in pairs))
+    given = tuple(dict.fromkeys(name for name, _ in pairs))[:_MOST_NAMES]
     return EngineOptions(**found, given=given, command=star_secrets(command))
 
 
@@ -70,7 +73,9 @@ def _read(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineO
         value = _VALUES[name](text)
     except (ValueError, InvalidOperation):  # "auto", or another option where none has a value
         return None
-    return value if isinstance(value, str) or 0 <= value <= MOST_BYTES else None
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST_SHOWN else None
+    return value if 0 <= value <= (1 if name == "gpu_memory_utilization" else MOST_BYTES) else None
 
 
 def star_secrets(command: tuple[str, ...]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_headroom.model import EngineOptions
 from vllm_headroom.scrape.proc.options import read_options, star_secrets
@@ -103,6 +105,19 @@ def test_no_secret_of_a_command_line_is_shown(arguments: tuple[str, ...]) -> Non
     assert "SECRET" not in shown.replace("AWS_SECRET_ACCESS_KEY", "")
     assert "***" in shown
     assert shown.endswith("--max-num-batched-tokens 8192 --tokenizer org/name")
+
+
+@given(st.lists(st.text(max_size=40) | st.sampled_from(["--max-num-seqs", "--model=", "-tp", "--api-key", "="])))
+def test_no_command_line_raises(arguments: list[str]) -> None:
+    options = read(*arguments)
+
+    assert options.max_num_seqs is None or options.max_num_seqs >= 0
+
+
+def test_what_no_vllm_can_have_is_not_believed() -> None:
+    options = read("--gpu-memory-utilization", "7", "--max-num-seqs", "9" * 30, "--kv-cache-dtype", "x" * 10_000)
+
+    assert (options.gpu_memory_utilization, options.max_num_seqs, options.kv_cache_dtype) == (None, None, None)
 
 
 def test_two_megabytes_of_command_line_are_read_in_bounded_time_and_shown_cut() -> None:

@@ -207,3 +207,38 @@ def test_a_file_that_blocks_is_a_timeout_until_it_lets_go(tree: ProcTree, proces
 
     assert [problem.reason for problem in hung if isinstance(problem, Failure)] == [Reason.TIMEOUT] * 2
     assert [process.pid for process in readings.engine] == [7]
+
+
+def test_the_options_are_those_of_the_engines_own_server(tree: ProcTree, processes: Processes) -> None:
+    tree.add(4380, 1, *SERVER, "--max-num-seqs", "64")
+    tree.add(4426, 4380, "VLLM::EngineCore")
+    tree.add(5000, 1, "vllm", "serve", "other", "--port", "9000", "--max-num-seqs", "1")
+
+    options = read(processes).options
+
+    assert options is not None
+    assert options.max_num_seqs == 64
+
+
+@pytest.mark.parametrize("noise", [b"\xff\xfe\0" * 10, b"--x\0" * 500_000])
+def test_a_command_line_of_megabytes_or_of_no_text_costs_nothing_else(
+    tree: ProcTree, processes: Processes, noise: bytes
+) -> None:
+    tree.add(4380, 1, *SERVER, "--max-num-seqs", "64")
+    file = tree.path / "4380" / "cmdline"
+    file.write_bytes(file.read_bytes() + noise)
+
+    seen = read(processes)
+
+    assert [process.pid for process in seen.engine] == [4380]
+    assert seen.options is not None
+    assert seen.options.max_num_seqs == 64
+
+
+def test_without_an_engine_there_are_no_options(tree: ProcTree, processes: Processes) -> None:
+    tree.add(4380, 1, *SERVER)
+    assert read(processes).options is not None
+
+    tree.remove(4380)
+
+    assert read(processes).options is None
