@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
@@ -142,9 +142,9 @@ ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "erro
 """What cannot be judged is an error: a skipped test would count as good."""
 
 
-def build_junit(judgements: Sequence[Judgement]) -> str:
+def build_junit(judgements: Iterable[Judgement]) -> str:
     """Build a JUnit suite with a test for each judgement."""
-    return _build_suite([_build_case(x.name, ELEMENTS.get(x.verdict), format_message(x), x.why) for x in judgements])
+    return _build_suite((each.name, each.verdict, format_message(each), each.why) for each in judgements)
 
 
 def format_message(judgement: Judgement) -> str:
@@ -155,27 +155,22 @@ def format_message(judgement: Judgement) -> str:
     return f"{judgement.name}: {found}{at_most}{baseline}"
 
 
-def _build_suite(cases: Sequence[ET.Element]) -> str:
-    counts = {
-        "tests": str(len(cases)),
-        "failures": str(sum(case.find("failure") is not None for case in cases)),
-        "errors": str(sum(case.find("error") is not None for case in cases)),
-    }
-    root = ET.Element("testsuites", counts)
-    suite = ET.SubElement(root, "testsuite", {"name": SUITE, **counts, "skipped": "0"})
-    suite.extend(cases)
+def _build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
+    """Build a suite of a test for each name; its text is its message, or its output where it passed."""
+    root = ET.Element("testsuites")
+    suite = ET.SubElement(root, "testsuite", {"name": SUITE, "skipped": "0"})
+    for name, verdict, text, why in cases:
+        case = ET.SubElement(suite, "testcase", {"classname": CLASS, "name": name})
+        if verdict is Conclusion.GOOD:
+            ET.SubElement(case, "system-out").text = f"{text}\n{why}".rstrip()
+        else:
+            ET.SubElement(case, ELEMENTS[verdict], {"message": text}).text = why or text
+    for each in (root, suite):
+        each.set("tests", str(len(suite)))
+        for count, element in (("failures", "failure"), ("errors", "error")):
+            each.set(count, str(len(suite.findall(f"testcase/{element}"))))
     ET.indent(root)
     return f"{HEAD}\n{ET.tostring(root, encoding='unicode')}\n"
-
-
-def _build_case(name: str, element: str | None, text: str, why: str) -> ET.Element:
-    """Build a test; `text` is its message, or its output where it passed."""
-    case = ET.Element("testcase", {"classname": CLASS, "name": name})
-    if element is None:
-        ET.SubElement(case, "system-out").text = f"{text}\n{why}".rstrip()
-    else:
-        ET.SubElement(case, element, {"message": text}).text = why or text
-    return case
 
 
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
@@ -274,7 +269,7 @@ def _run(given: Namespace) -> Report:
         ]
     except BadInput as error:
         # in place of the report of an earlier build
-        save(given.junit, _build_suite([_build_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], str(error), "")]))
+        save(given.junit, _build_suite([("trace", Conclusion.CANNOT_TELL, str(error), "")]))
         raise
     records = [record for _, record in traces]
     judgements = tuple(judge(limits, records[0], records[1] if records[1:] else None))

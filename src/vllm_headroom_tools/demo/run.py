@@ -36,20 +36,25 @@ CACHE_CONFIG: Final = (
 ENGINE_DOWN: Final = Failure(source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="the simulated engine is down")
 
 
-class SimulatedEngine:
-    """The page of the world that `now` returns, brought to the present; `epoch_seconds` is when the demo began."""
+class Simulated:
+    """A source of the world that `now` returns, brought to the present; `epoch_seconds` is when the demo began."""
 
-    def __init__(self, now: Callable[[], World], epoch_seconds: float) -> None:
+    def __init__(self, now: Callable[[], World], epoch_seconds: float = 0.0) -> None:
         self._now = now
         self._epoch_seconds = epoch_seconds
+        self._peak = Peak()
+
+    async def close(self) -> None:
+        """Do nothing: there is no connection and no driver."""
+
+
+class SimulatedEngine(Simulated):
+    """The engine's page."""
 
     async def fetch(self) -> str | Failure:
         """Return the page; a Failure while the engine is down or loading."""
         world = self._now()
         return render_page(world.engine, self._epoch_seconds) if world.serves else ENGINE_DOWN
-
-    async def close(self) -> None:
-        """Do nothing: there is no connection."""
 
 
 def render_page(engine: EngineRun, epoch_seconds: float) -> str:
@@ -94,12 +99,8 @@ SETTLING_SECONDS: Final = 900.0
 """How resident memory grows after the start, and how fast that fades."""
 
 
-class SimulatedGpus:
-    """One GPU of the world that `now` returns, brought to the present."""
-
-    def __init__(self, now: Callable[[], World]) -> None:
-        self._now = now
-        self._peak = Peak()
+class SimulatedGpus(Simulated):
+    """One GPU."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings:  # noqa: ARG002 - it never takes long
         """Return one reading of the device."""
@@ -129,21 +130,14 @@ class SimulatedGpus:
         """Return the memory in use by UUID, and note it for the peak of the last 60 s."""
         return {UUID: self._look().used_bytes}
 
-    async def close(self) -> None:
-        """Do nothing: there is no driver."""
-
     def _look(self) -> World:
         world = self._now()
         self._peak.add(world.seconds, world.used_bytes)
         return world
 
 
-class SimulatedProcesses:
-    """The engine's processes of the world that `now` returns; `epoch_seconds` is when the demo began."""
-
-    def __init__(self, now: Callable[[], World], epoch_seconds: float) -> None:
-        self._now = now
-        self._epoch_seconds = epoch_seconds
+class SimulatedProcesses(Simulated):
+    """The engine's processes."""
 
     async def read(self, timeout_seconds: float, page: object = None) -> ProcessReadings:  # noqa: ARG002 - it knows
         """Return the engine's processes, none while it is down, and every pid there is."""

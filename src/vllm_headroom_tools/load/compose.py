@@ -64,22 +64,14 @@ def raise_descriptors() -> int:
 def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[tuple[int, str]]:
     """Return how many streams to one address each limit allows, the lowest first; what cannot be read is left out."""
     open_now = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    ports = _count_local_ports(proc)
-    memory = _read_free_bytes(proc)
-    found = (
-        (max(0, descriptors - open_now - OWN_DESCRIPTORS), f"ulimit -n {descriptors}"),
-        None if ports is None else (ports, f"{ports} local ports (net.ipv4.ip_local_port_range)"),
-        None if memory is None else (memory // (TLS_STREAM_BYTES if tls else STREAM_BYTES), "memory"),
-    )
-    return sorted(limit for limit in found if limit)
-
-
-def _count_local_ports(proc: Path) -> int | None:
-    try:
+    found = [(max(0, descriptors - open_now - OWN_DESCRIPTORS), f"ulimit -n {descriptors}")]
+    with contextlib.suppress(OSError, ValueError):
         first, last = (proc / "sys/net/ipv4/ip_local_port_range").read_text().split()
-        return int(last) - int(first) + 1
-    except (OSError, ValueError):
-        return None
+        ports = int(last) - int(first) + 1
+        found.append((ports, f"{ports} local ports (net.ipv4.ip_local_port_range)"))
+    if (memory := _read_free_bytes(proc)) is not None:
+        found.append((memory // (TLS_STREAM_BYTES if tls else STREAM_BYTES), "memory"))
+    return sorted(found)
 
 
 def _read_free_bytes(proc: Path) -> int | None:
