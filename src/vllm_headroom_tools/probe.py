@@ -18,14 +18,19 @@ from typing import Any, ClassVar, Final
 
 from vllm_headroom.config import Settings
 from vllm_headroom.derive.inside import classify_probe
-from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
+from vllm_headroom.model import SAME_START_SECONDS, Failure, ProbedProcess, ProbeReadings
 from vllm_headroom.parse import fields
 from vllm_headroom.parse.fields import WrongFieldError, read_each, read_number, read_within
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader, read_content
+from vllm_headroom.scrape.proc.files import read_entry
+from vllm_headroom.scrape.proc.host import read_boot_time
+from vllm_headroom.scrape.proc.smaps import find_growth, read_mappings
 from vllm_headroom.units import format_duration, format_size
+from vllm_headroom.worker import Worker
 from vllm_headroom_tools.cli import Command, tell
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
+from vllm_headroom_tools.look import PROC
 from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, Value, bounded, choice
 from vllm_headroom_tools.trace import BadInput
 
@@ -103,6 +108,7 @@ async def record(
     Where this ends early, cancelled or killed, the probes stop recording within a minute.
     """
     processes = await _find_present(folder)
+    before = {process: await _read_mappings(process) for process in processes}
     request, until = uuid.uuid4().hex, time.time() + seconds
     try:
         _write_request(folder, request, until, kinds)
@@ -114,8 +120,25 @@ async def record(
                 (folder / REQUEST).unlink()
     except OSError as error:
         raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
-    processes_told = [_describe_process(process, answers.get(process)) for process in processes]
+    grown = {each: find_growth(was, now) for each, was in before.items() if was and (now := await _read_mappings(each))}
+    processes_told = [
+        {**_describe_process(process, answers.get(process)), "mappings": grown.get(process)} for process in processes
+    ]
     return {"folder": str(folder), "seconds": seconds, "processes": processes_told}
+
+
+async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
+    """Return the process's memory by kind of mapping; None where this pid is not the same process here."""
+
+    def read() -> dict[str, int] | None:
+        entry = read_entry(PROC, process.pid)
+        began = read_boot_time(PROC) + (0 if entry is None else entry.started_seconds)
+        is_same = entry is not None and abs(began - process.started_at_seconds) <= SAME_START_SECONDS
+        return read_mappings(PROC, process.pid) if is_same else None
+
+    with contextlib.suppress(TimeoutError, OSError):
+        return await Worker[dict[str, int] | None]("mappings").call(read, MAPPINGS_SECONDS)
+    return None
 
 
 def _describe_process(process: ProbedProcess, answer: Recording | str | None) -> dict[str, Any]:
@@ -208,6 +231,8 @@ def _find_source() -> Path:
 Document = Mapping[str, Any]
 """A part of what --json prints."""
 
+MAPPINGS_SECONDS: Final = 10.0
+WORTH_A_LINE_BYTES: Final = 2**20
 MOST_SHOWN: Final = 3
 """Stacks of each kind and callers of each, of the many that --json has."""
 
@@ -239,6 +264,9 @@ def _format_process(process: Document) -> Iterator[str]:
             yield from (f"{'':>13}called from {caller}" for caller in callers[:MOST_SHOWN])
     if not process["host"] and not process["gpu"]:
         yield "  nothing"
+    for kind, size in list((process.get("mappings") or {}).items())[:MOST_SHOWN]:
+        if size >= WORTH_A_LINE_BYTES:
+            yield f"  {format_size(size):>10} more resident in {kind}, by the kernel's account of its mappings"
 
 
 def _format_cost(cost: Document) -> str:

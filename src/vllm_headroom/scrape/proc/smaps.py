@@ -1,0 +1,53 @@
+"""A process's memory by the kinds of its mappings: what grows outside of Python's objects has a name here."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Final
+
+_MAPPING: Final = re.compile(rb"[0-9a-f]+-[0-9a-f]+ \S{4} \S+ \S+ \d+ *(.*)\n")
+_SECONDS: Final = 5.0
+"""For one process: 40,000 mappings, of 25 lines each, take a second."""
+
+
+def read_mappings(proc: Path, pid: int) -> dict[str, int] | None:
+    """Return the resident bytes of each kind of mapping, and all that is `swapped out`; None where not visible.
+
+    The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `stack` and the name of each mapped file: a library's own
+    private memory is in its name. The kernel holds the process's mappings only while it writes a page of text.
+    """
+    found: dict[str, int] = {}
+    kind, ends = "", time.monotonic() + _SECONDS
+    try:
+        with (proc / str(pid) / "smaps").open("rb") as lines:
+            for line in lines:
+                if line.startswith((b"Rss:", b"Swap:")):
+                    name = kind if line[0] == ord("R") else "swapped out"
+                    found[name] = found.get(name, 0) + int(line.split()[1]) * 1024
+                elif (mapping := _MAPPING.fullmatch(line)) is not None:
+                    kind = _name_kind(mapping[1].decode(errors="replace"))
+                    if time.monotonic() > ends:
+                        return None
+    except (OSError, ValueError, IndexError):
+        return None
+    return found or None
+
+
+def _name_kind(path: str) -> str:
+    if path.startswith("/memfd:"):
+        return "memfd"
+    if path.startswith(("/dev/shm/", "/SYSV", "/dev/zero")):  # noqa: S108 - only a name
+        return "shm"
+    if path.startswith("[stack"):
+        return "stack"
+    if path == "[heap]":
+        return "heap"
+    return path.removesuffix(" (deleted)").rpartition("/")[2] if path.startswith("/") else "anonymous mmap"
+
+
+def find_growth(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """Return by how much each kind has grown or shrunk, the largest growth first, without those that have not."""
+    changes = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in before | after}
+    return dict(sorted(((kind, size) for kind, size in changes.items() if size), key=lambda each: -each[1]))
