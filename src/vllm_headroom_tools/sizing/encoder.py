@@ -87,7 +87,16 @@ def _count_parameters(found: Config) -> int | None:
     if layers is None or hidden is None or width is None:
         return None
     matrices = 3 if str(found.get("hidden_act")) in GATES else 2
-    return layers * (4 * hidden * hidden + matrices * hidden * width)
+    return layers * (4 * hidden * hidden + matrices * hidden * width) + _count_mergers(found, hidden)
+
+
+def _count_mergers(found: Config, hidden: int) -> int:
+    """Return the parameters of Qwen's mergers, of two matrices each: one at the end, and one for each deep stack."""
+    merged, outputs = read_whole(found, "spatial_merge_size"), read_whole(found, "out_hidden_size")
+    if merged is None or outputs is None:
+        return 0
+    inside, levels = merged**2 * hidden, found.get("deepstack_visual_indexes")
+    return (1 + (len(levels) if isinstance(levels, list) else 0)) * inside * (inside + outputs)
 
 
 def _cut_gemma3(config: Config, vision: Config) -> Cut:

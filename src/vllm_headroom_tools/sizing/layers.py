@@ -75,7 +75,7 @@ def list_kinds(config: Config, layers: int) -> list[str]:
     """
     if layers > MOST_LAYERS:
         raise ValueError(f"{layers} layers are more than any model has")
-    if config.get("model_type") in TWOFOLD:
+    if str(config.get("model_type")) in TWOFOLD:
         return ["attention", "mamba2"] * layers
     found = _read_listed(config) or _follow_pattern(config, layers)
     unknown = sorted({kind for kind in found if kind not in KINDS})

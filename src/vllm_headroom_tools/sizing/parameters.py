@@ -95,7 +95,7 @@ def list_matrices(
         elif kind not in NOTHING:
             kept = heads_of_windowed if kind in WINDOWED else heads_of_full
             found += _list_attention(config, f"{place}self_attn.", (hidden, heads), kept)
-        is_second = kind in STATEFUL and config.get("model_type") in TWOFOLD
+        is_second = kind in STATEFUL and str(config.get("model_type")) in TWOFOLD
         if kind in NOTHING or not (is_second or isinstance(config.get("hybrid_override_pattern"), str)):
             found += _list_mlp(config, f"{place}mlp.", hidden, sparse=_is_sparse(config, number, kind))
     return tuple(found)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tests.unit.sizing.models import config_text
+from vllm_headroom_tools.sizing.encoder import parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.model_config import NAME, POOLED, parse_model_config, read_model
 
@@ -75,3 +76,20 @@ def test_a_model_beside_which_its_pooling_lies_has_no_output_matrix(tmp_path: Pa
     assert isinstance(whole, ModelShape)
     assert isinstance(pooled, ModelShape)
     assert (whole.embeddings, pooled.embeddings) == (2 * 151936 * 4096, 151936 * 4096)
+
+
+def test_the_mergers_of_qwen3_vl_by_hand() -> None:
+    """Four of them, of 4 x 1152 values to 4096: without them the model was 1.9 % too small."""
+    vision = {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 4096,
+        "deepstack_visual_indexes": [8, 16, 24],
+    }
+
+    found = parse_encoder({"model_type": "qwen3_vl", "vision_config": vision})
+
+    assert found is not None
+    assert found.parameters == 27 * (4 * 1152**2 + 2 * 1152 * 4304) + 4 * (4608**2 + 4608 * 4096)
