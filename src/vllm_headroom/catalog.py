@@ -195,6 +195,12 @@ LEAK_PER_REQUEST: Final = _gauge(
     "leak_bytes_per_request", GPU, "The same growth per finished request.", needs=("finished_total",)
 )
 LEAKED: Final = _gauge("leaked_bytes", GPU, "Growth since the leak began; absent unless growing or leaking.")
+LEAK_BOUND: Final = _gauge(
+    "leak_bound_bytes",
+    (*GPU, "process"),
+    "What the configured pools may still take, of a GPU or of the host memory of these processes; absent where none is"
+    " known.",
+)
 LEAK_LOCATION: Final = _gauge(
     "leak_location",
     (*GPU, "location"),

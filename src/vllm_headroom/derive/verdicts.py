@@ -15,12 +15,14 @@ from vllm_headroom.derive import Derivation
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.derive.leak.leak import is_alone
 from vllm_headroom.derive.life.signs import is_starved
 from vllm_headroom.derive.readings import make_states
 from vllm_headroom.model import (
     NO_VERDICT,
     EngineStatus,
     Failure,
+    Gpu,
     GpuReading,
     HostMemory,
     Sample,
@@ -41,19 +43,43 @@ HOST_ALERTS: Final[Alerts] = ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemory
 """For a leak that ends within the hour, within the day, and for any other growth."""
 
 
-def describe_gpu_leak(values: Values, reading: GpuReading, *, sure: bool) -> Verdict:
-    """Return the verdict on a GPU that leaks, or may leak."""
+def describe_gpu_leak(
+    values: Values, reading: GpuReading, *, sure: bool, alone: bool = True, pool_bytes: int = 0
+) -> Verdict:
+    """Return the verdict on a GPU that leaks, may leak, or fills: by others, or a configured pool of so many bytes."""
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
+    bound = values.value(catalog.LEAK_BOUND, gpu, uuid, "")
+    if not sure and bound:
+        return _describe_filling(name, name, pool_bytes, bound)
     left, least = values.value(catalog.TIME_TO_OOM, gpu, uuid), values.value(catalog.TIME_TO_OOM_LOWER, gpu, uuid)
     rate = _format_rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
     where = values.state(catalog.LEAK_LOCATION, gpu, uuid)
     place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
+    if not sure and not alone:
+        per_hour = _format_rate(None, values.value(catalog.LEAK_RATE, gpu, uuid))
+        text = f"{name} fills by{per_hour}, not known by whom{_format_time_left(left, None)}."
+        return Verdict(
+            subject=name, level=Level.WARNING, sentence=text, alert=GPU_ALERTS[-1], situation=Situation.GROWING
+        )
     found = _build_verdict(name, name, f"{rate}{place}", (left, least), GPU_ALERTS, sure=sure)
     return replace(found, situation=Situation.LEAKING if sure else Situation.GROWING)
 
 
-def describe_host_leak(values: Values, role: str, *, sure: bool) -> Verdict:
-    """Return the verdict on the host memory of processes that leak, or may leak."""
+def _describe_filling(subject: str, name: str, pool_bytes: int, bound: float) -> Verdict:
+    filled = f"{format_size(pool_bytes - bound)} of {format_size(pool_bytes)}"
+    return Verdict(
+        subject=subject,
+        level=Level.WARNING,
+        sentence=f"{name} grows as its configured pools do: filling, {filled}.",
+        situation=Situation.FILLING,
+    )
+
+
+def describe_host_leak(values: Values, role: str, *, sure: bool, pool_bytes: int = 0) -> Verdict:
+    """Return the verdict on the host memory of processes that leak, may leak, or fill a configured pool."""
+    bound = values.value(catalog.LEAK_BOUND, "", "", role)
+    if not sure and bound:
+        return _describe_filling("host memory", f"Host memory of {role}", pool_bytes, bound)
     left, least = values.value(catalog.HOST_TIME_TO_OOM), values.value(catalog.HOST_TIME_TO_OOM_LOWER)
     rate = _format_rate(None, values.value(catalog.HOST_LEAK_RATE, role))
     return _build_verdict("host memory", f"Host memory of {role}", rate, (left, least), HOST_ALERTS, sure=sure)
@@ -234,7 +260,7 @@ def _judge_gpus(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
         name = gpu.reading.called
         yield blind(subject=name, level=Level.WARNING, sentence=f"{name} is not judged: {text}.")
     for gpu in sorted(snapshot.owned, key=lambda each: each.reading.index):
-        yield _judge_gpu(values, gpu.reading, snapshot.life, watches)
+        yield _judge_gpu(values, gpu, snapshot, watches)
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.called,
@@ -245,14 +271,17 @@ def _judge_gpus(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
             )
 
 
-def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None, watches: Mapping[str, float]) -> Verdict:
+def _judge_gpu(values: Values, device: Gpu, snapshot: Snapshot, watches: Mapping[str, float]) -> Verdict:
+    reading, life = device.reading, snapshot.life
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     if reading.failure is not None:
         text = _end_sentence(f"{name} cannot be read: {reading.failure.message}")
         return Verdict(subject=name, level=Level.ALARM, sentence=text, alert=GPU_LOST, situation=Situation.BLIND)
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
-        return describe_gpu_leak(values, reading, sure=state == LeakState.LEAKING)
+        sure = state == LeakState.LEAKING
+        pool_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is None)
+        return describe_gpu_leak(values, reading, sure=sure, alone=is_alone(device), pool_bytes=pool_bytes)
     level, quiet = _describe_quiet({state}, [watches[uuid]] if uuid in watches else [])
     held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
     if state == LeakState.ASLEEP and held is not None:
@@ -349,7 +378,8 @@ def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
         text = f"{left[0].upper()}{left[1:]}."
         yield Verdict(subject="processes", level=Level.WARNING, sentence=text, situation=Situation.NEIGHBOUR)
     for role, state in grows.items():
-        yield describe_host_leak(values, role, sure=state == LeakState.LEAKING)
+        pool_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role == role)
+        yield describe_host_leak(values, role, sure=state == LeakState.LEAKING, pool_bytes=pool_bytes)
     if found and not grows:
         level, text = _describe_quiet(found.values(), [watches[role] for role in found if role in watches])
         low = _is_low(snapshot)

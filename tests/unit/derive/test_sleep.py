@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from tests.samples import engine, failure, gpu, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.leak import SETTLED_SECONDS, SleepState, derive_sleep
+from vllm_headroom.derive.residue import SETTLED_SECONDS, SleepState, derive_sleep
 from vllm_headroom.model import EnginePage, EngineStatus, Failure, Gpu
 from vllm_headroom.vocabulary import EngineState, Source
 

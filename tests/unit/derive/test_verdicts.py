@@ -45,7 +45,8 @@ def state(value: str, metric: Metric = catalog.LEAK_STATE, labels: tuple[str, ..
 
 def seen(life: EngineState = EngineState.SERVING) -> Snapshot:
     return replace(
-        snapshot(engines=page(engine()), gpus=(gpu(),)), life=EngineStatus(state=life, exits=((ExitReason.GONE, 1),))
+        snapshot(engines=page(engine()), gpus=(replace(gpu(), process_count=1),)),
+        life=EngineStatus(state=life, exits=((ExitReason.GONE, 1),)),
     )
 
 

@@ -16,10 +16,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.inside import move_track
-from vllm_headroom.derive.leak.leak import LeakMemory, LoadState, Tracks
+from vllm_headroom.derive.leak.leak import LeakMemory, Tracks
 from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.derive.per_request import Baselines
 from vllm_headroom.derive.readings import count_finished, identify_run, list_named
+from vllm_headroom.derive.stability import LoadState
 from vllm_headroom.expose.view import KeptHistory
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.trace.recorder import make_folder, replace_file
@@ -60,7 +61,7 @@ def explain_mismatch(saved: Identity, now: Identity, gap_seconds: float) -> str 
     return None
 
 
-FORMAT: Final = 10
+FORMAT: Final = 11
 """Raise it when the fields of a state, or their meaning, change."""
 
 LOAD_GAP_SECONDS: Final = 60.0

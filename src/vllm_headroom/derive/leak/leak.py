@@ -1,32 +1,28 @@
-"""The leak derivation: load, GPUs and host memory together."""
+"""The leak derivation: GPUs and host memory together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from statistics import fmean
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Certainty, Estimate, Observation, Track, observe_gpus
+from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Certainty, Estimate, Observation, Track, observe_gpus
 from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, find_location, sharpen_track, update_insides
-from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
-from vllm_headroom.derive.leak.track import is_warming_up, observe, update_held, update_residues
+from vllm_headroom.derive.leak.track import is_warming_up, observe
 from vllm_headroom.derive.life.signs import derive_out_of_service, keep_service
 from vllm_headroom.derive.readings import (
     count_finished,
     count_running,
-    identify_run,
-    is_new_run,
     is_page_awake,
     label_gpu,
     limit_remembered,
-    list_named,
     make_states,
-    sum_known,
 )
+from vllm_headroom.derive.residue import SleepState, derive_sleep
+from vllm_headroom.derive.stability import LoadState, derive_load
 from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState, Role
 
@@ -47,11 +43,22 @@ def derive_gpu_leaks(
     samples: list[Sample] = []
     for gpu, each in seen:
         uuid = gpu.reading.uuid
-        tracks[uuid] = update_held(tracks.get(uuid) or Track(clock=each.seconds), each, asleep.get(uuid))
-        sharp = sharpen_track(tracks[uuid], asleep.get(uuid), inside.get(uuid))
+        tracks[uuid] = observe(tracks.get(uuid) or Track(clock=each.seconds), each)
+        own = replace(tracks[uuid], verdict=min(tracks[uuid].verdict, _find_most(gpu)))
+        sharp = sharpen_track(own, asleep.get(uuid), inside.get(uuid))
         sharp = replace(sharp, estimate=_count_down(sharp.estimate, each.room_bytes))
         samples += _make_samples(gpu, sharp, inside.get(uuid), settled=settled)
     return tracks, tuple(samples)
+
+
+def _find_most(gpu: Gpu) -> Certainty:
+    """Return the surest verdict on held memory: where its holders are unknown, growth may be another's."""
+    return Certainty.LEAKING if is_alone(gpu) else Certainty.GROWING
+
+
+def is_alone(gpu: Gpu) -> bool:
+    """Return whether what grows on a GPU is known to be the engine's."""
+    return gpu.engine_bytes is not None or gpu.process_count == 1
 
 
 def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
@@ -63,7 +70,7 @@ def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
 
 def find_leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
     """Return the one state of the contract that a track is in."""
-    if not known or track.anchor_seconds is None:
+    if not known or track.anchor is None:
         return LeakState.UNKNOWN
     if track.asleep:
         return LeakState.ASLEEP
@@ -80,6 +87,7 @@ def _make_samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled
     labels = label_gpu(gpu)
     is_in = find_leak_state(track, known=gpu.held_bytes is not None, settled=settled)
     yield from make_states(catalog.LEAK_STATE, labels, is_in)
+    yield from _make_bound((*labels, ""), track)
     if track.estimate is None or is_in not in SHOWN:
         return
     found = track.estimate
@@ -98,6 +106,31 @@ def _make_samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled
     where = find_location(found, inside)
     if where is not None:
         yield from make_states(catalog.LEAK_LOCATION, labels, where)
+
+
+def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
+    """Yield what the configured pools may still take, by what has grown in this run."""
+    if track.bound_bytes and track.first is not None and track.anchor is not None:
+        grown_bytes = max(0.0, track.rings[0].points[-1].floor_bytes - track.anchor.floor_bytes)
+        yield Sample(catalog.LEAK_BOUND, labels, max(0.0, track.bound_bytes - grown_bytes))
+
+
+def update_residues(asleep: Tracks, least_bytes: Mapping[str, int], seen: Iterable[tuple[Gpu, Observation]]) -> Tracks:
+    """Return the tracks of the memory kept in sleep, by UUID, after one more sample; `least_bytes` are the residues.
+
+    A track starts in an observed sleep of a run that has worked: earlier residues say less than its work. It sees the
+    residue until the next sleep; nothing during sleep, when the room is different, nor where another process may hold a
+    part of it.
+    """
+    found = {uuid: track for uuid, track in asleep.items() if uuid in least_bytes}
+    for gpu, each in seen:
+        uuid = gpu.reading.uuid
+        before = found.get(uuid) or (Track(clock=each.seconds) if each.awake is False else None)
+        if before is not None and uuid in least_bytes:
+            is_known = each.awake and (each.neighbours is None or each.neighbours <= 1)
+            held_bytes = least_bytes[uuid] if is_known else None
+            found[uuid] = observe(before, replace(each, held_bytes=held_bytes, awake=None))
+    return found
 
 
 def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:
@@ -142,6 +175,7 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
             life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
             awake=None if page is None else is_page_awake(page),
             room_bytes=None if room_bytes is None else room_bytes + OUT_OF_MEMORY_BYTES,
+            bound_bytes=sum(pool.size_bytes for pool in snapshot.pools if pool.role is role),
         )
         yield role, seen
 
@@ -170,6 +204,7 @@ def _count_down(found: Estimate | None, room_bytes: int | None) -> Estimate | No
 def _make_host_samples(role: Role, track: Track, *, settled: bool) -> Iterator[Sample]:
     is_in = find_leak_state(track, known=True, settled=settled)
     yield from make_states(catalog.HOST_LEAK_STATE, (str(role),), is_in)
+    yield from _make_bound(("", "", str(role)), track)
     if track.estimate is not None and is_in in SHOWN:
         yield Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second)
 
@@ -183,128 +218,6 @@ def _derive_time_left(growing: list[Estimate]) -> Iterator[Sample]:
         known = [seconds for seconds in times if seconds is not None]
         if known:
             yield Sample(metric, (), 1 / sum(1 / seconds for seconds in known) if min(known) > 0 else 0.0)
-
-
-MINUTE_SECONDS: Final = 60.0
-WINDOW_MINUTES: Final = 10
-"""The window of a simple rule in a post-mortem, an alert on growth over 10 minutes."""
-
-BAND: Final = 0.15
-SLACK_REQUESTS: Final = 2.0
-"""A minute's mean may differ from the window's by this share or number: arrivals alone vary as much."""
-
-
-class LoadState(Struct, frozen=True, kw_only=True):
-    """Minute means of the requests in the engine (newest last), the current minute, and the memory held then.
-
-    `held_bytes` is, by UUID, what was held when load became stable.
-    """
-
-    minutes: tuple[float, ...] = ()
-    began_seconds: float | None = None
-    total: float = 0.0
-    count: int = 0
-    stable: bool | None = None
-    held_bytes: dict[str, int] = field(default_factory=dict)
-
-
-def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
-    """Return whether the engine's requests stayed level for ten minutes, and each GPU's change since then."""
-    requests = _count_requests(snapshot)
-    if requests is None:
-        return LoadState(), ()
-    state = _gather_minute(state, requests, snapshot.monotonic_seconds)
-    if state.stable is None:
-        return state, ()
-    held = _find_held(snapshot) if state.stable else {}
-    first = {uuid: state.held_bytes.get(uuid, now) for uuid, (_, now) in held.items()}
-    if first != state.held_bytes:
-        state = replace(state, held_bytes=first)
-    deltas = [Sample(catalog.MEMORY_DELTA, labels, now - first[uuid]) for uuid, (labels, now) in held.items()]
-    return state, (Sample(catalog.LOAD_STABLE, (), 1.0 if state.stable else 0.0), *deltas)
-
-
-def _count_requests(snapshot: Snapshot) -> float | None:
-    """Return the requests running and waiting in all engines; None where the running ones are unknown."""
-    engines = () if snapshot.page is None else list_named(snapshot.page)
-    running = sum_known(engine.running for engine in engines)
-    return None if running is None else running + sum(engine.waiting or 0.0 for engine in engines)
-
-
-def _gather_minute(state: LoadState, requests: float, now: float) -> LoadState:
-    began = now if state.began_seconds is None or now < state.began_seconds else state.began_seconds
-    state = replace(state, began_seconds=began, total=state.total + requests, count=state.count + 1)
-    if now - began < MINUTE_SECONDS:
-        return state
-    minutes = (*state.minutes, state.total / state.count)[-WINDOW_MINUTES:]
-    stable = _is_level(minutes) if len(minutes) == WINDOW_MINUTES else None
-    return replace(state, minutes=minutes, began_seconds=now, total=0.0, count=0, stable=stable)
-
-
-def _is_level(minutes: tuple[float, ...]) -> bool:
-    mean = fmean(minutes)
-    return all(abs(minute - mean) <= max(BAND * mean, SLACK_REQUESTS) for minute in minutes)
-
-
-def _find_held(snapshot: Snapshot) -> dict[str, tuple[tuple[str, str], int]]:
-    held = ((gpu, gpu.held_bytes) for gpu in snapshot.devices)
-    return {gpu.reading.uuid: (label_gpu(gpu), held_bytes) for gpu, held_bytes in held if held_bytes is not None}
-
-
-SETTLED_SECONDS: Final = 30.0
-"""Memory is freed after the page reports sleep, on some devices seconds later (vllm-project/vllm#37533)."""
-
-GIVEN_BACK: Final = 0.1
-"""Below this share given back there is no residue: sleep level 0 pauses the scheduler and keeps all memory."""
-
-
-class SleepState(Struct, frozen=True, kw_only=True):
-    """Since when this run sleeps, on the monotonic clock, and the least it held of each GPU in its last sleep.
-
-    `settled` is whether that is the current sleep. The least counts, because memory is freed late in the beginning, and
-    taken again before the page reports the wake.
-    """
-
-    life: str | None = None
-    since_seconds: float | None = None
-    settled: bool = False
-    least_bytes: dict[str, int] = field(default_factory=dict)
-
-
-def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
-    """Return the residue of each of the engine's GPUs: of this sleep once settled, else of the previous one.
-
-    A new run has not slept yet.
-    """
-    state = _update_sleep(state, snapshot)
-    samples = tuple(
-        Sample(catalog.SLEEP_RESIDUE, label_gpu(gpu), float(state.least_bytes[gpu.reading.uuid]))
-        for gpu in snapshot.owned
-        if gpu.reading.uuid in state.least_bytes
-    )
-    return state, samples
-
-
-def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
-    page = snapshot.page
-    if page is None:
-        return state
-    now, named = snapshot.monotonic_seconds, identify_run(page)
-    is_new = is_new_run(state.life, named, None, None)
-    state = SleepState(life=named) if is_new else replace(state, life=state.life or named)
-    if is_page_awake(page) is not False:
-        return SleepState(life=state.life, least_bytes=state.least_bytes)
-    since = now if state.since_seconds is None else state.since_seconds
-    if now - since < SETTLED_SECONDS:
-        return replace(state, since_seconds=since)
-    held = {gpu.reading.uuid: gpu.held_bytes for gpu in snapshot.owned if gpu.held_bytes is not None}
-    to_wake = {} if snapshot.life is None else dict(snapshot.life.to_wake)
-    held = {uuid: n_bytes for uuid, n_bytes in held.items() if to_wake.get(uuid, n_bytes) >= GIVEN_BACK * n_bytes}
-    least = state.least_bytes if state.settled else {}
-    least = limit_remembered(least, held) | {
-        uuid: min(n_bytes, least.get(uuid, n_bytes)) for uuid, n_bytes in held.items()
-    }
-    return replace(state, settled=state.settled or bool(held), least_bytes=least or state.least_bytes)
 
 
 class LeakMemory(Struct, frozen=True, kw_only=True):
@@ -321,7 +234,7 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
 def measure_watches(state: LeakMemory) -> dict[str, float]:
     """Return for how many seconds each series, by UUID or role, has been compared with itself."""
     tracks = {**state.gpus, **state.host}.items()
-    return {name: track.seconds - track.anchor_seconds for name, track in tracks if track.anchor_seconds is not None}
+    return {name: track.seconds - track.anchor.seconds for name, track in tracks if track.anchor is not None}
 
 
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
@@ -335,7 +248,7 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     settled = loaded.stable is not False
     inside = update_insides(state.inside, served)
     seen = tuple(observe_gpus(served, served.owned))
-    asleep = update_residues(state.asleep, state.gpus, slept.least_bytes, seen)
+    asleep = update_residues(state.asleep, slept.least_bytes, seen)
     gpus, gpu_samples = derive_gpu_leaks(state.gpus, seen, settled=settled, inside=inside, asleep=asleep)
     host, host_samples = derive_host_leaks(state.host, served, settled=settled)
     memory = LeakMemory(load=loaded, gpus=gpus, host=host, inside=inside, sleep=slept, asleep=asleep)

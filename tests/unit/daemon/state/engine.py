@@ -39,7 +39,7 @@ def reading(step: int, **known: Any) -> EngineReading:
 
 
 def device(step: int, uuid: str = "GPU-a") -> Gpu:
-    return replace(gpu(uuid=uuid, total=60 * GIB, used=held(step)), process_count=0)
+    return replace(gpu(uuid=uuid, total=60 * GIB, used=held(step)), process_count=1)
 
 
 def seen(

@@ -17,7 +17,7 @@ from tests.unit.daemon.state.engine import (
     seen,
 )
 from vllm_headroom.daemon.state.file import STATE, Memory, restore_memory
-from vllm_headroom.derive.leak.leak import LoadState
+from vllm_headroom.derive.stability import LoadState
 from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
 
@@ -50,7 +50,7 @@ def test_what_was_kept_asleep_is_taken_up() -> None:
     through = after((rollout(step, SHIFT) for step in range(600, 900)), memory).leak.asleep["GPU-a"]
     unbroken = after(map(rollout, range(600, 900)), saved.memory).leak.asleep["GPU-a"]
     assert through == replace(unbroken, clock=unbroken.clock + SHIFT)
-    assert len(through.levels[0].points) > 1
+    assert len(through.rings[0].points) > 1
 
 
 def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:

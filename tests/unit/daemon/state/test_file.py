@@ -85,7 +85,7 @@ def changed(**changes: Any) -> Callable[[bytes], bytes]:
 
 
 def flipped(content: bytes) -> bytes:
-    place = content.index(b'"score":') + 9
+    place = content.index(b'"floor_bytes":') + 15
     return content[:place] + (b"1" if content[place : place + 1] != b"1" else b"2") + content[place + 1 :]
 
 

@@ -109,8 +109,8 @@ def test_the_time_left_counts_down_between_two_estimates() -> None:
 
     for metric in (catalog.TIME_TO_OOM, catalog.HOST_TIME_TO_OOM):
         times = [left for samples in said[-30:-1] for left in values(samples, metric).values()]
-        assert times[0] - times[-1] == pytest.approx(28 * STEP, abs=60)
-        assert max(before - after for before, after in pairwise(times)) < 60
+        assert times[0] - times[-1] == pytest.approx(28 * STEP, abs=150)
+        assert max(before - after for before, after in pairwise(times)) < 180
     for metric in (catalog.TIME_TO_OOM_LOWER, catalog.HOST_TIME_TO_OOM_LOWER):
         assert len({left for samples in said[-30:] for left in values(samples, metric).values()}) > 20
     *_, before, last = (values(samples, catalog.HOST_TIME_TO_OOM)[()] for samples in said[-30:])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.samples import A_GPU, failure, values
+from tests.samples import A_GPU, values
 from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Certainty, Observation, Track, observe_gpus
 from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, move_track, sharpen_track, update_insides
 from vllm_headroom.derive.leak.leak import Tracks, derive_gpu_leaks
 from vllm_headroom.model import Gpu, Snapshot
-from vllm_headroom.vocabulary import Source
 
 
 def told(seen: Snapshot) -> tuple[tuple[Gpu, Observation], ...]:
@@ -20,12 +19,12 @@ def told(seen: Snapshot) -> tuple[tuple[Gpu, Observation], ...]:
 
 
 def verdict(tracks: InsideTracks) -> Certainty:
-    return tracks["GPU-a"].surest.verdict
+    return tracks["GPU-a"].in_use.verdict
 
 
 def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> None:
-    tracks = followed(60, tensors)
-    seen = look(59, tensors(59))
+    tracks = followed(300, tensors)
+    seen = look(299, tensors(299))
     state, _ = derive_gpu_leaks({}, told(seen), settled=True, inside=tracks, asleep={})
     later = replace(seen, monotonic_seconds=seen.monotonic_seconds + 1)
     _, samples = derive_gpu_leaks(state, told(later), settled=True, inside=tracks, asleep={})
@@ -41,7 +40,7 @@ def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> No
 
 
 def test_the_surer_verdict_stands() -> None:
-    growing = followed(60, tensors)["GPU-a"]
+    growing = followed(300, tensors)["GPU-a"]
     alarmed = Track(clock=0.0, verdict=Certainty.LEAKING)
 
     assert sharpen_track(alarmed, None, growing) is alarmed
@@ -56,23 +55,6 @@ def test_sleep_and_a_new_life_begin_the_comparison_anew() -> None:
     anew = update_insides(tracks, look(60, tensors(60), restarts=1))
     assert verdict(anew) is Certainty.NONE
     assert anew["GPU-a"].marks == ()
-
-
-def test_a_silence_of_the_probe_ends_a_run_and_keeps_the_marks() -> None:
-    tracks = followed(60, tensors)
-    short = update_insides(update_insides(tracks, look(70, tensors(70), known=False)), look(80, tensors(80)))
-    long = update_insides(tracks, look(90, tensors(90)))
-
-    assert verdict(short) is Certainty.GROWING
-    assert verdict(long) is Certainty.NONE
-    assert long["GPU-a"].marks[:-1] == tracks["GPU-a"].marks
-
-
-def test_while_the_page_is_missing_a_block_goes_on() -> None:
-    tracks = followed(60, tensors)
-    without = replace(look(66, tensors(66)), engines=failure(Source.ENGINE))
-
-    assert update_insides(tracks, without)["GPU-a"].marks == tracks["GPU-a"].marks
 
 
 def test_a_spike_between_two_readings_is_not_held() -> None:
@@ -96,7 +78,6 @@ def test_a_track_taken_up_by_another_process_keeps_its_marks_on_its_clock() -> N
 
     assert taken.clock == track.clock + 1000
     assert [mark.seconds - 1000 for mark in taken.marks] == [mark.seconds for mark in track.marks]
-    assert taken.surest.verdict is Certainty.NONE
 
 
 def lost_from_the_cache(at: int) -> Grown:
@@ -122,5 +103,4 @@ def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> N
 def test_what_comes_and_goes_within_a_block_is_no_step_of_what_is_in_use() -> None:
     tracks = followed(3001, lambda at: (5e8 * (at % 3 == 0), 0, 0))
 
-    assert tracks["GPU-a"].in_use is not None
     assert tracks["GPU-a"].in_use.steps == ()

@@ -49,7 +49,7 @@ def test_the_least_time_left_is_to_the_next_height_and_not_above_the_truth(shape
 
     assert len(told) > 200
     late = [left for left, found in told if (found.oom_seconds_lower or 0.0) > left]
-    assert len(late) < 0.05 * len(told)
+    assert len(late) < 0.08 * len(told)
 
 
 def test_the_time_left_does_not_vanish_where_an_hour_gives_back_what_was_held_on_top() -> None:
@@ -92,7 +92,7 @@ def test_an_alarm_of_large_steps_ends_when_they_do() -> None:
     assert {verdict for seconds, verdict in verdicts.items() if seconds > last + 2.5 * HOUR} == {Certainty.NONE}
 
 
-def test_an_alarm_of_steps_hours_apart_is_a_warning_in_between_also_where_the_next_may_be_the_last() -> None:
+def test_an_alarm_of_steps_hours_apart_is_held_between_them() -> None:
     def far_apart(seconds: float) -> float:
         return 700 * MIB * int(seconds / (2 * HOUR))
 
@@ -101,8 +101,7 @@ def test_an_alarm_of_steps_hours_apart_is_a_warning_in_between_also_where_the_ne
     def between(hours: float) -> list[Certainty]:
         return [verdicts[hours * HOUR + minutes * MINUTE] for minutes in (35, 55, 75, 115)]
 
-    assert between(10) == [Certainty.LEAKING, Certainty.LEAKING, Certainty.GROWING, Certainty.GROWING]
-    assert between(16) == between(10)
+    assert {*between(10), *between(16)} == {Certainty.LEAKING}
 
 
 def test_the_large_steps_of_the_first_hours_are_no_alarm() -> None:

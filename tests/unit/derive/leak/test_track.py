@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.json import encode
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import (
@@ -25,10 +26,8 @@ from tests.unit.derive.leak.stretches import (
     records,
     segments,
 )
-from vllm_headroom.derive.leak.blocks import HISTORY_POINTS
-from vllm_headroom.derive.leak.facts import MIB, NEWEST_POINTS, Certainty, Observation
+from vllm_headroom.derive.leak.facts import MIB, OUT_OF_MEMORY_BYTES, RING_POINTS, Certainty, Observation
 from vllm_headroom.derive.leak.leak import find_leak_state
-from vllm_headroom.derive.leak.shape import MILEAGE_POINTS, OUT_OF_MEMORY_BYTES
 from vllm_headroom.derive.leak.track import is_warming_up
 from vllm_headroom.vocabulary import LeakState
 
@@ -275,12 +274,14 @@ def test_when_the_device_is_nearly_full_the_alarm_comes_earlier() -> None:
     assert first < 0.75
 
 
+MOST_BYTES = 32 * 1024
+
+
 def test_memory_is_bounded_whatever_the_uptime() -> None:
     track = follow(readings(leak, 72)).track
 
-    assert max(len(level.points) for level in track.levels) == NEWEST_POINTS
-    assert len(track.history) <= HISTORY_POINTS
-    assert len(track.work.mileage) == MILEAGE_POINTS
+    assert max(len(ring.points) for ring in track.rings) == RING_POINTS
+    assert len(encode(track)) < MOST_BYTES
 
 
 @given(st.lists(st.integers(0, 2000), min_size=500, max_size=700))

@@ -1,0 +1,78 @@
+"""Whether load is level, and each GPU's change of memory since then."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.readings import label_gpu, list_named, sum_known
+from vllm_headroom.model import Sample, Snapshot
+
+MINUTE_SECONDS: Final = 60.0
+WINDOW_MINUTES: Final = 10
+"""The window of a simple rule in a post-mortem, an alert on growth over 10 minutes."""
+
+BAND: Final = 0.15
+SLACK_REQUESTS: Final = 2.0
+"""A minute's mean may differ from the window's by this share or number: arrivals alone vary as much."""
+
+
+class LoadState(Struct, frozen=True, kw_only=True):
+    """Minute means of the requests in the engine (newest last), the current minute, and the memory held then.
+
+    `held_bytes` is, by UUID, what was held when load became stable.
+    """
+
+    minutes: tuple[float, ...] = ()
+    began_seconds: float | None = None
+    total: float = 0.0
+    count: int = 0
+    stable: bool | None = None
+    held_bytes: dict[str, int] = field(default_factory=dict)
+
+
+def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
+    """Return whether the engine's requests stayed level for ten minutes, and each GPU's change since then."""
+    requests = _count_requests(snapshot)
+    if requests is None:
+        return LoadState(), ()
+    state = _gather_minute(state, requests, snapshot.monotonic_seconds)
+    if state.stable is None:
+        return state, ()
+    held = _find_held(snapshot) if state.stable else {}
+    first = {uuid: state.held_bytes.get(uuid, now) for uuid, (_, now) in held.items()}
+    if first != state.held_bytes:
+        state = replace(state, held_bytes=first)
+    deltas = [Sample(catalog.MEMORY_DELTA, labels, now - first[uuid]) for uuid, (labels, now) in held.items()]
+    return state, (Sample(catalog.LOAD_STABLE, (), 1.0 if state.stable else 0.0), *deltas)
+
+
+def _count_requests(snapshot: Snapshot) -> float | None:
+    """Return the requests running and waiting in all engines; None where the running ones are unknown."""
+    engines = () if snapshot.page is None else list_named(snapshot.page)
+    running = sum_known(engine.running for engine in engines)
+    return None if running is None else running + sum(engine.waiting or 0.0 for engine in engines)
+
+
+def _gather_minute(state: LoadState, requests: float, now: float) -> LoadState:
+    began = now if state.began_seconds is None or now < state.began_seconds else state.began_seconds
+    state = replace(state, began_seconds=began, total=state.total + requests, count=state.count + 1)
+    if now - began < MINUTE_SECONDS:
+        return state
+    minutes = (*state.minutes, state.total / state.count)[-WINDOW_MINUTES:]
+    stable = _is_level(minutes) if len(minutes) == WINDOW_MINUTES else None
+    return replace(state, minutes=minutes, began_seconds=now, total=0.0, count=0, stable=stable)
+
+
+def _is_level(minutes: tuple[float, ...]) -> bool:
+    mean = fmean(minutes)
+    return all(abs(minute - mean) <= max(BAND * mean, SLACK_REQUESTS) for minute in minutes)
+
+
+def _find_held(snapshot: Snapshot) -> dict[str, tuple[tuple[str, str], int]]:
+    held = ((gpu, gpu.held_bytes) for gpu in snapshot.devices)
+    return {gpu.reading.uuid: (label_gpu(gpu), held_bytes) for gpu, held_bytes in held if held_bytes is not None}
