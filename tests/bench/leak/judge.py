@@ -79,6 +79,7 @@ def _alarms(course: Course, truth: dict[str, Any], readings: list[plain.Reading]
         hits = [edge for edge in rises if edge >= onset]
         soon = [edge for edge in (*_edges(course.growing, 0), *_edges(course.leaking, 0)) if edge >= onset]
         row["found"] = bool(hits)
+        row["onsets"] = sum(begin >= onset for begin, _ in course.leaking)
         if soon:
             row["early_mb"] = leaked_at(truth, min(soon)) / 1e6
         if hits:
