@@ -46,6 +46,7 @@ def derive_gpu_leaks(
         tracks[uuid] = observe(tracks.get(uuid) or Track(clock=each.seconds), each)
         own = replace(tracks[uuid], verdict=min(tracks[uuid].verdict, _find_most(gpu)))
         sharp = sharpen_track(own, asleep.get(uuid), inside.get(uuid))
+        sharp = replace(sharp, estimate=_count_down(sharp.estimate, each.room_bytes))
         samples += _make_samples(gpu, sharp, inside.get(uuid), settled=settled)
     return tracks, tuple(samples)
 
@@ -146,7 +147,7 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
     for role, seen in observe_host(snapshot):
         tracks[role] = observe(tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen)
         samples += (made := tuple(_make_host_samples(role, tracks[role], settled=settled)))
-        found = tracks[role].estimate
+        found = _count_down(tracks[role].estimate, seen.room_bytes)
         if found is not None and seen.room_bytes is not None and made[-1].metric is catalog.HOST_LEAK_RATE:
             growing.append(found)
     return tracks, (*samples, *_derive_time_left(growing))
@@ -177,6 +178,27 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
             bound_bytes=sum(pool.size_bytes for pool in snapshot.pools if pool.role is role),
         )
         yield role, seen
+
+
+STALE_SECONDS: Final = 300.0
+"""An estimate is up to four minutes old: two of a fast alarm, and two until the next block is judged."""
+
+
+def _count_down(found: Estimate | None, room_bytes: int | None) -> Estimate | None:
+    """Return the estimate with the time that the room now leaves: less by what can have passed since it was made.
+
+    A peak of some minutes takes no more from it than that.
+    """
+    if found is None or room_bytes is None or not found.pace:
+        return found
+    left = max(0, room_bytes - OUT_OF_MEMORY_BYTES) / found.pace
+    passed = 0.0 if found.oom_seconds is None else min(STALE_SECONDS, max(0.0, found.oom_seconds - left))
+    lower = found.oom_seconds_lower
+    return replace(
+        found,
+        oom_seconds=left if found.oom_seconds is None else found.oom_seconds - passed,
+        oom_seconds_lower=None if lower is None else max(0.0, lower - passed),
+    )
 
 
 def _make_host_samples(role: Role, track: Track, *, settled: bool) -> Iterator[Sample]:
