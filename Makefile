@@ -17,7 +17,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
-.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test helm clean
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test helm soak clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -79,6 +79,11 @@ image-test: $(VENV)/.test
 browser-test: $(VENV)/.test
 	tests/browser/setup.sh $(BROWSER_FOLDER)
 	BROWSER_FOLDER=$(BROWSER_FOLDER) $(BIN)/pytest -m browser tests/browser
+
+# A week of the daemon's time in 34 minutes, with random faults; SOAK="--days 1 --seed 7" for another.
+SOAK ?=
+soak: $(VENV)/.test
+	PYTHONPATH=. nice -n 15 $(BIN)/python tests/soak/soak.py $(SOAK)
 
 # Helm's SDK, with which the tests of the charts install them; it needs Python 3.12 or newer, under one of these names.
 HELM_PYTHONS ?= python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python) python3

@@ -1,0 +1,224 @@
+"""Each recipe builds, its pods are valid and have the components' sidecar, and its monitor selects them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tests.assets.kubernetes import schemas
+from tests.assets.kubernetes.difference import differences
+from tests.assets.kubernetes.rendering import (
+    COMPONENTS,
+    DEPLOY,
+    REPOSITORY,
+    Document,
+    build,
+    documents,
+    find,
+    kustomization,
+    needs_kustomize,
+    rendered,
+)
+
+pytestmark = needs_kustomize
+
+FOLDER: Final = DEPLOY / "recipes"
+RECIPES: Final = sorted(path.parent for path in FOLDER.glob("*/kustomization.yaml"))
+CUSTOM: Final = {"LeaderWorkerSet", "InferenceService", "RayService"}
+MONITORS: Final = {"PodMonitor", "PodMonitoring"}
+RESTRICTED_VOLUMES: Final = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+
+
+Pod = tuple[dict[str, str], dict[str, Any]]
+
+
+def pods(found: Any) -> Iterator[Pod]:
+    """Yield labels and specification of every pod that is described anywhere in a document."""
+    if isinstance(found, list):
+        for each in found:
+            yield from pods(each)
+    elif isinstance(found, dict):
+        yield from described(found)
+        for each in found.values():
+            yield from pods(each)
+
+
+def described(found: dict[str, Any]) -> Iterator[Pod]:
+    """Yield the pods that this object itself describes."""
+    for key in ("template", "leaderTemplate", "workerTemplate"):
+        if "spec" in found.get(key, {}):
+            yield found[key].get("metadata", {}).get("labels", {}), found[key]["spec"]
+    if "predictor" in found:  # KServe puts the container of the model into the pod
+        predictor = dict(found["predictor"])
+        model = {"name": "model", "image": "any", "resources": predictor.pop("model")["resources"]}
+        yield predictor.pop("labels"), predictor | {"containers": [model]}
+
+
+def labelled(found: list[Document]) -> list[tuple[Document, dict[str, str], dict[str, Any]]]:
+    """Return every pod with the label of the sidecar, and the document that describes it."""
+    return [
+        (document, labels, pod)
+        for document in found
+        for labels, pod in pods(document.get("spec"))
+        if labels.get("vllm-headroom") == "enabled"
+    ]
+
+
+def headroom(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the sidecar's container of a pod."""
+    (found,) = (each for each in [*pod.get("initContainers", []), *pod["containers"]] if each["name"] == "headroom")
+    return dict(found)
+
+
+def built(name: str) -> list[Document]:
+    return documents(rendered(FOLDER / name))
+
+
+@each_recipe
+def test_it_is_valid_in_every_version_that_it_is_for(recipe: Path) -> None:
+    found = documents(rendered(recipe))
+    native = [each for each in found if each["kind"] not in CUSTOM | {"PodMonitoring"}]
+    inner = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "inner"}, "spec": pod}
+        for each in found
+        if each["kind"] in CUSTOM
+        for _, pod in pods(each["spec"])
+    ]
+    versions = [each for each in schemas.versions() if each != "1.29" or recipe.name != "gke"]
+
+    assert [
+        fault for each in [*native, *inner] for version in versions for fault in schemas.faults(each, version)
+    ] == []
+
+
+@each_recipe
+def test_every_pod_with_the_label_has_the_sidecar_of_the_components(recipe: Path) -> None:
+    usual = headroom(find(documents(rendered(DEPLOY / "example")), "Deployment")["spec"]["template"]["spec"])
+    found = documents(rendered(recipe))
+    allowed = {"restartPolicy", "env", "volumeMounts", "resources", "securityContext"}
+
+    assert labelled(found)
+    for _, _, pod in labelled(found):
+        container = headroom(pod)
+        assert {way[0] for way in differences(usual, container)} <= allowed
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert {each["name"] for each in container["volumeMounts"]} <= {each["name"] for each in pod["volumes"]}
+    assert "vllm-headroom-template" not in rendered(recipe)
+
+
+@each_recipe
+def test_its_monitor_is_where_it_selects_its_pods(recipe: Path) -> None:
+    found = documents(rendered(recipe))
+    (monitor,) = (each for each in found if each["kind"] in MONITORS)
+    (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
+
+    for document, labels, pod in labelled(found):
+        assert document["metadata"]["namespace"] == monitor["metadata"]["namespace"]
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert endpoint["port"] in {each["name"] for each in headroom(pod)["ports"]}
+    assert monitor["metadata"]["name"] == "vllm-headroom", "the alerts know the job by it"
+
+
+def test_the_page_has_every_recipe() -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| \[[\w-]+\]\(([\w-]+)\)", text, re.MULTILINE))
+    parts = set(re.findall(r"`((?:gpu|memory)-[a-z-]+|evict)`", text))
+
+    assert listed == {path.name for path in RECIPES}
+    assert parts <= {path.parent.name for path in COMPONENTS.glob("*/kustomization.yaml")}
+
+
+def test_openshifts_sidecar_asks_for_nothing_that_restricted_v2_refuses() -> None:
+    ((_, _, pod),) = labelled(built("openshift"))
+    context = headroom(pod)["securityContext"]
+    mounted = {each["name"] for each in headroom(pod)["volumeMounts"]}
+    kinds = {key for each in pod["volumes"] if each["name"] in mounted for key in each if key != "name"}
+
+    assert not {"runAsUser", "runAsGroup", "privileged"} & context.keys()
+    assert (context["runAsNonRoot"], context["allowPrivilegeEscalation"]) == (True, False)
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert kinds <= RESTRICTED_VOLUMES
+    assert not {"hostPID", "hostIPC", "hostNetwork"} & pod.keys()
+
+
+@pytest.mark.parametrize("name", ["eks", "aks"])
+def test_where_the_runtime_is_the_default_there_is_no_runtime_class(name: str) -> None:
+    ((_, _, pod),) = labelled(built(name))
+
+    assert "runtimeClassName" not in pod
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in headroom(pod)["env"]
+
+
+def test_the_router_of_the_production_stack_stays_as_it_is() -> None:
+    before = documents((FOLDER / "production-stack" / "rendered.yaml").read_text())
+    name = "vllm-deployment-router"
+    changes = differences(find(before, "Deployment", name), find(built("production-stack"), "Deployment", name))
+
+    assert changes == {("metadata", "namespace"): (None, "vllm")}
+
+
+def test_a_worker_of_a_group_reads_the_engine_at_its_leader() -> None:
+    leader, worker = (headroom(pod) for _, _, pod in labelled(built("leaderworkerset")))
+    difference = [each for each in worker["env"] if each not in leader["env"]]
+
+    assert difference == [
+        {"name": "HEADROOM_ENGINE_URL", "value": "http://$(LWS_LEADER_ADDRESS):8000/metrics"},
+        {"name": "HEADROOM_GPUS", "value": "all"},
+    ]
+
+
+def test_a_custom_resource_without_the_entries_fails_the_build(tmp_path: Path) -> None:
+    text = (FOLDER / "kserve" / "vllm.yaml").read_text().replace("    initContainers: [{name: headroom}]\n", "")
+    (tmp_path / "vllm.yaml").write_text(text)
+    components = [COMPONENTS / each for each in ("template", "sidecar", "custom-resource")]
+    done = build(kustomization(tmp_path, resource=tmp_path / "vllm.yaml", components=components))
+
+    assert done.returncode != 0
+    assert "initContainers" in done.stderr
+
+
+def test_the_daemonset_reads_the_vllm_of_its_own_node() -> None:
+    ((_, _, pod),) = labelled(built("daemonset"))
+    env = headroom(pod)["env"]
+    names = [each["name"] for each in env]
+
+    assert pod["hostPID"] is True
+    assert names.index("NODE") < names.index("HEADROOM_ENGINE_URL"), "a variable is known to those after it"
+    assert env[names.index("NODE")]["valueFrom"] == {"fieldRef": {"fieldPath": "status.hostIP"}}
+
+
+SPEC: Final = re.compile(r"([a-z_]+)(?:\{([a-z_]+)=([a-z]+)\})?")
+EPP: Final[dict[str, Any]] = yaml.safe_load((FOLDER / "llm-d" / "epp-config.yaml").read_text())
+
+
+def test_the_routers_plugins_are_all_there_and_all_used() -> None:
+    named = {each.get("name", each["type"]) for each in EPP["plugins"]}
+    used = {each["pluginRef"] for profile in EPP["schedulingProfiles"] for each in profile["plugins"]}
+    for source in EPP["dataLayer"]["sources"]:
+        used |= {source["pluginRef"], *(each["pluginRef"] for each in source["extractors"])}
+
+    assert used | {"single-profile-handler"} == named
+
+
+def test_the_router_reads_series_that_a_page_has_and_acts_on_the_gate() -> None:
+    plugins = {each.get("name", each["type"]): each.get("parameters", {}) for each in EPP["plugins"]}
+    (engine,) = plugins["headroom-extractor"]["engineConfigs"]
+    (gate,) = engine["customMetrics"]
+    specs = [value for key, value in engine.items() if key.endswith("Spec")] + [gate["metricSpec"]]
+    found = [SPEC.fullmatch(each) for each in specs]
+    assert all(found)
+    series = {each[1]: each[2] for each in found if each}
+    contract = [line.split() for line in (REPOSITORY / "tests" / "assets" / "contract.txt").read_text().splitlines()]
+    labels = {name: labels.split(",") for name, _, labels in (each for each in contract if len(each) == 3)}
+
+    assert gate["metricSpec"] == "headroom_gate_open{gate=ready}"
+    assert plugins["gate"]["attribute"] == plugins["gate-open"]["attributeKey"] == gate["attributeKey"]
+    assert (plugins["gate"]["onMissing"], plugins["gate"]["fallbackOnEmpty"]) == ("Pass", True)
+    assert all(label is None or label in labels[name] for name, label in series.items())
+    assert plugins["headroom"]["port"] == 9839
