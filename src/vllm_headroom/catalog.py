@@ -290,6 +290,7 @@ HOST_TIME_TO_OOM_LOWER: Final = _gauge(
     "host_time_to_oom_seconds_lower", (), "Lower bound of the time until the kernel kills."
 )
 
+ROLE: Final = _gauge("role", ("role",), "1 for the role that the engine was declared to have; absent for serving.")
 SITUATION: Final = _gauge(
     "situation",
     ("situation",),

@@ -227,6 +227,13 @@ class Settings(BaseSettings):
         *FILE,
         "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's.",
     )
+    role: Annotated[Literal["serving", "batch", "swapped", "shared-gpu"], InAnyCase] = setting(
+        "serving",
+        "ROLE",
+        "serving, batch, swapped or shared-gpu",
+        "What the engine is for, which alerts and the page respect: a batch server may queue and end; a swapped one sleeps"
+        " while others take its GPU; on a shared GPU neighbours are planned.",
+    )
     runbooks_url: Annotated[str | None, Field(pattern=r"^https?://[A-Za-z0-9._~:/@%+,={}\[\]-]+$")] = setting(
         None,
         "URL",

@@ -131,6 +131,7 @@ class ExitReason(StrEnum):
     GONE = "gone"
     OUT_OF_MEMORY = "out_of_memory"
     OOM_KILLED = "oom_killed"
+    STOPPED = "stopped"
 
 
 class EvictionResult(StrEnum):

@@ -12,7 +12,7 @@ import promql_parser as promql
 import yaml
 
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.vocabulary import REASONS, Attribution, LeakState, Role, Source
+from vllm_headroom.vocabulary import REASONS, Attribution, ExitReason, LeakState, Role, Source
 
 RULES: Final = Path(__file__).parents[2] / "alerts" / "rules"
 TARGET: Final = frozenset({"cluster", "namespace", "job", "pod", "instance"})
@@ -35,10 +35,19 @@ CLOSED: Final[Mapping[str, frozenset[str]]] = {
 
 CLOSED_OF: Final[Mapping[tuple[str, str], frozenset[str]]] = {
     ("headroom_engine_state", "state"): frozenset({"unknown", "down", "starting", "serving", "stalled", "asleep"}),
-    ("headroom_engine_exits_total", "reason"): frozenset({"replaced", "gone", "out_of_memory", "oom_killed"}),
+    ("headroom_engine_exits_total", "reason"): frozenset(ExitReason),
     ("gpu:headroom_gpu_room:rank", "state"): frozenset({*LeakState, "lost"}),
 }
 """The same where a metric has words of its own for a label."""
+
+KUBE: Final = {
+    "kube_deployment_spec_replicas": "deployment",
+    "kube_statefulset_replicas": "statefulset",
+    "kube_pod_container_status_ready": "pod,container",
+    "kube_pod_init_container_status_ready": "pod,container",
+    "kube_pod_container_status_terminated_reason": "pod,container,reason",
+}
+"""What kube-state-metrics exports of it, where it is there."""
 
 Labels = frozenset[str]
 Vocabulary = Mapping[str, Labels]
@@ -60,6 +69,7 @@ def vocabulary() -> dict[str, Labels]:
         metric.name: frozenset(metric.labels) | TARGET for metric in METRICS
     }
     known |= dict.fromkeys(("up", *PROCESS), TARGET)
+    known |= {name: frozenset({"cluster", "namespace", *labels.split(",")}) for name, labels in KUBE.items()}
     for name, expr in recorded():
         known[name] = labels(parsed(expr), known)[0] or frozenset()
     known["headroom:runbooks:info"] = frozenset({"address"})  # alerts/generate.py makes it of an address

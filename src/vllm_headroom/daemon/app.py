@@ -81,7 +81,7 @@ def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canar
             lambda values, _: build_gate(
                 settings.gate_ready_seconds, values, None if parts.evictor is None else parts.evictor.guardrail
             ),
-            lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name])),
+            lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name]), settings.role),
         ),
         canary=canary,
         host_limit_bytes=settings.host_memory_limit_bytes,

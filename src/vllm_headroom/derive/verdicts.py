@@ -146,6 +146,7 @@ LOW_HOST_SHARE: Final = 0.05
 """As HeadroomHostMemoryLow: less left than this, and than this share of the limit; LOW_SHARE applies too."""
 
 GPU_LOST: Final = "HeadroomGpuLost"
+NEIGHBOUR: Final = "HeadroomNeighbourGrowing"
 
 STRANDED: Final = 0.05
 """As HeadroomKvCacheStranded."""
@@ -205,30 +206,44 @@ VERDICTS: Final = "verdicts"
 BAD: Final = (Level.WARNING, Level.ALARM)
 
 
-def build_verdicts(values: Values, watches: Mapping[str, float]) -> Derivation[tuple[Verdict, ...]]:
+SERVING: Final = "serving"
+PLANNED: Final = ("swapped", "shared-gpu")
+"""The default role, and those whose GPU others use by plan; as in HeadroomNeighbourGrowing."""
+
+
+def build_verdicts(
+    values: Values, watches: Mapping[str, float], role: str = SERVING
+) -> Derivation[tuple[Verdict, ...]]:
     """Build the derivation of the verdicts, its state, and of the situation, that of the first of them."""
 
     def step(_: tuple[Verdict, ...], snapshot: Snapshot) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-        said = judge_snapshot(snapshot, values, watches)
-        return said, make_states(catalog.SITUATION, (), said[0].situation)
+        said = judge_snapshot(snapshot, values, watches, role)
+        declared = () if role == SERVING else (Sample(catalog.ROLE, (role,), 1.0),)
+        return said, (*make_states(catalog.SITUATION, (), said[0].situation), *declared)
 
     return Derivation(name=VERDICTS, initial=(NO_VERDICT,), step=step)
 
 
 def judge_snapshot(
-    snapshot: Snapshot, values: Values, watches: Mapping[str, float] = MappingProxyType({})
+    snapshot: Snapshot, values: Values, watches: Mapping[str, float] = MappingProxyType({}), role: str = SERVING
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on a tick: alarms, then warnings, then the rest, each by its situation; at least one.
 
     `watches` is for how long the detector has been comparing each GPU, by UUID, and each role's memory.
     """
     said = (
-        *_judge_gpus(snapshot, values, watches),
+        *(_accept_neighbour(each) if role in PLANNED else each for each in _judge_gpus(snapshot, values, watches)),
         *_judge_engine(snapshot, values),
         *_judge_host(snapshot, values, watches),
         *_judge_gates(values),
     )
     return tuple(sorted(said, key=_rank))
+
+
+def _accept_neighbour(verdict: Verdict) -> Verdict:
+    if verdict.alert != NEIGHBOUR:
+        return verdict
+    return replace(verdict, level=Level.GOOD, alert=None, situation=Situation.HEALTHY)
 
 
 def _rank(verdict: Verdict) -> tuple[int, int, int]:
@@ -322,7 +337,7 @@ def _find_trouble(
         text = f"the engine holds {format_size(excess)} more than its budget"
         return Situation.OVER_BUDGET, "HeadroomMemoryDiscrepancy", text
     if others >= NEIGHBOUR_BYTES:
-        return Situation.NEIGHBOUR, "HeadroomNeighbourGrowing", f"other processes hold {format_size(others)} of it"
+        return Situation.NEIGHBOUR, NEIGHBOUR, f"other processes hold {format_size(others)} of it"
     return None
 
 

@@ -153,7 +153,7 @@ def _fit_burst(end: Ending) -> Fit | None:
 
 def _fit_hang(end: Ending) -> Fit | None:
     """Fit where there was work and no progress; sure where its page showed it."""
-    if end.hung_seconds is None or not end.served or _is_shutting_down(end):
+    if end.hung_seconds is None or not end.served or is_shutting_down(end):
         return None
     page = "its page did not answer, and its processes ran"
     if end.answered:
@@ -166,14 +166,15 @@ def _fit_hang(end: Ending) -> Fit | None:
 
 def _fit_stop(end: Ending) -> Fit | None:
     """Fit where the server closed its port, its core exited, and the server kept running."""
-    if not _is_shutting_down(end):
+    if not is_shutting_down(end):
         return None
     said = "A requested shutdown: the server closed its port, stopped its core and waited."
     why = "on shutdown vLLM cuts off running requests and waits until its clients disconnect"
     return Sureness.LIKELY, said, (why,)
 
 
-def _is_shutting_down(end: Ending) -> bool:
+def is_shutting_down(end: Ending) -> bool:
+    """Return whether the server had closed its port and kept running: an end that was asked for."""
     return end.served and end.shut_seconds is not None and end.shut_seconds >= SHUT_SECONDS
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.derive.life.case import Case, build_ending, describe_gpus, update_case
-from vllm_headroom.derive.life.judge import find_reason
+from vllm_headroom.derive.life.judge import find_reason, is_shutting_down
 from vllm_headroom.derive.life.signs import (
     Answer,
     EngineRun,
@@ -61,6 +61,9 @@ def advance(runs: EngineRuns, seen: Signs, case: Case, now: float) -> tuple[Engi
         gpus = describe_gpus(case, run, seen.snapshot)
         reason = find_reason(run, seen, gpus, replaced=case.answered and not _is_gone(seen))
         ending = build_ending(case, run, seen.snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
+        if reason is ExitReason.GONE and is_shutting_down(ending):
+            reason = ExitReason.STOPPED
+            ending = replace(ending, reason=reason)
         run = replace(run, ended=True)
         exits = {**exits, reason: exits.get(reason, 0) + 1}
         ends = (*ends, now)[-MOST_ENDS:]

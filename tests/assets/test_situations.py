@@ -1,0 +1,76 @@
+"""Situations that a team on call meets: what fires in each, when and how often, and how many incidents it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import pytest
+
+from alerts.tests.situations import DAYS, HOURS, ILL, WEEK, WELL, Situation
+from tests.assets.alerts import series_faults
+from tests.assets.situations import Fired, count_incidents, play
+from tests.conftest import Golden
+
+Played = Mapping[str, Sequence[Fired]]
+
+GRACE: Final = 2
+"""Minutes by which an alert may be late: groups of rules are evaluated in any order."""
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="apt-get install prometheus")
+each_ill = pytest.mark.parametrize("situation", ILL, ids=lambda each: each.name)
+each_well = pytest.mark.parametrize("situation", (*WELL, *WEEK), ids=lambda each: each.name)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """Play all of them once, beside each other, and return what fired in each."""
+    turns = ((ILL, 60 * HOURS, 2), (WELL, 60 * HOURS, 2), (WEEK, DAYS * 24 * 60, 30))
+    with ThreadPoolExecutor(2) as pool:
+        plays = [
+            pool.submit(play, each, tmp_path_factory.mktemp("play"), minutes=minutes, interval=interval)
+            for each, minutes, interval in turns
+        ]
+    fired = [each for done in plays for each in done.result()]
+    namespaces = {engine.namespace: each.name for each in (*ILL, *WELL, *WEEK) for engine in each.located()}
+    return {
+        name: [each for each in fired if namespaces[each.labels["namespace"]] == name] for name in namespaces.values()
+    }
+
+
+def test_sixty_situations_and_more_are_played_and_none_is_another() -> None:
+    everything = (*ILL, *WELL, *WEEK)
+
+    assert len(everything) >= 60
+    assert len({each.namespace for each in everything}) == len(everything)
+    for each in everything:
+        lengths = {sum(phase.minutes for phase in engine.phases) for engine in each.engines}
+        assert lengths == {DAYS * 24 * 60 if each in WEEK else 60 * HOURS}, each.name
+    names = {series for each in everything for engine in each.located() for series, _ in engine.series()}
+    assert [fault for series in sorted(names) for fault in series_faults(series)] == []
+
+
+@needs_promtool
+@each_well
+def test_of_the_healthy_nobody_hears(situation: Situation, played: Played) -> None:
+    assert {each.name: (each.first, each.labels.get("pod")) for each in played[situation.name]} == {}
+
+
+@needs_promtool
+@each_ill
+def test_an_ill_one_fires_what_it_should_in_time_and_as_often(situation: Situation, played: Played) -> None:
+    fired = played[situation.name]
+
+    assert {each.name for each in fired} == set(situation.fires)
+    for name, (latest, times) in situation.fires.items():
+        found = [each for each in fired if each.name == name]
+        assert min(each.first for each in found) <= latest + GRACE, name
+        assert max(each.times for each in found) <= times, name
+
+
+@needs_promtool
+@each_ill
+def test_one_cause_is_one_incident(situation: Situation, played: Played) -> None:
+    assert count_incidents(played[situation.name]) == situation.incidents
