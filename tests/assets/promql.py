@@ -36,6 +36,7 @@ CLOSED: Final[Mapping[str, frozenset[str]]] = {
 CLOSED_OF: Final[Mapping[tuple[str, str], frozenset[str]]] = {
     ("headroom_engine_state", "state"): frozenset({"unknown", "down", "starting", "serving", "stalled", "asleep"}),
     ("headroom_engine_exits_total", "reason"): frozenset(ExitReason),
+    ("kube_pod_container_status_terminated_reason", "reason"): frozenset({"Completed", "Error", "OOMKilled"}),
     ("gpu:headroom_gpu_room:rank", "state"): frozenset({*LeakState, "lost"}),
 }
 """The same where a metric has words of its own for a label."""
@@ -70,6 +71,7 @@ def vocabulary() -> dict[str, Labels]:
     }
     known |= dict.fromkeys(("up", *PROCESS), TARGET)
     known |= {name: frozenset({"cluster", "namespace", *labels.split(",")}) for name, labels in KUBE.items()}
+    known["ALERTS"] = TARGET
     for name, expr in recorded():
         known[name] = labels(parsed(expr), known)[0] or frozenset()
     known["headroom:runbooks:info"] = frozenset({"address"})  # alerts/generate.py makes it of an address

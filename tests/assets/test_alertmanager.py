@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.assets.promql import written_rules
+from tests.assets.situations import matches
 
 ALERTS: Final = Path(__file__).parents[2] / "alerts"
 FILE: Final = ALERTS / "alertmanager" / "alertmanager.yml"
@@ -27,7 +28,7 @@ TEAMS: Final = {
     "sidecar": "observability",
 }
 ENGINE: Final = {"cluster", "namespace", "pod", "job", "instance"}
-MATCHER: Final = re.compile(r'(\w+)(=~|=)"(.*)"')
+MODEL: Final = {"cluster", "namespace", "job", "model_name"}
 
 HELD_TOGETHER: Final = (
     ("HeadroomGpuMemoryGrowing", "HeadroomGpuMemoryLeak", "HeadroomOutOfMemorySoon"),
@@ -37,7 +38,7 @@ HELD_TOGETHER: Final = (
 """Each mutes those before it and holds only while they do."""
 
 GPU_RULES: Final = tuple(rule for rule in CONFIG["inhibit_rules"] if "gpu" in rule["equal"])
-HOST_RULES: Final = tuple(rule for rule in CONFIG["inhibit_rules"] if "gpu" not in rule["equal"])
+NAMED_RULES: Final = tuple(rule for rule in CONFIG["inhibit_rules"] if "gpu" not in rule["equal"])
 
 needs_amtool = pytest.mark.skipif(
     shutil.which("amtool") is None, reason="amtool is not installed: apt-get install prometheus-alertmanager"
@@ -46,16 +47,6 @@ needs_amtool = pytest.mark.skipif(
 
 def team(severity: str, area: str) -> str:
     return "nobody" if severity == "info" else TEAMS[area]
-
-
-def matches(matchers: list[str], labels: Mapping[str, str]) -> bool:
-    found = [MATCHER.fullmatch(matcher) for matcher in matchers]
-    assert all(found), f"none but = and =~ is expected in {matchers}"
-    parts = [match.groups() for match in found if match]
-    return all(
-        re.fullmatch(value if operator == "=~" else re.escape(value), labels.get(name, "")) is not None
-        for name, operator, value in parts
-    )
 
 
 def receiver(route: dict[str, Any], labels: Mapping[str, str], inherited: str = "") -> str:
@@ -100,17 +91,13 @@ def test_alerts_of_others_are_left_alone() -> None:
     assert receiver(CONFIG["route"], {"alertname": "Watchdog", "severity": "critical"}) == "nobody"
 
 
-def test_one_incident_is_one_engine_one_area_and_one_severity() -> None:
+def test_one_incident_is_one_model_one_area_and_one_severity() -> None:
     (headroom,) = CONFIG["route"]["routes"]
 
-    assert set(headroom["group_by"]) == {*ENGINE, "area", "severity"}
-    assert not any("group_by" in route for route in headroom["routes"])
-
-
-def test_the_other_group_is_the_workload_and_splits_nothing_else() -> None:
-    (other,) = re.findall(r"# group_by: (\[.+\])", FILE.read_text())
-
-    assert set(yaml.safe_load(other)) == {"cluster", "namespace", "app", "area", "severity"}
+    assert set(headroom["group_by"]) == {*MODEL, "area", "severity"}
+    groups = {route["matchers"][0]: set(route["group_by"]) for route in headroom["routes"] if "group_by" in route}
+    assert all(group >= {"cluster", "area", "severity"} for group in groups.values()), "a page joins no warning"
+    assert groups['area="gpu"'] == {"cluster", "area", "severity", "began"}, "a node's failure has no model"
 
 
 def test_only_a_page_rings() -> None:
@@ -119,13 +106,20 @@ def test_only_a_page_rings() -> None:
     assert pagerduty["severity"] == '{{ if eq .GroupLabels.severity "page" }}critical{{ else }}warning{{ end }}'
 
 
-def test_what_stops_an_engine_is_a_page_to_the_team_that_runs_it() -> None:
-    paging = {rule["alert"]: team(**rule["labels"]) for rule in RULES if rule["labels"]["severity"] == "page"}
+def test_what_stops_an_engine_is_a_page_to_the_team_that_can_mend_it() -> None:
+    paging = {
+        rule["alert"]: team("page", rule["labels"]["area"]) for rule in RULES if rule["labels"]["severity"] == "page"
+    }
 
+    assert paging.pop("HeadroomEngineLostGpu") == "infrastructure"
     assert paging == dict.fromkeys(
         (
+            "HeadroomModelDown",
+            "HeadroomReplicasLost",
+            "HeadroomModelCrashLoop",
             "HeadroomOutOfMemorySoon",
             "HeadroomHostOutOfMemorySoon",
+            "HeadroomNeighbourFillsGpu",
             "HeadroomEngineDown",
             "HeadroomEngineCrashLoop",
             "HeadroomEngineStalled",
@@ -157,23 +151,27 @@ def test_only_memory_alerts_mute_and_only_less_severe_ones_of_their_gpu() -> Non
             assert not any(matches(rule[side], of(severity, area="sidecar")) for severity in SEVERITIES)
 
 
-def test_of_the_alerts_on_a_host_leak_the_more_urgent_mutes_the_others_of_its_engine() -> None:
+def test_nothing_mutes_what_is_more_severe_or_of_another_engine_and_model() -> None:
     severities = {rule["alert"]: rule["labels"]["severity"] for rule in RULES}
-    muted = {
-        (source, target)
-        for rule in HOST_RULES
-        for source, target in itertools.product(severities, severities)
-        if matches(rule["source_matchers"], {"alertname": source})
-        and matches(rule["target_matchers"], {"alertname": target})
+    for rule in NAMED_RULES:
+        assert {*ENGINE} <= set(rule["equal"]) or {"cluster", "namespace", "job"} <= set(rule["equal"])
+        for source, target in itertools.product(severities, severities):
+            if matches(rule["source_matchers"], {"alertname": source}) and matches(
+                rule["target_matchers"], {"alertname": target}
+            ):
+                assert source != target
+                assert SEVERITIES.index(severities[source]) <= SEVERITIES.index(severities[target])
+
+
+def test_every_alert_that_a_rule_mutes_by_name_exists() -> None:
+    named = {
+        name
+        for rule in NAMED_RULES
+        for each in (*rule["source_matchers"], *rule["target_matchers"])
+        for name in re.findall(r"Headroom\w+", each)
     }
 
-    assert all(set(rule["equal"]) == {*ENGINE} for rule in HOST_RULES)
-    assert muted == {
-        ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryRunsOut"),
-        ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryLeak"),
-        ("HeadroomHostMemoryRunsOut", "HeadroomHostMemoryLeak"),
-    }
-    assert all(SEVERITIES.index(severities[one]) < SEVERITIES.index(severities[other]) for one, other in muted)
+    assert named <= {rule["alert"] for rule in RULES}
 
 
 def of(severity: str, *, area: str = "memory", gpu: str = "0") -> dict[str, str]:

@@ -84,12 +84,12 @@ class Alertmanager:
 def paging(
     folder: Path, pagerduty_url: str, targets: Sequence[Target], *, by_workload: bool = False
 ) -> Iterator[Alertmanager]:
-    """Run both until the end, from when Prometheus knows its Alertmanager; `by_workload` takes the other `group_by`."""
+    """Run both until the end, from when Prometheus knows its Alertmanager; without `by_workload` by the other `group_by`."""
     assert PROMETHEUS
     assert ALERTMANAGER
     address, alertmanager_address = free_addresses()
     text = (ALERTS / "alertmanager" / "alertmanager.yml").read_text()
-    text = grouped_by_workload(text) if by_workload else text
+    text = text if by_workload else grouped_by_engine(text)
     (folder / "alertmanager.yml").write_text(hurried_alertmanager(text, folder, pagerduty_url))
     rules = with_links((ALERTS / "rules" / "headroom.yaml").read_text(), runbooks=RUNBOOKS, dashboards=GRAFANA)
     (folder / "rules.yaml").write_text(hurried_rules(rules))
@@ -173,7 +173,7 @@ def hurried_rules(text: str) -> str:
     return re.sub(r"\[(\d)m\]", r"[\1s]", text)
 
 
-def grouped_by_workload(text: str) -> str:
+def grouped_by_engine(text: str) -> str:
     """Return the configuration with the `group_by` that stands in it as a comment."""
     (other,) = re.findall(r"^ +# (group_by: .+)\n", text, re.MULTILINE)
     return re.sub(r"^( +)group_by: .+$", rf"\1{other}", text, count=1, flags=re.MULTILINE)

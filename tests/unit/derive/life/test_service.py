@@ -158,6 +158,7 @@ def test_what_is_known_of_a_life_is_exported() -> None:
         ("gone",): 0,
         ("out_of_memory",): 0,
         ("oom_killed",): 0,
+        ("stopped",): 0,
     }
     assert values(samples, catalog.ENGINE_PROGRESS_AGE) == {(): 12.0}
     assert not values(samples, catalog.ENGINE_KV_STRANDED)
