@@ -10,6 +10,7 @@ from typing import Final
 GIB: Final = 2**30
 CARD_GIB: Final = 79.65
 RANK: Final = 'engine="0"'
+HALF: Final = 0.5
 LOADED_GIB: Final = 1.0
 """What a process holds before it has a page."""
 
@@ -22,12 +23,12 @@ Level = float | tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """So many minutes in which nothing changes but lines and counters, which say how much comes in a minute.
+    """So many minutes in which nothing changes but lines and counters, which have what comes in a minute.
 
-    `outside` are the GiB that the engine holds beyond its budget, `held` all it holds where that is another figure, `burst`
-    what the highest second of a minute holds above that, `others` what other processes hold. `ended` are the reasons of
-    the exits at its beginning. `state` None is a target that is gone; one that is not `up` does not answer, and one that is
-    `missed` is not scraped at all meanwhile. `sidecar` is every how many minutes the sidecar restarts.
+    `outside` are the GiB that the engine holds beyond its budget, `held` all it holds where that is another figure,
+    `burst` what the highest second of a minute holds above that, `others` what other processes hold. `ended` are the
+    reasons of the exits at its beginning. `state` None is a target that is gone; one that is not `up` does not answer,
+    and one that is `missed` is not scraped at all. `sidecar` is every how many minutes the sidecar restarts.
     """
 
     minutes: int
@@ -54,7 +55,7 @@ class Phase:
     xids: int = 0
     ooms: int = 0
     kills: int = 0
-    busy: float = 0.5
+    busy: float = HALF
     sidecar: int = 0
     new_pod: bool = False
     ready: bool | None = None
@@ -78,7 +79,7 @@ Series = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A target: `gpus` cards of `card` GiB, the share of each that is the budget, and a life; `starting` begins a run."""
+    """A target: `gpus` cards of `card` GiB, the share of each that is the budget, and its phases."""
 
     name: str
     phases: Sequence[Phase]
@@ -133,10 +134,9 @@ class Engine:
                 _seen(lambda at: 1 if at.nvml else None),
             )
             if any(at.xids for at in self.phases):
-                xids = self._count("xids")
-                yield "headroom_gpu_xid_errors_total", f'{gpu},xid="79"', _seen(lambda at, xids=xids: xids(at) or None)
-            lost = any(not at.gpu_up for at in self.phases)
-            yield "headroom_gpu_up", gpu, _seen(lambda at: int(at.gpu_up) if at.nvml else None) if lost else _never
+                yield "headroom_gpu_xid_errors_total", f'{gpu},xid="79"', _seen(_some(self._count("xids")))
+            if any(not at.gpu_up for at in self.phases):
+                yield "headroom_gpu_up", gpu, _seen(lambda at: int(at.gpu_up) if at.nvml else None)
         yield from ((metric, labels, _paged(value)) for metric, labels, value in self._page())
         yield (
             "kube_pod_init_container_status_ready",
@@ -167,11 +167,11 @@ class Engine:
     def _count(self, name: str, reason: str = "") -> Value:
         """Return the count of something up to and with a phase; a new pod has a new counter."""
 
-        def so_far(at: Phase) -> float:
+        def so_far(at: Phase) -> int:
             place = next(index for index, each in enumerate(self.phases) if each is at)
             begun = max((i for i, each in enumerate(self.phases[: place + 1]) if each.new_pod), default=0)
             past = [getattr(each, name) for each in self.phases[begun : place + 1]]
-            return sum(each.count(reason) if reason else each for each in past)
+            return sum(int(each.count(reason) if reason else each) for each in past)
 
         return so_far
 
@@ -193,7 +193,7 @@ class Engine:
         if any(at.others for at in self.phases):
             yield "headroom_gpu_memory_held_bytes", f'{gpu},holder="other"', lambda at: _times(at.others, GIB)
         for state in sorted({at.leak for at in self.phases if at.leak}):
-            yield "headroom_leak_state", f'{gpu},state="{state}"', lambda at, state=state: int(at.leak == state)
+            yield "headroom_leak_state", f'{gpu},state="{state}"', _is_leak(state)
         yield "headroom_time_to_oom_seconds", gpu, lambda at: at.left
         yield "headroom_memory_per_running_request_ratio", gpu, lambda at: at.per_request
         yield (
@@ -207,7 +207,7 @@ class Engine:
             _paged(lambda at: _plus(_times(self._held(at), 1 / budget), -1)),
         )
         yield "headroom_memory_reported_bytes", f'{gpu},basis="budget"', _paged(lambda _: budget)
-        if any(at.busy != 0.5 for at in self.phases):
+        if any(at.busy != HALF for at in self.phases):
             yield "headroom_gpu_utilization_ratio", gpu, lambda at: at.busy
         if any(at.ooms for at in self.phases):
             yield "headroom_allocator_ooms_total", gpu, self._count("ooms")
@@ -283,8 +283,13 @@ def _paged(value: Value) -> Value:
     return lambda at: value(at) if at.is_seen and at.has_page else None
 
 
-def _never(_: Phase) -> None:
-    return None
+def _some(value: Value) -> Value:
+    """Return the same where there is one: a kind of event has no series before its first."""
+    return lambda at: value(at) or None
+
+
+def _is_leak(state: str) -> Value:
+    return lambda at: int(at.leak == state)
 
 
 def _is_state(state: str) -> Value:
@@ -318,7 +323,7 @@ def _gap(at: Phase, n: int) -> str:
     """Return no values; they begin with a staleness marker, unless Prometheus misses the target."""
     if at.missed:
         return f"_x{n}" if n else ""
-    return ("", "stale")[n] if n < 2 else f"stale _x{n - 1}"
+    return f"stale _x{n - 1}" if n > 1 else "stale" * n
 
 
 def _run(value: float, n: int, step: float) -> str:

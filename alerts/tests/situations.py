@@ -1,4 +1,4 @@
-"""Situations that a team on call meets, each with what should fire, from when and how often; nothing where all is well."""
+"""Situations that a team on call meets, each with what should fire, from when and how often."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def replicas(n: int, *phases: Phase, model: str = "llama", **more: object) -> li
 
 
 def recreated(n: int, serves: int, *before: Phase) -> list[Engine]:
-    """Return the pods of one replica, each made again when the one before it crashed at work: 2 minutes, then a load of 12."""
+    """Return the pods of one replica, each made again when the one before it crashed: 2 minutes, then a load of 12."""
     engines = []
     for turn in range(n):
         began = turn * (serves + 14)

@@ -231,8 +231,8 @@ class Settings(BaseSettings):
         "serving",
         "ROLE",
         "serving, batch, swapped or shared-gpu",
-        "What the engine is for, which alerts and the page respect: a batch server may queue and end; a swapped one sleeps"
-        " while others take its GPU; on a shared GPU neighbours are planned.",
+        "What the engine is for, which alerts and the page respect: a batch server may queue and end; a swapped one"
+        " sleeps while others take its GPU; on a shared GPU neighbours are planned.",
     )
     runbooks_url: Annotated[str | None, Field(pattern=r"^https?://[A-Za-z0-9._~:/@%+,={}\[\]-]+$")] = setting(
         None,

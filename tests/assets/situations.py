@@ -17,7 +17,7 @@ CONFIG: Final[dict[str, Any]] = read_yaml((RULES.parent / "alertmanager" / "aler
 SEEN: Final = {"first": "situation:first", "last": "situation:last", "times": "situation:times"}
 GROUPS: Final = read_yaml((RULES / "headroom.yaml").read_text("utf-8"))["groups"]
 PLAY: Final = {"group_eval_order": [*(group["name"] for group in GROUPS), "situations"]}
-"""As Prometheus evaluates them in time: else promtool takes them in any order, and a rule may see what is one turn old."""
+"""Promtool takes groups in any order otherwise, and a rule may see what is one turn old."""
 
 MATCHER: Final = re.compile(r'(\w+)(=~|=)"(.*)"')
 SAMPLE: Final = re.compile(r"(\{[^}]*\}) ([\d.eE+-]+)(?=,|$)", re.MULTILINE)
@@ -128,7 +128,8 @@ def _group(alert: Fired) -> tuple[str, ...]:
 
 def _route(labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the receiver and the labels to group by, as Alertmanager finds them."""
-    found, routes = {}, [CONFIG["route"]]
+    found: dict[str, Any] = {}
+    routes = [CONFIG["route"]]
     while routes:
         here = next((each for each in routes if matches(each.get("matchers", []), labels)), None)
         if here is None:

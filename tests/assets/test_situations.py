@@ -12,7 +12,6 @@ import pytest
 from alerts.tests.situations import DAYS, HOURS, ILL, WEEK, WELL, Situation
 from tests.assets.alerts import series_faults
 from tests.assets.situations import Fired, count_incidents, play
-from tests.conftest import Golden
 
 Played = Mapping[str, Sequence[Fired]]
 
@@ -21,7 +20,7 @@ GRACE: Final = 2
 
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="apt-get install prometheus")
 each_ill = pytest.mark.parametrize("situation", ILL, ids=lambda each: each.name)
-each_well = pytest.mark.parametrize("situation", (*WELL, *WEEK), ids=lambda each: each.name)
+each_well = pytest.mark.parametrize("situation", [*WELL, *WEEK], ids=lambda each: each.name)
 
 
 @pytest.fixture(scope="module")

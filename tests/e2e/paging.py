@@ -84,7 +84,7 @@ class Alertmanager:
 def paging(
     folder: Path, pagerduty_url: str, targets: Sequence[Target], *, by_workload: bool = False
 ) -> Iterator[Alertmanager]:
-    """Run both until the end, from when Prometheus knows its Alertmanager; without `by_workload` by the other `group_by`."""
+    """Run both until the end, from when Prometheus knows its Alertmanager; `by_workload` as shipped, else by engine."""
     assert PROMETHEUS
     assert ALERTMANAGER
     address, alertmanager_address = free_addresses()
