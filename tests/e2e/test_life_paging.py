@@ -108,7 +108,7 @@ def test_an_engine_that_ends_again_and_again_is_paged_and_two_ends_are_not(bench
     assert "exited 3 times" in opened.payload["custom_details"]["firing"]
 
 
-def test_one_bad_release_on_twenty_replicas_is_told_once_where_the_workload_is_the_group(tmp_path: Path) -> None:
+def test_one_bad_release_on_twenty_replicas_is_one_incident_of_the_model(tmp_path: Path) -> None:
     with (
         PagerDuty(KEYS.values()) as pagerduty,
         EngineServer(living("serving")) as engine,
@@ -117,11 +117,11 @@ def test_one_bad_release_on_twenty_replicas_is_told_once_where_the_workload_is_t
         scraped(engine, ENOUGH_SCRAPES * REPLICAS)
         engine.answer = living("down", exits=1)
         eventually(
-            lambda: [each for each in pagerduty.events if f"({REPLICAS} alerts)" in each.payload["summary"]],
+            lambda: [each for each in pagerduty.events if each.payload["summary"].startswith("Replicas of llama")],
             "an event of all replicas",
             DEADLINE_SECONDS,
         )
 
     (opened,) = [event for event in found(pagerduty) if event.notifies]
     assert {event.dedup_key for event in pagerduty.events} == {opened.dedup_key}
-    assert opened.payload["summary"].startswith("llama is down. prod/llama")
+    assert opened.payload["summary"].startswith("Replicas of llama are lost. prod/llama")

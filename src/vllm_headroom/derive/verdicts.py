@@ -196,19 +196,15 @@ QUIET: Final[dict[str | None, tuple[Level, str]]] = {
 
 NOT_KNOWN: Final = (Level.UNKNOWN, "whether it leaks is not known")
 
-
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
 """A leak in large steps is an alarm after four hours, an even one mostly sooner: until then none is only not seen."""
-
 
 VERDICTS: Final = "verdicts"
 
 BAD: Final = (Level.WARNING, Level.ALARM)
 
-
 SERVING: Final = "serving"
-PLANNED: Final = ("swapped", "shared-gpu")
-"""The default role, and those whose GPU others use by plan; as in HeadroomNeighbourGrowing."""
+PLANNED: Final = ("swapped", "shared-gpu")  # others use their GPU by plan
 
 
 def build_verdicts(
@@ -232,18 +228,15 @@ def judge_snapshot(
     `watches` is for how long the detector has been comparing each GPU, by UUID, and each role's memory.
     """
     said = (
-        *(_accept_neighbour(each) if role in PLANNED else each for each in _judge_gpus(snapshot, values, watches)),
+        *_judge_gpus(snapshot, values, watches),
         *_judge_engine(snapshot, values),
         *_judge_host(snapshot, values, watches),
         *_judge_gates(values),
     )
+    if role in PLANNED:
+        fine = {"level": Level.GOOD, "alert": None, "situation": Situation.HEALTHY}
+        said = tuple(replace(each, **fine) if each.alert == NEIGHBOUR else each for each in said)
     return tuple(sorted(said, key=_rank))
-
-
-def _accept_neighbour(verdict: Verdict) -> Verdict:
-    if verdict.alert != NEIGHBOUR:
-        return verdict
-    return replace(verdict, level=Level.GOOD, alert=None, situation=Situation.HEALTHY)
 
 
 def _rank(verdict: Verdict) -> tuple[int, int, int]:

@@ -542,3 +542,14 @@ def test_unified_memory_in_the_page_cache_is_not_free() -> None:
         "GPU 0: the card's memory is in the page cache: only 600 MiB are free in blocks of 2 MiB; no leak seen."
     )
     assert of("GPU 0", state(LeakState.STABLE), available, blocks).level is Level.GOOD, "a page cache is always full"
+
+
+@pytest.mark.parametrize(("role", "level"), [("serving", Level.WARNING), ("shared-gpu", Level.GOOD)])
+def test_a_neighbour_on_a_gpu_that_is_shared_by_plan_is_no_warning(role: str, level: Level) -> None:
+    samples = [state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 2.0 * 2**30)]
+    said, made = build_verdicts(Values(samples), {}, role).step((), seen())
+
+    assert {
+        each.level for each in said if each.alert == "HeadroomNeighbourGrowing" or "other proc" in each.sentence
+    } == {level}
+    assert [each.labels for each in made if each.metric is catalog.ROLE] == ([] if role == "serving" else [(role,)])
