@@ -11,7 +11,7 @@ from typing import Final
 
 HERE: Final = Path(__file__).parent
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "src")]
 
 from dashboards.source.engine import engine  # noqa: E402 - found only once the repository is on the path
 from dashboards.source.fleet import fleet  # noqa: E402 - likewise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dashboards.source.grafana import DATASOURCE, Json
-from dashboards.source.series import ENGINE, TARGET, numbered
+from dashboards.source.series import ENGINE, TARGET, numbered, situation
 
 TAG: Final = "vllm-headroom"
 CELL: Final = "${__value.raw}"
@@ -76,14 +76,9 @@ def _gpus(series: str) -> Json:
 
 
 def _worst_first(matchers: str) -> Json:
-    """Return the choice of one instance: those that leak come first, then those that grow, then the others.
-
-    A sidecar that is gone is among them for a day.
-    """
-    leaks = f'headroom_leak_state{{{matchers},state="leaking"}}'
-    grows = f'headroom_leak_state{{{matchers},state="growing"}}'
+    """Return the choice of one instance, the worst situation first; a sidecar that is gone is last for a day."""
     seen = f"last_over_time(headroom_build_info{{{matchers}}}[1d])"
-    worst = f"sort_desc(max by (instance) (2 * {leaks} or {grows} or 0 * {seen}))"
+    worst = f"sort(min by (instance) ({situation(matchers)}) or 99 * group by (instance) ({seen}))"
     return {
         **_variable("instance", f"headroom_build_info{{{matchers}}}", everything=None),
         "definition": f"query_result({worst})",

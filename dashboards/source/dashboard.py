@@ -11,6 +11,8 @@ from dashboards.source.grafana import Json
 
 SCHEMA_VERSION: Final = 39  # Grafana 10.4 to 13 import it as it is
 COLUMNS: Final = 24
+VERSION: Final = 2
+"""Raised with each release that changes a board, so that a provisioned one shows which it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ def dashboard(
     """
     return {
         "id": None,
+        "version": VERSION,
         "uid": uid,
         "title": title,
         "description": description,

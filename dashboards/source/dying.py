@@ -1,81 +1,106 @@
-"""The row of the engine's dashboard that is read first: how long is left."""
+"""The row of the engine's dashboard that is read first: its situation, and how long is left."""
 
 from __future__ import annotations
 
-from dashboards.source.colours import BAD, GOOD, RUNNING_COLOUR, WARNING
+from typing import Final
+
+from dashboards.source.colours import BAD, GONE, GOOD, RUNNING_COLOUR, SITUATIONS, WARNING
 from dashboards.source.dashboard import Row
 from dashboards.source.gpus import each_gpu
-from dashboards.source.grafana import LEGEND, Json, on_the_right, override, query, steps, values
-from dashboards.source.panels import stat, timeseries
+from dashboards.source.grafana import LEGEND, Json, on_the_right, override, query, steps
+from dashboards.source.panels import NOTHING, stat, state_timeline, timeseries
+from dashboards.source.ranking import firing_alerts
 from dashboards.source.series import (
-    ENGINE,
+    ACTION_VALUES,
     FREE,
     FREE_FLOOR,
     GPU,
     MIB,
     ROOMS,
     RUNNING,
-    STATE_VALUES,
+    SITUATION_VALUES,
     TARGET,
     TIME_TO_OOM_STEPS,
     TIME_TO_OOM_VALUES,
     ahead,
-    leak_state,
     of_gpus,
     rooms,
+    situation,
     time_to_oom,
 )
+
+GONE_PLACE: Final = [name for name, _ in SITUATIONS].index(GONE)
 
 
 def about_to_die() -> Row:
     """Return the row that is read first."""
     return Row(
-        title="Is it about to die?",
-        panels=[_alerts(), _engine(), _left(), _least(), _state(), _free(), _others(), _room(), each_gpu()],
+        title="How is it, and what to do first?",
+        panels=[
+            _situation(),
+            _action(),
+            firing_alerts(width=4),
+            _left(),
+            _least(),
+            _free(),
+            _others(),
+            _situations(),
+            _room(),
+            each_gpu(),
+        ],
     )
 
 
-def _alerts() -> Json:
-    firing = f'ALERTS{{alertname=~"Headroom.+",alertstate="firing",{TARGET},severity='
-    counts = (f'count by (severity) ({firing}"{severity}"}})' for severity in ("page", "critical", "warning"))
+NOW: Final = query(f"min({situation()}) or vector({GONE_PLACE})")
+"""Without any series the sidecar is gone as well: its pod may be, with its target."""
+
+
+def _situation() -> Json:
     return stat(
-        "Alerts",
-        "How many alerts on this engine are firing, the worst first; the incident dashboard names them. None also "
-        "where Prometheus does not evaluate the rules.",
-        [query(" or ".join(counts), "{{severity}}")],
+        "Situation",
+        "The worst that holds for the engine and its GPUs, as on the sidecar's page. Sidecar gone: Prometheus gets "
+        "nothing from it, and nothing is known about the engine.",
+        [NOW],
         unit="none",
-        width=3,
-        named=True,
-        noValue="none",
-        thresholds=steps((None, BAD)),
-        overrides=[override("warning", thresholds=steps((None, WARNING)))],
+        width=7,
+        height=4,
+        noValue=NOTHING,
+        mappings=[SITUATION_VALUES],
+        background=True,
+    )
+
+
+def _action() -> Json:
+    return stat(
+        "What to do first",
+        "The first thing to do in this situation; the runbook of the alert that fires has the rest.",
+        [NOW],
+        unit="none",
+        width=17,
+        height=4,
+        noValue=NOTHING,
+        mappings=[ACTION_VALUES],
+        text={"valueSize": 22},
         links=[{"title": "Incident", "url": "/d/headroom-incident?${__url_time_range}&${__all_variables}"}],
     )
 
 
-def _engine() -> Json:
-    answers = f'min(headroom_source_up{{{TARGET},source="engine"}})'
-    return stat(
-        "Engine",
-        "Whether vLLM answers the sidecar, and is awake; of several the worst. Unknown: Prometheus cannot scrape the "
-        "sidecar.",
-        [query(f"{answers} == 0 or 2 + min(headroom_engine_awake{{{ENGINE}}}) or {answers}")],
-        unit="none",
-        width=3,
-        noValue="unknown",
-        mappings=[
-            values((0, "no answer", BAD), (1, "answers", GOOD), (2, "asleep", "dark-purple"), (3, "awake", GOOD))
-        ],
+def _situations() -> Json:
+    return state_timeline(
+        "Situation over time",
+        "The worst that held at each time; nothing is drawn where Prometheus had no target.",
+        [query(f"min({situation()})", "situation")],
+        [SITUATION_VALUES],
+        height=3,
     )
 
 
 def _left() -> Json:
     return _time_left(
         "Time to out of memory",
-        "Free memory over the rate of the leak, of the GPU that has least. Only a growing or leaking GPU has one; "
-        "unknown: the engine does not answer, or the memory that it holds is unknown.",
-        "headroom_time_to_oom_seconds",
-        width=6,
+        "Free memory over the rate of the leak, of the GPU that has least, and of host memory while it grows.",
+        "time_to_oom_seconds",
+        width=7,
     )
 
 
@@ -83,34 +108,25 @@ def _least() -> Json:
     return _time_left(
         "At the earliest",
         "The lower bound of the time to out of memory, and the GPU it is of.",
-        "headroom_time_to_oom_seconds_lower",
+        "time_to_oom_seconds_lower",
+        width=5,
     )
 
 
-def _time_left(title: str, description: str, metric: str, *, width: int = 3) -> Json:
+def _time_left(title: str, description: str, metric: str, *, width: int) -> Json:
     return stat(
         title,
         description,
-        [of_gpus(time_to_oom(GPU, metric))],
+        [
+            of_gpus(time_to_oom(GPU, f"headroom_{metric}")),
+            query(f"min(headroom_host_{metric}{{{TARGET}}})", "host memory"),
+        ],
         unit="dtdurations",
         width=width,
         named=True,
-        noValue="unknown",
+        noValue=NOTHING,
         mappings=[TIME_TO_OOM_VALUES],
         thresholds=TIME_TO_OOM_STEPS,
-    )
-
-
-def _state() -> Json:
-    return stat(
-        "Leak state",
-        "The detector's state, of the GPU that is worst: growing is the early warning, leaking the alarm. "
-        "No leak seen: load has just changed, and the detector waits.",
-        [query(f"max({leak_state('headroom_leak_state', GPU, 'gpu, uuid')})")],
-        unit="none",
-        width=3,
-        noValue="unknown",
-        mappings=[STATE_VALUES],
     )
 
 
@@ -120,9 +136,9 @@ def _free() -> Json:
         "Memory free on the GPU that has least. A healthy vLLM leaves little: it takes 92 % when it starts.",
         [of_gpus(f"bottomk(1, {FREE}{{{GPU}}})")],
         unit="bytes",
-        width=3,
+        width=4,
         named=True,
-        noValue="unknown",
+        noValue=NOTHING,
         thresholds=FREE_FLOOR,
     )
 
@@ -133,9 +149,9 @@ def _others() -> Json:
         "What processes that are not the engine's hold, of the GPU where they hold most.",
         [of_gpus(f'topk(1, headroom_gpu_memory_held_bytes{{{GPU},holder="other"}})')],
         unit="bytes",
-        width=3,
+        width=4,
         named=True,
-        noValue="unknown",
+        noValue=NOTHING,
         thresholds=steps((None, GOOD), (2**30, WARNING)),
     )
 

@@ -12,7 +12,7 @@ def engine() -> Json:
     return dashboard(
         uid="headroom",
         title="Headroom: one engine",
-        description="Memory truth of a vLLM engine: how long until out of memory, who holds the memory, is it leaking.",
+        description="The situation of a vLLM engine, what to do first, and how long until it is out of memory.",
         since="now-6h",
         refresh="30s",
         marks=[around.alerts(), around.restarts()],
@@ -20,8 +20,9 @@ def engine() -> Json:
         looks_ahead=True,
         rows=[
             dying.about_to_die(),
-            truth.who_holds_the_memory(),
             leaking.is_it_leaking(),
+            truth.who_holds_the_memory(),
+            truth.inside_the_engine(),
             requests.what_a_request_costs(),
             requests.prefix_cache(),
             requests.kv_cache(),

@@ -6,14 +6,13 @@ from itertools import pairwise
 from typing import Any, Final
 
 from dashboards.source import around, tables
-from dashboards.source.colours import BAD, GOOD, GPU_COLOURS
+from dashboards.source.colours import BAD, GPU_COLOURS
 from dashboards.source.dashboard import Row, dashboard
 from dashboards.source.grafana import Json, in_turn, query, steps
-from dashboards.source.panels import stat, timeseries
-from dashboards.source.ranking import AND_CHOSEN, BY_MODEL, NEVER, ranked
+from dashboards.source.panels import NOTHING, stat, timeseries
+from dashboards.source.ranking import AND_CHOSEN, BY_MODEL, CHOSEN, NEVER, firing_alerts, ranked
 from dashboards.source.series import (
-    SIDECAR,
-    STATE_NAMES,
+    SITUATION_NAMES,
     TARGET,
     TIME_TO_OOM_STEPS,
     TIME_TO_OOM_VALUES,
@@ -36,33 +35,25 @@ def fleet() -> Json:
         one_engine=False,
         rows=[
             Row(title="How many are in trouble?", panels=_counts()),
-            Row(title="Which are worst?", panels=[tables.gpus(), tables.silent(), tables.alerts()]),
+            Row(title="Which are worst?", panels=[tables.engines(), tables.alerts(width=24)]),
             Row(title="By model, of every instance", panels=[tables.models(), *_over_time()]),
         ],
     )
 
 
 def _counts() -> list[Json]:
-    engines = f"{READ}{AND_CHOSEN}"
     return [
+        firing_alerts(width=5),
         stat(
-            "Engines",
-            "Engines whose sidecar answers.",
-            [query(f"count({engines})")],
+            "Engines by situation",
+            "The worst that holds for each engine and its GPUs, the rarest first. Sidecar gone: Prometheus cannot "
+            "scrape it, and its engine is unknown.",
+            [query(f"sort(count by (situation) ({CHOSEN}))", "{{situation}}")],
             unit="locale",
-            width=3,
-            noValue="none",
-        ),
-        stat(
-            "GPUs by leak state",
-            "The detectors' states: growing is the early warning, leaking the alarm. No leak seen: load has just "
-            "changed, and the detectors wait.",
-            [query(_in_each_state(), "{{state}}")],
-            unit="locale",
-            width=6,
-            noValue="unknown",
+            width=11,
+            noValue="none seen",
             named=True,
-            overrides=STATE_NAMES,
+            overrides=SITUATION_NAMES,
         ),
         stat(
             "Least time to out of memory",
@@ -70,27 +61,19 @@ def _counts() -> list[Json]:
             [query(_time_to_oom())],
             unit="dtdurations",
             width=5,
-            noValue="unknown",
+            noValue=NOTHING,
             mappings=[TIME_TO_OOM_VALUES],
             thresholds=TIME_TO_OOM_STEPS,
         ),
-        _trouble("No answer", "Engines whose sidecar answers and cannot read them.", f"({engines}) == 0", engines),
-        _trouble(
-            "Sidecars down",
-            "Sidecars that Prometheus cannot scrape; their engines are unknown.",
-            f"{SIDECAR} == 0",
-            SIDECAR,
-            width=4,
+        stat(
+            "Engines",
+            "Engines whose sidecar answers.",
+            [query(f"count({READ}{AND_CHOSEN})")],
+            unit="locale",
+            width=3,
+            noValue="none",
         ),
-        _trouble("GPUs lost", "The engines' GPUs that the driver cannot reach.", ranked(',state="lost"'), ranked()),
     ]
-
-
-def _in_each_state() -> str:
-    """Return an expression for how many GPUs are in each state that some are in, the worst state first."""
-    order = ("leaking", "growing", "unknown", "asleep", "warming_up", "unsettled", "stable")
-    states = (ranked(f',state="{state}"') for state in order)
-    return " or ".join(f"count by (state) ({each})" for each in states)
 
 
 def _time_to_oom() -> str:
@@ -108,18 +91,6 @@ def _time_to_oom() -> str:
     return (
         f"min({least} < {NEVER}) or -1 * {any_in('stable|unsettled')} and {seen}"
         f" or -2 * {any_in('warming_up')} or -3 * {any_in('asleep')}"
-    )
-
-
-def _trouble(title: str, description: str, bad: str, every: str, *, width: int = 3) -> Json:
-    return stat(
-        title,
-        description,
-        [query(f"count({bad}) or 0 * count({every})")],
-        unit="locale",
-        width=width,
-        noValue="unknown",
-        thresholds=steps((None, GOOD), (1, BAD)),
     )
 
 
@@ -150,7 +121,7 @@ def _over_time() -> list[Json]:
             "What engines hold beyond what they report, as a share of it, of each model's GPU that is furthest off.",
             f"namespace_model:headroom_memory_discrepancy_ratio:max{{{MODEL}}}",
             unit="percentunit",
-            noValue="unknown",
+            noValue=NOTHING,
             custom={"axisSoftMin": 0, "axisSoftMax": 0.06},
         ),
     ]

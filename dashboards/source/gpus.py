@@ -46,7 +46,7 @@ def each_gpu() -> Json:
             override("GPU", custom__width=GPU_WIDTH),
             override(
                 "state",
-                custom__width=80,
+                custom__width=105,
                 noValue="unknown",
                 mappings=[values(*states)],
                 custom__cellOptions={"type": "color-text"},

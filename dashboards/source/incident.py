@@ -17,12 +17,12 @@ from dashboards.source.series import (
     ROOMS,
     RUNNING,
     SIDECAR,
-    STATE_VALUES,
+    SITUATION_VALUES,
     TARGET,
-    leak_state,
     lines_of_held,
     of_gpus,
     rooms,
+    situation,
 )
 from dashboards.source.truth import HOLDERS
 from dashboards.source.wide import lines, states
@@ -39,7 +39,7 @@ def incident() -> Json:
         marks=[around.alerts(), around.restarts()],
         one_engine=True,
         rows=[
-            Row(title="What fired, what answered?", panels=[_alerts(), _answers(), _leak()]),
+            Row(title="What fired, what answered?", panels=[_alerts(), _situation(), _answers()]),
             Row(title="Where did the memory go?", panels=[_ledger(), _free(), _host()]),
             Row(title="What was it doing?", panels=[_load(), _kv_cache(), _events()]),
             Row(title="What to do about it?", panels=[tables.alerts(width=24)]),
@@ -82,13 +82,13 @@ def _answers() -> Json:
     )
 
 
-def _leak() -> Json:
+def _situation() -> Json:
     return states(
-        "Leak state",
-        "Each GPU's state as the detector saw it.",
-        [of_gpus(leak_state("headroom_leak_state", GPU, "gpu, uuid"))],
-        STATE_VALUES,
-        height=6,
+        "Situation",
+        "The worst that held for the engine and its GPUs, as the sidecar saw it.",
+        [query(f"min({situation()})", "situation")],
+        SITUATION_VALUES,
+        height=4,
     )
 
 

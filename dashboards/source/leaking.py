@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dashboards.source.colours import GPU_COLOURS, RUNNING_COLOUR
+from dashboards.source.colours import NEUTRAL, RUNNING_COLOUR
 from dashboards.source.dashboard import Row
-from dashboards.source.grafana import MINUTE, Json, on_the_right, override, query
+from dashboards.source.grafana import MINUTE, Json, coloured, on_the_right, override, query
 from dashboards.source.panels import stat, state_timeline, timeseries
-from dashboards.source.series import BY_TARGET, GPU, RUNNING, STATE_VALUES, TARGET, leak_state, of_gpus
+from dashboards.source.series import BY_GPU, BY_TARGET, GPU, RUNNING, STATE_VALUES, TARGET, leak_state, of_gpus
 
 
 def is_it_leaking() -> Row:
@@ -41,23 +41,23 @@ def _growth() -> Json:
 
 def _rate() -> Json:
     rate = "headroom_leak_bytes_per_second"
-    bands = [
-        override(f"GPU {gpu} at most", custom__fillBelowTo=f"GPU {gpu} at least", custom__fillOpacity=20)
-        for gpu in range(len(GPU_COLOURS))
-    ]
+    fastest = f"and on ({BY_GPU}) topk(1, max_over_time({rate}{{{GPU}}}[$__range] @ end()))"
     return timeseries(
-        "Leak rate with its 95 % interval",
+        "Leak rate, with the 95 % interval of the fastest",
         "Growth that load does not explain, drawn only while a GPU is growing or leaking.",
         [
-            of_gpus(f"{rate}_upper{{{GPU}}}", "GPU {{gpu}} at most"),
-            of_gpus(f"{rate}_lower{{{GPU}}}", "GPU {{gpu}} at least"),
             of_gpus(f"{rate}{{{GPU}}}"),
+            query(f"max({rate}_upper{{{GPU}}} {fastest})", "at most"),
+            query(f"max({rate}_lower{{{GPU}}} {fastest})", "at least"),
         ],
         unit="binBps",
         width=8,
         noValue="none known",
         custom={"axisSoftMin": 0},
-        overrides=[override("/^GPU [0-9]+ at (most|least)/", custom__lineWidth=0), *bands],
+        overrides=[
+            coloured("at most", NEUTRAL, custom__lineWidth=0, custom__fillBelowTo="at least", custom__fillOpacity=15),
+            coloured("at least", NEUTRAL, custom__lineWidth=0),
+        ],
     )
 
 

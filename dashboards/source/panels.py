@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from dashboards.source.colours import GPU_COLOURS, NEUTRAL, PALETTE, UNKNOWN_COLOUR
 from dashboards.source.grafana import DATASOURCE, Json, coloured, override, steps
 
+NOTHING: Final = "\u2013"
+"""Shown, in grey, for a number that is not known; the situation says why."""
+
 
 def _nothing(text: str) -> Json:
     """Return the mapping of no value at all: without one it has the colour of the lowest value."""
-    colour = UNKNOWN_COLOUR if text == "unknown" else NEUTRAL
+    colour = UNKNOWN_COLOUR if text == NOTHING else NEUTRAL
     return {
         "type": "special",
         "options": {"match": "null+nan", "result": {"text": text, "color": colour, "index": 9}},
@@ -63,15 +66,16 @@ def stat(
     height: int = 5,
     text: Json | None = None,
     named: bool = False,
+    background: bool = False,
     **more: Any,
 ) -> Json:
     """Return large numbers, of now: the last value of a range would be shown long after it was gone.
 
     `text` sets the sizes, and puts one below the other; `named` writes the name of the series beside the number.
-    What is unknown is grey.
+    With `background` the tile has the colour. What is unknown is grey.
     """
     options = {
-        "colorMode": "value",
+        "colorMode": "background" if background else "value",
         "graphMode": "none",
         "justifyMode": "auto",
         "orientation": "horizontal" if text else "auto",

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 from dashboards.source.around import CELL
 from dashboards.source.colours import BAD
-from dashboards.source.grafana import Json, override
-from dashboards.source.series import BY_TARGET, ENGINE, FREE_FLOOR, TARGET, TIME_TO_OOM_STEPS
+from dashboards.source.grafana import Json, coloured, override, query
+from dashboards.source.panels import stat
+from dashboards.source.series import BY_TARGET, ENGINE, FREE_FLOOR, SIDECAR, TARGET, TIME_TO_OOM_STEPS, situation
 
 ROWS: Final = 50
 """As many as somebody reads; every column of a table queries these rows only."""
@@ -17,7 +18,7 @@ BY_MODEL: Final = "cluster, namespace, model_name"
 
 AND_CHOSEN: Final = (
     f" and on ({BY_TARGET}) (headroom_engine_info{{{ENGINE}}}"
-    f' or on ({BY_TARGET}) headroom_source_up{{{TARGET},source="engine"}} == 0)'
+    f' or on ({BY_TARGET}) headroom_source_up{{{TARGET},source="engine"}} == 0 or on ({BY_TARGET}) {SIDECAR} == 0)'
 )
 """Keeps what is of an engine of the models chosen, or of one that cannot be read: its model is not known."""
 
@@ -35,7 +36,17 @@ def ranked(more: str = "") -> str:
     return f'gpu:headroom_gpu_room:rank{{{TARGET},model_name=~"$model_name|"{more}}}'
 
 
-WORST_GPUS: Final = worst(ranked())
+CHOSEN: Final = f"{situation()}{AND_CHOSEN}"
+"""The place in SITUATIONS of what holds for each engine."""
+
+WORST: Final = worst(CHOSEN)
+
+
+def shortened(expr: str) -> str:
+    """Return `expr` with the ends of long names: where they are cut off at the right, all pods look alike."""
+    for label in ("pod", "model_name"):
+        expr = f'label_replace({expr}, "{label}", "…$1", "{label}", ".+(.{{26}})")'
+    return expr
 
 
 def with_link(expr: str, *, gpu: bool = False) -> str:
@@ -71,13 +82,13 @@ OPEN: Final = leading(
     f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
 )
 
-GPU_WIDTH: Final = 125
+GPU_WIDTH: Final = 110
 """Enough for a MIG instance's."""
 
-IDENTITY: Final = ("open", "cluster", "namespace", "pod", "instance", "model_name", "gpu", "state", "source")
+IDENTITY: Final = ("open", "situation", "cluster", "namespace", "pod", "instance", "model_name", "gpu")
 NARROW: Final = [
     override("cluster", custom__width=80),
-    override("namespace", custom__width=100),
+    override("namespace", custom__width=130),
     override("instance", custom__width=140),
     override("GPU", custom__width=GPU_WIDTH),
 ]
@@ -95,8 +106,8 @@ def organized(order: Iterable[str], hidden: Iterable[str], names: Json) -> Json:
     }
 
 
-def joined(columns: Iterable[tuple[str, str]], *unnamed: str) -> list[Json]:
-    """Return the transformations that join queries by their labels and sort by the value of query A, the rank.
+def joined(columns: Iterable[tuple[str, str]], *unnamed: str, sort: str = "A") -> list[Json]:
+    """Return the transformations that join queries by their labels and sort by these queries' values, the last first.
 
     `columns` are the queries' letters and what their values are called; the values of `unnamed` queries are not shown.
     """
@@ -104,7 +115,7 @@ def joined(columns: Iterable[tuple[str, str]], *unnamed: str) -> list[Json]:
     hidden = ["uuid", "job", *(f"Value #{letter}" for letter in unnamed)]
     return [
         {"id": "merge", "options": {}},
-        {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": "Value #A"}]}},
+        *({"id": "sortBy", "options": {"fields": {}, "sort": [{"field": f"Value #{each}"}]}} for each in sort),
         organized([*IDENTITY, *names], hidden, {"model_name": "model", "gpu": "GPU", **names}),
     ]
 
@@ -123,7 +134,6 @@ def number(name: str, unit: str, width: int, thresholds: Json | None = None, **m
 NUMBERS: Final = [
     number("time to OOM", "dtdurations", 100, TIME_TO_OOM_STEPS),
     number("leak rate", "binBps", 90),
-    number("leaked", "bytes", 80),
     number("unreported", "percentunit", 100, decimals=1),
     number("free", "bytes", 80, FREE_FLOOR),
     number("at the peak", "bytes", 100, FREE_FLOOR),
@@ -131,3 +141,19 @@ NUMBERS: Final = [
 ]
 
 SEVERITIES: Final = (("page", BAD), ("critical", "light-red"), ("warning", "orange"), ("info", "blue"))
+
+
+def firing_alerts(width: int) -> Json:
+    """Return how many alerts of each severity are firing, the worst first."""
+    firing = f'ALERTS{{alertname=~"Headroom.+",alertstate="firing",{TARGET},severity='
+    counts = (f'count by (severity) ({firing}"{severity}"}})' for severity, _ in SEVERITIES)
+    return stat(
+        "Alerts",
+        "How many alerts are firing, by severity. None also where Prometheus does not evaluate the rules.",
+        [query(" or ".join(counts), "{{severity}}")],
+        unit="none",
+        width=width,
+        named=True,
+        noValue="none",
+        overrides=[coloured(severity, colour) for severity, colour in SEVERITIES],
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.source.colours import BAD, GOOD, NEUTRAL, RUNNING_COLOUR, UNATTRIBUTED_COLOUR, WAITING_COLOUR
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import Json, coloured, on_the_right, override, query, steps
-from dashboards.source.panels import stat, timeseries
+from dashboards.source.panels import NOTHING, stat, timeseries
 from dashboards.source.series import ENGINE, GPU, RUNNING, of_gpus
 
 EACH = "{{model_name}} engine {{engine}}"
@@ -146,7 +146,7 @@ def _capacity() -> Json:
         width=6,
         height=8,
         named=True,
-        noValue="unknown",
+        noValue=NOTHING,
         text={"titleSize": 14, "valueSize": 36},
         overrides=[override("bytes", unit="bytes")],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dashboards.source.colours import BAD, GOOD, STATES, WARNING, state_words
+from dashboards.source.colours import BAD, FIRST_ACTIONS, GONE, GOOD, NEUTRAL, SITUATIONS, STATES, WARNING, state_words
 from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps, values
 
 TARGET: Final = 'cluster=~"$cluster",namespace=~"$namespace",job=~"$job",pod=~"$pod",instance=~"$instance"'
@@ -12,7 +12,8 @@ GPU: Final = f'{TARGET},uuid=~"$uuid"'
 ENGINE: Final = f'{TARGET},model_name=~"$model_name"'
 """Label matchers. `All` is `.*`, which matches a series without the label too: bare metal has no namespace."""
 
-SIDECAR: Final = f'up{{{TARGET},job=~"(.+/)?vllm-headroom"}}'
+OF_SIDECARS: Final = 'job=~"(.+/)?vllm-headroom"'
+SIDECAR: Final = f"up{{{TARGET},{OF_SIDECARS}}}"
 """Whether Prometheus can scrape it: by the name of the job, as in the alerts."""
 
 BY_TARGET: Final = "cluster, namespace, job, pod, instance"
@@ -46,16 +47,30 @@ def of_gpus(expr: str, legend: str = "GPU {{gpu}}") -> Json:
     return query(numbered(expr), legend)
 
 
+def situation(matchers: str = TARGET) -> str:
+    """Return an expression for the place in SITUATIONS of what holds for each engine, with its name as a label."""
+    places = {name: place for place, (name, _) in enumerate(SITUATIONS)}
+    gone = f"{places.pop(GONE)} + (up{{{matchers},{OF_SIDECARS}}} == 0)"
+    known = (f'{place} * (headroom_situation{{{matchers},situation="{name}"}} == 1)' for name, place in places.items())
+    every = " or ".join((*known, f'label_replace({gone}, "situation", "{GONE}", "", "")'))
+    return f"max by ({BY_TARGET}, situation) ({every})"
+
+
+SITUATION_WORDS: Final = {name: name.replace("_", " ") for name, _ in SITUATIONS}
+SITUATION_VALUES: Final = values(
+    *((place, SITUATION_WORDS[name], colour) for place, (name, colour) in enumerate(SITUATIONS))
+)
+ACTION_VALUES: Final = values(*((place, FIRST_ACTIONS[name], NEUTRAL) for place, (name, _) in enumerate(SITUATIONS)))
+SITUATION_NAMES: Final = [coloured(name, colour, displayName=SITUATION_WORDS[name]) for name, colour in SITUATIONS]
+"""How a series named by a situation is shown."""
+
+
 def leak_state(metric: str, matchers: str, by: str) -> str:
     """Return an expression for the number of the state that each of `metric` is in."""
     return " + ".join(
         f'{number} * max by (instance, {by}) ({metric}{{{matchers},state="{state}"}})'
         for number, (state, _) in enumerate(STATES)
     )
-
-
-STATE_NAMES: Final = [coloured(state, colour, displayName=state_words(state)) for state, colour in STATES]
-"""How a series named by a state is shown."""
 
 
 def free_at_the_peak(matchers: str) -> str:
@@ -117,7 +132,7 @@ def time_to_oom(matchers: str, metric: str) -> str:
 
 
 TIME_TO_OOM_VALUES: Final = values(
-    (-1, "no leak seen", GOOD), (-2, "warming up", "light-blue"), (-3, "asleep", "dark-purple")
+    (-1, "no leak seen", NEUTRAL), (-2, "warming up", "light-blue"), (-3, "asleep", "dark-purple")
 )
 TIME_TO_OOM_STEPS: Final = steps((None, BAD), (3600, WARNING), (86400, "yellow"))
 """An hour pages, a day is critical, as in the alerts."""

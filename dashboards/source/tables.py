@@ -1,85 +1,73 @@
-"""The fleet's tables: of GPUs, of what does not answer, of alerts and of models, the worst first."""
+"""The fleet's tables: of engines, of alerts and of models, the worst first."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from dashboards.source.around import CELL
-from dashboards.source.colours import BAD, NEUTRAL, STATES, WARNING, state_words
+from dashboards.source.colours import BAD, NEUTRAL, SITUATIONS, WARNING
 from dashboards.source.grafana import Json, override, query, steps, values
 from dashboards.source.panels import table
 from dashboards.source.ranking import (
     BY_MODEL,
-    IDENTITY,
     NARROW,
     NEVER,
     NUMBERS,
     OPEN,
     ROWS,
     SEVERITIES,
-    WORST_GPUS,
+    WORST,
     joined,
     leading,
     number,
     organized,
+    ranked,
+    shortened,
     with_link,
     worst,
 )
-from dashboards.source.series import BY_GPU, BY_TARGET, SIDECAR, TARGET, free_at_the_peak, of_gpus
+from dashboards.source.series import BY_GPU, BY_TARGET, SITUATION_WORDS, TARGET, free_at_the_peak, numbered
 
 MODEL: Final = 'cluster=~"$cluster",namespace=~"$namespace",model_name=~"$model_name"'
 """What the recording rules keep."""
 
 
-def gpus() -> Json:
-    """Return the table of GPUs."""
+def engines() -> Json:
+    """Return the table of engines."""
     columns = {
-        "time to OOM": f"headroom_time_to_oom_seconds{{{TARGET}}}",
-        "leak rate": f"headroom_leak_bytes_per_second{{{TARGET}}}",
-        "leaked": f"headroom_leaked_bytes{{{TARGET}}}",
-        "unreported": f"headroom_memory_discrepancy_ratio{{{TARGET}}}",
-        "free": f"headroom_gpu_memory_free_bytes{{{TARGET}}}",
-        "at the peak": free_at_the_peak(TARGET),
+        "time to OOM": f"min by ({BY_TARGET}) (headroom_time_to_oom_seconds{{{TARGET}}}"
+        f" or headroom_host_time_to_oom_seconds{{{TARGET}}})",
+        "leak rate": f"max by ({BY_TARGET}) (headroom_leak_bytes_per_second{{{TARGET}}})",
+        "unreported": f"max by ({BY_TARGET}) (headroom_memory_discrepancy_ratio{{{TARGET}}} > -0.5)",
+        "free": f"min by ({BY_TARGET}) (headroom_gpu_memory_free_bytes{{{TARGET}}})",
+        "at the peak": f"min by ({BY_TARGET}) ({free_at_the_peak(TARGET)})",
     }
+    named = f'group by ({BY_TARGET}, model_name) (headroom_engine_info{{{TARGET},model_name=~"$model_name"}})'
+    fullest = f"max by ({BY_GPU}) (bottomk by ({BY_TARGET}) (1, {ranked()}))"
+    asked = (
+        shortened(f"{each} and on ({BY_TARGET}) {WORST}") for each in (named, numbered(fullest), *columns.values())
+    )
     return table(
-        "GPUs, worst first",
-        f"The {ROWS} GPUs that are worst off: lost ones, then by the time to out of memory, then by what is free now. "
-        "Time, rate and leaked are there only while a GPU grows or leaks; at the peak is what was free then. From the "
-        "recording rules (gpu:...), empty without them.",
-        [
-            of_gpus(with_link(f"{WORST_GPUS} + 0", gpu=True)),
-            *(of_gpus(f"max by ({BY_GPU}) (({each}) and on ({BY_GPU}) {WORST_GPUS})") for each in columns.values()),
-        ],
-        joined(zip("BCDEFG", columns, strict=True), "A"),
-        height=12,
-        noValue="no GPU of an engine is seen, or Prometheus does not have the recording rules",
-        overrides=[OPEN, *NARROW, _state(), *NUMBERS],
+        "Engines, worst first",
+        f"The {ROWS} engines that are worst off: by their situation, then by the time to out of memory. The figures "
+        "are of the worst GPU of each; time to OOM may be that of host memory. Time and rate are there only while "
+        "something grows, unreported not while it sleeps; at the peak is what was free then.",
+        [query(shortened(with_link(WORST))), *map(query, asked)],
+        joined(zip("DEFGH", columns, strict=True), "A", "B", "C", sort="DA"),
+        height=14,
+        noValue="no engine is seen",
+        overrides=[OPEN, *NARROW, _situation(), *NUMBERS],
     )
 
 
-def _state() -> Json:
-    texts = [(state, state_words(state), colour) for state, colour in (*STATES, ("lost", BAD))]
-    return override("state", custom__width=95, mappings=[values(*texts)], custom__cellOptions={"type": "color-text"})
-
-
-def silent() -> Json:
-    """Return the table of sidecars and sources that do not answer."""
-    down = f'label_replace(max by ({BY_TARGET}) ({SIDECAR} == 0), "source", "sidecar", "", "")'
-    unread = f"max by ({BY_TARGET}, source) (headroom_source_up{{{TARGET}}} == 0)"
-    return table(
-        "What does not answer",
-        f"Sidecars that Prometheus cannot scrape, whose engines are unknown, and sources that a sidecar cannot "
-        f"read; {ROWS} at most.",
-        [query(f"topk({ROWS}, {with_link(f'({down} or {unread})')})")],
-        [organized(IDENTITY, ("Value", "job"), {})],
-        width=10,
-        height=7,
-        noValue="everything answers",
-        overrides=[OPEN, *NARROW, override("source", custom__width=85)],
+def _situation() -> Json:
+    texts = [(name, SITUATION_WORDS[name], colour) for name, colour in SITUATIONS]
+    return override(
+        "situation", custom__width=105, mappings=[values(*texts)], custom__cellOptions={"type": "color-text"}
     )
 
 
-def alerts(width: int = 14) -> Json:
+def alerts(width: int) -> Json:
     """Return the table of firing alerts; the runbooks' column is there where Prometheus has their address."""
     which = f'alertname=~"Headroom.+",alertstate="firing",{TARGET}'
     firing = " or ".join(
@@ -92,7 +80,7 @@ def alerts(width: int = 14) -> Json:
         "Firing alerts",
         f"What fires now and for which engine, the most severe first, {ROWS} at most; and its runbook where an address "
         "of the runbooks was given with the rules.",
-        [query(f"{_runbook(shown)} or on (open, alertname) ({shown})")],
+        [query(shortened(f"({_runbook(shown)} or on (open, alertname) ({shown}))"))],
         [
             {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": "Value", "desc": True}]}},
             organized(

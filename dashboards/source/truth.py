@@ -1,23 +1,21 @@
-"""The row of the engine's dashboard on who holds the memory, and whether vLLM's story matches."""
+"""The rows of the engine's dashboard on who holds the memory, and what the engine uses it for."""
 
 from __future__ import annotations
 
 from dashboards.source.colours import (
-    BAD,
     ENGINE_COLOUR,
     FREE_COLOUR,
     NEUTRAL,
     OTHER_COLOUR,
     PARTS,
     PEAK_COLOUR,
-    REPORTED_COLOUR,
     RESERVED_COLOUR,
     UNATTRIBUTED_COLOUR,
 )
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps
-from dashboards.source.panels import stat, timeseries
-from dashboards.source.series import BY_GPU, ENGINE, FREE, GPU, UNREPORTED, lines_of_held, of_gpus
+from dashboards.source.panels import NOTHING, stat, timeseries
+from dashboards.source.series import BY_GPU, FREE, GPU, UNREPORTED, of_gpus
 
 
 def _unreported() -> Json:
@@ -36,50 +34,56 @@ def _unreported() -> Json:
             ),
         ],
         unit="percentunit",
-        width=12,
+        width=5,
+        height=8,
         decimals=1,
         named=True,
-        noValue="unknown",
+        noValue=NOTHING,
         thresholds=UNREPORTED,
         overrides=[override("of what is reported", thresholds=steps((None, NEUTRAL)))],
     )
 
 
-def _more() -> Json:
-    return stat(
-        "More requests that fit",
-        "How many more requests of today's average size the free KV cache takes.",
-        [query(f"sum(headroom_engine_additional_requests{{{ENGINE}}})")],
-        unit="locale",
-        width=12,
-        decimals=0,
-        noValue="unknown",
-    )
-
-
 def who_holds_the_memory() -> Row:
-    """Return the ledger, and the engine's story beside it."""
-    return Row(
-        title="Who holds the memory, and does vLLM's story match?",
-        panels=[_ledger(), _story(), _parts(), _unreported(), _more()],
-    )
+    """Return who holds what beyond the plan."""
+    return Row(title="Who holds the memory?", panels=[_beyond(), _held_by_others(), _unreported()])
 
 
-def _ledger() -> Json:
-    made = timeseries(
-        "Who holds the memory of GPU $uuid",
-        "All memory of the GPU, by holder, stacked to its size. Unattributed is memory that no visible process "
-        "accounts for. The line on top is the highest use between two scrapes. Left behind is what processes hold that "
-        "serve no engine any more, counted with the engine or others in the stack.",
-        [*lines_of_held(GPU), query(f"headroom_gpu_memory_left_behind_bytes{{{GPU}}}", "left behind")],
+def inside_the_engine() -> Row:
+    """Return the engine's own ledger, in a closed row: most engines have no probe."""
+    return Row(title="Inside the engine (with the probe)", collapsed=True, panels=[_parts()])
+
+
+def _beyond() -> Json:
+    over = f'headroom_memory_discrepancy_bytes{{{GPU},basis=~"budget|configured"}}'
+    return timeseries(
+        "What the engine holds beyond its budget",
+        "Of each GPU, where the budget is known. Up to some 2 GB lie outside it by design: CUDA context, NCCL, graphs.",
+        [of_gpus(f"max by (gpu, uuid) ({over})")],
         unit="bytes",
-        width=24,
-        height=8,
-        stacked=True,
-        min=0,
-        overrides=[*HOLDERS, LEFT_BEHIND],
+        width=10,
+        custom={"axisSoftMin": 0, "axisSoftMax": 2**30},
     )
-    return {**made, "repeat": "uuid", "repeatDirection": "h", "maxPerRow": 4}
+
+
+def _held_by_others() -> Json:
+    return timeseries(
+        "What others hold",
+        "Thick: processes that are not the engine's. Thin: memory that no visible process accounts for. Dashed: what "
+        "processes hold that serve no engine any more, counted with the engine or others.",
+        [
+            of_gpus(f'headroom_gpu_memory_held_bytes{{{GPU},holder="other"}}'),
+            of_gpus(f'headroom_gpu_memory_held_bytes{{{GPU},holder="unattributed"}}', "GPU {{gpu}} unattributed"),
+            of_gpus(f"headroom_gpu_memory_left_behind_bytes{{{GPU}}}", "GPU {{gpu}} left behind"),
+        ],
+        unit="bytes",
+        width=9,
+        custom={"axisSoftMin": 0, "axisSoftMax": 2**30},
+        overrides=[
+            override("/ unattributed$/", custom__lineWidth=1, custom__hideFrom=LEGEND),
+            override("/ left behind$/", custom__lineStyle={"fill": "dash", "dash": [8, 6]}),
+        ],
+    )
 
 
 def _parts() -> Json:
@@ -92,7 +96,7 @@ def _parts() -> Json:
         "Empty without a probe.",
         [query(f"max by (part) ({parts})", "{{part}}")],
         unit="bytes",
-        width=12,
+        width=24,
         height=10,
         stacked=True,
         min=0,
@@ -101,13 +105,6 @@ def _parts() -> Json:
     )
 
 
-LEFT_BEHIND = coloured(
-    "left behind",
-    BAD,
-    custom__stacking={"mode": "none", "group": "A"},
-    custom__fillOpacity=0,
-    custom__lineWidth=2,
-)
 HOLDERS = [
     coloured("engine", ENGINE_COLOUR),
     coloured("other", OTHER_COLOUR),
@@ -124,23 +121,3 @@ HOLDERS = [
     ),
 ]
 """How the lines of `lines_of_held` are drawn in a stack."""
-
-
-def _story() -> Json:
-    reported = f"headroom_memory_reported_bytes{{{GPU}}}"
-    return timeseries(
-        "Does the engine's story match the GPU's?",
-        "Reported is what the engine reports, or its budget; actual is what it holds by the GPU driver.",
-        [
-            query(f"max by (basis) ({reported})", "reported ({{basis}})"),
-            of_gpus(f"{reported} + headroom_memory_discrepancy_bytes{{{GPU}}}", "GPU {{gpu}} actual"),
-        ],
-        unit="bytes",
-        width=12,
-        height=10,
-        decimals=2,
-        overrides=[
-            coloured("/^reported/", REPORTED_COLOUR, custom__lineStyle={"fill": "dash", "dash": [8, 6]}),
-            override("/actual/", custom__lineWidth=2),
-        ],
-    )

@@ -12,7 +12,8 @@ import promql_parser as promql
 from tests.assets.alerts import rules
 from tests.assets.promql import parsed, recorded
 from tests.dashboards.grafana import NAMES, VARIABLE, load, panels, queries
-from tests.dashboards.history import Target, scrapes
+from tests.dashboards.history import Target, open_metrics
+from tests.dashboards.store import SCRAPE_SECONDS
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom_tools.demo.world import TABLE
 from vllm_headroom_tools.doctor.engine import SERIES
@@ -47,10 +48,16 @@ TARGETS: Final = {
 
 
 @cache
+def scraped() -> str:
+    """Return hours of a leak beside the page of each engine, as a Prometheus scrapes them."""
+    return open_metrics(list(TARGETS.values()), HOURS, ends_seconds=END, scrape_seconds=SCRAPE_SECONDS)
+
+
+@cache
 def metrics(engine: str) -> frozenset[str]:
-    """Return the metrics that the daemon has over hours of a leak beside the engine's page."""
-    played = scrapes(TABLE["leak"], HOURS, ends_seconds=END, scrape_seconds=300, page=TARGETS[engine].page)
-    return frozenset(sample.name for _, families in played for family in families for sample in family.samples)
+    """Return the metrics that the daemon has in these hours."""
+    instance = f'instance="{TARGETS[engine].labels["instance"]}"'
+    return frozenset(line.partition("{")[0] for line in scraped().splitlines() if instance in line)
 
 
 def told(engine: str) -> frozenset[str]:

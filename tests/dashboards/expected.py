@@ -30,12 +30,12 @@ EMPTY: Final = (
         over=EVERYWHERE - LEAKS,
         queries={
             "headroom": {
-                "Leak rate with its 95 % interval": (),
+                "Leak rate, with the 95 % interval of the fastest": (),
                 "Leaked": (),
                 "Each GPU, and when it will be full": ("D", "E"),
             },
             "headroom-fleet": {
-                "GPUs, worst first": ("B", "C", "D"),
+                "Engines, worst first": ("D", "E"),
                 "Models, worst first": ("E", "F"),
                 TIME: (),
                 LEAKING: (),
@@ -57,7 +57,7 @@ EMPTY: Final = (
         over=frozenset({"healthy", "restart", "burst", "engine down", "asleep", "small card"}),
         queries={
             "headroom": {"Alert begins to fire": (), "Alerts": ()},
-            "headroom-fleet": {"Firing alerts": ()},
+            "headroom-fleet": {"Firing alerts": (), "Alerts": ()},
             "headroom-incident": {"Alert begins to fire": (), "Firing alerts": ()},
         },
     ),
@@ -76,7 +76,7 @@ EMPTY: Final = (
         over=frozenset({"neighbour"}),
         queries={
             "headroom": {"Alerts": ()},
-            "headroom-fleet": {"Firing alerts": ()},
+            "headroom-fleet": {"Firing alerts": (), "Alerts": ()},
             "headroom-incident": {"Firing alerts": ()},
         },
     ),
@@ -101,12 +101,7 @@ EMPTY: Final = (
     Empty(
         why="it sleeps",
         over=frozenset({"asleep"}),
-        queries={"headroom": {"More requests that fit": (), "Unreported": ("of the card, since it first served",)}},
-    ),
-    Empty(
-        why="everything answers now",
-        over=EVERYWHERE - {"engine down", "sidecar down"},
-        queries={"headroom-fleet": {"What does not answer": ()}},
+        queries={"headroom": {"Unreported": ("of the card, since it first served",)}},
     ),
     Empty(
         why="what the engine does not say now is unknown",
@@ -114,12 +109,11 @@ EMPTY: Final = (
         queries={
             "headroom": {
                 "Unreported": (),
-                "More requests that fit": (),
                 "KV cache capacity": (),
                 "Inputs the engine does not offer": (),
             },
             "headroom-fleet": {
-                "GPUs, worst first": ("E",),
+                "Engines, worst first": ("B", "F"),
                 "Models, worst first": (),
             },
         },
@@ -129,8 +123,6 @@ EMPTY: Final = (
         over=frozenset({"sidecar down"}),
         queries={
             "headroom": {
-                "Engine": (),
-                "Leak state": (),
                 "Free now": (),
                 "Held by others": (),
                 "Time to out of memory": (),
@@ -140,10 +132,7 @@ EMPTY: Final = (
             "headroom-fleet": {
                 "Least time to out of memory": (),
                 "Engines": (),
-                "GPUs by leak state": (),
-                "No answer": (),
-                "GPUs lost": (),
-                "GPUs, worst first": (),
+                "Engines, worst first": ("B", "C", "D", "E", "F", "G", "H"),
             },
         },
     ),
@@ -166,7 +155,9 @@ EMPTY: Final = (
             "headroom": {
                 "What the engine uses the fullest GPU for": (),
                 "Each GPU, and when it will be full": ("F",),
-                "Who holds the memory of GPU $uuid": ("left behind",),
+                "Time to out of memory": ("host memory",),
+                "At the earliest": ("host memory",),
+                "What others hold": ("GPU {{gpu}} left behind",),
                 "Host memory against its limit": (),
                 "Time until the kernel kills": (),
                 "Host leak rate": (),

@@ -15,8 +15,10 @@ from prometheus_client import Metric
 from tests.dashboards.recorded import RecordedEngine
 from vllm_headroom.daemon.app import read_build
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import build_derivations
+from vllm_headroom.derive import LEAK, build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.leak.leak import measure_watches
+from vllm_headroom.derive.verdicts import build_verdicts
 from vllm_headroom.expose.metrics import HeadroomCollector, build_registry
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
@@ -93,6 +95,7 @@ def scrapes(
         ),
         clock=clock,
         gpu_timeout_seconds=2,
+        judges=(lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name])),),
     )
     shown = build_registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, read_build()))
     with asyncio.Runner() as runner:

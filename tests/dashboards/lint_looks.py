@@ -8,6 +8,7 @@ from typing import Final
 
 import promql_parser as promql
 
+from dashboards.source.panels import NOTHING
 from tests.assets.promql import labels, nodes, selectors
 from tests.dashboards.grafana import Json, is_ranked, panels, queries, variables
 from tests.dashboards.lint import Fault, Faults
@@ -101,7 +102,7 @@ def admitted(dashboard: Json) -> Faults:
             continue
         special = [each["options"] for each in defaults["mappings"] if each["type"] == "special"]
         said = [(each["match"], each["result"]["text"], each["result"]["color"]) for each in special]
-        colour = "#8e8e8e" if defaults.get("noValue") == "unknown" else "text"
+        colour = "#8e8e8e" if defaults.get("noValue") == NOTHING else "text"
         if said != [("null+nan", defaults.get("noValue"), colour)]:
             yield Fault(where=panel["title"], what=f"says {said} where there is nothing")
 

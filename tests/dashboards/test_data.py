@@ -71,8 +71,8 @@ def test_a_target_that_is_chosen_is_shown_alone(prometheus: Prometheus, target: 
     assert {each["pod"] for each in shown if "pod" in each} == ({labels["pod"]} if target != BARE else set())
 
 
-def test_of_engines_the_one_that_leaks_is_shown_first(prometheus: Prometheus) -> None:
+def test_of_engines_the_worst_is_shown_first(prometheus: Prometheus) -> None:
     offered = options(prometheus, load("headroom"), {})["instance"]
-    leaking = {TARGETS[name].labels["instance"] for name in ("leak", "eight GPUs", "MIG", BARE)}
+    worst = [TARGETS[name].labels["instance"] for name in ("crash", "sidecar down")]
 
-    assert set(offered[: len(leaking)]) == leaking
+    assert offered[: len(worst)] == worst

@@ -21,17 +21,20 @@ from tests.dashboards.engines import (
     metrics,
     queries_without,
     rules_without,
+    scraped,
     table,
     told,
 )
 from tests.dashboards.grafana import NAMES, Query, load, panels, queries
-from tests.dashboards.history import open_metrics
 from tests.dashboards.rules import evaluated
 from tests.dashboards.store import SCRAPE_SECONDS, Prometheus, add, missing, running
 
 DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 WITHOUT_LOAD = {"Dynamo"}
 """Engines whose page tells no load, without which no leak is told from work."""
+
+OF_VLLM = {"headroom_host_memory_planned_bytes"}
+"""What vLLM's options plan; the others have no such options."""
 
 OF_LEAKS = re.compile(r"ALERTS|headroom_leak_state|leaking")
 """Queries of what is there only when something leaks, or an alert fires."""
@@ -42,7 +45,7 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 @each_engine
 def test_doctor_says_of_every_metric_that_it_is_not_there_and_why(engine: str) -> None:
     assert not told(engine) & metrics(engine)
-    unsaid = lost(engine) - told(engine)
+    unsaid = lost(engine) - told(engine) - OF_VLLM
     assert not unsaid or engine in WITHOUT_LOAD
     assert all("leak" in name or "time_to_oom" in name or "progress" in name for name in unsaid)
 
@@ -57,8 +60,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     if absent := missing():
         pytest.skip(f"not on the PATH: {absent} (Debian: prometheus)")
     folder = tmp_path_factory.mktemp("engines")
-    scraped = open_metrics(list(TARGETS.values()), HOURS, ends_seconds=END, scrape_seconds=SCRAPE_SECONDS)
-    add(folder, "scraped", [scraped])
+    add(folder, "scraped", [scraped()])
     times = range(END - int(HOURS * 3600), END, SCRAPE_SECONDS)
     with running(folder) as there:
         text = evaluated(lambda expr: there.over_time(expr, SCRAPE_SECONDS), times)

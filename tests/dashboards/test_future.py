@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import pytest
 
+from dashboards.source.panels import NOTHING
 from tests.dashboards.asking import values
 from tests.dashboards.cards import LEAKING
 from tests.dashboards.grafana import filled, load, panels, queries
@@ -75,7 +76,7 @@ def test_a_card_that_is_empty_for_want_of_an_engine_is_no_headroom(prometheus: P
 
 @pytest.mark.parametrize(
     "title",
-    ["Engine", "Time to out of memory", "At the earliest", "Leak state", "Free now", "Held by others", "Unreported"],
+    ["Time to out of memory", "At the earliest", "Free now", "Held by others", "Unreported"],
 )
 def test_where_no_sidecar_looks_nothing_is_known(prometheus: Prometheus, title: str) -> None:
     (panel,) = (each for each in panels(ENGINE) if each["title"] == title)
@@ -83,11 +84,11 @@ def test_where_no_sidecar_looks_nothing_is_known(prometheus: Prometheus, title: 
     assert [asked(prometheus, "sidecar down", title, each.name) for each in queries(panel)] == [[]] * len(
         queries(panel)
     )
-    assert panel["fieldConfig"]["defaults"]["noValue"] == "unknown"
+    assert panel["fieldConfig"]["defaults"]["noValue"] == NOTHING
 
 
 def test_a_sleeping_engine_is_called_so(prometheus: Prometheus) -> None:
-    assert {shown(prometheus, "asleep", title) for title in ("Engine", "Time to out of memory")} == {"asleep"}
+    assert {shown(prometheus, "asleep", title) for title in ("Situation", "Time to out of memory")} == {"asleep"}
 
 
 def test_what_a_neighbour_holds_is_a_warning(prometheus: Prometheus) -> None:
@@ -112,7 +113,7 @@ def test_of_eight_gpus_the_one_that_leaks_stands_out(prometheus: Prometheus) -> 
 
 
 def series(prometheus: Prometheus, target: str, title: str) -> dict[str, Any]:
-    (found,) = asked(prometheus, target, title)
+    found: dict[str, Any] = asked(prometheus, target, title)[0]
     return found
 
 

@@ -101,7 +101,7 @@ BROKEN: Final[list[tuple[str, Break, str]]] = [
     ("identified", has("targets", value=[]), TITLE),
     ("placed", has("gridPos", "x", value=22), TITLE),
     ("placed", has("gridPos", "w", value=24), TITLE),
-    ("placed", has("gridPos", value={"x": 0, "y": 1, "w": 4, "h": 4}), "Engine"),
+    ("placed", has("gridPos", value={"x": 0, "y": 1, "w": 4, "h": 4}), "Situation"),
     ("placed", collapses, TITLE),
     ("colours", has("fieldConfig", "defaults", "color", value={"mode": "fixed", "fixedColor": "grey"}), "fixedColor"),
     ("linked", has("links", value=[{"url": "/d/headroon"}]), TITLE),

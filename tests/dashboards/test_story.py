@@ -8,16 +8,29 @@ from typing import Any, Final
 
 import pytest
 
+from dashboards.source import colours
+from dashboards.source.colours import FIRST_ACTIONS, GONE
+from dashboards.source.ranking import shortened
 from tests.dashboards.asking import answer, values
 from tests.dashboards.cards import SMALL
 from tests.dashboards.grafana import Json, Query, every_query, load, panels
 from tests.dashboards.store import BARE, TARGETS, Prometheus
+from vllm_headroom.vocabulary import Situation
 from vllm_headroom_tools.demo.world import TOTAL_BYTES
 
 ENGINE: Final = load("headroom")
-LEDGER: Final = "Who holds the memory of GPU $uuid"
+HELD: Final = "What others hold"
+LEDGER: Final = "Memory of the fullest GPU, by holder"
+INCIDENT: Final = load("headroom-incident")
 HERO: Final = "Headroom: free memory of each GPU, down to zero"
 HOUR: Final = 3600
+SITUATIONS: Final = {
+    "neighbour": "neighbour",
+    "engine down": "starting",
+    "sidecar down": "sidecar gone",
+    "crash": "crash loop",
+    "asleep": "asleep",
+}
 LEAKS: Final = frozenset({"leak", "eight GPUs", "MIG", BARE})
 ALIVE: Final = [target for target in TARGETS if not target.endswith("down")]
 
@@ -53,12 +66,33 @@ def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, target:
     assert (shown(prometheus, target, "At the earliest") == left) == (target not in LEAKS)
 
 
-@pytest.mark.parametrize("target", ALIVE)
-def test_the_leak_is_called_so_and_nothing_else_is(prometheus: Prometheus, target: str) -> None:
-    state = shown(prometheus, target, "Leak state")
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_first_tile_names_the_situation_and_the_next_what_to_do(prometheus: Prometheus, target: str) -> None:
+    situation = "leaking" if target in LEAKS else SITUATIONS.get(target, "healthy")
 
-    calm = {"asleep"} if target == "asleep" else {"stable", "no leak seen"}
-    assert state in ({"leaking"} if target in LEAKS else calm)
+    assert shown(prometheus, target, "Situation") == situation
+    assert shown(prometheus, target, "What to do first") == FIRST_ACTIONS[situation.replace(" ", "_")]
+
+
+def test_situations_are_those_of_the_sidecar_in_its_order_and_that_it_is_gone() -> None:
+    assert [name for name, _ in colours.SITUATIONS if name != GONE] == list(Situation)
+
+
+def test_engines_are_listed_by_their_situation_the_worst_first(prometheus: Prometheus) -> None:
+    fleet = load("headroom-fleet")
+    rows = answer(prometheus, query(fleet, "Engines, worst first", "A"), values(prometheus, fleet, {}))
+    order = [name for name, _ in colours.SITUATIONS]
+
+    assert len(rows) == len(TARGETS)
+    assert all(order.index(row["metric"]["situation"]) == float(row["values"][-1][1]) for row in rows)
+    assert [float(row["values"][-1][1]) for row in rows] == sorted(float(row["values"][-1][1]) for row in rows)
+
+
+def test_a_long_name_keeps_its_end(prometheus: Prometheus) -> None:
+    long = 'label_replace(vector(1), "pod", "vllm-llama-3-70b-instruct-7c9f8d6b5-x2k4p", "", "")'
+    (found,) = prometheus.instant(shortened(long))
+
+    assert found["metric"]["pod"] == "…b-instruct-7c9f8d6b5-x2k4p"
 
 
 def test_nothing_is_drawn_of_an_engine_that_does_not_answer(prometheus: Prometheus) -> None:
@@ -74,27 +108,26 @@ def test_nothing_is_drawn_of_an_engine_that_does_not_answer(prometheus: Promethe
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_another_holder_is_seen_only_where_there_is_one(prometheus: Prometheus, target: str) -> None:
-    held = asked(prometheus, target, LEDGER, "{{holder}}")
-    other = [float(value) for each in held if each["metric"]["holder"] == "other" for _, value in each["values"]]
+    other = [float(value) for each in asked(prometheus, target, HELD, "GPU {{gpu}}") for _, value in each["values"]]
 
     assert (max(other, default=0.0) > 0) == (target == "neighbour")
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, target: str) -> None:
-    layers = [asked(prometheus, target, LEDGER, legend) for legend in ("{{holder}}", "reserved by the driver", "free")]
+    legends = ("{{holder}}", "reserved by the driver", "free")
+    layers = [asked(prometheus, target, LEDGER, legend, board=INCIDENT) for legend in legends]
 
     heights: defaultdict[float, float] = defaultdict(float)
     for at, value in (point for layer in layers for series in layer for point in series["values"]):
         heights[at] += float(value)
 
-    cards = {"eight GPUs": 8 * TOTAL_BYTES, "MIG": 2 * TOTAL_BYTES, "small card": int(SMALL * TOTAL_BYTES)}
-    assert set(heights.values()) == {cards.get(target, TOTAL_BYTES)}
+    assert set(heights.values()) == {int(SMALL * TOTAL_BYTES) if target == "small card" else TOTAL_BYTES}
 
 
 @pytest.mark.parametrize("target", ["restart", "crash", "asleep"])
 def test_of_an_incident_the_empty_card_between_two_lives_is_not_drawn(prometheus: Prometheus, target: str) -> None:
-    (free,) = asked(prometheus, target, "Free memory of each GPU", "GPU {{gpu}}", board=load("headroom-incident"))
+    (free,) = asked(prometheus, target, "Free memory of each GPU", "GPU {{gpu}}", board=INCIDENT)
 
     assert max(float(value) for _, value in free["values"]) < TOTAL_BYTES / 8
 
