@@ -17,7 +17,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
-.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test helm soak clean
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test helm soak docs clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -92,6 +92,16 @@ helm:
 	    $$python -m venv .helm && exec .helm/bin/python -m pip install --quiet --disable-pip-version-check helm-sdkpy==0.1.32; done; \
 	    echo "make helm needs Python 3.12 or newer: make helm HELM_PYTHONS=/path/to/python3.12" && exit 1
 
+# In a separate environment: what builds the site is no part of what is tested.
+docs: .venv-docs/bin/mkdocs
+	NO_MKDOCS_2_WARNING=true .venv-docs/bin/mkdocs build --quiet --strict --site-dir .cache/site
+	@echo "The site is in .cache/site"
+
+.venv-docs/bin/mkdocs: requirements/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	@touch $@
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "vllm-headroom needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
@@ -109,4 +119,4 @@ $(VENV)/.test: requirements/dev.txt pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .helm .engine .image .browser .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-docs .helm .engine .image .browser .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -60,6 +60,10 @@ class Terminal:
         """Whether a daemon runs in it: what is asked of one is true sooner or later."""
         return SIDECAR in self._real
 
+    def real(self, name: str) -> str:
+        """Return what is here what a page writes."""
+        return self._real[name]
+
     def says(self, command: str) -> Said:
         """Return what the command says until it ends or serves, with the page's words for what is real here."""
         handle, name = tempfile.mkstemp(dir=self._logs)

@@ -1,4 +1,4 @@
-"""What deploy/README.md says to write builds, and what it names is there."""
+"""What deploy/README.md and docs/kubernetes.md say to write builds, and what they name is there."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from tests.assets.kubernetes.rendering import (
 
 DEPLOY: Final = REPOSITORY / "deploy"
 README: Final = (DEPLOY / "README.md").read_text(encoding="utf-8")
+STEPS: Final = (REPOSITORY / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 REMOTE: Final = re.compile(r"https://github\.com/vllm-headroom/vllm-headroom//(deploy/[\w/-]+)\?ref=v([\d.]+)")
 
 
 def written() -> dict[str, Any]:
     """Return the page's kustomization, with this repository in place of the one on the web."""
-    (block,) = re.findall(r"```yaml\n( +namespace: .*?) +```", README, re.DOTALL)
+    (block,) = re.findall(r"```yaml\n(namespace: .*?)```", STEPS, re.DOTALL)
     content: dict[str, Any] = yaml.safe_load(block)
     return content
 
@@ -41,7 +42,7 @@ def written() -> dict[str, Any]:
 def test_the_kustomization_of_the_page_builds(tmp_path: Path) -> None:
     vllm = HERE / "workloads" / "init-containers" / "deployment.yaml"
     label = ["kubectl", "label", "--local", "--filename", str(vllm), "vllm-headroom=enabled", "--output", "yaml"]
-    assert " ".join(label).replace(str(vllm), "vllm.yaml") + " > labelled.yaml" in README
+    assert " ".join(label).replace(str(vllm), "vllm.yaml") + " > labelled.yaml" in STEPS
     labelled = subprocess.run(label, capture_output=True, text=True, check=True)
 
     found = built(tmp_path, yaml.safe_load(labelled.stdout))
@@ -108,7 +109,7 @@ def test_what_is_named_is_there() -> None:
 
 
 def test_the_page_is_of_this_version() -> None:
-    (version,) = {found[1] for found in REMOTE.findall(README)}
+    (version,) = {found[1] for found in REMOTE.findall(README + STEPS)}
     chart = yaml.safe_load((DEPLOY / "helm" / "vllm-headroom" / "Chart.yaml").read_text())
     container = yaml.safe_load((COMPONENTS / "sidecar" / "patch.yaml").read_text())
     image = container["spec"]["template"]["spec"]["initContainers"][0]["image"]
