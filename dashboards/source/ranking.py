@@ -88,7 +88,7 @@ GPU_WIDTH: Final = 110
 IDENTITY: Final = ("open", "situation", "cluster", "namespace", "pod", "instance", "model_name", "gpu")
 NARROW: Final = [
     override("cluster", custom__width=80),
-    override("namespace", custom__width=130),
+    override("namespace", custom__width=140),
     override("instance", custom__width=140),
     override("GPU", custom__width=GPU_WIDTH),
 ]

@@ -92,7 +92,7 @@ def rooms() -> list[Json]:
     empty = f'headroom_engine_state{{{TARGET},state=~"down|starting|asleep"}} == 1'
     lines = [
         of_gpus(f"{expr} unless on ({BY_TARGET}) {empty}", f"GPU {{{{gpu}}}}{name}")
-        for expr, name in ((f"{FREE}{{{GPU}}}", ""), (free_at_the_peak(GPU), " at its peaks"))
+        for expr, name in ((free_at_the_peak(GPU), " at its peaks"), (f"{FREE}{{{GPU}}}", ""))  # the last is on top
     ]
     return [*lines, query("vector(0)", "zero")]
 

@@ -38,6 +38,7 @@ def _unreported() -> Json:
         height=8,
         decimals=1,
         named=True,
+        text={"titleSize": 14, "valueSize": 36},
         noValue=NOTHING,
         thresholds=UNREPORTED,
         overrides=[override("of what is reported", thresholds=steps((None, NEUTRAL)))],

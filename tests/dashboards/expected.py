@@ -101,7 +101,10 @@ EMPTY: Final = (
     Empty(
         why="it sleeps",
         over=frozenset({"asleep"}),
-        queries={"headroom": {"Unreported": ("of the card, since it first served",)}},
+        queries={
+            "headroom": {"Unreported": ("of the card, since it first served",)},
+            "headroom-fleet": {"Engines, worst first": ("F",)},
+        },
     ),
     Empty(
         why="what the engine does not say now is unknown",

@@ -69,7 +69,7 @@ def test_growth_begins_anew_with_each_life(prometheus: Prometheus, target: str) 
 
 @pytest.mark.parametrize("target", ["restart", "crash", "asleep"])
 def test_a_card_that_is_empty_for_want_of_an_engine_is_no_headroom(prometheus: Prometheus, target: str) -> None:
-    (free,) = asked(prometheus, target, HERO)
+    (free,) = asked(prometheus, target, HERO, "GPU {{gpu}}")
 
     assert max(float(value) for _, value in free["values"]) < 10 * GIB
 
@@ -100,7 +100,7 @@ def test_what_a_neighbour_holds_is_a_warning(prometheus: Prometheus) -> None:
 
 
 def test_of_eight_gpus_the_one_that_leaks_stands_out(prometheus: Prometheus) -> None:
-    lines = asked(prometheus, "eight GPUs", HERO)
+    lines = asked(prometheus, "eight GPUs", HERO, "GPU {{gpu}}")
     first = {
         title: series(prometheus, "eight GPUs", title)["metric"]["gpu"]
         for title in ("Time to out of memory", "At the earliest", "Free now")
