@@ -56,6 +56,7 @@ WITHOUT_THE_PAGE: Final = (
 )
 WITHOUT_AN_ANSWER: Final = (
     *WITHOUT_THE_PAGE,
+    "headroom_leak_bound_bytes",
     "headroom_leak_bytes_*",
     "headroom_leaked_bytes",
     "headroom_time_to_oom_*",

@@ -35,7 +35,9 @@ from vllm_headroom_tools.doctor.fixes import (
 
 OWNED_GPU_SERIES: Final = (
     "headroom_engine_unused_bytes",
-    "headroom_leak_*",
+    "headroom_leak_bytes_*",
+    "headroom_leak_location",
+    "headroom_leak_state",
     "headroom_leaked_bytes",
     "headroom_memory_*_bytes",
     "headroom_memory_discrepancy_ratio",
@@ -119,7 +121,12 @@ def _describe_unified(device: GpuReading) -> str:
 
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
-WITHOUT_PROCESSES: Final = ("headroom_host_*", "headroom_memory_pressure_ratio", *WITHOUT_HOLDERS)
+WITHOUT_PROCESSES: Final = (
+    "headroom_host_*",
+    "headroom_leak_bound_bytes",
+    "headroom_memory_pressure_ratio",
+    *WITHOUT_HOLDERS,
+)
 BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.CGROUP: "by the cgroup of vLLM's processes",
     HostBasis.MACHINE: "by the machine, since their cgroup has no limit",

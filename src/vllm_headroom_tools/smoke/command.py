@@ -384,8 +384,8 @@ the daemon's settings for how to reach vLLM.
 """,
     epilog="""\
 It ends with status 0 when vLLM serves, 1 when something failed, and 2 when it
-cannot use its settings or a file that they name. What cannot be looked at from here is skipped, and it
-says why.
+cannot use its settings or a file that they name. What cannot be looked at
+from here is skipped, and it says why.
 
 Example:
   vllm-headroom smoke --engine-url http://127.0.0.1:8000 --deadline 20m

@@ -54,6 +54,7 @@ CONFIGURED = {
     "headroom_allocator_reserved_bytes",
     "headroom_allocator_retries_total",
     "headroom_engine_memory_bytes",
+    "headroom_eviction_requests_total",
     "headroom_gate_open",
     "headroom_last_incident_timestamp_seconds",
     "headroom_leak_location",
@@ -161,7 +162,7 @@ def test_nothing_but_the_report_is_absent_without_another_input(name: str) -> No
             gpus.OWNED_GPU_SERIES,
             lambda seen: replace(seen, gpus=(replace(seen.gpus[0], attribution=None, held_bytes=None),)),
         ),
-        (processes.WITHOUT_PROCESSES[:2], lambda seen: replace(seen, processes=(), host=None, pools=())),
+        (processes.WITHOUT_PROCESSES[:3], lambda seen: replace(seen, processes=(), host=None, pools=())),
     ],
     ids=["page", "nvml", "owner", "processes"],
 )
