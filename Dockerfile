@@ -1,20 +1,21 @@
 # For amd64 and arm64. The base needs glibc, as the NVIDIA driver's libraries do: Debian, not Alpine. The same base builds
 # and runs, so that the compiled standard library is the one that runs.
-ARG PYTHON_IMAGE=docker.io/library/python:3.13-slim-trixie
+ARG PYTHON_IMAGE=docker.io/library/python:3.13-slim-trixie@sha256:9d2e5553305c7c7b0097999bb17187c69b921ccd6bc9d40e4bb5ebe652c00285
 
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /source
 RUN python3 -m venv /opt/build && python3 -m venv --without-pip /opt/vllm-headroom
-COPY requirements/runtime.txt requirements/
+COPY requirements/runtime.txt requirements/build.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /opt/build/bin/pip --python /opt/vllm-headroom/bin/python3 install \
+    /opt/build/bin/pip install --only-binary=:all: --require-hashes --requirement requirements/build.txt \
+    && /opt/build/bin/pip --python /opt/vllm-headroom/bin/python3 install \
         --no-compile --only-binary=:all: --require-hashes --requirement requirements/runtime.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
 ARG REVISION=""
 RUN --mount=type=cache,target=/root/.cache/pip \
     printf '%s' "${REVISION}" > src/vllm_headroom/REVISION \
-    && /opt/build/bin/pip wheel --no-deps --wheel-dir wheels . \
+    && /opt/build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir wheels . \
     && /opt/build/bin/pip --python /opt/vllm-headroom/bin/python3 install --no-compile --no-deps wheels/*.whl
 # Python's images come without compiled modules (docker-library/python#615), and on a read-only root none would be kept:
 # every start would compile 500 files. Compiled are the packages, and what they import of the standard library.

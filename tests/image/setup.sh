@@ -10,12 +10,12 @@ cd "$(dirname "$0")/../.."
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 base=${PYTHON_IMAGE:-$(sed -n 's/^ARG PYTHON_IMAGE=//p' Dockerfile)}
 containers=$folder/containers
-options=(--build-arg "PYTHON_IMAGE=$base" --build-arg REVISION=image-test --tag localhost/vllm-headroom:image-test)
+options=(--build-arg REVISION=image-test --tag localhost/vllm-headroom:image-test)
 
 if docker info >/dev/null 2>&1; then
   printf '#!/bin/sh\nexec docker "$@"\n' >"$containers"
   chmod +x "$containers"
-  exec "$containers" build "${options[@]}" .
+  exec "$containers" build --build-arg "PYTHON_IMAGE=$base" "${options[@]}" .
 fi
 command -v podman >/dev/null || { echo "neither a Docker engine nor podman: apt-get install podman runc catatonit debootstrap" >&2; exit 1; }
 
@@ -34,7 +34,10 @@ CONTAINERS_CONF='$folder/containers.conf' exec podman --storage-driver overlay -
 END
 chmod +x "$containers"
 
-if ! "$containers" image exists "$base" && ! "$containers" pull --quiet "$base" 2>"$folder/pull.log"; then
+stand_in=localhost/python-stand-in
+if "$containers" image exists "$stand_in"; then
+  base=$stand_in
+elif ! "$containers" image exists "$base" && ! "$containers" pull --quiet "$base" 2>"$folder/pull.log"; then
   echo "$(tail -1 "$folder/pull.log"): Debian's Python stands in for $base"
   root=$folder/root
   trap 'rm -rf "$root"' EXIT
@@ -45,7 +48,8 @@ if ! "$containers" image exists "$base" && ! "$containers" pull --quiet "$base" 
     { tail -5 "$folder/debootstrap.log" >&2; exit 1; }
   # As Python's images are: without compiled modules.
   find "$root" -depth -name __pycache__ -exec rm -rf {} +
-  tar -C "$root" -c . | "$containers" import --quiet --change 'ENV PATH=/usr/local/bin:/usr/bin:/bin' - "$base" >/dev/null
+  tar -C "$root" -c . | "$containers" import --quiet --change 'ENV PATH=/usr/local/bin:/usr/bin:/bin' - "$stand_in" >/dev/null
+  base=$stand_in
 fi
 [[ -n ${PIP_CERT:-} ]] && options+=(--volume "$PIP_CERT:/etc/ssl/certs/ca-certificates.crt:ro")
-exec "$containers" build --isolation chroot --pull=never --format docker --quiet "${options[@]}" .
+exec "$containers" build --isolation chroot --pull=never --format docker --quiet --build-arg "PYTHON_IMAGE=$base" "${options[@]}" .
