@@ -43,6 +43,7 @@ ELSEWHERE = (
     "headroom_gpu_",
     "headroom_host_leak_bytes",
     "headroom_host_time_to_oom",
+    "headroom_role",
     "headroom_situation",
     "headroom_unified",
 )
