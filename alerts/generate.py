@@ -33,6 +33,7 @@ ADDRESS: Final = """\
     expr: vector(1)
     labels: {{address: {address}}}
 """
+SEVERITIES: Final = ("page", "critical", "warning", "info")
 PATCHES: Final = ("patch-runbooks", "patch-dashboards")
 
 URL: Final = re.compile(r"https?://[\w.~:/@%+,=\[\]-]+", re.ASCII)
@@ -41,6 +42,10 @@ URL: Final = re.compile(r"https?://[\w.~:/@%+,=\[\]-]+", re.ASCII)
 DNS_NAME: Final = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 LABEL_PART: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{3,}")
+
+
+VALUE: Final = re.compile(r"(?m)(?<=[<>=] )([^#<>\n]+?) # ([a-z_]+)$")
+"""A threshold with its name, at the end of a line of an expression."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,8 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         text = options.rules.read_text(encoding="utf-8")
         check(yaml.safe_load(text))
+        if options.values:
+            values = yaml.safe_load(options.values.read_text(encoding="utf-8"))
+            text = with_values(yaml.safe_load(text), values)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        parser.error(f"cannot take rules from {options.rules}: {' '.join(str(error).split())}")
+        parser.error(f"cannot take rules from {options.values or options.rules}: {' '.join(str(error).split())}")
     if options.format in PATCHES:
         sys.stdout.write(patch(yaml.safe_load(text)["groups"], runbooks=options.format == "patch-runbooks"))
         return
@@ -100,6 +108,13 @@ def command() -> Parser:
         "--dashboards-url", type=url, metavar="URL", help="your Grafana; without it there are no links to its boards"
     )
     parser.add_argument(
+        "--values",
+        type=Path,
+        metavar="FILE",
+        help="your thresholds and severities, as {HeadroomGpuHot: {celsius: 90, severity: critical, for: 20m}}, "
+        "or {enabled: false}; a threshold's name is behind it in the rules",
+    )
+    parser.add_argument(
         "--rules", type=Path, default=RULES, metavar="FILE", help="default: the rules beside this program"
     )
     return parser
@@ -135,6 +150,33 @@ def check(rules: object) -> None:
     groups = rules.get("groups") if isinstance(rules, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) and "rules" in group for group in groups):
         raise ValueError("it holds no groups of rules")
+
+
+def with_values(rules: dict[str, Any], values: object) -> str:
+    """Return the rules, without comments, with other thresholds, severities and durations, or raise ValueError."""
+    if not isinstance(values, dict) or not all(isinstance(each, dict) for each in values.values()):
+        raise ValueError("it is no mapping of alerts to their values")
+    alerts = {rule["alert"]: rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
+    for name, given in values.items():
+        for key, value in given.items():
+            if name not in alerts or not set_value(alerts[name], key, value):
+                raise ValueError(f"{name} has no {key} that can be {value}")
+    for group in rules["groups"]:
+        group["rules"] = [rule for rule in group["rules"] if rule.pop("enabled", True)]
+    return yaml.safe_dump(rules, sort_keys=False, width=1_000_000, allow_unicode=True)
+
+
+def set_value(rule: dict[str, Any], key: str, value: object) -> bool:
+    """Set one value of an alert, and return whether it has such a one."""
+    if key == "severity" and value in SEVERITIES:
+        rule["labels"] = rule["labels"] | {"severity": value}
+    elif key in {"for", "keep_firing_for"} or (key == "enabled" and isinstance(value, bool)):
+        rule[key] = value
+    elif any(found[2] == key for found in VALUE.finditer(rule["expr"])):
+        rule["expr"] = VALUE.sub(lambda found: f"{value} # {key}" if found[2] == key else found[0], rule["expr"])
+    else:
+        return False
+    return True
 
 
 def with_links(text: str, *, runbooks: str | None, dashboards: str | None) -> str:

@@ -70,6 +70,19 @@ def test_alertmanager_takes_the_file() -> None:
 
 
 @needs_amtool
+@pytest.mark.parametrize("other", sorted(FILE.parent.glob("receivers-*.yml")), ids=lambda path: path.stem)
+def test_alertmanager_takes_the_file_with_other_receivers(other: Path, tmp_path: Path) -> None:
+    receivers = yaml.safe_load(other.read_text())["receivers"]
+    file = tmp_path / "alertmanager.yml"
+    file.write_text(yaml.safe_dump(CONFIG | {"receivers": receivers}))
+
+    checked = amtool("check-config", str(file))
+
+    assert {each["name"] for each in receivers} == {"nobody", *TEAMS.values()}
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@needs_amtool
 @pytest.mark.parametrize(("severity", "area"), [*itertools.product(SEVERITIES, TEAMS)])
 def test_alertmanager_routes_to_the_team(severity: str, area: str) -> None:
     labels = ("alertname=HeadroomOfTomorrow", f"severity={severity}", f"area={area}")

@@ -177,3 +177,32 @@ def test_rules_of_your_own_may_be_a_marked_document(tmp_path: Path) -> None:
     file.write_text(f"---\n{RULES.read_text(encoding='utf-8')}...\n", encoding="utf-8")
 
     assert printed("--rules", str(file)) == printed()
+
+
+def test_values_replace_thresholds_severities_and_durations(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(
+        "HeadroomGpuHot: {celsius: 90, severity: critical, for: 20m}\n"
+        "HeadroomQueueBacklog: {enabled: false}\n"
+        "HeadroomMemoryDiscrepancy: {enabled: false}\n"
+    )
+    text = printed("--format", "rules", "--values", str(values), "--runbooks-url", "https://docs.your.org")
+    rules = {rule["alert"]: rule for group in loaded(text)["groups"] for rule in group["rules"] if "alert" in rule}
+    shipped = [rule for group in loaded(RULES.read_text())["groups"] for rule in group["rules"] if "alert" in rule]
+
+    hot = rules["HeadroomGpuHot"]
+    assert "> 90 # celsius" in hot["expr"]
+    assert (hot["labels"]["severity"], hot["for"]) == ("critical", "20m")
+    assert hot["annotations"]["runbook_url"] == "https://docs.your.org/HeadroomGpuHot"
+    assert {rule["alert"] for rule in shipped} - rules.keys() == {"HeadroomQueueBacklog", "HeadroomMemoryDiscrepancy"}
+
+
+@pytest.mark.parametrize(
+    "wrong", ["HeadroomGpuHot: {kelvin: 300}", "HeadroomGpuCold: {celsius: 1}", "HeadroomGpuHot: {severity: red}", "1"]
+)
+def test_a_value_that_there_is_not_is_refused(wrong: str, tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(wrong)
+    process = generate("--values", str(values))
+
+    assert (process.returncode, process.stdout, process.stderr.count("\n")) == (2, "", 1)
