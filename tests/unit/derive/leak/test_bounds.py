@@ -1,0 +1,103 @@
+"""What is no leak of the engine: what configured pools may fill, and growth of a card whose holders are unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from tests.samples import A_GPU, values
+from tests.unit.derive.leak.stretches import BASE, TOTAL, leak
+from tests.unit.derive.leak.test_derivation import run, states
+from vllm_headroom import catalog
+from vllm_headroom.derive.verdicts import judge_snapshot
+from vllm_headroom.model import EngineProcess, Failure, Gpu, HostMemory, Pool, Snapshot, Values
+from vllm_headroom.units import MIB
+from vllm_headroom.vocabulary import HostPart, Level, Role, Situation
+
+FILLED: float = leak(2 * 3600)
+Change = Callable[[Snapshot, float], Snapshot]
+
+
+def with_pool(size_bytes: float, role: Role | None = Role.WORKER) -> Change:
+    pool = Pool(part=HostPart.KV_OFFLOAD, role=role, size_bytes=int(size_bytes))
+
+    def change(seen: Snapshot, _seconds: float) -> Snapshot:
+        (process,) = () if isinstance(seen.processes, Failure) else seen.processes
+        return replace(seen, pools=(pool,), host=HostMemory(used_bytes=process.rss_bytes, limit_bytes=TOTAL))
+
+    return change
+
+
+@pytest.mark.parametrize(("share", "state"), [(1.0, "growing"), (0.7, "leaking")], ids=["within", "beyond"])
+def test_growth_is_no_alarm_before_it_exceeds_what_the_configured_pools_may_fill(share: float, state: str) -> None:
+    *_, last = run(2, leak, with_pool(share * FILLED))
+
+    assert states(last, catalog.HOST_LEAK_STATE) == {state}
+    assert states(last) == {"leaking"}, "a pool in host memory says nothing of the GPU"
+    left = values(last, catalog.LEAK_BOUND)[("", "", "worker")]
+    assert left == pytest.approx(max(0.0, share * FILLED - FILLED), abs=50 * MIB)
+
+
+def test_a_pool_on_the_gpu_bounds_it_and_none_known_is_absent() -> None:
+    *_, last = run(2, leak, with_pool(2 * FILLED, None))
+    *_, without = run(0.1, leak)
+
+    assert states(last) == {"growing"}
+    assert values(last, catalog.LEAK_BOUND)[(*A_GPU, "")] == pytest.approx(FILLED, abs=50 * MIB)
+    assert not values(without, catalog.LEAK_BOUND)
+
+
+def test_the_sentence_says_how_much_of_the_pools_is_filled() -> None:
+    change = with_pool(2 * FILLED)
+    *_, last = run(2, leak, change)
+    worker = EngineProcess(pid=7, role=Role.WORKER, rss_bytes=BASE, started_at_seconds=1.0)
+    seen = replace(change(seen_last(), 0.0), processes=(worker,))
+
+    (verdict,) = (each for each in judge_snapshot(seen, Values(last)) if each.subject == "host memory")
+
+    assert verdict.situation is Situation.FILLING
+    assert verdict.level is Level.WARNING
+    assert verdict.sentence.startswith("Host memory of worker grows as its configured pools do: filling, ")
+
+
+def unknown_holders(seen: Snapshot, _seconds: float) -> Snapshot:
+    return replace(seen, gpus=tuple(unattribute(gpu, None) for gpu in seen.devices))
+
+
+def only_process(seen: Snapshot, _seconds: float) -> Snapshot:
+    return replace(seen, gpus=tuple(unattribute(gpu, 1) for gpu in seen.devices))
+
+
+def unattribute(gpu: Gpu, count: int | None) -> Gpu:
+    return replace(gpu, engine_bytes=None, other_bytes=None, process_count=count)
+
+
+def seen_last() -> Snapshot:
+    found: list[Snapshot] = []
+
+    def keep(seen: Snapshot, _seconds: float) -> Snapshot:
+        found.append(seen)
+        return seen
+
+    list(run(0.01, leak, keep))
+    return found[-1]
+
+
+def test_what_grows_on_a_card_whose_holders_are_unknown_is_the_cards_and_no_leak_of_the_engine() -> None:
+    told = list(run(3, leak, unknown_holders))
+    seen = unknown_holders(seen_last(), 0.0)
+
+    (verdict,) = (each for each in judge_snapshot(seen, Values(told[-1])) if each.subject == "GPU 0")
+
+    assert not any("leaking" in states(samples) for samples in told)
+    assert states(told[-1]) == {"growing"}
+    assert (verdict.level, verdict.alert) == (Level.WARNING, "HeadroomGpuMemoryGrowing")
+    assert verdict.sentence.startswith("GPU 0 fills by 440 MiB an hour, not known by whom: out of memory in about ")
+
+
+def test_the_only_process_on_a_card_is_the_engine() -> None:
+    *_, last = run(3, leak, only_process)
+
+    assert states(last) == {"leaking"}
