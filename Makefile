@@ -60,6 +60,7 @@ bench: $(VENV)/.test
 # Some 150 traces of a seed and 90 recorded ones, about five and two seconds of processor each; no threshold was chosen on seeds 150 to 199.
 bench-leak: $(VENV)/.test
 	$(BIN)/python tests/bench/leak/score.py --seeds 150 --jobs 2 --write docs/leaks.md $(SCORE)
+	$(BIN)/python tests/bench/leak/rent.py --seeds 150 --jobs 2 --write docs/leaks.md
 
 engine-test: $(VENV)/.test
 	tests/engine/setup.sh $(ENGINE_FOLDER)
