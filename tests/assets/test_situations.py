@@ -48,7 +48,8 @@ def test_sixty_situations_and_more_are_played_and_none_is_another() -> None:
         lengths = {sum(phase.minutes for phase in engine.phases) for engine in each.engines}
         assert lengths == {DAYS * 24 * 60 if each in WEEK else 60 * HOURS}, each.name
     names = {series for each in everything for engine in each.located() for series, _ in engine.series()}
-    assert [fault for series in sorted(names) for fault in series_faults(series)] == []
+    ours = sorted(series for series in names if not series.startswith("kube_"))
+    assert [fault for series in ours for fault in series_faults(series)] == []
 
 
 @needs_promtool
