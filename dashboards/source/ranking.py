@@ -39,8 +39,6 @@ def ranked(more: str = "") -> str:
 CHOSEN: Final = f"{situation()}{AND_CHOSEN}"
 """The place in SITUATIONS of what holds for each engine."""
 
-WORST: Final = worst(CHOSEN)
-
 
 def shortened(expr: str) -> str:
     """Return `expr` with the ends of long names: where they are cut off at the right, all pods look alike."""
@@ -106,7 +104,7 @@ def organized(order: Iterable[str], hidden: Iterable[str], names: Json) -> Json:
     }
 
 
-def joined(columns: Iterable[tuple[str, str]], *unnamed: str, sort: str = "A") -> list[Json]:
+def joined(columns: Iterable[tuple[str, str]], *unnamed: str, sort: str = "A", limit: int | None = None) -> list[Json]:
     """Return the transformations that join queries by their labels and sort by these queries' values, the last first.
 
     `columns` are the queries' letters and what their values are called; the values of `unnamed` queries are not shown.
@@ -116,6 +114,7 @@ def joined(columns: Iterable[tuple[str, str]], *unnamed: str, sort: str = "A") -
     return [
         {"id": "merge", "options": {}},
         *({"id": "sortBy", "options": {"fields": {}, "sort": [{"field": f"Value #{each}"}]}} for each in sort),
+        *([] if limit is None else [{"id": "limit", "options": {"limitField": limit}}]),
         organized([*IDENTITY, *names], hidden, {"model_name": "model", "gpu": "GPU", **names}),
     ]
 

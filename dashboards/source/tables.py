@@ -9,14 +9,15 @@ from dashboards.source.colours import BAD, NEUTRAL, SITUATIONS, WARNING
 from dashboards.source.grafana import Json, override, query, steps, values
 from dashboards.source.panels import table
 from dashboards.source.ranking import (
+    AND_CHOSEN,
     BY_MODEL,
+    CHOSEN,
     NARROW,
     NEVER,
     NUMBERS,
     OPEN,
     ROWS,
     SEVERITIES,
-    WORST,
     joined,
     leading,
     number,
@@ -44,16 +45,14 @@ def engines() -> Json:
     }
     named = f'group by ({BY_TARGET}, model_name) (headroom_engine_info{{{TARGET},model_name=~"$model_name"}})'
     fullest = f"max by ({BY_GPU}) (bottomk by ({BY_TARGET}) (1, {ranked()}))"
-    asked = (
-        shortened(f"{each} and on ({BY_TARGET}) {WORST}") for each in (named, numbered(fullest), *columns.values())
-    )
+    asked = (shortened(f"{each}{AND_CHOSEN}") for each in (named, numbered(fullest), *columns.values()))
     return table(
         "Engines, worst first",
         f"The {ROWS} engines that are worst off: by their situation, then by the time to out of memory. The figures "
         "are of the worst GPU of each; time to OOM may be that of host memory. Time and rate are there only while "
         "something grows, unreported not while it sleeps; at the peak is what was free then.",
-        [query(shortened(with_link(WORST))), *map(query, asked)],
-        joined(zip("DEFGH", columns, strict=True), "A", "B", "C", sort="DA"),
+        [query(shortened(with_link(f"sort({CHOSEN})"))), *map(query, asked)],
+        joined(zip("DEFGH", columns, strict=True), "A", "B", "C", sort="DA", limit=ROWS),
         height=14,
         noValue="no engine is seen",
         overrides=[OPEN, *NARROW, _situation(), *NUMBERS],

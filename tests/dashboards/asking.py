@@ -40,6 +40,17 @@ def values(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) -
 def _variables(
     prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return both, with copies of what was found before for the same choice: most tests have it in common."""
+    key = (dashboard["uid"], tuple(sorted(chosen.items())))
+    if key not in prometheus.chosen:
+        prometheus.chosen[key] = _query_variables(prometheus, dashboard, chosen)
+    offered, put_in = prometheus.chosen[key]
+    return dict(offered), dict(put_in)
+
+
+def _query_variables(
+    prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
     offered: dict[str, list[str]] = {}
     put_in = dict(BUILT_IN)
     for variable in variables(dashboard):

@@ -54,7 +54,7 @@ EMPTY: Final = (
     ),
     Empty(
         why="nothing is wrong for long enough",
-        over=frozenset({"healthy", "restart", "burst", "engine down", "asleep", "small card"}),
+        over=frozenset({"healthy", "burst", "engine down", "asleep", "small card"}),
         queries={
             "headroom": {"Alert begins to fire": (), "Alerts": ()},
             "headroom-fleet": {"Firing alerts": (), "Alerts": ()},
@@ -72,8 +72,8 @@ EMPTY: Final = (
         queries={"headroom-fleet": {"Alert begins to fire": ()}},
     ),
     Empty(
-        why="the neighbour has stopped growing",
-        over=frozenset({"neighbour"}),
+        why="what was wrong is over",
+        over=frozenset({"neighbour", "restart"}),
         queries={
             "headroom": {"Alerts": ()},
             "headroom-fleet": {"Firing alerts": (), "Alerts": ()},
@@ -94,8 +94,8 @@ EMPTY: Final = (
         queries={"headroom": {"Failed readings per second": ()}},
     ),
     Empty(
-        why="no life lasts long enough for a baseline",
-        over=frozenset({"crash"}),
+        why="no run is sampled long enough for a baseline",
+        over=frozenset({"crash", "restart", "sidecar down", "asleep"}),
         queries={"headroom": {"Cost of a request over its baseline, at comparable load": ()}},
     ),
     Empty(

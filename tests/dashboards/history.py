@@ -24,8 +24,8 @@ from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
 from vllm_headroom_tools.demo.world import TABLE, Scenario, World
 
-SAMPLE_SECONDS: Final = 15
-"""Between two samples: with the daemon's own 5 s it would take three times as long."""
+SAMPLE_SECONDS: Final = 30
+"""Between two samples: with the daemon's own 5 s it would take four times as long, for the same states."""
 
 Scrape = tuple[float, list[Metric]]
 """When, and what the page had."""

@@ -28,8 +28,18 @@ def inlined() -> Iterator[tuple[str, str]]:
     """Yield the recording rules with what earlier ones mean in place of their names: nothing is recorded yet."""
     earlier: dict[str, str] = {}
     for name, expr in recorded():
-        earlier[name] = re.sub(r"[\w:]+", lambda found: earlier.get(found[0], found[0]), f"({expr})")
+        earlier[name] = _NAME.sub(lambda found: _meant(found, earlier), f"({expr})")
         yield name, earlier[name]
+
+
+_NAME: Final = re.compile(r"([\w:]+)( offset \w+)?")
+
+
+def _meant(found: re.Match[str], earlier: Mapping[str, str]) -> str:
+    """Return what a name means; an offset can only be of a range of an expression, here of its one value then."""
+    if found[1] not in earlier:
+        return found[0]
+    return f"last_over_time({earlier[found[1]]}[1m:1m]{found[2]})" if found[2] else earlier[found[1]]
 
 
 def alerting() -> Iterator[Mapping[str, Any]]:
@@ -38,12 +48,13 @@ def alerting() -> Iterator[Mapping[str, Any]]:
 
 
 def _alerts(rule: Mapping[str, Any], series: Series, times: Sequence[float]) -> Series:
-    """Return ALERTS of a rule."""
+    """Return ALERTS of a rule, without labels that are templates: no board asks for one."""
+    written = {label: text for label, text in rule["labels"].items() if "{{" not in text}
     wait, keep = (_seconds(rule[key]) if key in rule else 0.0 for key in ("for", "keep_firing_for"))
     alerts = []
     for each in series:
         labels = {label: value for label, value in each["metric"].items() if label != "__name__"}
-        labels |= {**rule["labels"], "alertname": rule["alert"]}
+        labels |= {**written, "alertname": rule["alert"]}
         states = list(_states({float(at) for at, _ in each["values"]}, times, wait, keep))
         for state in ("pending", "firing"):
             values = [(at, 1) for at, found in states if found == state]

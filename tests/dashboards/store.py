@@ -81,6 +81,7 @@ class Prometheus:
 
     def __init__(self, url: str, pid: int) -> None:
         self.pid = pid
+        self.chosen: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[dict[str, list[str]], dict[str, str]]] = {}
         self._client = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
     def ask(self, path: str, **form: str) -> Any:

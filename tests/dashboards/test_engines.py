@@ -33,10 +33,10 @@ DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 WITHOUT_LOAD = {"Dynamo"}
 """Engines whose page tells no load, without which no leak is told from work."""
 
-OF_VLLM = {"headroom_host_memory_planned_bytes"}
-"""What vLLM's options plan; the others have no such options."""
+OF_VLLM = {"headroom_host_memory_planned_bytes", "headroom_leak_bound_bytes"}
+"""What vLLM's options plan and bound; the others have no such options."""
 
-OF_LEAKS = re.compile(r"ALERTS|headroom_leak_state|leaking")
+OF_LEAKS = re.compile(r"ALERTS|headroom_leak_|leaking|time_to_oom")
 """Queries of what is there only when something leaks, or an alert fires."""
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)
