@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import random
 import sys
 import tempfile
@@ -36,6 +37,8 @@ TRACE_BYTES: Final = 8 * MIB
 GRACE_SECONDS: Final = 6.0
 """Of the machine's time: what a change may take until the page shows it, on a machine that others use too."""
 LIMITS: Final = {"rss_mib": 128, "growth_mib": 8, "fds": 320, "threads": 24, "state_mib": 16, "log_kib_per_hour": 512}
+STARVED_SECONDS: Final = 0.5
+"""What daemon and soak, its engine, may wait for a processor between two looks; beyond, the machine is at fault."""
 LEAK_STATES: Final = ("growing", "leaking")
 
 
@@ -52,6 +55,7 @@ class Figures:
     threads: int = 0
     state: int = 0
     scrapes: int = 0
+    judged: int = 0
     slowest_seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -67,6 +71,16 @@ class Figures:
         self.state = max(self.state, sum(sizes))
 
 
+def measure_wait(*pids: int) -> float:
+    """Return how many seconds the threads of these processes have waited for a processor so far."""
+    waited = 0.0
+    for pid in pids:
+        for each in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                waited += int(each.read_text().split()[1]) / 1e9
+    return waited
+
+
 @dataclass
 class Soak:
     """Faults that come and go, and what is checked meanwhile."""
@@ -75,6 +89,7 @@ class Soak:
     figures: Figures = field(default_factory=Figures)
     active: dict[str, tuple[float, contextlib.AbstractContextManager[None]]] = field(default_factory=dict)
     changed: dict[str, float] = field(default_factory=dict)
+    waited: float = math.inf
 
     def change(self) -> None:
         """End the faults whose time is over, and begin others by the dice."""
@@ -100,18 +115,31 @@ class Soak:
 
     def settled(self, *names: str) -> bool:
         """Return whether nothing of this changed lately, nor did the process itself stand still."""
-        return all(time.monotonic() - self.changed.get(each, -math.inf) > GRACE_SECONDS for each in (*names, "stall"))
+        of_late = (*names, "stall", "starved")
+        return all(time.monotonic() - self.changed.get(each, -math.inf) > GRACE_SECONDS for each in of_late)
+
+    def notice_starvation(self) -> None:
+        """Remember when the machine had no processor for the daemon or for this process."""
+        waited = measure_wait(self.world.pid, os.getpid())
+        if waited - self.waited > STARVED_SECONDS:
+            self.changed["starved"] = time.monotonic()
+            self.figures.counts["starved"] = self.figures.counts.get("starved", 0) + 1
+        self.waited = waited
 
     def look(self) -> None:
         """Scrape once and judge what the page says."""
         assert self.world.running is not None
-        began, settled = time.monotonic(), {each: self.settled(each) for each in ("nvml", "probe")}
-        settled["engine"] = self.settled("engine", "restart")
+        began = time.monotonic()
         try:
             text = self.world.running.get("/metrics").text
         except httpx.HTTPError as error:
-            self.complain(f"no answer to a scrape: {error!r}")
+            self.notice_starvation()
+            if self.settled():
+                self.complain(f"no answer to a scrape: {error!r}")
             return
+        self.notice_starvation()
+        settled = {"nvml": self.settled("nvml"), "engine": self.settled("engine", "restart")}
+        self.figures.judged += settled["engine"] and settled["nvml"]
         self.figures.scrapes += 1
         self.figures.slowest_seconds = max(self.figures.slowest_seconds, time.monotonic() - began)
         self.judge(Page(text), settled)
@@ -193,8 +221,12 @@ def report(soak: Soak, *, began: float, hours: float, log: str, trace: Path, sta
     }
     kept = sum(each.stat().st_size for each in trace.parent.glob(f"{trace.name}*"))
     slowest = f"slowest {figures.slowest_seconds:.2f} s"
-    print(f"{hours:.1f} hours of the daemon, {figures.scrapes} scrapes, {slowest}, exit {status}")
-    print("faults: " + ", ".join(f"{name} {count}" for name, count in sorted(figures.counts.items())))
+    scrapes = f"{figures.scrapes} scrapes ({figures.judged} judged for both sources)"
+    print(f"{hours:.1f} hours of the daemon, {scrapes}, {slowest}, exit {status}")
+    print(
+        "faults, and how often the machine had no processor: "
+        + ", ".join(f"{name} {count}" for name, count in sorted(figures.counts.items()))
+    )
     print(", ".join(f"{name} {value:.1f} (at most {limits[name]})" for name, value in values.items()))
     print(f"trace {kept / MIB:.1f} MiB (at most {2 * TRACE_BYTES / MIB:.0f})")
     samples, gap = longest_gap(trace, began, soak.world.speed, figures.excused)
@@ -226,7 +258,7 @@ def main() -> int:
         world.serve()
         settings = {
             "ENGINE_URL": engine.url,
-            "ENGINE_TIMEOUT_SECONDS": "0.5",
+            "ENGINE_TIMEOUT_SECONDS": "1",
             "SAMPLE_INTERVAL_SECONDS": str(SAMPLE_SECONDS),
             "GPU_SAMPLE_INTERVAL_SECONDS": "5",
             "PROBE_DIR": str(folder / "probe"),
