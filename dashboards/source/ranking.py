@@ -43,7 +43,7 @@ CHOSEN: Final = f"{situation()}{AND_CHOSEN}"
 def shortened(expr: str) -> str:
     """Return `expr` with the ends of long names: where they are cut off at the right, all pods look alike."""
     for label in ("pod", "model_name"):
-        expr = f'label_replace({expr}, "{label}", "…$1", "{label}", ".+(.{{26}})")'
+        expr = f'label_replace({expr}, "{label}", "…$1", "{label}", ".+(.{{22}})")'
     return expr
 
 
