@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nvml(tmp_path: Path) -> FakeNvml:
-    return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a", used_bytes=held(ALARM_STEPS))])
+    return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a", used_bytes=held(ALARM_STEPS), processes={4242: None})])
 
 
 @pytest.fixture
