@@ -1,7 +1,5 @@
 """The entry of the process."""
 
-from __future__ import annotations
-
 import sys
 
 from vllm_headroom_tools.early import count_files, end_on_signals, stand_in

@@ -1,7 +1,5 @@
 """Every exported metric, in the order of the page: the public contract in code."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom.model import Metric

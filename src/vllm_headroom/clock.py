@@ -1,7 +1,5 @@
 """The only place that reads the time."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Protocol

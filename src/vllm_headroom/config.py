@@ -1,7 +1,5 @@
 """Everything an operator can set: each setting, the sources that give it, and a line for each mistake in them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

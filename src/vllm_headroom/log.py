@@ -1,7 +1,5 @@
 """The log: an event and its fields, through the standard library's logging."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import MutableMapping
 from typing import Any

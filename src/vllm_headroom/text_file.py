@@ -1,7 +1,5 @@
 """Bounded reading of a file that people write, or of a pipe in its place."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

@@ -4,8 +4,6 @@ A size is bytes with a unit. A number without one is bytes too, and accepted fro
 memory of a GPU or a page, and `80` may mean 80 GiB.
 """
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, datetime
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """The closed sets of label values."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Final
 

@@ -1,7 +1,5 @@
 """A daemon thread for calls that may never return."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """A YAML file that people write: a key given twice is found, and a value can stay the text that was written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from errno import EFBIG
 from os import strerror

@@ -1,7 +1,5 @@
 """What a command is, and the one way in which all of them are run."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

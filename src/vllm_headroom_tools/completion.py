@@ -1,7 +1,5 @@
 """The command `completion`: what a shell needs to complete commands, options and values."""
 
-from __future__ import annotations
-
 from argparse import Action, Namespace
 from collections.abc import Iterator
 from typing import Final

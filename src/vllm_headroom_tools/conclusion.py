@@ -1,7 +1,5 @@
 """What a command concludes: the verdict with its headline and findings, and the one JSON object that has them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """What a process does before it imports much: its streams, how signals end it, and what imports go without."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """The command `help`: a command's options, as text or as a man page."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Final

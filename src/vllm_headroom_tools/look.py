@@ -1,7 +1,5 @@
 """One reading of the engine's page, the GPUs and the processes, by the daemon's readers."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable

@@ -1,7 +1,5 @@
 """JSON answers of servers with OpenAI's interface and of vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command `probe`: puts the probe where vLLM finds it, or has it record who allocates."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The command `run`: the daemon."""
 
-from __future__ import annotations
-
 import gc
 from argparse import Namespace
 from typing import Final, NoReturn

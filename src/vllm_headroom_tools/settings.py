@@ -41,9 +41,7 @@ def _read_model_file(text: str) -> ModelFile:
 
 
 Model = Annotated[
-    InstanceOf[ModelFile],
-    from_text(_read_model_file),
-    PlainSerializer(lambda model: str(model.path), when_used="json"),
+    InstanceOf[ModelFile], from_text(_read_model_file), PlainSerializer(lambda model: str(model.path), when_used="json")
 ]
 
 

@@ -1,7 +1,5 @@
 """Read a recorded trace, from a file or standard input, into snapshots."""
 
-from __future__ import annotations
-
 import json
 import sys
 import zlib

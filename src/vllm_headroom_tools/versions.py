@@ -1,7 +1,5 @@
 """Versions of vLLM, and the leaks and faults that are known of each."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from enum import StrEnum

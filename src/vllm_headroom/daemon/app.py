@@ -1,7 +1,5 @@
 """The composition root: build the daemon, run it and shut it down."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Have the API server evict this pod before a leak ends its engine, one pod of a workload at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Write the flight record, and set a part of it aside as an incident when the engine exits or stalls."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,12 +24,7 @@ from vllm_headroom.trace.recorder import FileWriter, resolve_folder
 from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 
 MOST_HOLDERS: Final = 64
-FIGURES: Final = (
-    catalog.LEAK_RATE,
-    catalog.LEAK_PER_REQUEST,
-    catalog.LEAKED,
-    catalog.TIME_TO_OOM,
-)
+FIGURES: Final = (catalog.LEAK_RATE, catalog.LEAK_PER_REQUEST, catalog.LEAKED, catalog.TIME_TO_OOM)
 """The leak detector's results for a GPU besides its state."""
 
 

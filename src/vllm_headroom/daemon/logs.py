@@ -1,7 +1,5 @@
 """Write log lines to stderr, as logfmt or JSON, the daemon's and those of libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The loops of the daemon, and how they end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -1,7 +1,5 @@
 """The daemon's parts that read the outside: the real engine, GPUs and processes."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import httpx

@@ -1,7 +1,5 @@
 """Sample once per tick: read, attribute, derive, publish."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,7 +1,5 @@
 """Log each change of state once."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom import catalog

@@ -1,7 +1,5 @@
 """Pure derivations: one question per file, each a function of its state and the snapshot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from math import isfinite

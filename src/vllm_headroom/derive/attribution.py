@@ -1,7 +1,5 @@
 """Attribution of GPUs and their memory to the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -103,7 +101,7 @@ class Selection(Struct, frozen=True, kw_only=True):
     listed: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, gpus: str | tuple[str, ...]) -> Selection:
+    def of(cls, gpus: str | tuple[str, ...]) -> "Selection":
         """Return what `auto`, `all` or a list of names selects."""
         return cls(listed=gpus) if isinstance(gpus, tuple) else cls(everything=gpus == "all")
 

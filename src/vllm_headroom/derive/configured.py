@@ -1,7 +1,5 @@
 """What vLLM was configured to do, where its page does not show it: settings of each engine, pools in host memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final

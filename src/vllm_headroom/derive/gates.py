@@ -1,7 +1,5 @@
 """Whether traffic should stay away from the engine, the answer of /gate/ready, and whether its pod is to be evicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Final

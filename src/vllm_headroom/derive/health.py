@@ -1,7 +1,5 @@
 """The state of each source: whether and when it could be read, and how long it took."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

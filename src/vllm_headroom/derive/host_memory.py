@@ -1,7 +1,5 @@
 """The engine's host memory: its container or machine, and how much is in use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

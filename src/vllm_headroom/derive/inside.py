@@ -1,7 +1,5 @@
 """What the engine uses its memory on a GPU for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 

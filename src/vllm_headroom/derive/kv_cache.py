@@ -1,7 +1,5 @@
 """The size of the KV cache and its use per request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import floor, isfinite
 from typing import Final

@@ -1,7 +1,5 @@
 """The verdict on memory that leaks, may leak, or fills a configured pool, in one sentence."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from msgspec.structs import replace

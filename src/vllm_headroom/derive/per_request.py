@@ -1,7 +1,5 @@
 """Memory per running request, against a baseline at comparable load."""
 
-from __future__ import annotations
-
 from math import log
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The readings as samples, under stable names."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Final, TypeVar

@@ -1,7 +1,5 @@
 """The memory that an engine keeps in sleep."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from msgspec import Struct, field

@@ -1,7 +1,5 @@
 """Whether load is level, and each GPU's change of memory since then."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The verdict on each GPU, the engine and its host memory, one sentence each."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from math import inf
@@ -18,17 +16,7 @@ from vllm_headroom.derive.leak.leak import is_alone
 from vllm_headroom.derive.leak_verdicts import HOUR_SECONDS, describe_gpu_leak, describe_host_leak
 from vllm_headroom.derive.life.signs import is_starved
 from vllm_headroom.derive.readings import make_states
-from vllm_headroom.model import (
-    NO_VERDICT,
-    EngineStatus,
-    Failure,
-    Gpu,
-    HostMemory,
-    Sample,
-    Snapshot,
-    Values,
-    Verdict,
-)
+from vllm_headroom.model import NO_VERDICT, EngineStatus, Failure, Gpu, HostMemory, Sample, Snapshot, Values, Verdict
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import EngineState, LeakState, Level, Situation
 

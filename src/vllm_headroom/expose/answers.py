@@ -1,7 +1,5 @@
 """Answer requests by path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct

@@ -1,7 +1,5 @@
 """Draw curves over time as SVG, for the page, files and reports."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Draw the free memory of GPUs and host, and the load, over the last day."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final

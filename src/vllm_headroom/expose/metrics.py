@@ -1,7 +1,5 @@
 """Serve the metrics page, encoded once per sample and format, with the sample's age at the scrape."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from collections import defaultdict

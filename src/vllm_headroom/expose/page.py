@@ -1,7 +1,5 @@
 """Render the page: the worst situation first, then curves, then tables."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections import Counter

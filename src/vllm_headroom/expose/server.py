@@ -1,7 +1,5 @@
 """Serve HTTP on a limited number of connections, one answer at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re
@@ -43,7 +41,7 @@ class Phase(Enum):
 class Connection(asyncio.Protocol):
     """An HTTP/1.1 connection by h11; it does not read while a request waits for its turn."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: "Server") -> None:
         self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)
         self._loop = asyncio.get_running_loop()

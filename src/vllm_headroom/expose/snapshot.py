@@ -1,7 +1,5 @@
 """Build `/snapshot.json`, the page for programs, with the catalogue's keys."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final

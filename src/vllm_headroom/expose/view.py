@@ -1,7 +1,5 @@
 """What the page and the snapshot show at one moment."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite, isnan, nan

@@ -1,7 +1,5 @@
 """The engine's data: its page, processes, host memory and status."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Final, get_origin, get_type_hints

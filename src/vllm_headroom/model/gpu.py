@@ -1,7 +1,5 @@
 """The GPUs' data: readings of the driver and the probe, and attribution."""
 
-from __future__ import annotations
-
 import re
 from enum import Enum, StrEnum
 from typing import Final
@@ -251,7 +249,7 @@ class GpuReading(Device, frozen=True, kw_only=True):
     failure: Failure | None = None
     vendor: Vendor = Vendor.NVIDIA
 
-    def failed(self, failure: Failure) -> GpuReading:
+    def failed(self, failure: Failure) -> "GpuReading":
         """Return the failed reading of this device; it keeps its XID errors, which the daemon counts."""
         return GpuReading(
             index=self.index,

@@ -1,7 +1,5 @@
 """The data of one tick."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
@@ -141,10 +139,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 NO_VERDICT: Final = Verdict(
-    subject="sidecar",
-    level=Level.UNKNOWN,
-    sentence="No sample has been published yet.",
-    situation=Situation.BLIND,
+    subject="sidecar", level=Level.UNKNOWN, sentence="No sample has been published yet.", situation=Situation.BLIND
 )
 
 

@@ -1,7 +1,5 @@
 """The status of the engine, and the end of its run."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from msgspec import Struct
@@ -69,7 +67,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         lost = _subtract(self.last_room_bytes, self.first_room_bytes)
         return 0.0 if n_bytes is None or not lost else max(0.0, n_bytes / lost)
 
-    def raise_peak(self, used_bytes: int) -> GpuAtEnd:
+    def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
         """Return the GPU with a higher use than at the newest sample, some time after it: its holder is unknown."""
         if self.usable_bytes is None or self.newest_used_bytes is None or used_bytes <= self.newest_used_bytes:
             return self

@@ -1,7 +1,5 @@
 """Engine readings from the samples of a page, by a profile."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Samples of selected names from Prometheus text."""
 
-from __future__ import annotations
-
 import re
 from functools import cache, lru_cache
 from typing import Final

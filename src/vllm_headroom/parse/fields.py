@@ -1,7 +1,5 @@
 """Strict reading of fields in foreign JSON objects: absent and null are None, anything wrong is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar
 

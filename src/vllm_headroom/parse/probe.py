@@ -1,7 +1,5 @@
 """The probe's file of one process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, Final

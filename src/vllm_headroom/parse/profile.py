@@ -1,7 +1,5 @@
 """The format of a profile, which maps the series of an engine's page to fields."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from enum import Enum, auto

@@ -1,7 +1,5 @@
 """What is remembered of a GPU between two readings: its peaks and its last failure."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Final
 

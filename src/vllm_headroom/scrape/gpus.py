@@ -1,7 +1,5 @@
 """The GPUs of this machine, of every vendor."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path

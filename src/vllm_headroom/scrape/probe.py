@@ -1,7 +1,5 @@
 """Read the probe's files, in a folder that another container may fill with anything."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

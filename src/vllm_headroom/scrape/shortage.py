@@ -1,7 +1,5 @@
 """Shortages on this side that keep the daemon from reading any source."""
 
-from __future__ import annotations
-
 import errno
 from typing import Final
 

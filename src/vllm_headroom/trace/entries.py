@@ -1,23 +1,11 @@
 """Build the lines of a trace: GPUs, engines, processes and the host."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vllm_headroom.model import (
-    EngineProcess,
-    EngineReading,
-    Failure,
-    Gpu,
-    HostMemory,
-    Inside,
-    Snapshot,
-)
-from vllm_headroom.parse.fields import (
-    LARGEST,
-)
+from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, HostMemory, Inside, Snapshot
+from vllm_headroom.parse.fields import LARGEST
 
 _NAMES: Final = {"gpu_memory_utilization_ratio": "gpu_memory_utilization", "started_at_seconds": "started_at"}
 """The engine's facts with another name in the format."""

@@ -1,7 +1,5 @@
 """The flight record on disk: the last hours as a trace of two files, and its incidents."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

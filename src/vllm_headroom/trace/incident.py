@@ -1,7 +1,5 @@
 """The facts in the header of an incident, which a later reader cannot derive from its samples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, get_args, get_origin
 

@@ -1,7 +1,5 @@
 """Write the trace file: one line a tick, at most two files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The command `advise`."""
 
-from __future__ import annotations
-
 import argparse
 from argparse import Namespace
 from collections.abc import Coroutine, Iterator

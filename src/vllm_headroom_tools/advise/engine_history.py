@@ -1,21 +1,12 @@
 """The figures of one engine over a trace."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from msgspec.structs import replace
 
 from vllm_headroom.derive.kv_cache import count_tokens_per_request
 from vllm_headroom.model import EngineReading
-from vllm_headroom_tools.advise.facts import (
-    FULL_RATIO,
-    CappedFacts,
-    EngineFacts,
-    FullFacts,
-    PrefixFacts,
-    StrandedFacts,
-)
+from vllm_headroom_tools.advise.facts import FULL_RATIO, CappedFacts, EngineFacts, FullFacts, PrefixFacts, StrandedFacts
 from vllm_headroom_tools.history import Histogram, Rise
 
 WAITING_REQUESTS: Final = 10

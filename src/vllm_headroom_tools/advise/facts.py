@@ -1,7 +1,5 @@
 """The facts about an engine that the rules judge."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Final
 
@@ -133,7 +131,7 @@ class Extent(Struct, frozen=True):
     least: float
     most: float
 
-    def widen(self, now: float) -> Extent:
+    def widen(self, now: float) -> "Extent":
         """Add a reading."""
         return Extent(now, min(now, self.least), max(now, self.most))
 

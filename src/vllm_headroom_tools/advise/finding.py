@@ -1,7 +1,5 @@
 """The findings of a rule: a cause, its evidence, and what to change."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from msgspec import Struct

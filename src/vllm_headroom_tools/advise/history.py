@@ -1,7 +1,5 @@
 """Facts from a trace."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from msgspec.structs import replace

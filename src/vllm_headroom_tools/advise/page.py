@@ -1,7 +1,5 @@
 """Facts from a sidecar's page: the present, and counters since the engine's start."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Mapping
 from math import isfinite

@@ -1,7 +1,5 @@
 """The version and the options that vLLM was started with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final

@@ -1,7 +1,5 @@
 """The verdict of all rules on the facts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 

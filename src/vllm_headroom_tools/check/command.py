@@ -1,7 +1,5 @@
 """The command `check`."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -201,13 +199,7 @@ SAME_LOAD: Final = "GPU and host memory at the same load; the KV cache may be as
 JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
     "max_leak_per_thousand_requests": (LEAK, judge_gpu_leaks, "SIZE", SIZE, "GPU memory, by the leak detector"),
     "max_host_leak_per_thousand_requests": (HOST_LEAK, judge_host_leaks, "SIZE", SIZE, "host memory, in the same way"),
-    "max_discrepancy": (
-        DISCREPANCY,
-        judge_discrepancies,
-        "SHARE",
-        SHARE,
-        "GPU memory held beyond the engine's budget",
-    ),
+    "max_discrepancy": (DISCREPANCY, judge_discrepancies, "SHARE", SHARE, "GPU memory held beyond the engine's budget"),
     "max_bytes_per_request": (COST, judge_costs, "SIZE", SIZE, "GPU memory over running requests, at full load"),
     "max_preemptions_per_thousand_requests": (PREEMPTIONS, judge_preemptions, "N", NUMBER, "as vLLM counts them"),
     "max_growth_over_baseline": (GROWTH, judge_growths, "SHARE", SHARE, SAME_LOAD),

@@ -1,7 +1,5 @@
 """Limits on leaks, and whether the detector would have found a leak at the limit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import ceil

@@ -1,7 +1,5 @@
 """Limits on a trace, and how each is judged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Final

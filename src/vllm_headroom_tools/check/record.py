@@ -1,7 +1,5 @@
 """The figures of a trace that limits are set on."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Final, Generic, TypeVar
@@ -58,10 +56,7 @@ def _apply_budget(snapshot: Snapshot, budget: Budget) -> Snapshot:
         return snapshot
     engines = tuple(
         replace(
-            engine,
-            gpu_memory_utilization_ratio=budget.utilization_ratio,
-            kv_cache_memory_bytes=None,
-            memory_bytes=None,
+            engine, gpu_memory_utilization_ratio=budget.utilization_ratio, kv_cache_memory_bytes=None, memory_bytes=None
         )
         for engine in snapshot.engines.engines
     )

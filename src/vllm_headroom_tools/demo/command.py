@@ -1,7 +1,5 @@
 """The command `demo`: what an operator can set of it, and the daemon over a simulated engine and GPU."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Annotated, ClassVar, Final
 

@@ -1,7 +1,5 @@
 """The daemon over a simulated world whose clock runs faster."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from math import exp

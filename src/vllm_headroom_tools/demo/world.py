@@ -1,7 +1,5 @@
 """The simulated world: one GPU, the engine on it, and the scenarios of what happens to them."""
 
-from __future__ import annotations
-
 from math import ceil, cos, exp, inf, log1p, pi, sqrt
 from random import Random
 from typing import Final
@@ -47,8 +45,7 @@ TABLE: Final[dict[str, Scenario]] = {
         # 12.8 MB per 1,000 requests: the rate in the post-mortem this project began with.
         Scenario(name="leak", leak_bytes_per_request=12_800.0),
         Scenario(
-            name="burst",
-            bursts=Visits(pause_seconds=(1_200.0, 2_400.0), stay_seconds=(20.0, 45.0), size=(4.0, 6.0)),
+            name="burst", bursts=Visits(pause_seconds=(1_200.0, 2_400.0), stay_seconds=(20.0, 45.0), size=(4.0, 6.0))
         ),
         Scenario(
             name="neighbour",
@@ -59,15 +56,13 @@ TABLE: Final[dict[str, Scenario]] = {
         Scenario(name="restart", restart_after_seconds=(6_300.0, 8_100.0)),
         Scenario(name="crash", restart_after_seconds=(600.0, 1_800.0)),
         Scenario(
-            name="hang",
-            hangs=Visits(pause_seconds=(900.0, 1_500.0), stay_seconds=(300.0, 600.0), size=(1.0, 1.0)),
+            name="hang", hangs=Visits(pause_seconds=(900.0, 1_500.0), stay_seconds=(300.0, 600.0), size=(1.0, 1.0))
         ),
         Scenario(
             name="slow-start", cold=True, loading_seconds=(720.0, 1_800.0), restart_after_seconds=(7_200.0, 10_800.0)
         ),
         Scenario(
-            name="sleep",
-            sleeps=Visits(pause_seconds=(900.0, 1_500.0), stay_seconds=(600.0, 1_200.0), size=(1.0, 1.0)),
+            name="sleep", sleeps=Visits(pause_seconds=(900.0, 1_500.0), stay_seconds=(600.0, 1_200.0), size=(1.0, 1.0))
         ),
     )
 }

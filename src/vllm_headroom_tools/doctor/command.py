@@ -1,7 +1,5 @@
 """The command `doctor`: looks at everything at once."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Is the engine's page there?"""
 
-from __future__ import annotations
-
 import json
 import shlex
 import time
@@ -141,10 +139,7 @@ WITHOUT_A_REPORT: Final = tuple(
 )
 A_GPU: Final = Gpu(
     reading=GpuReading(
-        index=0,
-        uuid="",
-        name="",
-        memory=GpuMemory(total_bytes=GIB, used_bytes=0, free_bytes=GIB, reserved_bytes=0),
+        index=0, uuid="", name="", memory=GpuMemory(total_bytes=GIB, used_bytes=0, free_bytes=GIB, reserved_bytes=0)
     ),
     attribution=Attribution.ASSUMED,
 )
@@ -231,8 +226,7 @@ def _fix_first_request(survey: Survey, page: EnginePage) -> Fix:
     body = json.dumps({"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1})
     url = shlex.quote(str(survey.url.join("v1/completions")))
     return Fix(
-        where="with a first request",
-        lines=(f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}",),
+        where="with a first request", lines=(f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}",)
     )
 
 

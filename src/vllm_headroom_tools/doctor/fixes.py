@@ -1,7 +1,5 @@
 """A check of the doctor, and the lines that fix what is missing."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
@@ -84,20 +82,14 @@ SEE_THE_GPUS: Final = (
             "  - {name: NVIDIA_DRIVER_CAPABILITIES, value: utility}",
         ),
     ),
-    Fix(
-        where="in both containers, where the pod has the GPUs by a DRA claim, here named gpu",
-        lines=(CLAIM,),
-    ),
+    Fix(where="in both containers, where the pod has the GPUs by a DRA claim, here named gpu", lines=(CLAIM,)),
     Fix(
         where="in the pod's metadata, where the GPU Operator runs its NRI plugin",
         lines=("annotations: {nvidia.cdi.k8s.io/container.headroom: nvidia.com/gpu=all}",),
     ),
     Fix(
         where=COMPOSE,
-        lines=(
-            "runtime: nvidia",
-            "environment: {NVIDIA_VISIBLE_DEVICES: all, NVIDIA_DRIVER_CAPABILITIES: utility}",
-        ),
+        lines=("runtime: nvidia", "environment: {NVIDIA_VISIBLE_DEVICES: all, NVIDIA_DRIVER_CAPABILITIES: utility}"),
     ),
     Fix(
         where="on a machine without containers, once NVIDIA's driver is installed, this works", lines=("nvidia-smi -L",)

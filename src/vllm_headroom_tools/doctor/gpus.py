@@ -1,7 +1,5 @@
 """Which GPUs can be seen?"""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -54,10 +52,7 @@ def check_nvml(survey: Survey) -> Check:
     """Check whether NVML answers, and with which driver."""
     if isinstance(survey.readings, Failure):
         return Check(
-            Status.MISSING,
-            survey.readings.message,
-            absent=WITHOUT_NVML,
-            fixes=find_nvml_fixes(survey.readings.reason),
+            Status.MISSING, survey.readings.message, absent=WITHOUT_NVML, fixes=find_nvml_fixes(survey.readings.reason)
         )
     if all(device.vendor is Vendor.AMD for device in survey.readings.devices):
         text = "not needed: the GPUs are AMD's, whose driver reports them in /sys"
@@ -281,9 +276,7 @@ def _judge_attribution(survey: Survey, selection: Selection) -> Check:
         shown = ", ".join(name_device(gpu.reading) for gpu in others)
         text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {shown}"
         return Check(
-            Status.MISSING,
-            text,
-            fixes=(fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs"),),
+            Status.MISSING, text, fixes=(fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs"),)
         )
     if not owned:
         return _explain_none(survey)

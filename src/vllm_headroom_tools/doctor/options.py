@@ -1,7 +1,5 @@
 """Does vLLM's command line contradict itself, and has this version known faults?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Is the daemon's own address free, or is the daemon already there?"""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """Concurrent clients: each sends its next request after its answer, or when the pace gives it a turn."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -186,10 +184,7 @@ class RequestSender:
         async with self._connecting:
             began, target = monotonic(), self._target
             _, connection = await asyncio.get_running_loop().create_connection(
-                ClientConnection,
-                *target.address,
-                ssl=target.tls,
-                server_hostname=target.host if target.tls else None,
+                ClientConnection, *target.address, ssl=target.tls, server_hostname=target.host if target.tls else None
             )
             return connection, monotonic() - began
 

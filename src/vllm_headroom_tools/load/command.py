@@ -1,7 +1,5 @@
 """The command `load`."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from datetime import UTC, datetime
@@ -13,18 +11,7 @@ from vllm_headroom.inputs import show_url
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_lengths
-from vllm_headroom_tools.options import (
-    DURATION,
-    FILE,
-    FOLDER,
-    GPUS,
-    NUMBER,
-    SHARE,
-    Parser,
-    Value,
-    page_url,
-    whole,
-)
+from vllm_headroom_tools.options import DURATION, FILE, FOLDER, GPUS, NUMBER, SHARE, Parser, Value, page_url, whole
 
 MOST_CLIENTS: Final = 1_000_000
 PROBE_DIR: Final = "HEADROOM_PROBE_DIR"

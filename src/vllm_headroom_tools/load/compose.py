@@ -1,7 +1,5 @@
 """The composition root of `load`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -114,9 +112,7 @@ async def run_load(order: LoadOrder) -> Report:
         trace=order.trace,
     )
     asker = RequestSender(
-        target=target,
-        make_body=_make_bodies(order, model, texts),
-        timeout_seconds=order.timeout_seconds,
+        target=target, make_body=_make_bodies(order, model, texts), timeout_seconds=order.timeout_seconds
     )
     pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second)
     clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds)

@@ -1,7 +1,5 @@
 """The report of a load, as JSON and as text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final

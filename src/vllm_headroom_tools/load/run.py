@@ -1,7 +1,5 @@
 """The steps of a load one after another, with what runs beside them."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A streamed answer, parsed event by event, and the tally of requests."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

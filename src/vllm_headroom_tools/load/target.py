@@ -1,7 +1,5 @@
 """The server under load: its address, its models and its requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The command `plan`."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from argparse import Namespace
@@ -200,11 +198,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_choice(
-    group: argparse._ArgumentGroup,
-    flags: Sequence[str],
-    names: Sequence[str],
-    meaning: str,
-    default: str | None = None,
+    group: argparse._ArgumentGroup, flags: Sequence[str], names: Sequence[str], meaning: str, default: str | None = None
 ) -> None:
     kind = choice(names)
     group.add_argument(*flags, metavar="NAME", type=kind, default=default, help=f"{meaning}: {kind.accepts}")

@@ -1,7 +1,5 @@
 """The answer for scripts, and what the probe measured in an engine that serves the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from math import floor
 from pathlib import Path
@@ -21,13 +19,7 @@ from vllm_headroom_tools.plan.verdict import (
     list_notes,
     list_unknown,
 )
-from vllm_headroom_tools.sizing.estimate import (
-    MemoryEstimate,
-    Range,
-    can_start,
-    list_longest,
-    list_most,
-)
+from vllm_headroom_tools.sizing.estimate import MemoryEstimate, Range, can_start, list_longest, list_most
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.question import UTILIZATION
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text

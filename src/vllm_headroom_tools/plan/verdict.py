@@ -1,7 +1,5 @@
 """The answer in sentences: whether it fits, why, and what to know about the figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import floor
 from typing import Final
@@ -216,10 +214,7 @@ def _list_candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
     ):
         yield Saving(settings=((option, value),), price=price), changed
         for change, shorter in () if enough or find_problem(changed) else _shorten(changed):
-            yield (
-                Saving(settings=((option, value), *change.settings), price=f"{price}; {change.price}"),
-                shorter,
-            )
+            yield (Saving(settings=((option, value), *change.settings), price=f"{price}; {change.price}"), shorter)
 
 
 def _shorten(question: Question) -> Iterator[tuple[Saving, Question]]:
@@ -227,10 +222,7 @@ def _shorten(question: Question) -> Iterator[tuple[Saving, Question]]:
     longest = (found.find_longest(1) if found else None) or 0
     if longest >= SMALLEST_LENGTH and (asked is None or longest < asked):
         settings = (("--max-model-len", str(longest)),)
-        yield (
-            Saving(settings=settings, price="longer requests are refused"),
-            replace(question, max_model_len=longest),
-        )
+        yield (Saving(settings=settings, price="longer requests are refused"), replace(question, max_model_len=longest))
 
 
 def _reduce_sequences(question: Question) -> Iterator[Option]:

@@ -1,7 +1,5 @@
 """The last end of the engine in a trace, or the one that an incident is about."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """A post-mortem as text, JSON and HTML."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -51,10 +49,7 @@ TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
     ),
     EndCause.NEVER_FITTED: (
         ("Run `vllm-headroom preflight` and `vllm-headroom plan` before the next start", None),
-        (
-            "Lower --gpu-memory-utilization where others hold memory, else raise --tensor-parallel-size",
-            CONSERVE,
-        ),
+        ("Lower --gpu-memory-utilization where others hold memory, else raise --tensor-parallel-size", CONSERVE),
     ),
     EndCause.HANG: (
         ("Take a stack of every process before the restart: py-spy dump --pid PID", TROUBLE),

@@ -1,7 +1,5 @@
 """The checks of one GPU, of host memory and of /dev/shm before vLLM starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import ceil
@@ -84,9 +82,7 @@ class Finding(Struct, frozen=True):
     may_pass: bool = False
 
 
-CERTAIN: Final = frozenset(
-    {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST},
-)
+CERTAIN: Final = frozenset({Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST})
 """Failures that CUDA meets as well."""
 
 LEAST_SHM_BYTES: Final = 256 * MIB

@@ -1,7 +1,5 @@
 """The command `preflight`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

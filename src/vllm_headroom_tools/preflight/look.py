@@ -1,7 +1,5 @@
 """One look at the GPUs, their processes and /dev/shm, through the daemon's own readers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import chain

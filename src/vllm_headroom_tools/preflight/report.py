@@ -1,7 +1,5 @@
 """Would vLLM start now? All that was found, and the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from itertools import zip_longest
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Drawings of memory and load over a trace, as SVG and for a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import escape

@@ -1,7 +1,5 @@
 """The encoder of images, video or sound in a model's configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -65,8 +63,7 @@ def parse_encoder(config: Config) -> Encoder | None:
     counts = [_count_parameters(each) for each in found]
     known = [count for count in counts if count is not None]
     return Encoder(
-        parameters=sum(known) if len(known) == len(counts) else None,
-        largest=_find_largest(config, found[0]),
+        parameters=sum(known) if len(known) == len(counts) else None, largest=_find_largest(config, found[0])
     )
 
 

@@ -1,7 +1,5 @@
 """What fits, in numbers: bytes per GPU, tokens and sequences."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from msgspec import Struct
@@ -24,7 +22,7 @@ class Range(Struct, frozen=True, kw_only=True):
     low: float
     high: float
 
-    def __add__(self, other: Range) -> Range:
+    def __add__(self, other: "Range") -> "Range":
         """Return the bounds of both together."""
         return Range(low=self.low + other.low, high=self.high + other.high)
 

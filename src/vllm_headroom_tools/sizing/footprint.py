@@ -1,7 +1,5 @@
 """What a model takes of a GPU: bytes of KV cache per token, bytes of weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from math import ceil

@@ -1,7 +1,5 @@
 """What each layer of a model keeps of a sequence: every token, a window, a state, or nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

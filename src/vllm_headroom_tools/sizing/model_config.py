@@ -1,7 +1,5 @@
 """A model's configuration, as it lies in a folder beside its weights: to shape."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

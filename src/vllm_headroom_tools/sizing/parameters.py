@@ -1,7 +1,5 @@
 """How many parameters the layers of a model have, and of which sort, counted from its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Final
 

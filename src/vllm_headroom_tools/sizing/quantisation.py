@@ -1,7 +1,5 @@
 """What a parameter of a model weighs: from its configuration's dtype or quantisation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Final

@@ -1,7 +1,5 @@
 """The question of `plan`: a model, and vLLM's settings."""
 
-from __future__ import annotations
-
 from math import ceil
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The command `smoke`: whether a vLLM that was just started serves."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from argparse import Namespace
@@ -265,9 +263,7 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Step
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
         return Step(Conclusion.NOT_GOOD, text)
     if strangers:
-        return _skip(
-            f"{ratios_text}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
-        )
+        return _skip(f"{ratios_text}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are")
     return Step(Conclusion.GOOD, f"{ratios_text}, {limit_ratio:.1%} is allowed")
 
 

@@ -1,7 +1,5 @@
 """Files of state, replaced as a whole, in a folder that belongs to one daemon at a time."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Decide when to read, restore, refuse and write the state."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """The input and the memory of the detector for one series of memory readings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from enum import IntEnum
 from math import log

@@ -1,7 +1,5 @@
 """The growth in a window of blocks: what was retained above all that was held before, and how often it rose."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Growth inside the engine, from the probe: all memory in use without torch's cache, and where it grows."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The judge: adds the evidence of the witnesses, and holds an alarm until its growth has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The leak derivation: GPUs and host memory together."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 

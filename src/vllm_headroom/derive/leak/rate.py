@@ -1,7 +1,5 @@
 """The rate of growth with its interval, and the time until the device is full."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from itertools import combinations, pairwise
 from math import sqrt

@@ -1,7 +1,5 @@
 """The step witness: large steps at a pace, and of sizes, that records and first uses of work never have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import log
 from typing import Final

@@ -1,7 +1,5 @@
 """One series of memory readings, followed through runs, rests and blocks."""
 
-from __future__ import annotations
-
 from math import exp
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The witnesses of even growth: how often it rises, at what pace, in what shape."""
 
-from __future__ import annotations
-
 from math import log
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The case file of a run of the engine: what explains its end, collected sample by sample."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from math import inf
@@ -13,17 +11,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.life.signs import EngineRun
 from vllm_headroom.derive.readings import limit_remembered, list_named, sum_known
-from vllm_headroom.model import (
-    Ending,
-    EngineProcess,
-    EngineReading,
-    Failure,
-    Fate,
-    Gpu,
-    GpuAtEnd,
-    Lost,
-    Snapshot,
-)
+from vllm_headroom.model import Ending, EngineProcess, EngineReading, Failure, Fate, Gpu, GpuAtEnd, Lost, Snapshot
 from vllm_headroom.vocabulary import ExitReason, IncidentKind, Reason, Role
 
 SLOT_SECONDS: Final = 30.0

@@ -3,8 +3,6 @@
 docs/commands/postmortem.md has the table of causes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The state of the engine and its runs, across restarts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import product
@@ -27,15 +25,7 @@ from vllm_headroom.derive.life.signs import (
     update_movements,
 )
 from vllm_headroom.derive.readings import RESTART_SHARE, is_new_run, is_page_awake, limit_remembered, sum_known
-from vllm_headroom.model import (
-    SAME_START_SECONDS,
-    Ending,
-    EngineProcess,
-    EngineStatus,
-    HangSign,
-    ProcessName,
-    Snapshot,
-)
+from vllm_headroom.model import SAME_START_SECONDS, Ending, EngineProcess, EngineStatus, HangSign, ProcessName, Snapshot
 from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind, Role
 
 LOOP_SECONDS: Final = 90 * 60.0

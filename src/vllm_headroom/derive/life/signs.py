@@ -1,7 +1,5 @@
 """The signs of the engine in one snapshot: its page, processes and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from enum import Enum, auto
 from typing import Final

@@ -3,8 +3,6 @@
 https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md
 """
 
-from __future__ import annotations
-
 import re
 import ssl
 from collections.abc import Mapping

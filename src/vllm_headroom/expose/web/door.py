@@ -1,7 +1,5 @@
 """Admit clients by a web configuration file that may change while the daemon runs."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

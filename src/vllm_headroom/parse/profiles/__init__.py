@@ -1,7 +1,5 @@
 """The profiles of engines, one per file."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom.parse.profile import Profile

@@ -1,7 +1,5 @@
 """Dynamo's own series, used where those of the engine inside it are not on the page."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile

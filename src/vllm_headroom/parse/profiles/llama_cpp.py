@@ -1,7 +1,5 @@
 """llama.cpp's server, with --metrics."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile

@@ -1,7 +1,5 @@
 """LMDeploy 0.18."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile

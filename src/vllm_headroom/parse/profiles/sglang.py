@@ -1,7 +1,5 @@
 """SGLang 0.5 and newer."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile

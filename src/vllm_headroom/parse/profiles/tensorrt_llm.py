@@ -1,7 +1,5 @@
 """TensorRT-LLM's trtllm-serve."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile

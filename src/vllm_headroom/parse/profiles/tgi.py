@@ -1,7 +1,5 @@
 """Text Generation Inference 3."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom.parse.profile import Fact, Profile

@@ -1,7 +1,5 @@
 """Triton with TensorRT-LLM's backend."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile

@@ -1,7 +1,5 @@
 """vLLM 0.4 and newer, V0 and V1, with Aphrodite."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from msgspec.structs import replace
@@ -65,10 +63,7 @@ VLLM: Final = Profile(
         Fact(field="kv_offload_bytes", families=_INFO, label="kv_offloading_size", combine=Combine.SAME, factor=GIB),
         _counter("multimodal_cache_queries_total", "mm_cache_queries"),  # 0.11.1 and newer
         Fact(
-            field="started_at_seconds",
-            families=("process_start_time_seconds",),
-            combine=Combine.SAME,
-            prefixed=False,
+            field="started_at_seconds", families=("process_start_time_seconds",), combine=Combine.SAME, prefixed=False
         ),
     ),
 )

@@ -1,7 +1,5 @@
 """Find AMD's cards and their partitions."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Read one AMD card, or each of its partitions."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Read AMD's cards from /sys, including cards that fail or disappear."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Explain to the operator why an engine's page did not come."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

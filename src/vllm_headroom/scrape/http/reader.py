@@ -1,7 +1,5 @@
 """Fetch the engine's page over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import socket

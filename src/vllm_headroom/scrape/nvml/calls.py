@@ -1,7 +1,5 @@
 """Map NVML's errors to failures, in one place."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections import Counter, defaultdict
@@ -33,11 +31,7 @@ BLOCKED: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_OPERATI
 """The device node is not accessible (NVIDIA/nvidia-container-toolkit#48); healthy devices return it at times too."""
 
 NEVER_ANSWERED: Final = frozenset(
-    {
-        pynvml.NVML_ERROR_NOT_SUPPORTED,
-        pynvml.NVML_ERROR_NO_PERMISSION,
-        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-    }
+    {pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
 )
 """The device will never answer this call."""
 

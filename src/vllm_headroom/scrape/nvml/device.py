@@ -1,7 +1,5 @@
 """Read one physical GPU from NVML."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,9 +95,7 @@ def list_parts(gpu: Part, calls: Calls) -> tuple[Part, ...]:
 
 def _open_instance(gpu: Part, position: int, calls: Calls) -> Part | None:
     handle = calls.ask(
-        gpu.uuid,
-        f"MIG device {position}",
-        lambda: pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, position),
+        gpu.uuid, f"MIG device {position}", lambda: pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, position)
     )
     if handle is None:
         return None

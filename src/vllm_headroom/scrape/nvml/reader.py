@@ -1,7 +1,5 @@
 """Read GPUs from NVML, including when the driver hangs or fails."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -78,7 +76,7 @@ class Lane:
             waiting = waiting[len(turn.outcomes) + 1 :]
         return made
 
-    async def _take(self, turn: _Turn[Any], subjects: Sequence[str], limit_seconds: float, deadline: float) -> None:
+    async def _take(self, turn: "_Turn[Any]", subjects: Sequence[str], limit_seconds: float, deadline: float) -> None:
         worker = self._worker = self._worker or Worker("nvml")
         done = worker.begin(turn.run)
         is_moving = True

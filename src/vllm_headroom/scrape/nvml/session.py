@@ -1,7 +1,5 @@
 """Open and close NVML, and keep the list of its GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Find how long clients of a server have waited, by the kernel's account of its connections."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Collection, Iterator
 from itertools import product

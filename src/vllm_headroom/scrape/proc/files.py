@@ -1,7 +1,5 @@
 """Read the files of one /proc, with no state between two reads."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The memory of the machine, of the engine's processes and of its /dev/shm."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath

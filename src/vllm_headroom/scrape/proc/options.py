@@ -1,7 +1,5 @@
 """Read what vLLM's command line sets, as vLLM's own parser does."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import InvalidOperation

@@ -1,7 +1,5 @@
 """The engine's processes and their memory, read from /proc."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Choose which of the visible engines serves a port."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain

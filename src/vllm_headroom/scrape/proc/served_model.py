@@ -1,7 +1,5 @@
 """Find the configuration of the model that vLLM serves, in the file system of its server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Recognise each kind of engine's server by its command line, and find the port it serves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Final
@@ -69,12 +67,7 @@ SERVERS: Final = (
         titles=(("sglang::schedul", Role.ENGINE_CORE), ("sglang::", Role.OTHER)),
     ),
     ServerKind(product="TensorRT-LLM", commands=(("trtllm-serve",),), port=8000),
-    ServerKind(
-        product="LMDeploy",
-        commands=(("lmdeploy", "serve"),),
-        port=23333,
-        port_options=("--server-port",),
-    ),
+    ServerKind(product="LMDeploy", commands=(("lmdeploy", "serve"),), port=23333, port_options=("--server-port",)),
     ServerKind(
         product="Text Generation Inference",
         commands=(("text-generation-launcher",), ("text-generation-router",)),

@@ -1,7 +1,5 @@
 """A process's memory by the kinds of its mappings: what grows outside of Python's objects has a name here."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

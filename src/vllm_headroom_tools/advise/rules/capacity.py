@@ -1,7 +1,5 @@
 """Rules on the KV cache, which vLLM allocates at its start: a full one makes requests wait, not run out of memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import ceil, floor
 from typing import Final

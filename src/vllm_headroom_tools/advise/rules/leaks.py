@@ -1,7 +1,5 @@
 """Rules on leaks of memory or cache blocks, and on shortages: a restart frees leaks, an upgrade fixes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import floor
 from typing import Final
@@ -10,16 +8,7 @@ from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.verdicts import LOW_BYTES, STRANDED
 from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakLocation, LeakState
-from vllm_headroom_tools.advise.facts import (
-    AIM_BYTES,
-    EngineFacts,
-    Facts,
-    GpuFacts,
-    Leak,
-    Origin,
-    Shortage,
-    Spell,
-)
+from vllm_headroom_tools.advise.facts import AIM_BYTES, EngineFacts, Facts, GpuFacts, Leak, Origin, Shortage, Spell
 from vllm_headroom_tools.advise.finding import (
     Advice,
     Cause,

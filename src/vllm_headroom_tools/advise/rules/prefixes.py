@@ -1,7 +1,5 @@
 """The rule on the prefix cache, which costs lookups and saves what they find."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

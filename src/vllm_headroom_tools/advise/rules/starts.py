@@ -1,7 +1,5 @@
 """Rules on starts, crashes, host memory and other processes on the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import floor, inf
 from statistics import median
@@ -15,13 +13,7 @@ from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
 from vllm_headroom.model import Ending, HostMemory
 from vllm_headroom.units import MIB, format_instant, format_size
 from vllm_headroom.vocabulary import EndCause
-from vllm_headroom_tools.advise.facts import (
-    AIM_BYTES,
-    Extent,
-    Facts,
-    GpuFacts,
-    Origin,
-)
+from vllm_headroom_tools.advise.facts import AIM_BYTES, Extent, Facts, GpuFacts, Origin
 from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, lower_option
 from vllm_headroom_tools.advise.rules.capacity import HIGHEST_UTILIZATION, has_run_short, split_model, take_less
 from vllm_headroom_tools.advise.settings import Flag

@@ -1,7 +1,5 @@
 """Range queries to a Prometheus server, over a span of time."""
 
-from __future__ import annotations
-
 import json
 import math
 import ssl
@@ -68,7 +66,7 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
         """Return every time of the span."""
         return range(self.start_ms, self.end_ms + 1, self.step_ms)
 
-    def pages(self, most_steps: int) -> list[TimeSpan]:
+    def pages(self, most_steps: int) -> "list[TimeSpan]":
         """Return the span in parts of at most `most_steps` times each, none twice."""
         stride = max(1, most_steps) * self.step_ms
         starts = range(self.start_ms, self.end_ms + 1, stride)

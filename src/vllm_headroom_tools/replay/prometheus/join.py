@@ -1,7 +1,5 @@
 """The exporters that a history may come from, and their series as records of a trace."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The records of a trace from the history in Prometheus."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
