@@ -46,7 +46,7 @@ def _describe_filling(subject: str, name: str, pool_bytes: int, bound: float) ->
     filled = f"{format_size(pool_bytes - bound)} of {format_size(pool_bytes)}"
     return Verdict(
         subject=subject,
-        level=Level.WARNING,
+        level=Level.GOOD,
         sentence=f"{name} grows as its configured pools do: filling, {filled}.",
         situation=Situation.FILLING,
     )

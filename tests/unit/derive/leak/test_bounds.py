@@ -58,7 +58,7 @@ def test_the_sentence_says_how_much_of_the_pools_is_filled() -> None:
     (verdict,) = (each for each in judge_snapshot(seen, Values(last)) if each.subject == "host memory")
 
     assert verdict.situation is Situation.FILLING
-    assert verdict.level is Level.WARNING
+    assert verdict.level is Level.GOOD
     assert verdict.sentence.startswith("Host memory of worker grows as its configured pools do: filling, ")
 
 
