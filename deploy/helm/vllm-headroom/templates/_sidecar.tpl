@@ -21,6 +21,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   restartPolicy: Always
   env:
   - {name: HEADROOM_STATE_DIR, value: /var/lib/vllm-headroom}
+  - {name: HEADROOM_ROLE, valueFrom: {fieldRef: {fieldPath: "metadata.labels['vllm-headroom/role']"}}}
   {{- if .probe }}
   - {name: HEADROOM_PROBE_DIR, value: /run/headroom-probe}
   {{- end }}
