@@ -119,11 +119,17 @@ def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -
     before = rules(documents(helm.render(helm.CLUSTER, {})))
     mine = {
         "HeadroomGpuMemoryGrowing": {"enabled": False},
-        "HeadroomGpuMemoryLeak": {"for": "30m", "labels": {"severity": "warning", "team": "serving"}},
+        "HeadroomGpuMemoryLeak": {
+            "for": "30m",
+            "labels": {"severity": "warning", "team": "serving"},
+            "thresholds": {"seconds": 43200},
+        },
     }
     after = rules(documents(helm.render(helm.CLUSTER, {"prometheusRule": {"alerts": mine}})))
     leak = before["HeadroomGpuMemoryLeak"]
     wanted = leak | {"for": "30m", "labels": leak["labels"] | {"severity": "warning", "team": "serving"}}
+    wanted["expr"] = leak["expr"].replace("86400 # seconds\n", "43200 # seconds\n")
+    assert wanted["expr"] != leak["expr"]
     kept = {name: rule for name, rule in before.items() if name != "HeadroomGpuMemoryGrowing"}
 
     assert after == kept | {"HeadroomGpuMemoryLeak": wanted}
@@ -141,8 +147,10 @@ def test_helm_refuses_values_that_there_are_not(wrong: dict[str, Any]) -> None:
 @helm.needs_helm
 def test_helm_refuses_an_alert_that_there_is_not() -> None:
     wrong = {"prometheusRule": {"alerts": {"HeadroomNothing": {"enabled": False}}}}
+    unknown = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {"thresholds": {"celsius": 1}}}}}
 
     assert "prometheusRule.alerts: there is no alert HeadroomNothing" in helm.refusal(helm.CLUSTER, wrong)
+    assert "HeadroomGpuMemoryLeak.thresholds: there is no celsius" in helm.refusal(helm.CLUSTER, unknown)
 
 
 @each_case
