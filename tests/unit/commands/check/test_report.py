@@ -126,7 +126,7 @@ def test_the_annotations_of_a_failure(leaking: str) -> None:
     assert table.startswith(f"{leaking}: 1,800 samples")
     assert annotations == (
         "::error title=vllm-headroom check::leak per thousand requests, GPU 0: 12.2 MiB, at most 977 KiB"
-        " (the detector's alarm; 95 %25: 11.7 MiB to 12.7 MiB, 2.03 GiB in all)\n"
+        " (the detector's alarm; 95 %25: 11.3 MiB to 13.1 MiB, 1.83 GiB in all)\n"
         "::warning title=vllm-headroom check::discrepancy, GPU 0: unknown, at most 3%25"
         " (the trace does not contain the engine's budget: give --gpu-memory-utilization or --reported-bytes)\n"
         "::error title=vllm-headroom check::bytes per running request, GPU 0: 1.74 GiB at 40 running, at most 954 MiB"

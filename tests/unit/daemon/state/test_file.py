@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from inspect import formatannotation
 from math import inf, nan
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -163,10 +165,15 @@ def test_the_shape_of_a_state_belongs_to_its_format(golden: Golden) -> None:
     waiting: list[type] = [SavedState]
     for kind in waiting:
         hints = get_type_hints(kind)
-        lines += ["", kind.__name__, *(f"  {name}: {written}" for name, written in kind.__annotations__.items())]
+        lines += ["", kind.__name__, *(f"  {name}: {_name(written)}" for name, written in kind.__annotations__.items())]
         waiting += [inner for hint in hints.values() for inner in _inside(hint) if inner not in waiting]
 
     golden(Path(__file__).with_name("shape.txt"), "\n".join(lines) + "\n")
+
+
+def _name(annotation: Any) -> str:
+    """Return an annotation as it is written, without the modules of its names."""
+    return re.sub(r"\w+\.", "", annotation if isinstance(annotation, str) else formatannotation(annotation))
 
 
 def _inside(hint: Any) -> list[type]:

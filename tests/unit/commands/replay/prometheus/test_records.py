@@ -168,6 +168,7 @@ def test_no_engine_says_that_a_matcher_may_fit_one_side_only(server: PrometheusS
         f'no engine in {server.url} from 2025-10-09T08:53:20Z to 2025-10-09T09:13:20Z with Hostname="a"'
         " (labels that only one side has go to --match-gpu or --match-engine): looked for"
         " headroom_engine_requests_running or vllm:num_requests_running or sglang:num_running_reqs"
-        " or trtllm_num_requests_running or lmdeploy:num_requests_running or tgi_batch_current_size"
+        " or trtllm_num_requests_running or nv_trt_llm_request_metrics or lmdeploy:num_requests_running"
+        " or tgi_batch_current_size"
         " or llamacpp:requests_processing or aphrodite:num_requests_running, beside DCGM_FI_DEV_FB_USED"
     )
