@@ -46,12 +46,10 @@ def compute_asked_bytes(ask: MemoryRequest, memory: GpuMemory) -> int:
 
 def compute_highest_utilization(ask: MemoryRequest, memory: GpuMemory) -> float | None:
     """Return the highest gpu_memory_utilization that would surely work now, rounded down to 0.01; None for none."""
-    available = memory.machine_available_bytes
-    free_bytes = (
-        memory.free_bytes if available is None else min(memory.free_bytes, available - LEFT_TO_THE_MACHINE_BYTES)
-    )
-    left_bytes = free_bytes - ask.most_own_bytes
-    hundredths = left_bytes * 100 // memory.usable_bytes if memory.usable_bytes > 0 else 0
+    free_bytes = memory.free_bytes
+    if memory.machine_available_bytes is not None:
+        free_bytes = min(free_bytes, memory.machine_available_bytes - LEFT_TO_THE_MACHINE_BYTES)
+    hundredths = (free_bytes - ask.most_own_bytes) * 100 // memory.usable_bytes if memory.usable_bytes > 0 else 0
     return hundredths / 100 if hundredths > 0 else None
 
 
@@ -81,6 +79,11 @@ class Finding(Struct, frozen=True):
     gpu: int | None = None
     may_pass: bool = False
 
+    @property
+    def sentence(self) -> str:
+        """The text, with the GPU that it is about."""
+        return self.text if self.gpu is None else f"GPU {self.gpu}: {self.text}"
+
 
 CERTAIN: Final = frozenset({Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST})
 """Failures that CUDA meets as well."""
@@ -102,8 +105,7 @@ LARGER_SHM: Final = (
 def report_failure(failure: Failure, gpu: int | None = None) -> Finding:
     """Report a failure of NVML, or of one GPU; its message ends in what to do."""
     verdict = Conclusion.NOT_GOOD if failure.reason in CERTAIN else Conclusion.CANNOT_TELL
-    silent = failure.reason is Reason.TIMEOUT
-    return Finding(Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=silent)
+    return Finding(Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=failure.reason is Reason.TIMEOUT)
 
 
 def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str) -> Iterator[Finding]:
@@ -116,31 +118,24 @@ def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str) -> Iterat
     elif (spare_bytes := device.memory.free_bytes - compute_asked_bytes(ask, device.memory)) < LEAST_OWN_BYTES:
         yield _report_shortage(device, device.memory, ask, held_by)
     else:
-        yield from _check_margin(device, ask, spare_bytes)
-        yield from _check_machine(device, device.memory, ask)
+        if spare_bytes < ask.most_own_bytes:
+            text = (
+                f"it is close: {format_gib(spare_bytes)} are left beside vLLM's request, and it takes"
+                f" {format_gib(LEAST_OWN_BYTES)} to {format_gib(ask.most_own_bytes)} before its check"
+            )
+            yield _report_memory(device, Conclusion.GOOD, text, "if vLLM refuses to start, request a little less")
+        if device.memory.machine_available_bytes is not None:
+            yield from _check_machine(device, device.memory, ask, device.memory.machine_available_bytes)
 
 
-def _check_machine(device: GpuReading, memory: GpuMemory, ask: MemoryRequest) -> Iterator[Finding]:
-    """Check what is left to a machine that shares its memory with the GPU: vLLM would start all the same."""
-    if memory.machine_available_bytes is None:
-        return
-    yield from _check_blocks(device, memory, compute_asked_bytes(ask, memory))
-    left_bytes = memory.machine_available_bytes - compute_asked_bytes(ask, memory) - ask.most_own_bytes
-    if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
-        return
-    text = (
-        f"this GPU works on the machine's memory, and vLLM would leave"
-        f" {format_gib(max(0, left_bytes))} of it to the system"
-        f" and to its own processes: {format_gib(LEFT_TO_THE_MACHINE_BYTES)} are the least, or it swaps and hangs"
-    )
-    highest = compute_highest_utilization(ask, memory)
-    less = "stop what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
-    yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
+def _check_machine(
+    device: GpuReading, memory: GpuMemory, ask: MemoryRequest, available_bytes: int
+) -> Iterator[Finding]:
+    """Check a machine that shares its memory with the GPU: vLLM would start, whatever is left to the machine.
 
-
-def _check_blocks(device: GpuReading, memory: GpuMemory, asked_bytes: int) -> Iterator[Finding]:
-    """Compare the blocks that a driver can map with the request: the page cache of weights' files may hold the rest."""
-    blocks = memory.machine_free_blocks_bytes
+    A driver maps free blocks, and the page cache of the weights' files may hold the rest.
+    """
+    blocks, asked_bytes = memory.machine_free_blocks_bytes, compute_asked_bytes(ask, memory)
     if blocks is not None and blocks < asked_bytes:
         text = (
             f"{format_gib(blocks)} of the machine's memory are free in blocks of 2 MiB, and vLLM requests"
@@ -150,16 +145,23 @@ def _check_blocks(device: GpuReading, memory: GpuMemory, asked_bytes: int) -> It
         fix = "drop the page cache before the start and while the model loads (sync; echo 3 >/proc/sys/vm/drop_caches)"
         verdict = Conclusion.NOT_GOOD if blocks < BLOCKS_BYTES else Conclusion.GOOD
         yield Finding(Kind.HOST, verdict, text, f"{fix}; or --ignore host", gpu=device.index, may_pass=True)
+    left_bytes = available_bytes - asked_bytes - ask.most_own_bytes
+    if left_bytes < LEFT_TO_THE_MACHINE_BYTES:
+        text = (
+            f"this GPU works on the machine's memory, and vLLM would leave {format_gib(max(0, left_bytes))} of it to"
+            f" the system and to its own processes: {format_gib(LEFT_TO_THE_MACHINE_BYTES)} are the least, or it swaps"
+            " and hangs"
+        )
+        highest = compute_highest_utilization(ask, memory)
+        less = "stop what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
+        yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
 
 
 def check_swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
     """Note that swap, zram included, is no room for a GPU that works on the machine's memory."""
     if device.memory is not None and device.memory.is_unified and swap_bytes:
-        text = (
-            f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room: it would"
-            f" hang before they are full"
-        )
-        yield Finding(Kind.HOST, Conclusion.GOOD, text, gpu=device.index)
+        swap = f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room"
+        yield Finding(Kind.HOST, Conclusion.GOOD, f"{swap}: it would hang before they are full", gpu=device.index)
 
 
 def _report_shortage(device: GpuReading, memory: GpuMemory, ask: MemoryRequest, held_by: str) -> Finding:
@@ -170,70 +172,50 @@ def _report_shortage(device: GpuReading, memory: GpuMemory, ask: MemoryRequest, 
         return _report_memory(device, Conclusion.NOT_GOOD, text, "request less")
     missing = format_gib(asked + LEAST_OWN_BYTES - memory.free_bytes)
     text = f"{format_gib(memory.free_bytes)} are free, and vLLM requests {asks}: {missing} are missing{held_by}"
-    return _report_memory(device, Conclusion.NOT_GOOD, text, _suggest_less(ask, memory), may_pass=True)
-
-
-def _suggest_less(ask: MemoryRequest, memory: GpuMemory) -> str:
-    wait = "wait until the driver frees an exited process's memory (--wait 120s), or stop what holds the rest"
+    fix = "wait until the driver frees an exited process's memory (--wait 120s), or stop what holds the rest"
     highest = compute_highest_utilization(ask, memory)
-    if highest is None or ask.utilization_ratio is None:
-        return wait
-    return f"{wait}; or start with --gpu-memory-utilization {highest:.2f}"
-
-
-def _check_margin(device: GpuReading, ask: MemoryRequest, spare_bytes: int) -> Iterator[Finding]:
-    if spare_bytes < ask.most_own_bytes:
-        text = (
-            f"it is close: {format_gib(spare_bytes)} are left beside vLLM's request, and it takes"
-            f" {format_gib(LEAST_OWN_BYTES)} to {format_gib(ask.most_own_bytes)} before its check"
-        )
-        yield _report_memory(device, Conclusion.GOOD, text, "if vLLM refuses to start, request a little less")
+    if highest is not None and ask.utilization_ratio is not None:
+        fix += f"; or start with --gpu-memory-utilization {highest:.2f}"
+    return _report_memory(device, Conclusion.NOT_GOOD, text, fix, may_pass=True)
 
 
 def _report_memory(device: GpuReading, verdict: Conclusion, text: str, fix: str, *, may_pass: bool = False) -> Finding:
     return Finding(Kind.MEMORY, verdict, text, fix, gpu=device.index, may_pass=may_pass)
 
 
-def check_faults(faults: GpuFaults) -> Iterator[Finding]:
-    """Check what waits for a reset or a new GPU (NVIDIA's GPU memory error management guide)."""
+def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Finding]:
+    """Check what waits for a reset or a new GPU (NVIDIA's GPU memory error management guide); None is no answer."""
+    if faults is None:
+        text = "the GPU did not report in time whether a reset is due: look for Xid lines in the node's kernel log"
+        yield Finding(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
+        return
     reset = (
         f"reset it while nothing runs on it (nvidia-smi --gpu-reset -i {faults.index}, on the node), or reboot the node"
     )
-    found = []
-    if faults.ecc is not None and faults.ecc[0] != faults.ecc[1]:
-        is_on, will_be = ("on" if ecc else "off" for ecc in faults.ecc)
-        found.append((f"ECC is {is_on} and will be {will_be} after the next reset, which changes its memory", reset))
-    if faults.row_remap_pending:
-        found.append(("a faulty row of its memory waits to be remapped", reset))
-    if faults.page_retirement_pending:
-        found.append(("a faulty page of its memory waits to be retired", reset))
-    if faults.row_remap_failed:
-        found.append(
-            ("a faulty row of its memory could not be remapped", "have it replaced: NVIDIA takes it back for this")
-        )
-    for text, fix in found:
-        yield Finding(Kind.ECC, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index)
-
-
-def report_unanswered(device: GpuReading) -> Finding:
-    """Report a GPU that did not answer about its faults."""
-    text = "the GPU did not report in time whether a reset is due: look for Xid lines in the node's kernel log"
-    return Finding(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
+    is_on, will_be = ("on" if ecc else "off" for ecc in faults.ecc or (False, False))
+    ecc = f"ECC is {is_on} and will be {will_be} after the next reset, which changes its memory"
+    failed = "a faulty row of its memory could not be remapped"
+    for is_so, text, fix in (
+        (is_on != will_be, ecc, reset),
+        (faults.row_remap_pending, "a faulty row of its memory waits to be remapped", reset),
+        (faults.page_retirement_pending, "a faulty page of its memory waits to be retired", reset),
+        (faults.row_remap_failed, failed, "have it replaced: NVIDIA takes it back for this"),
+    ):
+        if is_so:
+            yield Finding(Kind.ECC, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index)
 
 
 def check_host_memory(host: HostMemory | None, ask: MemoryRequest) -> Iterator[Finding]:
     """Compare what is left of the container's memory, or the machine's, with what vLLM's processes hold themselves."""
     needed_bytes = HOST_BYTES_PER_PROCESS * (2 + ask.tensor_parallel_size)
-    room_bytes = None if host is None else host.room_bytes
-    if host is None or host.limit_bytes is None or room_bytes is None or room_bytes >= needed_bytes:
-        return
-    text = (
-        f"{format_gib(room_bytes)} of {format_gib(host.limit_bytes)} of host memory are left, and"
-        f" vLLM's server, core and workers"
-        f" hold {format_gib(needed_bytes)} or more: the kernel would kill it while it starts"
-    )
-    fix = "raise the container's memory limit, or stop what else takes memory here; or --ignore host"
-    yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, fix, may_pass=True)
+    if host and host.limit_bytes is not None and host.room_bytes is not None and host.room_bytes < needed_bytes:
+        text = (
+            f"{format_gib(host.room_bytes)} of {format_gib(host.limit_bytes)} of host memory are left, and vLLM's"
+            f" server, core and workers hold {format_gib(needed_bytes)} or more: the kernel would kill it while it"
+            " starts"
+        )
+        fix = "raise the container's memory limit, or stop what else takes memory here; or --ignore host"
+        yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, fix, may_pass=True)
 
 
 def check_left_files(left: Mapping[str, int]) -> Iterator[Finding]:
@@ -287,63 +269,44 @@ def choose_gpus(
 
     Those that are named; else, of those that CUDA_VISIBLE_DEVICES leaves, the first `count`, as vLLM takes them.
     """
-    if wanted.named is not None:
-        chosen, missing = _match_gpus(devices, wanted.named)
-        return chosen, (*_check_missing(missing, devices, "--gpus"), *_check_count(chosen, wanted.count or 1))
-    chosen, missing = (devices, ()) if wanted.visible is None else _match_gpus(devices, wanted.visible)
-    by_index = wanted.visible is not None and any(name.isdecimal() for name in wanted.visible)
-    first = chosen[: wanted.count]
-    findings = (*_check_missing(missing, devices, "CUDA_VISIBLE_DEVICES"), *_check_count(first, wanted.count or 1))
-    if (by_index and len(chosen) < len(devices)) or len(first) < len(chosen):
-        findings += tuple(_check_order(devices, in_slot_order=wanted.in_slot_order))
-    return first, findings
+    names = wanted.visible if wanted.named is None else wanted.named
+    found = {name: [device for device in devices if _is_named(device, name)] for name in names or ()}
+    left = devices if names is None else tuple(dict.fromkeys(device for named in found.values() for device in named))
+    chosen = left if wanted.named is not None else left[: wanted.count]
+    problems = []
+    if missing := [name for name, named in found.items() if not named]:
+        given_by = "CUDA_VISIBLE_DEVICES" if wanted.named is None else "--gpus"
+        visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
+        text = f"{given_by} names GPUs that are not visible: {', '.join(missing)}"
+        fix = f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES"
+        problems.append(Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix))
+    if len(chosen) < (count := wanted.count or 1):
+        text = f"vLLM needs {count} GPUs, and {len(chosen)} are there for it"
+        fix = "lower --tensor-parallel-size, or give this container more GPUs"
+        problems.append(Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix))
+    by_index = any(name.isdecimal() for name in wanted.visible or ())
+    in_order = len(chosen) < len(left) or (by_index and len(left) < len(devices))
+    if in_order and not wanted.in_slot_order and len({device.name for device in devices}) > 1:
+        text = "which of these different GPUs vLLM takes is not known: CUDA counts the fastest first, NVML by slot"
+        fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"
+        problems.append(Finding(Kind.GPUS, Conclusion.CANNOT_TELL, text, fix))
+    return chosen, tuple(problems)
 
 
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
     """Check that GPUs which work in parallel are alike; those that cannot be read have findings already."""
     kinds = {(device.name, device.memory.total_bytes) for device in devices if device.memory is not None}
-    if len(kinds) <= 1:
-        return
-    found = ", ".join(sorted(f"{name} with {total_bytes} bytes" for name, total_bytes in kinds))
-    text = f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {found}"
-    fix = (
-        "name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so does"
-        " their ECC mode; or --ignore identical"
-    )
-    yield Finding(Kind.IDENTICAL, Conclusion.NOT_GOOD, text, fix)
-
-
-def _match_gpus(
-    devices: tuple[GpuReading, ...], names: tuple[str, ...]
-) -> tuple[tuple[GpuReading, ...], tuple[str, ...]]:
-    found = [(name, [device for device in devices if _is_named(device, name)]) for name in names]
-    chosen = dict.fromkeys(device for _, matching in found for device in matching)
-    return tuple(chosen), tuple(name for name, matching in found if not matching)
+    if len(kinds) > 1:
+        found = ", ".join(sorted(f"{name} with {total_bytes} bytes" for name, total_bytes in kinds))
+        text = f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {found}"
+        fix = (
+            "name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so"
+            " does their ECC mode; or --ignore identical"
+        )
+        yield Finding(Kind.IDENTICAL, Conclusion.NOT_GOOD, text, fix)
 
 
 def _is_named(device: GpuReading, name: str) -> bool:
     if name.isdecimal():
         return device.index == int(name)
     return device.uuid.casefold().startswith(name.casefold())  # CUDA takes a prefix too
-
-
-def _check_missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: str) -> Iterator[Finding]:
-    if names:
-        visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
-        text = f"{given_by} names GPUs that are not visible: {', '.join(names)}"
-        fix = f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES"
-        yield Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix)
-
-
-def _check_count(chosen: tuple[GpuReading, ...], count: int) -> Iterator[Finding]:
-    if len(chosen) < count:
-        text = f"vLLM needs {count} GPUs, and {len(chosen)} are there for it"
-        fix = "lower --tensor-parallel-size, or give this container more GPUs"
-        yield Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix)
-
-
-def _check_order(devices: tuple[GpuReading, ...], *, in_slot_order: bool) -> Iterator[Finding]:
-    if not in_slot_order and len({device.name for device in devices}) > 1:
-        text = "which of these different GPUs vLLM takes is not known: CUDA counts the fastest first, NVML by slot"
-        fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"
-        yield Finding(Kind.GPUS, Conclusion.CANNOT_TELL, text, fix)

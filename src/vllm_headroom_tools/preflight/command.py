@@ -7,12 +7,12 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
 from vllm_headroom.daemon import logs
 from vllm_headroom.inputs import GPU
-from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.units import parse_duration
@@ -97,28 +97,10 @@ def _read_choice(given: Namespace, environ: Mapping[str, str]) -> GpuChoice:
     return GpuChoice(visible=names, count=count, in_slot_order=in_slot_order)
 
 
-def _read_port(url: str | None) -> int:
-    """Return the port of the engine that is looked for; without one any engine's processes count."""
-    if url is None:
-        return 0
-    import httpx  # noqa: PLC0415 - a start needs no HTTP client
-
-    from vllm_headroom.scrape.http.reader import find_port  # noqa: PLC0415 - as above
-
-    return find_port(httpx.URL(url))
-
-
-async def _read_page(url: str) -> EnginePage | Failure:
-    from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - as above
-    from vllm_headroom_tools.look import fetch_engines  # noqa: PLC0415 - a start needs no HTTP client
-
-    return await fetch_engines(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
-
-
 async def _run(given: Namespace) -> Report:
     logs.configure("logfmt", "error")  # the readers log what the report has in full
-    wanted = _read_choice(given, os.environ)
-    plain = given.gpu_memory_utilization is None and given.bytes is None and given.engine_url is None
+    wanted, url = _read_choice(given, os.environ), given.engine_url
+    plain = given.gpu_memory_utilization is None and given.bytes is None and url is None
     ask = MemoryRequest(
         utilization_ratio=DEFAULT_UTILIZATION if plain else given.gpu_memory_utilization,
         bytes_per_gpu=given.bytes,
@@ -126,14 +108,19 @@ async def _run(given: Namespace) -> Report:
     )
     ignored = frozenset(Kind(name) for name in given.ignore)
     gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
-    url = given.engine_url
-    processes = Processes(engine_port=_read_port(url), proc=PROC, monotonic=time.monotonic)
+    engine = urlsplit(url or "")
+    port = engine.port or {"http": 80, "https": 443}.get(engine.scheme, 0)  # without one any engine's processes count
+    processes = Processes(engine_port=port, proc=PROC, monotonic=time.monotonic)
 
     async def report() -> Clearance:
         conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
         if url is None:
             return judge(conditions, ask, wanted, ignored)
-        return judge_wake(conditions, await _read_page(url), ask)
+        from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - a start needs no HTTP client
+        from vllm_headroom_tools.look import fetch_engines  # noqa: PLC0415 - as above
+
+        page = await fetch_engines(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
+        return judge_wake(conditions, page, ask)
 
     try:
         return build_report(await wait_until_settled(report, given.wait, tell))

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.derive.attribution import FATE_TEXTS, are_pids_true, find_leftovers, is_process_memory_true
 from vllm_headroom.derive.host_memory import ContainerState, update_container
@@ -59,17 +59,20 @@ async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeo
         return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
     faults = await gpus.faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
-    return Conditions(
+    found = Conditions(
         readings=readings,
         faults=faults,
         holders=await _find_holders(readings, listed, proc),
         shm=read_shm(shm),
-        left={} if isinstance(listed, Failure) or listed.engine or listed.neighbours else find_left(shm),
         host=read_host_here(proc),
-        swap_bytes=None
-        if isinstance(listed, Failure) or listed.host.machine is None
-        else listed.host.machine.swap_bytes,
-        engine_pids=frozenset(() if isinstance(listed, Failure) else (process.pid for process in listed.engine)),
+    )
+    if isinstance(listed, Failure):
+        return found
+    return replace(
+        found,
+        left={} if listed.engine or listed.neighbours else find_left(shm),
+        swap_bytes=listed.host.machine and listed.host.machine.swap_bytes,
+        engine_pids=frozenset(process.pid for process in listed.engine),
     )
 
 
@@ -96,11 +99,19 @@ async def _find_holders(
     readings: GpuReadings, listed: ProcessReadings | Failure, proc: Path
 ) -> dict[str, tuple[Holder, ...]]:
     names: dict[int, str] = {}
+    listed_on_gpus = [process for device in readings.devices for process in device.processes or ()]
     if not isinstance(listed, Failure) and are_pids_true(readings, listed):
-        pids = {process.pid for device in readings.devices for process in device.processes or ()}
-        names = await _read_names(proc, pids & listed.visible_pids)
-        everything = chain.from_iterable(device.processes or () for device in readings.devices)
-        for left in find_leftovers(everything, listed, frozenset(), memory_is_true=False):
+        pids, worker = (
+            {process.pid for process in listed_on_gpus} & listed.visible_pids,
+            Worker[dict[int, str]]("names"),
+        )
+        try:
+            names = await worker.call(lambda: _read_names(proc, pids), PROCESSES_SECONDS)
+        except OSError:  # a process stuck in the driver does not let its name be read
+            names = {}
+        finally:
+            worker.stop()
+        for left in find_leftovers(listed_on_gpus, listed, frozenset(), memory_is_true=False):
             named = names.get(left.pid)
             names[left.pid] = f"{named}, {FATE_TEXTS[left.fate]}" if named else ENDED
     memory_is_true = is_process_memory_true(readings, listed)
@@ -114,20 +125,9 @@ async def _find_holders(
     }
 
 
-async def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
-    """Return what each process calls itself; none where a process stuck in the driver does not let its name be read."""
-
-    def read() -> dict[int, str]:
-        found = ((pid, read_entry(proc, pid)) for pid in pids)
-        return {pid: name_process(each.command) for pid, each in found if each is not None}
-
-    worker = Worker[dict[int, str]]("names")
-    try:
-        return await worker.call(read, PROCESSES_SECONDS)
-    except OSError:
-        return {}
-    finally:
-        worker.stop()
+def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
+    found = ((pid, read_entry(proc, pid)) for pid in pids)
+    return {pid: name_process(each.command) for pid, each in found if each is not None}
 
 
 def name_process(command: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from vllm_headroom.derive.readings import is_page_awake, sum_known
-from vllm_headroom.model import EnginePage, Failure, GpuMemory, GpuReading
+from vllm_headroom.model import EnginePage, Failure, GpuReading
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools import conclusion
 from vllm_headroom_tools.conclusion import Conclusion, Report, find_worst
@@ -67,9 +67,15 @@ def judge(conditions: Conditions, ask: MemoryRequest, wanted: GpuChoice, ignored
     """Judge whether vLLM can start; what is `ignored` remains as a remark."""
     if isinstance(conditions.readings, Failure):
         return Clearance(conditions=conditions, findings=(checks.report_failure(conditions.readings),))
-    devices, found = checks.choose_gpus(conditions.readings.devices, wanted)
+    devices, problems = checks.choose_gpus(conditions.readings.devices, wanted)
     gpus = tuple(build_gpu_report(device, conditions, ask) for device in devices)
-    findings = [*found, *(finding for gpu in gpus for finding in _check_gpu(gpu, conditions, ask))]
+    findings = [*problems]
+    for gpu, device in zip(gpus, devices, strict=True):
+        findings += checks.check_memory(device, ask, describe_holders(gpu))
+        findings += checks.check_swap(device, conditions.swap_bytes)
+        if device.failure is None:
+            found = next((faults for faults in conditions.faults if faults.index == device.index), None)
+            findings += checks.check_faults(device, found)
     findings += (*checks.check_host_memory(conditions.host, ask), *checks.check_left_files(conditions.left))
     if ask.tensor_parallel_size > 1:
         findings += (*checks.check_identical(devices), *checks.check_shared_memory(conditions.shm))
@@ -97,55 +103,35 @@ def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
 
 def build_gpu_report(device: GpuReading, conditions: Conditions, ask: MemoryRequest) -> GpuReport:
     """Return what is known of a GPU for this request."""
-    memory, holders = device.memory, conditions.holders.get(device.uuid)
+    memory, holders, unlisted = device.memory, conditions.holders.get(device.uuid), None
+    known = [holder.used_bytes for holder in holders or () if holder.used_bytes is not None]
+    if memory is not None and memory.reserved_bytes is not None and holders is not None and len(known) == len(holders):
+        unlisted = max(0, memory.used_bytes - sum(known))
     return GpuReport(
         reading=device,
         asked_bytes=None if memory is None else checks.compute_asked_bytes(ask, memory),
         highest_utilization_ratio=None if memory is None else checks.compute_highest_utilization(ask, memory),
         holders=holders,
-        unlisted_bytes=None if memory is None else _count_unlisted(memory, holders),
+        unlisted_bytes=unlisted,
     )
-
-
-def _count_unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | None:
-    known = [holder.used_bytes for holder in holders or () if holder.used_bytes is not None]
-    if holders is None or len(known) < len(holders) or memory.reserved_bytes is None:
-        return None
-    return max(0, memory.used_bytes - sum(known))
-
-
-def _check_gpu(gpu: GpuReport, conditions: Conditions, ask: MemoryRequest) -> Iterator[Finding]:
-    yield from checks.check_memory(gpu.reading, ask, describe_holders(gpu))
-    yield from checks.check_swap(gpu.reading, conditions.swap_bytes)
-    if gpu.reading.failure is None:
-        found = [faults for faults in conditions.faults if faults.index == gpu.reading.index]
-        yield from checks.check_faults(found[0]) if found else (checks.report_unanswered(gpu.reading),)
-
-
-VERDICT_WORDS: Final = {Conclusion.GOOD: "GO", Conclusion.NOT_GOOD: "NO GO", Conclusion.CANNOT_TELL: "CANNOT TELL"}
 
 
 def build_report(found: Clearance) -> Report:
     """Return the report; bytes, ratios and seconds, null where unknown."""
     waited = f" after {found.waited_seconds:.0f} s" if found.waited_seconds >= 1 else ""
-    headline = f"{VERDICT_WORDS[found.verdict]}{waited}"
+    words = {Conclusion.GOOD: "GO", Conclusion.NOT_GOOD: "NO GO", Conclusion.CANNOT_TELL: "CANNOT TELL"}
+    headline = f"{words[found.verdict]}{waited}"
     first = next((each for each in found.findings if each.verdict is found.verdict), None)
     return Report(
         verdict=found.verdict,
-        headline=headline if first is None else f"{headline}: {_name_subject(first)}{first.text}",
+        headline=headline if first is None else f"{headline}: {first.sentence}",
         findings=[
-            conclusion.Finding(
-                each.kind, each.verdict, f"{_name_subject(each)}{each.text}", (each.fix,) if each.fix else ()
-            )
+            conclusion.Finding(each.kind, each.verdict, each.sentence, (each.fix,) if each.fix else ())
             for each in found.findings
         ],
         data=_build_data(found),
         lines=_render_text(found, headline),
     )
-
-
-def _name_subject(finding: Finding) -> str:
-    return "" if finding.gpu is None else f"GPU {finding.gpu}: "
 
 
 def _render_text(report: Clearance, headline: str) -> Iterator[str]:
@@ -155,7 +141,7 @@ def _render_text(report: Clearance, headline: str) -> Iterator[str]:
     for finding, after in zip_longest(report.findings, report.findings[1:]):
         unsure = "cannot tell: " if finding.verdict is Conclusion.CANNOT_TELL else ""
         note = "note: " if finding.verdict is Conclusion.GOOD else ""
-        yield f"  {note}{unsure}{_name_subject(finding)}{finding.text}"
+        yield f"  {note}{unsure}{finding.sentence}"
         if finding.fix is not None and (after is None or after.fix != finding.fix):
             yield f"    {finding.fix}"
     highest = report.highest_utilization_ratio
@@ -175,15 +161,29 @@ def _format_gpu(gpu: GpuReport) -> Iterator[str]:
 
 
 def _build_data(report: Clearance) -> dict[str, Any]:
-    conditions = report.conditions
+    readings, host = report.conditions.readings, report.conditions.host
     return {
         "highest_gpu_memory_utilization": report.highest_utilization_ratio,
         "waited_seconds": round(report.waited_seconds, 1),
-        "driver_version": None if isinstance(conditions.readings, Failure) else conditions.readings.driver_version,
-        "gpus": [_describe_gpu(gpu) for gpu in report.gpus],
-        "shm": conditions.shm and asdict(conditions.shm),
-        "host": conditions.host
-        and {"used_bytes": conditions.host.used_bytes, "limit_bytes": conditions.host.limit_bytes},
+        "driver_version": None if isinstance(readings, Failure) else readings.driver_version,
+        "gpus": [
+            {
+                "gpu": gpu.reading.index,
+                "uuid": gpu.reading.uuid,
+                "name": gpu.reading.name,
+                "total_bytes": gpu.reading.memory and gpu.reading.memory.total_bytes,
+                "reserved_bytes": gpu.reading.memory and gpu.reading.memory.reserved_bytes,
+                "used_bytes": gpu.reading.memory and gpu.reading.memory.used_bytes,
+                "free_bytes": gpu.reading.memory and gpu.reading.memory.free_bytes,
+                "asked_bytes": gpu.asked_bytes,
+                "highest_gpu_memory_utilization": gpu.highest_utilization_ratio,
+                "processes": None if gpu.holders is None else [asdict(holder) for holder in gpu.holders],
+                "unlisted_bytes": gpu.unlisted_bytes,
+            }
+            for gpu in report.gpus
+        ],
+        "shm": report.conditions.shm and asdict(report.conditions.shm),
+        "host": host and {"used_bytes": host.used_bytes, "limit_bytes": host.limit_bytes},
         "findings": [
             {name: value for name, value in asdict(finding).items() if name != "may_pass"}
             for finding in report.findings
@@ -191,28 +191,7 @@ def _build_data(report: Clearance) -> dict[str, Any]:
     }
 
 
-def _describe_gpu(gpu: GpuReport) -> dict[str, Any]:
-    reading, memory = gpu.reading, gpu.reading.memory
-    return {
-        "gpu": reading.index,
-        "uuid": reading.uuid,
-        "name": reading.name,
-        "total_bytes": memory and memory.total_bytes,
-        "reserved_bytes": memory and memory.reserved_bytes,
-        "used_bytes": memory and memory.used_bytes,
-        "free_bytes": memory and memory.free_bytes,
-        "asked_bytes": gpu.asked_bytes,
-        "highest_gpu_memory_utilization": gpu.highest_utilization_ratio,
-        "processes": None if gpu.holders is None else [asdict(holder) for holder in gpu.holders],
-        "unlisted_bytes": gpu.unlisted_bytes,
-    }
-
-
-NO_SLEEP_STATE: Final = "the engine does not report whether it sleeps: vLLM does since 0.11.1"
-NOT_SEEN: Final = "none of its processes is seen on a visible GPU"
 SEE_IT: Final = "run it where the engine runs: in its pod with shareProcessNamespace: true, or on the host"
-NO_SHARE: Final = "what it holds while it is awake is not known"
-GIVE_SHARE: Final = "set it with --gpu-memory-utilization or --bytes; a sidecar that saw the engine awake exports it"
 
 
 def judge_wake(conditions: Conditions, page: EnginePage | Failure, ask: MemoryRequest) -> Clearance:
@@ -232,18 +211,25 @@ def judge_wake(conditions: Conditions, page: EnginePage | Failure, ask: MemoryRe
 def _check_wake(
     conditions: Conditions, page: EnginePage | Failure, request: MemoryRequest | None, gpus: tuple[GpuReport, ...]
 ) -> tuple[Finding, ...]:
+    fix = None
     if isinstance(page, Failure):
-        return (_report_unknown(page.message),)
-    sleeps = is_page_awake(page)
-    if sleeps is None:
-        return (_report_unknown(NO_SLEEP_STATE),)
-    if sleeps:
-        return (_remark(f"the engine is awake: there is nothing to wake{_describe_room(conditions)}"),)
-    if not gpus:
-        return (_report_unknown(NOT_SEEN, SEE_IT),)
-    if request is None:
-        return (_report_unknown(NO_SHARE, GIVE_SHARE),)
-    return tuple(_check_gpu_wake(gpu, request, conditions.engine_pids) for gpu in gpus)
+        text = page.message
+    elif (is_awake := is_page_awake(page)) is None:
+        text = "the engine does not report whether it sleeps: vLLM does since 0.11.1"
+    elif is_awake:
+        text, host = "the engine is awake: there is nothing to wake", conditions.host
+        if host is not None and host.limit_bytes is not None and host.room_bytes is not None:
+            left = f"{format_gib(host.room_bytes)} of {format_gib(host.limit_bytes)} are left"
+            text += f"; sleep level 1 would put its weights into host memory, of which {left}"
+        return (Finding(Kind.ENGINE, Conclusion.GOOD, text),)
+    elif not gpus:
+        text, fix = "none of its processes is seen on a visible GPU", SEE_IT
+    elif request is None:
+        text = "what it holds while it is awake is not known"
+        fix = "set it with --gpu-memory-utilization or --bytes; a sidecar that saw the engine awake exports it"
+    else:
+        return tuple(_check_gpu_wake(gpu, request, conditions.engine_pids) for gpu in gpus)
+    return (Finding(Kind.ENGINE, Conclusion.CANNOT_TELL, text, fix),)
 
 
 def _find_request(page: EnginePage | Failure, ask: MemoryRequest) -> MemoryRequest | None:
@@ -262,35 +248,13 @@ def _check_gpu_wake(gpu: GpuReport, request: MemoryRequest, engine_pids: frozens
     memory, index = gpu.reading.memory, gpu.reading.index
     held = sum_known(each.used_bytes for each in gpu.holders or () if each.pid in engine_pids)
     if memory is None or held is None:
-        return replace(_report_unknown("what the engine holds of it cannot be seen from here", SEE_IT), gpu=index)
+        text = "what the engine holds of it cannot be seen from here"
+        return Finding(Kind.ENGINE, Conclusion.CANNOT_TELL, text, SEE_IT, gpu=index)
     to_wake = max(0, checks.compute_asked_bytes(request, memory) - held)
     text = f"the engine sleeps and holds {format_gib(held)}; to wake takes about {format_gib(to_wake)}, and"
+    free = f"{format_gib(memory.free_bytes)} are free"
     if to_wake <= memory.free_bytes:
-        return replace(_remark(f"{text} {format_gib(memory.free_bytes)} are free"), gpu=index)
-    text = (
-        f"{text} only {format_gib(memory.free_bytes)} are free: {format_gib(to_wake - memory.free_bytes)} are missing"
-    )
-    return Finding(
-        Kind.MEMORY,
-        Conclusion.NOT_GOOD,
-        f"{text}{describe_holders(gpu)}",
-        "stop or move what else is there first: a vLLM that wakes without room fails with an out-of-memory",
-        gpu=index,
-        may_pass=True,
-    )
-
-
-def _describe_room(conditions: Conditions) -> str:
-    host = conditions.host
-    if host is None or host.limit_bytes is None or host.room_bytes is None:
-        return ""
-    left = f"{format_gib(host.room_bytes)} of {format_gib(host.limit_bytes)} are left"
-    return f"; sleep level 1 would put its weights into host memory, of which {left}"
-
-
-def _remark(text: str) -> Finding:
-    return Finding(Kind.ENGINE, Conclusion.GOOD, text)
-
-
-def _report_unknown(text: str, fix: str | None = None) -> Finding:
-    return Finding(Kind.ENGINE, Conclusion.CANNOT_TELL, text, fix)
+        return Finding(Kind.ENGINE, Conclusion.GOOD, f"{text} {free}", gpu=index)
+    missing = f"{format_gib(to_wake - memory.free_bytes)} are missing{describe_holders(gpu)}"
+    fix = "stop or move what else is there first: a vLLM that wakes without room fails with an out-of-memory"
+    return Finding(Kind.MEMORY, Conclusion.NOT_GOOD, f"{text} only {free}: {missing}", fix, gpu=index, may_pass=True)
