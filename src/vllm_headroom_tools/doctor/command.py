@@ -4,11 +4,13 @@ import asyncio
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.doctor import engine, gpus, options, port
@@ -19,6 +21,7 @@ from vllm_headroom_tools.terminal import wrap_text
 
 MARKS: Final = {Status.OK: "ok", Status.MISSING: "MISSING", Status.UNKNOWN: "unknown", Status.NOT_APPLICABLE: "-"}
 VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
+PROBE_SECONDS: Final = 2.0
 INDENT: Final = " " * 9
 """The width of the marks: what follows is aligned with the name."""
 
@@ -34,65 +37,49 @@ def build_report(checks: Mapping[str, Check], version: str) -> Report:
         )
         for name, check in checks.items()
     ]
-    verdict, headline = find_worst(each.verdict for each in findings), _summarize(checks)
-    is_all = verdict is Conclusion.GOOD
+    states = [check.state for check in checks.values()]
+    missing, unknown = states.count(Status.MISSING), states.count(Status.UNKNOWN)
+    is_all = not missing and not unknown
+    headline = "Nothing is missing." if is_all else f"{missing} missing and {unknown} unknown, of {len(states)}."
+    described = [
+        {
+            "name": name,
+            "state": check.state,
+            "ok": {Status.OK: True, Status.MISSING: False}.get(check.state),
+            "found": check.text if check.state is Status.OK else None,
+            "missing": check.text if check.state is Status.MISSING else None,
+            "reason": check.text if check.state in {Status.UNKNOWN, Status.NOT_APPLICABLE} else None,
+            "details": list(check.details),
+            "absent": list(check.absent),
+            "fix": [{"where": fix.where, "lines": list(fix.lines)} for fix in check.fixes],
+        }
+        for name, check in checks.items()
+    ]
     return Report(
-        verdict=verdict,
+        verdict=find_worst(each.verdict for each in findings),
         headline=headline,
         findings=findings,
-        data={
-            "ok": is_all,
-            "version": version,
-            "checks": [_describe_check(name, check) for name, check in checks.items()],
-        },
+        data={"ok": is_all, "version": version, "checks": described},
         lines=_render_text(checks, headline),
         exit_status=int(not is_all),
     )
 
 
-def _describe_check(name: str, check: Check) -> dict[str, Any]:
-    state = check.state
-    return {
-        "name": name,
-        "state": state,
-        "ok": {Status.OK: True, Status.MISSING: False}.get(state),
-        "found": check.text if state is Status.OK else None,
-        "missing": check.text if state is Status.MISSING else None,
-        "reason": check.text if state in {Status.UNKNOWN, Status.NOT_APPLICABLE} else None,
-        "details": list(check.details),
-        "absent": list(check.absent),
-        "fix": [{"where": fix.where, "lines": list(fix.lines)} for fix in check.fixes],
-    }
-
-
 def _render_text(checks: Mapping[str, Check], headline: str) -> Iterator[str]:
     """Yield a line for each check with its mark, its details below it, and the headline."""
-    line = ""
+    is_apart = False
     for name, check in checks.items():
-        for line in _format_check(name, check):
-            yield line
-    yield from ("", headline) if line else (headline,)
-
-
-def _format_check(name: str, check: Check) -> Iterator[str]:
-    yield from wrap_text(f"{MARKS[check.state]:<8} {name:<16} ", check.text)
-    for detail in check.details:
-        yield from wrap_text(f"{INDENT}  ", detail)
-    if check.absent:
-        yield from wrap_text(f"{INDENT}absent   ", ", ".join(check.absent))
-    for index, fix in enumerate(check.fixes):
-        yield from wrap_text(f"{INDENT}{'or' if index else 'fix':<8} ", f"{fix.where}:")
-        yield from (f"{INDENT}{'':<8}   {line}" for line in fix.lines)
-    if check.absent or check.fixes:
-        yield ""
-
-
-def _summarize(checks: Mapping[str, Check]) -> str:
-    states = [check.state for check in checks.values()]
-    missing, unknown = states.count(Status.MISSING), states.count(Status.UNKNOWN)
-    return (
-        f"{missing} missing and {unknown} unknown, of {len(states)}." if missing or unknown else "Nothing is missing."
-    )
+        yield from wrap_text(f"{MARKS[check.state]:<8} {name:<16} ", check.text)
+        for detail in check.details:
+            yield from wrap_text(f"{INDENT}  ", detail)
+        if check.absent:
+            yield from wrap_text(f"{INDENT}absent   ", ", ".join(check.absent))
+        for index, fix in enumerate(check.fixes):
+            yield from wrap_text(f"{INDENT}{'or' if index else 'fix':<8} ", f"{fix.where}:")
+            yield from (f"{INDENT}{'':<8}   {line}" for line in fix.lines)
+        if is_apart := bool(check.absent or check.fixes):
+            yield ""
+    yield from (headline,) if is_apart else ("", headline)
 
 
 async def _run(given: Namespace) -> Report:
@@ -102,12 +89,13 @@ async def _run(given: Namespace) -> Report:
 
 async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
+    probe = settings.probe_dir and ProbeReader(settings.probe_dir, parse=parse_probe)
     survey, listening, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
         port.check_listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
         port.check_state_dir(settings.state_dir),
         port.check_trace_file(settings.trace_file),
-        engine.read_probe_files(settings.probe_dir),
+        probe.read(PROBE_SECONDS) if probe else asyncio.sleep(0, None),
     )
     return {
         "engine": engine.check_engine(survey),

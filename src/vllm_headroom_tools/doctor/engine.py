@@ -3,8 +3,7 @@
 import json
 import shlex
 import time
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection
 from typing import Final
 
 from vllm_headroom import catalog
@@ -24,11 +23,8 @@ from vllm_headroom.model import (
     TokenBytes,
 )
 from vllm_headroom.parse.engines import explain_empty_page, find_profile
-from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles.vllm import VLLM
 from vllm_headroom.scrape.http.reader import find_port
-from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Attribution, Reason
 from vllm_headroom_tools.doctor import fixes
@@ -93,31 +89,24 @@ def check_engine(survey: Survey) -> Check:
 
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     gave_up = failure.reason is Reason.TIMEOUT and survey.daemon_waits_seconds > PATIENCE_SECONDS
-    wait = Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",))
-    ways = find_engine_fixes(failure.reason, _fix_address(survey))
+    ways, hints = find_engine_fixes(failure.reason, _fix_address(survey)), []
+    if gave_up:
+        hints.append(f"the daemon waits {survey.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s")
+    is_elsewhere = survey.served_port not in {None, find_port(survey.url)}
+    is_here = not isinstance(survey.processes, Failure) and survey.processes.engine
+    if failure.reason is Reason.UNREACHABLE and is_here and not is_elsewhere:
+        hint = "while an engine loads its model, which can take minutes, it does not listen"
+        hints.append(f"its processes run here: {hint}")
+        ways = (Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",)), *ways)
+    elif is_elsewhere:
+        hints.append(f"an engine that runs here serves port {survey.served_port}")
     return Check(
         Status.UNKNOWN if gave_up else Status.MISSING,
         failure.message,
-        details=tuple(_list_hints(survey, gave_up=gave_up)),
+        details=tuple(hints),
         absent=WITHOUT_AN_ANSWER,
-        fixes=(wait, *ways) if _is_loading(survey) else ways,
+        fixes=ways,
     )
-
-
-def _list_hints(survey: Survey, *, gave_up: bool) -> Iterator[str]:
-    if gave_up:
-        yield f"the daemon waits {survey.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
-    if _is_loading(survey):
-        yield "its processes run here: while an engine loads its model, which can take minutes, it does not listen"
-    elif survey.served_port not in {None, find_port(survey.url)}:
-        yield f"an engine that runs here serves port {survey.served_port}"
-
-
-def _is_loading(survey: Survey) -> bool:
-    """Return whether nothing listens yet, and a vLLM that runs here may do so later."""
-    if isinstance(survey.processes, Failure) or not survey.processes.engine or not isinstance(survey.page, Failure):
-        return False
-    return survey.page.reason is Reason.UNREACHABLE and survey.served_port in {None, find_port(survey.url)}
 
 
 def _fix_address(survey: Survey) -> Fix:
@@ -128,14 +117,11 @@ def _fix_address(survey: Survey) -> Fix:
 
 
 NO_PAGE: Final = "needs the engine's page, see engine"
-WITHOUT_A_REPORT: Final = tuple(
-    metric.name
-    for metric in (
-        catalog.MEMORY_REPORTED,
-        catalog.MEMORY_DISCREPANCY,
-        catalog.MEMORY_DISCREPANCY_RATIO,
-        catalog.ENGINE_UNUSED,
-    )
+WITHOUT_A_REPORT: Final = (
+    catalog.MEMORY_REPORTED.name,
+    catalog.MEMORY_DISCREPANCY.name,
+    catalog.MEMORY_DISCREPANCY_RATIO.name,
+    catalog.ENGINE_UNUSED.name,
 )
 A_GPU: Final = Gpu(
     reading=GpuReading(
@@ -166,32 +152,37 @@ def check_engine_inputs(survey: Survey) -> Check:
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
-    offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
-    never = dict(find_profile(page.profile).absent)
-    wanted = tuple(name for name, found in page.inputs if not found and name in SERIES and name not in never)
-    profile = find_profile(page.profile)
-    spare = ", ".join(name for name, found in page.inputs if not found and name not in SERIES)
+    profile, missing = find_profile(page.profile), [name for name, found in page.inputs if not found]
+    offered = f"{len(page.inputs) - len(missing)} of {len(page.inputs)} inputs offered"
+    never = dict(profile.absent)
+    wanted = tuple(name for name in missing if name in SERIES and name not in never)
+    spare = ", ".join(name for name in missing if name not in SERIES)
     details = (
         *((f"not exported, and no metric depends on it: {spare}",) if spare else ()),
         *(f"{profile.product} does not export {name}: {why}" for name, why in profile.absent if name in SERIES),
     )
     if not wanted:
         return Check(Status.OK, offered, details=details)
-    has_served = any(engine.prompt_tokens_total for engine in page.engines)
-    later = "" if has_served else "; no request has been served yet, and some appear with the first"
+    if has_served := any(engine.prompt_tokens_total for engine in page.engines):
+        later, is_vllm = "", profile.name == VLLM.name
+        newer = (
+            "0.11.1 or newer, which offers all of them"
+            if is_vllm
+            else "a newer version, where it has one that offers them"
+        )
+        fix = Fix(where=f"in {'vLLM' if is_vllm else profile.product}'s image", lines=(f"# {newer}",))
+    else:
+        later = "; no request has been served yet, and some appear with the first"
+        body = json.dumps({"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1})
+        url, data = (shlex.quote(text) for text in (str(survey.url.join("v1/completions")), body))
+        fix = Fix(where="with a first request", lines=(f"curl {url} -H 'Content-Type: application/json' -d {data}",))
     return Check(
         Status.MISSING if has_served else Status.UNKNOWN,
         f"{offered}, not {', '.join(wanted)}{later}",
         details=details,
         absent=list_lost_series(wanted, page),
-        fixes=(_fix_version(profile) if has_served else _fix_first_request(survey, page),),
+        fixes=(fix,),
     )
-
-
-def _fix_version(profile: Profile) -> Fix:
-    if profile.name == VLLM.name:
-        return Fix(where="in vLLM's image", lines=("# 0.11.1 or newer, which offers all of them",))
-    return Fix(where=f"in {profile.product}'s image", lines=("# a newer version, where it has one that offers them",))
 
 
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
@@ -222,14 +213,6 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
     )
 
 
-def _fix_first_request(survey: Survey, page: EnginePage) -> Fix:
-    body = json.dumps({"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1})
-    url = shlex.quote(str(survey.url.join("v1/completions")))
-    return Fix(
-        where="with a first request", lines=(f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}",)
-    )
-
-
 def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
     """Return the series that are absent without these inputs, in the order of the daemon's page."""
     without = {metric for name in inputs for metric in SERIES[name]}
@@ -242,27 +225,23 @@ def check_kv_bytes(survey: Survey, bytes_per_token: float | None, configured: To
     """Check whether the KV cache can be known in bytes: with a model, by running the derivation."""
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
-    named = "HEADROOM_MODEL_CONFIG" if configured else "the configuration of the model that vLLM loads"
+    state = Status.MISSING if configured else Status.NOT_APPLICABLE
     if (model := configured or survey.token_bytes) is None:
         text = "HEADROOM_MODEL_CONFIG is not set and the model's folder not visible: the KV cache is reported in tokens"
-        return Check(Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
+        return Check(state, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
     if isinstance(survey.page, Failure) or not survey.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     gpus = survey.readings if isinstance(survey.readings, Failure) else survey.gpus
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=())
+    named = "HEADROOM_MODEL_CONFIG" if configured else "the configuration of the model that vLLM loads"
     metrics = {sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=model)}
     if catalog.ENGINE_KV_CAPACITY_BYTES in metrics:
         return Check(Status.OK, f"{named} gives the bytes per token")
-    text = (
-        f"{named} does not give the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
-        " or its layers keep a window or a state"
-    )
-    return Check(
-        Status.MISSING if configured else Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES
-    )
+    why = "its dtype or its GPUs are unknown, or its layers keep a window or a state"
+    text = f"{named} does not give the bytes of this engine's KV cache: {why}"
+    return Check(state, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
 
 
-READ_SECONDS: Final = 2.0
 FROM_PROBE: Final = ("headroom_engine_memory_bytes", "headroom_allocator_*", "headroom_leak_location")
 NO_PROBE_DIR: Final = "HEADROOM_PROBE_DIR is not set: what only vLLM's processes know is not read"
 NO_GPU: Final = "torch's allocator reports nothing: vLLM has no GPU, has not used it yet, or may sleep"
@@ -292,11 +271,6 @@ RESTART: Final = (
 )
 
 
-async def read_probe_files(folder: Path | None) -> tuple[ProbedProcess, ...] | Failure | None:
-    """Return what the probe has written, as the daemon reads it; None where it is not set."""
-    return None if folder is None else await ProbeReader(folder, parse=parse_probe).read(READ_SECONDS)
-
-
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
     """Check whether the probe is installed, loaded by the running vLLM, and writes."""
     processes = () if isinstance(survey.processes, Failure) else survey.processes.engine
@@ -304,30 +278,25 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
     if found is None:
         return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
     if isinstance(found, Failure):
-        return _report_missing(found.message, (), *INSTALL_PROBE)
+        return Check(Status.MISSING, found.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
     began = min((each.started_at_seconds for each in found.present), default=0.0)
     current = [each for each in found.others if each.started_at_seconds >= began]  # older ones are of another run
-    stopped = tuple(f"{_name_process(each)} has stopped: {each.stopped}" for each in current if each.stopped)
-    if not found.present:
+    details = [f"{_name_process(each)} has stopped: {each.stopped}" for each in current if each.stopped]
+    ways = RESTART if found.silent or details else INSTALL_PROBE
+    if found.present:
+        versions = sorted({each.vllm_version for each in found.present if each.vllm_version})
+        text = f"it answers in {count_roles(each.role for each in found.present)}"
+        text += f" of vLLM {', '.join(versions)}" if versions else ""
+        details += [f"{_name_process(each)} writes no longer" for each in found.silent]
+        if not details:
+            is_telling = any(process.devices for process in found.present)
+            return Check(Status.OK, text, details=() if is_telling else (NO_GPU,))
+        text += ", but not all"
+    elif found.silent:
+        text = "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"
+    else:
         text = "none of vLLM's processes writes now: it is down, still starting, or was started without the probe"
-        if found.silent:
-            text = "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"
-        return _report_missing(text, stopped, *(RESTART if found.silent or stopped else INSTALL_PROBE))
-    details = (*stopped, *(f"{_name_process(each)} writes no longer" for each in found.silent))
-    if details:
-        return _report_missing(f"{_count_roles(found.present)}, but not all", details, *RESTART)
-    telling = any(process.devices for process in found.present)
-    return Check(Status.OK, _count_roles(found.present), details=() if telling else (NO_GPU,))
-
-
-def _report_missing(text: str, details: tuple[str, ...], *fixes: Fix) -> Check:
-    return Check(Status.MISSING, text, details=details, absent=FROM_PROBE, fixes=fixes)
-
-
-def _count_roles(present: tuple[ProbedProcess, ...]) -> str:
-    versions = sorted({each.vllm_version for each in present if each.vllm_version})
-    counted = count_roles(each.role for each in present)
-    return f"it answers in {counted}" + (f" of vLLM {', '.join(versions)}" if versions else "")
+    return Check(Status.MISSING, text, details=tuple(details), absent=FROM_PROBE, fixes=ways)
 
 
 def _name_process(process: ProbedProcess) -> str:

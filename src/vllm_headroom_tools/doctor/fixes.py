@@ -9,6 +9,7 @@ from typing import Final
 
 import httpx
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from vllm_headroom.config import AUTO
 from vllm_headroom.daemon.parts import build_page_reader
@@ -215,18 +216,16 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
         read_machine(settings, page, proc, sys),
         fetch_once(build_page_reader(settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS)),
     )
-    processes, token_bytes = here.processes, None
-    options = None if isinstance(processes, Failure) else processes.options
-    if settings.parse_model is not None and not isinstance(processes, Failure):
-        served = ServedModel(settings.parse_model, proc)
-        token_bytes = await served.wait(processes, VERSION_SECONDS)
+    options = token_bytes = None
+    if not isinstance(here.processes, Failure):
+        options = here.processes.options
+        if settings.parse_model is not None:
+            token_bytes = await ServedModel(settings.parse_model, proc).wait(here.processes, VERSION_SECONDS)
     return Survey(
+        **asdict(here),
         url=hide_secrets(url),
         page=complete_page(await page, None, options),
         version=parse_server_version(about) if isinstance(about, str) else None,
-        readings=here.readings,
-        gpus=here.gpus,
-        processes=here.processes,
         daemon_waits_seconds=daemon_waits,
         host_limit_bytes=settings.host_memory_limit_bytes,
         token_bytes=token_bytes,

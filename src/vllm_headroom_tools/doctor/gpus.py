@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from msgspec.structs import replace
-
 from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
 from vllm_headroom.derive.attribution import (
     Selection,
@@ -50,16 +48,13 @@ NO_NVML: Final = "needs NVML, see nvml"
 
 def check_nvml(survey: Survey) -> Check:
     """Check whether NVML answers, and with which driver."""
-    if isinstance(survey.readings, Failure):
-        return Check(
-            Status.MISSING, survey.readings.message, absent=WITHOUT_NVML, fixes=find_nvml_fixes(survey.readings.reason)
-        )
-    if all(device.vendor is Vendor.AMD for device in survey.readings.devices):
-        text = "not needed: the GPUs are AMD's, whose driver reports them in /sys"
-        return Check(Status.NOT_APPLICABLE, text)
-    version = survey.readings.driver_version
-    text = f"NVML answers, driver {version}" if version else "NVML answers, and does not report the driver's version"
-    return Check(Status.OK, text)
+    found = survey.readings
+    if isinstance(found, Failure):
+        return Check(Status.MISSING, found.message, absent=WITHOUT_NVML, fixes=find_nvml_fixes(found.reason))
+    if all(device.vendor is Vendor.AMD for device in found.devices):
+        return Check(Status.NOT_APPLICABLE, "not needed: the GPUs are AMD's, whose driver reports them in /sys")
+    version = f"driver {found.driver_version}" if found.driver_version else "and does not report the driver's version"
+    return Check(Status.OK, f"NVML answers, {version}")
 
 
 def check_gpus(survey: Survey) -> Check:
@@ -67,16 +62,11 @@ def check_gpus(survey: Survey) -> Check:
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     devices = survey.readings.devices
-    details = tuple(
-        f"{name_device(device)} {device.name}".rstrip() + _describe_unified(device) + _describe_trouble(device)
-        for device in devices
+    details = (
+        *(f"{name_device(device)} {device.name}".rstrip() + _describe_memory(device) for device in devices),
+        *(f"{name_device(gpu.reading)}: {describe_leftover(left)}" for gpu in survey.gpus for left in gpu.leftovers),
     )
-    details += tuple(
-        f"{name_device(gpu.reading)}: {describe_leftover(leftover)}"
-        for gpu in survey.gpus
-        for leftover in gpu.leftovers
-    )
-    unread = [device for device in devices if _describe_trouble(device)]
+    unread = [device for device in devices if device.failure or device.memory is None]
     if not unread:
         return Check(Status.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
@@ -95,21 +85,16 @@ def name_device(device: GpuReading) -> str:
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
 
-def _describe_trouble(device: GpuReading) -> str:
+def _describe_memory(device: GpuReading) -> str:
+    """Return why it is not known, or what a GPU shares with its machine: only swap separates that from a hang."""
     if device.failure is not None:
         return f": {device.failure.message}"
-    if device.memory is not None:
-        return ""
-    if device.vendor is Vendor.AMD:
-        return (
-            ": KFD does not report what its processes may use of its memory or the machine's, or not to this container"
-        )
-    return ": NVML reports no memory for it"
-
-
-def _describe_unified(device: GpuReading) -> str:
-    """Describe memory that a GPU shares with its machine: only swap separates it from a hang."""
-    if device.memory is None or not device.memory.is_unified:
+    if device.memory is None and device.vendor is Vendor.AMD:
+        what = "KFD does not report what its processes may use of its memory or the machine's"
+        return f": {what}, or not to this container"
+    if device.memory is None:
+        return ": NVML reports no memory for it"
+    if not device.memory.is_unified:
         return ""
     total, free = format_gib(device.memory.total_bytes), format_gib(device.memory.free_bytes)
     return f", unified memory: {free} left of the {total} that it may take of the machine's, by /proc/meminfo"
@@ -127,7 +112,6 @@ BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.MACHINE: "by the machine, since their cgroup has no limit",
     HostBasis.PROCESSES: "by what its processes hold themselves and their /dev/shm, since their cgroup is not seen",
 }
-NO_PROC: Final = "needs the processes, see processes"
 SHOW_PROC: Final = Fix(where="in the systemd unit", lines=("ProtectProc=default", "ProcSubset=all"))
 STUCK: Final = Fix(where=f"{fixes.NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
 ON_ITS_MACHINE: Final = Fix(where="on the machine where vLLM runs", lines=("vllm-headroom doctor",))
@@ -139,33 +123,32 @@ ASK_THE_NODE: Final = Fix(
 
 def check_processes(survey: Survey) -> Check:
     """Check whether the engine's processes are seen, which needs a shared PID namespace."""
-    found = survey.processes
+    found, share = survey.processes, fixes.SEE_THE_PROCESSES
     if isinstance(found, Failure):
-        share = fixes.SEE_THE_PROCESSES if found == HIDDEN else ()
-        return _report_without(
-            Status.MISSING, found.message, *share, STUCK if found.reason is Reason.TIMEOUT else SHOW_PROC
-        )
-    check, left = _check_seen(survey, found), describe_orphans(found.left_behind, survey.gpus)
-    return check if left is None else replace(check, details=(*check.details, left))
-
-
-def _check_seen(survey: Survey, found: ProcessReadings) -> Check:
+        ways = (*(share if found == HIDDEN else ()), STUCK if found.reason is Reason.TIMEOUT else SHOW_PROC)
+        return Check(Status.MISSING, found.message, absent=WITHOUT_PROCESSES, fixes=ways)
+    namespace = _name_namespace(found)
+    state, ways, details = Status.MISSING, share, []
     if found.engine:
         counted = count_roles(process.role for process in found.engine)
-        text = f"vLLM's are seen ({counted}), in {_name_namespace(found)}"
-        return Check(Status.OK, text, details=tuple(_describe_host(survey, found)))
-    if found.ambiguous_roots:
-        return _report_without(Status.MISSING, AMBIGUOUS, *fixes.SAY_WHICH_PORT)
-    place = f"among the {len(found.visible_pids)} seen in {_name_namespace(found)}"
-    if isinstance(survey.page, Failure):
-        text = f"vLLM's are not {place}; it does not answer, so it may not be running"
-        return _report_without(Status.UNKNOWN, text, *(() if found.sees_host_pids else fixes.SEE_THE_PROCESSES))
-    text = f"vLLM answers, but its processes are not {place}"
-    if found.sees_host_pids:
-        other = "it runs on another machine, or other users' processes are hidden from this one"
-        return _report_without(Status.MISSING, f"{text}: {other}", ON_ITS_MACHINE, SHOW_PROC)
-    return _report_without(
-        Status.MISSING, f"{text}, which is not shared with vLLM's container", *fixes.SEE_THE_PROCESSES
+        state, ways, details = Status.OK, (), [*_describe_host(survey, found)]
+        text = f"vLLM's are seen ({counted}), in {namespace}"
+    elif found.ambiguous_roots:
+        text, ways = AMBIGUOUS, fixes.SAY_WHICH_PORT
+    elif isinstance(survey.page, Failure):
+        text = f"vLLM's are not among the {len(found.visible_pids)} seen in {namespace}; it does not answer, so it may"
+        state, text, ways = Status.UNKNOWN, f"{text} not be running", () if found.sees_host_pids else share
+    else:
+        text = f"vLLM answers, but its processes are not among the {len(found.visible_pids)} seen in {namespace}"
+        if found.sees_host_pids:
+            text += ": it runs on another machine, or other users' processes are hidden from this one"
+            ways = (ON_ITS_MACHINE, SHOW_PROC)
+        else:
+            text += ", which is not shared with vLLM's container"
+    if left := describe_orphans(found.left_behind, survey.gpus):
+        details.append(left)
+    return Check(
+        state, text, details=tuple(details), absent=() if found.engine else WITHOUT_PROCESSES, fixes=tuple(ways)
     )
 
 
@@ -178,11 +161,8 @@ def _describe_host(survey: Survey, found: ProcessReadings) -> Iterator[str]:
         yield f"host memory: {format_gib(memory.used_bytes)}{limit} in use, {BASES[memory.basis]}"
     machine = found.host.machine
     if machine is not None and machine.swap_bytes:
-        used = format_gib(machine.swap_bytes - machine.swap_free_bytes)
-        yield (
-            f"swap, zram included: {used} of {format_gib(machine.swap_bytes)} in use; no time to"
-            f" out-of-memory counts on it"
-        )
+        used = f"{format_gib(machine.swap_bytes - machine.swap_free_bytes)} of {format_gib(machine.swap_bytes)}"
+        yield f"swap, zram included: {used} in use; no time to out-of-memory counts on it"
 
 
 def check_process_memory(survey: Survey) -> Check:
@@ -191,7 +171,7 @@ def check_process_memory(survey: Survey) -> Check:
     if isinstance(readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     if isinstance(found, Failure):
-        return Check(Status.UNKNOWN, NO_PROC)
+        return Check(Status.UNKNOWN, "needs the processes, see processes")
     driver = readings.driver_version
     of_amd = [device for device in readings.devices if device.vendor is Vendor.AMD]
     if driver is None and not found.sees_host_pids and not of_amd:
@@ -218,12 +198,7 @@ def check_process_memory(survey: Survey) -> Check:
         ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
         return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=ways)
     source = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of unknown version'}"
-    text = f"{source} reports each process's own memory, as seen from {_name_namespace(found)}"
-    return Check(Status.OK, text)
-
-
-def _report_without(state: Status, text: str, *fixes: Fix) -> Check:
-    return Check(state, text, absent=WITHOUT_PROCESSES, fixes=fixes)
+    return Check(Status.OK, f"{source} reports each process's own memory, as seen from {_name_namespace(found)}")
 
 
 def _name_namespace(found: ProcessReadings) -> str:
@@ -237,53 +212,36 @@ ATTRIBUTIONS: Final = {
     Attribution.ASSUMED: "attributed to the engine (assumed: HEADROOM_GPUS is all)",
     None: "not attributed to the engine",
 }
-NOT_ON_SINGLE: Final = "the only visible GPU is attributed to the engine, but none of the engine's processes is on it"
-NOT_ON_ANY: Final = (
-    "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs that this container does"
-    " not see"
-)
-NOT_ON_THOSE_READ: Final = (
-    "none of the engine's processes is on a GPU that can be read; they may be on one that cannot, see gpus"
-)
-NOT_LISTED: Final = (
-    "the engine's processes are seen, but what this driver lists on the GPUs cannot be matched with them in a container"
-)
-NOT_TRACED: Final = (
-    "the engine's processes are seen, but not their open files, which alone show a container who uses AMD's cards"
-)
-NEEDS_ENGINE: Final = "needs the engine to run, see engine"
 
 
 def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
     """Check which GPUs are attributed to the engine, how, and why none is."""
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
-    return replace(
-        _judge_attribution(survey, selection),
-        details=tuple(f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in survey.gpus),
-        absent=() if any(gpu.attribution for gpu in survey.gpus) else OWNED_GPU_SERIES,
-    )
-
-
-def _judge_attribution(survey: Survey, selection: Selection) -> Check:
-    owned = [gpu for gpu in survey.gpus if gpu.attribution]
-    names = {name.casefold() for gpu in survey.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
-    invisible = [name for name in selection.listed if name.casefold() not in names]
-    if invisible:
-        text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
-        return Check(Status.MISSING, text, fixes=(_name_gpus(survey), *fixes.SEE_THE_GPUS))
-    if others := [gpu for gpu in survey.gpus if gpu.is_left_out]:
-        shown = ", ".join(name_device(gpu.reading) for gpu in others)
-        text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {shown}"
-        return Check(
-            Status.MISSING, text, fixes=(fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs"),)
-        )
-    if not owned:
-        return _explain_none(survey)
+    gpus, state = survey.gpus, Status.MISSING
+    ways: tuple[Fix, ...] = (_name_gpus(survey), *fixes.SEE_THE_GPUS)
+    owned = [gpu for gpu in gpus if gpu.attribution]
+    names = {name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
     is_up = not isinstance(survey.page, Failure)
-    if owned[0].attribution is Attribution.SINGLE and is_up and _can_match(survey):  # and they are not on it
-        return Check(Status.UNKNOWN, NOT_ON_SINGLE, fixes=(_name_gpus(survey), *fixes.SEE_THE_GPUS))
-    return Check(Status.OK, f"{len(owned)} of {len(survey.gpus)} attributed to the engine")
+    if invisible := [name for name in selection.listed if name.casefold() not in names]:
+        text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
+    elif others := [name_device(gpu.reading) for gpu in gpus if gpu.is_left_out]:
+        text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {', '.join(others)}"
+        ways = (fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs"),)
+    elif not owned:
+        state, text, ways = _explain_none(survey)
+    elif owned[0].attribution is Attribution.SINGLE and is_up and _can_match(survey):  # and they are not on it
+        state = Status.UNKNOWN
+        text = "the only visible GPU is attributed to the engine, but none of the engine's processes is on it"
+    else:
+        state, text, ways = Status.OK, f"{len(owned)} of {len(gpus)} attributed to the engine", ()
+    return Check(
+        state,
+        text,
+        details=tuple(f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in gpus),
+        absent=() if owned else OWNED_GPU_SERIES,
+        fixes=ways,
+    )
 
 
 def _can_match(survey: Survey) -> bool:
@@ -297,30 +255,36 @@ def _has_true_pids(survey: Survey) -> bool:
     return not isinstance(survey.readings, Failure) and are_pids_true(survey.readings, survey.processes)
 
 
-def _explain_none(survey: Survey) -> Check:
-    processes, name_them = survey.processes, _name_gpus(survey)
+def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
+    processes, state = survey.processes, Status.MISSING
+    share: tuple[Fix, ...] = fixes.SEE_THE_PROCESSES
+    ways: tuple[Fix, ...]
     if isinstance(processes, Failure):
-        share = fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
-        return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
-    if processes.ambiguous_roots:
-        return Check(Status.MISSING, AMBIGUOUS, fixes=(*fixes.SAY_WHICH_PORT, name_them))
-    if isinstance(survey.page, Failure):
-        return Check(Status.UNKNOWN, NEEDS_ENGINE, fixes=(name_them,))
-    if not processes.engine:
-        share = () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
-        return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
-    if _can_match(survey):
-        return Check(Status.MISSING, NOT_ON_ANY, fixes=(*fixes.SEE_THE_GPUS, name_them))
-    return _explain_unmatched(survey, name_them)
+        text, ways = NOT_ATTRIBUTED, share if processes == HIDDEN else ()
+    elif processes.ambiguous_roots:
+        text, ways = AMBIGUOUS, fixes.SAY_WHICH_PORT
+    elif isinstance(survey.page, Failure):
+        state, text, ways = Status.UNKNOWN, "needs the engine to run, see engine", ()
+    elif not processes.engine:
+        text, ways = NOT_ATTRIBUTED, () if processes.sees_host_pids else share
+    elif _can_match(survey):
+        text = "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs that this"
+        text, ways = f"{text} container does not see", fixes.SEE_THE_GPUS
+    elif any(gpu.reading.failure for gpu in survey.gpus) and _has_true_pids(survey):
+        text = "none of the engine's processes is on a GPU that can be read; they may be on one that cannot, see gpus"
+        ways = ()
+    else:
+        text, ways = _explain_unmatched(survey)
+    return state, text, (*ways, _name_gpus(survey))
 
 
-def _explain_unmatched(survey: Survey, name_them: Fix) -> Check:
-    """Return why the engine's processes are not found on GPUs though they are seen."""
-    if any(gpu.reading.failure for gpu in survey.gpus) and _has_true_pids(survey):
-        return Check(Status.MISSING, NOT_ON_THOSE_READ, fixes=(name_them,))
+def _explain_unmatched(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
+    seen = "the engine's processes are seen, but"
     if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in survey.gpus):
-        return Check(Status.MISSING, NOT_TRACED, fixes=(*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS, name_them))
-    return Check(Status.MISSING, NOT_LISTED, fixes=(fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS, name_them))
+        text = f"{seen} not their open files, which alone show a container who uses AMD's cards"
+        return text, (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS)
+    text = f"{seen} what this driver lists on the GPUs cannot be matched with them in a container"
+    return text, (fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS)
 
 
 def _name_gpus(survey: Survey) -> Fix:

@@ -56,8 +56,7 @@ def check_faults(survey: Survey) -> Check:
     version = None if survey.version is None else parse_version(survey.version)
     if version is None:
         return Check(Status.NOT_APPLICABLE, "the version is not known, nor which faults it has")
-    options = read_options(survey) or EngineOptions()
-    known = tuple(map(describe_fault, list_faults(version, options.given)))
-    return Check(
-        Status.OK, f"known faults of vLLM {survey.version} with these options: {len(known) or 'none'}", details=known
-    )
+    given = (read_options(survey) or EngineOptions()).given
+    known = tuple(map(describe_fault, list_faults(version, given)))
+    text = f"known faults of vLLM {survey.version} with these options: {len(known) or 'none'}"
+    return Check(Status.OK, text, details=known)

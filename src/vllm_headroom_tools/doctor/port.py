@@ -2,7 +2,6 @@
 
 import errno
 import os
-import socket
 import ssl
 import tempfile
 from collections.abc import Callable
@@ -40,33 +39,24 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
     Behind TLS the certificate that `web_config` names identifies it; a server that needs a password stays unknown.
     """
     if port == 0:
-        text = "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one"
-        return Check(Status.NOT_APPLICABLE, text)
+        return Check(Status.NOT_APPLICABLE, "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one")
     serving = await _find_daemon("127.0.0.1" if host in EVERY_INTERFACE else host, port, web_config)
     if serving is not None:
         return serving
+    other_port = fix_setting(f"HEADROOM_LISTEN_PORT={next(other for other in USUAL_PORTS if other != port)}")
     try:
         await Worker[None]("listen").call(lambda: listen(host, port).close(), ANSWER_SECONDS)
     except TimeoutError:
-        return _report_refused(f"no daemon can listen on {host}, port {port}: the name is not resolved", ANOTHER_HOST)
+        text, fix = f"no daemon can listen on {host}, port {port}: the name is not resolved", ANOTHER_HOST
     except OSError as error:
+        problem = (error.strerror or str(error)).partition(" (")[0]  # Python adds the address
+        text = f"no daemon can listen on {host or 'all interfaces'}, port {port}: {problem}"
         if error.errno == errno.EADDRINUSE:
             text = f"port {port} is taken by something that does not answer as vllm-headroom"
-            return _report_refused(text, _fix_port(port))
-        where = f"{host or 'all interfaces'}, port {port}"
-        problem = (error.strerror or str(error)).partition(" (")[0]  # Python adds the address
-        fix = _fix_port(port) if error.errno == errno.EACCES else ANOTHER_HOST
-        return _report_refused(f"no daemon can listen on {where}: {problem}", fix)
-    text = f"port {port} is free: no daemon is running here"
-    return Check(Status.OK, text)
-
-
-def _report_refused(text: str, fix: Fix) -> Check:
+        fix = other_port if error.errno in {errno.EADDRINUSE, errno.EACCES} else ANOTHER_HOST
+    else:
+        return Check(Status.OK, f"port {port} is free: no daemon is running here")
     return Check(Status.MISSING, text, absent=("headroom_*",), fixes=(fix,))
-
-
-def _fix_port(port: int) -> Fix:
-    return fix_setting(f"HEADROOM_LISTEN_PORT={next(other for other in USUAL_PORTS if other != port)}")
 
 
 async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check | None:
@@ -79,42 +69,26 @@ async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check |
     if isinstance(samples, Failure) or not samples:
         return None
     version = samples[0].labels.get("version", "")
-    text = f"a daemon is running here and serves port {port}: vllm-headroom {version}"
-    return Check(Status.OK, text)
+    return Check(Status.OK, f"a daemon is running here and serves port {port}: vllm-headroom {version}")
 
 
 async def _check_locked(failure: Failure, host: str, port: int, web_config: Path | None) -> Check | None:
     """Check a server behind a password or TLS; None where neither answers."""
     if failure.reason is Reason.UNAUTHORIZED:
-        return _report_unknown(f"port {port} asks for a user and a password")
-    try:
-        shown = await Worker[bytes | None]("tls").call(lambda: _read_certificate(host, port), 2 * ANSWER_SECONDS)
-    except OSError:  # TimeoutError is one
-        return None
-    if shown is None:
-        return None
-    if web_config is not None and shown == _read_own_certificate(web_config):
-        text = f"a daemon is running here: port {port} speaks TLS with the certificate of HEADROOM_WEB_CONFIG_FILE"
-        return Check(Status.OK, text)
-    return _report_unknown(f"port {port} speaks TLS")
-
-
-def _report_unknown(found: str) -> Check:
+        found = f"port {port} asks for a user and a password"
+    else:
+        found = f"port {port} speaks TLS"
+        try:
+            shown = await Worker[str]("tls").call(
+                lambda: ssl.get_server_certificate((host, port), timeout=ANSWER_SECONDS), 2 * ANSWER_SECONDS
+            )
+        except OSError:  # TimeoutError is one
+            return None
+        if web_config is not None and ssl.PEM_cert_to_DER_cert(shown) == _read_own_certificate(web_config):
+            text = f"a daemon is running here: {found} with the certificate of HEADROOM_WEB_CONFIG_FILE"
+            return Check(Status.OK, text)
     text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one is not known"
     return Check(Status.UNKNOWN, text)
-
-
-def _read_certificate(host: str, port: int) -> bytes | None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only its certificate is read
-    try:
-        with (
-            socket.create_connection((host, port), ANSWER_SECONDS) as plain,
-            context.wrap_socket(plain, server_hostname=host) as secured,
-        ):
-            return secured.getpeercert(binary_form=True)
-    except OSError:
-        return None
 
 
 def _read_own_certificate(web_config: Path) -> bytes | None:
@@ -142,29 +116,21 @@ async def check_state_dir(folder: Path | None) -> Check:
             " is kept for vllm-headroom postmortem"
         )
         return Check(Status.NOT_APPLICABLE, text)
-    problem = await _try_write(partial(_write_into, folder))
-    return _judge_writable(folder, problem, _fix_volume("HEADROOM_STATE_DIR", FOLDER))
+    return await _check_writable(folder, partial(_write_into, folder), "HEADROOM_STATE_DIR", FOLDER)
 
 
 async def check_trace_file(file: Path | None) -> Check:
     """Check whether samples can be recorded."""
     if file is None:
-        text = "HEADROOM_TRACE_FILE is not set: nothing is recorded"
-        return Check(Status.NOT_APPLICABLE, text)
-    problem = await _try_write(partial(_record_in, file))
-    if problem == FOREIGN:
-        return _judge_writable(file, problem, (fix_setting(f"HEADROOM_TRACE_FILE={file}.jsonl"),))
-    return _judge_writable(file, problem, _fix_volume("HEADROOM_TRACE_FILE", f"{FOLDER}/trace.jsonl"))
+        return Check(Status.NOT_APPLICABLE, "HEADROOM_TRACE_FILE is not set: nothing is recorded")
+    return await _check_writable(file, partial(_record_in, file), "HEADROOM_TRACE_FILE", f"{FOLDER}/trace.jsonl")
 
 
-def _judge_writable(path: Path, problem: str | None, fixes: tuple[Fix, ...]) -> Check:
-    user = f"user {os.getuid()}"
+async def _check_writable(path: Path, attempt: Callable[[], None], variable: str, value: str) -> Check:
+    """Try to write, on a separate thread, since a volume can hang; the fix is a volume, and `value` on it."""
+    problem, user = await try_write(Worker[None]("files"), attempt, FILE_SECONDS), f"user {os.getuid()}"
     if problem is None:
         return Check(Status.OK, f"{path} can be written by {user}")
-    return Check(Status.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=fixes)
-
-
-def _fix_volume(variable: str, value: str) -> tuple[Fix, ...]:
     lines = (
         "volumes: [{name: headroom-state, emptyDir: {}}]",
         "containers:  # initContainers, where the sidecar is a native one",
@@ -172,16 +138,14 @@ def _fix_volume(variable: str, value: str) -> tuple[Fix, ...]:
         f"  volumeMounts: [{{name: headroom-state, mountPath: {FOLDER}}}]",
         f"  env: [{{name: {variable}, value: {value}}}]",
     )
-    return (
+    ways: tuple[Fix, ...] = (
         Fix(where=POD, lines=lines),
         Fix(where=f"{POD}, for a volume that is not an emptyDir", lines=("securityContext: {fsGroup: 65532}",)),
         Fix(where="in the systemd unit", lines=("StateDirectory=vllm-headroom", f"Environment={variable}={value}")),
     )
-
-
-async def _try_write(attempt: Callable[[], None]) -> str | None:
-    """Return what went wrong; on a separate thread, since a volume can hang."""
-    return await try_write(Worker[None]("files"), attempt, FILE_SECONDS)
+    if problem == FOREIGN:
+        ways = (fix_setting(f"{variable}={path}.jsonl"),)
+    return Check(Status.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=ways)
 
 
 def _write_into(folder: Path) -> None:
@@ -198,10 +162,8 @@ def _record_in(file: Path) -> None:
     """Try what the daemon does with its trace, and leave it as it is; raise OSError, or ValueError for no trace."""
     file.parent.stat()
     _write_into(file.parent)
-    if not file.exists():
-        return
-    with file.open("a+b") as stream:
-        stream.seek(0)
-        head = stream.readline(LONGEST_LINE)
-    if not is_trace_start(head):
-        raise ValueError(FOREIGN)
+    if file.exists():
+        with file.open("a+b") as stream:
+            stream.seek(0)
+            if not is_trace_start(stream.readline(LONGEST_LINE)):
+                raise ValueError(FOREIGN)
