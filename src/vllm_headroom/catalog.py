@@ -139,7 +139,7 @@ ENGINE_PROGRESS_AGE: Final = _gauge(
 ENGINE_KV_STRANDED: Final = _gauge(
     "engine_kv_cache_stranded_ratio",
     ENGINE,
-    "Share of the KV cache still held a minute after the last request.",
+    "Share of the KV cache that no request holds: a minute after the last one, with the probe also under load.",
     needs=LIVE_SHARE,
 )
 

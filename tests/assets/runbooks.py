@@ -37,8 +37,8 @@ INVENTED_FLAGS: Final = frozenset(
 )
 """Flags that go round in articles, one in vLLM's own error texts, and that no release has."""
 
-OTHER_FLAGS: Final = frozenset({"--duration"})
-"""Flags of other tools that a text names by themselves: amtool's."""
+OTHER_FLAGS: Final = frozenset({"--duration", "--previous"})
+"""Flags of other tools that a text names by themselves: amtool's, kubectl's."""
 
 _FLAG: Final = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _CODE: Final = re.compile(r"`([^`\n]+)`")

@@ -54,6 +54,17 @@ def test_what_a_command_takes_from_the_shell_is_set_on_the_page(page: str) -> No
 
 
 @each_page
+def test_what_kubectl_does_has_a_form_for_a_bare_machine(page: str) -> None:
+    blocks = re.findall(r"^```sh\n(.*?)^```", RUNBOOKS[page], re.DOTALL | re.MULTILINE)
+    forms = re.findall(r"^\| (`kubectl .*?) \|", RUNBOOKS[OVERVIEW], re.MULTILINE)
+    listed = {verb for form in forms for verb in re.findall(r"`(?:kubectl )?([a-z-]+)", form)}
+
+    assert [each for each in blocks if "kubectl" in each and "Without Kubernetes" not in each] == []
+    assert set(re.findall(r"kubectl ([a-z-]+)", RUNBOOKS[page])) <= listed
+    assert page == OVERVIEW or "instead of kubectl: README.md" in RUNBOOKS[page]
+
+
+@each_page
 def test_a_runbook_names_only_alerts_that_there_are(page: str) -> None:
     assert unknown_alerts(RUNBOOKS[page]) == set()
 

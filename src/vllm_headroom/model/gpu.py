@@ -65,10 +65,14 @@ class EngineParts(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerReading(Struct, frozen=True, kw_only=True):
-    """Values of a core's scheduler that are not on the page; `steps_total` counts its steps."""
+    """Values of a core's scheduler that are not on the page; `steps_total` counts its steps.
+
+    `kv_stranded_ratio` is the share of the KV cache's blocks that are in use and that no request holds.
+    """
 
     steps_total: int | None = None
     max_num_seqs: int | None = None
+    kv_stranded_ratio: float | None = None
 
 
 class OomRecord(Struct, frozen=True, kw_only=True):

@@ -114,7 +114,16 @@ def _read_parts(entry: dict[str, Any]) -> EngineParts:
 
 
 def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
-    return SchedulerReading(steps_total=read_size(entry, "steps_total"), max_num_seqs=read_size(entry, "max_num_seqs"))
+    """Read the scheduler's values; vLLM keeps one block of the pool for itself."""
+    total, free, live = (read_size(entry, f"kv_blocks_{name}") for name in ("total", "free", "live"))
+    stranded = None
+    if total is not None and total > 1 and free is not None and live is not None:
+        stranded = max(0.0, 1 - (free + live) / (total - 1))
+    return SchedulerReading(
+        steps_total=read_size(entry, "steps_total"),
+        max_num_seqs=read_size(entry, "max_num_seqs"),
+        kv_stranded_ratio=stranded,
+    )
 
 
 def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:

@@ -216,6 +216,9 @@ def _find_room(gpu: Gpu) -> int | None:
 IDLE_SECONDS: Final = 60.0
 """Idle time after which KV cache still held counts as stranded."""
 
+COUNTS: Final = 4
+"""Readings of stranded blocks of which the lowest counts; the probe writes one in 5 seconds."""
+
 Labels = tuple[str, str]
 
 
@@ -231,6 +234,7 @@ class Movement(Struct, frozen=True, kw_only=True):
     done_seconds: float
     idle_seconds: float | None
     kv_used_ratio: float | None
+    kv_stranded_ratios: tuple[float, ...] = ()
 
 
 def update_movements(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> dict[Labels, Movement]:
@@ -256,12 +260,18 @@ def find_progress_age(
 
 
 def find_stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[Labels, float], ...]:
-    """Return the KV-cache share still held by each engine that has been awake and idle for a minute."""
-    return tuple(
-        (labels, each.kv_used_ratio)
-        for labels, each in movements.items()
-        if each.kv_used_ratio is not None and each.idle_seconds is not None and now - each.idle_seconds >= IDLE_SECONDS
-    )
+    """Return the KV-cache share that no request holds: all of it after an idle minute, else what the probe has counted.
+
+    The probe counts while the scheduler works: the lowest of the last readings is the share.
+    """
+    ratios = []
+    for labels, each in movements.items():
+        is_idle = each.idle_seconds is not None and now - each.idle_seconds >= IDLE_SECONDS
+        counted = min(each.kv_stranded_ratios) if len(each.kv_stranded_ratios) == COUNTS else None
+        ratio = each.kv_used_ratio if is_idle else counted
+        if ratio is not None:
+            ratios.append((labels, ratio))
+    return tuple(ratios)
 
 
 def has_worked(page: EnginePage) -> bool | None:
@@ -281,6 +291,8 @@ def _update_movement(before: Movement | None, engine: EngineReading, now: float)
     same = before is not None and before.counted == counted
     done = before is not None and before.counted[_DONE] == counted[_DONE]
     rested = before.idle_seconds if before is not None and before.idle_seconds is not None else now
+    last = () if before is None else before.kv_stranded_ratios[1 - COUNTS :]
+    counts = () if engine.kv_stranded_ratio is None else (*last, engine.kv_stranded_ratio)
     return Movement(
         counted=counted,
         busy=busy,
@@ -288,6 +300,7 @@ def _update_movement(before: Movement | None, engine: EngineReading, now: float)
         done_seconds=before.done_seconds if before is not None and done else now,
         idle_seconds=None if busy or asleep or engine.running is None else rested,
         kv_used_ratio=engine.kv_used_ratio,
+        kv_stranded_ratios=counts,
     )
 
 

@@ -60,6 +60,17 @@ def test_what_an_idle_engine_still_holds_is_stranded_after_a_minute(held: float)
     assert watch.look(working(20, running=1.0, kv_used_ratio=held)).stranded == ()
 
 
+def test_under_load_the_lowest_of_the_last_counts_of_the_probe_is_stranded() -> None:
+    watch = serving()
+
+    def stranded(ratio: float | None) -> tuple[object, ...]:
+        return watch.look(working(20, running=8.0, kv_used_ratio=0.7, kv_stranded_ratio=ratio)).stranded
+
+    assert [stranded(ratio) for ratio in (0.2, 0.2, 0.2)] == [(), (), ()]
+    assert [stranded(ratio) for ratio in (0.9, 0.3)] == [((AN_ENGINE, 0.2),)] * 2
+    assert stranded(None) == ()
+
+
 @pytest.mark.parametrize("known", [{"kv_used_ratio": None}, {"running": None}])
 def test_what_is_not_known_is_not_stranded(known: dict[str, float | None]) -> None:
     unknown = working(20, **{"running": 0.0, **known})  # type: ignore[arg-type]
