@@ -94,8 +94,10 @@ class ClientConnection(asyncio.Protocol):
             match event:
                 case h11.Response():
                     self._status = event.status_code
-                case h11.Data():
-                    self._read(bytes(event.data))
+                case h11.Data() if self._status != OK:
+                    self._body = (self._body + bytes(event.data))[:MOST_BODY_BYTES]
+                case h11.Data() if self._stream is not None:
+                    self._stream.feed(bytes(event.data), monotonic())
                 case h11.EndOfMessage():
                     assert self._stream is not None  # noqa: S101 - an answer follows a question
                     if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
@@ -104,12 +106,6 @@ class ClientConnection(asyncio.Protocol):
                     self._end(self._stream.answer() if self._status == OK else parse_refusal(self._status, self._body))
                 case h11.NEED_DATA | h11.PAUSED | h11.ConnectionClosed():
                     return
-
-    def _read(self, data: bytes) -> None:
-        if self._status != OK:
-            self._body = (self._body + data)[:MOST_BODY_BYTES]
-        elif self._stream is not None:
-            self._stream.feed(data, monotonic())
 
     def _end(self, answer: Completion) -> None:
         if not self._reply.done():
@@ -121,8 +117,6 @@ AT_ONCE: Final = 256
 
 KEEP_SECONDS: Final = 4.0
 """vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent then is lost."""
-
-UNFINISHED: Final = Completion(outcome=Outcome.UNFINISHED)
 
 
 class RequestSender:
@@ -137,8 +131,8 @@ class RequestSender:
 
     async def ask(self, tally: Tally) -> Outcome:
         """Make one request and count it; one that is cancelled counts as unfinished."""
-        tally.begin()
-        answer = UNFINISHED
+        tally.began += 1
+        answer = Completion(outcome=Outcome.UNFINISHED)
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 answer = await self._answer(tally)
@@ -165,8 +159,12 @@ class RequestSender:
         stream = Stream(tally.between.add)
         connection.send(self._target, body, stream)
         del body  # 10,000 of them are no small thing to hold while they are answered
-        with tally.stream():
+        tally.streams += 1
+        tally.most_streams = max(tally.most_streams, tally.streams)
+        try:
             answer = await connection.answer()
+        finally:
+            tally.streams -= 1
         now = monotonic()
         if connection.is_reusable:
             self._idle.append((now, connection))
@@ -189,59 +187,44 @@ class RequestSender:
             return connection, monotonic() - began
 
 
-class Pace:
-    """Gives turns to all clients together; None is no cap, and a closed loop.
+PAUSE_SECONDS: Final = 1.0
+"""How long a client waits after a request that did not succeed: a server that refuses is not flooded."""
 
-    With a rate the loop is open: turns come as a Poisson process does, whatever the server has answered.
+
+class Clients:
+    """Runs a step's clients; what is open `grace_seconds` after its end is given up, at once on `stop`.
+
+    `most_requests` is of all steps together, None without a cap. With a rate the loop is open: requests begin as a
+    Poisson process does, whatever the server has answered.
     """
 
-    def __init__(self, *, most_requests: int | None, requests_per_second: float | None) -> None:
+    def __init__(
+        self,
+        *,
+        asker: RequestSender,
+        grace_seconds: float,
+        most_requests: int | None,
+        requests_per_second: float | None,
+    ) -> None:
+        self.stopped = False
+        self._asker = asker
+        self._grace_seconds = grace_seconds
         self._left = most_requests
         self._whole_rate = self.rate = requests_per_second
         self._next_seconds = 0.0
         self._random = Random()  # noqa: S311 - not for secrets
-
-    def begin(self, share: float) -> None:
-        """Begin a step with this share of the rate."""
-        self.rate = None if self._whole_rate is None else share * self._whole_rate
-        self._next_seconds = monotonic()
+        self._deadline: asyncio.Timeout | None = None
 
     @property
     def is_used_up(self) -> bool:
         """Whether the cap is reached."""
         return self._left == 0
 
-    async def wait_turn(self, until_seconds: float) -> bool:
-        """Wait until the caller may begin a request; return False where that is not before `until_seconds`."""
-        now = monotonic()
-        due = now if self.rate is None else self._next_seconds + self._random.expovariate(self.rate)
-        if due >= until_seconds or self.is_used_up:
-            return False
-        self._next_seconds = due
-        if self._left is not None:
-            self._left -= 1
-        if due > now:
-            await asyncio.sleep(due - now)
-        return True
-
-
-PAUSE_SECONDS: Final = 1.0
-"""How long a client waits after a request that did not succeed: a server that refuses is not flooded."""
-
-
-class Clients:
-    """Runs a step's clients; what is open `grace_seconds` after its end is given up, at once on `stop`."""
-
-    def __init__(self, *, asker: RequestSender, pace: Pace, grace_seconds: float) -> None:
-        self.stopped = False
-        self._asker = asker
-        self._pace = pace
-        self._grace_seconds = grace_seconds
-        self._deadline: asyncio.Timeout | None = None
-
-    async def run(self, count: int, seconds: float, tally: Tally) -> None:
-        """Run one step; returns when all its requests have ended."""
-        ends = monotonic() + seconds
+    async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
+        """Run one step, with this share of the rate; returns when all its requests have ended."""
+        self._next_seconds = monotonic()
+        ends = self._next_seconds + seconds
+        self.rate = None if self._whole_rate is None else share * self._whole_rate
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds + self._grace_seconds) as self._deadline, asyncio.TaskGroup() as group:
                 for _ in range(count):
@@ -256,8 +239,21 @@ class Clients:
                 self._deadline.reschedule(0.0)
 
     async def _client(self, ends: float, tally: Tally) -> None:
-        while not self.stopped and await self._pace.wait_turn(ends):
-            if await self._asker.ask(tally) is not Outcome.SUCCEEDED and self._pace.rate is None:
+        while not self.stopped and await self.wait_turn(ends):
+            if await self._asker.ask(tally) is not Outcome.SUCCEEDED and self.rate is None:
                 if monotonic() + PAUSE_SECONDS >= ends:
                     return
                 await asyncio.sleep(PAUSE_SECONDS)
+
+    async def wait_turn(self, until_seconds: float) -> bool:
+        """Wait until a client may begin a request; return False where that is not before `until_seconds`."""
+        now = monotonic()
+        due = now if self.rate is None else self._next_seconds + self._random.expovariate(self.rate)
+        if due >= until_seconds or self.is_used_up:
+            return False
+        self._next_seconds = due
+        if self._left is not None:
+            self._left -= 1
+        if due > now:
+            await asyncio.sleep(due - now)
+        return True

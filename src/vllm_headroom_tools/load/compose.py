@@ -24,7 +24,7 @@ from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
 from vllm_headroom_tools.conclusion import Report
-from vllm_headroom_tools.load.clients import Clients, Pace, RequestSender
+from vllm_headroom_tools.load.clients import Clients, RequestSender
 from vllm_headroom_tools.load.report import build_report
 from vllm_headroom_tools.load.run import LoadRun, Sampling, Screen, UnavailableSource, count_streams, create_trace
 from vllm_headroom_tools.load.target import (
@@ -60,28 +60,24 @@ def raise_descriptors() -> int:
 
 
 def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[tuple[int, str]]:
-    """Return how many streams to one address each limit allows, the lowest first; what cannot be read is left out."""
+    """Return how many streams to one address each limit allows, the lowest first; what cannot be read is left out.
+
+    Memory is what the machine calls available, or what is left of the container's limit where that is less.
+    """
     open_now = sum(1 for _ in Path("/proc/self/fd").iterdir())
     found = [(max(0, descriptors - open_now - OWN_DESCRIPTORS), f"ulimit -n {descriptors}")]
     with contextlib.suppress(OSError, ValueError):
         first, last = (proc / "sys/net/ipv4/ip_local_port_range").read_text().split()
         ports = int(last) - int(first) + 1
         found.append((ports, f"{ports} local ports (net.ipv4.ip_local_port_range)"))
-    if (memory := _read_free_bytes(proc)) is not None:
-        found.append((memory // (TLS_STREAM_BYTES if tls else STREAM_BYTES), "memory"))
-    return sorted(found)
-
-
-def _read_free_bytes(proc: Path) -> int | None:
-    """Return what the machine calls available, or what is left of the container's limit where that is less."""
-    try:
+    with contextlib.suppress(OSError):
         here = read_process_host(proc, read_own_pid(proc))
-    except OSError:
-        return None
-    found = [] if here.machine is None else [here.machine.available_bytes]
-    if here.cgroup is not None and here.cgroup.limit_bytes is not None:
-        found.append(max(0, here.cgroup.limit_bytes - here.cgroup.used_bytes + here.cgroup.cache_bytes))
-    return min(found, default=None)
+        free = [] if here.machine is None else [here.machine.available_bytes]
+        if here.cgroup is not None and here.cgroup.limit_bytes is not None:
+            free.append(max(0, here.cgroup.limit_bytes - here.cgroup.used_bytes + here.cgroup.cache_bytes))
+        each = TLS_STREAM_BYTES if tls else STREAM_BYTES
+        found += [(least // each, "memory") for least in sorted(free)[:1]]
+    return sorted(found)
 
 
 INTERRUPTED: Final = 130
@@ -114,18 +110,17 @@ async def run_load(order: LoadOrder) -> Report:
     asker = RequestSender(
         target=target, make_body=_make_bodies(order, model, texts), timeout_seconds=order.timeout_seconds
     )
-    pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second)
-    clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds)
+    clients = Clients(
+        asker=asker,
+        grace_seconds=order.grace_seconds,
+        most_requests=order.most_requests,
+        requests_per_second=order.requests_per_second,
+    )
+    run = LoadRun(
+        concurrency=order.concurrency, seconds=order.seconds, clients=clients, sampling=sampling, screen=Screen()
+    )
     try:
         with handle_signals(partial(_stop, clients)):
-            run = LoadRun(
-                concurrency=order.concurrency,
-                seconds=order.seconds,
-                clients=clients,
-                pace=pace,
-                sampling=sampling,
-                screen=Screen(),
-            )
             steps = await run.steps()
     finally:
         await asker.close()

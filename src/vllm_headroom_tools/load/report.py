@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.life.judge import judge_ending
-from vllm_headroom.model import Failure, Metric, name_device
+from vllm_headroom.model import name_device
 from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import IncidentKind, Source
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
@@ -84,7 +84,7 @@ def build_report(
         "samples": whole.samples,
         "trace": str(order.trace),
     }
-    headline = f"{verdict.replace('_', ' ').upper()}: {'; '.join(found) or _explain_verdict(data)}."
+    headline = f"{verdict.replace('_', ' ').upper()}: {'; '.join(found) or _explain(outcomes, stopped=stopped)}."
     faults = [Finding("fault", Conclusion.NOT_GOOD, each) for each in found]
     missing = [Finding("not read", Conclusion.CANNOT_TELL, each) for each in unread]
     return Report(
@@ -96,13 +96,39 @@ def build_report(
     )
 
 
+def _explain(outcomes: Counter[Outcome], *, stopped: bool) -> str:
+    """Return why there is no fault."""
+    succeeded, not_sent = outcomes[Outcome.SUCCEEDED], outcomes[Outcome.NOT_SENT]
+    if not_sent:
+        return f"{not_sent} requests could not be sent by this machine"
+    if stopped:
+        return f"it was interrupted after {succeeded} requests had succeeded"
+    if succeeded:
+        return f"{succeeded} of {outcomes.total()} requests succeeded, none was out of memory"
+    return "no request had time to finish"
+
+
+def _list_unread(whole: Observation, page: str) -> Iterator[str]:
+    for source, (count, failure) in whole.failures.items():
+        why = f"{page} ({failure.reason})" if source is Source.ENGINE else failure.message
+        yield f"{source} in {count} of {whole.samples} samples: {why}"
+    gpus = () if whole.last is None else whole.last.devices
+    if gpus and all(gpu.attribution is None for gpu in gpus):
+        yield "nvml: which of them are the engine's is not known: name them with --gpus"
+
+
 def _count_requests(outcomes: Counter[Outcome]) -> dict[str, int]:
     return {"began": outcomes.total()} | {str(outcome): outcomes[outcome] for outcome in Outcome}
 
 
 def _describe_step(step: Stage) -> dict[str, Any]:
     tally, observed = step.tally, step.observed
-    tokens = None if tally.uncounted else tally.generation_tokens
+    tokens, seconds = None if tally.uncounted else tally.generation_tokens, tally.served_seconds
+    succeeded = tally.outcomes[Outcome.SUCCEEDED]
+    running, waiting, kv_used = (
+        None if span is None else span.most
+        for span in map(observed.engine, (catalog.ENGINE_RUNNING, catalog.ENGINE_WAITING, catalog.ENGINE_KV_USED))
+    )
     return {
         "share": step.share,
         "clients": step.clients,
@@ -115,14 +141,14 @@ def _describe_step(step: Stage) -> dict[str, Any]:
         "end_to_end_seconds": _read_quantiles(tally.to_end),
         "prompt_tokens": None if tally.uncounted else tally.prompt_tokens,
         "generation_tokens": tokens,
-        "generation_tokens_per_second": _compute_rate(tokens, tally.served_seconds),
+        "generation_tokens_per_second": tokens / seconds if tokens and seconds else None,
         "offered_requests_per_second": step.rate,
-        "requests_per_second": _compute_rate(tally.outcomes[Outcome.SUCCEEDED], tally.served_seconds),
+        "requests_per_second": succeeded / seconds if succeeded and seconds else None,
         "own_delay_seconds": _read_quantiles(tally.delays),
         "engine": {
-            "running_most": _find_most(observed, catalog.ENGINE_RUNNING),
-            "waiting_most": _find_most(observed, catalog.ENGINE_WAITING),
-            "kv_used_ratio_most": _find_most(observed, catalog.ENGINE_KV_USED),
+            "running_most": running,
+            "waiting_most": waiting,
+            "kv_used_ratio_most": kv_used,
             "preemptions": observed.count_growth(catalog.ENGINE_PREEMPTIONS),
         },
         "gpus": [
@@ -136,15 +162,6 @@ def _describe_step(step: Stage) -> dict[str, Any]:
         ],
         "host": [{"process": role, "most_bytes": span.most} for (role,), span in observed.host.items()],
     }
-
-
-def _compute_rate(count: int | None, seconds: float) -> float | None:
-    return count / seconds if count and seconds else None
-
-
-def _find_most(observed: Observation, metric: Metric) -> float | None:
-    span = observed.engine(metric)
-    return None if span is None else span.most
 
 
 def _describe_memory(span: SeriesSummary, whole: Observation, course: Course) -> dict[str, Any]:
@@ -163,15 +180,6 @@ def _describe_memory(span: SeriesSummary, whole: Observation, course: Course) ->
         "leak_state": course.state,
         "leak_bytes_per_thousand_requests": None if leak is None else 1000 * leak,
     }
-
-
-def _list_unread(whole: Observation, page: str) -> Iterator[str]:
-    for source, (count, failure) in whole.failures.items():
-        why = f"{page} ({failure.reason})" if source is Source.ENGINE else failure.message
-        yield f"{source} in {count} of {whole.samples} samples: {why}"
-    gpus = () if whole.last is None or isinstance(whole.last.gpus, Failure) else whole.last.gpus
-    if gpus and all(gpu.attribution is None for gpu in gpus):
-        yield "nvml: which of them are the engine's is not known: name them with --gpus"
 
 
 def _read_quantiles(values: Histogram) -> dict[str, float | None]:
@@ -207,19 +215,21 @@ LATE_SECONDS: Final = 0.05
 
 def _render_text(found: Document) -> Iterator[str]:
     """Yield the whole report but the headline, the steps side by side."""
-    memory, steps = [*found["gpus"], *found["host"]], found["steps"]
-    parts = (
-        [f"{found['target']}, model {found['model']}: {found['asked']}."],
-        [
-            f"{label:<32}{''.join(f'{cell:>11}' for cell in cells)}"
-            for label, cells in _list_rows(steps, found["requests"])
-        ],
-        [*map(_format_memory, memory), *dict.fromkeys(map(_format_growth, memory))],
-        [f"Not read: {each}" for each in found["unread"]],
-        list(_list_answers(found["said"])),
-        list(_list_conclusions(found)),
+    memory, steps, said = [*found["gpus"], *found["host"]], found["steps"], found["said"]
+    answers = [f"{each['count']:>7} x {NAMES[each['outcome']]}: {each['text']}" for each in said]
+    yield from join_paragraphs(
+        (
+            [f"{found['target']}, model {found['model']}: {found['asked']}."],
+            [
+                f"{label:<32}{''.join(f'{cell:>11}' for cell in cells)}"
+                for label, cells in _list_rows(steps, found["requests"])
+            ],
+            [*map(_format_memory, memory), *dict.fromkeys(map(_format_growth, memory))],
+            [f"Not read: {each}" for each in found["unread"]],
+            ["Answers to the requests that did not succeed:", *answers] if said else [],
+            _list_conclusions(found),
+        )
     )
-    yield from join_paragraphs(parts)
 
 
 def _list_rows(steps: Sequence[Document], requests: Document) -> Iterator[tuple[str, Iterable[str]]]:
@@ -245,13 +255,12 @@ def _list_rows(steps: Sequence[Document], requests: Document) -> Iterator[tuple[
     ratios = (engine["kv_used_ratio_most"] for engine in engines)
     yield "KV cache used, at most", (UNKNOWN if ratio is None else f"{ratio:.1%}" for ratio in ratios)
     yield "preemptions", (_format_number(engine["preemptions"]) for engine in engines)
-    for gpu, uuid in dict.fromkeys((gpu["gpu"], gpu["uuid"]) for step in steps for gpu in step["gpus"]):
-        name = name_device(gpu, uuid)
-        yield f"{name} held, at most", [_format_gpu(step, uuid, "held_most_bytes") for step in steps]
-        yield (
-            f"{name} held per running request",
-            [_format_gpu(step, uuid, "bytes_per_running_request") for step in steps],
-        )
+    for uuid, gpu in {gpu["uuid"]: gpu["gpu"] for step in steps for gpu in step["gpus"]}.items():
+        for field, name in (
+            ("held_most_bytes", "held, at most"),
+            ("bytes_per_running_request", "held per running request"),
+        ):
+            yield f"{name_device(gpu, uuid)} {name}", [_format_gpu(step, uuid, field) for step in steps]
 
 
 def _format_latency(seconds: float | None) -> str:
@@ -297,13 +306,6 @@ def _format_growth(series: Document) -> str:
     return f"{_name_series(series)}: {GROWTHS[series['verdict']]}: {series['reason']}{rate_text}"
 
 
-def _list_answers(said: Sequence[Document]) -> Iterator[str]:
-    if said:
-        yield "Answers to the requests that did not succeed:"
-    for each in said:
-        yield f"{each['count']:>7} x {NAMES[each['outcome']]}: {each['text']}"
-
-
 def _list_conclusions(found: Document) -> Iterator[str]:
     late = [step["own_delay_seconds"]["p99"] for step in found["steps"]]
     worst = max((seconds for seconds in late if seconds is not None), default=0.0)
@@ -314,14 +316,3 @@ def _list_conclusions(found: Document) -> Iterator[str]:
     elif len(found["steps"]) < len(SHARES):
         yield f"It ended {'with the engine' if found['engine_ended'] else 'at --max-requests'}, before the other steps."
     yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
-
-
-def _explain_verdict(found: Document) -> str:
-    requests = found["requests"]
-    if requests[Outcome.NOT_SENT]:
-        return f"{requests[Outcome.NOT_SENT]} requests could not be sent by this machine"
-    if found["interrupted"]:
-        return f"it was interrupted after {requests[Outcome.SUCCEEDED]} requests had succeeded"
-    if requests[Outcome.SUCCEEDED]:
-        return f"{requests[Outcome.SUCCEEDED]} of {requests['began']} requests succeeded, none was out of memory"
-    return "no request had time to finish"

@@ -27,7 +27,7 @@ from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
 from vllm_headroom_tools.history import Histogram, LeakReplay
-from vllm_headroom_tools.load.clients import Clients, Pace
+from vllm_headroom_tools.load.clients import Clients
 from vllm_headroom_tools.load.stream import Outcome, Tally
 from vllm_headroom_tools.progress import start_bar, update_bar
 from vllm_headroom_tools.terminal import is_terminal
@@ -41,7 +41,6 @@ Labels = tuple[str, ...]
 """Index and UUID of a GPU, or the role of processes."""
 
 MEDIAN: Final = 0.5
-ENGINE_GONE: Final = "the engine is gone: its page refuses connections"
 COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_RUNNING: add,
     catalog.ENGINE_WAITING: add,
@@ -64,11 +63,12 @@ class SeriesSummary(Struct):
 class SeriesSummaries(dict[Labels, SeriesSummary]):
     """The span of each series of one figure."""
 
-    def take(self, labels: Labels, value: float) -> None:
-        """Take the next value of a series."""
-        span = self.setdefault(labels, SeriesSummary(value, value, value))
-        span.fell = span.fell or value < span.last
-        span.last, span.most = value, max(span.most, value)
+    def take(self, labels: Labels, value: float | None) -> None:
+        """Take the next value of a series, where it is known."""
+        if value is not None:
+            span = self.setdefault(labels, SeriesSummary(value, value, value))
+            span.fell = span.fell or value < span.last
+            span.last, span.most = value, max(span.most, value)
 
 
 class Observation:
@@ -89,10 +89,13 @@ class Observation:
 
     def take(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
         """Take one tick: what was read, and what the daemon derives of it."""
-        self._note(snapshot)
+        self.samples += 1
+        self.first, self.last = self.first or snapshot, snapshot
+        for failure in snapshot.failures:
+            count, _ = self.failures.get(failure.source, (0, failure))
+            self.failures[failure.source] = (count + 1, failure)
         for gpu in snapshot.devices:
-            if gpu.held_bytes is not None:
-                self.held.take(label_gpu(gpu), gpu.held_bytes)
+            self.held.take(label_gpu(gpu), gpu.held_bytes)
         engine: defaultdict[str, float] = defaultdict(float)
         for sample in samples:
             name = sample.metric.name
@@ -104,13 +107,6 @@ class Observation:
                 engine[name] = COMBINED[sample.metric](engine[name], sample.value)
         for name, value in engine.items():
             self._engine.take((name,), value)
-
-    def _note(self, snapshot: Snapshot) -> None:
-        self.samples += 1
-        self.first, self.last = self.first or snapshot, snapshot
-        for failure in snapshot.failures:
-            count, _ = self.failures.get(failure.source, (0, failure))
-            self.failures[failure.source] = (count + 1, failure)
 
     def engine(self, metric: Metric) -> SeriesSummary | None:
         """Return the summary of one of the engine's figures; None where the engine did not export it."""
@@ -136,17 +132,14 @@ class Observation:
         if not isinstance(first, EnginePage) or last is None:
             return None
         if isinstance(last, Failure):
-            return ENGINE_GONE if last.reason is Reason.UNREACHABLE else None
-        began, ends = _list_starts(first), _list_starts(last)
+            gone = "the engine is gone: its page refuses connections"
+            return gone if last.reason is Reason.UNREACHABLE else None
+        began, ends = ({each.started_at_seconds for each in page.engines} - {None} for page in (first, last))
         return "the engine was restarted meanwhile" if began and ends and began != ends else None
 
     def bytes_per_request(self, labels: Labels) -> float | None:
         """Return the median of what a running request cost on a GPU; None where nothing was seen to run."""
-        return self._per_request[labels].quantile(MEDIAN) if labels in self._per_request else None
-
-
-def _list_starts(page: EnginePage) -> frozenset[float]:
-    return frozenset(engine.started_at_seconds for engine in page.engines if engine.started_at_seconds is not None)
+        return self._per_request[labels].quantile(MEDIAN)
 
 
 UNLIMITED: Final = 2**63
@@ -246,35 +239,23 @@ class Screen:
         """Show that a step begins."""
         if is_terminal(sys.stderr):
             self._bar = start_bar(title, seconds, transient=False)
-            return
-        self._next_seconds = LINE_SECONDS
-        tell(f"{title}, {seconds:g} s")
+        else:
+            self._next_seconds = LINE_SECONDS
+            tell(f"{title}, {seconds:g} s")
 
-    def show(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Show how far it has come, while there is a step, and if it is time for a line."""
+    def show(self, tally: Tally, elapsed_seconds: float, *, is_over: bool = False) -> None:
+        """Show how far it has come, while there is a step, and if it is time for a line; the last bar stays."""
+        good, out_of_memory = (tally.outcomes[each] for each in (Outcome.SUCCEEDED, Outcome.OUT_OF_MEMORY))
+        text = f"{tally.open} open, {good} succeeded, {tally.outcomes.total() - good - out_of_memory} not"
+        text += f", {out_of_memory} OUT OF MEMORY" if out_of_memory else ""
         if self._bar is not None:
-            update_bar(self._bar, elapsed_seconds, _format_counts(tally))
-        elif elapsed_seconds >= self._next_seconds:
-            self._next_seconds += LINE_SECONDS
-            tell(f"  {elapsed_seconds:3.0f} s  {_format_counts(tally)}")
-
-    def end(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Show the result; the bar stays, full unless the step was cut short."""
-        if self._bar is None:
-            self._next_seconds = inf
-            tell(f"  {elapsed_seconds:3.0f} s  {_format_counts(tally)}; over")
-            return
-        self.show(tally, elapsed_seconds)
-        self._bar.stop()
-        self._bar = None
-
-
-def _format_counts(tally: Tally) -> str:
-    good = tally.outcomes[Outcome.SUCCEEDED]
-    out_of_memory = tally.outcomes[Outcome.OUT_OF_MEMORY]
-    bad = tally.outcomes.total() - good - out_of_memory
-    text = f"{tally.open} open, {good} succeeded, {bad} not"
-    return f"{text}, {out_of_memory} OUT OF MEMORY" if out_of_memory else text
+            update_bar(self._bar, elapsed_seconds, text)
+            if is_over:
+                self._bar.stop()
+                self._bar = None
+        elif is_over or elapsed_seconds >= self._next_seconds:
+            self._next_seconds = inf if is_over else self._next_seconds + LINE_SECONDS
+            tell(f"  {elapsed_seconds:3.0f} s  {text}{'; over' if is_over else ''}")
 
 
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
@@ -307,12 +288,11 @@ def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class LoadRun:
-    """Runs every step for `seconds`, until the clients are stopped, the pace is used up or the engine has ended."""
+    """Runs every step for `seconds`, until the clients are stopped, their cap is reached or the engine has ended."""
 
     concurrency: int
     seconds: float
     clients: Clients
-    pace: Pace
     sampling: Sampling
     screen: Screen
     has_lost_engine: bool = field(default=False, init=False)
@@ -323,10 +303,10 @@ class LoadRun:
         done: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
-            others = (self.sampling.run(), self._measure_delays(), self._show_progress(), self._stop_without_engine())
+            others = (self.sampling.run(), self._measure_delays(), self._watch())
             aside = [group.create_task(each) for each in others]
             for number, share in enumerate(SHARES, start=1):
-                if not self.clients.stopped and not self.pace.is_used_up:
+                if not self.clients.stopped and not self.clients.is_used_up:
                     done.append(await self._step(number, share))
             for task in aside:
                 task.cancel()
@@ -336,13 +316,14 @@ class LoadRun:
         count, observed = count_streams(self.concurrency, share), Observation()
         await self.sampling.look(observed)
         tally = self._tally = Tally(monotonic())
-        self.pace.begin(share)
         self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)
-        await self.clients.run(count, self.seconds, tally)
+        await self.clients.run(count, self.seconds, tally, share)
         seconds = monotonic() - tally.began_seconds
         await self.sampling.tick()
-        self.screen.end(tally, seconds)
-        return Stage(share=share, clients=count, rate=self.pace.rate, seconds=seconds, tally=tally, observed=observed)
+        self.screen.show(tally, seconds, is_over=True)
+        return Stage(
+            share=share, clients=count, rate=self.clients.rate, seconds=seconds, tally=tally, observed=observed
+        )
 
     async def _measure_delays(self) -> None:
         """Measure how late the loop is: its delay looks like the server's."""
@@ -351,16 +332,14 @@ class LoadRun:
             await asyncio.sleep(DELAY_SECONDS)
             self._tally.delays.add(max(0.0, monotonic() - due))
 
-    async def _stop_without_engine(self) -> None:
+    async def _watch(self) -> None:
+        """Show how far it has come, and stop where the engine has ended for so long."""
         seen_seconds = monotonic()
-        while monotonic() - seen_seconds < GONE_SECONDS:
-            await asyncio.sleep(SHOW_SECONDS)
-            if self.sampling.whole.ended is None and not self._tally.engine_dead:
-                seen_seconds = monotonic()
-        self.has_lost_engine = not self.clients.stopped
-        self.clients.stop()
-
-    async def _show_progress(self) -> None:
         while True:
             await asyncio.sleep(SHOW_SECONDS)
             self.screen.show(self._tally, monotonic() - self._tally.began_seconds)
+            if self.sampling.whole.ended is None and not self._tally.engine_dead:
+                seen_seconds = monotonic()
+            elif monotonic() - seen_seconds >= GONE_SECONDS and not self.clients.stopped:
+                self.has_lost_engine = True
+                self.clients.stop()

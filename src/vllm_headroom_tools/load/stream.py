@@ -3,8 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, Final
@@ -24,7 +23,7 @@ ENGINE_DEAD: Final = re.compile(
 """What vLLM's web server answers when its engine is dead: V1's EngineDeadError, V0's AsyncEngineDeadError."""
 
 BUSY: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-BROKEN_FINISHES: Final = frozenset({"abort", "error"})
+BROKEN_FINISHES: Final = ("abort", "error")
 LONGEST_TEXT: Final = 160
 """Characters of the server's words that are shown."""
 
@@ -100,9 +99,12 @@ class Stream:
         self._usage: dict[str, Any] = {}
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take what came at `now`; raises StreamError."""
-        for event in self._events(data):
-            if event == DONE:
+        """Take what came at `now`: OpenAI's servers send one line of data for each event; raises StreamError."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            if (event := line[5:].strip()) == DONE:
                 self._done = True
                 continue
             try:
@@ -112,6 +114,8 @@ class Stream:
             if not isinstance(said, dict):
                 raise StreamError("an event of its stream is no JSON object")
             self._take(said, now)
+        if len(self._rest) > LONGEST_LINE:
+            raise StreamError(f"a line of its stream is longer than {LONGEST_LINE} bytes")
 
     def answer(self) -> Completion:
         """Return the result, now that it is over."""
@@ -127,36 +131,23 @@ class Stream:
             generation_tokens=generated if isinstance(generated, int) else None,
         )
 
-    def _events(self, data: bytes) -> Iterator[bytes]:
-        """Yield the data of each event that is complete; OpenAI's servers send one line of data for each."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-        if len(self._rest) > LONGEST_LINE:
-            raise StreamError(f"a line of its stream is longer than {LONGEST_LINE} bytes")
-
     def _take(self, said: dict[str, Any], now: float) -> None:
-        choices = said.get("choices")
+        choices, error = said.get("choices"), None
         if choices:
             if self.first_seconds is None:
                 self.first_seconds = now
             else:
                 self._gap(now - self._last_seconds)
             self._last_seconds = now
-            self._error = self._error or _find_broken_choice(choices)
+            for choice in choices if isinstance(choices, list) else ():
+                finish = choice.get("finish_reason") if isinstance(choice, dict) else None
+                if finish in BROKEN_FINISHES:
+                    error = f"the engine ended it with finish_reason {finish}"
         else:
-            self._error = self._error or find_error(said)
+            error = find_error(said)
+        self._error = self._error or error
         if isinstance(usage := said.get("usage"), dict):
             self._usage = usage
-
-
-def _find_broken_choice(choices: object) -> str | None:
-    for choice in choices if isinstance(choices, list) else ():
-        finish = choice.get("finish_reason") if isinstance(choice, dict) else None
-        if finish in BROKEN_FINISHES:
-            return f"the engine ended it with finish_reason {finish}"
-    return None
 
 
 MOST_TEXTS: Final = 20
@@ -194,20 +185,6 @@ class Tally:
     def open(self) -> int:
         """Requests that have begun and not ended."""
         return self.began - self.outcomes.total()
-
-    def begin(self) -> None:
-        """Count a request."""
-        self.began += 1
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """Count a stream, a request with its connection, while the block runs."""
-        self.streams += 1
-        self.most_streams = max(self.most_streams, self.streams)
-        try:
-            yield
-        finally:
-            self.streams -= 1
 
     def succeed(self, answer: Completion, *, began: float, first: float, ended: float) -> None:
         """Take when a request that succeeded began, had its first token and ended, and the server's counts."""

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import ssl
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from random import Random
@@ -65,10 +66,9 @@ def read_prompts(file: Path) -> tuple[str, ...]:
 
 
 def _parse_line(line: str) -> object:
-    try:
+    with suppress(ValueError, RecursionError):
         return json.loads(line)
-    except (ValueError, RecursionError):
-        return line.strip()
+    return line.strip()
 
 
 def find_prompt(entry: object) -> str:
@@ -114,18 +114,11 @@ class Prompts:
 
     def make(self, words: int) -> str:
         """Return a prompt of so many words, each of which is about a token."""
-        shared = round(self._shared_ratio * words)
-        own = words - shared
-        first = self._random.choices(WORDS, k=min(own, DIFFERENT_WORDS))
+        shared, rings = round(self._shared_ratio * words), words // RING_WORDS + 1
+        first = self._random.choices(WORDS, k=min(words - shared, DIFFERENT_WORDS))
         begin = self._random.randrange(RING_WORDS)
-        return " ".join((*_cut(self._common, 0, shared), *first, *_cut(self._ring, begin, own - len(first))))
-
-
-def _cut(ring: list[str], begin: int, count: int) -> list[str]:
-    found = ring[begin : begin + count]
-    while len(found) < count:
-        found += ring[: count - len(found)]
-    return found
+        rest = (self._ring * (rings + 1))[begin : begin + words - shared - len(first)]
+        return " ".join((*(self._common * rings)[:shared], *first, *rest))
 
 
 def build_request_body(api: CompletionApi, model: str, prompt: str, output_tokens: int) -> bytes:

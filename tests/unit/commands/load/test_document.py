@@ -37,7 +37,7 @@ def tally(outcomes: Mapping[Outcome, int], said: str = "") -> Tally:
     made = Tally(100.0)
     for outcome, count in outcomes.items():
         for number in range(count):
-            made.begin()
+            made.began += 1
             answer = Completion(outcome=outcome, text=said, prompt_tokens=512, generation_tokens=128)
             if outcome is Outcome.SUCCEEDED:
                 answer = replace(answer, text="")
@@ -156,7 +156,7 @@ def test_the_verdict_says_whether_it_is_good(
 
 def test_a_server_that_says_its_engine_died_is_not_good() -> None:
     made = step({Outcome.SUCCEEDED: 99})
-    made.tally.begin()
+    made.tally.began += 1
     made.tally.end(Completion(outcome=Outcome.FAILED, engine_dead=True))
 
     assert report(made).data["faults"] == ["the engine died: its web server says so"]

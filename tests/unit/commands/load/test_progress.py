@@ -14,9 +14,9 @@ from vllm_headroom_tools.load.stream import Completion, Outcome, Tally
 def counted() -> Tally:
     made = tally()
     for outcome in (Outcome.SUCCEEDED, Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.OUT_OF_MEMORY):
-        made.begin()
+        made.began += 1
         made.end(Completion(outcome=outcome))
-    made.begin()
+    made.began += 1
     return made
 
 
@@ -25,7 +25,7 @@ def test_elsewhere_there_is_a_line_every_ten_seconds(capsys: pytest.CaptureFixtu
     lines.begin("step 2/4: 75%, 8 clients", 60.0)
     for second in range(23):
         lines.show(counted(), float(second))
-    lines.end(counted(), 61.0)
+    lines.show(counted(), 61.0, is_over=True)
     lines.show(counted(), 62.0)
 
     assert capsys.readouterr().err.splitlines() == [
@@ -44,7 +44,7 @@ bars.show(counted(), 0.0)
 for number in (1, 2):
     bars.begin(f"step {number}/4: 50%, 5 clients", 10.0)
     bars.show(counted(), 5.0)
-    bars.end(counted(), 10.0)
+    bars.show(counted(), 10.0, is_over=True)
     bars.show(counted(), 11.0)
 print("over")
 """

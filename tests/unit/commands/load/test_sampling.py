@@ -26,7 +26,7 @@ from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import LeakState, Reason, Source
 from vllm_headroom_tools.cli import parser_of
-from vllm_headroom_tools.load.clients import Clients, Pace
+from vllm_headroom_tools.load.clients import Clients
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.compose import _build_parts
 from vllm_headroom_tools.load.run import (
@@ -181,13 +181,11 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
 
     async def steps() -> tuple[Stage, ...]:
         made, asking = sampling(server, trace), asker(server)
-        pace = Pace(most_requests=None, requests_per_second=None)
-        clients = Clients(asker=asking, pace=pace, grace_seconds=60)
+        clients = Clients(asker=asking, grace_seconds=60, most_requests=None, requests_per_second=None)
         steps = LoadRun(
             concurrency=10,
             seconds=0.2 if stop_after is None else 3600,
             clients=clients,
-            pace=pace,
             sampling=made,
             screen=Screen(),
         )

@@ -6,9 +6,9 @@ from vllm_headroom_tools.load.stream import MOST_TEXTS, OTHERS, Completion, Outc
 def test_a_server_that_always_says_something_new_is_quoted_so_often_only() -> None:
     made = Tally(0.0)
     for number in range(100):
-        made.begin()
+        made.began += 1
         made.end(Completion(outcome=Outcome.FAILED, text=f"error {number}"))
-    made.begin()
+    made.began += 1
     made.end(Completion(outcome=Outcome.FAILED, text="error 3"))
 
     assert len(made.texts) == MOST_TEXTS + 1
