@@ -14,7 +14,7 @@ from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.options import FILE, RATIO, Parser, Value, bounded, choice, option, size, tokens, whole
-from vllm_headroom_tools.plan.report import Planned, build_report, read_parts
+from vllm_headroom_tools.plan.report import build_report, read_parts
 from vllm_headroom_tools.sizing.estimate import estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
 from vllm_headroom_tools.sizing.model_config import NAME, count_checkpoint_bytes, parse_model_config, read_model
@@ -213,11 +213,8 @@ def _parse_parameters(text: str) -> int:
 
 
 def _run(given: Namespace) -> Report:
-    found = estimate_memory(build_question(given))
-    if found is None:
-        raise BadInput("the KV cache's dtype is not known here")
     measured = None if given.probe is None else read_parts(Path(given.probe))
-    return build_report(Planned(estimate=found, measured=measured))
+    return build_report(estimate_memory(build_question(given)), measured)
 
 
 COMMAND: Final[Command] = Command(

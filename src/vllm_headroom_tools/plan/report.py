@@ -5,8 +5,6 @@ from math import floor
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec import Struct
-
 from vllm_headroom.model import EngineParts
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.units import GIB, format_gib
@@ -28,35 +26,55 @@ from vllm_headroom_tools.trace import BadInput
 BILLION: Final = 10**9
 UNKNOWN: Final = "not known"
 
-
-class Planned(Struct, frozen=True, kw_only=True):
-    """A plan, and what a worker of the engine measured on its GPU; None where no file was given."""
-
-    estimate: MemoryEstimate
-    measured: EngineParts | None = None
+Pair = tuple[str, float | Range | None, int | None]
+"""A part of the memory, what is planned for it, and what was measured."""
 
 
-def build_report(planned: Planned) -> Report:
-    """Return the plan: bytes are of each GPU unless their name says otherwise, and null is what is not known."""
-    found = planned.estimate
+def build_report(found: MemoryEstimate, measured: EngineParts | None) -> Report:
+    """Return the plan, and what a worker of the engine measured on its GPU, None where no file was given.
+
+    Bytes are of each GPU unless their name says otherwise, and null is what is not known.
+    """
     fits = can_start(found)
     verdict = Conclusion.CANNOT_TELL if fits is None else Conclusion.GOOD if fits else Conclusion.NOT_GOOD
     headline = explain_verdict(found)
     changes = () if fits else find_changes(found)
+    pairs = () if measured is None else _pair_parts(found, measured)
     fix = tuple(" ".join(map(" ".join, each.settings)) for each in changes)
     notes = (Finding("note", Conclusion.GOOD, each) for each in list_notes(found))
+    measured_bytes = {f"{name.replace(' ', '_').lower()}_bytes": value for name, _, value in pairs}
     return Report(
         verdict=verdict,
         headline=headline,
         findings=(Finding("fits", verdict, headline, fix), *notes),
-        data=_build_data(planned, changes),
-        lines=_render_text(planned),
+        data={"fits": fits} | _build_data(found, changes) | ({"measured": measured_bytes} if pairs else {}),
+        lines=_render_text(found, pairs),
     )
 
 
-def _render_text(planned: Planned) -> Iterator[str]:
-    parts = (_format_heading, _format_memory, _format_cache, _format_tables, _format_answer)
-    yield from join_paragraphs((*(part(planned.estimate) for part in parts), _format_measured(planned)))
+def _render_text(found: MemoryEstimate, pairs: Iterable[Pair]) -> Iterator[str]:
+    tables: list[str] = []
+    if found.blocks:
+        tables = [
+            "The largest that fits at once",
+            *_format_table(("max_num_seqs", "max_model_len"), list_longest(found)),
+            "",
+            *_format_table(("max_model_len", "max_num_seqs"), list_most(found)),
+        ]
+    measured = [
+        f"  {name:<22}{format_amount(planned):>17}{format_amount(amount):>12}" for name, planned, amount in pairs
+    ]
+    head = [f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"] if measured else []
+    yield from join_paragraphs(
+        (
+            _format_heading(found),
+            _format_memory(found),
+            _format_cache(found),
+            tables,
+            _format_answer(found),
+            [*head, *measured],
+        )
+    )
 
 
 def _format_heading(found: MemoryEstimate) -> Iterator[str]:
@@ -166,21 +184,10 @@ def _format_cache(found: MemoryEstimate) -> Iterator[str]:
             yield f"  {floor(at_once * 10) / 10:,.1f} sequences of {tokens:,} tokens ({name}) at once"
 
 
-def _format_tables(found: MemoryEstimate) -> Iterator[str]:
-    if not found.blocks:
-        return
-    by_sequences, by_length = list_longest(found), list_most(found)
-    yield "The largest that fits at once"
-    yield from _format_table(("max_num_seqs", "max_model_len"), by_sequences)
-    yield ""
-    yield from _format_table(("max_model_len", "max_num_seqs"), by_length)
-
-
 def _format_table(head: tuple[str, str], rows: Iterable[tuple[int, int]]) -> Iterator[str]:
-    cells = list(rows)
-    widths = [max(len(f"{number:,}") for number in pair) for pair in cells]
+    columns = [[f"{number:,}" for number in pair] for pair in rows]
     for place, name in enumerate(head):
-        numbers = "  ".join(f"{pair[place]:>{width},}" for pair, width in zip(cells, widths, strict=True))
+        numbers = "  ".join(f"{column[place]:>{max(map(len, column))}}" for column in columns)
         yield f"  {name:<15}{numbers}"
 
 
@@ -217,12 +224,10 @@ SETTINGS: Final = (
 )
 
 
-def _build_data(planned: Planned, changes: Iterable[Saving]) -> dict[str, Any]:
-    found, pairs = planned.estimate, _pair_parts(planned)
-    question, answer = found.question, can_start(found)
-    measured = {f"{name.replace(' ', '_').lower()}_bytes": value for name, _, value in pairs}
+def _build_data(found: MemoryEstimate, changes: Iterable[Saving]) -> dict[str, Any]:
+    question = found.question
+    length, sequences = question.max_model_len, question.max_num_seqs
     return {
-        "fits": answer,
         "unknown": list_unknown(found),
         "notes": list_notes(found),
         "changes": [{"settings": dict(each.settings), "price": each.price} for each in changes],
@@ -242,15 +247,6 @@ def _build_data(planned: Planned, changes: Iterable[Saving]) -> dict[str, Any]:
         "library_bytes": _split_range(found.rest),
         "outside_budget_bytes": _split_range(found.outside),
         "host_bytes": _split_range(found.host),
-        **_describe_kv_cache(found),
-        **({"measured": measured} if pairs else {}),
-    }
-
-
-def _describe_kv_cache(found: MemoryEstimate) -> dict[str, Any]:
-    question = found.question
-    length, sequences = question.max_model_len, question.max_num_seqs
-    return {
         "kv_cache_bytes": _split_range(found.kv_cache),
         "kv_capacity_tokens": found.capacity_tokens,
         "kv_capacity_blocks": found.blocks,
@@ -288,18 +284,7 @@ def read_parts(file: Path) -> EngineParts:
     return found[0].parts
 
 
-def _format_measured(found: Planned) -> Iterator[str]:
-    pairs = _pair_parts(found)
-    if pairs:
-        yield f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"
-    for name, planned, measured in pairs:
-        yield f"  {name:<22}{format_amount(planned):>17}{format_amount(measured):>12}"
-
-
-def _pair_parts(found: Planned) -> tuple[tuple[str, float | Range | None, int | None], ...]:
-    planned, measured = found.estimate, found.measured
-    if measured is None:
-        return ()
+def _pair_parts(planned: MemoryEstimate, measured: EngineParts) -> tuple[Pair, ...]:
     return (
         ("budget", planned.budget, measured.requested_bytes),
         ("weights", planned.weights, measured.weights_bytes),

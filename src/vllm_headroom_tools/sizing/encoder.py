@@ -1,6 +1,5 @@
 """The encoder of images, video or sound in a model's configuration."""
 
-from collections.abc import Callable, Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -28,9 +27,6 @@ LLAMA_TILES: Final = 16 + 1
 
 USUAL_WIDTH: Final = 4
 """Times the hidden size, where the configuration does not give an MLP's width."""
-
-Cut = tuple[int, int, int]
-"""The tokens of the largest image or video, of how many patches each is, and how many copies of it remain."""
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
@@ -61,82 +57,68 @@ def parse_encoder(config: Config) -> Encoder | None:
     if not found:
         return None
     counts = [_count_parameters(each) for each in found]
-    known = [count for count in counts if count is not None]
-    return Encoder(
-        parameters=sum(known) if len(known) == len(counts) else None, largest=_find_largest(config, found[0])
-    )
-
-
-def _find_largest(config: Config, vision: Config) -> EncoderInput | None:
-    cut, hidden = CUTS.get(str(config.get("model_type"))), read_whole(vision, *HIDDEN)
-    if cut is None or hidden is None:
-        return None
-    tokens, patches, copies = cut(config, vision)
-    inside = max(4 * hidden, 3 * (read_whole(vision, *WIDTH) or USUAL_WIDTH * hidden))
-    values = tokens * patches
-    return EncoderInput(tokens=tokens, whole_values=2 * values * hidden, divided_values=values * inside, copies=copies)
+    known, largest = [count for count in counts if count is not None], None
+    cut, hidden = _cut_largest(config, found[0]), read_whole(found[0], *HIDDEN)
+    if cut is not None and hidden is not None:
+        tokens, patches, copies = cut
+        inside = max(4 * hidden, 3 * (read_whole(found[0], *WIDTH) or USUAL_WIDTH * hidden))
+        values = tokens * patches
+        largest = EncoderInput(
+            tokens=tokens, whole_values=2 * values * hidden, divided_values=values * inside, copies=copies
+        )
+    return Encoder(parameters=sum(known) if len(known) == len(counts) else None, largest=largest)
 
 
 def _count_parameters(found: Config) -> int | None:
-    """Return the parameters of an encoder's layers; None where its configuration does not give them."""
+    """Return the parameters of an encoder's layers; None where its configuration does not give them.
+
+    Qwen's have mergers of two matrices each: one at the end, and one for each deep stack.
+    """
     layers = read_whole(found, "num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
     hidden, width = read_whole(found, *HIDDEN), read_whole(found, *WIDTH)
     if layers is None or hidden is None or width is None:
         return None
-    matrices = 3 if str(found.get("hidden_act")) in GATES else 2
-    return layers * (4 * hidden * hidden + matrices * hidden * width) + _count_mergers(found, hidden)
-
-
-def _count_mergers(found: Config, hidden: int) -> int:
-    """Return the parameters of Qwen's mergers, of two matrices each: one at the end, and one for each deep stack."""
+    matrices, mergers = 3 if str(found.get("hidden_act")) in GATES else 2, 0
     merged, outputs = read_whole(found, "spatial_merge_size"), read_whole(found, "out_hidden_size")
-    if merged is None or outputs is None:
-        return 0
-    inside, levels = merged**2 * hidden, found.get("deepstack_visual_indexes")
-    return (1 + (len(levels) if isinstance(levels, list) else 0)) * inside * (inside + outputs)
+    if merged is not None and outputs is not None:
+        inside = merged**2 * hidden
+        mergers = _count_levels(found, []) * inside * (inside + outputs)
+    return layers * (4 * hidden * hidden + matrices * hidden * width) + mergers
 
 
-def _cut_gemma3(config: Config, vision: Config) -> Cut:
-    tokens, side = read_whole(config, "mm_tokens_per_image") or 256, _count_side(vision, 896, 14)
-    return tokens, side * side // tokens, 1
+def _count_levels(vision: Config, usual: list[int]) -> int:
+    """Return at how many levels Qwen's encoder is read: at its end, and at each deep stack."""
+    stacks = vision.get("deepstack_visual_indexes", usual)
+    return 1 + (len(stacks) if isinstance(stacks, list) else 0)
 
 
-def _cut_gemma4(_: Config, vision: Config) -> Cut:
-    frames, tokens = GEMMA_VIDEO
-    return frames * tokens, (read_whole(vision, "pooling_kernel_size") or 3) ** 2, 1
+def _cut_largest(config: Config, vision: Config) -> tuple[int, int, int] | None:
+    """Return the tokens of the largest image or video, of how many patches each is, and how many copies of it remain.
 
-
-def _cut_qwen(config: Config, vision: Config) -> Cut:
-    merged = read_whole(vision, "spatial_merge_size") or 2
-    processor = read_part(config, "preprocessor")
-    pixels = (
-        read_whole(read_part(processor, "size"), "longest_edge") or read_whole(processor, "max_pixels") or QWEN_PIXELS
-    )
-    tokens = max(pixels, QWEN_VIDEO_PIXELS) // (merged * (read_whole(vision, "patch_size") or 16)) ** 2
-    levels = vision.get("deepstack_visual_indexes", [8, 16, 24] if "vl" in str(config.get("model_type")) else [])
-    return tokens, merged**2, 1 + (len(levels) if isinstance(levels, list) else 0)
-
-
-def _cut_mistral(config: Config, vision: Config) -> Cut:
-    merged = read_whole(config, "spatial_merge_size") or 2
-    return (_count_side(vision, 1540, 14) // merged) ** 2, merged**2, 1
-
-
-def _cut_llama(_: Config, vision: Config) -> Cut:
-    ratio = vision.get("pixel_shuffle_ratio")
-    patches = round(1 / ratio**2) if isinstance(ratio, float) and 0 < ratio <= 1 else 4
-    return LLAMA_TILES * _count_side(vision, 336, 14) ** 2 // patches, patches, 1
+    By the type of model, what that is to vLLM 0.32 (`get_mm_max_tokens_per_item` and its kin); None for another type.
+    """
+    match kind := str(config.get("model_type")):
+        case "gemma3":
+            tokens = read_whole(config, "mm_tokens_per_image") or 256
+            return tokens, _count_side(vision, 896, 14) ** 2 // tokens, 1
+        case "gemma4":
+            frames, tokens = GEMMA_VIDEO
+            return frames * tokens, (read_whole(vision, "pooling_kernel_size") or 3) ** 2, 1
+        case "llama4":
+            ratio = vision.get("pixel_shuffle_ratio")
+            patches = round(1 / ratio**2) if isinstance(ratio, float) and 0 < ratio <= 1 else 4
+            return LLAMA_TILES * _count_side(vision, 336, 14) ** 2 // patches, patches, 1
+        case "mistral3":
+            merged = read_whole(config, "spatial_merge_size") or 2
+            return (_count_side(vision, 1540, 14) // merged) ** 2, merged**2, 1
+        case "qwen3_vl" | "qwen3_vl_moe" | "qwen3_5" | "qwen3_5_moe":
+            processor, merged = read_part(config, "preprocessor"), read_whole(vision, "spatial_merge_size") or 2
+            pixels = read_whole(read_part(processor, "size"), "longest_edge") or read_whole(processor, "max_pixels")
+            pixels, side = max(pixels or QWEN_PIXELS, QWEN_VIDEO_PIXELS), read_whole(vision, "patch_size") or 16
+            return pixels // (merged * side) ** 2, merged**2, _count_levels(vision, [8, 16, 24] if "vl" in kind else [])
+        case _:
+            return None
 
 
 def _count_side(vision: Config, pixels: int, patch: int) -> int:
     return (read_whole(vision, "image_size") or pixels) // (read_whole(vision, "patch_size") or patch)
-
-
-CUTS: Final[Mapping[str, Callable[[Config, Config], Cut]]] = {
-    "gemma3": _cut_gemma3,
-    "gemma4": _cut_gemma4,
-    "llama4": _cut_llama,
-    "mistral3": _cut_mistral,
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _cut_qwen),
-}
-"""By the type of model, what its largest image or video is to vLLM 0.32 (`get_mm_max_tokens_per_item` and its kin)."""

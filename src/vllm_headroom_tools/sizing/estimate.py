@@ -6,7 +6,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.units import GIB
-from vllm_headroom_tools.sizing.footprint import KvLayout, build_kv_layout, count_bytes_per_token
+from vllm_headroom_tools.sizing.footprint import KvLayout, ModelShape, build_kv_layout, count_bytes_per_token
 from vllm_headroom_tools.sizing.question import Question
 
 LOGITS_BYTES: Final = 4
@@ -164,7 +164,6 @@ LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
     """What one GPU needs and has, all in bytes; None where it is not known.
 
-    `kv_cache` is what is left for the KV cache: the low end with the highest overhead; both the same where it is set.
     `engine_bytes_per_token` is one token on all GPUs of an engine together.
     """
 
@@ -179,12 +178,22 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     graphs: Range
     outside: Range
     host: Range
-    kv_cache: Range | None
 
     @property
     def overhead(self) -> Range | None:
         """What the budget has to hold besides weights and KV cache."""
         return None if self.activations is None else self.activations + self.graphs + self.rest
+
+    @property
+    def kv_cache(self) -> Range | None:
+        """What is left for the KV cache: the low end with the highest overhead; both the same where it is set."""
+        given, overhead = self.question.kv_cache_memory_bytes, self.overhead
+        if given is not None:
+            return Range(low=given, high=given)
+        if self.budget is None or self.weights is None or overhead is None:
+            return None
+        left = self.budget - self.weights
+        return Range(low=left - overhead.high, high=left - overhead.low)
 
     @property
     def blocks(self) -> int | None:
@@ -219,18 +228,29 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         return None if self.blocks is None else self.layout.find_longest(self.blocks // sequences, ceiling)
 
 
-def estimate_memory(question: Question) -> MemoryEstimate | None:
-    """Return the estimate; None when the KV cache's dtype is not known here."""
-    layout, token = _build_layout(question), _count_bytes_per_token(question, spread=True)
-    engine = _count_bytes_per_token(question, spread=False)
-    if layout is None or token is None or engine is None:
-        return None
+def estimate_memory(question: Question) -> MemoryEstimate:
+    """Return the estimate; a draft's layers, which keep every token too, make the blocks of the cache larger."""
+    ranks, stages = question.tensor_parallel_size, question.pipeline_parallel_size
+
+    def count(shape: ModelShape, stages: int = 1) -> int:
+        dtype = question.kv_cache_dtype
+        return count_bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages)
+
+    draft = 0 if question.draft is None else count(question.draft)
+    layout = build_kv_layout(
+        question.shape,
+        block_tokens=question.block_size,
+        in_flight_tokens=(stages + 1) * question.max_num_batched_tokens,
+        kv_dtype=question.kv_cache_dtype,
+        tensor_parallel=ranks,
+        pipeline_parallel=stages,
+    )
     total = None if question.kv_cache_memory_bytes is not None else question.gpu_memory_bytes
-    found = MemoryEstimate(
+    return MemoryEstimate(
         question=question,
-        layout=layout,
-        bytes_per_token=token,
-        engine_bytes_per_token=engine,
+        layout=replace(layout, block_bytes=layout.block_bytes + draft * layout.block_tokens),
+        bytes_per_token=count(question.shape, stages) + draft,
+        engine_bytes_per_token=(count(question.shape) + draft) * ranks,
         weights=question.weights_bytes,
         budget=None if total is None else total * question.gpu_memory_utilization,
         activations=estimate_activations(question),
@@ -238,54 +258,7 @@ def estimate_memory(question: Question) -> MemoryEstimate | None:
         graphs=NOTHING if question.enforce_eager else GRAPHS,
         outside=estimate_outside(question),
         host=estimate_host(question),
-        kv_cache=None,
     )
-    return replace(found, kv_cache=_compute_kv_cache(found))
-
-
-def _build_layout(question: Question) -> KvLayout | None:
-    """Return the cut of the cache; a draft's layers, which keep every token too, make its blocks larger."""
-    found = build_kv_layout(
-        question.shape,
-        block_tokens=question.block_size,
-        in_flight_tokens=(question.pipeline_parallel_size + 1) * question.max_num_batched_tokens,
-        kv_dtype=question.kv_cache_dtype,
-        tensor_parallel=question.tensor_parallel_size,
-        pipeline_parallel=question.pipeline_parallel_size,
-    )
-    draft = _count_draft_bytes_per_token(question)
-    if found is None or draft is None:
-        return None
-    return replace(found, block_bytes=found.block_bytes + draft * found.block_tokens)
-
-
-def _count_bytes_per_token(question: Question, *, spread: bool) -> int | None:
-    stages, ranks = question.pipeline_parallel_size, question.tensor_parallel_size
-    own = count_bytes_per_token(
-        question.shape,
-        kv_dtype=question.kv_cache_dtype,
-        tensor_parallel=ranks,
-        pipeline_parallel=stages if spread else 1,
-    )
-    draft = _count_draft_bytes_per_token(question)
-    return None if own is None or draft is None else (own + draft) * (1 if spread else ranks)
-
-
-def _count_draft_bytes_per_token(question: Question) -> int | None:
-    if question.draft is None:
-        return 0
-    ranks = question.tensor_parallel_size
-    return count_bytes_per_token(question.draft, kv_dtype=question.kv_cache_dtype, tensor_parallel=ranks)
-
-
-def _compute_kv_cache(found: MemoryEstimate) -> Range | None:
-    given, overhead = found.question.kv_cache_memory_bytes, found.overhead
-    if given is not None:
-        return Range(low=given, high=given)
-    if found.budget is None or found.weights is None or overhead is None:
-        return None
-    left = found.budget - found.weights
-    return Range(low=left - overhead.high, high=left - overhead.low)
 
 
 def can_start(found: MemoryEstimate) -> bool | None:
@@ -304,28 +277,24 @@ def can_start(found: MemoryEstimate) -> bool | None:
 
 
 def _has_room(found: MemoryEstimate, *, worst: bool) -> bool | None:
-    length, room = found.question.max_model_len, found.kv_cache
-    needed = found.count_sequence_bytes(length or 1)
-    held = None if room is None else (room.low if worst else room.high) >= needed
-    host = found.question.host_memory_bytes
-    hosted = host is None or (found.host.high if worst else found.host.low) <= host
-    checks = (held, _is_within_card(found, worst=worst), hosted)
-    if False in checks:
+    """Return whether one sequence fits, budget and what lies outside of it fit the card, and the host has room.
+
+    vLLM refuses a card with less free memory than its budget.
+    """
+    question, room, overhead = found.question, found.kv_cache, found.overhead
+    length, card, given = question.max_model_len, question.gpu_memory_bytes, question.kv_cache_memory_bytes
+    held = None if room is None else (room.high, room.low)[worst] >= found.count_sequence_bytes(length or 1)
+    within = None
+    if card is not None and found.budget is not None:
+        within = card - found.budget >= found.outside.low
+    elif card is not None and found.weights is not None and overhead is not None and given is not None:
+        rest = overhead + found.outside
+        within = found.weights + given + (rest.low, rest.high)[worst] <= card
+    host = question.host_memory_bytes
+    hosted = host is None or (found.host.low, found.host.high)[worst] <= host
+    if False in (held, within, hosted):
         return False
-    return None if None in checks or length is None else True
-
-
-def _is_within_card(found: MemoryEstimate, *, worst: bool) -> bool | None:
-    """Return whether budget and what lies outside of it fit the card; vLLM refuses less free memory."""
-    card, overhead, given = found.question.gpu_memory_bytes, found.overhead, found.question.kv_cache_memory_bytes
-    if card is None:
-        return None
-    if found.budget is not None:
-        return card - found.budget >= found.outside.low
-    if found.weights is None or overhead is None or given is None:
-        return None
-    rest = overhead + found.outside
-    return found.weights + given + (rest.high if worst else rest.low) <= card
+    return None if None in (held, within, length) else True
 
 
 def list_longest(found: MemoryEstimate) -> list[tuple[int, int]]:

@@ -97,42 +97,33 @@ KV_DTYPES: Final = {
 
 def count_bytes_per_token(
     shape: ModelShape, *, kv_dtype: str = "auto", tensor_parallel: int = 1, pipeline_parallel: int = 1
-) -> int | None:
-    """Return the bytes of KV cache that a token takes on the GPU that holds most; None for a dtype not known here.
+) -> int:
+    """Return the bytes of KV cache that a token takes on the GPU that holds most.
 
     Keys and values: layers on the rank x KV heads on the rank x (key size + value size) x bytes of the dtype (vLLM,
     v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`); heads that tensor parallelism cannot divide are
     repeated on each rank. Latent attention keeps one vector per layer, on every rank whole. Layers with a window count
     in full, and states not at all.
     """
-    layer = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    windowed = count_layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    if layer is None or windowed is None:
-        return None
-    full, rest = ceil(shape.full_layers / pipeline_parallel), ceil(shape.windowed_layers / pipeline_parallel)
-    return (
-        ceil((shape.full_layers + shape.windowed_layers) / pipeline_parallel) * layer
-        if layer == windowed
-        else full * layer + rest * windowed
-    )
+    layer, windowed = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    counts = shape.full_layers, shape.windowed_layers
+    if layer == windowed:
+        return ceil(sum(counts) / pipeline_parallel) * layer
+    full, rest = (ceil(count / pipeline_parallel) for count in counts)
+    return full * layer + rest * windowed
 
 
-def count_layer_bytes(
-    shape: ModelShape, heads: KvHeads | None = None, *, kv_dtype: str = "auto", tensor_parallel: int = 1
-) -> int | None:
-    """Return the bytes that one layer keeps of a token on each GPU; None for a dtype not known here.
-
-    It has `heads`, or those of layers that keep every token.
-    """
-    dtype = (shape.kv_dtype_bytes, 0) if kv_dtype == "auto" else KV_DTYPES.get(kv_dtype)
-    if dtype is None:
-        return None
-    value_bytes, scale_bytes = dtype
+def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int) -> tuple[int, int]:
+    """Return the bytes that a layer keeps of a token on each GPU: one that keeps every token, and one with a window."""
+    value_bytes, scale_bytes = (shape.kv_dtype_bytes, 0) if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
     if shape.latent_width is not None:
-        return ceil(shape.latent_width * value_bytes)
-    kept = heads or shape.heads
-    count = max(1, kept.count // tensor_parallel)
-    return count * (ceil((kept.key_size + kept.value_size) * value_bytes) + scale_bytes)
+        latent = ceil(shape.latent_width * value_bytes)
+        return latent, latent
+    full, windowed = (
+        max(1, kept.count // tensor_parallel) * (ceil((kept.key_size + kept.value_size) * value_bytes) + scale_bytes)
+        for kept in (shape.heads, shape.windowed_heads or shape.heads)
+    )
+    return full, windowed
 
 
 def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
@@ -143,7 +134,8 @@ def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | N
     is not known here, and where layers keep a window or a state, bytes per token do not say what the cache holds.
     """
     copied = gpus != 1 if shape.latent_width is not None else (gpus or 1) > shape.heads.count
-    certain = shape.has_every_token and shape.unknown_type is None and not copied
+    is_known = shape.unknown_type is None and kv_dtype in {"auto", *KV_DTYPES}
+    certain = shape.has_every_token and is_known and not copied
     return count_bytes_per_token(shape, kv_dtype=kv_dtype) if certain else None
 
 
@@ -169,18 +161,15 @@ def count_weights_bytes(
     total = count_model_bytes(shape) if total_bytes is None else total_bytes
     if total is None:
         return None
-    embeddings = (shape.embeddings or 0) * shape.dtype_bytes
-    one = embeddings if shape.tied_embeddings else embeddings / 2
+    embeddings, found = (shape.embeddings or 0) * shape.dtype_bytes, shape.parameters
     layers = max(0.0, total - embeddings)
-    layers *= 1 - _compute_experts_share(shape) * (1 - 1 / data_parallel)
+    if found and found.total:
+        each = shape.weight_bytes_per_parameter or shape.dtype_bytes
+        counted = (found.total - found.plain) * each + found.plain * shape.dtype_bytes
+        layers *= 1 - found.experts * each / counted * (1 - 1 / data_parallel)
+    one = embeddings if shape.tied_embeddings else embeddings / 2
     ends = min(total, embeddings) if pipeline_parallel == 1 else one
     return ceil((layers / pipeline_parallel + ends) / tensor_parallel)
-
-
-def _compute_experts_share(shape: ModelShape) -> float:
-    each, found = shape.weight_bytes_per_parameter or shape.dtype_bytes, shape.parameters
-    counted = (found.total - found.plain) * each + found.plain * shape.dtype_bytes if found else 0
-    return found.experts * each / counted if found and counted else 0.0
 
 
 def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
@@ -188,18 +177,15 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
 
     Embeddings, encoders, and what the quantisation leaves out, keep the model's dtype.
     """
-    each = shape.weight_bytes_per_parameter
-    if each is None:
+    each, counted = shape.weight_bytes_per_parameter, shape.parameters
+    if each is None or (counted is None and parameters is None):
         return None
     if shape.embeddings is None:
         return None if parameters is None else parameters * each
     others = (shape.encoder and shape.encoder.parameters) or 0
-    counted = shape.parameters
-    layers = counted.total if counted else None
+    layers = counted.total if counted else 0
     if parameters is not None:
         layers = max(0, parameters - shape.embeddings - others)
-    if layers is None:
-        return None
     plain = min(layers, counted.plain) if counted else 0
     return (layers - plain) * each + (plain + shape.embeddings + others) * shape.dtype_bytes
 
@@ -261,8 +247,8 @@ def build_kv_layout(
     kv_dtype: str = "auto",
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-) -> KvLayout | None:
-    """Return the cut of the KV cache; None for a dtype not known here.
+) -> KvLayout:
+    """Return the cut of the KV cache.
 
     Groups are as large as the rarest kind of layers, so that all blocks are equal (vLLM 0.32,
     v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`); layers that keep less of a token have more
@@ -272,10 +258,7 @@ def build_kv_layout(
     (platforms/interface.py, `_align_hybrid_block_size`); a state whose size is not known counts as no larger than a
     block.
     """
-    layer = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    windowed_layer = count_layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    if layer is None or windowed_layer is None:
-        return None
+    layer, windowed_layer = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     counts = [
         ceil(count / pipeline_parallel) for count in (shape.full_layers, shape.windowed_layers, shape.stateful_layers)
     ]
@@ -285,19 +268,17 @@ def build_kv_layout(
     least = max(block_tokens, LATENT_BLOCK) if shape.latent_width and shape.stateful_layers else block_tokens
     tokens = least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
     page = max(layer if full else 0, windowed_layer if windowed else 0) * tokens
+    full_pages, windowed_pages = (  # those that do not divide the common page are padded to it
+        page // own if own and page and page % own == 0 else 1 for own in (layer * tokens, windowed_layer * tokens)
+    )
     return KvLayout(
-        block_tokens=tokens * _count_pages(page, layer * tokens),
+        block_tokens=tokens * full_pages,
         block_layers=group,
         block_bytes=group * page,
         full_groups=full,
         windowed_groups=windowed,
-        windowed_block_tokens=tokens * _count_pages(page, windowed_layer * tokens),
+        windowed_block_tokens=tokens * windowed_pages,
         window_tokens=(shape.window_tokens or 0) - (0 if shape.chunked else 1) + in_flight_tokens,
         window_ends=0 if shape.chunked else 1,
         state_blocks=(STATE_BLOCKS + shape.state_checkpoints) * stateful,
     )
-
-
-def _count_pages(page: int, own: int) -> int:
-    """Return how many pages of this size the common page holds: those that do not divide it are padded to it."""
-    return page // own if own and page and page % own == 0 else 1

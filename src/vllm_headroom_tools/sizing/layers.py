@@ -95,16 +95,13 @@ def read_window(config: Config) -> int | None:
 
 
 def _read_listed(config: Config) -> list[str]:
-    listed = config.get("layer_types") or config.get("layers_block_type")
-    letters = config.get("hybrid_override_pattern")
-    if isinstance(letters, str):
+    if isinstance(letters := config.get("hybrid_override_pattern"), str):
         return [PATTERN.get(letter, letter) for letter in letters]
-    windows = config.get("hybrid_layer_pattern")  # MiMo-V2
-    if isinstance(windows, list):
+    if isinstance(windows := config.get("hybrid_layer_pattern"), list):  # MiMo-V2
         return ["sliding_attention" if flag == 1 else "full_attention" for flag in windows]
-    flags = config.get("attn_type_list")  # MiniMax
-    if isinstance(flags, list):
+    if isinstance(flags := config.get("attn_type_list"), list):  # MiniMax
         return ["full_attention" if flag == 1 else "linear_attention" for flag in flags]
+    listed = config.get("layer_types") or config.get("layers_block_type")
     return [str(kind) for kind in listed] if isinstance(listed, list) else []
 
 
@@ -121,35 +118,54 @@ def _follow_pattern(config: Config, layers: int) -> list[str]:
     return ["sliding_attention" if windowed else "full_attention"] * layers
 
 
+class StateSizes(Struct, frozen=True, kw_only=True):
+    """A layer that keeps a state: how many `values`, and the `inputs` of a convolution over `kernel` tokens.
+
+    `width` values go to its output, and `gates` belong to its heads; without any it is Mamba-1.
+    """
+
+    width: int
+    values: int
+    inputs: int
+    gates: int
+    kernel: int | None
+
+
+def read_state(config: Config) -> StateSizes | None:
+    """Return the sizes of layers that keep a state; None for a kind that is not known here.
+
+    The gated delta net of Qwen3-Next (transformers, qwen3_next), Mamba-2 by its two namings (nemotron_h), and Mamba-1
+    (jamba). Raises ValueError where a size is missing.
+    """
+    if "linear_num_value_heads" in config:
+        heads, size = read_needed(config, "linear_num_value_heads"), read_needed(config, "linear_key_head_dim")
+        width, keys = heads * read_needed(config, "linear_value_head_dim"), read_needed(config, "linear_num_key_heads")
+        inputs, kernel = 2 * keys * size + width, read_whole(config, "linear_conv_kernel_dim")
+        return StateSizes(width=width, values=width * size, inputs=inputs, gates=2 * heads, kernel=kernel)
+    kernel = read_whole(config, "mamba_d_conv", "conv_kernel")
+    if mamba_2_heads := read_whole(config, *MAMBA_2_HEADS):
+        width, size = mamba_2_heads * read_needed(config, *MAMBA_2_SIZES), read_needed(config, *STATE_SIZES)
+        inputs = width + 2 * (read_whole(config, *MAMBA_2_GROUPS) or 1) * size
+        return StateSizes(width=width, values=width * size, inputs=inputs, gates=mamba_2_heads, kernel=kernel)
+    if "mamba_expand" in config:
+        width = read_needed(config, "mamba_expand") * read_needed(config, "hidden_size")
+        values = width * read_needed(config, *STATE_SIZES)
+        return StateSizes(width=width, values=values, inputs=width, gates=0, kernel=kernel)
+    return None
+
+
 def count_state_bytes(config: Config) -> int | None:
     """Return the bytes of one sequence in one layer; None for a kind that is not known here.
 
     A state and the last inputs of a convolution (vLLM 0.32, model_executor/layers/mamba/mamba_utils.py,
-    `MambaStateShapeCalculator`): the gated delta net of Qwen3-Next, Mamba-2 by its two namings, Mamba-1 of Jamba.
+    `MambaStateShapeCalculator`).
     """
-    if "linear_num_value_heads" in config:
-        keys = read_needed(config, "linear_num_key_heads") * read_needed(config, "linear_key_head_dim")
-        heads, size = read_needed(config, "linear_num_value_heads"), read_needed(config, "linear_value_head_dim")
-        inputs, state = 2 * keys + heads * size, heads * size * read_needed(config, "linear_key_head_dim")
-        return _count_bytes(config, state, inputs, read_whole(config, "linear_conv_kernel_dim"))
-    heads_found = read_whole(config, *MAMBA_2_HEADS)
-    if heads_found is not None:
-        width = heads_found * read_needed(config, *MAMBA_2_SIZES)
-        size = read_needed(config, *STATE_SIZES)
-        inputs = width + 2 * (read_whole(config, *MAMBA_2_GROUPS) or 1) * size
-        return _count_bytes(config, width * size, inputs, read_whole(config, "mamba_d_conv", "conv_kernel"))
-    if "mamba_expand" in config:
-        width = read_needed(config, "mamba_expand") * read_needed(config, "hidden_size")
-        return _count_bytes(
-            config, width * read_needed(config, "mamba_d_state"), width, read_whole(config, "mamba_d_conv")
-        )
-    return None
-
-
-def _count_bytes(config: Config, state: int, inputs: int, kernel: int | None) -> int:
+    if (found := read_state(config)) is None:
+        return None
     said = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")
     in_full = said == "float32" or (said is None and config.get("model_type") == "nemotron_h")
-    return state * (STATE_BYTES if in_full else INPUT_BYTES) + inputs * ((kernel or 1) - 1) * INPUT_BYTES
+    state = found.values * (STATE_BYTES if in_full else INPUT_BYTES)
+    return state + found.inputs * ((found.kernel or 1) - 1) * INPUT_BYTES
 
 
 HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
@@ -172,48 +188,28 @@ class KvHeads(Struct, frozen=True, kw_only=True):
     value_size: int
 
 
-def read_full_heads(config: Config) -> KvHeads:
-    """Return the heads of layers that keep every token; raises ValueError where they are not given."""
-    if read_whole(config, "global_head_dim"):  # Gemma 4
-        size = read_whole(config, "global_head_dim") or 0
+def read_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
+    """Return the heads of layers that keep every token, and those of layers with a window where they differ.
+
+    Raises ValueError where they are not given.
+    """
+    heads, hidden = read_whole(config, *HEADS), read_whole(config, *HIDDEN)
+    size = read_whole(config, "head_dim", "kv_channels", "attention_head_dim")
+    size = size or (hidden // heads if hidden and heads else 0)
+    if not size:
+        raise ValueError("head_dim is missing")
+    count = read_whole(config, *KV_HEADS) or read_whole(read_part(config, "attn_config"), *KV_HEADS) or heads
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        count = read_whole(config, "multi_query_group_num") or 1
+    if count is None:
+        raise ValueError(f"{KV_HEADS[0]} is missing")
+    if wide := read_whole(config, "global_head_dim"):  # Gemma 4
         own = read_whole(config, "num_global_key_value_heads") if config.get("attention_k_eq_v") else None
-        return KvHeads(count=own or _read_count(config), key_size=size, value_size=size)
-    size = _read_size(config)
-    return KvHeads(count=_read_count(config), key_size=size, value_size=read_whole(config, "v_head_dim") or size)
-
-
-def read_windowed_heads(config: Config) -> KvHeads | None:
-    """Return the heads of layers with a window; None where they are as the others'."""
-    if read_whole(config, "global_head_dim"):
-        return KvHeads(count=_read_count(config), key_size=_read_size(config), value_size=_read_size(config))
+        full = KvHeads(count=own or count, key_size=wide, value_size=wide)
+        return full, KvHeads(count=count, key_size=size, value_size=size)
+    full = KvHeads(count=count, key_size=size, value_size=read_whole(config, "v_head_dim") or size)
     own = read_whole(config, "swa_num_key_value_heads")  # MiMo-V2
     if own is None:
-        return None
-    size = read_whole(config, "swa_head_dim") or _read_size(config)
-    return KvHeads(count=own, key_size=size, value_size=read_whole(config, "swa_v_head_dim") or size)
-
-
-def _read_count(config: Config) -> int:
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        return read_whole(config, "multi_query_group_num") or 1
-    found = (
-        read_whole(config, *KV_HEADS)
-        or read_whole(read_part(config, "attn_config"), *KV_HEADS)
-        or read_whole(config, *HEADS)
-    )
-    if found is None:
-        raise ValueError(f"{KV_HEADS[0]} is missing")
-    return found
-
-
-def _read_size(config: Config) -> int:
-    found, hidden, heads = (
-        read_whole(config, "head_dim", "kv_channels", "attention_head_dim"),
-        read_whole(config, *HIDDEN),
-        read_whole(config, *HEADS),
-    )
-    if found is None and hidden is not None and heads is not None:
-        found = hidden // heads
-    if not found:
-        raise ValueError("head_dim is missing")
-    return found
+        return full, None
+    size = read_whole(config, "swa_head_dim") or size
+    return full, KvHeads(count=own, key_size=size, value_size=read_whole(config, "swa_v_head_dim") or size)

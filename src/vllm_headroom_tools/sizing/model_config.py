@@ -1,7 +1,7 @@
 """A model's configuration, as it lies in a folder beside its weights: to shape."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,19 +16,8 @@ from vllm_headroom_tools.sizing.quantisation import read_kv_dtype_bytes, read_st
 KNOWN: Final = frozenset(
     {
         *("arcee", "bert", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe"),
-        *(
-            "exaone4",
-            "exaone_moe",
-            "falcon",
-            "falcon_h1",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "gemma4_text",
-            "glm",
-            "glm4",
-        ),
-        *("glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite"),
+        *("exaone4", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm"),
+        *("glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite"),
         *("granitemoe", "helium", "jamba", "kimi_k2", "laguna", "llama", "llama4_text", "mimo_v2_flash"),
         *("minimax_m2", "ministral3", "mistral", "mixtral", "modernbert", "nemotron_h", "olmo", "olmo2"),
         *("olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
@@ -122,14 +111,9 @@ def parse_model_config(text: str, overrides: Config | None = None, beside: Confi
         return f"it is not JSON: {error}"
     if not isinstance(root, dict):
         return "it is not a model's configuration, which is a JSON object"
-    language = _find_language_part(root)
-    config = {
-        **(beside or {}),
-        **_drop_nulls(root),
-        **LEFT_OUT.get(str(language.get("model_type")), {}),
-        **_drop_nulls(language),
-        **(overrides or {}),
-    }
+    language, config = _find_language_part(root), dict(beside or {})
+    for part in (root, LEFT_OUT.get(str(language.get("model_type")), {}), language, overrides or {}):
+        config |= {name: value for name, value in part.items() if value is not None}
     unknown = next((name for name in NOT_UNDERSTOOD if config.get(name)), None)
     if unknown is not None:
         return f"what its attention keeps in the cache is not known here: it has {unknown}"
@@ -144,10 +128,6 @@ def _find_language_part(config: Config) -> Config:
     return _find_language_part(found) if found else config
 
 
-def _drop_nulls(config: Config) -> Config:
-    return {name: value for name, value in config.items() if value is not None}
-
-
 def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
     count, whole_text = read_needed(config, *LAYERS), is_encoder(config)
     found_kinds = layers.list_kinds(config, count)
@@ -156,9 +136,13 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
     )
     if not full + windowed:
         raise ValueError("none of its layers has a KV cache")
-    heads, narrow = layers.read_full_heads(config), layers.read_windowed_heads(config)
+    heads, narrow = layers.read_heads(config)
     weight_bytes, quantisation = read_weight_bytes(config, SERVED_BYTES)
     found_mlp, latent, kind = read_mlp(config), read_whole(config, "kv_lora_rank"), config.get("model_type")
+    length, scaling = read_whole(config, *LENGTHS), read_part(config, "rope_scaling", "rope_parameters")
+    factor, way = scaling.get("factor"), str(scaling.get("rope_type") or scaling.get("type"))
+    if length and way not in NOT_SCALED and "gemma3" not in str(kind) and isinstance(factor, int | float):
+        length = int(length * factor) if 1 <= factor <= layers.LARGEST else length  # vLLM takes longer ones by default
     return ModelShape(
         layers=count,
         full_layers=0 if whole_text else full,
@@ -181,24 +165,13 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         tied_embeddings=not has_output(config),
         parameters=count_layer_parameters(config, found_kinds, heads, narrow or heads),
         encoder=beside,
-        max_model_len=_read_length(config),
+        max_model_len=length,
         stored_bytes=read_stored_bytes(config),
         kv_dtype_bytes=read_kv_dtype_bytes(config, SERVED_BYTES),
         weight_bytes_per_parameter=weight_bytes,
         quantisation=quantisation,
         unknown_type=None if kind is None or str(kind) in KNOWN else str(kind)[:40],
     )
-
-
-def _read_length(config: Config) -> int | None:
-    """Return the longest sequence that vLLM takes by default: some scalings of positions stretch it."""
-    length, scaling = read_whole(config, *LENGTHS), read_part(config, "rope_scaling", "rope_parameters")
-    factor = scaling.get("factor")
-    kind = str(scaling.get("rope_type") or scaling.get("type"))
-    stretched = kind not in NOT_SCALED and "gemma3" not in str(config.get("model_type"))
-    if length is None or not stretched or not isinstance(factor, int | float) or not 1 <= factor <= layers.LARGEST:
-        return length
-    return int(length * factor)
 
 
 NAME: Final = "config.json"
@@ -249,17 +222,13 @@ def _read_json(file: Path) -> Config:
 def count_checkpoint_bytes(folder: Path) -> int | None:
     """Return the bytes of the weights in this folder; None where there are none, or the index does not say.
 
-    The index names them (`metadata.total_size`) also where the files themselves are not there.
+    The index names them (`metadata.total_size`) also where the files themselves are not there. Headers are a few kB.
     """
     metadata = _read_json(folder / INDEX).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, int | float) and 0 < total < MOST_BYTES:
         return int(total)
-    return _sum_sizes(folder.glob("model*.safetensors")) or _sum_sizes(folder.glob("*.safetensors"))
-
-
-def _sum_sizes(files: Iterable[Path]) -> int | None:
-    """Return the bytes of the files, whose headers are a few kB each."""
+    files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
     try:
         return sum(file.stat().st_size for file in files) or None
     except OSError:

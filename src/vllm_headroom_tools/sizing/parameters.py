@@ -8,17 +8,16 @@ from msgspec import Struct
 from vllm_headroom_tools.sizing.layers import (
     HEADS,
     HIDDEN,
-    MAMBA_2_GROUPS,
     MAMBA_2_HEADS,
-    MAMBA_2_SIZES,
     NOTHING,
-    STATE_SIZES,
     STATEFUL,
     TWOFOLD,
     WINDOWED,
     Config,
     KvHeads,
+    StateSizes,
     read_needed,
+    read_state,
     read_whole,
 )
 from vllm_headroom_tools.sizing.quantisation import match_plain
@@ -78,18 +77,19 @@ def list_matrices(
 ) -> tuple[Matrix, ...] | None:
     """Return the matrices of layers of these kinds; None where they are not known."""
     hidden, heads = read_whole(config, *HIDDEN), read_whole(config, *HEADS)
-    has_mlp = hidden and heads and (read_width(config) or read_expert_count(config))
+    has_mlp = hidden and heads and (read_width(config) or read_whole(config, *EXPERTS))
     if hidden is None or heads is None or not has_mlp or any(config.get(name) for name in OWN_WAYS):
         return None
-    if any(kind in STATEFUL for kind in kinds) and not STATES & set(config):
+    state = read_state(config) if STATES & set(config) else None
+    if state is None and any(kind in STATEFUL for kind in kinds):
         return None
     found: list[Matrix] = []
     if str(config.get("model_type")) in PLACED:
         found.append(Matrix(name="positions", inputs=read_whole(config, *LENGTHS) or 0, outputs=hidden, router=True))
     for number, kind in enumerate(kinds):
         place = f"layers.{number}."
-        if kind in STATEFUL:
-            found += _list_stateful(config, f"{place}mixer.", hidden)
+        if kind in STATEFUL and state is not None:
+            found += _list_stateful(config, f"{place}mixer.", hidden, state)
         elif kind not in NOTHING:
             kept = heads_of_windowed if kind in WINDOWED else heads_of_full
             found += _list_attention(config, f"{place}self_attn.", (hidden, heads), kept)
@@ -102,17 +102,12 @@ def list_matrices(
 def read_width(config: Config) -> int | None:
     """Return the width of the MLP; None where it is not given."""
     found = read_whole(config, *INNER)
-    if config.get("model_type") == "granitemoehybrid" and not read_expert_count(config):
+    if config.get("model_type") == "granitemoehybrid" and not read_whole(config, *EXPERTS):
         found = read_whole(config, "shared_intermediate_size")
     if found is None and str(config.get("model_type")) in NOT_GATED:
         hidden = read_whole(config, *HIDDEN)
         return None if hidden is None else 4 * hidden
     return found
-
-
-def read_expert_count(config: Config) -> int | None:
-    """Return how many experts a sparse layer has; None for none."""
-    return read_whole(config, *EXPERTS)
 
 
 def read_expert_width(config: Config) -> int:
@@ -133,7 +128,7 @@ def read_shared_width(config: Config) -> int:
 
 def _is_sparse(config: Config, number: int, kind: str) -> bool:
     dense = config.get("mlp_only_layers")
-    if not read_expert_count(config) or (isinstance(dense, list) and number in dense):
+    if not read_whole(config, *EXPERTS) or (isinstance(dense, list) and number in dense):
         return False
     if isinstance(config.get("hybrid_override_pattern"), str):
         return kind == "moe"
@@ -152,7 +147,7 @@ def _list_mlp(config: Config, place: str, hidden: int, *, sparse: bool) -> Itera
         width = read_whole(config, "intermediate_size_mlp") or read_width(config) or 0
         yield from _list_gated(config, place, hidden, width, 1)
         return
-    count = read_expert_count(config) or 0
+    count = read_whole(config, *EXPERTS) or 0
     if config.get("enable_moe_block"):  # Gemma 4 passes both
         yield from _list_gated(config, place, hidden, read_width(config) or 0, 1)
     yield Matrix(name=f"{place}gate", inputs=hidden, outputs=count, router=True)
@@ -169,9 +164,18 @@ def _list_gated(config: Config, place: str, hidden: int, width: int, copies: int
 
 
 def _list_attention(config: Config, place: str, sizes: tuple[int, int], kept: KvHeads) -> Iterator[Matrix]:
+    """Yield the projections of attention, or of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
     hidden, heads = sizes
-    if read_whole(config, "kv_lora_rank"):
-        yield from _list_latent(config, place, heads, hidden)
+    if latent := read_whole(config, "kv_lora_rank"):
+        rotary, query = read_whole(config, "qk_rope_head_dim") or 0, read_whole(config, "q_lora_rank")
+        plain, value = read_needed(config, "qk_nope_head_dim"), read_needed(config, "v_head_dim")
+        if query:
+            yield Matrix(name=f"{place}q_a_proj", inputs=hidden, outputs=query)
+        asked = heads * (plain + rotary)
+        yield Matrix(name=f"{place}q_b_proj" if query else f"{place}q_proj", inputs=query or hidden, outputs=asked)
+        yield Matrix(name=f"{place}kv_a_proj_with_mqa", inputs=hidden, outputs=latent + rotary)
+        yield Matrix(name=f"{place}kv_b_proj", inputs=latent, outputs=heads * (plain + value))
+        yield Matrix(name=f"{place}o_proj", inputs=heads * value, outputs=hidden)
         return
     queries = 2 if config.get("attn_output_gate") or config.get("model_type") == "qwen3_next" else 1  # and their gates
     yield Matrix(name=f"{place}q_proj", inputs=hidden, outputs=queries * heads * kept.key_size)
@@ -180,38 +184,14 @@ def _list_attention(config: Config, place: str, sizes: tuple[int, int], kept: Kv
     yield Matrix(name=f"{place}o_proj", inputs=heads * kept.value_size, outputs=hidden)
 
 
-def _list_latent(config: Config, place: str, heads: int, hidden: int) -> Iterator[Matrix]:
-    """Yield latent attention's projections (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-    latent, rotary = read_needed(config, "kv_lora_rank"), read_whole(config, "qk_rope_head_dim") or 0
-    plain, value = read_needed(config, "qk_nope_head_dim"), read_needed(config, "v_head_dim")
-    query, asked = read_whole(config, "q_lora_rank"), heads * (plain + rotary)
-    if query:
-        yield Matrix(name=f"{place}q_a_proj", inputs=hidden, outputs=query)
-    yield Matrix(name=f"{place}q_b_proj" if query else f"{place}q_proj", inputs=query or hidden, outputs=asked)
-    yield Matrix(name=f"{place}kv_a_proj_with_mqa", inputs=hidden, outputs=latent + rotary)
-    yield Matrix(name=f"{place}kv_b_proj", inputs=latent, outputs=heads * (plain + value))
-    yield Matrix(name=f"{place}o_proj", inputs=heads * value, outputs=hidden)
-
-
-def _list_stateful(config: Config, place: str, hidden: int) -> Iterator[Matrix]:
-    """Yield a gated delta net's projections (transformers, qwen3_next), Mamba-2's (nemotron_h) or Mamba-1's (jamba)."""
-    if "linear_num_value_heads" in config:
-        keys = read_needed(config, "linear_num_key_heads") * read_needed(config, "linear_key_head_dim")
-        heads = read_needed(config, "linear_num_value_heads")
-        width = heads * read_needed(config, "linear_value_head_dim")
-        asked = 2 * keys + 2 * width + 2 * heads
-    elif heads := read_whole(config, *MAMBA_2_HEADS) or 0:
-        width, groups = heads * read_needed(config, *MAMBA_2_SIZES), read_whole(config, *MAMBA_2_GROUPS) or 1
-        asked = 2 * width + 2 * groups * read_needed(config, *STATE_SIZES) + heads
-    else:
-        width = read_needed(config, "mamba_expand") * hidden
-        rank, state = read_needed(config, "mamba_dt_rank"), read_needed(config, *STATE_SIZES)
-        asked = 2 * width
-        yield Matrix(name=f"{place}x_proj", inputs=width, outputs=rank + 2 * state)
-        yield Matrix(name=f"{place}dt_proj", inputs=rank, outputs=width)
-        yield Matrix(name=f"{place}state", inputs=width, outputs=state, router=True)
-    yield Matrix(name=f"{place}in_proj", inputs=hidden, outputs=asked)
-    yield Matrix(name=f"{place}out_proj", inputs=width, outputs=hidden)
+def _list_stateful(config: Config, place: str, hidden: int, found: StateSizes) -> Iterator[Matrix]:
+    if not found.gates:
+        rank, size = read_needed(config, "mamba_dt_rank"), found.values // found.width
+        yield Matrix(name=f"{place}x_proj", inputs=found.width, outputs=rank + 2 * size)
+        yield Matrix(name=f"{place}dt_proj", inputs=rank, outputs=found.width)
+        yield Matrix(name=f"{place}state", inputs=found.width, outputs=size, router=True)
+    yield Matrix(name=f"{place}in_proj", inputs=hidden, outputs=found.inputs + found.width + found.gates)
+    yield Matrix(name=f"{place}out_proj", inputs=found.width, outputs=hidden)
 
 
 class Adapter(Struct, frozen=True, kw_only=True):
@@ -267,7 +247,7 @@ def read_mlp(config: Config) -> tuple[int, int] | None:
     """
     width = read_width(config)
     names = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "top_k_experts", "moe_k")
-    if not read_expert_count(config):
+    if not read_whole(config, *EXPERTS):
         return None if width is None else (width, 1)
     chosen = read_whole(config, *names) or 1
     return max(width or 0, chosen * read_expert_width(config) + read_shared_width(config)), chosen

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from vllm_headroom_tools.sizing.layers import Config, read_part
@@ -94,7 +95,9 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
         method = MODELOPT.get(algorithm, f"modelopt {algorithm}")
     if method == "bitsandbytes" and found.get("load_in_8bit"):
         return 1.0, "bitsandbytes 8-bit"
-    weights = _find_weights(found)
+    groups = found.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = read_part(first, "weights") if isinstance(first, dict) else {}  # compressed-tensors', ModelOpt's
     bits = _find_first((found.get("bits"), found.get("w_bit"), weights.get("num_bits")))
     if bits is not None and weights.get("type") == "float" and bits < BYTE:
         return NVFP4, f"{method} {bits}-bit"
@@ -109,27 +112,24 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
 def match_plain(config: Config) -> Callable[[str], bool]:
     """Return whether a module, by its name such as "layers.3.mlp.down_proj", is left out of the quantisation.
 
-    Checkpoints name such modules, or what they are in, in full, with wildcards, or by an expression after "re:".
+    Checkpoints name such modules, or what they are in, in full, with wildcards, or by an expression after "re:", and
+    may name the part of the model that the layers are in too.
     """
     found = read_part(config, "quantization_config", "compression_config")
     names: list[object] = next((found[name] for name in LEFT_OUT if isinstance(found.get(name), list)), [])
-    expressions = [_compile_expression(name) for name in names if isinstance(name, str)]
+    expressions = []
+    for name in names:
+        if isinstance(name, str) and name.startswith("re:"):
+            with suppress(re.error):
+                expressions.append(re.compile(name.removeprefix("re:").removeprefix("^")))
+        elif isinstance(name, str):
+            inside = name[max(0, name.find("layers.")) :]
+            wild = re.escape(inside).replace(r"\*", ".*")
+            expressions.append(re.compile(rf"(?:^|\.){wild}(?:\.|$)"))
     only_experts = str(found.get("quant_method")) in EXPERTS_ONLY
     return lambda module: (
         (only_experts and ".experts." not in module) or any(each.search(module) for each in expressions)
     )
-
-
-def _compile_expression(name: str) -> re.Pattern[str]:
-    """Return what finds the name in a module's: parts of it between dots, from the layers on."""
-    try:
-        if name.startswith("re:"):
-            return re.compile(name.removeprefix("re:").removeprefix("^"))
-    except re.error:
-        return re.compile(r"(?!)")
-    inside = name[name.find("layers.") :] if "layers." in name else name
-    wild = re.escape(inside).replace(r"\*", ".*")
-    return re.compile(rf"(?:^|\.){wild}(?:\.|$)")
 
 
 def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
@@ -144,13 +144,6 @@ def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
     if isinstance(scheme, dict):
         scheme = "fp8" if scheme.get("num_bits") == BYTE else "nvfp4"
     return {"fp8": 1.0, "nvfp4": 9 / 16}.get(str(scheme).lower(), dtype_bytes)
-
-
-def _find_weights(found: Config) -> Config:
-    """Return the weights' entry of compressed-tensors and ModelOpt, of the first group."""
-    groups = found.get("config_groups")
-    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    return read_part(first, "weights") if isinstance(first, dict) else {}
 
 
 def _find_first(named: tuple[object, ...]) -> int | None:

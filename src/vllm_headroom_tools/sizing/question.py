@@ -68,13 +68,6 @@ class Question(Struct, frozen=True, kw_only=True):
     unified_memory: bool = False
 
     @property
-    def total_bytes(self) -> float | None:
-        """The weights of the whole model; None where they are not known."""
-        return (
-            count_model_bytes(self.shape, self.parameters) if self.checkpoint_bytes is None else self.checkpoint_bytes
-        )
-
-    @property
     def gpus(self) -> int:
         """The GPUs of all engines."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
@@ -82,13 +75,15 @@ class Question(Struct, frozen=True, kw_only=True):
     @property
     def weights_bytes(self) -> int | None:
         """What weights take of the GPU that holds most, a draft model's and adapters' room among them."""
-        spread = {
-            "tensor_parallel": self.tensor_parallel_size,
-            "pipeline_parallel": self.pipeline_parallel_size,
-            "data_parallel": self.data_parallel_size,
-        }
-        own = count_weights_bytes(self.shape, total_bytes=self.total_bytes, **spread)
-        draft = 0 if self.draft is None else count_weights_bytes(self.draft, tensor_parallel=self.tensor_parallel_size)
+        total, ranks = self.checkpoint_bytes, self.tensor_parallel_size
+        own = count_weights_bytes(
+            self.shape,
+            total_bytes=count_model_bytes(self.shape, self.parameters) if total is None else total,
+            tensor_parallel=ranks,
+            pipeline_parallel=self.pipeline_parallel_size,
+            data_parallel=self.data_parallel_size,
+        )
+        draft = 0 if self.draft is None else count_weights_bytes(self.draft, tensor_parallel=ranks)
         adapters = self.adapters_bytes
         if own is None or draft is None or adapters is None:
             return None
@@ -97,9 +92,8 @@ class Question(Struct, frozen=True, kw_only=True):
     @property
     def has_more_weights(self) -> bool:
         """Whether there are weights that are not counted: those of an image or audio encoder."""
-        encoder = self.shape.encoder
-        counted = encoder is None or encoder.parameters is not None
-        return not counted and self.checkpoint_bytes is None and self.parameters is None
+        is_counted = self.shape.encoder is None or self.shape.encoder.parameters is not None
+        return not is_counted and self.checkpoint_bytes is None and self.parameters is None
 
     @property
     def has_more_activations(self) -> bool:
@@ -147,26 +141,29 @@ def choose_defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
 
 def find_problem(question: Question) -> str | None:
     """Return why vLLM refuses these numbers, in a sentence; None where it does not."""
-    shape, ranks = question.shape, question.tensor_parallel_size
-    heads, kv_heads = shape.attention_heads, shape.heads.count
-    if heads is not None and heads % ranks:
-        return f"--tensor-parallel-size {ranks} does not divide the model's {heads} attention heads"
-    if shape.latent_width is None and max(ranks, kv_heads) % min(ranks, kv_heads):
-        return f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads: one has to divide the other"
-    if question.data_parallel_size > 1 and shape.parameters is None:
-        return f"--data-parallel-size {question.data_parallel_size}: which weights are experts is not known here"
-    if question.draft is not None and not (shape.has_every_token and question.draft.has_every_token):
-        return "--draft-model-config: how a draft's cache lies beside layers with a window or a state is not known here"
-    return _find_size_problem(question)
-
-
-def _find_size_problem(question: Question) -> str | None:
-    shape, stages = question.shape, question.pipeline_parallel_size
-    if stages > shape.layers:
-        return f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers"
-    if question.max_num_batched_tokens < question.max_num_seqs:
-        return (
-            f"--max-num-batched-tokens {question.max_num_batched_tokens} is less than --max-num-seqs"
-            f" {question.max_num_seqs}"
-        )
-    return None
+    shape, draft, ranks = question.shape, question.draft, question.tensor_parallel_size
+    heads, kv_heads, stages = shape.attention_heads, shape.heads.count, question.pipeline_parallel_size
+    sequences, tokens = question.max_num_seqs, question.max_num_batched_tokens
+    is_uneven = shape.latent_width is None and max(ranks, kv_heads) % min(ranks, kv_heads)
+    is_mixed = draft is not None and not (shape.has_every_token and draft.has_every_token)
+    problems = (
+        (
+            heads and heads % ranks,
+            f"--tensor-parallel-size {ranks} does not divide the model's {heads} attention heads",
+        ),
+        (
+            is_uneven,
+            f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads: one has to divide the other",
+        ),
+        (
+            question.data_parallel_size > 1 and shape.parameters is None,
+            f"--data-parallel-size {question.data_parallel_size}: which weights are experts is not known here",
+        ),
+        (
+            is_mixed,
+            "--draft-model-config: how a draft's cache lies beside layers with a window or a state is not known here",
+        ),
+        (stages > shape.layers, f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers"),
+        (tokens < sequences, f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}"),
+    )
+    return next((text for is_so, text in problems if is_so), None)

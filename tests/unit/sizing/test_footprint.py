@@ -67,7 +67,7 @@ def test_bytes_per_token_of_public_models(name: str, expected: int) -> None:
     ],
 )
 def test_the_caches_dtype_counts_and_one_that_is_not_known_is_not_guessed(dtype: str, expected: int | None) -> None:
-    assert count_bytes_per_token(model("llama-3.1-70b"), kv_dtype=dtype) == expected
+    assert count_engine_bytes_per_token(model("llama-3.1-70b"), dtype, 1) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_bytes_per_token_grow_with_every_layer_and_head(shape: ModelShape, ranks
     one = count_bytes_per_token(shape, tensor_parallel=ranks) or 0
     more = replace(shape, heads=replace(shape.heads, count=shape.heads.count + ranks))
 
-    assert (count_bytes_per_token(replace(shape, full_layers=shape.full_layers + 1), tensor_parallel=ranks) or 0) > one
+    assert (count_bytes_per_token(replace(shape, full_layers=shape.full_layers + 1), tensor_parallel=ranks)) > one
     assert (count_bytes_per_token(more, tensor_parallel=ranks) or 0) >= one
 
 

@@ -51,7 +51,6 @@ def test_sequences_take_the_bytes_and_the_model_has_the_parameters_that_vllm_say
         kv_dtype="bfloat16",
     )
 
-    assert layout is not None
     assert {
         tokens: layout.count_blocks(int(tokens)) * layout.block_bytes for tokens in truth["sequence_bytes"]
     } == truth["sequence_bytes"]

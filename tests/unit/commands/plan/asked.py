@@ -47,6 +47,4 @@ def estimated(name: str = "llama-3.1-8b", *, card_gib: float | None = 80, **sett
     card = None if card_gib is None else int(card_gib * GIB)
     shape = model(name)
     asked = {"max_model_len": shape.max_model_len, **settings}
-    found = estimate_memory(Question(shape=shape, gpu_memory_bytes=card, **asked))
-    assert found is not None
-    return found
+    return estimate_memory(Question(shape=shape, gpu_memory_bytes=card, **asked))

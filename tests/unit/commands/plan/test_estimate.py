@@ -15,7 +15,6 @@ from vllm_headroom.units import GIB
 from vllm_headroom_tools.plan.verdict import find_changes
 from vllm_headroom_tools.sizing.estimate import (
     NOTHING,
-    MemoryEstimate,
     can_start,
     estimate_memory,
     list_longest,
@@ -46,12 +45,6 @@ questions = st.builds(
     st.floats(0.1, 1.0),
     st.booleans(),
 )
-
-
-def answered(question: Question) -> MemoryEstimate:
-    found = estimate_memory(question)
-    assert found is not None
-    return found
 
 
 def test_what_is_left_of_the_budget_is_the_kv_cache() -> None:
@@ -151,7 +144,7 @@ def test_activations_follow_the_batch_and_the_logits_whichever_is_larger() -> No
 
 def test_without_a_size_what_depends_on_it_is_not_known() -> None:
     untold = replace(model("llama-3.1-8b"), hidden_size=None)
-    found = answered(Question(shape=untold, gpu_memory_bytes=80 * GIB, max_model_len=8))
+    found = estimate_memory(Question(shape=untold, gpu_memory_bytes=80 * GIB, max_model_len=8))
 
     assert (found.activations, found.weights, found.kv_cache, can_start(found)) == (None, None, None, None)
     assert (list_longest(found), list_most(found)) == ([], [])
@@ -194,7 +187,7 @@ def test_what_vllm_refuses_is_refused(name: str, told: dict[str, Any], problem: 
 @settings(deadline=None)
 @given(question=questions)
 def test_what_is_planned_is_within_the_budget(question: Question) -> None:
-    found = answered(question)
+    found = estimate_memory(question)
 
     assert found.blocks is not None
     assert found.budget is not None
@@ -213,7 +206,7 @@ def test_what_is_planned_is_within_the_budget(question: Question) -> None:
 @settings(deadline=None)
 @given(question=questions)
 def test_it_fits_exactly_when_one_sequence_does(question: Question) -> None:
-    found = answered(question)
+    found = estimate_memory(question)
     assert found.kv_cache is not None
     assert question.max_model_len is not None
     assert question.gpu_memory_bytes is not None
@@ -232,8 +225,8 @@ def test_it_fits_exactly_when_one_sequence_does(question: Question) -> None:
 @settings(deadline=None)
 @given(question=questions, more=st.integers(1, 100 * GIB))
 def test_a_larger_card_holds_no_less(question: Question, more: int) -> None:
-    small = answered(question)
-    large = answered(replace(question, gpu_memory_bytes=(question.gpu_memory_bytes or 0) + more))
+    small = estimate_memory(question)
+    large = estimate_memory(replace(question, gpu_memory_bytes=(question.gpu_memory_bytes or 0) + more))
 
     assert (large.blocks or 0) >= (small.blocks or 0)
     assert can_start(small) is not True or can_start(large) is True
@@ -249,7 +242,7 @@ def test_every_change_that_is_named_lets_it_start(question: Question) -> None:
         "--kv-cache-dtype": ("kv_cache_dtype", str),
         "--tensor-parallel-size": ("tensor_parallel_size", int),
     }
-    for change in find_changes(answered(question)):
+    for change in find_changes(estimate_memory(question)):
         changed = question
         for option, value in change.settings:
             if option == "--quantization":
@@ -260,4 +253,4 @@ def test_every_change_that_is_named_lets_it_start(question: Question) -> None:
                 changed = replace(changed, **{field: kind(value)})
 
         assert find_problem(changed) is None
-        assert can_start(answered(changed)) is True
+        assert can_start(estimate_memory(changed)) is True
