@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Certainty, Estimate, Observation, Track, observe_gpus
-from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, find_location, sharpen_track, update_insides
+from vllm_headroom.derive.leak.inside import InsideTracks, find_location, sharpen_track, update_insides
 from vllm_headroom.derive.leak.track import is_warming_up, observe
 from vllm_headroom.derive.life.signs import derive_out_of_service, keep_service
 from vllm_headroom.derive.readings import (
@@ -17,6 +17,7 @@ from vllm_headroom.derive.readings import (
     is_page_awake,
     label_gpu,
     limit_remembered,
+    make_facts,
     make_states,
 )
 from vllm_headroom.derive.residue import SleepState, derive_sleep
@@ -25,9 +26,17 @@ from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState, Role
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
+GPU_FIGURES: Final = (
+    (catalog.LEAK_RATE, "bytes_per_second"),
+    (catalog.LEAK_RATE_LOWER, "lower"),
+    (catalog.LEAK_RATE_UPPER, "upper"),
+    (catalog.LEAK_PER_REQUEST, "bytes_per_request"),
+    (catalog.LEAKED, "leaked_bytes"),
+    (catalog.TIME_TO_OOM, "oom_seconds"),
+    (catalog.TIME_TO_OOM_LOWER, "oom_seconds_lower"),
+)
 FORGET_SECONDS: Final = 86400.0
 """A device or role not seen for a day is dropped: this bounds memory while pods and MIG instances change."""
-
 
 Tracks = dict[str, Track]
 """A track per series, by UUID or role."""
@@ -36,22 +45,25 @@ Tracks = dict[str, Track]
 def derive_gpu_leaks(
     state: Tracks, seen: Collection[tuple[Gpu, Observation]], *, settled: bool, inside: InsideTracks, asleep: Tracks
 ) -> tuple[Tracks, tuple[Sample, ...]]:
-    """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series."""
+    """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series.
+
+    Where the holders of its memory are unknown, growth may be another's: it is at most an early warning.
+    """
     tracks = keep_recent(state, {gpu.reading.uuid for gpu, _ in seen})
     samples: list[Sample] = []
     for gpu, each in seen:
-        uuid = gpu.reading.uuid
+        uuid, labels = gpu.reading.uuid, label_gpu(gpu)
         tracks[uuid] = observe(tracks.get(uuid) or Track(clock=each.seconds), each)
-        own = replace(tracks[uuid], verdict=min(tracks[uuid].verdict, _find_most(gpu)))
-        sharp = sharpen_track(own, asleep.get(uuid), inside.get(uuid))
-        sharp = replace(sharp, estimate=_count_down(sharp.estimate, each.room_bytes))
-        samples += _make_samples(gpu, sharp, inside.get(uuid), settled=settled)
+        most = Certainty.LEAKING if is_alone(gpu) else Certainty.GROWING
+        own = replace(tracks[uuid], verdict=min(tracks[uuid].verdict, most))
+        track = sharpen_track(own, asleep.get(uuid), inside.get(uuid))
+        is_in = find_leak_state(track, known=gpu.held_bytes is not None, settled=settled)
+        samples += (*make_states(catalog.LEAK_STATE, labels, is_in), *_make_bound((*labels, ""), track))
+        found = track.estimate if is_in in SHOWN else None
+        samples += make_facts(GPU_FIGURES, labels, found)
+        where = find_location(found, inside.get(uuid))
+        samples += () if where is None else make_states(catalog.LEAK_LOCATION, labels, where)
     return tracks, tuple(samples)
-
-
-def _find_most(gpu: Gpu) -> Certainty:
-    """Return the surest verdict on held memory: where its holders are unknown, growth may be another's."""
-    return Certainty.LEAKING if is_alone(gpu) else Certainty.GROWING
 
 
 def is_alone(gpu: Gpu) -> bool:
@@ -79,31 +91,6 @@ def find_leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
     if not settled:
         return LeakState.UNSETTLED
     return LeakState.WARMING_UP if is_warming_up(track) else LeakState.STABLE
-
-
-def _make_samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled: bool) -> Iterator[Sample]:
-    labels = label_gpu(gpu)
-    is_in = find_leak_state(track, known=gpu.held_bytes is not None, settled=settled)
-    yield from make_states(catalog.LEAK_STATE, labels, is_in)
-    yield from _make_bound((*labels, ""), track)
-    if track.estimate is None or is_in not in SHOWN:
-        return
-    found = track.estimate
-    values = (
-        (catalog.LEAK_RATE, found.bytes_per_second),
-        (catalog.LEAK_RATE_LOWER, found.lower),
-        (catalog.LEAK_RATE_UPPER, found.upper),
-        (catalog.LEAK_PER_REQUEST, found.bytes_per_request),
-        (catalog.LEAKED, found.leaked_bytes),
-        (catalog.TIME_TO_OOM, found.oom_seconds),
-        (catalog.TIME_TO_OOM_LOWER, found.oom_seconds_lower),
-    )
-    for metric, value in values:
-        if value is not None:
-            yield Sample(metric, labels, value)
-    where = find_location(found, inside)
-    if where is not None:
-        yield from make_states(catalog.LEAK_LOCATION, labels, where)
 
 
 def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
@@ -135,7 +122,7 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
     """Return the leak state of each role's memory, and when the growing roles will have filled the room.
 
     The detector is the same as on GPU memory. A role without a process has no series; a process that comes, goes or
-    changes starts a new run of its role.
+    changes starts a new run of its role. Where several roles fill the same room, their paces add up.
     """
     if isinstance(snapshot.processes, Failure):
         return state, ()
@@ -143,12 +130,23 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
     samples: list[Sample] = []
     growing: list[Estimate] = []
     for role, seen in observe_host(snapshot):
-        tracks[role] = observe(tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen)
-        samples += (made := tuple(_make_host_samples(role, tracks[role], settled=settled)))
-        found = _count_down(tracks[role].estimate, seen.room_bytes)
-        if found is not None and seen.room_bytes is not None and made[-1].metric is catalog.HOST_LEAK_RATE:
-            growing.append(found)
-    return tracks, (*samples, *_derive_time_left(growing))
+        tracks[role] = track = observe(tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen)
+        is_in = find_leak_state(track, known=True, settled=settled)
+        samples += (
+            *make_states(catalog.HOST_LEAK_STATE, (str(role),), is_in),
+            *_make_bound(("", "", str(role)), track),
+        )
+        if track.estimate is not None and is_in in SHOWN:
+            samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second))
+            growing += [track.estimate] if seen.room_bytes is not None else []
+    for metric, times in (
+        (catalog.HOST_TIME_TO_OOM, [found.oom_seconds for found in growing]),
+        (catalog.HOST_TIME_TO_OOM_LOWER, [found.oom_seconds_lower for found in growing]),
+    ):
+        if known := [seconds for seconds in times if seconds is not None]:
+            left = 1 / sum(1 / seconds for seconds in known) if min(known) > 0 else 0.0
+            samples.append(Sample(metric, (), left))
+    return tracks, tuple(samples)
 
 
 def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
@@ -176,46 +174,6 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
             bound_bytes=sum(pool.size_bytes for pool in snapshot.pools if pool.role is role),
         )
         yield role, seen
-
-
-STALE_SECONDS: Final = 300.0
-"""An estimate is up to four minutes old: two of a fast alarm, and two until the next block is judged."""
-
-
-def _count_down(found: Estimate | None, room_bytes: int | None) -> Estimate | None:
-    """Return the estimate with the time that the room now leaves: less by what can have passed since it was made.
-
-    A peak of some minutes takes no more from it than that.
-    """
-    if found is None or room_bytes is None or not found.pace:
-        return found
-    left = max(0, room_bytes - OUT_OF_MEMORY_BYTES) / found.pace
-    passed = 0.0 if found.oom_seconds is None else min(STALE_SECONDS, max(0.0, found.oom_seconds - left))
-    lower = found.oom_seconds_lower
-    return replace(
-        found,
-        oom_seconds=left if found.oom_seconds is None else found.oom_seconds - passed,
-        oom_seconds_lower=None if lower is None else max(0.0, lower - passed),
-    )
-
-
-def _make_host_samples(role: Role, track: Track, *, settled: bool) -> Iterator[Sample]:
-    is_in = find_leak_state(track, known=True, settled=settled)
-    yield from make_states(catalog.HOST_LEAK_STATE, (str(role),), is_in)
-    yield from _make_bound(("", "", str(role)), track)
-    if track.estimate is not None and is_in in SHOWN:
-        yield Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second)
-
-
-def _derive_time_left(growing: list[Estimate]) -> Iterator[Sample]:
-    """Yield the time left where several roles fill the same room: their paces add up."""
-    for metric, times in (
-        (catalog.HOST_TIME_TO_OOM, [found.oom_seconds for found in growing]),
-        (catalog.HOST_TIME_TO_OOM_LOWER, [found.oom_seconds_lower for found in growing]),
-    ):
-        known = [seconds for seconds in times if seconds is not None]
-        if known:
-            yield Sample(metric, (), 1 / sum(1 / seconds for seconds in known) if min(known) > 0 else 0.0)
 
 
 class LeakMemory(Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final
 
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from vllm_headroom.derive.life.signs import EngineRun
 from vllm_headroom.derive.readings import limit_remembered, list_named, sum_known
@@ -70,7 +70,6 @@ class Case(Struct, frozen=True, kw_only=True):
     began_seconds: float | None = None
     newest_seconds: float = 0.0
     page_seconds: float = 0.0
-    started_at_seconds: float | None = None
     is_young: bool = False
     was_read: bool = False
     served: bool = False
@@ -108,7 +107,6 @@ def update_case(case: Case, snapshot: Snapshot, run: EngineRun, *, stalled: bool
     case = replace(
         case,
         newest_seconds=now,
-        started_at_seconds=run.began_seconds,
         answered=page is not None,
         served=case.served or page is not None,
         was_read=case.was_read or page is not None,
@@ -172,34 +170,12 @@ def _count_orphans(snapshot: Snapshot) -> int:
     return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
 
 
-def _name_before_orphans(case: Case, snapshot: Snapshot) -> tuple[Lost, ...]:
-    """Return the necessary processes of an engine that ended as a whole, except for those that outlive it."""
-    orphaned = _list_orphaned(case, snapshot)
-    gone = [each for each in case.whole if each.role is not Role.OTHER and each not in orphaned]
-    return tuple(sorted(_list_names(gone))) or (Lost(Role.API_SERVER),)
-
-
 def _add_sample(case: Case, gpu: Gpu, snapshot: Snapshot, is_first: bool) -> GpuCase:  # noqa: FBT001 - private
     before, now = case.gpus.get(gpu.reading.uuid), snapshot.monotonic_seconds
-    level = _measure(gpu, now)
-    levels = () if before is None else before.levels
-    if levels and 0 <= now - levels[-1].begun_seconds < SLOT_SECONDS:
-        levels, level_now = levels[:-1], _merge(levels[-1], level)
-    else:
-        levels, level_now = tuple(each for each in levels if now - BEFORE_SECONDS - LAST_SECONDS <= each.seconds), level
-    return GpuCase(
-        first=level if before is None or is_first else before.first,
-        levels=(*levels, level_now),
-        newest=gpu,
-        newest_seconds=snapshot.time_seconds,
-    )
-
-
-def _measure(gpu: Gpu, now: float) -> Level:
     memory, held = gpu.reading.memory, gpu.held_bytes
     room = None if memory is None else memory.left_bytes
     above = 0 if memory is None else max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
-    return Level(
+    level = Level(
         now,
         now,
         least_room_bytes=room,
@@ -209,12 +185,17 @@ def _measure(gpu: Gpu, now: float) -> Level:
         most_other_bytes=gpu.other_bytes,
         most_processes=gpu.process_count,
     )
-
-
-def _merge(one: Level, other: Level) -> Level:
-    pairs = ((name, (getattr(one, name), getattr(other, name))) for name in Level.__struct_fields__[2:])
-    extremes = {name: (_find_least if name.startswith("least") else _find_most)(pair) for name, pair in pairs}
-    return Level(one.begun_seconds, other.seconds, **extremes)
+    first, levels = level if before is None or is_first else before.first, () if before is None else before.levels
+    if levels and 0 <= now - levels[-1].begun_seconds < SLOT_SECONDS:
+        extremes = {
+            name: (_find_least if name.startswith("least") else _find_most)((getattr(levels[-1], name), value))
+            for name, value in asdict(level).items()
+            if not name.endswith("seconds")
+        }
+        levels, level = levels[:-1], Level(levels[-1].begun_seconds, now, **extremes)
+    else:
+        levels = tuple(each for each in levels if now - BEFORE_SECONDS - LAST_SECONDS <= each.seconds)
+    return GpuCase(first=first, levels=(*levels, level), newest=gpu, newest_seconds=snapshot.time_seconds)
 
 
 def _find_least(values: Iterable[int | None]) -> int | None:
@@ -227,39 +208,36 @@ def _find_most(values: Iterable[int | None]) -> int | None:
 
 def describe_gpus(case: Case, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
     """Return each GPU of a run that has ended with this snapshot, whose peaks may still be the run's."""
+    now, found = snapshot.monotonic_seconds, []
     peaks = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned}
-    return tuple(
-        _describe_gpu(gpu, run, snapshot.monotonic_seconds).raise_peak(peaks.get(uuid, 0))
-        for uuid, gpu in case.gpus.items()
-    )
-
-
-def _describe_gpu(gpu: GpuCase, run: EngineRun, now: float) -> GpuAtEnd:
-    recent, first = now - BEFORE_SECONDS - LAST_SECONDS, gpu.first
-    last = [level for level in gpu.levels if level.seconds >= gpu.levels[-1].seconds - LAST_SECONDS]
-    before = [level for level in (first, *gpu.levels) if recent <= level.seconds < now - LAST_SECONDS]
-    if not before and first.seconds >= recent:
-        before = [first]
-    reading, memory = gpu.newest.reading, gpu.newest.reading.memory
-    room = _find_least(level.least_room_at_peak_bytes for level in last)
-    return GpuAtEnd(
-        index=reading.index,
-        uuid=reading.uuid,
-        total_bytes=None if memory is None else memory.total_bytes,
-        usable_bytes=None if memory is None else memory.usable_bytes,
-        first_room_bytes=run.rooms.get(reading.uuid, first.least_room_at_peak_bytes),
-        last_room_bytes=room,
-        first_held_bytes=first.most_held_bytes,
-        before_held_bytes=_find_most(level.most_held_bytes for level in before),
-        last_engine_bytes=_find_most(level.most_held_at_peak_bytes for level in last),
-        first_other_bytes=first.most_other_bytes,
-        last_other_bytes=_find_most(level.most_other_bytes for level in last),
-        joined=(_find_most(level.most_processes for level in last) or 0) > (first.most_processes or inf),
-        between=room != _find_least(level.least_room_bytes for level in last),
-        newest_seconds=gpu.newest_seconds,
-        newest_used_bytes=None if memory is None else memory.used_bytes,
-        newest_held_bytes=gpu.newest.held_bytes,
-    )
+    recent = now - BEFORE_SECONDS - LAST_SECONDS
+    for uuid, gpu in case.gpus.items():
+        first, reading, memory = gpu.first, gpu.newest.reading, gpu.newest.reading.memory
+        last = [level for level in gpu.levels if level.seconds >= gpu.levels[-1].seconds - LAST_SECONDS]
+        before = [level for level in (first, *gpu.levels) if recent <= level.seconds < now - LAST_SECONDS]
+        if not before and first.seconds >= recent:
+            before = [first]
+        room = _find_least(level.least_room_at_peak_bytes for level in last)
+        at_end = GpuAtEnd(
+            index=reading.index,
+            uuid=uuid,
+            total_bytes=None if memory is None else memory.total_bytes,
+            usable_bytes=None if memory is None else memory.usable_bytes,
+            first_room_bytes=run.rooms.get(uuid, first.least_room_at_peak_bytes),
+            last_room_bytes=room,
+            first_held_bytes=first.most_held_bytes,
+            before_held_bytes=_find_most(level.most_held_bytes for level in before),
+            last_engine_bytes=_find_most(level.most_held_at_peak_bytes for level in last),
+            first_other_bytes=first.most_other_bytes,
+            last_other_bytes=_find_most(level.most_other_bytes for level in last),
+            joined=(_find_most(level.most_processes for level in last) or 0) > (first.most_processes or inf),
+            between=room != _find_least(level.least_room_bytes for level in last),
+            newest_seconds=gpu.newest_seconds,
+            newest_used_bytes=None if memory is None else memory.used_bytes,
+            newest_held_bytes=gpu.newest.held_bytes,
+        )
+        found.append(at_end.raise_peak(peaks.get(uuid, 0)))
+    return tuple(found)
 
 
 def build_ending(
@@ -277,17 +255,23 @@ def build_ending(
     hung = case.hung_since is not None and (reason not in MEMORY_REASONS or now - case.hung_since > SEQUENCE_SECONDS)
     first = case.first
     if not first and is_end and _count_orphans(snapshot) > case.orphans:
-        first = _name_lost(case, run, snapshot) if run.lost else _name_before_orphans(case, snapshot)
+        orphaned = _list_orphaned(case, snapshot)
+        gone = [each for each in case.whole if each.role is not Role.OTHER and each not in orphaned]
+        whole = tuple(sorted(_list_names(gone))) or (Lost(Role.API_SERVER),)
+        first = _name_lost(case, run, snapshot) if run.lost else whole
     elif not first and not is_end and run.lost:
         first = _name_lost(case, run, snapshot)
     usual = [running for at, running in case.running if at < now - LAST_SECONDS]
-    loaded = any(map(_was_loaded, case.gpus.values()))
+    loaded = any(
+        (each.first.most_held_bytes or 0) >= max(CONTEXT_BYTES, LOADED_SHARE * (each.newest.held_bytes or 0))
+        for each in case.gpus.values()
+    )
     silent_since = case.page_seconds if case.hung_since is None else min(case.page_seconds, case.hung_since)
     return Ending(
         what=what,
         seconds=snapshot.time_seconds,
         reason=reason,
-        began_seconds=case.started_at_seconds,
+        began_seconds=run.began_seconds,
         seen_seconds=0.0 if case.began_seconds is None else now - case.began_seconds,
         unseen_seconds=None if case.began_seconds is None else now - case.newest_seconds,
         served=case.served or run.ready or (loaded and not case.was_read and not case.is_young),
@@ -301,9 +285,3 @@ def build_ending(
         gpus=gpus,
         orphan_bytes=sum(left.used_bytes or 0 for gpu in snapshot.devices for left in gpu.leftovers),
     )
-
-
-def _was_loaded(gpu: GpuCase) -> bool:
-    """Return whether the engine held its model in its first sample already."""
-    first, newest = gpu.first.most_held_bytes or 0, gpu.newest.held_bytes or 0
-    return first >= max(CONTEXT_BYTES, LOADED_SHARE * newest)

@@ -47,9 +47,10 @@ def advance(runs: EngineRuns, seen: Signs, case: Case, now: float) -> tuple[Engi
     run, restarts, exits = runs.newest, runs.restarts, runs.exits
     if run is not None and not run.ready and not run.ended and _is_among(run.processes, seen.snapshot.neighbours):
         run = None  # another engine was mistaken for this one, and still runs
-    if run is not None and not run.ended and _is_over(run, seen, answered_before=case.answered):
+    is_gone = seen.answer is not Answer.GIVEN and seen.alive is False
+    if run is not None and not run.ended and (is_gone or _is_over(run, seen, answered_before=case.answered)):
         gpus = describe_gpus(case, run, seen.snapshot)
-        reason = find_reason(run, seen, gpus, replaced=case.answered and not _is_gone(seen))
+        reason = find_reason(run, seen, gpus, replaced=case.answered and not is_gone)
         ending = build_ending(case, run, seen.snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
         if reason is ExitReason.GONE and is_shutting_down(ending):
             reason = ExitReason.STOPPED
@@ -65,18 +66,12 @@ def advance(runs: EngineRuns, seen: Signs, case: Case, now: float) -> tuple[Engi
     return EngineRuns(newest=run, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted), ending
 
 
-def _is_gone(seen: Signs) -> bool:
-    return seen.answer is not Answer.GIVEN and seen.alive is False
-
-
 def _is_over(run: EngineRun, seen: Signs, *, answered_before: bool) -> bool:
-    """Return whether the run has ended: nothing is left of it, or start, processes or counter are another run's.
+    """Return whether another run answers: start, processes or counter are not this one's.
 
     A lower counter alone may come from another of several servers that answer in turn: it counts if it fell far, or if
     the page was unavailable before.
     """
-    if _is_gone(seen):
-        return True
     if run.page_life is not None and seen.page_life is not None:
         return is_new_run(run.page_life, seen.page_life, run.finished_total, seen.finished_total)
     if run.processes and seen.names:
@@ -231,52 +226,43 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
 
     Left-over processes that exit within seconds are removed from it. DESIGN.md, 38 has the table of states.
     """
-    now, seen = snapshot.monotonic_seconds, collect_signs(snapshot, state.lives)
-    runs, event = advance(state.lives, seen, state.case, snapshot.time_seconds)
-    looked = _update_state(state, runs, seen, now)
-    age = None if seen.page is None else find_progress_age(looked.movements, now, snapshot.unanswered_since_seconds)
-    doing, served = _judge_state(looked, seen, age, now), looked.served_bytes
-    if doing is EngineState.SERVING:
-        before = {} if state.lives.present.asleep else served
-        most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
-        served = limit_remembered(before | most, most)
-    if event is None and doing is EngineState.STALLED is not state.known:
-        gpus = describe_gpus(state.case, runs.present, snapshot)
-        event = build_ending(
-            state.case, runs.present, snapshot, IncidentKind.STALLED, reason=None, gpus=gpus, age_seconds=age
-        )
-    left = {pid: state.left.get(pid, now) for pid in snapshot.left_behind}
-    known = state.known if doing is EngineState.UNKNOWN else doing
-    case = _continue_case(state, runs, snapshot, stalled=doing is EngineState.STALLED)
-    state = replace(looked, state=doing, served_bytes=served, left=left, known=known, case=case)
-    stays = frozenset(pid for pid, since in left.items() if now - since >= LEFT_SECONDS)
-    return state, replace(snapshot, life=_describe_run(state, seen, age, now, event), left_behind=stays)
-
-
-def _continue_case(state: RunState, runs: EngineRuns, snapshot: Snapshot, *, stalled: bool) -> Case:
-    """Return the case of the current run with this sample; an empty one without a run."""
-    case = state.case if runs.restarts == state.lives.restarts else Case(was_read=state.case.was_read)
-    if runs.newest is None or runs.newest.ended:
-        return Case(was_read=case.was_read)
-    return update_case(case, snapshot, runs.newest, stalled=stalled)
-
-
-def _update_state(state: RunState, runs: EngineRuns, seen: Signs, now: float) -> RunState:
-    """Return the state after one more sample, except for the engine's state."""
-    goes_on = runs.restarts == state.lives.restarts
-    movements = state.movements if goes_on else {}
+    before, now = state, snapshot.monotonic_seconds
+    seen = collect_signs(snapshot, before.lives)
+    runs, event = advance(before.lives, seen, before.case, snapshot.time_seconds)
+    goes_on, answered = runs.restarts == before.lives.restarts, seen.answer is Answer.GIVEN
+    movements = before.movements if goes_on else {}
     movements = movements if seen.page is None else update_movements(movements, seen.page, now)
-    answered = seen.answer is Answer.GIVEN
-    return RunState(
+    state = replace(
+        before,
         lives=runs,
         movements=movements,
-        hints=update_hints(state.hints if goes_on else {}, seen, movements, now),
-        silent_seconds=None if answered else now if state.silent_seconds is None else state.silent_seconds,
-        blind_seconds=None if not seen.blind else now if state.blind_seconds is None else state.blind_seconds,
-        computing=update_computing(state.computing, seen.processes, now),
-        state=state.state,
-        served_bytes=state.served_bytes if goes_on else {},
+        hints=update_hints(before.hints if goes_on else {}, seen, movements, now),
+        silent_seconds=None if answered else now if before.silent_seconds is None else before.silent_seconds,
+        blind_seconds=None if not seen.blind else now if before.blind_seconds is None else before.blind_seconds,
+        computing=update_computing(before.computing, seen.processes, now),
+        served_bytes=before.served_bytes if goes_on else {},
+        left={pid: before.left.get(pid, now) for pid in snapshot.left_behind},
     )
+    age = None if seen.page is None else find_progress_age(movements, now, snapshot.unanswered_since_seconds)
+    doing, served = _judge_state(state, seen, age, now), state.served_bytes
+    if doing is EngineState.SERVING:
+        least = {} if before.lives.present.asleep else served
+        most = {uuid: max(n_bytes, least.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
+        served = limit_remembered(least | most, most)
+    is_stalled = doing is EngineState.STALLED
+    if event is None and is_stalled and before.known is not doing:
+        case, kind = before.case, IncidentKind.STALLED
+        gpus = describe_gpus(case, runs.present, snapshot)
+        event = build_ending(case, runs.present, snapshot, kind, reason=None, gpus=gpus, age_seconds=age)
+    case = before.case if goes_on else Case(was_read=before.case.was_read)
+    if runs.newest is None or runs.newest.ended:
+        case = Case(was_read=case.was_read)
+    else:
+        case = update_case(case, snapshot, runs.newest, stalled=is_stalled)
+    known = before.known if doing is EngineState.UNKNOWN else doing
+    state = replace(state, state=doing, served_bytes=served, known=known, case=case)
+    stays = frozenset(pid for pid, since in state.left.items() if now - since >= LEFT_SECONDS)
+    return state, replace(snapshot, life=_describe_run(state, seen, age, now, event), left_behind=stays)
 
 
 def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) -> EngineState:

@@ -1,6 +1,6 @@
 """The signs of the engine in one snapshot: its page, processes and memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Final
 
@@ -8,14 +8,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import count_finished, label_engine, label_gpu, list_named, make_states
-from vllm_headroom.derive.readings import identify_run as page_life
+from vllm_headroom.derive.readings import count_finished, identify_run, label_engine, label_gpu, list_named, make_states
 from vllm_headroom.model import (
     EnginePage,
     EngineProcess,
     EngineReading,
     Failure,
-    Gpu,
     HostMemory,
     ProbeReadings,
     ProcessName,
@@ -35,8 +33,6 @@ OUTLIVED_SECONDS: Final = 60.0
 
 STARVED_RATIO: Final = 0.8
 """CPU pressure at which a server may be late for every page: two cores had 0.05 at a load of 2, and 0.95 at 5."""
-
-_SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE, Reason.HTTP_STATUS})
 
 
 class EngineRun(Struct, frozen=True, kw_only=True):
@@ -94,6 +90,12 @@ class Answer(Enum):
     """Something accepts the request and returns no page: vLLM, or a proxy in front of it."""
     UNREADABLE = auto()
     """The answer is not the engine's: a login, a wrong address, another server."""
+
+
+_ANSWERS: Final = {None: Answer.GIVEN, Reason.UNREACHABLE: Answer.REFUSED} | dict.fromkeys(
+    (Reason.TIMEOUT, Reason.INCOMPLETE, Reason.HTTP_STATUS), Answer.SILENT
+)
+"""The answer by the reason of its failure; any other reason is that of an unreadable one."""
 
 
 class Signs(Struct, frozen=True, kw_only=True):
@@ -158,59 +160,35 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
     if processes is not None and sighted is not False:
         alive = bool(processes)
     elif not blind:
-        is_heavy = sum(held.values()) > _find_least(gpus, run.top_bytes)
+        memories = [gpu.reading.memory for gpu in gpus if gpu.held_bytes is not None]
+        total_bytes = sum(memory.total_bytes for memory in memories if memory is not None)
+        is_heavy = sum(held.values()) > max(OCCUPIED_RATIO * total_bytes, KEPT_RATIO * run.top_bytes)
         alive = is_heavy or (False if is_weighed and not run.asleep else None)
         was_weighed = run.top_bytes > 0 or (run is runs.newest and not run.ready)
         blind = alive is None and was_weighed and not is_weighed
+    probe, failed = snapshot.probe, snapshot.engines
+    files = (*probe.present, *probe.silent, *probe.others) if isinstance(probe, ProbeReadings) else ()
+    ooms = [(each.oom.at_seconds, each.written_at_seconds) for each in files if each.oom is not None]
+    peaks = [(gpu.reading, memory) for gpu in gpus if (memory := gpu.reading.memory) is not None]
     return Signs(
         snapshot=snapshot,
         host=snapshot.host or HostMemory(),
-        answer=_classify_answer(snapshot.engines),
+        answer=_ANSWERS.get(failed.reason if isinstance(failed, Failure) else None, Answer.UNREADABLE),
         alive=alive,
         blind=blind,
         sighted=sighted,
         page=page,
-        page_life=page_life(page),
+        page_life=identify_run(page),
         finished_total=count_finished(page),
         processes=processes,
         held=held,
-        rooms={gpu.reading.uuid: room for gpu in gpus if (room := _find_room(gpu)) is not None},
+        rooms={
+            reading.uuid: min(memory.left_bytes, memory.usable_bytes - (reading.used_peak_bytes or 0))
+            for reading, memory in peaks
+        },
         silent=snapshot.has_silent_core,
-        oom_seconds=_find_oom_seconds(snapshot.probe),
+        oom_seconds=max((at for at, written in ooms if written - at <= OUTLIVED_SECONDS), default=None),
     )
-
-
-def _find_oom_seconds(probe: ProbeReadings | Failure | None) -> float | None:
-    if not isinstance(probe, ProbeReadings):
-        return None
-    return max(
-        (
-            each.oom.at_seconds
-            for each in (*probe.present, *probe.silent, *probe.others)
-            if each.oom is not None and each.written_at_seconds - each.oom.at_seconds <= OUTLIVED_SECONDS
-        ),
-        default=None,
-    )
-
-
-def _classify_answer(page: EnginePage | Failure) -> Answer:
-    if not isinstance(page, Failure):
-        return Answer.GIVEN
-    if page.reason is Reason.UNREACHABLE:
-        return Answer.REFUSED
-    return Answer.SILENT if page.reason in _SILENT else Answer.UNREADABLE
-
-
-def _find_least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
-    """Return the least that a running engine holds on the GPUs where that is known."""
-    memories = [gpu.reading.memory for gpu in gpus if gpu.held_bytes is not None]
-    total_bytes = sum(memory.total_bytes for memory in memories if memory is not None)
-    return max(OCCUPIED_RATIO * total_bytes, KEPT_RATIO * top_bytes)
-
-
-def _find_room(gpu: Gpu) -> int | None:
-    memory = gpu.reading.memory
-    return None if memory is None else min(memory.left_bytes, memory.usable_bytes - (gpu.reading.used_peak_bytes or 0))
 
 
 IDLE_SECONDS: Final = 60.0
@@ -239,10 +217,24 @@ class Movement(Struct, frozen=True, kw_only=True):
 
 def update_movements(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> dict[Labels, Movement]:
     """Return the movement of each engine on the page; an idle or sleeping one starts to move when it gets work."""
-    return {
-        label_engine(engine): _update_movement(before.get(label_engine(engine)), engine, now)
-        for engine in list_named(page)
-    }
+    found = {}
+    for labels, engine in ((label_engine(engine), engine) for engine in list_named(page)):
+        last, asleep = before.get(labels), engine.awake is False
+        counted, busy = _list_counters(engine), bool(engine.running or engine.waiting) and not asleep
+        same = last is not None and last.counted == counted
+        done = last is not None and last.counted[_DONE] == counted[_DONE]
+        rested = last.idle_seconds if last is not None and last.idle_seconds is not None else now
+        ratio, ratios = engine.kv_stranded_ratio, () if last is None else last.kv_stranded_ratios[1 - COUNTS :]
+        found[labels] = Movement(
+            counted=counted,
+            busy=busy,
+            moved_seconds=last.moved_seconds if last is not None and last.busy and same else now,
+            done_seconds=last.done_seconds if last is not None and done else now,
+            idle_seconds=None if busy or asleep or engine.running is None else rested,
+            kv_used_ratio=engine.kv_used_ratio,
+            kv_stranded_ratios=() if ratio is None else (*ratios, ratio),
+        )
+    return found
 
 
 def find_progress_age(
@@ -283,25 +275,6 @@ def has_worked(page: EnginePage) -> bool | None:
         return True
     facts = [fact for engine in list_named(page) for fact in (*_list_counters(engine)[:-1], engine.running)]
     return None if facts and set(facts) == {None} else any(facts)
-
-
-def _update_movement(before: Movement | None, engine: EngineReading, now: float) -> Movement:
-    asleep = engine.awake is False
-    counted, busy = _list_counters(engine), bool(engine.running or engine.waiting) and not asleep
-    same = before is not None and before.counted == counted
-    done = before is not None and before.counted[_DONE] == counted[_DONE]
-    rested = before.idle_seconds if before is not None and before.idle_seconds is not None else now
-    last = () if before is None else before.kv_stranded_ratios[1 - COUNTS :]
-    counts = () if engine.kv_stranded_ratio is None else (*last, engine.kv_stranded_ratio)
-    return Movement(
-        counted=counted,
-        busy=busy,
-        moved_seconds=before.moved_seconds if before is not None and before.busy and same else now,
-        done_seconds=before.done_seconds if before is not None and done else now,
-        idle_seconds=None if busy or asleep or engine.running is None else rested,
-        kv_used_ratio=engine.kv_used_ratio,
-        kv_stranded_ratios=counts,
-    )
 
 
 _DONE: Final = slice(1, 4)
@@ -352,15 +325,12 @@ def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tu
     """Return the leak samples of an engine out of service: its state instead of a leak's."""
     life = snapshot.life
     engine = EngineState.UNKNOWN if life is None or life.in_service is None else life.state
-    rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)
-    return (*rest, *_make_states(snapshot, _BEFORE_WORK.get(engine, LeakState.UNKNOWN)))
-
-
-def _make_states(snapshot: Snapshot, state: LeakState) -> Iterator[Sample]:
+    state = _BEFORE_WORK.get(engine, LeakState.UNKNOWN)
+    found = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned:
-        yield from make_states(
-            catalog.LEAK_STATE, label_gpu(gpu), LeakState.UNKNOWN if gpu.held_bytes is None else state
-        )
+        is_in = LeakState.UNKNOWN if gpu.held_bytes is None else state
+        found += make_states(catalog.LEAK_STATE, label_gpu(gpu), is_in)
     processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
     for role in sorted({process.role for process in processes}, key=list(Role).index):
-        yield from make_states(catalog.HOST_LEAK_STATE, (str(role),), state)
+        found += make_states(catalog.HOST_LEAK_STATE, (str(role),), state)
+    return tuple(found)

@@ -61,7 +61,7 @@ def test_a_spike_between_two_readings_is_not_held() -> None:
     """The probe's file is seconds old: a segment that NVML shows already seems to be outside torch."""
     tracks = followed(60, lambda at: (0, 0, 20e6 * (at % 3 == 0)))
 
-    assert {mark.outside_bytes for mark in tracks["GPU-a"].marks} == {10**9}
+    assert {mark.held_bytes[-1] for mark in tracks["GPU-a"].marks} == {10**9}
 
 
 def test_what_is_not_seen_for_a_day_is_forgotten_and_what_is_remembered_is_bounded() -> None:
@@ -76,7 +76,7 @@ def test_a_track_taken_up_by_another_process_keeps_its_marks_on_its_clock() -> N
     track = followed(60, tensors)["GPU-a"]
     taken = move_track(track, 1000.0)
 
-    assert taken.clock == track.clock + 1000
+    assert taken.in_use.clock == track.in_use.clock + 1000
     assert [mark.seconds - 1000 for mark in taken.marks] == [mark.seconds for mark in track.marks]
 
 
