@@ -8,9 +8,12 @@ from typing import Final
 import pytest
 
 from tests.assets import alerts
-from vllm_headroom.derive.leak_verdicts import DAY_SECONDS, GPU_ALERTS, HOST_ALERTS, HOUR_SECONDS
 from vllm_headroom.derive.life.lives import LOOP_SECONDS
 from vllm_headroom.derive.verdicts import (
+    DAY_SECONDS,
+    GPU_ALERTS,
+    HOST_ALERTS,
+    HOUR_SECONDS,
     LOOP,
     LOW_BYTES,
     LOW_HOST_BYTES,

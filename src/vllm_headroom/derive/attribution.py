@@ -1,6 +1,6 @@
 """Attribution of GPUs and their memory to the engine."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 from msgspec import Struct, field
@@ -20,8 +20,6 @@ from vllm_headroom.model import (
 from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import Attribution
 
-_FIRST: Final = 1
-
 FATE_TEXTS: Final = {
     Fate.ORPHANED: "left behind by an engine that has ended",
     Fate.ZOMBIE: "which has ended and hangs in the driver",
@@ -32,19 +30,6 @@ WHAT_TO_DO: Final = {
     Fate.ZOMBIE: "no signal helps; restart its container or parent, else reset the GPU or reboot the node",
     Fate.VANISHED: "the driver gives it back within a minute, or keeps it until the GPU is reset",
 }
-
-
-def find_leftovers(
-    listed: Iterable[GpuProcess], processes: ProcessReadings, ours: frozenset[int], *, memory_is_true: bool
-) -> Iterator[Leftover]:
-    """Yield the left-over processes on a device whose pids are the same in NVML and /proc.
-
-    `ours` are the pids of the engine's previous processes.
-    """
-    for process in listed:
-        fate = _find_fate(process.pid, processes, ours)
-        if fate is not None:
-            yield Leftover(pid=process.pid, fate=fate, used_bytes=process.used_bytes if memory_is_true else None)
 
 
 def is_alive(pid: int, processes: ProcessReadings) -> bool:
@@ -70,17 +55,17 @@ def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None
     return f"{who} {FATE_TEXTS[Fate.ORPHANED]}: {what_to_do}"
 
 
-def _find_fate(pid: int, processes: ProcessReadings, ours: frozenset[int]) -> Fate | None:
-    """Return what became of a process; None when it is, or may be, alive.
+def find_fate(pid: int, processes: ProcessReadings, ours: frozenset[int]) -> Fate | None:
+    """Return what became of a process whose pid is the same in NVML and /proc; None when it is, or may be, alive.
 
-    A process never seen before counts as vanished only where /proc shows the whole machine: without pid 1 some are
-    hidden.
+    `ours` are the pids of the engine's previous processes. A process never seen before counts as vanished only where
+    /proc shows the whole machine: without pid 1 some are hidden.
     """
     if pid in processes.left_behind:
         return Fate.ORPHANED
     if pid in processes.zombies:
         return Fate.ZOMBIE
-    sees_all = processes.sees_host_pids and _FIRST in processes.visible_pids
+    sees_all = processes.sees_host_pids and 1 in processes.visible_pids
     missing = pid not in processes.visible_pids
     return Fate.VANISHED if missing and (sees_all or pid in ours) else None
 
@@ -148,9 +133,11 @@ def attribute(
     for device in readings.devices:
         engine_bytes, other_bytes = _split_memory(device, ledger, engine_pids)
         attribution = _attribute_device(device, state, selection, devices=len(readings.devices))
-        left: Iterable[Leftover] = ()
-        if isinstance(named, ProcessReadings):
-            left = find_leftovers(device.processes or (), named, state.ours, memory_is_true=memory_is_true)
+        left = [
+            Leftover(pid=process.pid, fate=fate, used_bytes=process.used_bytes if memory_is_true else None)
+            for process in device.processes or ()
+            if isinstance(named, ProcessReadings) and (fate := find_fate(process.pid, named, state.ours)) is not None
+        ]
         gpu = Gpu(
             reading=device,
             attribution=attribution,

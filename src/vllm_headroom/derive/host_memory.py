@@ -1,6 +1,7 @@
 """The engine's host memory: its container or machine, and how much is in use."""
 
 from collections.abc import Mapping
+from math import inf
 from typing import Final
 
 from msgspec import Struct, field
@@ -72,12 +73,16 @@ def update_container(
     reading = HostReading() if isinstance(processes, Failure) else processes.host
     engine = () if isinstance(processes, Failure) else processes.engine
     reading = replace(reading, shm=reading.shm or shm)
-    root = _find_root(engine, inside)
+    root = None if inside is None else inside.identity
+    if engine:
+        root = f"{engine[0].pid}:{engine[0].started_at_seconds:.2f}"
     if isinstance(processes, Failure) and state.root is not None and not state.root.startswith(PROBE):
         root = state.root
     memory = _choose_memory(reading.cgroup, inside, engine, reading, limit_bytes)
     scope = state.scope if root == state.root else HostMemory()
-    memory = memory if _may_follow(scope, memory) else HostMemory()
+    same = (scope.basis, memory.basis) == (HostBasis.CGROUP, HostBasis.PROBE)  # it reads the same container
+    if _rank(memory) < _rank(scope) and not (same and scope.limit_bytes == memory.limit_bytes):
+        memory = HostMemory()
     scope = max(memory, scope, key=_rank)
     if reading.shm is not None:
         memory = replace(memory, shm_used_bytes=reading.shm.used_bytes, shm_limit_bytes=reading.shm.total_bytes)
@@ -92,21 +97,8 @@ def update_container(
 PROBE: Final = "probe:"
 
 
-def _find_root(engine: tuple[EngineProcess, ...], inside: Cgroup | None) -> str | None:
-    """Return the name of the process whose container is read, or of the first that has a probe."""
-    if engine:
-        return f"{engine[0].pid}:{engine[0].started_at_seconds:.2f}"
-    return None if inside is None else inside.identity
-
-
 def _rank(memory: HostMemory) -> int:
     return (None, *reversed(HostBasis)).index(memory.basis)
-
-
-def _may_follow(scope: HostMemory, memory: HostMemory) -> bool:
-    """Return whether these figures are of that scope or a more reliable one; the probe reads the same container."""
-    same = (scope.basis, memory.basis) == (HostBasis.CGROUP, HostBasis.PROBE)
-    return _rank(memory) >= _rank(scope) or (same and scope.limit_bytes == memory.limit_bytes)
 
 
 def _find_inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, Shm | None]:
@@ -161,8 +153,11 @@ def _count_kills(
     container was near its limit. In a container that comes back, those kills are counted already.
     """
     kills, counted, machine_kills = state.kills, state.counted, None if machine is None else machine.oom_kills
-    ended = state.root is not None and root != state.root and _was_full(state.memory)
-    if ended and (killed := _count_rise(state.machine_kills, machine_kills)):
+    used_bytes, full_bytes = state.memory.used_bytes or 0, FULL_SHARE * (state.memory.limit_bytes or inf)
+    ended = state.root is not None and root != state.root and used_bytes >= full_bytes
+    known = state.machine_kills if machine_kills is None else machine_kills
+    killed = 0 if known is None or state.machine_kills is None else known - state.machine_kills
+    if ended and killed > 0:
         kills = (kills or 0) + killed
         counted = {**counted, state.container: counted.get(state.container, 0) + killed}
     container = state.container
@@ -171,17 +166,7 @@ def _count_kills(
         before = counted.get(container, cgroup.oom_kills if root == state.root else 0)
         kills = (kills or 0) + cgroup.oom_kills - (before if before <= cgroup.oom_kills else 0)
         counted = {**limit_remembered(counted, {container}), container: cgroup.oom_kills}
-    known = state.machine_kills if machine_kills is None else machine_kills
     return replace(state, kills=kills, container=container, counted=counted, machine_kills=known)
-
-
-def _count_rise(before: int | None, now: int | None) -> int:
-    return 0 if before is None or now is None else max(0, now - before)
-
-
-def _was_full(memory: HostMemory) -> bool:
-    used_bytes, limit_bytes = memory.used_bytes, memory.limit_bytes
-    return used_bytes is not None and limit_bytes is not None and used_bytes >= FULL_SHARE * limit_bytes
 
 
 FACTS: Final[tuple[tuple[Metric, str], ...]] = (

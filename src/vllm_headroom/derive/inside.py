@@ -1,6 +1,6 @@
 """What the engine uses its memory on a GPU for."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final, Literal
 
 from msgspec import Struct, field
@@ -62,7 +62,14 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     ]
     if not found or gpu.attribution is None:
         return None
-    sums = _sum_processes(found)
+    sums = Sums(
+        allocated=_sum_whole(device.allocated_bytes for device, _ in found),
+        reserved=_sum_whole(device.reserved_bytes for device, _ in found),
+        split=_sum_whole(device.inactive_split_bytes for device, _ in found),
+        weights=_sum_whole(_find_current(parts, "weights_bytes") for _, parts in found),
+        kv_cache=_sum_whole(_find_current(parts, "kv_cache_bytes") for _, parts in found),
+        graphs=_sum_whole(None if parts is None else parts.cuda_graphs_bytes for _, parts in found),
+    )
     if memory is not None and max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0) > memory.total_bytes:
         return None
     parts = build_ledger(sums, gpu.held_bytes)
@@ -71,18 +78,6 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
         allocated_bytes=sums.allocated,
         reserved_bytes=sums.reserved,
         parts=tuple((part, parts[part]) for part in MemoryPart if part in parts),
-    )
-
-
-def _sum_processes(found: list[tuple[AllocatorReading, EngineParts | None]]) -> Sums:
-    devices, parts = [device for device, _ in found], [part for _, part in found]
-    return Sums(
-        allocated=_sum_whole(device.allocated_bytes for device in devices),
-        reserved=_sum_whole(device.reserved_bytes for device in devices),
-        split=_sum_whole(device.inactive_split_bytes for device in devices),
-        weights=_sum_whole(_find_current(part, "weights_bytes") for part in parts),
-        kv_cache=_sum_whole(_find_current(part, "kv_cache_bytes") for part in parts),
-        graphs=_sum_whole(None if part is None else part.cuda_graphs_bytes for part in parts),
     )
 
 
@@ -110,42 +105,27 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     free blocks of a private pool and driver memory: vLLM's figure for graphs is subtracted from these, so that every
     byte counts once.
     """
-    parts: dict[MemoryPart, int] = {}
-    if held_bytes is not None and (sums.weights or 0) + (sums.kv_cache or 0) > held_bytes + RACE_BYTES:
-        return parts
-    if sums.weights is not None:
-        parts[MemoryPart.WEIGHTS] = sums.weights
-    if sums.kv_cache is not None:
-        parts[MemoryPart.KV_CACHE] = sums.kv_cache
-    if sums.allocated is not None and sums.weights is not None and sums.kv_cache is not None:
-        other = sums.allocated - sums.weights - sums.kv_cache
-        if other >= 0:
-            parts[MemoryPart.OTHER_TENSORS] = other
-    unused = _find_free(sums)
-    if sums.reserved is not None and held_bytes is not None and held_bytes >= sums.reserved - RACE_BYTES:
-        unused[MemoryPart.OUTSIDE_TORCH] = max(0, held_bytes - sums.reserved)
-    return parts | _subtract_graphs(unused, sums.graphs)
-
-
-def _find_free(sums: Sums) -> dict[MemoryPart, int]:
-    if sums.split is None:
+    known = {MemoryPart.WEIGHTS: sums.weights, MemoryPart.KV_CACHE: sums.kv_cache}
+    parts = {part: n_bytes for part, n_bytes in known.items() if n_bytes is not None}
+    used = sum(parts.values())
+    if held_bytes is not None and used > held_bytes + RACE_BYTES:
         return {}
-    free = {MemoryPart.FRAGMENTED: sums.split}
-    if sums.allocated is None or sums.reserved is None:
-        return free
-    cached = sums.reserved - sums.allocated - sums.split
-    return {**free, MemoryPart.CACHED: cached} if cached >= 0 else {}
-
-
-def _subtract_graphs(rest: dict[MemoryPart, int], graphs: int | None) -> dict[MemoryPart, int]:
-    """Return the parts with graphs taken out of them in the order of _HOMES; unchanged if graphs are larger."""
-    if graphs is None or len(rest) < len(_HOMES) or graphs > sum(rest.values()):
-        return rest
-    left = graphs
+    if sums.allocated is not None and len(parts) == len(known) and sums.allocated >= used:
+        parts[MemoryPart.OTHER_TENSORS] = sums.allocated - used
+    free = {} if sums.split is None else {MemoryPart.FRAGMENTED: sums.split}
+    if sums.split is not None and sums.allocated is not None and sums.reserved is not None:
+        cached = sums.reserved - sums.allocated - sums.split
+        free = {**free, MemoryPart.CACHED: cached} if cached >= 0 else {}
+    if sums.reserved is not None and held_bytes is not None and held_bytes >= sums.reserved - RACE_BYTES:
+        free[MemoryPart.OUTSIDE_TORCH] = max(0, held_bytes - sums.reserved)
+    left = sums.graphs
+    if left is None or len(free) < len(_HOMES) or left > sum(free.values()):
+        return parts | free
+    parts[MemoryPart.CUDA_GRAPHS] = left
     for part in _HOMES:
-        taken = min(left, rest[part])
-        rest[part], left = rest[part] - taken, left - taken
-    return {MemoryPart.CUDA_GRAPHS: graphs, **rest}
+        taken = min(left, free[part])
+        free[part], left = free[part] - taken, left - taken
+    return parts | free
 
 
 MOST_COUNTS: Final = 512
@@ -177,35 +157,27 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
             if device.uuid.casefold() in uuids:
                 _count(last, sums, process, device)
     state = Counts(last=dict(tuple(last.items())[-MOST_COUNTS:]), sums=sums)
-    return state, tuple(_make_samples(state, gpus))
+    return state, tuple(
+        Sample(metric, label_gpu(gpu), float(sums[key]))
+        for gpu in gpus
+        for metric in _METRICS
+        if (key := (gpu.reading.uuid.casefold(), metric.name)) in sums
+    )
 
 
 def _count(
     last: dict[Key, int], sums: dict[tuple[str, str], int], process: ProbedProcess, device: AllocatorReading
 ) -> None:
-    uuid = device.uuid.casefold()
-    for metric, count in zip(_METRICS, (device.retries, _count_ooms(process, device)), strict=True):
+    """Add the errors on a device: at least those the probe's observer saw, as the allocator's count may be older."""
+    uuid, oom, ooms = device.uuid.casefold(), process.oom, device.ooms
+    if oom is not None and oom.uuid is not None and oom.uuid.casefold() == uuid:
+        ooms = max(ooms or 0, oom.seen or 1)
+    for metric, count in zip(_METRICS, (device.retries, ooms), strict=True):
         if count is not None:
             key = (uuid, metric.name, process.pid, process.started_at_seconds)
             before = last.pop(key, 0)
             last[key] = max(before, count)
             sums[uuid, metric.name] = sums.get((uuid, metric.name), 0) + last[key] - before
-
-
-def _count_ooms(process: ProbedProcess, device: AllocatorReading) -> int | None:
-    """Return the errors on a device; at least those the probe's observer saw, as the allocator's count may be older."""
-    oom = process.oom
-    if oom is None or oom.uuid is None or oom.uuid.casefold() != device.uuid.casefold():
-        return device.ooms
-    return max(device.ooms or 0, oom.seen or 1)
-
-
-def _make_samples(state: Counts, gpus: tuple[Gpu, ...]) -> Iterator[Sample]:
-    for gpu in gpus:
-        for metric in _METRICS:
-            total = state.sums.get((gpu.reading.uuid.casefold(), metric.name))
-            if total is not None:
-                yield Sample(metric, label_gpu(gpu), float(total))
 
 
 INTERVALS: Final = 3
@@ -229,9 +201,12 @@ def classify_probe(
         return files
     shown = () if isinstance(processes, Failure) else processes
     present, silent, others = [], [], []
-    for each in _keep_newest(each for each in files if each.written_at_seconds <= now + AHEAD_SECONDS):
+    dated = sorted(files, key=lambda each: each.written_at_seconds)  # names are not trusted: the newest file counts
+    dated = [each for each in dated if each.written_at_seconds <= now + AHEAD_SECONDS]
+    for each in {(each.pid, each.started_at_seconds): each for each in dated}.values():
         alive = any(_is_of(each, process) for process in shown)
-        if each.stopped is None and (alive or not shown) and _is_fresh(each, now):
+        lasts = min(max(LEAST_SECONDS, INTERVALS * each.interval_seconds), MOST_SECONDS)
+        if each.stopped is None and (alive or not shown) and now - each.written_at_seconds <= lasts:
             present.append(each)
         elif each.stopped is None and alive:
             silent.append(each)
@@ -244,16 +219,3 @@ def _is_of(file: ProbedProcess, process: EngineProcess) -> bool:
     if file.since_boot_seconds is not None and file.since_boot_seconds == process.since_boot_seconds:
         return True
     return abs(file.started_at_seconds - process.started_at_seconds) <= SAME_START_SECONDS
-
-
-def _is_fresh(process: ProbedProcess, now: float) -> bool:
-    lasts = min(max(LEAST_SECONDS, INTERVALS * process.interval_seconds), MOST_SECONDS)
-    return now - process.written_at_seconds <= lasts
-
-
-def _keep_newest(files: Iterable[ProbedProcess]) -> tuple[ProbedProcess, ...]:
-    """Return the newest file of each process: file names are not trusted."""
-    newest: dict[tuple[int, float], ProbedProcess] = {}
-    for each in sorted(files, key=lambda each: each.written_at_seconds):
-        newest[each.pid, each.started_at_seconds] = each
-    return tuple(newest.values())

@@ -1,6 +1,5 @@
 """The size of the KV cache and its use per request."""
 
-from collections.abc import Iterator
 from math import floor, isfinite
 from typing import Final
 
@@ -23,18 +22,23 @@ def derive_kv_cache(
     them there are tokens and no bytes. Samples per running request are absent while nothing runs or nothing is held.
     """
     model = model or snapshot.token_bytes
-    gpus, known = _count_gpus(snapshot), _measure_token_bytes(snapshot) if bytes_per_token is None else bytes_per_token
-    return tuple(
-        sample
-        for engine in list_named(snapshot.page)
-        for sample in _derive_engine(engine, _find_token_bytes(engine, model, gpus) if known is None else known)
-    )
-
-
-def _count_gpus(snapshot: Snapshot) -> int | None:
-    """Return the most GPUs one engine can have; None where unknown."""
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
-    return -(-len(snapshot.owned) // max(1, len(ranks))) or None
+    gpus = -(-len(snapshot.owned) // max(1, len(ranks))) or None  # the most that one engine can have
+    known = _measure_token_bytes(snapshot) if bytes_per_token is None else bytes_per_token
+    samples: list[Sample] = []
+    for engine in list_named(snapshot.page):
+        n_bytes = known
+        if known is None and model is not None and engine.kv_cache_dtype is not None:
+            n_bytes = model(engine.kv_cache_dtype, gpus)
+        labels, capacity_tokens = label_engine(engine), engine.kv_capacity_tokens
+        if capacity_tokens is not None and n_bytes is not None:
+            samples.append(Sample(catalog.ENGINE_KV_CAPACITY_BYTES, labels, capacity_tokens * n_bytes))
+        tokens = count_tokens_per_request(engine)
+        if tokens is not None:
+            samples.append(Sample(catalog.ENGINE_KV_TOKENS_PER_REQUEST, labels, tokens))
+        if tokens is not None and n_bytes is not None:
+            samples.append(Sample(catalog.ENGINE_KV_BYTES_PER_REQUEST, labels, tokens * n_bytes))
+    return tuple(samples)
 
 
 def _measure_token_bytes(snapshot: Snapshot) -> float | None:
@@ -48,30 +52,12 @@ def _measure_token_bytes(snapshot: Snapshot) -> float | None:
     return held_bytes / tokens if held_bytes and tokens else None
 
 
-def _find_token_bytes(engine: EngineReading, model: TokenBytes | None, gpus: int | None) -> int | None:
-    if model is None or engine.kv_cache_dtype is None:
-        return None
-    return model(engine.kv_cache_dtype, gpus)
-
-
 def count_tokens_per_request(engine: EngineReading) -> float | None:
     """Return the average tokens per running request; None while nothing runs or nothing is held."""
     if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
         return None
     tokens = engine.kv_used_ratio * engine.kv_capacity_tokens / engine.running
     return tokens if isfinite(tokens) else None
-
-
-def _derive_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator[Sample]:
-    labels, capacity_tokens = label_engine(engine), engine.kv_capacity_tokens
-    if capacity_tokens is not None and bytes_per_token is not None:
-        yield Sample(catalog.ENGINE_KV_CAPACITY_BYTES, labels, capacity_tokens * bytes_per_token)
-    tokens = count_tokens_per_request(engine)
-    if tokens is None:
-        return
-    yield Sample(catalog.ENGINE_KV_TOKENS_PER_REQUEST, labels, tokens)
-    if bytes_per_token is not None:
-        yield Sample(catalog.ENGINE_KV_BYTES_PER_REQUEST, labels, tokens * bytes_per_token)
 
 
 WINDOW_SECONDS: Final = 300.0
@@ -87,14 +73,13 @@ class Count(Struct, frozen=True, kw_only=True):
     hits: float
 
 
-Counts = tuple[Count, ...]
-"""The counts within the window and the last one before it, oldest first."""
-
-
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
-    """Counts per (model_name, engine); an engine that left the page is dropped after a window."""
+    """By (model_name, engine): the counts within the window and the last one before it, oldest first.
 
-    engines: dict[tuple[str, str], Counts] = field(default_factory=dict)
+    An engine that left the page is dropped after a window.
+    """
+
+    engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
 
 
 def derive_prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
@@ -104,42 +89,30 @@ def derive_prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[Pr
     """
     if snapshot.life is not None and not snapshot.life.in_service:
         return PrefixCacheState(), ()
-    now = snapshot.monotonic_seconds
-    counts = {key: _drop_old(old, now) for key, old in state.engines.items()}
+    now, counts, samples = snapshot.monotonic_seconds, dict(state.engines), []
     present = {label_engine(engine): engine for engine in list_engines(snapshot.page)}
     for key, engine in present.items():
-        queries, hits = engine.prefix_queries_total, engine.prefix_hits_total
+        queries, hits, kept = engine.prefix_queries_total, engine.prefix_hits_total, counts.get(key, ())
+        kept = kept[max(0, sum(now - each.seconds >= WINDOW_SECONDS for each in kept) - 1) :]
         if queries is not None and hits is not None:
-            counts[key] = _add_count(counts.get(key, ()), Count(seconds=now, queries=queries, hits=hits))
+            if kept and (queries < kept[-1].queries or hits < kept[-1].hits):
+                kept = (Count(seconds=now, queries=0.0, hits=0.0),)
+            elif len(kept) > 1 and kept[-1].seconds - kept[-2].seconds < WINDOW_SECONDS / STEPS:
+                kept = kept[:-1]
+            kept = (*kept, Count(seconds=now, queries=queries, hits=hits))
+        ratio = engine.prefix_hit_lifetime_ratio
+        if kept:
+            counts[key] = kept
+            asked, found = kept[-1].queries - kept[0].queries, kept[-1].hits - kept[0].hits
+            ratio = min(1.0, found / asked) if asked > 0 else None
+        if ratio is not None:
+            samples.append(Sample(catalog.ENGINE_PREFIX_HIT_RATIO, key, ratio))
     following = {
         key: kept
         for key, kept in limit_remembered(counts, present).items()
         if key in present or now - kept[-1].seconds < WINDOW_SECONDS
     }
-    samples = tuple(sample for key, engine in present.items() for sample in _derive_ratio(engine, counts.get(key)))
-    return PrefixCacheState(engines=following), samples
-
-
-def _drop_old(counts: Counts, now: float) -> Counts:
-    older = sum(now - each.seconds >= WINDOW_SECONDS for each in counts)
-    return counts[max(0, older - 1) :]
-
-
-def _add_count(counts: Counts, count: Count) -> Counts:
-    if counts and (count.queries < counts[-1].queries or count.hits < counts[-1].hits):
-        counts = (Count(seconds=count.seconds, queries=0.0, hits=0.0),)
-    elif len(counts) > 1 and counts[-1].seconds - counts[-2].seconds < WINDOW_SECONDS / STEPS:
-        counts = counts[:-1]
-    return (*counts, count)
-
-
-def _derive_ratio(engine: EngineReading, counts: Counts | None) -> Iterator[Sample]:
-    ratio = engine.prefix_hit_lifetime_ratio
-    if counts is not None:
-        queries, hits = counts[-1].queries - counts[0].queries, counts[-1].hits - counts[0].hits
-        ratio = min(1.0, hits / queries) if queries > 0 else None
-    if ratio is not None:
-        yield Sample(catalog.ENGINE_PREFIX_HIT_RATIO, label_engine(engine), ratio)
+    return PrefixCacheState(engines=following), tuple(samples)
 
 
 TIMES: Final = 3
@@ -176,23 +149,20 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
         return state, ()
     if snapshot.life is not None and snapshot.life.restarts != state.restarts:
         state = Batches(restarts=snapshot.life.restarts)
-    seen = {label_engine(engine): engine for engine in list_named(snapshot.page)}
-    batches = {labels: _update_batch(state.engines.get(labels, Batch()), engine) for labels, engine in seen.items()}
-    return replace(state, engines=batches), tuple(
-        Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, more)
-        for labels, engine in seen.items()
-        if (more := _count_more(engine, batches[labels])) is not None
-    )
-
-
-def _update_batch(batch: Batch, engine: EngineReading) -> Batch:
-    running, used = engine.running or 0.0, engine.kv_used_ratio
-    is_reported = batch.is_reported or engine.max_num_seqs is not None
-    if running > batch.most or is_reported != batch.is_reported:
-        batch = Batch(most=running, is_reported=is_reported)
-    fits = used is not None and running > 0 and used * (1 + 1 / running) <= 1
-    limited = running == batch.most and bool(engine.waiting) and fits
-    return replace(batch, waited=min(TIMES, batch.waited + 1)) if limited else batch
+    batches, samples = {}, []
+    for engine in list_named(snapshot.page):
+        labels, running, used = label_engine(engine), engine.running or 0.0, engine.kv_used_ratio
+        batch = state.engines.get(labels, Batch())
+        is_reported = batch.is_reported or engine.max_num_seqs is not None
+        if running > batch.most or is_reported != batch.is_reported:
+            batch = Batch(most=running, is_reported=is_reported)
+        fits = used is not None and running > 0 and used * (1 + 1 / running) <= 1
+        if running == batch.most and engine.waiting and fits:
+            batch = replace(batch, waited=min(TIMES, batch.waited + 1))
+        batches[labels], more = batch, _count_more(engine, batch)
+        if more is not None:
+            samples.append(Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, more))
+    return replace(state, engines=batches), tuple(samples)
 
 
 def _count_more(engine: EngineReading, batch: Batch) -> float | None:

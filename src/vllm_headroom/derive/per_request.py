@@ -15,7 +15,7 @@ from vllm_headroom.derive.readings import (
     label_gpu,
     limit_remembered,
 )
-from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
+from vllm_headroom.model import Failure, Sample, Snapshot
 
 COMPARABLE: Final = 1.1
 """Loads within this factor are comparable; the alert is at 1.1 (9.5 to 10.5 MB per request in the post-mortem)."""
@@ -55,26 +55,33 @@ def derive_baseline(
     page = snapshot.page
     if page is None or not snapshot.in_service or isinstance(snapshot.gpus, Failure):
         return state, ()
-    state = _keep_run(state, page)
+    life, finished_total = identify_run(page), count_finished(page)
+    is_new = is_new_run(state.life, life, state.finished_total, finished_total)
+    kept = (is_new and life) or state.life or life
+    state = replace(state, life=kept, finished_total=finished_total, bands={} if is_new else state.bands)
     running = count_running(page)
     if not running:
         return state, ()
-    is_peak = running >= _decay_busiest(state.busiest, snapshot.time_seconds)
-    state = replace(state, busiest=(running, snapshot.time_seconds) if is_peak else state.busiest)
-    band, warm = find_load_band(running), (count_finished(page) or 0.0) >= WARM_REQUESTS
+    most, seen_seconds = state.busiest
+    passed_seconds = max(0.0, snapshot.time_seconds - seen_seconds)  # below 0 where a clock was set back
+    busiest = max(running, float(most * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS)))
+    state = replace(state, busiest=(running, snapshot.time_seconds) if running >= busiest else state.busiest)
+    band, warm = find_load_band(running), (finished_total or 0.0) >= WARM_REQUESTS
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
     for gpu in snapshot.gpus:
         if not gpu.held_bytes:  # unknown, or the engine died between the two readings
             continue
         if configured_bytes is not None:
-            full = running * COMPARABLE >= _decay_busiest(state.busiest, snapshot.time_seconds)
+            full = running * COMPARABLE >= busiest
             ratio = gpu.held_bytes / running / configured_bytes if full else None
         else:
             mine = bands.get(gpu.reading.uuid, {})
-            ratio = _compute_ratio(mine.get(band), gpu.held_bytes)
-            if warm:
-                bands[gpu.reading.uuid] = {**mine, band: _learn(mine.get(band), gpu.held_bytes)}
+            count, mean = mine.get(band, (0, 0.0))
+            ratio = gpu.held_bytes / mean if count >= READINGS and mean > 0 else None
+            if warm and count < READINGS:
+                mean += (gpu.held_bytes - mean) / (count + 1)
+                bands[gpu.reading.uuid] = {**mine, band: (count + 1, mean)}
         if ratio is not None:
             samples.append(Sample(catalog.MEMORY_PER_REQUEST_RATIO, label_gpu(gpu), ratio))
     return replace(state, bands=bands), tuple(samples)
@@ -83,32 +90,6 @@ def derive_baseline(
 def find_load_band(running: float) -> int:
     """Return the number of the band of a load above 0; loads of one band are comparable."""
     return round(log(running) / log(COMPARABLE))
-
-
-def _keep_run(state: Baselines, page: EnginePage) -> Baselines:
-    now_life, now_finished = identify_run(page), count_finished(page)
-    is_new = is_new_run(state.life, now_life, state.finished_total, now_finished)
-    kept = (is_new and now_life) or state.life or now_life
-    return replace(state, life=kept, finished_total=now_finished, bands={} if is_new else state.bands)
-
-
-def _decay_busiest(busiest: tuple[float, float], now_seconds: float) -> float:
-    running, seen_seconds = busiest
-    passed_seconds = max(0.0, now_seconds - seen_seconds)  # below 0 where a clock was set back, by years at times
-    return float(running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
-
-
-def _learn(before: tuple[int, float] | None, held_bytes: int) -> tuple[int, float]:
-    count, mean = before or (0, 0.0)
-    if count >= READINGS:
-        return count, mean
-    return count + 1, mean + (held_bytes - mean) / (count + 1)
-
-
-def _compute_ratio(learned: tuple[int, float] | None, held_bytes: int) -> float | None:
-    if learned is None or learned[0] < READINGS or learned[1] <= 0:
-        return None
-    return held_bytes / learned[1]
 
 
 def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:

@@ -12,13 +12,13 @@ from vllm_headroom import catalog
 from vllm_headroom.derive import Derivation
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.derive.host_memory import SCOPES
+from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.leak import is_alone
-from vllm_headroom.derive.leak_verdicts import HOUR_SECONDS, describe_gpu_leak, describe_host_leak
 from vllm_headroom.derive.life.signs import is_starved
 from vllm_headroom.derive.readings import make_states
 from vllm_headroom.model import NO_VERDICT, EngineStatus, Failure, Gpu, HostMemory, Sample, Snapshot, Values, Verdict
 from vllm_headroom.units import format_duration, format_size
-from vllm_headroom.vocabulary import EngineState, LeakState, Level, Situation
+from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level, Situation
 
 NEIGHBOUR_BYTES: Final = 2**30
 """Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller. Files
@@ -51,37 +51,37 @@ STRANDED: Final = 0.05
 LOOP: Final = 3
 """Exits in 90 minutes, as in HeadroomEngineCrashLoop."""
 
-ENGINE_SENTENCES: Final[dict[EngineState, tuple[Level, str, str | None]]] = {
+ENGINE_SENTENCES: Final[dict[EngineState, tuple[Situation, Level, str, str | None]]] = {
     EngineState.DOWN: (
+        Situation.DOWN,
         Level.ALARM,
         "is down: its metrics page does not answer and no engine process is running",
         "HeadroomEngineDown",
     ),
-    EngineState.STARTING: (Level.UNKNOWN, "is starting: leak detection begins when it serves", None),
-    EngineState.STALLED: (Level.ALARM, "is stalled: it should make progress and makes none", "HeadroomEngineStalled"),
-    EngineState.ASLEEP: (Level.GOOD, "is asleep", None),
-    EngineState.SERVING: (Level.GOOD, "serves", None),
-    EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
-}
-
-SITUATIONS: Final = {
-    EngineState.DOWN: Situation.DOWN,
-    EngineState.STARTING: Situation.STARTING,
-    EngineState.STALLED: Situation.STALLED,
-    EngineState.ASLEEP: Situation.ASLEEP,
-    EngineState.SERVING: Situation.HEALTHY,
-    EngineState.UNKNOWN: Situation.BLIND,
+    EngineState.STARTING: (
+        Situation.STARTING,
+        Level.UNKNOWN,
+        "is starting: leak detection begins when it serves",
+        None,
+    ),
+    EngineState.STALLED: (
+        Situation.STALLED,
+        Level.ALARM,
+        "is stalled: it should make progress and makes none",
+        "HeadroomEngineStalled",
+    ),
+    EngineState.ASLEEP: (Situation.ASLEEP, Level.GOOD, "is asleep", None),
+    EngineState.SERVING: (Situation.HEALTHY, Level.GOOD, "serves", None),
+    EngineState.UNKNOWN: (
+        Situation.BLIND,
+        Level.UNKNOWN,
+        "may be up or down: that is not known",
+        "HeadroomSidecarBlind",
+    ),
 }
 
 LAST_SEEN: Final = {EngineState.SERVING: "served when last seen", EngineState.ASLEEP: "was asleep when last seen"}
 """Used without a page while the state is still assumed from the last one."""
-
-NEVER_SEEN: Final = (
-    Level.UNKNOWN,
-    "has not been seen yet: its metrics page does not answer and no engine process is running",
-    None,
-)
-"""HeadroomEngineDown also waits until an engine has been seen."""
 
 QUIET: Final[dict[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),
@@ -92,6 +92,14 @@ QUIET: Final[dict[str | None, tuple[Level, str]]] = {
 """The sentence where nothing grows; the most informative state comes first."""
 
 NOT_KNOWN: Final = (Level.UNKNOWN, "whether it leaks is not known")
+
+HOUR_SECONDS: Final = 3600.0
+DAY_SECONDS: Final = 24 * HOUR_SECONDS
+"""HeadroomOutOfMemorySoon pages, and HeadroomGpuMemoryLeak is critical, below these times left."""
+
+GPU_ALERTS: Final = ("HeadroomOutOfMemorySoon", "HeadroomGpuMemoryLeak", "HeadroomGpuMemoryGrowing")
+HOST_ALERTS: Final = ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryRunsOut", "HeadroomHostMemoryLeak")
+"""For a leak that ends within the hour, within the day, and for any other growth."""
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
 """A leak in large steps is an alarm after four hours, an even one mostly sooner: until then none is only not seen."""
@@ -124,21 +132,24 @@ def judge_snapshot(
 
     `watches` is for how long the detector has been comparing each GPU, by UUID, and each role's memory.
     """
-    said = (
+    said = [
         *_judge_gpus(snapshot, values, watches),
         *_judge_engine(snapshot, values),
         *_judge_host(snapshot, values, watches),
-        *_judge_gates(values),
-    )
+    ]
+    for (name,), value in values.of(catalog.GATE_OPEN).items():
+        if value == 0:
+            text = f"The gate /gate/{name} is closed; its answer has the reason."
+            said.append(Verdict(subject="gates", level=Level.WARNING, sentence=text, situation=Situation.GROWING))
     if role in PLANNED:
         fine = {"level": Level.GOOD, "alert": None, "situation": Situation.HEALTHY}
-        said = tuple(replace(each, **fine) if each.alert == NEIGHBOUR else each for each in said)
-    return tuple(sorted(said, key=_rank))
+        said = [replace(each, **fine) if each.alert == NEIGHBOUR else each for each in said]
 
+    def rank(verdict: Verdict) -> tuple[int, int, int]:
+        level = tuple(Level).index(verdict.level)
+        return -level if verdict.level in BAD else 0, tuple(Situation).index(verdict.situation), -level
 
-def _rank(verdict: Verdict) -> tuple[int, int, int]:
-    level = tuple(Level).index(verdict.level)
-    return -level if verdict.level in BAD else 0, tuple(Situation).index(verdict.situation), -level
+    return tuple(sorted(said, key=rank))
 
 
 def _describe_quiet(states: Collection[str | None], watches: Iterable[float]) -> tuple[Level, str]:
@@ -184,9 +195,7 @@ def _judge_gpu(values: Values, device: Gpu, snapshot: Snapshot, watches: Mapping
         return Verdict(subject=name, level=Level.ALARM, sentence=text, alert=GPU_LOST, situation=Situation.BLIND)
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
-        sure = state == LeakState.LEAKING
-        pool_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is None)
-        return describe_gpu_leak(values, reading, sure=sure, alone=is_alone(device), pool_bytes=pool_bytes)
+        return _judge_growth(values, snapshot, name, (gpu, uuid, ""), state, alone=is_alone(device))
     level, quiet = _describe_quiet({state}, [watches[uuid]] if uuid in watches else [])
     held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
     if state == LeakState.ASLEEP and held is not None:
@@ -197,10 +206,11 @@ def _judge_gpu(values: Values, device: Gpu, snapshot: Snapshot, watches: Mapping
     wake = [f"to wake takes {format_size(to_wake)}"] if to_wake else []
     trouble = _find_trouble(values, (gpu, uuid), life, inf if free is None else free, to_wake)
     if trouble is None:
-        return Verdict(subject=name, level=level, sentence=_join(name, [quiet, *wake, *room]))
+        sentence = f"{name}: {'; '.join([quiet, *wake, *room])}."
+        return Verdict(subject=name, level=level, sentence=sentence)
     situation, alert, text = trouble
     rest = room if situation in (Situation.OVER_BUDGET, Situation.NEIGHBOUR) else []
-    sentence = _join(name, [text, *rest, quiet])
+    sentence = f"{name}: {'; '.join([text, *rest, quiet])}."
     return Verdict(subject=name, level=Level.WARNING, sentence=sentence, alert=alert, situation=situation)
 
 
@@ -231,16 +241,54 @@ def _find_trouble(
     return None
 
 
-def _join(name: str, clauses: Iterable[str]) -> str:
-    return f"{name}: {'; '.join(clauses)}."
+def _judge_growth(
+    values: Values, snapshot: Snapshot, name: str, labels: tuple[str, str, str], state: str, *, alone: bool = True
+) -> Verdict:
+    """Return the verdict on memory that leaks, may leak, or fills, by others or as a configured pool.
+
+    It is that of a GPU, or of a role's processes; `labels` are those of its bound.
+    """
+    (*gpu, role), sure = labels, state == LeakState.LEAKING
+    known = sure or alone
+    verdict = partial(Verdict, subject="host memory" if role else name)
+    bound = values.value(catalog.LEAK_BOUND, *labels)
+    if not sure and bound:
+        pool_bytes = sum(pool.size_bytes for pool in snapshot.pools if (pool.role or "") == role)
+        filled = f"filling, {format_size(pool_bytes - bound)} of {format_size(pool_bytes)}"
+        text = f"{name} grows as its configured pools do: {filled}."
+        return verdict(level=Level.GOOD, sentence=text, situation=Situation.FILLING)
+    if role:
+        rate, per_request, where = values.value(catalog.HOST_LEAK_RATE, role), None, None
+        left, least = values.value(catalog.HOST_TIME_TO_OOM), values.value(catalog.HOST_TIME_TO_OOM_LOWER)
+        alerts, situation = HOST_ALERTS, Situation.HOST_LEAK
+    else:
+        rate, per_request = values.value(catalog.LEAK_RATE, *gpu), values.value(catalog.LEAK_PER_REQUEST, *gpu)
+        where = values.state(catalog.LEAK_LOCATION, *gpu)
+        left, least = values.value(catalog.TIME_TO_OOM, *gpu), values.value(catalog.TIME_TO_OOM_LOWER, *gpu)
+        alerts, situation = GPU_ALERTS, Situation.LEAKING if sure else Situation.GROWING
+    how = "" if rate is None else f" {format_size(HOUR_SECONDS * rate)} an hour"
+    if per_request is not None and known:
+        how = f" {format_size(1000 * per_request)} per 1,000 requests"
+    place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
+    said = f"{'leaks' if sure else 'may leak'}{how}{place}" if known else f"fills by{how}, not known by whom"
+    if left is not None and left < 1:
+        said += ": out of memory at any moment"
+    elif left is not None:
+        earliest = "" if least is None or not known else f", at the earliest in {format_duration(least)}"
+        said += f": out of memory in about {format_duration(left)}{earliest}"
+    soon = left is not None and left < HOUR_SECONDS
+    near = known and left is not None and left < (DAY_SECONDS if sure else HOUR_SECONDS)
+    alert = alerts[0] if sure and soon else alerts[1] if near else alerts[2]
+    level = Level.ALARM if known and (sure or soon) else Level.WARNING
+    return verdict(level=level, sentence=f"{name} {said}.", alert=alert, situation=situation)
 
 
 def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     state = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
-    engine, situation = partial(Verdict, subject="engine"), SITUATIONS[state]
-    level, text, alert = ENGINE_SENTENCES[state]
+    engine, (situation, level, text, alert) = partial(Verdict, subject="engine"), ENGINE_SENTENCES[state]
     if state is EngineState.DOWN and snapshot.life is not None and not snapshot.life.was_seen:
-        level, text, alert = NEVER_SEEN
+        level, alert = Level.UNKNOWN, None  # HeadroomEngineDown also waits until an engine has been seen
+        text = "has not been seen yet: its metrics page does not answer and no engine process is running"
     if isinstance(snapshot.engines, Failure):
         if state in LAST_SEEN:
             level, text, situation = Level.UNKNOWN, LAST_SEEN[state], Situation.BLIND
@@ -283,11 +331,13 @@ def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
         text = f"{left[0].upper()}{left[1:]}."
         yield Verdict(subject="processes", level=Level.WARNING, sentence=text, situation=Situation.NEIGHBOUR)
     for role, state in grows.items():
-        pool_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role == role)
-        yield describe_host_leak(values, role, sure=state == LeakState.LEAKING, pool_bytes=pool_bytes)
+        yield _judge_growth(values, snapshot, f"Host memory of {role}", ("", "", role), state)
     if found and not grows:
         level, text = _describe_quiet(found.values(), [watches[role] for role in found if role in watches])
-        low = _is_low(snapshot)
+        host, first = snapshot.host or HostMemory(), snapshot.life and snapshot.life.first_host_room_bytes
+        known = host.room_bytes is not None and first is not None
+        least = min(LOW_HOST_BYTES, LOW_HOST_SHARE * (host.limit_bytes or 0), LOW_SHARE * (first or 0))
+        low = known and (host.room_bytes or 0) < least
         yield Verdict(
             subject="host memory",
             level=Level.WARNING if low else level,
@@ -295,21 +345,6 @@ def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
             alert="HeadroomHostMemoryLow" if low else None,
             situation=Situation.LOW_MEMORY if low else Situation.HEALTHY,
         )
-
-
-def _is_low(snapshot: Snapshot) -> bool:
-    room = None if snapshot.host is None else snapshot.host.room_bytes
-    first = None if snapshot.life is None else snapshot.life.first_host_room_bytes
-    if snapshot.host is None or room is None or first is None:
-        return False
-    return room < min(LOW_HOST_BYTES, LOW_HOST_SHARE * (snapshot.host.limit_bytes or 0), LOW_SHARE * first)
-
-
-def _judge_gates(values: Values) -> Iterator[Verdict]:
-    for (name,), value in values.of(catalog.GATE_OPEN).items():
-        if value == 0:
-            text = f"The gate /gate/{name} is closed; its answer has the reason."
-            yield Verdict(subject="gates", level=Level.WARNING, sentence=text, situation=Situation.GROWING)
 
 
 def _describe_use(snapshot: Snapshot, values: Values) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.attribution import FATE_TEXTS, are_pids_true, find_leftovers, is_process_memory_true
+from vllm_headroom.derive.attribution import FATE_TEXTS, are_pids_true, find_fate, is_process_memory_true
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.model import Failure, GpuReadings, HostMemory, ProcessReadings, Shm
 from vllm_headroom.scrape.gpus import Gpus
@@ -101,19 +101,17 @@ async def _find_holders(
     names: dict[int, str] = {}
     listed_on_gpus = [process for device in readings.devices for process in device.processes or ()]
     if not isinstance(listed, Failure) and are_pids_true(readings, listed):
-        pids, worker = (
-            {process.pid for process in listed_on_gpus} & listed.visible_pids,
-            Worker[dict[int, str]]("names"),
-        )
+        pids, worker = {process.pid for process in listed_on_gpus}, Worker[dict[int, str]]("names")
         try:
-            names = await worker.call(lambda: _read_names(proc, pids), PROCESSES_SECONDS)
+            names = await worker.call(lambda: _read_names(proc, pids & listed.visible_pids), PROCESSES_SECONDS)
         except OSError:  # a process stuck in the driver does not let its name be read
             names = {}
         finally:
             worker.stop()
-        for left in find_leftovers(listed_on_gpus, listed, frozenset(), memory_is_true=False):
-            named = names.get(left.pid)
-            names[left.pid] = f"{named}, {FATE_TEXTS[left.fate]}" if named else ENDED
+        for pid in pids:
+            fate = find_fate(pid, listed, frozenset())
+            if fate is not None:
+                names[pid] = f"{names[pid]}, {FATE_TEXTS[fate]}" if names.get(pid) else ENDED
     memory_is_true = is_process_memory_true(readings, listed)
     return {
         device.uuid: tuple(
