@@ -1,7 +1,7 @@
 """What is remembered of a GPU between two readings: its peaks and its last failure."""
 
 from collections import deque
-from typing import Final
+from typing import Any, Final
 
 from vllm_headroom.log import Log
 from vllm_headroom.model import GpuReading
@@ -40,31 +40,21 @@ class GpuTransitions:
 
     def report(self, readings: tuple[GpuReading, ...]) -> None:
         """Log what changed since the last readings."""
-        before = self._failed
-        self._failed = frozenset(reading.uuid or _name_by_index(reading) for reading in readings if reading.failure)
+        before, self._failed = self._failed, frozenset(name for name, reading in _name(readings) if reading.failure)
         self._without_memory &= {reading.uuid for reading in readings}
-        for reading in readings:
-            failure = reading.failure
-            if failure is None:
-                if before & {reading.uuid, _name_by_index(reading)}:
-                    log.info("GPU answers again", gpu=reading.index, uuid=reading.uuid)
-                self._memory(reading)
-            elif (reading.uuid or _name_by_index(reading)) not in before:
-                log.warning(
-                    "GPU failed",
-                    gpu=reading.index,
-                    uuid=reading.uuid,
-                    reason=str(failure.reason),
-                    problem=failure.message,
-                )
-
-    def _memory(self, reading: GpuReading) -> None:
-        if reading.memory is None and reading.uuid not in self._without_memory:
-            self._without_memory.add(reading.uuid)
-            log.warning(
-                "GPU does not report its memory: its memory series are absent", gpu=reading.index, uuid=reading.uuid
-            )
+        for name, reading in _name(readings):
+            about: dict[str, Any] = {"gpu": reading.index, "uuid": reading.uuid}
+            if reading.failure is not None:
+                if name not in before:
+                    failure = reading.failure
+                    log.warning("GPU failed", **about, reason=str(failure.reason), problem=failure.message)
+                continue
+            if before & {name, f"GPU {reading.index}"}:
+                log.info("GPU answers again", **about)
+            if reading.memory is None and reading.uuid not in self._without_memory:
+                self._without_memory.add(reading.uuid)
+                log.warning("GPU does not report its memory: its memory series are absent", **about)
 
 
-def _name_by_index(reading: GpuReading) -> str:
-    return f"GPU {reading.index}"
+def _name(readings: tuple[GpuReading, ...]) -> list[tuple[str, GpuReading]]:
+    return [(reading.uuid or f"GPU {reading.index}", reading) for reading in readings]

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TypeVar
 
 import pynvml
@@ -90,24 +90,21 @@ _DEVICE_MESSAGES: Final = {
 }
 
 
-def build_source_failure(reason: Reason, code: int | None = None) -> Failure:
-    """Return the failure of NVML as a whole, with NVML's error code where it gave one."""
-    return _build_failure(reason, _SOURCE_MESSAGES[reason], code)
+def explain_source(cause: Reason | int) -> Failure:
+    """Return the failure of NVML as a whole, by its reason or NVML's error code."""
+    return _explain(cause, _SOURCE_REASONS, _SOURCE_MESSAGES)
 
 
-def explain_source_code(code: int) -> Failure:
-    """Return the failure that `code` means for NVML as a whole."""
-    return build_source_failure(_SOURCE_REASONS.get(code, Reason.DRIVER_ERROR), code)
+def explain_device(cause: Reason | int) -> Failure:
+    """Return the failure of one device, by its reason or NVML's error code."""
+    return _explain(cause, _DEVICE_REASONS, _DEVICE_MESSAGES)
 
 
-def build_device_failure(reason: Reason, code: int | None = None) -> Failure:
-    """Return the failure of one device, with NVML's error code where it gave one."""
-    return _build_failure(reason, _DEVICE_MESSAGES[reason], code)
-
-
-def explain_device_code(code: int) -> Failure:
-    """Return the failure that `code` means for one device."""
-    return build_device_failure(_DEVICE_REASONS.get(code, Reason.DRIVER_ERROR), code)
+def _explain(cause: Reason | int, reasons: Mapping[int, Reason], messages: Mapping[Reason, str]) -> Failure:
+    if isinstance(cause, Reason):
+        return Failure(source=Source.NVML, reason=cause, message=messages[cause])
+    reason = reasons.get(cause, Reason.DRIVER_ERROR)
+    return Failure(source=Source.NVML, reason=reason, message=f"{messages[reason]} (NVML error {cause})")
 
 
 def explain_unexpected(error: Exception) -> Failure:
@@ -115,12 +112,7 @@ def explain_unexpected(error: Exception) -> Failure:
     if isinstance(error, OSError) and error.errno in SHORTAGES:
         return build_unavailable(Source.NVML, "NVML cannot be asked", error)
     message = f"reading NVML raised {error!r}: please report this with the driver's version"
-    return _build_failure(Reason.DRIVER_ERROR, message, None)
-
-
-def _build_failure(reason: Reason, message: str, code: int | None) -> Failure:
-    suffix = "" if code is None else f" (NVML error {code})"
-    return Failure(source=Source.NVML, reason=reason, message=message + suffix)
+    return Failure(source=Source.NVML, reason=Reason.DRIVER_ERROR, message=message)
 
 
 T = TypeVar("T")
@@ -136,41 +128,39 @@ class Calls:
     """Asks devices for facts, from one init of NVML to the next, and remembers which they have never provided."""
 
     def __init__(self) -> None:
-        self._answered: set[tuple[str, str]] = set()
-        self._never_answered: set[tuple[str, str]] = set()
-        self._unsupported: set[tuple[str, str]] = set()
+        self._refusals: dict[tuple[str, str], int | None] = {}
+        """The code of the first refusal by UUID and fact, None where the fact was provided once."""
 
-    def ask(self, uuid: str, fact: str, call: Callable[[], T], *, essential: bool = False) -> T | None:
+    def ask(
+        self, uuid: str, fact: str, call: Callable[..., T], *arguments: object, essential: bool = False
+    ) -> T | None:
         """Return what `call` returns, None where the device does not provide it or its text is not UTF-8.
 
         Raises NVMLError when the device or the driver fails. NVML's "unknown error" was seen on healthy devices and
         fails the device only where the fact is `essential`; such a fact is requested again after any error.
         """
-        if (uuid, fact) in self._never_answered:
+        if not essential and self._refusals.get((uuid, fact)) is not None:
             return None
         try:
-            value = call()
+            value = call(*arguments)
         except UnicodeDecodeError:
             return None
         except pynvml.NVMLError as error:
             if error.value in LOST | DRIVER_WIDE or (essential and error.value in BLOCKED):
                 raise
-            if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
-                self._unsupported.add((uuid, fact))
-            if error.value in NEVER_ANSWERED and not essential and (uuid, fact) not in self._answered:
-                self._never_answered.add((uuid, fact))
+            if error.value in NEVER_ANSWERED:
+                self._refusals.setdefault((uuid, fact), error.value)
             return None
-        self._answered.add((uuid, fact))
+        self._refusals[uuid, fact] = None
         return value
 
     def forget(self, uuid: str) -> None:
         """Forget the answers of a device that is gone."""
-        for known in (self._answered, self._never_answered, self._unsupported):
-            known.difference_update([key for key in known if key[0] == uuid])
+        self._refusals = {key: code for key, code in self._refusals.items() if key[0] != uuid}
 
     def is_unsupported(self, uuid: str, fact: str) -> bool:
         """Return whether the device reported this fact as not supported and never provided it."""
-        return (uuid, fact) in self._unsupported - self._answered
+        return bool(self._refusals.get((uuid, fact)) == pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
 MOST_EVENTS: Final = 64

@@ -3,25 +3,17 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import pynvml
 
-from vllm_headroom.model import Failure, GpuReadings
+from vllm_headroom.model import Failure, GpuReading, GpuReadings
 from vllm_headroom.scrape.gpu_state import GpuTransitions
-from vllm_headroom.scrape.nvml.calls import (
-    DRIVER_WIDE,
-    build_device_failure,
-    build_source_failure,
-    explain_device_code,
-    explain_source_code,
-    explain_unexpected,
-)
-from vllm_headroom.scrape.nvml.device import GpuFaults, NvmlDevice
-from vllm_headroom.scrape.nvml.session import Outcome, Roster, Session
+from vllm_headroom.scrape.nvml.calls import DRIVER_WIDE, explain_device, explain_source, explain_unexpected
+from vllm_headroom.scrape.nvml.device import GpuFaults, NvmlDevice, Part, Session
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker, capture_outcome
 
@@ -68,60 +60,47 @@ class Lane:
         the last, only half of the time until `deadline`. Then, or when cancelled, its subject is stuck.
         """
         made: dict[str, T | Exception] = {}
-        waiting = [subject for subject in calls if subject not in self.stuck]
+        waiting = {subject: call for subject, call in calls.items() if subject not in self.stuck}
         while waiting and deadline - read_loop_seconds() >= LEAST_SECONDS and not self.is_blocked:
-            turn = _Turn([calls[subject] for subject in waiting])
-            await self._take(turn, waiting, limit_seconds, deadline)
-            made.update(zip(waiting, turn.outcomes, strict=False))
-            waiting = waiting[len(turn.outcomes) + 1 :]
+            outcomes = await self._take(waiting, limit_seconds, deadline)
+            made.update(zip(waiting, outcomes, strict=False))
+            waiting = dict(tuple(waiting.items())[len(outcomes) + 1 :])
         return made
 
-    async def _take(self, turn: "_Turn[Any]", subjects: Sequence[str], limit_seconds: float, deadline: float) -> None:
+    async def _take(
+        self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
+    ) -> tuple[T | Exception, ...]:
+        """Make calls until one takes too long; its result is dropped, and its thread makes no further one."""
+        outcomes: list[T | Exception] = []
+        over = threading.Event()
+
+        def run() -> None:
+            for call in calls.values():
+                if over.is_set():
+                    return
+                outcomes.append(capture_outcome(call))
+
         worker = self._worker = self._worker or Worker("nvml")
-        done = worker.begin(turn.run)
-        is_moving = True
+        done, before = worker.begin(run), -1
         try:
-            while is_moving and not done.done():
-                before, left_seconds = len(turn.outcomes), deadline - read_loop_seconds()
-                share_seconds = left_seconds / 2 if before < len(subjects) - 1 else left_seconds
+            while before < len(outcomes) and not done.done():
+                before, left_seconds = len(outcomes), deadline - read_loop_seconds()
+                share_seconds = left_seconds / 2 if before < len(calls) - 1 else left_seconds
                 await asyncio.wait((done,), timeout=min(limit_seconds, share_seconds))
-                is_moving = len(turn.outcomes) > before
         finally:
-            if turn.end() < len(subjects):
+            over.set()
+            returned = tuple(outcomes)  # once, after `over`: what is not in it is made by no other thread
+            if len(returned) < len(calls):
                 done.cancel()
-                self._worker, self._stuck[subjects[len(turn.outcomes)]] = None, worker
+                self._worker, self._stuck[tuple(calls)[len(returned)]] = None, worker
                 worker.stop()
+        return returned
 
     def stop(self) -> None:
         """End the thread when it has nothing more to do."""
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
-
-
-class _Turn(Generic[T]):
-    """Calls made one after another on the thread, until `end`."""
-
-    def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
-        self.outcomes: list[T | Exception] = []
-        self._calls = calls
-        self._is_over = False
-        self._lock = threading.Lock()
-
-    def run(self) -> None:
-        """Make the calls; after the end the result of a call is dropped, and no further one is made."""
-        for call in self._calls:
-            made = capture_outcome(call)
-            with self._lock:
-                if self._is_over:
-                    return
-                self.outcomes.append(made)
-
-    def end(self) -> int:
-        """Return how many calls have returned."""
-        with self._lock:
-            self._is_over = True
-            return len(self.outcomes)
 
 
 def read_loop_seconds() -> float:
@@ -136,15 +115,18 @@ RETRY_SECONDS: Final = 60.0
 SHUTDOWN_SECONDS: Final = 0.2
 
 _XIDS: Final = "XID events"
-_SILENT: Final = build_source_failure(Reason.TIMEOUT)
-_NO_ANSWER: Final = build_device_failure(Reason.TIMEOUT)
+_SILENT: Final = explain_source(Reason.TIMEOUT)
+
+MOST_GPUS: Final = 64
+"""More than a machine has; beyond it the GPUs that are gone the longest are forgotten."""
 
 
 class Nvml:
     """Reads all GPUs; a lost or hung one affects only itself, a failed driver is tried again with growing pauses.
 
     `call_timeout_seconds` is how long one GPU may take before its thread is abandoned. While a call is stuck, NVML is
-    not shut down: that could crash. `proc` has the memory of a GPU that uses the machine's.
+    not shut down: that could crash. `proc` has the memory of a GPU that uses the machine's. A GPU that is gone stays
+    listed with the MIG instances that it had; an instance gone from a present GPU was removed on purpose.
     """
 
     def __init__(
@@ -160,7 +142,7 @@ class Nvml:
         self._session = Session(monotonic=monotonic, process_interval_seconds=process_interval_seconds, proc=proc)
         self._lane = Lane()
         self._turn = asyncio.Lock()
-        self._roster = Roster(self._session.xids)
+        self._known: dict[str, tuple[Part, ...]] = {}
         self._transitions = GpuTransitions()
         self._failure = _SILENT
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
@@ -236,47 +218,82 @@ class Nvml:
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
         try:
-            outcomes: list[tuple[NvmlDevice, Outcome]] = await self._ask(
-                NvmlDevice.read, deadline, {_XIDS: self._session.xids.poll}
-            )
+            outcomes = await self._ask(NvmlDevice.read, deadline, {_XIDS: self._session.xids.poll})
         except pynvml.NVMLError as error:
-            return self._down(explain_source_code(error.value))
+            return self._down(explain_source(error.value))
         if self._lane.is_blocked:
             return _SILENT
         if all(isinstance(outcome, Failure) and outcome.reason is Reason.UNKNOWN for _, outcome in outcomes):
-            return self._down(build_source_failure(Reason.UNKNOWN))
+            return self._down(explain_source(Reason.UNKNOWN))
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
-        readings = self._roster.readings(outcomes)
+        readings = self._complete(outcomes)
         self._transitions.report(readings)
         if any(reading.failure and reading.failure.reason is Reason.DEVICE_LOST for reading in readings):
             self._look_again_at = min(self._look_again_at, self._monotonic() + RETRY_SECONDS)
         return GpuReadings(driver_version=self._session.driver_version, devices=readings)
 
+    def _complete(self, outcomes: list[tuple[NvmlDevice, tuple[GpuReading, ...] | Failure]]) -> tuple[GpuReading, ...]:
+        """Return the readings, with a failed one for each part that was not read and each part of a missing GPU.
+
+        The UUID of a GPU that does not open is unknown: it counts as the missing one that had its index.
+        """
+        for device, _ in outcomes:
+            if device.gpu is not None:
+                known = self._known.pop(device.gpu.uuid, (device.gpu,))
+                self._known[device.gpu.uuid] = device.parts or known
+        self._known = dict(tuple(self._known.items())[-MOST_GPUS:])
+        missing = sorted(self._known.keys() - {device.gpu.uuid for device, _ in outcomes if device.gpu is not None})
+        readings: list[GpuReading] = []
+        for device, outcome in outcomes:
+            had_index = (uuid for uuid in missing if self._known[uuid][0].index == device.index)
+            if not isinstance(outcome, Failure):
+                readings += outcome
+            elif device.gpu is not None:
+                readings += self._fail(device.gpu.uuid, outcome)
+            elif uuid := next(had_index, ""):
+                missing.remove(uuid)
+                readings += self._fail(uuid, outcome)
+            else:
+                readings.append(GpuReading(index=device.index, uuid="", name="", failure=outcome))
+        for uuid in missing:
+            readings += self._fail(uuid, explain_device(Reason.DEVICE_LOST))
+        return tuple(readings)
+
+    def _fail(self, uuid: str, failure: Failure) -> list[GpuReading]:
+        """Return a failed reading of each part of a GPU; XID errors are counted here and stay known."""
+        return [
+            GpuReading(
+                index=part.index,
+                uuid=part.uuid,
+                name=part.name,
+                xid_errors=self._session.xids.counts(part.gpu_uuid, part.gpu_instance),
+                failure=failure,
+            )
+            for part in self._known[uuid]
+        ]
+
     async def _ask(
         self, question: Callable[[NvmlDevice], T], deadline: float, before: Mapping[str, Callable[[], None]] = {}
     ) -> list[tuple[NvmlDevice, T | Failure]]:
         """Return each GPU's answer or failure, after the calls `before`, of no GPU; raise NVMLError of the driver."""
-        devices = self._session.devices
+        devices = {f"GPU {device.index}": device for device in self._session.devices}
         calls: dict[str, Callable[[], Any]] = {**before}
-        calls |= {_name_device(device): partial(question, device) for device in devices if device.lost_code is None}
+        calls |= {name: partial(gpu.answer, question) for name, gpu in devices.items() if gpu.lost_code is None}
         outcomes = await self._lane.calls(calls, self._call_timeout_seconds, deadline)
+        answers: list[tuple[NvmlDevice, T | Failure]] = []
         for answer in outcomes.values():
             if isinstance(answer, pynvml.NVMLError) and answer.value in DRIVER_WIDE:
                 raise answer
-        return [
-            (device, _explain_outcome(device, outcomes.get(_name_device(device), TimeoutError()))) for device in devices
-        ]
-
-
-def _name_device(device: NvmlDevice) -> str:
-    return f"GPU {device.index}"
-
-
-def _explain_outcome(device: NvmlDevice, outcome: T | Exception) -> T | Failure:
-    if device.lost_code is not None:
-        return explain_device_code(device.lost_code)
-    if isinstance(outcome, pynvml.NVMLError):
-        return explain_device_code(outcome.value)
-    if isinstance(outcome, TimeoutError):
-        return _NO_ANSWER
-    return explain_unexpected(outcome) if isinstance(outcome, Exception) else outcome
+        for name, device in devices.items():
+            match outcomes.get(name, TimeoutError()):
+                case _ if device.lost_code is not None:
+                    answers.append((device, explain_device(device.lost_code)))
+                case pynvml.NVMLError(value=code):
+                    answers.append((device, explain_device(code)))
+                case TimeoutError():
+                    answers.append((device, explain_device(Reason.TIMEOUT)))
+                case Exception() as error:
+                    answers.append((device, explain_unexpected(error)))
+                case answer:
+                    answers.append((device, answer))
+        return answers
