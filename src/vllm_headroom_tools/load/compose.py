@@ -19,7 +19,7 @@ from vllm_headroom.scrape.http.failures import UnusableCredentials, load_trust, 
 from vllm_headroom.scrape.http.reader import PageReader, find_port, is_here
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.files import read_own_pid
-from vllm_headroom.scrape.proc.host import read_process_host
+from vllm_headroom.scrape.proc.host import read_host
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
@@ -71,7 +71,7 @@ def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> l
         ports = int(last) - int(first) + 1
         found.append((ports, f"{ports} local ports (net.ipv4.ip_local_port_range)"))
     with contextlib.suppress(OSError):
-        here = read_process_host(proc, read_own_pid(proc))
+        here = read_host(proc, read_own_pid(proc))
         free = [] if here.machine is None else [here.machine.available_bytes]
         if here.cgroup is not None and here.cgroup.limit_bytes is not None:
             free.append(max(0, here.cgroup.limit_bytes - here.cgroup.used_bytes + here.cgroup.cache_bytes))

@@ -14,7 +14,7 @@ from vllm_headroom.model import Failure, GpuReadings, HostMemory, ProcessReading
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.nvml.device import GpuFaults
 from vllm_headroom.scrape.proc.files import read_entry, read_own_pid
-from vllm_headroom.scrape.proc.host import read_process_host, read_shm
+from vllm_headroom.scrape.proc.host import read_host, read_shm
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.worker import Worker
 
@@ -88,7 +88,7 @@ def find_left(shm: Path) -> dict[str, int]:
 def read_host_here(proc: Path) -> HostMemory | None:
     """Return the memory of the container that this runs in, or of the machine where that has no limit."""
     try:
-        reading = read_process_host(proc, read_own_pid(proc))
+        reading = read_host(proc, read_own_pid(proc))
     except (OSError, ValueError):
         return None
     alone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False, host=reading)

@@ -1,10 +1,9 @@
 """Read the files of one /proc, with no state between two reads."""
 
 import os
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -42,6 +41,16 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     name: str = ""
     group: int = 0
 
+    @property
+    def called(self) -> tuple[int, float]:
+        """What identifies it among all processes since boot."""
+        return self.pid, self.started_seconds
+
+    @property
+    def family(self) -> tuple[int, int]:
+        """What the roots of one engine share: their parent (init for orphans) and process group."""
+        return self.parent_pid, self.group
+
     @cached_property
     def role(self) -> Role | None:
         """Its role in an engine, by its command line alone; cached, since every process is checked at each change."""
@@ -69,6 +78,28 @@ def list_pids(proc: Path) -> frozenset[int]:
     return frozenset(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208 - no Path per process
 
 
+class _Stat(NamedTuple):
+    name: str
+    state: str
+    parent_pid: int
+    group: int
+    cpu_seconds: float
+    """In user mode and in the kernel, of all threads."""
+    started_seconds: float
+
+
+def _read_stat(proc: Path, pid: int) -> _Stat:
+    """Return facts of proc(5); the name may hold any byte. Raises OSError, or ValueError where it is cut short."""
+    text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
+    name, _, rest = text.partition("(")[2].rpartition(") ")
+    fields = rest.split(maxsplit=20)
+    if len(fields) < 20:  # noqa: PLR2004 - from field 3, the state, up to field 22, the start time
+        raise ValueError(f"the stat of process {pid} is cut short")
+    parent_pid, group, user, system, started = (int(fields[place]) for place in (1, 2, 11, 12, 19))
+    cpu_seconds, started_seconds = (user + system) / _TICKS_PER_SECOND, started / _TICKS_PER_SECOND
+    return _Stat(name, fields[0], parent_pid, group, cpu_seconds, started_seconds)
+
+
 def read_entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engine: bool = False) -> ProcEntry | None:
     """Return the process, or None when it has exited or is a zombie; raise OSError where that is unknown.
 
@@ -76,39 +107,34 @@ def read_entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engin
     can keep their name across a new command line is the command line read again.
     """
     try:
-        name, fields = _read_stat(proc, pid)
-        if fields[0] == "Z":
+        stat = _read_stat(proc, pid)
+        if stat.state == "Z":
             return None
-        if known is not None and _is_unchanged(known, name, fields):
-            return known
-        command = _split_arguments(read_start(f"{proc}/{pid}/cmdline")) or (name,)
+        now = (stat.name, stat.parent_pid, stat.group, stat.started_seconds)
+        if known is not None and (known.name, known.parent_pid, known.group, known.started_seconds) == now:
+            is_bare = known.command == (known.name,) and known.parent_pid != KERNEL_THREADS
+            if not (is_bare or known.name.startswith(_MAY_BE_VLLM)):
+                return known
+        command = _split_arguments(read_start(f"{proc}/{pid}/cmdline")) or (stat.name,)
     except (OSError, ValueError) as error:
         _raise_failure(error, is_engine=is_engine)
         return None
-    parent, group = map(int, fields[1:3])
-    started = _parse_start(fields)
-    return ProcEntry(pid=pid, parent_pid=parent, started_seconds=started, command=command, name=name, group=group)
+    return ProcEntry(
+        pid=pid,
+        parent_pid=stat.parent_pid,
+        started_seconds=stat.started_seconds,
+        command=command,
+        name=stat.name,
+        group=stat.group,
+    )
 
 
 def is_zombie(proc: Path, pid: int) -> bool:
     """Return whether the process has exited and its parent has not reaped it."""
     try:
-        return _read_stat(proc, pid)[1][0] == "Z"
+        return _read_stat(proc, pid).state == "Z"
     except (OSError, ValueError):
         return False
-
-
-def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
-    if name.startswith(_MAY_BE_VLLM) or (known.command == (name,) and known.parent_pid != KERNEL_THREADS):
-        return False
-    was = (known.name, known.parent_pid, known.group, known.started_seconds)
-    return was == (name, int(fields[1]), int(fields[2]), _parse_start(fields))
-
-
-def has_kernel_threads(entries: Mapping[int, ProcEntry]) -> bool:
-    """Return whether pid 2 is the parent of kernel threads: in a container it is an ordinary process."""
-    parent = entries.get(KERNEL_THREADS)
-    return parent is not None and parent.name == "kthreadd" and parent.command == ("kthreadd",)
 
 
 def read_command(proc: Path, pid: int) -> tuple[str, ...]:
@@ -126,13 +152,12 @@ def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float, str] | None:
     """
     try:
         pages = int(read_start(f"{proc}/{process.pid}/statm").split()[1])
-        _, fields = _read_stat(proc, process.pid)  # after statm: the same process still being there vouches for both
+        stat = _read_stat(proc, process.pid)  # after statm: the same process still being there vouches for both
     except (OSError, ValueError, IndexError) as error:
         _raise_failure(error, is_engine=True)
         return None
-    same = fields[0] != "Z" and _parse_start(fields) == process.started_seconds
-    ticks = int(fields[11]) + int(fields[12])  # in user mode and in the kernel, of all threads
-    return (pages * _PAGE_BYTES, ticks / _TICKS_PER_SECOND, fields[0]) if same and pages else None
+    is_same = stat.state != "Z" and stat.started_seconds == process.started_seconds
+    return (pages * _PAGE_BYTES, stat.cpu_seconds, stat.state) if is_same and pages else None
 
 
 def _raise_failure(error: Exception, *, is_engine: bool) -> None:
@@ -140,16 +165,6 @@ def _raise_failure(error: Exception, *, is_engine: bool) -> None:
     is_absent = isinstance(error, FileNotFoundError | ProcessLookupError) or not is_engine
     if isinstance(error, OSError) and (error.errno in SHORTAGES or not is_absent):
         raise error
-
-
-def _read_stat(proc: Path, pid: int) -> tuple[str, list[str]]:
-    """Return the name, which may hold any byte, and the fields after it, from field 3 of proc(5) on."""
-    text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
-    name, _, rest = text.partition("(")[2].rpartition(") ")
-    fields = rest.split(maxsplit=20)
-    if len(fields) < 20:  # noqa: PLR2004 - up to field 22, the start time
-        raise ValueError(f"the stat of process {pid} is cut short")
-    return name, fields
 
 
 def read_start(path: str) -> bytes:
@@ -164,10 +179,6 @@ def read_start(path: str) -> bytes:
 def _split_arguments(arguments: bytes) -> tuple[str, ...]:
     text = arguments.rstrip(b"\0").decode(errors="replace")
     return tuple(text.split("\0")) if text else ()
-
-
-def _parse_start(fields: list[str]) -> float:
-    return int(fields[19]) / _TICKS_PER_SECOND
 
 
 def has_host_pids(proc: Path) -> bool:

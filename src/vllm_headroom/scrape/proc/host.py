@@ -1,5 +1,6 @@
 """The memory of the machine, of the engine's processes and of its /dev/shm."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -7,7 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.model import Cgroup, EngineProcess, HostReading, MachineMemory, Shm
+from vllm_headroom.model import Cgroup, HostReading, MachineMemory, Shm
 from vllm_headroom.scrape.proc.files import find_number, read_content
 
 
@@ -37,6 +38,14 @@ _V1: Final = _Version(
 )
 
 
+def _read(path: Path) -> bytes:
+    """Return a file's content, nothing where it cannot be read."""
+    try:
+        return read_content(path)
+    except OSError:
+        return b""
+
+
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """Return the memory of the process's cgroup, at the level with the lowest limit; None where it is not visible.
 
@@ -51,8 +60,8 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
             if mounted is not version or not path.is_relative_to(root):
                 continue
             folder = top / path.relative_to(root)
-            if _is_listed(folder, pid) and (folder / version.used).exists():
-                return _read(version, folder, top, machine_bytes)
+            if str(pid).encode() in _read(folder / "cgroup.procs").split() and (folder / version.used).exists():
+                return _read_memory(version, folder, top, machine_bytes)
     return None
 
 
@@ -78,72 +87,45 @@ def _list_mounts(proc: Path) -> Iterator[tuple[_Version, PurePosixPath, Path]]:
             yield _V1, PurePosixPath(root), Path(top)
 
 
-def _is_listed(folder: Path, pid: int) -> bool:
+def _read_memory(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgroup | None:
+    limits: list[tuple[int, Path]] = []
     try:
-        return str(pid).encode() in read_content(folder / "cgroup.procs").split()
-    except OSError:
-        return False
-
-
-def _read(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgroup | None:
-    levels = [folder, *(above for above in folder.parents if above.is_relative_to(top))]
-    try:
-        limits = [(limit, level) for level in levels if (limit := _read_limit(version, level)) is not None]
+        for level in (folder, *(above for above in folder.parents if above.is_relative_to(top))):
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # any other failure is not "no limit"
+                if (limit := find_number(read_content(level / version.limit), b"")) is not None:
+                    limits.append((limit, level))
         limit_bytes, wall = min(limits, key=lambda each: each[0], default=(machine_bytes, folder))
         stat = read_content(wall / "memory.stat")
+        swap = _read(wall / "memory.swap.current")  # version 1 has it in memory.stat
         return Cgroup(
             identity=f"{folder}:{folder.stat().st_ino}",
             used_bytes=int(read_content(wall / version.used)),
             cache_bytes=sum(find_number(stat, name) or 0 for name in version.cache),
             limit_bytes=limit_bytes if limit_bytes < machine_bytes else None,
             oom_kills=find_number(read_content(folder / version.kills), b"oom_kill "),
-            swap_bytes=_read_swap(wall, stat),
+            swap_bytes=find_number(swap, b"") if swap else find_number(stat, b"total_swap "),
             pressure_ratio=_read_pressure(wall / "memory.pressure", b"avg10="),
         )
     except (OSError, ValueError):
         return None
 
 
-def _read_limit(version: _Version, level: Path) -> int | None:
-    """Return a level's limit, None without one or where it is never readable; a failure is not "no limit"."""
-    try:
-        return find_number(read_content(level / version.limit), b"")
-    except (FileNotFoundError, PermissionError):
-        return None
-
-
-def _read_swap(wall: Path, stat: bytes) -> int | None:
-    """Return what is swapped out, in version 1 from memory.stat; None where the kernel does not count it."""
-    try:
-        return find_number(read_content(wall / "memory.swap.current"), b"")
-    except OSError:
-        return find_number(stat, b"total_swap ")
-
-
 SHM: Final = "dev/shm"
 _KIB: Final = 1024
 
 
-def read_host(proc: Path, engine: tuple[EngineProcess, ...]) -> HostReading:
-    """Return the visible host memory; the container is that of the engine's first process, its server."""
-    return read_process_host(proc, engine[0].pid) if engine else HostReading(machine=read_machine(proc))
-
-
-def read_process_host(proc: Path, pid: int) -> HostReading:
-    """Return the visible host memory of one process's container."""
+def read_host(proc: Path, pid: int | None) -> HostReading:
+    """Return the visible host memory; the container is that of a process, of the engine its server."""
     machine = read_machine(proc)
-    most_bytes = 2**63 if machine is None else machine.total_bytes
-    return HostReading(
-        cgroup=read_cgroup(proc, pid, machine_bytes=most_bytes), machine=machine, shm=_read_process_shm(proc, pid)
-    )
+    if pid is None:
+        return HostReading(machine=machine)
+    cgroup = read_cgroup(proc, pid, machine_bytes=2**63 if machine is None else machine.total_bytes)
+    return HostReading(cgroup=cgroup, machine=machine, shm=_read_process_shm(proc, pid))
 
 
 def read_machine(proc: Path) -> MachineMemory | None:
     """Return the machine's memory, None where /proc does not have it."""
-    try:
-        meminfo = read_content(proc / "meminfo")
-    except OSError:
-        return None
+    meminfo = _read(proc / "meminfo")
     total_kib, available_kib = find_number(meminfo, b"MemTotal:"), find_number(meminfo, b"MemAvailable:")
     if total_kib is None or available_kib is None:
         return None
@@ -152,7 +134,7 @@ def read_machine(proc: Path) -> MachineMemory | None:
         available_bytes=available_kib * _KIB,
         swap_bytes=(find_number(meminfo, b"SwapTotal:") or 0) * _KIB,
         swap_free_bytes=(find_number(meminfo, b"SwapFree:") or 0) * _KIB,
-        oom_kills=_read_kills(proc),
+        oom_kills=find_number(_read(proc / "vmstat"), b"oom_kill "),
         pressure_ratio=_read_pressure(proc / "pressure" / "memory", b"avg10="),
     )
 
@@ -167,12 +149,10 @@ def read_free_blocks(proc: Path) -> int | None:
     Each line of a zone counts its free blocks of one page, two pages, four pages and so on.
     """
     page_bytes = os.sysconf("SC_PAGE_SIZE")
+    zones = [line.partition(b"zone")[2].split()[1:] for line in _read(proc / "buddyinfo").splitlines()]
     try:
-        zones = [
-            line.partition("zone")[2].split()[1:] for line in read_content(proc / "buddyinfo").decode().splitlines()
-        ]
         sizes = [(int(count), page_bytes << order) for zone in zones for order, count in enumerate(zone)]
-    except (OSError, ValueError):
+    except ValueError:
         return None
     return sum(count * size for count, size in sizes if size >= BLOCK_BYTES) if sizes else None
 
@@ -185,8 +165,8 @@ def read_cpu_pressure(proc: Path) -> float | None:
 def _read_pressure(path: Path, window: bytes) -> float | None:
     """Return the share of the window in which some task waited; the kernel's first line is that of some."""
     try:
-        ratio = float(read_content(path).partition(window)[2].split()[0]) / 100
-    except (OSError, ValueError, IndexError):
+        ratio = float(_read(path).partition(window)[2].split()[0]) / 100
+    except (ValueError, IndexError):
         return None
     return round(ratio, 4) if 0 <= ratio <= 1 else None
 
@@ -205,10 +185,7 @@ def read_parts(proc: Path, pid: int) -> dict[str, int]:
     Not from smaps_rollup, which walks the page tables under the lock that the engine's own mappings need, for seconds
     where weights are mapped.
     """
-    try:
-        status = read_content(proc / str(pid) / "status")
-    except OSError:
-        return {}
+    status = _read(proc / str(pid) / "status")
     names = {"anonymous_bytes": b"RssAnon:", "file_bytes": b"RssFile:", "swap_bytes": b"VmSwap:"}
     found = {name: find_number(status, field) for name, field in names.items()}
     return {name: kib * _KIB for name, kib in found.items() if kib is not None}
@@ -229,18 +206,10 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
     if seen is not None:
         return seen
     here = Path("/", SHM)
+    lines = (line.split(" ") for line in _read(proc / str(pid) / "mountinfo").decode(errors="replace").splitlines())
+    mounted = [words[2] for words in lines if words[4] == str(here)]
     try:
         device = here.stat().st_dev
-        lines = read_content(proc / str(pid) / "mountinfo").decode(errors="replace").splitlines()
     except OSError:
         return None
-    mounted = [words[2] for words in (line.split(" ") for line in lines) if words[4] == str(here)]
-    same = mounted[-1:] == [f"{os.major(device)}:{os.minor(device)}"]
-    return read_shm(here) if same else None
-
-
-def _read_kills(proc: Path) -> int | None:
-    try:
-        return find_number(read_content(proc / "vmstat"), b"oom_kill ")
-    except OSError:
-        return None
+    return read_shm(here) if mounted[-1:] == [f"{os.major(device)}:{os.minor(device)}"] else None

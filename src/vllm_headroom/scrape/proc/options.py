@@ -1,12 +1,12 @@
 """Read what vLLM's command line sets, as vLLM's own parser does."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from decimal import InvalidOperation
 from typing import Any, Final, get_type_hints
 
 from vllm_headroom.model import EngineOptions
-from vllm_headroom.scrape.proc.servers import find_server
+from vllm_headroom.scrape.proc.servers import find_server, list_options
 from vllm_headroom.units import MOST_BYTES, parse_vllm_number
 
 _SHORT: Final = {
@@ -37,6 +37,7 @@ _SECRETS: Final = re.compile(
     r"|(?P<start>\b(?:hf_|sk-|Bearer\s))[\w.~+/-]{8,}",
     re.IGNORECASE,
 )
+_STARS: Final = r"\g<before>\g<name>\g<start>***"
 
 
 def read_options(command: tuple[str, ...]) -> EngineOptions | None:
@@ -48,22 +49,17 @@ def read_options(command: tuple[str, ...]) -> EngineOptions | None:
     server = find_server(command) if command else None
     if server is None or server.product != "vLLM":
         return None
-    pairs = list(_list_pairs(command))
+    pairs = [
+        (_SHORT.get(name) or name[2:].replace("-", "_"), value)
+        for name, value in list_options(command)
+        if name in _SHORT or name[:2] == "--" != name
+    ]
     found = {name: value for name, text in pairs if name in _VALUES and (value := _read(name, text)) is not None}
     if "model" not in found and "serve" in command[:-1]:
         named = command[command.index("serve") + 1]
         found |= {} if named.startswith("-") else {"model": named}
     given = tuple(dict.fromkeys(name for name, _ in pairs))[:_MOST_NAMES]
     return EngineOptions(**found, given=given, command=star_secrets(command))
-
-
-def _list_pairs(command: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each option, as vLLM spells its setting, and the text that may be its value."""
-    for argument, following in zip(command, (*command[1:], ""), strict=True):
-        spelt, joined, value = argument.partition("=")
-        name = _SHORT.get(spelt) or (spelt[2:].replace("-", "_") if spelt.startswith("--") else "")
-        if name:
-            yield name, value if joined else following
 
 
 def _read(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
@@ -82,12 +78,8 @@ def star_secrets(command: tuple[str, ...]) -> str:
     for argument in command:
         is_option = argument.startswith("-")
         is_secret = (is_option and bool(_NAMES_A_SECRET.match(argument))) or (is_secret and not is_option)
-        shown.append("***" if is_secret and not is_option else _SECRETS.sub(_star, argument[:_LONGEST_READ])[:room])
+        shown.append("***" if is_secret and not is_option else _SECRETS.sub(_STARS, argument[:_LONGEST_READ])[:room])
         room -= len(shown[-1]) + 1
         if room <= 0:
             return f"{' '.join(shown)[:_LONGEST_SHOWN]}..."
     return " ".join(shown)
-
-
-def _star(found: re.Match[str]) -> str:
-    return f"{found['before'] or found['name'] or found['start']}***"

@@ -33,16 +33,14 @@ def assign_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable
         pid = waiting.pop()
         if pid in roles or pid == own_pid:
             continue
-        roles[pid] = _find_role(entries[pid], entries.get(entries[pid].parent_pid))
+        command, parent = entries[pid].command, entries.get(entries[pid].parent_pid)
+        if parent is not None and command == parent.command:
+            roles[pid] = Role.OTHER  # a fork has its parent's name
+        else:  # titles may have any VLLM_PROCESS_NAME_PREFIX
+            title = f"VLLM::{command[0].partition('::')[2]}"
+            roles[pid] = entries[pid].role or find_role((title,)) or Role.OTHER
         waiting.extend(children[pid])
     return roles
-
-
-def _find_role(process: ProcEntry, parent: ProcEntry | None) -> Role:
-    """Return the role by name, of titles with any VLLM_PROCESS_NAME_PREFIX; a fork of the same name has none."""
-    if parent is not None and process.command == parent.command:
-        return Role.OTHER
-    return process.role or find_role((f"VLLM::{process.command[0].partition('::')[2]}",)) or Role.OTHER
 
 
 HIDDEN: Final = Failure(
@@ -114,10 +112,10 @@ class Processes:
         if not pids:
             raise OSError("no process shows, not even the daemon's own")
         if not pids >= self._roles.keys():
-            self._forget()
+            self._entries, self._roles = {}, {}
         engine = self._read_engine(pids, state)
         if len(engine) < len(self._roles):
-            self._forget()
+            self._entries, self._roles = {}, {}
             engine = self._read_engine(pids, state)
         self._has_shown = self._has_shown or bool(engine)
         if self._engine_is_here and not (engine or self._sees_others or (self._has_shown and INIT in pids)):
@@ -133,11 +131,8 @@ class Processes:
             strays=self._strays,
             zombies=frozenset(pid for pid in pids - self._entries.keys() if proc_files.is_zombie(self._proc, pid)),
             options=self._options if engine else None,
-            host=read_host(self._proc, engine),
+            host=read_host(self._proc, engine[0].pid if engine else None),
         )
-
-    def _forget(self) -> None:
-        self._entries, self._roles = {}, {}
 
     def _describe_page(self, page: EnginePage | Failure | None) -> PageState:
         if page is None:
@@ -160,7 +155,10 @@ class Processes:
             rest = {pid: entry for pid, entry in entries.items() if pid not in left}
             self._choice = choose_roots(rest, self._find_served, self._page, self._choice)
             self._roles = assign_roles(rest, own_pid, self._choice.roots)
-            self._options = self._read_options()
+            # of the engine's server, or of the program above a titled rank
+            tops = [each for root in self._choice.roots[:1] for each in (root, entries[root].parent_pid)]
+            set_by = (read_options(proc_files.read_command(self._proc, pid)) for pid in tops)
+            self._options = next((options for options in set_by if options is not None), None)
             self._orphans.remember(rest, self._choice.roots, self._roles)
             self._sees_others = can_see_others(entries, own_pid)
         found = (self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
@@ -174,7 +172,9 @@ class Processes:
         gone, unknown = self._entries.keys() - pids, pids - self._entries.keys()
         for pid in gone:
             del self._entries[pid]
-        never = proc_files.KERNEL_THREADS if proc_files.has_kernel_threads(self._entries) else None
+        kthreadd = self._entries.get(proc_files.KERNEL_THREADS)  # in a container this pid is an ordinary process
+        has_kernel = kthreadd is not None and (kthreadd.name, *kthreadd.command) == ("kthreadd", "kthreadd")
+        never = proc_files.KERNEL_THREADS if has_kernel else None
         others = [pid for pid, entry in self._entries.items() if entry.parent_pid != never]
         changed = bool(gone)
         for pid in (*others[: ceil(share * len(others))], *unknown):
@@ -185,12 +185,6 @@ class Processes:
                 self._entries[pid] = entry
             changed |= entry != before
         return changed
-
-    def _read_options(self) -> EngineOptions | None:
-        """Return what the command line of the engine's server sets, or that of the program above a titled rank."""
-        tops = [pid for root in self._choice.roots[:1] for pid in (root, self._entries[root].parent_pid)]
-        found = (read_options(proc_files.read_command(self._proc, pid)) for pid in tops)
-        return next((options for options in found if options is not None), None)
 
     def _find_served(self, pid: int) -> ServedPort:
         """Return its port, and whether it shares the daemon's network, which a page on a loopback address needs."""

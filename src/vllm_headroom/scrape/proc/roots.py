@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import chain
+from collections.abc import Set as AbstractSet
 from math import inf
 from typing import Final, NamedTuple
 
@@ -22,7 +22,7 @@ RAY: Final = "ray::"
 """How the titles of Ray's actors begin."""
 
 Name = tuple[int, float]
-"""A process by its pid and its start, in seconds since boot: the kernel reuses pids."""
+"""A process as ProcEntry.called."""
 
 ServedPort = tuple[int | None, bool]
 """The port that an engine's command line names, and whether it can listen at the address of the page."""
@@ -96,38 +96,36 @@ def choose_roots(
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith(RAY))
     engines = _group_engines(entries, [pid for pid in tops if pid not in actors])
     served = {roots: find_served(roots[0]) for roots in engines}
-    serving = {roots: _list_serving(named, roots) for roots in engines}
-    began = {
-        roots: [
-            entries[pid].started_seconds for pid in (*serving[roots], entries[roots[0]].parent_pid) if pid in entries
-        ]
-        for roots in engines
-    }
-    ranks = {
-        roots: _rank_engine(_name_processes(entries, roots), began[roots], served[roots], page, before)
-        for roots in engines
-    }
+    serving: dict[tuple[int, ...], list[ProcEntry]] = {}  # what may serve the page: the roots, and servers below them
+    ranks: dict[tuple[int, ...], Rank] = {}
+    for roots in engines:
+        of_engine = [entries[pid] for pid in roots]
+        below = [each for each in named.values() if each.parent_pid in roots and each.role is Role.API_SERVER]
+        serving[roots] = of_engine + below
+        above = [entries[each] for each in {of_engine[0].parent_pid} & entries.keys()]
+        starts = [each.started_seconds for each in serving[roots] + above]
+        ranks[roots] = _rank_engine({each.called for each in of_engine}, starts, served[roots], page, before)
     best = max(ranks.values(), default=Rank())
     chosen = [roots for roots in engines if ranks[roots] == best != Rank()]
-    names = _name_processes(entries, chain.from_iterable(engines))
+    names = frozenset(entries[pid].called for roots in engines for pid in roots)
     strangers = before.strangers & names
-    is_named = best.is_named
-    is_certain = is_named or best.has_port or (page.answers and before.served is None)
+    is_certain = best.is_named or best.has_port or (page.answers and before.served is None)
     is_guess = page.on_host and before.served is None and not is_certain
-    if len(chosen) != 1 or (actors and len(engines) > 1) or is_guess:
-        roots = actors if page.listens and not engines else ()
-        before = replace(before, roots=roots, names=frozenset(), others=names, strangers=strangers)
-        return replace(before, ambiguous=len(engines) if chosen else 0, ports=_list_ports(served.values()))
-    (roots,) = chosen
-    own = _name_processes(entries, serving[roots])
+    of_chosen = chosen[0] if len(chosen) == 1 and not (actors and len(engines) > 1) and not is_guess else None
+    ports = frozenset(port for roots, (port, _) in served.items() if port is not None and of_chosen in {None, roots})
+    if of_chosen is None:
+        actors = actors if page.listens and not engines else ()
+        before = replace(before, roots=actors, names=frozenset(), others=names, strangers=strangers)
+        return replace(before, ambiguous=len(engines) if chosen else 0, ports=ports)
+    own = frozenset(each.called for each in serving[of_chosen])
     return Choice(
-        roots=roots + actors,
+        roots=of_chosen + actors,
         names=own,
-        served=served[roots] if is_certain else before.served,
+        served=served[of_chosen] if is_certain else before.served,
         others=names - own,
-        strangers=names - own if is_named else strangers,
-        since=page.began_seconds if is_named else before.since,
-        ports=_list_ports([served[roots]]),
+        strangers=names - own if best.is_named else strangers,
+        since=page.began_seconds if best.is_named else before.since,
+        ports=ports,
     )
 
 
@@ -137,28 +135,21 @@ def _group_engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> lis
     Without any server, cores and workers below one parent are one engine: a program that embeds vLLM. Beside a server
     they are one only with an API server among them, which has outlived the process that started them all.
     """
-    servers = {pid: _is_server(entries, pid) for pid in tops}
-    alone = [(pid,) for pid, serves in servers.items() if serves]
+    alone: list[tuple[int, ...]] = []
     siblings: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
-    for process in (entries[pid] for pid, serves in servers.items() if not serves):
-        siblings[find_family(process)] += (process.pid,)
+    for process in (entries[pid] for pid in tops):
+        above = entries.get(process.parent_pid)
+        if find_server(process.command) is not None or (above is not None and is_supervisor(above.command)):
+            alone.append((process.pid,))
+        else:
+            siblings[process.family] += (process.pid,)
     families = list(siblings.values())
     outlived = [roots for roots in families if any(entries[pid].role is Role.API_SERVER for pid in roots)]
     return alone + outlived if alone else families
 
 
-def _list_ports(served: Iterable[ServedPort]) -> frozenset[int]:
-    return frozenset(port for port, _ in served if port is not None)
-
-
-def _is_server(entries: Mapping[int, ProcEntry], pid: int) -> bool:
-    process = entries[pid]
-    above = entries.get(process.parent_pid)
-    return find_server(process.command) is not None or (above is not None and is_supervisor(above.command))
-
-
 def _rank_engine(
-    names: frozenset[Name], starts: Iterable[float], served: ServedPort, page: PageState, before: Choice
+    names: AbstractSet[Name], starts: Iterable[float], served: ServedPort, page: PageState, before: Choice
 ) -> Rank:
     """Return the rank of one engine.
 
@@ -169,21 +160,12 @@ def _rank_engine(
     apart = inf if since is None else min(abs(start - since) for start in starts)
     may_be_named = since != before.since or bool(names & before.names)
     closeness = -apart if apart <= SAME_START_SECONDS and may_be_named else -inf
+    rank = Rank(is_exact=-closeness <= EXACT_SECONDS, is_named=closeness > -inf, closeness=closeness)
     if names & before.strangers or (since is not None and never_certain and not has_port):
-        return Rank(-closeness <= EXACT_SECONDS, closeness > -inf, closeness=closeness)
+        return rank
     may_have_port = never_certain and (page.listens or served == (None, True))
-    is_exact, is_named = -closeness <= EXACT_SECONDS, closeness > -inf
-    return Rank(is_exact, is_named, has_port, closeness, may_have_port, was_chosen=bool(names & before.names))
-
-
-def _name_processes(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> frozenset[Name]:
-    return frozenset((pid, entries[pid].started_seconds) for pid in pids)
-
-
-def _list_serving(named: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the pids of what may serve an engine's page: its roots, and servers below them."""
-    below = (pid for pid, process in named.items() if process.parent_pid in roots and process.role is Role.API_SERVER)
-    return (*roots, *below)
+    was_chosen = bool(names & before.names)
+    return rank._replace(has_port=has_port, may_have_port=may_have_port, was_chosen=was_chosen)
 
 
 def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
@@ -194,11 +176,6 @@ def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
         ancestors.add(parent)
         parent = entries[parent].parent_pid
     return ancestors
-
-
-def find_family(process: ProcEntry) -> tuple[int, int]:
-    """Return what the roots of one engine share: their parent (init for orphans) and process group."""
-    return process.parent_pid, process.group
 
 
 def can_see_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
@@ -228,9 +205,16 @@ class Orphans:
         has a program above it, and is an orphan without it. Where the page `answers` and one of its servers runs, the
         engine continues without the process that started it (seen: vLLM 0.32 with two API servers).
         """
-        roots = {pid for pid, root in self._roots.items() if _is_alive(root, entries.get(pid))}
-        known = {**self._left, **self._members}
-        alive = {pid: entries[pid] for pid, was in known.items() if pid in entries and _is_same(was, entries[pid])}
+        alive = {
+            pid: entries[pid]
+            for pid, was in {**self._left, **self._members}.items()
+            if pid in entries and entries[pid].called == was.called
+        }
+        roots = {
+            pid
+            for pid in self._roots.keys() & alive.keys()
+            if alive[pid].parent_pid == self._roots[pid].parent_pid or alive[pid].role is Role.API_SERVER
+        }
         serves = any(process.role is Role.API_SERVER for process in alive.values())
         if serves and answers and not roots:
             self._left = {}
@@ -256,42 +240,23 @@ class Orphans:
         parent of a process of another group: an engine's processes share the group of their parent. With an adopted
         API server among them, they still serve.
         """
-        served = {
-            find_family(process)
-            for process in entries.values()
-            if process.role is Role.API_SERVER and not find_server(process.command)
-        }
-        return _add_children(
-            entries,
-            {
-                pid
-                for pid, process in entries.items()
-                if process.role in _BELOW_A_SERVER
+        servers = [each for each in entries.values() if each.role is Role.API_SERVER]
+        served = {each.family for each in servers if not find_server(each.command)}
+        strays = set()
+        for pid, process in entries.items():
+            above = entries.get(process.parent_pid)
+            if (
+                process.role in _BELOW_A_SERVER
                 and pid not in self._members
                 and not process.command[0].startswith(RAY)
-                and find_family(process) not in served
-                and _is_taken_over(process, entries.get(process.parent_pid))
-            },
-        )
-
-
-def _is_taken_over(process: ProcEntry, parent: ProcEntry | None) -> bool:
-    if parent is None or parent.role:
-        return False
-    return parent.group != process.group or parent.name in _SHELLS
+                and process.family not in served
+                and above is not None
+                and not above.role
+                and (above.group != process.group or above.name in _SHELLS)
+            ):
+                strays.add(pid)
+        return _add_children(entries, strays)
 
 
 def _add_children(entries: Mapping[int, ProcEntry], left: Collection[int]) -> frozenset[int]:
-    if not left:
-        return frozenset()
-    return frozenset(pid for pid in entries if not ({pid} | list_ancestors(entries, pid)).isdisjoint(left))
-
-
-def _is_same(was: ProcEntry, now: ProcEntry | None) -> bool:
-    return now is not None and was.started_seconds == now.started_seconds
-
-
-def _is_alive(was: ProcEntry, now: ProcEntry | None) -> bool:
-    if now is None or not _is_same(was, now):
-        return False
-    return was.parent_pid == now.parent_pid or now.role is Role.API_SERVER
+    return frozenset(pid for pid in entries if left and not ({pid} | list_ancestors(entries, pid)).isdisjoint(left))

@@ -12,14 +12,8 @@ from vllm_headroom.scrape.proc.files import read_content
 from vllm_headroom.worker import Worker
 
 _OTHERWISE: Final = frozenset(
-    {
-        "config",
-        "hf_config_path",
-        "hf_overrides",
-        "speculative_config",
-        "speculative_model",
-        "kv_cache_dtype_skip_layers",
-    }
+    {"config", "hf_config_path", "hf_overrides", "kv_cache_dtype_skip_layers"}
+    | {"speculative_config", "speculative_model"}
 )
 """Options with which the cache may differ from what the model's own configuration gives."""
 
@@ -40,14 +34,23 @@ class ServedModel:
         self._proc = proc
         self._worker = Worker[tuple[TokenBytes | None, ...]]("model")
         self._reading: asyncio.Future[tuple[TokenBytes | None, ...]] | None = None
-        self._found: tuple[TokenBytes | None, ...] = ()
         self._served: tuple[ProcessName, str] | None = None
 
     def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
         """Return what the model's configuration gives, None before it could be read; the next call tries again."""
         if not isinstance(processes, Failure):
-            self._follow(processes)
-        return self._found[0] if self._found else None
+            options, served = processes.options, None
+            if options is not None and options.model is not None and _OTHERWISE.isdisjoint(options.given):
+                first = processes.engine[0]
+                served = ((first.pid, first.started_at_seconds), options.model)
+            if served != self._served:
+                self._served, self._reading = served, None
+            has_failed = self._reading is not None and self._reading.done() and not self._reading.result()
+            if served is not None and options is not None and (self._reading is None or has_failed):
+                with contextlib.suppress(TimeoutError, OSError):  # an earlier call hangs, or no thread can be started
+                    self._reading = self._worker.begin(partial(self._read, served[0][0], options))
+        found = self._reading.result() if self._reading is not None and self._reading.done() else ()
+        return found[0] if found else None
 
     async def wait(self, processes: ProcessReadings, timeout_seconds: float) -> TokenBytes | None:
         """Return what the model's configuration gives, read within this time; None where it cannot be."""
@@ -55,21 +58,6 @@ class ServedModel:
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=timeout_seconds)
         return self.find(processes)
-
-    def _follow(self, processes: ProcessReadings) -> None:
-        options, served = processes.options, None
-        if options is not None and options.model is not None and _OTHERWISE.isdisjoint(options.given):
-            first = processes.engine[0]
-            served = ((first.pid, first.started_at_seconds), options.model)
-        if served != self._served:
-            self._served, self._found, self._reading = served, (), None
-        if served is None or self._found:
-            return
-        if self._reading is not None and self._reading.done():
-            self._found, self._reading = self._reading.result(), None
-        if not self._found and self._reading is None and options is not None:
-            with contextlib.suppress(TimeoutError, OSError):  # an earlier call hangs, or no thread can be started
-                self._reading = self._worker.begin(partial(self._read, served[0][0], options))
 
     def _read(self, pid: int, options: EngineOptions) -> tuple[TokenBytes | None, ...]:
         with contextlib.suppress(OSError, ValueError):

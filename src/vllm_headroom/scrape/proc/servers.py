@@ -1,7 +1,7 @@
 """Recognise each kind of engine's server by its command line, and find the port it serves."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Final
 
 from msgspec import Struct
@@ -110,12 +110,16 @@ def find_server(command: tuple[str, ...]) -> ServerKind | None:
     """Return the kind of server that this command line runs; None where it only mentions one."""
     if not _MENTIONED.search("\0".join(command)):  # most of a host's processes, in a microsecond
         return None
-    program, *arguments = _skip_interpreter(command)
-    name = _strip_folder(program)
+    if _INTERPRETER.fullmatch(_strip_folder(command[0])):  # it runs a script or a module
+        command = command[1:]
+        while command and command[0].startswith("-") and not _MODULE_OPTION.fullmatch(command[0]):
+            command = command[2:] if command[0] in _OPTIONS_WITH_VALUE else command[1:]
+        command = (command[1:] if command and command[0].startswith("-") else command) or ("",)
+    named = (_strip_folder(command[0]), *command[1:])
     for server in SERVERS:
-        if program.endswith(server.scripts) if server.scripts else False:
+        if server.scripts and command[0].endswith(server.scripts):
             return server
-        if any((name, *arguments)[: len(each)] == each for each in server.commands):
+        if any(named[: len(each)] == each for each in server.commands):
             return server
     return None
 
@@ -130,6 +134,13 @@ def is_supervisor(command: tuple[str, ...]) -> bool:
     return not _SUPERVISOR.isdisjoint(command)
 
 
+def list_options(command: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield each argument with what would be its value as an option: the text after `=`, or the next argument."""
+    for argument, following in zip(command, (*command[1:], ""), strict=True):
+        name, joined, value = argument.partition("=")
+        yield name, value if joined else following
+
+
 def find_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[str, ...] = ()) -> int | None:
     """Return the port that a server's command line names, else its default; None where it is unknown.
 
@@ -137,45 +148,24 @@ def find_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[
     ports from that of the supervisor `above` them (vllm/entrypoints/openai/dp_supervisor.py).
     """
     if is_supervisor(above):
-        first, ranks = find_port(above), _parse_count(_find_option(above, _LOCAL_RANKS))
-        rank = _parse_count(command[0].rpartition("_")[2])
+        first, ranks = find_port(above), _parse_count([v for name, v in list_options(above) if name in _LOCAL_RANKS])
+        rank = _parse_count([command[0].rpartition("_")[2]])
         return None if first is None or not ranks or rank is None else first + rank % ranks
     server = find_server(command) if command else None
     if server is None:
         return None
-    port = _find_option(command, server.port_options)
-    if port is not None:
-        return _parse_count(port)
-    elsewhere = server.elsewhere & {argument.partition("=")[0] for argument in command}
+    options = list(list_options(command))
+    if ports := [value for name, value in options if name in server.port_options]:
+        return _parse_count(ports)
+    is_elsewhere = any(name in server.elsewhere for name, _ in options)
     may_be_set = server.variable and wanted not in {None, server.port}
-    return None if elsewhere or may_be_set else server.port
+    return None if is_elsewhere or may_be_set else server.port
 
 
-def _find_option(command: tuple[str, ...], options: Iterable[str]) -> str | None:
-    port = None
-    for argument, following in zip(command, (*command[1:], ""), strict=True):
-        name, joined, value = argument.partition("=")
-        if name in options:
-            port = value if joined else following
-    return port
-
-
-def _parse_count(text: str | None) -> int | None:
-    """Return a number of up to five digits, as ports have."""
-    return int(text) if text and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+def _parse_count(texts: list[str]) -> int | None:
+    """Return the last number, of up to five digits, as ports have."""
+    return int(texts[-1]) if texts and texts[-1].isdecimal() and len(texts[-1]) <= _MOST_DIGITS else None
 
 
 def _strip_folder(program: str) -> str:
     return program.rstrip("/").rpartition("/")[2]
-
-
-def _skip_interpreter(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command line of the script or module that an interpreter runs, else the command line itself."""
-    if not _INTERPRETER.fullmatch(_strip_folder(command[0])):
-        return command
-    rest = command[1:]
-    while rest and rest[0].startswith("-") and not _MODULE_OPTION.fullmatch(rest[0]):
-        rest = rest[2:] if rest[0] in _OPTIONS_WITH_VALUE else rest[1:]
-    if rest and rest[0].startswith("-"):
-        rest = rest[1:]
-    return rest or ("",)

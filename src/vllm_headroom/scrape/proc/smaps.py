@@ -6,6 +6,14 @@ from pathlib import Path
 from typing import Final
 
 _MAPPING: Final = re.compile(rb"[0-9a-f]+-[0-9a-f]+ \S{4} \S+ \S+ \d+ *(.*)\n")
+_KINDS: Final = {
+    "/memfd:": "memfd",
+    **dict.fromkeys(("/dev/shm/", "/SYSV", "/dev/zero"), "shm"),  # noqa: S108 - only a name
+    "[stack": "stack",
+    "[heap]": "heap",
+}
+"""The kinds by the start of the path; any other file is its name, and all else is `anonymous mmap`."""
+
 _SECONDS: Final = 5.0
 """For one process: 40,000 mappings, of 25 lines each, take a second."""
 
@@ -25,24 +33,14 @@ def read_mappings(proc: Path, pid: int) -> dict[str, int] | None:
                     name = kind if line[0] == ord("R") else "swapped out"
                     found[name] = found.get(name, 0) + int(line.split()[1]) * 1024
                 elif (mapping := _MAPPING.fullmatch(line)) is not None:
-                    kind = _name_kind(mapping[1].decode(errors="replace"))
+                    path = mapping[1].decode(errors="replace")
+                    file = path.removesuffix(" (deleted)").rpartition("/")[2] if path[:1] == "/" else "anonymous mmap"
+                    kind = next((kind for start, kind in _KINDS.items() if path.startswith(start)), file)
                     if time.monotonic() > ends:
                         return None
     except (OSError, ValueError, IndexError):
         return None
     return found or None
-
-
-def _name_kind(path: str) -> str:
-    if path.startswith("/memfd:"):
-        return "memfd"
-    if path.startswith(("/dev/shm/", "/SYSV", "/dev/zero")):  # noqa: S108 - only a name
-        return "shm"
-    if path.startswith("[stack"):
-        return "stack"
-    if path == "[heap]":
-        return "heap"
-    return path.removesuffix(" (deleted)").rpartition("/")[2] if path.startswith("/") else "anonymous mmap"
 
 
 def find_growth(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:

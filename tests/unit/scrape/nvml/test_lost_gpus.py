@@ -9,8 +9,7 @@ from tests.fakes.nvml.reader import Clock, devices, in_process, reasons, run
 from tests.logs import capture_logs
 from vllm_headroom.model import GpuReading
 from vllm_headroom.scrape.gpu_state import Peak
-from vllm_headroom.scrape.nvml.reader import Nvml
-from vllm_headroom.scrape.nvml.reader import MOST_GPUS
+from vllm_headroom.scrape.nvml.reader import MOST_GPUS, Nvml
 from vllm_headroom.vocabulary import Reason
 
 INIT = "nvmlInitWithFlags -"

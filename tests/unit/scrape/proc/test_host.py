@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom.model import EngineProcess, MachineMemory
+from vllm_headroom.model import MachineMemory
 from vllm_headroom.scrape.proc.host import (
     read_cpu_pressure,
     read_free_blocks,
@@ -20,7 +20,6 @@ from vllm_headroom.scrape.proc.host import (
     read_parts,
     read_shm,
 )
-from vllm_headroom.vocabulary import Role
 
 PROC = Path("/proc")
 SHM = Path("/dev/shm")  # noqa: S108 - the real one
@@ -34,10 +33,6 @@ SwapTotal:       16000000 kB
 SwapFree:        15000000 kB
 HugePages_Total:       0
 """
-
-
-def engine(pid: int) -> tuple[EngineProcess, ...]:
-    return (EngineProcess(pid=pid, role=Role.API_SERVER, rss_bytes=1, started_at_seconds=1.0),)
 
 
 @pytest.fixture
@@ -140,10 +135,10 @@ def test_this_machine_is_read() -> None:
 
 def test_the_real_shared_memory_of_a_process_is_seen_to_fill() -> None:
     file = SHM / f"headroom-test-{uuid4()}"
-    before = read_host(PROC, engine(os.getpid())).shm
+    before = read_host(PROC, os.getpid()).shm
     try:
         file.write_bytes(b"x" * (8 * MIB))
-        after = read_host(PROC, engine(os.getpid())).shm
+        after = read_host(PROC, os.getpid()).shm
     finally:
         file.unlink()
 
@@ -159,7 +154,7 @@ def test_a_shared_memory_of_its_own_is_read_through_the_processs_root(tree: Proc
     own.mkdir(parents=True)
     (tree.path / "20" / "root").symlink_to(tmp_path / "own")
 
-    assert read_host(tree.path, engine(20)).shm == read_shm(own) != read_shm(SHM)
+    assert read_host(tree.path, 20).shm == read_shm(own) != read_shm(SHM)
 
 
 @pytest.mark.parametrize(("device", "same"), [("{}:{}", True), ("0:9999", False)])
@@ -172,13 +167,13 @@ def test_where_its_root_is_closed_the_same_device_is_the_same_shared_memory(
     number = device.format(os.major(here), os.minor(here))
     (tree.path / "20" / "mountinfo").write_text(f"25 24 {number} / /dev/shm rw,relatime - tmpfs tmpfs rw\n")
 
-    assert (read_host(tree.path, engine(20)).shm is not None) is same
+    assert (read_host(tree.path, 20).shm is not None) is same
 
 
 def test_no_process_has_no_container_and_no_shared_memory(tree: ProcTree) -> None:
     (tree.path / "meminfo").write_text(MEMINFO)
 
-    seen = read_host(tree.path, ())
+    seen = read_host(tree.path, None)
 
     assert (seen.cgroup, seen.shm) == (None, None)
     assert seen.machine is not None
