@@ -16,28 +16,20 @@ def read_text(path: str) -> str:
     return read_start(path).decode(errors="replace").strip()
 
 
-def read_number(path: str) -> int | None:
-    """Return the number in a file, None where it holds none; raise OSError where it cannot be read."""
-    try:
-        return int(read_start(path))
-    except ValueError:
-        return None
-
-
-def read_optional_number(path: str) -> int | None:
-    """Return the number in a file, None where the driver does not provide it."""
-    try:
-        return read_number(path)
-    except OSError:
-        return None
-
-
 def read_line(path: str) -> str:
     """Return a file's text, empty where it cannot be read."""
     try:
         return read_text(path)
     except OSError:
         return ""
+
+
+def read_number(path: str) -> int | None:
+    """Return the number in a file, None where the driver does not provide it."""
+    try:
+        return int(read_start(path))
+    except (OSError, ValueError):
+        return None
 
 
 def list_names(folder: str) -> list[str]:
@@ -70,7 +62,7 @@ class Node(Struct, frozen=True, kw_only=True):
 
 
 class Card(Struct, frozen=True, kw_only=True):
-    """A card at a PCI address, with its folder in /sys and its sensor files, if any.
+    """A card at a PCI address, with its folder in /sys and its sensor files, "" without one.
 
     `is_apu`: it has a sensor of the north bridge's voltage, as only integrated GPUs do (amdgpu_pm.c). `nodes` are
     KFD's: several where the card is partitioned, none where ROCm cannot use it, None where KFD denies access: in a
@@ -79,8 +71,8 @@ class Card(Struct, frozen=True, kw_only=True):
 
     address: str
     folder: str
-    temperature: str | None
-    power: str | None
+    temperature: str
+    power: str
     is_apu: bool
     uuid: str
     name: str
@@ -95,11 +87,23 @@ def find_cards(sys: str) -> dict[str, Card]:
     found = {os.path.basename(folder): folder for folder in devices if is_driven(folder)}  # noqa: PTH119 - as there
     nodes, hidden = _read_nodes(sys, found.keys())
     ids = Counter(read_line(f"{folder}/unique_id") for folder in found.values())
-    made = (
-        _build_card(address, found[address], ids, None if hidden and address not in nodes else tuple(nodes[address]))
-        for address in sorted(found)
-    )
-    return {card.uuid: card for card in made}
+    cards: dict[str, Card] = {}
+    for address, folder in sorted(found.items()):
+        unique, product = read_line(f"{folder}/unique_id"), read_line(f"{folder}/product_name")
+        monitor = f"{folder}/hwmon/{next(iter(list_names(f'{folder}/hwmon')), '')}"
+        sensors = list_names(monitor)
+        uuid = f"GPU-{unique}" if unique and ids[unique] == 1 else f"PCI-{address}"  # virtual functions may share an id
+        cards[uuid] = Card(
+            address=address,
+            folder=folder,
+            temperature=next((f"{monitor}/{name}" for name in TEMPERATURES if name in sensors), ""),
+            power=next((f"{monitor}/{name}" for name in POWERS if name in sensors), ""),
+            is_apu="in1_label" in sensors,
+            uuid=uuid,
+            name=product or f"AMD GPU {read_line(f'{folder}/device')}".rstrip(),
+            nodes=None if hidden and address not in nodes else tuple(nodes[address]),
+        )
+    return cards
 
 
 def is_driven(folder: str) -> bool:
@@ -110,24 +114,7 @@ def is_driven(folder: str) -> bool:
 
 def read_signature(sys: str) -> tuple[list[str], int | None]:
     """Return what changes when a card is added, removed or repartitioned."""
-    return list_names(f"{sys}/{DRM}"), read_optional_number(f"{sys}/{TOPOLOGY}/generation_id")
-
-
-def _build_card(address: str, folder: str, ids: Counter[str], nodes: tuple[Node, ...] | None) -> Card:
-    """Return one card, identified by its id if that is unique: virtual functions may share one."""
-    unique, product = read_line(f"{folder}/unique_id"), read_line(f"{folder}/product_name")
-    monitor = f"{folder}/hwmon/{next(iter(list_names(f'{folder}/hwmon')), '')}"
-    sensors = list_names(monitor)
-    return Card(
-        address=address,
-        folder=folder,
-        temperature=next((f"{monitor}/{name}" for name in TEMPERATURES if name in sensors), None),
-        power=next((f"{monitor}/{name}" for name in POWERS if name in sensors), None),
-        is_apu="in1_label" in sensors,
-        uuid=f"GPU-{unique}" if unique and ids[unique] == 1 else f"PCI-{address}",
-        name=product or f"AMD GPU {read_line(f'{folder}/device')}".rstrip(),
-        nodes=nodes,
-    )
+    return list_names(f"{sys}/{DRM}"), read_number(f"{sys}/{TOPOLOGY}/generation_id")
 
 
 def _read_nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, list[Node]], bool]:
@@ -138,34 +125,21 @@ def _read_nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, 
         folder = f"{sys}/{TOPOLOGY}/nodes/{name}"
         try:
             gpu_id = int(read_text(f"{folder}/gpu_id"))
-            if gpu_id:
-                address = _parse_address(read_text(f"{folder}/properties"), addresses)
-                found[address].append(Node(gpu_id=gpu_id, memory_bytes=_sum_memory(f"{folder}/mem_banks")))
+            facts = _parse_facts(read_text(f"{folder}/properties")) if gpu_id else {}
+            location, domain = int(facts["location_id"]), int(facts.get("domain", 0))
         except PermissionError:
             hidden = True
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError):  # KeyError: a node without a GPU
             continue
+        else:
+            device = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
+            exact = f"{device}.{location & 7}"
+            banks = [read_line(f"{folder}/mem_banks/{bank}/properties") for bank in list_names(f"{folder}/mem_banks")]
+            sizes = [_parse_facts(bank).get("size_in_bytes", "") for bank in banks]
+            memory_bytes = sum(map(int, sizes)) if sizes and all(map(str.isdecimal, sizes)) else None
+            # the function bits hold the partition's number
+            found[exact if exact in addresses else f"{device}.0"].append(Node(gpu_id=gpu_id, memory_bytes=memory_bytes))
     return found, hidden
-
-
-def _parse_address(properties: str, addresses: Collection[str]) -> str:
-    """Return the PCI address of a node's card; the function bits hold the partition's number."""
-    facts = _parse_facts(properties)
-    location = int(facts["location_id"])
-    device = f"{int(facts.get('domain', 0)):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
-    exact = f"{device}.{location & 7}"
-    return exact if exact in addresses else f"{device}.0"
-
-
-def _sum_memory(banks: str) -> int | None:
-    sizes = [_read_size(f"{banks}/{name}/properties") for name in list_names(banks)]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if known and len(known) == len(sizes) else None
-
-
-def _read_size(path: str) -> int | None:
-    size = _parse_facts(read_line(path)).get("size_in_bytes", "")
-    return int(size) if size.isdecimal() else None
 
 
 def _parse_facts(properties: str) -> dict[str, str]:

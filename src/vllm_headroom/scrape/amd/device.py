@@ -8,20 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from msgspec import Struct
-
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading, Vendor
-from vllm_headroom.scrape.amd.cards import (
-    DRIVER,
-    Card,
-    Node,
-    is_driven,
-    list_names,
-    read_line,
-    read_number,
-    read_optional_number,
-    read_text,
-)
+from vllm_headroom.scrape.amd.cards import DRIVER, Card, Node, is_driven, list_names, read_line, read_number, read_text
 from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.proc.files import has_host_pids
 from vllm_headroom.scrape.proc.host import read_machine
@@ -32,17 +20,25 @@ _KIB: Final = 1024
 Listed = Mapping[str, tuple[GpuProcess, ...]]
 
 
-class CardProcesses:
-    """The processes that hold GPU memory at one moment, from KFD or from the processes' own files.
+class ReadContext:
+    """What the readings of one moment share: the peaks by UUID, and the processes that hold GPU memory.
 
     KFD has a folder, readable for all, for each process that computes, with its bytes on each node, under the machine's
     pids: usable in the machine's first PID namespace only. Elsewhere, and where nodes are hidden, /proc shows what each
     process has open, to users that may trace it, by card and not by partition.
     """
 
-    def __init__(self, sys: str, proc: Path) -> None:
+    def __init__(self, *, sys: str, proc: Path, now: float, peaks: defaultdict[str, Peak]) -> None:
+        self.proc = proc
         self._sys = sys
-        self._proc = proc
+        self._now = now
+        self._peaks = peaks
+
+    def update_peak(self, uuid: str, memory: GpuMemory | None) -> int | None:
+        """Add the memory in use, where known, and return the peak."""
+        if memory is not None:
+            self._peaks[uuid].add(self._now, memory.used_bytes)
+        return self._peaks[uuid].highest_bytes(self._now)
 
     def list_on_node(self, node: Node) -> tuple[GpuProcess, ...] | None:
         """Return the processes on a node of KFD, None where they cannot be known."""
@@ -60,7 +56,7 @@ class CardProcesses:
     def _computing(self) -> list[str] | None:
         """The pids that KFD lists, None where it lists none or this is another PID namespace."""
         try:
-            found = os.listdir(f"{self._sys}/{KFD}") if has_host_pids(self._proc) else None  # noqa: PTH208 - as in all
+            found = os.listdir(f"{self._sys}/{KFD}") if has_host_pids(self.proc) else None  # noqa: PTH208 - as in all
         except OSError:
             return None
         return None if found is None else sorted(filter(str.isdecimal, found), key=int)
@@ -73,8 +69,16 @@ class CardProcesses:
         for pid in self._computing:
             folder = f"{self._sys}/{KFD}/{pid}"
             for name in list_names(folder):
-                if name.startswith("vram_"):
-                    listed[name.removeprefix("vram_")] += _read_on_node(int(pid), f"{folder}/{name}")
+                if not name.startswith("vram_"):
+                    continue
+                try:
+                    held_bytes = int(read_text(f"{folder}/{name}"))
+                except FileNotFoundError:
+                    continue  # it has ended
+                except (OSError, ValueError):
+                    held_bytes = None
+                if held_bytes != 0:  # the file of a node that it does not use contains 0
+                    listed[name.removeprefix("vram_")] += (GpuProcess(pid=int(pid), used_bytes=held_bytes),)
         return listed
 
     @cached_property
@@ -83,10 +87,10 @@ class CardProcesses:
         listed: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
         hidden = False
         # A machine has thousands of processes with hundreds of files: if known, only those that compute are read.
-        pids = filter(str.isdecimal, list_names(str(self._proc))) if self._computing is None else self._computing
+        pids = filter(str.isdecimal, list_names(str(self.proc))) if self._computing is None else self._computing
         for pid in pids:
             try:
-                held = _read_held(f"{self._proc}/{pid}")
+                held = _read_held(f"{self.proc}/{pid}")
             except PermissionError:
                 hidden = True
             except OSError:
@@ -95,17 +99,6 @@ class CardProcesses:
                 for address, held_bytes in held.items():
                     listed[address] += (GpuProcess(pid=int(pid), used_bytes=held_bytes),)
         return None if hidden and not listed else listed
-
-
-def _read_on_node(pid: int, path: str) -> tuple[GpuProcess, ...]:
-    """Return a process that holds memory of a node; the file of a node that it does not use contains 0."""
-    try:
-        held_bytes = read_number(path)
-    except FileNotFoundError:
-        return ()  # it has ended
-    except OSError:
-        held_bytes = None
-    return () if held_bytes == 0 else (GpuProcess(pid=pid, used_bytes=held_bytes),)
 
 
 def _read_held(process: str) -> dict[str, int]:
@@ -137,35 +130,25 @@ WHOLE: Final = "SPX"
 """The compute partition mode of a card without partitions."""
 
 
-class ReadContext(Struct, frozen=True, kw_only=True):
-    """What the readings of one moment share; `peaks`, by UUID, are kept between readings."""
-
-    processes: CardProcesses
-    peaks: defaultdict[str, Peak]
-    now: float
-    proc: Path
-
-
 def read_card(card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ...]:
     """Return a reading of the card, or of each of its partitions; raise OSError where its memory cannot be read."""
     if card.nodes is not None and len(card.nodes) > 1:
         _read_own(card, "total")  # KFD keeps its nodes when the card is gone
         return tuple(_read_partition(card, index, place, node, look) for place, node in enumerate(card.nodes))
     memory = read_memory(card, look.proc)
-    busy_percent = read_optional_number(f"{card.folder}/gpu_busy_percent")
-    millidegrees = None if card.temperature is None else read_optional_number(card.temperature)
-    microwatts = None if card.power is None else read_optional_number(card.power)
+    busy_percent = read_number(f"{card.folder}/gpu_busy_percent")
+    millidegrees, microwatts = read_number(card.temperature), read_number(card.power)
     reading = GpuReading(
         vendor=Vendor.AMD,
         index=index,
         uuid=card.uuid,
         name=card.name,
         memory=memory,
-        used_peak_bytes=_update_peak(card.uuid, memory, look),
+        used_peak_bytes=look.update_peak(card.uuid, memory),
         utilization_ratio=None if busy_percent is None else busy_percent / 100,
         temperature_celsius=None if millidegrees is None else millidegrees / 1000,
         power_watts=None if microwatts is None else microwatts / 1_000_000,
-        processes=look.processes.list_on_card(card),
+        processes=look.list_on_card(card),
     )
     return (reading,)
 
@@ -178,7 +161,7 @@ def read_memory(card: Card, proc: Path) -> GpuMemory | None:
     granted_bytes = card.nodes[0].memory_bytes if card.nodes else None
     if granted_bytes is not None and granted_bytes > total_bytes:
         # an APU whose limit exceeds its VRAM: KFD grants the machine's memory (amdgpu_ttm_init)
-        machine, taken_bytes = read_machine(proc), read_optional_number(f"{card.folder}/mem_info_gtt_used")
+        machine, taken_bytes = read_machine(proc), read_number(f"{card.folder}/mem_info_gtt_used")
         if machine is None or taken_bytes is None:
             return None
         free_bytes = max(0, min(granted_bytes - taken_bytes, machine.available_bytes))
@@ -190,22 +173,22 @@ def read_memory(card: Card, proc: Path) -> GpuMemory | None:
 
 def _read_own(card: Card, fact: str) -> int | None:
     try:
-        value = read_number(f"{card.folder}/mem_info_vram_{fact}")
+        return int(read_text(f"{card.folder}/mem_info_vram_{fact}"))
+    except ValueError:
+        raise OSError(errno.EBADMSG, f"mem_info_vram_{fact} holds no number") from None
     except FileNotFoundError:
         if is_driven(card.folder):
             return None
         raise
-    if value is None:
-        raise OSError(errno.EBADMSG, f"mem_info_vram_{fact} holds no number")
-    return value
 
 
 def _read_partition(card: Card, index: int, place: int, node: Node, look: ReadContext) -> GpuReading:
     """Return a reading of a partition: in use is what its processes hold as KFD counts it, without the driver's own."""
-    listed = look.processes.list_on_node(node)
-    used_bytes = None if listed is None else _sum_used(listed)
-    total_bytes = node.memory_bytes
-    memory = None if total_bytes is None or used_bytes is None else _build_memory(total_bytes, used_bytes)
+    listed = look.list_on_node(node)
+    held = [None] if listed is None else [process.used_bytes for process in listed]
+    known = [each for each in held if each is not None]
+    has_memory = node.memory_bytes is not None and len(known) == len(held)
+    memory = _build_memory(node.memory_bytes or 0, sum(known)) if has_memory else None
     uuid = f"{card.uuid}-{place}"
     return GpuReading(
         vendor=Vendor.AMD,
@@ -213,14 +196,9 @@ def _read_partition(card: Card, index: int, place: int, node: Node, look: ReadCo
         uuid=uuid,
         name=f"{card.name} partition {place}",
         memory=memory,
-        used_peak_bytes=_update_peak(uuid, memory, look),
+        used_peak_bytes=look.update_peak(uuid, memory),
         processes=listed,
     )
-
-
-def _sum_used(listed: tuple[GpuProcess, ...]) -> int | None:
-    held = [process.used_bytes for process in listed]
-    return None if None in held else sum(each for each in held if each is not None)
 
 
 def _build_memory(total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None) -> GpuMemory:
@@ -231,10 +209,3 @@ def _build_memory(total_bytes: int, used_bytes: int, machine_available_bytes: in
         reserved_bytes=None,
         machine_available_bytes=machine_available_bytes,
     )
-
-
-def _update_peak(uuid: str, memory: GpuMemory | None, look: ReadContext) -> int | None:
-    peak = look.peaks[uuid]
-    if memory is not None:
-        peak.add(look.now, memory.used_bytes)
-    return peak.highest_bytes(look.now)

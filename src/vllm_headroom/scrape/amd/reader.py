@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, find_cards, read_signature
-from vllm_headroom.scrape.amd.device import CardProcesses, ReadContext, read_card, read_memory
+from vllm_headroom.scrape.amd.device import ReadContext, read_card, read_memory
 from vllm_headroom.scrape.gpu_state import GpuTransitions, Peak
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 _REASONS: Final = {
+    None: Reason.TIMEOUT,  # of the thread
     errno.ENODEV: Reason.DEVICE_LOST,
     errno.ENOENT: Reason.DEVICE_LOST,
     errno.EACCES: Reason.NO_PERMISSION,
@@ -34,15 +35,11 @@ _MESSAGES: Final = {
 }
 
 
-def build_failure(reason: Reason, error: OSError | None = None) -> Failure:
-    """Return the failure of one card, with the kernel's error."""
-    suffix = "" if error is None else f" ({error.strerror or error})"
-    return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
-
-
 def explain_error(error: OSError) -> Failure:
-    """Return the failure that an error of a card's file means."""
-    return build_failure(_REASONS.get(error.errno or 0, Reason.DRIVER_ERROR), error)
+    """Return the failure of one card that an error of its file, or the thread's TimeoutError, means."""
+    reason = _REASONS.get(error.errno, Reason.DRIVER_ERROR)
+    suffix = "" if reason is Reason.TIMEOUT else f" ({error.strerror or error})"
+    return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
 
 
 LOOK_AGAIN_SECONDS: Final = 15.0
@@ -77,10 +74,8 @@ class Amd:
         try:
             found: tuple[GpuReading, ...] = await self._worker.call(self._read, timeout_seconds)
         except OSError as error:
-            why = build_failure(Reason.TIMEOUT) if isinstance(error, TimeoutError) else explain_error(error)
-            found = tuple(
-                each for index, card in enumerate(self._cards.values()) for each in self._failed(card, index, why)
-            )
+            why, cards = explain_error(error), enumerate(self._cards.values())
+            found = tuple(each for index, card in cards for each in self._failed(card, index, why))
         self._transitions.report(found)
         return found
 
@@ -99,24 +94,18 @@ class Amd:
     def _read(self) -> tuple[GpuReading, ...]:
         if (now := read_signature(self._sys)) != self._seen:
             self._seen, self._cards = now, self._cards | find_cards(self._sys)
-        look = ReadContext(
-            processes=CardProcesses(self._sys, self._proc), peaks=self._peaks, now=self._monotonic(), proc=self._proc
-        )
-        found = [(card, self._card(card, index, look)) for index, card in enumerate(self._cards.values())]
+        look = ReadContext(sys=self._sys, proc=self._proc, now=self._monotonic(), peaks=self._peaks)
+        found: list[tuple[Card, GpuReading]] = []
+        for index, card in enumerate(self._cards.values()):
+            try:
+                parts = self._parts[card.uuid] = read_card(card, index, look)
+            except OSError as error:
+                parts = self._failed(card, index, explain_error(error))
+            found += [(card, part) for part in parts]
         self.integrated = frozenset(
-            part.uuid
-            for card, parts in found
-            for part in parts
-            if (part.memory.is_unified if part.memory is not None else card.is_apu)
+            part.uuid for card, part in found if (part.memory.is_unified if part.memory is not None else card.is_apu)
         )
-        return tuple(part for _, parts in found for part in parts)
-
-    def _card(self, card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ...]:
-        try:
-            self._parts[card.uuid] = read_card(card, index, look)
-        except OSError as error:
-            return self._failed(card, index, explain_error(error))
-        return self._parts[card.uuid]
+        return tuple(part for _, part in found)
 
     def _failed(self, card: Card, index: int, why: Failure) -> tuple[GpuReading, ...]:
         """Return a failed reading of each part that the card had at its last reading."""
