@@ -55,7 +55,7 @@ class EngineServer:
         """Return what is answered to `body`."""
         reader = self._build_reader(path, seconds)
         try:
-            answer = await reader.post(body)
+            answer = await reader.send("POST", "", body)
         finally:
             await close_all(reader)
         return self._drop_advice(path, seconds, answer) if isinstance(answer, Failure) else answer

@@ -3,31 +3,40 @@
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Mapping
+import ssl
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from time import thread_time
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import httpx
 from msgspec import Struct
 
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.failures import (
-    CredentialReader,
+    UnusableCredentials,
+    build_failure,
     explain_broken_body,
     explain_no_answer,
     explain_status,
     hide_secrets,
+    load_trust,
+    read_token,
 )
-from vllm_headroom.vocabulary import Reason
+from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
+
+T = TypeVar("T")
 
 _PLAIN: Final = frozenset({"", "identity"})
 
 _MOST_CPU_SECONDS: Final = 0.5
 """The event loop's own work while one page comes in: a page of 5,000 lines, each in a separate part, takes 0.2 s."""
+
+_FILE_SECONDS: Final = 1.0
+"""For a token or a CA file, which takes microseconds; a FIFO without a writer or a network volume may never answer."""
 
 _TURN_PARTS: Final = 64
 """Parts after which the event loop does other work: a server can send thousands at once."""
@@ -103,12 +112,14 @@ class PageReader:
         self._auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
-        self._credentials = CredentialReader(bearer_token_file, ca_file)
+        self._token_file = bearer_token_file
+        self._ca_file = ca_file
         self._headers = httpx.Headers({"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers})
         self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
         self._headers["Host"] = login.netloc.decode("ascii").rpartition("@")[2]  # requests go to an address of it
         self._server_name = {"sni_hostname": login.host}
         self._question = httpx.Request("GET", self._url, headers=self._headers, extensions=self._server_name)
+        self._files = Worker[Any]("credentials")
         self._resolver = Worker[list[Any]]("resolver")
         self._client: httpx.AsyncClient | None = None
 
@@ -120,12 +131,8 @@ class PageReader:
         reply = await self._exchange(self._question, is_page=True)
         return reply if isinstance(reply, Failure) else reply.text
 
-    async def post(self, body: Mapping[str, object]) -> Reply | Failure:
-        """Send `body` as JSON to the URL and return the answer, else like `fetch`."""
-        return await self.send("POST", "", body)
-
     async def send(self, method: str, path: str, body: Mapping[str, object] | None) -> Reply | Failure:
-        """Send `body`, if any, as JSON to a path of the server, of the URL where empty; return the answer as `post`."""
+        """Send `body`, if any, as JSON to a path of the server, to the URL where empty; else like `fetch`."""
         how: dict[str, Any] = {"headers": self._headers, "json": body, "extensions": self._server_name}
         return await self._exchange(httpx.Request(method, self._url.join(path), **how), is_page=False)
 
@@ -141,17 +148,21 @@ class PageReader:
 
     async def close(self) -> None:
         """Close the connection; a later fetch opens another."""
-        self._credentials.close()
+        self._files.stop()
         self._resolver.stop()
-        self._resolver = Worker("resolver")
+        self._files, self._resolver = Worker("credentials"), Worker("resolver")
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
 
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
-        client, token = await self._open_client(), await self._credentials.token()
+        client, token_file = await self._open_client(), self._token_file
         if isinstance(client, Failure):
             return client
+        token: str | Failure | None = None
+        if token_file is not None:
+            trouble = f"the token file {token_file} cannot be read"
+            token = await self._read_file(lambda: read_token(token_file), trouble)
         if isinstance(token, Failure):
             return token
         if token is not None:
@@ -193,9 +204,24 @@ class PageReader:
             raise httpx.ConnectTimeout("the resolver hangs") from error
         return [str(address[0]) for *_, address in found]
 
+    async def _read_file(self, read: Callable[[], T], trouble: str) -> T | Failure:
+        try:
+            found: T = await self._files.call(read, _FILE_SECONDS)
+        except TimeoutError:
+            late = f"{trouble} (no answer within {_FILE_SECONDS:g} s)"
+            return build_failure(Reason.CREDENTIALS, late, "make it a file that can be read at once")
+        except UnusableCredentials as problem:
+            return Failure(source=Source.ENGINE, reason=Reason.CREDENTIALS, message=str(problem))
+        return found
+
     async def _open_client(self) -> httpx.AsyncClient | Failure:
         if self._client is None:
-            trust = await self._credentials.trust() if self._url.scheme == "https" else False
+            trust: ssl.SSLContext | Failure | bool = False
+            if self._url.scheme == "https" and self._ca_file is None:
+                trust = httpx.create_ssl_context(trust_env=False)
+            elif self._url.scheme == "https":
+                trouble = f"the CA file {self._ca_file} cannot be used"
+                trust = await self._read_file(lambda: load_trust(self._ca_file), trouble)
             if isinstance(trust, Failure):
                 return trust
             # No cookies are kept: there is no login, and a cookie would be one more secret to guard.
@@ -234,17 +260,14 @@ class CanaryRequest:
                 return False if page.reason in SILENT else None
             if isinstance(page, str) and '"is_sleeping":true' in page.replace(" ", ""):
                 return None
-        return await self._completes(model_name)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        for reader in (self._health, self._sleep, self._completion):
-            await reader.close()
-
-    async def _completes(self, model_name: str) -> bool | None:
-        answer = await self._completion.post({"model": model_name, "prompt": "1", "max_tokens": 1})
+        answer = await self._completion.send("POST", "", {"model": model_name, "prompt": "1", "max_tokens": 1})
         if isinstance(answer, Failure):
             return False if answer.reason in SILENT else None
         if answer.status == HTTPStatus.OK:
             return True
         return False if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR else None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for reader in (self._health, self._sleep, self._completion):
+            await reader.close()
