@@ -78,8 +78,8 @@ def test_a_raw_fact_takes_three_places(source: Path) -> None:
     )
     add(
         source / "parse/profiles/vllm.py",
-        r'        Fact\(field="waiting"',
-        '        Fact(field="swapped", families=("num_requests_swapped",)),\n',
+        r'        Fact\("waiting"',
+        '        Fact("swapped", ("num_requests_swapped",)),\n',
     )
     add(
         source / "catalog.py",

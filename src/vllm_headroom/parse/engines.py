@@ -1,6 +1,7 @@
 """Engine readings from the samples of a page, by a profile."""
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from math import isfinite
 from typing import Any, Final
 
@@ -114,41 +115,30 @@ def _find_text(fact: TextFact, samples: Iterable[Sample]) -> str | None:
 
 def _find_value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | None:
     for names in fact.families:
-        parts = [families.get(name, ()) for name in names.split("+")]
-        if any(parts) and (value := _add_families(profile, fact, parts, ranks)) is not None:
+        values = [_combine_samples(profile, fact, families.get(name, ()), ranks) for name in names.split("+")]
+        known = [value for value in values if value is not None]
+        if len(known) == len(values) and (value := _check_value(fact.field, sum(known))) is not None:
             return value
     return None
 
 
-def _add_families(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], ranks: int) -> float | None:
-    values = [_combine_samples(profile, fact, samples, ranks) for samples in parts]
-    known = [value for value in values if value is not None]
-    return _check_value(fact.field, sum(known)) if len(known) == len(values) else None
+def _combine_samples(profile: Profile, fact: Fact, samples: Collection[Sample], ranks: int) -> float | None:
+    """Return one value for the samples; None when a part is unknown.
 
-
-def _has_conflict(samples: Iterable[Sample]) -> bool:
-    """Return whether a series has two values, as on a page joined from several servers.
-
-    Neither can be trusted: the format leaves this undefined, and Prometheus keeps the first.
+    It is also None where a series has two values, as on a page joined from several servers: the format leaves this
+    undefined, and Prometheus keeps the first.
     """
-    values = {(frozenset(sample.labels.items()), sample.value) for sample in samples}
-    return len(values) > len({series for series, _ in values})
-
-
-def _combine_samples(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
-    """Return one value for the samples; None when a part is unknown."""
-    samples = tuple(samples)
-    if len(samples) > 1 and _has_conflict(samples):
-        return None
-    parts: dict[object, float | None] = {}
+    if len(samples) > 1:
+        values = {(frozenset(sample.labels.items()), sample.value) for sample in samples}
+        if len(values) > len({series for series, _ in values}):
+            return None
+    parts: defaultdict[object, list[float]] = defaultdict(list)
     for sample in samples:
         if fact.where is None or sample.labels.get(fact.where[0], "") in fact.where[1]:
-            part, value = _identify_part(profile, fact, sample), _compute_amount(fact, sample)
-            before = parts.get(part)
-            parts[part] = before if value is None or (before is not None and before > value) else value
-    known = [value for value in parts.values() if value is not None]
-    if not known or len(known) < len(parts):
+            parts[_identify_part(profile, fact, sample)] += _list_amount(fact, sample)
+    if not parts or not all(parts.values()):
         return None
+    known = [max(repeated) for repeated in parts.values()]
     if fact.combine is Combine.SAME:
         return known[0] if len(set(known)) == 1 else None
     divisor = {Combine.SUM: 1, Combine.MEAN: len(known), Combine.SHARE: ranks}[fact.combine]
@@ -162,12 +152,14 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
     return frozenset([item for item in sample.labels.items() if item[0] not in profile.repeat_labels])
 
 
-def _compute_amount(fact: Fact, sample: Sample) -> float | None:
+def _list_amount(fact: Fact, sample: Sample) -> list[float]:
+    """Return the amount of a sample, none where it has no usable one."""
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
     except (ValueError, OverflowError):  # a label that says "None"; an integer beyond any float
-        return None
-    return None if fact.label is not None and value == 0 else _check_value(fact.field, value * fact.factor)
+        return []
+    amount = None if fact.label is not None and value == 0 else _check_value(fact.field, value * fact.factor)
+    return [] if amount is None else [amount]
 
 
 def _check_value(field: str, value: float) -> float | None:
@@ -190,12 +182,8 @@ def parse_engines(page: str, profile: str | None = None) -> EnginePage | Failure
     pages: list[EnginePage] = []
     for each in PROFILES if profile is None else [find_profile(profile)]:
         samples = parse_samples(page, each.names_pattern)
-        if isinstance(samples, Failure):
-            return samples
-        understood = build_page(each, samples)
-        if isinstance(understood, Failure):
-            return understood
-        if understood.engines:
+        understood = samples if isinstance(samples, Failure) else build_page(each, samples)
+        if isinstance(understood, Failure) or understood.engines:
             return understood
         pages.append(understood)
     return pages[0]

@@ -1,7 +1,7 @@
 """Samples of selected names from Prometheus text."""
 
 import re
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -88,10 +88,13 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
 
 
 def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
-    """Return the lines to parse, or the bound they exceed: the cost of a page is limited before it is parsed."""
+    """Return the lines to parse, or the bound they exceed: the cost of a page is limited before it is parsed.
+
+    A pattern that starts with a line feed skips from line to line, 3.5 times as fast as `^`.
+    """
     lines: list[str] = []
     characters = 0
-    for found in _compile_line(names_pattern).finditer(f"\n{page}"):
+    for found in re.finditer(rf"\n((?:{names_pattern})[{{ \t].*)", f"\n{page}"):
         line = found[1]
         lines.append(line)
         characters += len(line)
@@ -130,12 +133,6 @@ def _parse_series(series: str) -> tuple[Sample, ...]:
 
 def _parse_whole(line: str) -> tuple[Sample, ...]:
     return tuple(sample for family in text_string_to_metric_families(line) for sample in family.samples)
-
-
-@cache
-def _compile_line(names_pattern: str) -> re.Pattern[str]:
-    """Compile a pattern that starts with a line feed: the search skips from line to line, 3.5 times as fast as `^`."""
-    return re.compile(rf"\n((?:{names_pattern})[{{ \t].*)")
 
 
 def _cut_excerpt(text: str) -> str:

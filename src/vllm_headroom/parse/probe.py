@@ -76,7 +76,13 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         devices=devices,
         parts=read_within(document, "parts", _read_parts),
         scheduler=read_within(document, "scheduler", _read_scheduler),
-        host=read_within(document, "host", _read_host),
+        host=read_within(
+            document,
+            "host",
+            lambda host: HostReading(
+                cgroup=read_within(host, "cgroup", _read_cgroup), shm=read_within(host, "shm", _read_shm)
+            ),
+        ),
         oom=None if oom is None or oom.at_seconds > written_at_seconds else oom,  # it would end every later run
     )
 
@@ -131,18 +137,11 @@ def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
     return {f"{name}_bytes": read_size(entry, name) for name in names}
 
 
-def _read_host(entry: dict[str, Any]) -> HostReading:
-    return HostReading(cgroup=read_within(entry, "cgroup", _read_cgroup), shm=read_within(entry, "shm", _read_shm))
-
-
 def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
-    used_bytes, cache_bytes = read_size(entry, "used"), read_size(entry, "file") or 0
-    limit_bytes, oom_kills = read_size(entry, "limit"), read_size(entry, "oom_kills")
-    if used_bytes is None:
+    used, cache, limit, kills = (read_size(entry, name) for name in ("used", "file", "limit", "oom_kills"))
+    if used is None:
         return None
-    return Cgroup(
-        identity="probe", used_bytes=used_bytes, cache_bytes=cache_bytes, limit_bytes=limit_bytes, oom_kills=oom_kills
-    )
+    return Cgroup(identity="probe", used_bytes=used, cache_bytes=cache or 0, limit_bytes=limit, oom_kills=kills)
 
 
 def _read_shm(entry: dict[str, Any]) -> Shm | None:

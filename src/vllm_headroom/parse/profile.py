@@ -1,7 +1,6 @@
 """The format of a profile, which maps the series of an engine's page to fields."""
 
 import re
-from collections.abc import Iterable
 from enum import Enum, auto
 from functools import cached_property
 
@@ -23,7 +22,7 @@ class Combine(Enum):
     """The total of all engines on the page, repeated by each: divided by the number of engines."""
 
 
-class Fact(Struct, frozen=True, kw_only=True):
+class Fact(Struct, frozen=True):
     """The source of one field of EngineReading; of several facts of a field the first with a value counts.
 
     `families` are sample names without the profile's prefix, or full names if `prefixed` is False; the first with a
@@ -48,7 +47,7 @@ class Fact(Struct, frozen=True, kw_only=True):
         return tuple(name for families in self.families for name in families.split("+"))
 
 
-class TextFact(Struct, frozen=True, kw_only=True):
+class TextFact(Struct, frozen=True):
     """A field of EngineReading that is a label's text: unknown unless all series agree on it.
 
     It is also unknown where the label `exceptions` lists parts of the engine with another value.
@@ -92,8 +91,8 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
         """A regular expression of the names of all samples the profile reads."""
         prefixed = {family for fact in self.facts if fact.prefixed for family in fact.names}
         prefixed |= {fact.family for fact in self.texts}
-        engines = f"(?:{_match_any(self.prefixes)})(?:{_match_any(sorted(prefixed))})"
-        return "|".join((engines, *map(re.escape, sorted(self.plain_families))))
+        prefixes, families = ("|".join(map(re.escape, names)) for names in (self.prefixes, sorted(prefixed)))
+        return "|".join((f"(?:{prefixes})(?:{families})", *map(re.escape, sorted(self.plain_families))))
 
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
@@ -103,7 +102,3 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
         """
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
         return tuple((given.name, field) for field, given in INPUTS.items() if has_bytes or field != "memory_bytes")
-
-
-def _match_any(names: Iterable[str]) -> str:
-    return "|".join(map(re.escape, names))

@@ -1,5 +1,6 @@
 """Read the probe's files, in a folder that another container may fill with anything."""
 
+import contextlib
 import os
 import re
 import stat
@@ -39,17 +40,11 @@ def list_newest(folder: Path) -> dict[str, Stamp]:
         for count, entry in enumerate(entries, start=1):
             if count > MOST_ENTRIES:
                 raise TooManyError
-            if NAME.fullmatch(entry.name) and (stamp := _read_stamp(entry)) is not None:
-                found.append((stamp, entry.name))
+            with contextlib.suppress(OSError):
+                if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(((status.st_mtime_ns, status.st_ino, status.st_size), entry.name))
     return {name: stamp for stamp, name in nlargest(MOST_FILES, found)}
-
-
-def _read_stamp(entry: os.DirEntry[str]) -> Stamp | None:
-    try:
-        status = entry.stat(follow_symlinks=False)
-    except OSError:
-        return None
-    return (status.st_mtime_ns, status.st_ino, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
 
 def read_content(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes | None:
@@ -72,8 +67,8 @@ def read_content(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes
 BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 UNREADABLE: Final = "it is no file of at most 16 KiB that can be read"
 
-Parse = Callable[[bytes], tuple[ProbedProcess, str | None] | str]
-"""Returns the process of a file and its boot ID, or what is wrong with the file."""
+Parsed = tuple[ProbedProcess, str | None] | str
+"""The process of a file and its boot ID, or what is wrong with the file."""
 
 
 class ProbeReader:
@@ -83,12 +78,12 @@ class ProbeReader:
     memory only. Files of an earlier boot are ignored.
     """
 
-    def __init__(self, folder: Path, *, parse: Parse, boot: Path = BOOT) -> None:
+    def __init__(self, folder: Path, *, parse: Callable[[bytes], Parsed], boot: Path = BOOT) -> None:
         self._folder = folder
         self._parse = parse
         self._boot = boot
         self._boot_id: str | None = None
-        self._known: dict[str, tuple[Stamp, tuple[ProbedProcess, str | None] | str]] = {}
+        self._known: dict[str, tuple[Stamp, Parsed]] = {}
         self._worker = Worker[tuple[ProbedProcess, ...] | Failure]("probe")
 
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
@@ -96,52 +91,40 @@ class ProbeReader:
         try:
             return await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:
-            message = f"{self._folder} did not answer within {timeout_seconds:g} s: a volume hangs"
-            return _build_failure(Reason.TIMEOUT, message)
+            reason, problem = Reason.TIMEOUT, f"did not answer within {timeout_seconds:g} s: a volume hangs"
         except TooManyError:
-            message = f"{self._folder} has more than {MOST_ENTRIES} entries, which no probe makes: empty it"
-            return _build_failure(Reason.OUT_OF_BOUNDS, message)
+            problem = f"has more than {MOST_ENTRIES} entries, which no probe makes: empty it"
+            reason = Reason.OUT_OF_BOUNDS
         except PermissionError:
-            message = f"{self._folder} cannot be read: let the daemon's user into it (fsGroup in the pod, or its mode)"
-            return _build_failure(Reason.NO_PERMISSION, message)
+            problem = "cannot be read: let the daemon's user into it (fsGroup in the pod, or its mode)"
+            reason = Reason.NO_PERMISSION
         except OSError as error:
             trouble, advice = f"{self._folder} cannot be read", "mount the folder HEADROOM_PROBE_DIR"
             return build_unavailable(Source.PROBE, trouble, error, advice)
+        return Failure(source=Source.PROBE, reason=reason, message=f"{self._folder} {problem}")
 
     def _read(self) -> tuple[ProbedProcess, ...] | Failure:
         if self._boot_id is None:
-            self._boot_id = _read_boot_id(self._boot)
-        self._known = {name: self._read_entry(name, stamp) for name, stamp in list_newest(self._folder).items()}
-        files = {name: found for name, (_, found) in self._known.items()}
-        ours = (found[0] for found in files.values() if not isinstance(found, str) and self._is_ours(found[1]))
-        if processes := tuple(ours):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                self._boot_id = self._boot.read_text().strip() or None
+        before, self._known = self._known, {}
+        for name, stamp in list_newest(self._folder).items():
+            known = before.get(name)
+            if known is None or known[0] != stamp:
+                written = read_content(self._folder, name)
+                known = stamp, UNREADABLE if written is None else self._parse(written)
+            self._known[name] = known
+        found = {name: parsed for name, (_, parsed) in self._known.items()}
+        ours = {None, self._boot_id}
+        usable = [parsed for parsed in found.values() if not isinstance(parsed, str)]
+        if processes := tuple(each for each, boot_id in usable if boot_id in ours or self._boot_id is None):
             return processes
-        wrong = next(((name, found) for name, found in files.items() if isinstance(found, str)), None)
-        if wrong is not None:
-            return _build_failure(Reason.MALFORMED, f"{self._folder / wrong[0]} cannot be used: {wrong[1]}")
         message = (
             f"no probe has written into {self._folder}: let vLLM find it on PYTHONPATH, with HEADROOM_PROBE_DIR set to"
             " the same folder (vllm-headroom doctor)"
         )
-        return _build_failure(Reason.NOT_FOUND, message)
-
-    def _read_entry(self, name: str, stamp: Stamp) -> tuple[Stamp, tuple[ProbedProcess, str | None] | str]:
-        known = self._known.get(name)
-        if known is not None and known[0] == stamp:
-            return known
-        written = read_content(self._folder, name)
-        return stamp, UNREADABLE if written is None else self._parse(written)
-
-    def _is_ours(self, boot_id: str | None) -> bool:
-        return boot_id is None or self._boot_id is None or boot_id == self._boot_id
-
-
-def _read_boot_id(file: Path) -> str | None:
-    try:
-        return file.read_text().strip() or None
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _build_failure(reason: Reason, message: str) -> Failure:
-    return Failure(source=Source.PROBE, reason=reason, message=message)
+        for name, wrong in found.items():
+            if isinstance(wrong, str):
+                message = f"{self._folder / name} cannot be used: {wrong}"
+                return Failure(source=Source.PROBE, reason=Reason.MALFORMED, message=message)
+        return Failure(source=Source.PROBE, reason=Reason.NOT_FOUND, message=message)

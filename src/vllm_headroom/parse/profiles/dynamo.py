@@ -21,7 +21,7 @@ DYNAMO: Final = Profile(
     engine_label="dp_rank",
     absent=tuple((name, _BLOCKS if name == "kv_cache_capacity" else _ENGINE) for name in _ABSENT),
     facts=(
-        Fact(field="kv_used_ratio", families=("gpu_cache_usage_percent",), combine=Combine.MEAN),
-        Fact(field="prefix_hit_lifetime_ratio", families=("kv_cache_hit_rate",), combine=Combine.MEAN),
+        Fact("kv_used_ratio", ("gpu_cache_usage_percent",), combine=Combine.MEAN),
+        Fact("prefix_hit_lifetime_ratio", ("kv_cache_hit_rate",), combine=Combine.MEAN),
     ),
 )

@@ -29,16 +29,14 @@ LLAMA_CPP: Final = Profile(
         ("process_start_time", "its page does not show it"),
     ),
     facts=(
-        Fact(field="running", families=("requests_processing",)),
-        Fact(field="waiting", families=("requests_deferred",)),
-        Fact(
-            field="kv_used_ratio", families=("kv_cache_usage_ratio",), combine=Combine.MEAN
-        ),  # until ggml-org/llama.cpp#13660
-        Fact(field="kv_used_tokens", families=("kv_cache_tokens",)),
-        Fact(field="prompt_tokens_total", families=(_ALL_PROMPTS, "prompt_tokens_total")),
-        Fact(field="generation_tokens_total", families=("tokens_predicted_total",)),
-        Fact(field="steps_total", families=("n_decode_total",)),
-        Fact(field="prefix_queries_total", families=(_ALL_PROMPTS,)),
-        Fact(field="prefix_hits_total", families=("prompt_tokens_cached_total",)),
+        Fact("running", ("requests_processing",)),
+        Fact("waiting", ("requests_deferred",)),
+        Fact("kv_used_ratio", ("kv_cache_usage_ratio",), combine=Combine.MEAN),  # until ggml-org/llama.cpp#13660
+        Fact("kv_used_tokens", ("kv_cache_tokens",)),
+        Fact("prompt_tokens_total", (_ALL_PROMPTS, "prompt_tokens_total")),
+        Fact("generation_tokens_total", ("tokens_predicted_total",)),
+        Fact("steps_total", ("n_decode_total",)),
+        Fact("prefix_queries_total", (_ALL_PROMPTS,)),
+        Fact("prefix_hits_total", ("prompt_tokens_cached_total",)),
     ),
 )

@@ -8,7 +8,9 @@ from vllm_headroom.units import GIB
 _TOTAL: Final = ("priority", ("",))
 """With priority scheduling each priority has a series beside the total (`_log_gauge_queue_count`)."""
 
+_PREFILLED: Final = ("prefill_effective_tokens_total",)
 _HITS: Final = ("device_hit", "host_hit", "storage_hit")
+_MODEL: Final = "weight_memory_usage_gb+kv_cache_memory_usage_gb"
 _GIBIBYTES: Final = float(GIB)
 """SGLang's GB is 2**30 bytes (srt/utils/common.py, srt/mem_cache/memory_pool.py)."""
 
@@ -29,36 +31,19 @@ SGLANG: Final = Profile(
         ("process_start_time", "its page combines several processes, and shows no start time"),
     ),
     facts=(
-        Fact(field="running", families=("num_running_reqs",), where=_TOTAL),
-        Fact(field="waiting", families=("num_queue_reqs",), where=_TOTAL),
-        Fact(field="finished_total", families=("num_requests_total",)),
-        Fact(field="preemptions_total", families=("num_retracted_requests_total",)),  # 0.5.12 and newer
-        Fact(field="prompt_tokens_total", families=("prompt_tokens_total",)),
-        Fact(field="generation_tokens_total", families=("generation_tokens_total",)),
-        Fact(
-            field="kv_used_ratio",
-            families=("full_token_usage", "token_usage"),  # 0.5.12 and newer; before, the highest of all pools
-            combine=Combine.MEAN,
-        ),
-        Fact(
-            field="kv_capacity_tokens",
-            families=("max_total_num_tokens", "kv_used_tokens+kv_evictable_tokens+kv_available_tokens"),
-        ),
-        Fact(
-            field="prefix_queries_total",
-            families=("prefill_effective_tokens_total",),  # 0.5.23 and newer
-            where=("mode", ("input", *_HITS)),
-        ),
-        Fact(field="prefix_queries_total", families=("prompt_tokens_total",)),
-        Fact(field="prefix_hits_total", families=("prefill_effective_tokens_total",), where=("mode", _HITS)),
-        Fact(field="prefix_hits_total", families=("cached_tokens_total",)),
-        Fact(
-            field="memory_bytes",  # after 0.5.12
-            families=(
-                "weight_memory_usage_gb+kv_cache_memory_usage_gb+graph_memory_usage_gb",
-                "weight_memory_usage_gb+kv_cache_memory_usage_gb",  # without graphs
-            ),
-            factor=_GIBIBYTES,
-        ),
+        Fact("running", ("num_running_reqs",), where=_TOTAL),
+        Fact("waiting", ("num_queue_reqs",), where=_TOTAL),
+        Fact("finished_total", ("num_requests_total",)),
+        Fact("preemptions_total", ("num_retracted_requests_total",)),  # 0.5.12 and newer
+        Fact("prompt_tokens_total", ("prompt_tokens_total",)),
+        Fact("generation_tokens_total", ("generation_tokens_total",)),
+        # 0.5.12 and newer; before, the highest of all pools
+        Fact("kv_used_ratio", ("full_token_usage", "token_usage"), combine=Combine.MEAN),
+        Fact("kv_capacity_tokens", ("max_total_num_tokens", "kv_used_tokens+kv_evictable_tokens+kv_available_tokens")),
+        Fact("prefix_queries_total", _PREFILLED, where=("mode", ("input", *_HITS))),  # 0.5.23 and newer
+        Fact("prefix_queries_total", ("prompt_tokens_total",)),
+        Fact("prefix_hits_total", _PREFILLED, where=("mode", _HITS)),
+        Fact("prefix_hits_total", ("cached_tokens_total",)),
+        Fact("memory_bytes", (f"{_MODEL}+graph_memory_usage_gb", _MODEL), factor=_GIBIBYTES),  # after 0.5.12
     ),
 )

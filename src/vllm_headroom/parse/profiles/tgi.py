@@ -27,12 +27,12 @@ TGI: Final = Profile(
         ("process_start_time", "its page does not show it"),
     ),
     facts=(
-        Fact(field="running", families=("batch_current_size",)),
-        Fact(field="waiting", families=("queue_size",)),
-        Fact(field="finished_total", families=("request_success",)),  # a counter without _total
-        Fact(field="prompt_tokens_total", families=("request_input_length_sum",)),
-        Fact(field="generation_tokens_total", families=("request_generated_tokens_sum",)),
-        Fact(field="kv_used_tokens", families=("batch_current_max_tokens",)),  # what the batch may grow to
-        Fact(field="kv_capacity_tokens", families=("batch_max_total_tokens",)),
+        Fact("running", ("batch_current_size",)),
+        Fact("waiting", ("queue_size",)),
+        Fact("finished_total", ("request_success",)),  # a counter without _total
+        Fact("prompt_tokens_total", ("request_input_length_sum",)),
+        Fact("generation_tokens_total", ("request_generated_tokens_sum",)),
+        Fact("kv_used_tokens", ("batch_current_max_tokens",)),  # what the batch may grow to
+        Fact("kv_capacity_tokens", ("batch_max_total_tokens",)),
     ),
 )

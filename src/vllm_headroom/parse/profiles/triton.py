@@ -8,11 +8,7 @@ _BLOCKS: Final = "kv_cache_block_metrics"
 
 
 def _block(field: str, kind: str, combine: Combine = Combine.SUM) -> Fact:
-    return Fact(field=field, families=(_BLOCKS,), where=("kv_cache_block_type", (kind,)), combine=combine)
-
-
-def _requests(field: str, kind: str) -> Fact:
-    return Fact(field=field, families=("request_metrics",), where=("request_type", (kind,)))
+    return Fact(field, (_BLOCKS,), where=("kv_cache_block_type", (kind,)), combine=combine)
 
 
 TRITON: Final = Profile(
@@ -38,11 +34,11 @@ TRITON: Final = Profile(
         ("process_start_time", "its page does not show it"),
     ),
     facts=(
-        _requests("running", "scheduled"),
-        _requests("waiting", "waiting"),
+        Fact("running", ("request_metrics",), where=("request_type", ("scheduled",))),
+        Fact("waiting", ("request_metrics",), where=("request_type", ("waiting",))),
         _block("kv_used_ratio", "fraction", Combine.MEAN),
         _block("kv_blocks", "max"),
         _block("kv_block_tokens", "tokens_per", Combine.SAME),
-        Fact(field="memory_bytes", families=("runtime_memory_metrics",), where=("memory_type", ("gpu",))),
+        Fact("memory_bytes", ("runtime_memory_metrics",), where=("memory_type", ("gpu",))),
     ),
 )

@@ -12,10 +12,8 @@ _INFO: Final = ("cache_config_info",)
 
 def _counter(field: str, *names: str) -> Fact:
     """Accept each name without `_total` too, as Ray exports counters."""
-    return Fact(field=field, families=tuple(spelt for name in names for spelt in (f"{name}_total", name)))
+    return Fact(field, tuple(spelt for name in names for spelt in (f"{name}_total", name)))
 
-
-ABSENT: Final = (("memory_bytes", "its page has no bytes: the probe reports them, or the budget is used"),)
 
 VLLM: Final = Profile(
     name="vllm",
@@ -24,47 +22,35 @@ VLLM: Final = Profile(
     prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
     repeat_labels=("pid",),  # one series per API server, of which one is true and the others are 0
     replica_labels=("ReplicaId",),
-    absent=ABSENT,
+    absent=(("memory_bytes", "its page has no bytes: the probe reports them, or the budget is used"),),
     texts=(
-        TextFact(
-            field="kv_cache_dtype",
-            family="cache_config_info",
-            label="cache_dtype",
-            exceptions="kv_cache_dtype_skip_layers",  # 0.19 and newer
-        ),
+        # the last in 0.19 and newer
+        TextFact("kv_cache_dtype", "cache_config_info", "cache_dtype", exceptions="kv_cache_dtype_skip_layers"),
     ),
     facts=(
-        Fact(field="running", families=("num_requests_running",)),
-        Fact(field="waiting", families=("num_requests_waiting",)),
+        Fact("running", ("num_requests_running",)),
+        Fact("waiting", ("num_requests_waiting",)),
         _counter("finished_total", "request_success"),
         _counter("preemptions_total", "num_preemptions"),
         _counter("prompt_tokens_total", "prompt_tokens"),
         _counter("generation_tokens_total", "generation_tokens"),
-        Fact(field="steps_total", families=("iteration_tokens_total_count",)),  # steps that gave a token or finished
-        Fact(
-            field="kv_used_ratio",
-            families=("kv_cache_usage_perc", "gpu_cache_usage_perc"),  # 0.9.2 and newer, up to 0.11.2
-            combine=Combine.MEAN,
-        ),
-        Fact(field="kv_capacity_tokens", families=_INFO, label="kv_cache_size_tokens"),  # 0.24 and newer
-        Fact(field="kv_blocks", families=_INFO, label="num_gpu_blocks", combine=Combine.SHARE),
-        Fact(field="kv_block_tokens", families=_INFO, label="block_size", combine=Combine.SAME),
+        Fact("steps_total", ("iteration_tokens_total_count",)),  # steps that gave a token or finished
+        # 0.9.2 and newer, up to 0.11.2
+        Fact("kv_used_ratio", ("kv_cache_usage_perc", "gpu_cache_usage_perc"), combine=Combine.MEAN),
+        Fact("kv_capacity_tokens", _INFO, label="kv_cache_size_tokens"),  # 0.24 and newer
+        Fact("kv_blocks", _INFO, label="num_gpu_blocks", combine=Combine.SHARE),
+        Fact("kv_block_tokens", _INFO, label="block_size", combine=Combine.SAME),
         _counter("prefix_queries_total", "prefix_cache_queries", "gpu_prefix_cache_queries"),
         _counter("prefix_hits_total", "prefix_cache_hits", "gpu_prefix_cache_hits"),
-        Fact(  # V0 up to 0.9.0; -1 when prefix caching is off
-            field="prefix_hit_lifetime_ratio", families=("gpu_prefix_cache_hit_rate",), combine=Combine.MEAN
-        ),
-        Fact(field="awake", families=("engine_sleep_state",), where=("sleep_state", ("awake",))),  # 0.11.1 and newer
-        Fact(
-            field="gpu_memory_utilization_ratio", families=_INFO, label="gpu_memory_utilization", combine=Combine.SAME
-        ),
-        Fact(field="kv_cache_memory_bytes", families=_INFO, label="kv_cache_memory_bytes", combine=Combine.SAME),
-        Fact(field="kv_offload_bytes", families=("kv_offload_config_info",), label="cpu_kv_cache_size_bytes"),  # 0.33
-        Fact(field="kv_offload_bytes", families=_INFO, label="kv_offloading_size", combine=Combine.SAME, factor=GIB),
+        # V0 up to 0.9.0; -1 when prefix caching is off
+        Fact("prefix_hit_lifetime_ratio", ("gpu_prefix_cache_hit_rate",), combine=Combine.MEAN),
+        Fact("awake", ("engine_sleep_state",), where=("sleep_state", ("awake",))),  # 0.11.1 and newer
+        Fact("gpu_memory_utilization_ratio", _INFO, label="gpu_memory_utilization", combine=Combine.SAME),
+        Fact("kv_cache_memory_bytes", _INFO, label="kv_cache_memory_bytes", combine=Combine.SAME),
+        Fact("kv_offload_bytes", ("kv_offload_config_info",), label="cpu_kv_cache_size_bytes"),  # 0.33
+        Fact("kv_offload_bytes", _INFO, label="kv_offloading_size", combine=Combine.SAME, factor=GIB),
         _counter("multimodal_cache_queries_total", "mm_cache_queries"),  # 0.11.1 and newer
-        Fact(
-            field="started_at_seconds", families=("process_start_time_seconds",), combine=Combine.SAME, prefixed=False
-        ),
+        Fact("started_at_seconds", ("process_start_time_seconds",), combine=Combine.SAME, prefixed=False),
     ),
 )
 

@@ -129,13 +129,14 @@ def test_a_file_that_becomes_a_pipe_after_it_was_listed_is_not_waited_for(
 ) -> None:
     write(folder, 7)
     os.mkfifo(folder / "8-1000.json")
-    monkeypatch.setattr("vllm_headroom.scrape.probe._read_stamp", lambda entry: _stamp_of(entry.path))
+    listed = {file.name: _stamp_of(file) for file in folder.iterdir()}
+    monkeypatch.setattr("vllm_headroom.scrape.probe.list_newest", lambda _: listed)
 
     assert pids(folder) == [7]
 
 
-def _stamp_of(path: str) -> tuple[int, int, int]:
-    status = os.lstat(path)
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    status = path.lstat()
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
