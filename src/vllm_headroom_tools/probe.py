@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -105,24 +105,39 @@ async def record(
 
     Where this ends early, cancelled or killed, the probes stop recording within a minute.
     """
-    processes = await _find_present(folder)
-    before = {process: await _read_mappings(process) for process in processes}
+    files = await ProbeReader(folder, parse=parse_probe).read(READ_SECONDS)
+    if isinstance(files, Failure):
+        raise BadInput(files.message)
+    found = classify_probe(files, (), time.time())
+    if not isinstance(found, ProbeReadings) or not found.present:
+        raise BadInput(f"no process writes into {folder} now: vLLM is down, or its probes have stopped")
+    before = {process: await _read_mappings(process) for process in found.present}
     request, until = uuid.uuid4().hex, time.time() + seconds
     try:
         _write_request(folder, request, until, kinds)
-        say(f"{len(processes)} processes record for {format_duration(seconds)}")
+        say(f"{len(before)} processes record for {format_duration(seconds)}")
         try:
-            answers = await _collect_answers(folder, processes, request, until + ANSWER_SECONDS)
+            answers = await _collect_answers(folder, before, request, until + ANSWER_SECONDS)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 (folder / REQUEST).unlink()
     except OSError as error:
         raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
     grown = {each: find_growth(was, now) for each, was in before.items() if was and (now := await _read_mappings(each))}
-    processes_told = [
-        {**_describe_process(process, answers.get(process)), "mappings": grown.get(process)} for process in processes
-    ]
-    return {"folder": str(folder), "seconds": seconds, "processes": processes_told}
+    recorded = []
+    for process in before:
+        answer = answers.get(process, NO_ANSWER)
+        recorded.append(
+            {
+                "pid": process.pid,
+                "role": process.role,
+                "data_parallel_rank": process.data_parallel_rank,
+                "problem": answer if isinstance(answer, str) else None,
+                **(dict.fromkeys(("note", "cost", "host", "gpu")) if isinstance(answer, str) else answer),
+                "mappings": grown.get(process),
+            }
+        )
+    return {"folder": str(folder), "seconds": seconds, "processes": recorded}
 
 
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
@@ -137,26 +152,6 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     with contextlib.suppress(TimeoutError, OSError):
         return await Worker[dict[str, int] | None]("mappings").call(read, MAPPINGS_SECONDS)
     return None
-
-
-def _describe_process(process: ProbedProcess, answer: Recording | str | None) -> dict[str, Any]:
-    return {
-        "pid": process.pid,
-        "role": process.role,
-        "data_parallel_rank": process.data_parallel_rank,
-        "problem": None if isinstance(answer, dict) else answer or NO_ANSWER,
-        **(answer if isinstance(answer, dict) else dict.fromkeys(("note", "cost", "host", "gpu"))),
-    }
-
-
-async def _find_present(folder: Path) -> tuple[ProbedProcess, ...]:
-    files = await ProbeReader(folder, parse=parse_probe).read(READ_SECONDS)
-    if isinstance(files, Failure):
-        raise BadInput(files.message)
-    found = classify_probe(files, (), time.time())
-    if not isinstance(found, ProbeReadings) or not found.present:
-        raise BadInput(f"no process writes into {folder} now: vLLM is down, or its probes have stopped")
-    return found.present
 
 
 def _write_request(folder: Path, request: str, until: float, kinds: Collection[str]) -> None:
@@ -201,6 +196,9 @@ def install(folder: Path) -> tuple[str, ...]:
     version = metadata.version("vllm-headroom")
     info = folder / f"{PACKAGE}-{version}.dist-info"
     made = [folder / PACKAGE, info] if folder.exists() else [folder, folder / PACKAGE, info]
+    source = importlib.util.find_spec(PACKAGE)
+    if source is None or source.origin is None:
+        raise BadInput(f"{PACKAGE} is not in this installation of vllm-headroom")
     try:
         for old in (folder / PACKAGE, *folder.glob(f"{PACKAGE}-*.dist-info")):
             if old.exists():
@@ -208,7 +206,7 @@ def install(folder: Path) -> tuple[str, ...]:
         for path in made:
             path.mkdir(parents=True)
             path.chmod(0o755)  # vLLM is another user, and the umask may be one's own
-        for file in sorted(_find_source().glob("*.py")):
+        for file in sorted(Path(source.origin).parent.glob("*.py")):
             shutil.copyfile(file, folder / PACKAGE / file.name)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-headroom-probe\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(ENTRY_POINTS)
@@ -217,13 +215,6 @@ def install(folder: Path) -> tuple[str, ...]:
     except OSError as error:
         raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
     return PACKAGE, info.name
-
-
-def _find_source() -> Path:
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None:
-        raise BadInput(f"{PACKAGE} is not in this installation of vllm-headroom")
-    return Path(found.origin).parent
 
 
 Document = Mapping[str, Any]
@@ -252,7 +243,13 @@ def _format_process(process: Document) -> Iterator[str]:
     if problem is not None:
         yield f"{name}: {problem if problem == NO_ANSWER else f'an answer that cannot be used: {problem}'}"
         return
-    yield f"{name}, which cost {_format_cost(process['cost'])}:"
+    pause, cpu, memory = (process["cost"][part] for part in ("pause_seconds", "cpu_seconds", "memory_bytes"))
+    cost = (
+        None if pause is None else f"{pause:.3f} s of pause",
+        None if cpu is None else f"{cpu:.3f} s of CPU",
+        None if memory is None else f"{format_size(memory)} of host memory",
+    )
+    yield f"{name}, which cost {', '.join(filter(None, cost)) or 'an unknown amount'}:"
     if process["note"] is not None:
         yield f"  {process['note']}"
     for kind, stacks in (("host", process["host"]), ("GPU", process["gpu"])):
@@ -265,16 +262,6 @@ def _format_process(process: Document) -> Iterator[str]:
     for kind, size in list((process.get("mappings") or {}).items())[:MOST_SHOWN]:
         if size >= WORTH_A_LINE_BYTES:
             yield f"  {format_size(size):>10} more resident in {kind}, by the kernel's account of its mappings"
-
-
-def _format_cost(cost: Document) -> str:
-    pause, cpu, memory = cost["pause_seconds"], cost["cpu_seconds"], cost["memory_bytes"]
-    parts = (
-        None if pause is None else f"{pause:.3f} s of pause",
-        None if cpu is None else f"{cpu:.3f} s of CPU",
-        None if memory is None else f"{format_size(memory)} of host memory",
-    )
-    return ", ".join(part for part in parts if part) or "an unknown amount"
 
 
 INSTALL, RECORD = "install", "record"
@@ -305,7 +292,15 @@ def _add_options(parser: Parser) -> None:
 
 async def _run(given: Namespace) -> Report:
     if given.action == INSTALL and given.folder is not None and given.seconds is None and given.only is None:
-        return _report_installed(given.folder, install(given.folder))
+        folder, installed = given.folder, install(given.folder)
+        headline = f"{folder} has {' and '.join(installed)}."
+        lines = (
+            f"{headline} vLLM loads the probe with",
+            f"  PYTHONPATH={folder.absolute()}",
+            "  HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the same setting",
+        )
+        data = {"folder": str(folder), "installed": list(installed)}
+        return Report(verdict=Conclusion.GOOD, headline=headline, data=data, lines=lines)
     if given.action == RECORD and given.folder is None and given.seconds is not None:
         if given.settings.probe_dir is None:
             raise BadOptions("HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory")
@@ -330,17 +325,6 @@ def report_recorded(found: Document) -> Report:
         lines=render_recording(found),
         exit_status=0,
     )
-
-
-def _report_installed(folder: Path, installed: Sequence[str]) -> Report:
-    headline = f"{folder} has {' and '.join(installed)}."
-    lines = (
-        f"{headline} vLLM loads the probe with",
-        f"  PYTHONPATH={folder.absolute()}",
-        "  HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the same setting",
-    )
-    data = {"folder": str(folder), "installed": list(installed)}
-    return Report(verdict=Conclusion.GOOD, headline=headline, data=data, lines=lines)
 
 
 COMMAND: Final[Command] = Command(

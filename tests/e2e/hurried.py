@@ -20,7 +20,7 @@ class HurriedClock(ScaledClock):
         speed, now = float(os.environ["SPEED"]), time.time()
         super().__init__(speed)
         began = float(os.environ.get("BEGAN", now))
-        self._began_epoch_seconds = began + speed * (now - began)
+        self._ahead_seconds = began + speed * (now - began) - self._began_seconds
         self._stepped = Path(os.environ.get("STEPPED", "/nowhere"))
 
     def time(self) -> float:

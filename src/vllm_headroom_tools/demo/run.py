@@ -172,23 +172,20 @@ class ScaledClock:
 
     def __init__(self, speed: float) -> None:
         self._speed = speed
-        self._began_epoch_seconds = time.time()
-        self._began_monotonic_seconds = time.monotonic()
+        self._began_seconds = time.monotonic()
+        self._ahead_seconds = time.time() - self._began_seconds
 
     def time(self) -> float:
         """Return simulated seconds since the epoch."""
-        return self._began_epoch_seconds + self._measure_elapsed()
+        return self._ahead_seconds + self.monotonic()
 
     def monotonic(self) -> float:
         """Return simulated seconds that never go back."""
-        return self._began_monotonic_seconds + self._measure_elapsed()
+        return self._began_seconds + (time.monotonic() - self._began_seconds) * self._speed
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
         """Wait until that time has come, never less; when it has passed, only let others run."""
         await sleep_until(self, monotonic_seconds, speed=self._speed)
-
-    def _measure_elapsed(self) -> float:
-        return (time.monotonic() - self._began_monotonic_seconds) * self._speed
 
 
 log = Log(__name__)

@@ -164,10 +164,8 @@ GRAPHS_MIB: Final = 620
 BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
 """gpu_memory_utilization 0.92 of 81,559 MiB: vLLM gives the KV cache what the other parts leave."""
 
-CONTEXT_MIB: Final = 560
-NCCL_MIB: Final = 220
-OUTSIDE_MIB: Final = CONTEXT_MIB + NCCL_MIB
-"""What vLLM's budget does not count: taken before it measures the free memory."""
+OUTSIDE_MIB: Final = 560 + 220
+"""What vLLM's budget does not count, taken before it measures the free memory: the CUDA context and NCCL."""
 
 WEIGHTS_LOADED: Final = 0.7
 """Share of the loading time after which the weights are there; the KV cache and the graphs come at its end."""
@@ -236,7 +234,15 @@ class EngineRun:
         self.leaked_bytes += finished * leak_bytes_per_request
         self.running -= finished
         self.waiting += arrived
-        self._admit()
+        fitting = int(ADMISSION_RATIO * CAPACITY_TOKENS / self._tokens_each)  # no request is foreseen to grow
+        admitted = max(0, min(self.waiting, min(fitting, MOST_RUNNING) - self.running))
+        again = min(admitted, self._preempted)
+        self.waiting -= admitted
+        self.running += admitted
+        self._preempted -= again
+        tokens = (admitted - again) * PROMPT_TOKENS
+        self.prompt_tokens_total += tokens
+        self.prefix_hits_total += int(tokens * min(1.0, max(0.0, self._random.gauss(HIT_RATIO, 0.05))))
         self._tokens_each = LIVE_TOKENS * (1.0 + self._length.step())
         evicted = max(0, self.running - int(CAPACITY_TOKENS / self._tokens_each))
         self.running -= evicted
@@ -246,20 +252,13 @@ class EngineRun:
         self.kv_used_ratio = min(1.0, self.running * self._tokens_each / CAPACITY_TOKENS)
         self._most_running = max(self._most_running, self.running)
 
-    def _admit(self) -> None:
-        """Admit requests by the room there is now, without foreseeing that running requests grow."""
-        fitting = int(ADMISSION_RATIO * CAPACITY_TOKENS / self._tokens_each)
-        admitted = max(0, min(self.waiting, min(fitting, MOST_RUNNING) - self.running))
-        self.waiting -= admitted
-        self.running += admitted
-        again = min(admitted, self._preempted)
-        self._preempted -= again
-        tokens = (admitted - again) * PROMPT_TOKENS
-        self.prompt_tokens_total += tokens
-        self.prefix_hits_total += int(tokens * min(1.0, max(0.0, self._random.gauss(HIT_RATIO, 0.05))))
-
     def count_gpu_bytes(self, seconds: float) -> int:
-        """Return what its worker holds on the GPU."""
+        """Return what its worker holds on the GPU.
+
+        A healthy engine too keeps taking memory and never frees it: the picture is PyTorch's caching allocator
+        (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily loaded kernels. What the n-th request needs
+        first gets rarer as 1/n; a leak does not.
+        """
         if seconds < self.started_seconds:
             return 0
         if seconds < self.serving_seconds:
@@ -268,7 +267,9 @@ class EngineRun:
             return (OUTSIDE_MIB + loaded) * MIB
         if self.asleep:
             return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
-        taken = compute_taken_mib(self.finished_total, self._most_running)
+        first_uses = round_to_segments(FIRST_USES_MIB * log1p(self.finished_total), LARGE_SEGMENT_MIB)
+        scratch = round_to_segments(MIB_PER_RUNNING * self._most_running, LARGE_SEGMENT_MIB)
+        taken = min(first_uses + scratch, ACTIVATIONS_MIB)
         leaked = round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)
         return (OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + taken + leaked) * MIB
 
@@ -276,16 +277,6 @@ class EngineRun:
 def round_to_segments(mib: float, segment_mib: int) -> int:
     """Return `mib` as MiB in whole segments."""
     return ceil(mib / segment_mib) * segment_mib
-
-
-def compute_taken_mib(requests: int, most_running: int) -> int:
-    """Return the memory that a run of a healthy engine keeps taking and never frees, by requests and most at once.
-
-    The picture is PyTorch's caching allocator (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily
-    loaded kernels. What the n-th request needs first gets rarer as 1/n; a leak does not.
-    """
-    first_uses = round_to_segments(FIRST_USES_MIB * log1p(requests), LARGE_SEGMENT_MIB)
-    return min(first_uses + round_to_segments(MIB_PER_RUNNING * most_running, LARGE_SEGMENT_MIB), ACTIVATIONS_MIB)
 
 
 class World:
@@ -352,7 +343,8 @@ class World:
         factor = self._bursts.size if self._bursts.is_here(self.seconds) else 1.0
         hangs = self._hangs.is_here(self.seconds)
         self.engine.sleep(asleep=self._sleeps.is_here(self.seconds))
-        arrived = self._draw_arrivals(factor)
+        wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - BUSIEST_SECONDS) / DAY_SECONDS)  # a mild one each day
+        arrived = draw_poisson(self._demand, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step()))
         if self.serves and not hangs:
             self.engine.step(arrived, self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0)
         self.busy = 0 if hangs else self.engine.running
@@ -360,11 +352,6 @@ class World:
             started = self.seconds + self._fate.uniform(*DOWN_SECONDS)
             serving = started + self._fate.uniform(*self._scenario.loading_seconds)
             self.engine = self._start_engine(self.engine.number + 1, started, serving)
-
-    def _draw_arrivals(self, factor: float) -> int:
-        """Return the requests of one second, with a mild daily wave that peaks three hours into the demo."""
-        wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - BUSIEST_SECONDS) / DAY_SECONDS)
-        return draw_poisson(self._demand, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step()))
 
     def _start_engine(self, number: int, started_seconds: float, serving_seconds: float) -> EngineRun:
         span = self._scenario.restart_after_seconds

@@ -3,9 +3,9 @@
 import asyncio
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, Final, NamedTuple
+from typing import Annotated, ClassVar, Final, NamedTuple, TypeVar
 
 import httpx
 from pydantic import Field
@@ -24,10 +24,12 @@ from vllm_headroom.units import format_duration, parse_duration
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.cli import Command, tell
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
-from vllm_headroom_tools.look import fetch_once, read_machine
+from vllm_headroom_tools.look import read_machine
 from vllm_headroom_tools.openai import find_error, parse_first_model, parse_object
 from vllm_headroom_tools.options import SHARE
 from vllm_headroom_tools.trace import BadInput
+
+T = TypeVar("T")
 
 
 class EngineServer:
@@ -43,8 +45,7 @@ class EngineServer:
 
     async def text(self, path: str, seconds: float) -> str | Failure:
         """Return what is served at `path`, which is relative to the engine's page."""
-        answer = await fetch_once(self._build_reader(path, seconds))
-        return self._drop_advice(path, seconds, answer) if isinstance(answer, Failure) else answer
+        return await self._read(path, seconds, PageReader.fetch)
 
     async def page(self) -> EnginePage | Failure:
         """Return the engine's page of metrics, understood."""
@@ -53,22 +54,21 @@ class EngineServer:
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
         """Return what is answered to `body`."""
-        reader = self._build_reader(path, seconds)
+        return await self._read(path, seconds, lambda reader: reader.send("POST", "", body))
+
+    async def _read(
+        self, path: str, seconds: float, read: Callable[[PageReader], Awaitable[T | Failure]]
+    ) -> T | Failure:
+        """Return the answer; a failure to answer in time is without the daemon's advice, about another time limit."""
+        reader = build_page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
         try:
-            answer = await reader.send("POST", "", body)
+            answer = await read(reader)
         finally:
             await close_all(reader)
-        return self._drop_advice(path, seconds, answer) if isinstance(answer, Failure) else answer
-
-    def _drop_advice(self, path: str, seconds: float, failure: Failure) -> Failure:
-        """Return a failure to answer in time without the daemon's advice, which is about another time limit."""
-        if failure.reason is not Reason.TIMEOUT:
-            return failure
+        if not isinstance(answer, Failure) or answer.reason is not Reason.TIMEOUT:
+            return answer
         message = f"{self.address(path)} did not answer within {seconds:.3g} s: look for a hang in vLLM's log"
-        return Failure(source=failure.source, reason=failure.reason, message=message)
-
-    def _build_reader(self, path: str, seconds: float) -> PageReader:
-        return build_page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
+        return Failure(source=answer.source, reason=answer.reason, message=message)
 
 
 class Step(NamedTuple):
@@ -126,30 +126,26 @@ async def request_completion(reach: EngineServer, deadline_seconds: float) -> St
 
 
 def _read_completion(answer: Reply | Failure, address: str) -> int | str:
+    """Return how many tokens were completed, or what is wrong, with advice."""
     if isinstance(answer, Failure):
-        if answer.reason is Reason.INCOMPLETE:
-            return f"{address} hung up in the middle of the completion: look for a crash in the engine's log"
-        return answer.message
+        hung_up = f"{address} hung up in the middle of the completion: look for a crash in the engine's log"
+        return hung_up if answer.reason is Reason.INCOMPLETE else answer.message
+    document = parse_object(answer.text)
     if answer.status != HTTPStatus.OK:
-        said = (find_error(parse_object(answer.text)) or answer.text).strip()[:SAID_CHARACTERS]
-        return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {_advise(answer.status, said)}"
-    said = answer.text[:SAID_CHARACTERS]
-    nothing = f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
-    return _count_tokens(parse_object(answer.text)) or nothing
-
-
-def _advise(status: int, said: str) -> str:
-    if "out of memory" in said.lower():
-        return "lower --gpu-memory-utilization: the memory that ran out lies outside that budget, and needs more room"
-    if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-        return "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may use the API"
-    return "look for the cause in the engine's log"
-
-
-def _count_tokens(document: Mapping[str, Any]) -> int:
+        said = (find_error(document) or answer.text).strip()[:SAID_CHARACTERS]
+        advice = "look for the cause in the engine's log"
+        if "out of memory" in said.lower():
+            advice = "lower --gpu-memory-utilization: the memory that ran out lies outside that budget, and needs more"
+            advice += " room"
+        elif answer.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            advice = "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may use the API"
+        return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {advice}"
     usage, choices = document.get("usage"), document.get("choices")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return tokens if isinstance(tokens, int) and isinstance(choices, list) and choices else 0
+    if isinstance(tokens, int) and tokens and isinstance(choices, list) and choices:
+        return tokens
+    said = answer.text[:SAID_CHARACTERS]
+    return f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
 
 
 COUNT_POLL_SECONDS: Final = 0.5
@@ -177,24 +173,27 @@ async def check_counters(
         if more >= 1 or now() >= ends:
             break
         await asyncio.sleep(COUNT_POLL_SECONDS)
-    problem = _find_missing(page, NO_COUNTERS)
-    if problem is None and more < 1:
-        problem = (
-            f"finished requests stay at {finished_before:.0f} after a completion: check that HEADROOM_ENGINE_URL is the"
-            " page of the server that answers beside it"
-        )
-    if isinstance(page, Failure) or problem is not None:
-        return Step(Conclusion.NOT_GOOD, problem or ""), page
-    return Step(Conclusion.GOOD, f"{_count_inputs(page)}; finished requests rose by {more:.0f}"), page
+    found = _check_inputs(page, NO_COUNTERS)
+    if found.verdict is Conclusion.GOOD and more >= 1:
+        found = Step(Conclusion.GOOD, f"{found.text}; finished requests rose by {more:.0f}")
+    elif found.verdict is Conclusion.GOOD:
+        stay = f"finished requests stay at {finished_before:.0f} after a completion"
+        fix = "check that HEADROOM_ENGINE_URL is the page of the server that answers beside it"
+        found = Step(Conclusion.NOT_GOOD, f"{stay}: {fix}")
+    return found, page
 
 
-def check_inputs(page: EnginePage | Failure) -> Step:
-    """Return what the page offers when there is no completion to count."""
-    problem = _find_missing(page, "" if isinstance(page, Failure) else explain_empty_page(page))
-    if isinstance(page, Failure) or problem is not None:
-        return Step(Conclusion.NOT_GOOD, problem or "")
-    text = f"{_count_inputs(page)}; there is no completion to look for in them"
-    return _skip(text)
+def _check_inputs(page: EnginePage | Failure, nothing: str) -> Step:
+    """Check whether a request could be found on the page; `nothing` explains a page without an engine."""
+    if isinstance(page, Failure):
+        return Step(Conclusion.NOT_GOOD, page.message)
+    if not page.engines:
+        return Step(Conclusion.NOT_GOOD, nothing)
+    if missing := [name for name, is_there in page.inputs if name in NEEDED and not is_there]:
+        text = f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more"
+        return Step(Conclusion.NOT_GOOD, text)
+    there = sum(is_there for _, is_there in page.inputs)
+    return Step(Conclusion.GOOD, f"{there} of {len(page.inputs)} inputs are on the page")
 
 
 def sum_finished(page: EnginePage) -> float:
@@ -202,32 +201,9 @@ def sum_finished(page: EnginePage) -> float:
     return sum(engine.finished_total or 0.0 for engine in page.engines)
 
 
-def _find_missing(page: EnginePage | Failure, nothing: str) -> str | None:
-    """Return what keeps a request from being found on the page, `nothing` where it has no engine; None if nothing."""
-    if isinstance(page, Failure):
-        return page.message
-    if not page.engines:
-        return nothing
-    missing = [name for name, is_there in page.inputs if name in NEEDED and not is_there]
-    return f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more" if missing else None
-
-
-def _count_inputs(page: EnginePage) -> str:
-    there = sum(is_there for _, is_there in page.inputs)
-    return f"{there} of {len(page.inputs)} inputs are on the page"
-
-
+SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
 NOT_ITS_OWN: Final = -0.5
 """A vLLM that has answered holds its budget: less than half of it means that it is not on this GPU."""
-
-NO_REPORT: Final = (
-    "vLLM does not report its budget (--kv-cache-memory-bytes replaces it): set HEADROOM_REPORTED_BYTES to what it"
-    " should hold"
-)
-NO_ENGINE: Final = (
-    "the page has no series of an engine, and so no budget: set HEADROOM_REPORTED_BYTES to what it should hold"
-)
-UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor` says why"
 
 
 async def check_discrepancy(settings: Settings, page: EnginePage | Failure, limit_ratio: float) -> Step:
@@ -238,33 +214,35 @@ async def check_discrepancy(settings: Settings, page: EnginePage | Failure, limi
     if isinstance(here.readings, Failure):
         return _skip(f"the GPUs cannot be read: {here.readings.message}")
     if not any(gpu.attribution for gpu in here.gpus):
-        text = "none of the visible GPUs is known to be the engine's: name them in HEADROOM_GPUS"
-        return _skip(text)
+        return _skip("none of the visible GPUs is known to be the engine's: name them in HEADROOM_GPUS")
     snapshot = Snapshot(
         time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=here.gpus, processes=()
     )
     samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
-    return judge_discrepancies(samples, limit_ratio) if samples or page.engines else _skip(NO_ENGINE)
+    if samples or page.engines:
+        return judge_discrepancies(samples, limit_ratio)
+    return _skip(f"the page has no series of an engine, and so no budget: {SET_REPORTED_BYTES}")
 
 
 def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
     """Return how the discrepancies, of which the first label is the GPU, compare with the limit."""
-    ratios = [
-        (name_device(*sample.labels[:2]), sample.value)
+    ratios = {
+        name_device(*sample.labels[:2]): sample.value
         for sample in samples
         if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO
-    ]
+    }
+    if samples and not ratios:
+        return _skip("what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor` says why")
     if not ratios:
-        return _skip(UNKNOWN_HOLDERS if samples else NO_REPORT)
-    ratios_text = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios)
-    strangers = [gpu for gpu, ratio in ratios if ratio < NOT_ITS_OWN]
-    if any(ratio > limit_ratio for _, ratio in ratios):
-        text = f"more is held than was asked for, {ratios_text}, where {limit_ratio:.1%} is allowed: who holds it is in"
+        return _skip(f"vLLM does not report its budget (--kv-cache-memory-bytes replaces it): {SET_REPORTED_BYTES}")
+    shown = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios.items())
+    if max(ratios.values()) > limit_ratio:
+        text = f"more is held than was asked for, {shown}, where {limit_ratio:.1%} is allowed: who holds it is in"
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
         return Step(Conclusion.NOT_GOOD, text)
-    if strangers:
-        return _skip(f"{ratios_text}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are")
-    return Step(Conclusion.GOOD, f"{ratios_text}, {limit_ratio:.1%} is allowed")
+    if strangers := [gpu for gpu, ratio in ratios.items() if ratio < NOT_ITS_OWN]:
+        return _skip(f"{shown}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are")
+    return Step(Conclusion.GOOD, f"{shown}, {limit_ratio:.1%} is allowed")
 
 
 USED: Final = frozenset({"gpus", "reported_bytes"})
@@ -336,6 +314,8 @@ def build_report(address: str, steps: Mapping[str, Step]) -> Report:
     """Return the report on the steps by name; what was skipped does not fail."""
     failed = [name for name, step in steps.items() if step.verdict is Conclusion.NOT_GOOD]
     headline = f"vLLM does not serve: {', '.join(failed)}." if failed else "vLLM serves."
+    states = {name: STATES[step.verdict] for name, step in steps.items()}
+    marks = {name: state.upper() if name in failed else state for name, state in states.items()}
     return Report(
         verdict=Conclusion.NOT_GOOD if failed else Conclusion.GOOD,
         headline=headline,
@@ -343,15 +323,10 @@ def build_report(address: str, steps: Mapping[str, Step]) -> Report:
         data={
             "serves": not failed,
             "engine_url": address,
-            "steps": [{"name": name, "state": STATES[step.verdict], "text": step.text} for name, step in steps.items()],
+            "steps": [{"name": name, "state": states[name], "text": step.text} for name, step in steps.items()],
         },
-        lines=(*(_format_step(name, step) for name, step in steps.items()), headline),
+        lines=(*(f"{marks[name]:<8} {name:<12} {step.text}" for name, step in steps.items()), headline),
     )
-
-
-def _format_step(name: str, step: Step) -> str:
-    state = STATES[step.verdict]
-    return f"{state.upper() if step.verdict is Conclusion.NOT_GOOD else state:<8} {name:<12} {step.text}"
 
 
 async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]) -> dict[str, Step]:
@@ -360,12 +335,14 @@ async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable
     if health.verdict is Conclusion.NOT_GOOD:
         skipped = _skip("vLLM is not healthy")
         return {"health": health} | dict.fromkeys(("completion", "metrics", "discrepancy"), skipped)
-    before = await reach.page()
+    page = await reach.page()
     completion = await request_completion(reach, settings.completion_deadline)
-    if completion.verdict is Conclusion.NOT_GOOD:
-        metrics, page = check_inputs(before), before
+    if completion.verdict is Conclusion.GOOD:
+        metrics, page = await check_counters(reach, page)
     else:
-        metrics, page = await check_counters(reach, before)
+        metrics = _check_inputs(page, "" if isinstance(page, Failure) else explain_empty_page(page))
+        if metrics.verdict is Conclusion.GOOD:
+            metrics = _skip(f"{metrics.text}; there is no completion to look for in them")
     discrepancy = await check_discrepancy(settings, page, settings.max_discrepancy)
     return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
