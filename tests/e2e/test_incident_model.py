@@ -1,0 +1,82 @@
+"""What mutes what and what is one incident: the model that counts incidents, against a real Alertmanager."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from tests.assets.alerts import rules
+from tests.assets.situations import Fired, count_incidents, mutes
+from tests.e2e.paging import ALERTMANAGER, ALERTS, free_addresses, hurried_alertmanager, running
+from tests.process import NO_TLS, eventually
+
+ENGINE: Final = {
+    "namespace": "llm",
+    "job": "vllm-headroom",
+    "pod": "vllm-0",
+    "instance": "10.0.0.7:9839",
+    "model_name": "llama",
+}
+GPU: Final = {"gpu": "0", "uuid": "GPU-a"}
+KINDS: Final = [
+    {**ENGINE, **(GPU if rule.labels["area"] in {"memory", "gpu"} and "Host" not in rule.name else {}), **rule.labels}
+    | {"alertname": rule.name, "model_name": "llama"}
+    for rule in rules()
+    if rule.is_alert
+]
+EVERY: Final = list(itertools.combinations(KINDS, 2))
+MUTED: Final = [(one, other) for one, other in EVERY if mutes(one, other) or mutes(other, one)]
+PAIRS: Final = {
+    f"pair-{place}": [{"cluster": f"pair-{place}", **kind} for kind in pair]
+    for place, pair in enumerate([*MUTED, *(pair for pair in EVERY[::9] if pair not in MUTED)])
+}
+"""Those that the model mutes and a ninth of the others, each in its own cluster: nothing reaches beyond one."""
+
+pytestmark = pytest.mark.skipif(ALERTMANAGER is None, reason="apt-get install prometheus-alertmanager")
+
+
+def ask(address: str, path: str) -> Any:
+    return httpx.get(f"http://{address}/api/v2/{path}", timeout=60, verify=NO_TLS).json()
+
+
+def test_alertmanager_mutes_and_groups_each_pair_of_alerts_as_the_model_does(tmp_path: Path) -> None:
+    assert ALERTMANAGER
+    address, _ = free_addresses()
+    text = (ALERTS / "alertmanager" / "alertmanager.yml").read_text("utf-8")
+    (tmp_path / "alertmanager.yml").write_text(
+        hurried_alertmanager(text, tmp_path, "http://127.0.0.1:1").replace("group_wait: 2s", "group_wait: 1h"), "utf-8"
+    )
+    command = [f"--config.file={tmp_path / 'alertmanager.yml'}", f"--storage.path={tmp_path}"]
+    log = tmp_path / "alertmanager.log"
+    with running(address, log, ALERTMANAGER, *command, "--cluster.listen-address="):
+        alerts = [{"labels": labels} for pair in PAIRS.values() for labels in pair]
+        httpx.post(f"http://{address}/api/v2/alerts", json=alerts, timeout=60, verify=NO_TLS).raise_for_status()
+        eventually(lambda: len(ask(address, "alerts")) == len(alerts), "Alertmanager has every alert")
+        groups = ask(address, "alerts/groups")
+
+    heard: dict[str, set[str]] = {name: set() for name in PAIRS}
+    muted = set()
+    for group in groups:
+        for alert in group["alerts"]:
+            labels = alert["labels"]
+            if alert["status"]["inhibitedBy"]:
+                muted.add((labels["cluster"], labels["alertname"]))
+            elif group["receiver"]["name"] != "nobody":
+                heard[labels["cluster"]].add(str(sorted(group["labels"].items())))
+    expected = {
+        (name, one["alertname"])
+        for name, pair in PAIRS.items()
+        for one, other in (pair, reversed(pair))
+        if mutes(other, one)
+    }
+    fired = {name: [Fired(labels=labels, first=0, last=60, times=1) for labels in pair] for name, pair in PAIRS.items()}
+
+    assert muted == expected
+    assert len(expected) > 50
+    assert {name: len(each) for name, each in heard.items()} == {
+        name: count_incidents(pair) for name, pair in fired.items()
+    }
