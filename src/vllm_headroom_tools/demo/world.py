@@ -12,12 +12,12 @@ Bounds = tuple[float, float]
 """The least and the most; what happens is drawn evenly between them."""
 
 
-class Visits(Struct, frozen=True, kw_only=True):
+class Visits(Struct, frozen=True):
     """Something that comes, stays and goes, again and again; `size` is what it brings."""
 
     pause_seconds: Bounds
     stay_seconds: Bounds
-    size: Bounds
+    size: Bounds = (1.0, 1.0)
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -44,26 +44,15 @@ TABLE: Final[dict[str, Scenario]] = {
         Scenario(name="healthy"),
         # 12.8 MB per 1,000 requests: the rate in the post-mortem this project began with.
         Scenario(name="leak", leak_bytes_per_request=12_800.0),
-        Scenario(
-            name="burst", bursts=Visits(pause_seconds=(1_200.0, 2_400.0), stay_seconds=(20.0, 45.0), size=(4.0, 6.0))
-        ),
-        Scenario(
-            name="neighbour",
-            neighbours=Visits(
-                pause_seconds=(300.0, 1_500.0), stay_seconds=(1_200.0, 3_600.0), size=(1.0 * GIB, 3.0 * GIB)
-            ),
-        ),
+        Scenario(name="burst", bursts=Visits((1_200.0, 2_400.0), (20.0, 45.0), (4.0, 6.0))),
+        Scenario(name="neighbour", neighbours=Visits((300.0, 1_500.0), (1_200.0, 3_600.0), (1.0 * GIB, 3.0 * GIB))),
         Scenario(name="restart", restart_after_seconds=(6_300.0, 8_100.0)),
         Scenario(name="crash", restart_after_seconds=(600.0, 1_800.0)),
-        Scenario(
-            name="hang", hangs=Visits(pause_seconds=(900.0, 1_500.0), stay_seconds=(300.0, 600.0), size=(1.0, 1.0))
-        ),
+        Scenario(name="hang", hangs=Visits((900.0, 1_500.0), (300.0, 600.0))),
         Scenario(
             name="slow-start", cold=True, loading_seconds=(720.0, 1_800.0), restart_after_seconds=(7_200.0, 10_800.0)
         ),
-        Scenario(
-            name="sleep", sleeps=Visits(pause_seconds=(900.0, 1_500.0), stay_seconds=(600.0, 1_200.0), size=(1.0, 1.0))
-        ),
+        Scenario(name="sleep", sleeps=Visits((900.0, 1_500.0), (600.0, 1_200.0))),
     )
 }
 

@@ -28,7 +28,7 @@ from vllm_headroom.scrape.http.reader import find_port
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Attribution, Reason
 from vllm_headroom_tools.doctor import fixes
-from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, Survey, count_roles, find_engine_fixes, fix_setting
+from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, Survey, fix_setting, put
 from vllm_headroom_tools.look import PATIENCE_SECONDS
 
 WITHOUT_THE_PAGE: Final = (
@@ -77,7 +77,7 @@ def check_engine(survey: Survey) -> Check:
         return Check(Status.OK, f"{survey.url} answers: {page.profile}, {what}, {serving}{engines}")
     ways = [_fix_address(survey)]
     if survey.version is not None:
-        ways.insert(0, Fix(where=f"{fixes.VLLM}, to take out", lines=("--disable-log-stats",)))
+        ways.insert(0, put(f"{fixes.VLLM}, to take out", "--disable-log-stats"))
     return Check(
         Status.MISSING,
         f"{survey.url} answers, but {explain_empty_page(survey.page)}",
@@ -89,7 +89,7 @@ def check_engine(survey: Survey) -> Check:
 
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     gave_up = failure.reason is Reason.TIMEOUT and survey.daemon_waits_seconds > PATIENCE_SECONDS
-    ways, hints = find_engine_fixes(failure.reason, _fix_address(survey)), []
+    ways, hints = fixes.find_engine_fixes(failure.reason, _fix_address(survey)), []
     if gave_up:
         hints.append(f"the daemon waits {survey.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s")
     is_elsewhere = survey.served_port not in {None, find_port(survey.url)}
@@ -97,7 +97,7 @@ def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     if failure.reason is Reason.UNREACHABLE and is_here and not is_elsewhere:
         hint = "while an engine loads its model, which can take minutes, it does not listen"
         hints.append(f"its processes run here: {hint}")
-        ways = (Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",)), *ways)
+        ways = (put("by waiting for this in vLLM's log", "Application startup complete."), *ways)
     elif is_elsewhere:
         hints.append(f"an engine that runs here serves port {survey.served_port}")
     return Check(
@@ -164,18 +164,15 @@ def check_engine_inputs(survey: Survey) -> Check:
     if not wanted:
         return Check(Status.OK, offered, details=details)
     if has_served := any(engine.prompt_tokens_total for engine in page.engines):
-        later, is_vllm = "", profile.name == VLLM.name
-        newer = (
-            "0.11.1 or newer, which offers all of them"
-            if is_vllm
-            else "a newer version, where it has one that offers them"
-        )
-        fix = Fix(where=f"in {'vLLM' if is_vllm else profile.product}'s image", lines=(f"# {newer}",))
+        later, fix = "", put("in vLLM's image", "# 0.11.1 or newer, which offers all of them")
+        if profile.name != VLLM.name:
+            newer = "# a newer version, where it has one that offers them"
+            fix = put(f"in {profile.product}'s image", newer)
     else:
         later = "; no request has been served yet, and some appear with the first"
         body = json.dumps({"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1})
         url, data = (shlex.quote(text) for text in (str(survey.url.join("v1/completions")), body))
-        fix = Fix(where="with a first request", lines=(f"curl {url} -H 'Content-Type: application/json' -d {data}",))
+        fix = put("with a first request", f"curl {url} -H 'Content-Type: application/json' -d {data}")
     return Check(
         Status.MISSING if has_served else Status.UNKNOWN,
         f"{offered}, not {', '.join(wanted)}{later}",
@@ -204,7 +201,7 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
     given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
     unknown = f"{product} does not report one gpu_memory_utilization"
     set_bytes = fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU")
-    take_out = Fix(where=f"{fixes.VLLM}, to take out", lines=("--kv-cache-memory-bytes",))
+    take_out = put(f"{fixes.VLLM}, to take out", "--kv-cache-memory-bytes")
     return Check(
         Status.MISSING,
         f"{given if is_given else unknown}, so there is no budget to compare its memory with",
@@ -247,28 +244,24 @@ NO_PROBE_DIR: Final = "HEADROOM_PROBE_DIR is not set: what only vLLM's processes
 NO_GPU: Final = "torch's allocator reports nothing: vLLM has no GPU, has not used it yet, or may sleep"
 
 INSTALL_PROBE: Final = (
-    Fix(
-        where=f"{fixes.POD}, after the container that runs vllm-headroom probe install (all in the component probe)",
-        lines=(
-            "containers:",
-            "- name: vllm",
-            "  env:",
-            "  - {name: PYTHONPATH, value: /opt/headroom-probe}",
-            "  - {name: HEADROOM_PROBE_DIR, value: /run/headroom-probe}",
-            "  volumeMounts:",
-            "  - {name: headroom-probe, mountPath: /opt/headroom-probe, readOnly: true}",
-            "  - {name: headroom-probe-files, mountPath: /run/headroom-probe}",
-        ),
+    put(
+        f"{fixes.POD}, after the container that runs vllm-headroom probe install (all in the component probe)",
+        "containers:",
+        "- name: vllm",
+        "  env:",
+        "  - {name: PYTHONPATH, value: /opt/headroom-probe}",
+        "  - {name: HEADROOM_PROBE_DIR, value: /run/headroom-probe}",
+        "  volumeMounts:",
+        "  - {name: headroom-probe, mountPath: /opt/headroom-probe, readOnly: true}",
+        "  - {name: headroom-probe-files, mountPath: /run/headroom-probe}",
     ),
-    Fix(
-        where=f"in vLLM's compose service (deploy/compose), and the folder {fixes.COMPOSE} too",
-        lines=("environment: {PYTHONPATH: /opt/headroom-probe, HEADROOM_PROBE_DIR: /run/headroom-probe}",),
+    put(
+        f"in vLLM's compose service (deploy/compose), and the folder {fixes.COMPOSE} too",
+        "environment: {PYTHONPATH: /opt/headroom-probe, HEADROOM_PROBE_DIR: /run/headroom-probe}",
     ),
-    Fix(where="where vLLM's environment has VLLM_PLUGINS", lines=("VLLM_PLUGINS=...,headroom_probe",)),
+    put("where vLLM's environment has VLLM_PLUGINS", "VLLM_PLUGINS=...,headroom_probe"),
 )
-RESTART: Final = (
-    Fix(where="by a restart of vLLM, once the error in its log is fixed", lines=("headroom probe: ...",)),
-)
+RESTART: Final = (put("by a restart of vLLM, once the error in its log is fixed", "headroom probe: ..."),)
 
 
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
@@ -285,7 +278,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
     ways = RESTART if found.silent or details else INSTALL_PROBE
     if found.present:
         versions = sorted({each.vllm_version for each in found.present if each.vllm_version})
-        text = f"it answers in {count_roles(each.role for each in found.present)}"
+        text = f"it answers in {fixes.count_roles(each.role for each in found.present)}"
         text += f" of vLLM {', '.join(versions)}" if versions else ""
         details += [f"{_name_process(each)} writes no longer" for each in found.silent]
         if not details:

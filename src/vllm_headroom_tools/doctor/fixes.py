@@ -66,74 +66,67 @@ def count_roles(roles: Iterable[Role]) -> str:
     return ", ".join(f"{count} {role}" for role, count in sorted(Counter(map(str, roles)).items()))
 
 
+def put(where: str, *lines: str) -> Fix:
+    """Return the fix that is to put these lines there."""
+    return Fix(where=where, lines=lines)
+
+
 def fix_setting(*lines: str) -> Fix:
     """Return the fix that is a setting of ours."""
-    return Fix(where="in the sidecar's environment", lines=lines)
+    return put("in the sidecar's environment", *lines)
 
 
 SEE_THE_GPUS: Final = (
-    Fix(
-        where=POD,
-        lines=(
-            "runtimeClassName: nvidia",
-            "containers:  # initContainers, where the sidecar is a native one",
-            "- name: headroom",
-            "  env:",
-            "  - {name: NVIDIA_VISIBLE_DEVICES, value: all}",
-            "  - {name: NVIDIA_DRIVER_CAPABILITIES, value: utility}",
-        ),
+    put(
+        POD,
+        "runtimeClassName: nvidia",
+        "containers:  # initContainers, where the sidecar is a native one",
+        "- name: headroom",
+        "  env:",
+        "  - {name: NVIDIA_VISIBLE_DEVICES, value: all}",
+        "  - {name: NVIDIA_DRIVER_CAPABILITIES, value: utility}",
     ),
-    Fix(where="in both containers, where the pod has the GPUs by a DRA claim, here named gpu", lines=(CLAIM,)),
-    Fix(
-        where="in the pod's metadata, where the GPU Operator runs its NRI plugin",
-        lines=("annotations: {nvidia.cdi.k8s.io/container.headroom: nvidia.com/gpu=all}",),
+    put("in both containers, where the pod has the GPUs by a DRA claim, here named gpu", CLAIM),
+    put(
+        "in the pod's metadata, where the GPU Operator runs its NRI plugin",
+        "annotations: {nvidia.cdi.k8s.io/container.headroom: nvidia.com/gpu=all}",
     ),
-    Fix(
-        where=COMPOSE,
-        lines=("runtime: nvidia", "environment: {NVIDIA_VISIBLE_DEVICES: all, NVIDIA_DRIVER_CAPABILITIES: utility}"),
-    ),
-    Fix(
-        where="on a machine without containers, once NVIDIA's driver is installed, this works", lines=("nvidia-smi -L",)
-    ),
+    put(COMPOSE, "runtime: nvidia", "environment: {NVIDIA_VISIBLE_DEVICES: all, NVIDIA_DRIVER_CAPABILITIES: utility}"),
+    put("on a machine without containers, once NVIDIA's driver is installed, this works", "nvidia-smi -L"),
 )
 SEE_THE_PROCESSES: Final = (
-    Fix(where=POD, lines=("shareProcessNamespace: true",)),
-    Fix(
-        where=f"{COMPOSE} and in vLLM's, beside a service that only sleeps (deploy/compose)",
-        lines=('pid: "service:processes"',),
-    ),
+    put(POD, "shareProcessNamespace: true"),
+    put(f"{COMPOSE} and in vLLM's, beside a service that only sleeps (deploy/compose)", 'pid: "service:processes"'),
 )
-SEE_HOST_PIDS: Final = Fix(where=POD, lines=("hostPID: true",))
-NEWER_DRIVER: Final = Fix(where=NODE, lines=("# NVIDIA driver 565.57.01 or newer",))
-KERNEL_LOG: Final = Fix(where=NODE, lines=("dmesg --ctime | grep -e NVRM -e Xid -e amdgpu",))
-SEE_AMDS_CARDS: Final = Fix(
-    where="on a machine with AMD's cards, once their driver amdgpu is loaded, this works, in a container too",
-    lines=("cat /sys/class/drm/card*/device/mem_info_vram_total",),
+SEE_HOST_PIDS: Final = put(POD, "hostPID: true")
+NEWER_DRIVER: Final = put(NODE, "# NVIDIA driver 565.57.01 or newer")
+KERNEL_LOG: Final = put(NODE, "dmesg --ctime | grep -e NVRM -e Xid -e amdgpu")
+SEE_AMDS_CARDS: Final = put(
+    "on a machine with AMD's cards, once their driver amdgpu is loaded, this works, in a container too",
+    "cat /sys/class/drm/card*/device/mem_info_vram_total",
 )
 ASK_KFD: Final = (
-    Fix(where=COMPOSE, lines=("devices: [/dev/kfd, /dev/dri]",)),
-    Fix(where="in both containers, where the pod has AMD's cards by a DRA claim, here named gpu", lines=(CLAIM,)),
+    put(COMPOSE, "devices: [/dev/kfd, /dev/dri]"),
+    put("in both containers, where the pod has AMD's cards by a DRA claim, here named gpu", CLAIM),
 )
 TRACE_THEM: Final = (
-    Fix(
-        where="in the pod's spec, beside shareProcessNamespace: true, where vLLM runs as root",
-        lines=(
-            "containers:  # initContainers, where the sidecar is a native one",
-            "- name: headroom",
-            "  securityContext: {runAsUser: 0, runAsNonRoot: false, capabilities: {drop: [ALL], add: [SYS_PTRACE]}}",
-        ),
+    put(
+        "in the pod's spec, beside shareProcessNamespace: true, where vLLM runs as root",
+        "containers:  # initContainers, where the sidecar is a native one",
+        "- name: headroom",
+        "  securityContext: {runAsUser: 0, runAsNonRoot: false, capabilities: {drop: [ALL], add: [SYS_PTRACE]}}",
     ),
-    Fix(where=COMPOSE, lines=('user: "0"', "cap_add: [SYS_PTRACE]")),
+    put(COMPOSE, 'user: "0"', "cap_add: [SYS_PTRACE]"),
 )
 NEW_CONTAINER: Final = (
-    Fix(
-        where="in Kubernetes nothing: after this time the daemon exits, and the kubelet restarts its container",
-        lines=("HEADROOM_GPU_FATAL_GRACE_SECONDS=60",),
+    put(
+        "in Kubernetes nothing: after this time the daemon exits, and the kubelet restarts its container",
+        "HEADROOM_GPU_FATAL_GRACE_SECONDS=60",
     ),
-    Fix(where="with compose", lines=("docker compose up --detach --force-recreate headroom",)),
+    put("with compose", "docker compose up --detach --force-recreate headroom"),
 )
 SAY_WHICH_PORT: Final = (
-    Fix(where=VLLM, lines=("--port 8001  # another for each server",)),
+    put(VLLM, "--port 8001  # another for each server"),
     fix_setting("HEADROOM_ENGINE_URL=http://127.0.0.1:8001/metrics"),
 )
 
@@ -142,8 +135,8 @@ _NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
     Reason.NO_DEVICES: (*SEE_THE_GPUS, SEE_AMDS_CARDS),
     Reason.NO_PERMISSION: SEE_THE_GPUS,
     Reason.DRIVER_MISSING: (
-        Fix(where=POD, lines=('nodeSelector: {nvidia.com/gpu.present: "true"}',)),
-        Fix(where=NODE, lines=("modprobe nvidia",)),
+        put(POD, 'nodeSelector: {nvidia.com/gpu.present: "true"}'),
+        put(NODE, "modprobe nvidia"),
         SEE_AMDS_CARDS,
     ),
     Reason.VERSION_MISMATCH: NEW_CONTAINER,

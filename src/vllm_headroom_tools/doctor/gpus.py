@@ -18,16 +18,7 @@ from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.units import format_gib
 from vllm_headroom.vocabulary import Attribution, HostBasis, Reason
 from vllm_headroom_tools.doctor import fixes
-from vllm_headroom_tools.doctor.fixes import (
-    Check,
-    Fix,
-    Status,
-    Survey,
-    count_roles,
-    find_gpu_fixes,
-    find_nvml_fixes,
-    fix_setting,
-)
+from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, Survey, fix_setting, put
 
 OWNED_GPU_SERIES: Final = (
     "headroom_engine_unused_bytes",
@@ -50,7 +41,7 @@ def check_nvml(survey: Survey) -> Check:
     """Check whether NVML answers, and with which driver."""
     found = survey.readings
     if isinstance(found, Failure):
-        return Check(Status.MISSING, found.message, absent=WITHOUT_NVML, fixes=find_nvml_fixes(found.reason))
+        return Check(Status.MISSING, found.message, absent=WITHOUT_NVML, fixes=fixes.find_nvml_fixes(found.reason))
     if all(device.vendor is Vendor.AMD for device in found.devices):
         return Check(Status.NOT_APPLICABLE, "not needed: the GPUs are AMD's, whose driver reports them in /sys")
     version = f"driver {found.driver_version}" if found.driver_version else "and does not report the driver's version"
@@ -76,7 +67,7 @@ def check_gpus(survey: Survey) -> Check:
         f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,
         absent=tuple(f"headroom_gpu_memory_* of {name_device(device)}" for device in unread),
-        fixes=find_gpu_fixes(failures[0]) if failures else missing,
+        fixes=fixes.find_gpu_fixes(failures[0]) if failures else missing,
     )
 
 
@@ -112,12 +103,12 @@ BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.MACHINE: "by the machine, since their cgroup has no limit",
     HostBasis.PROCESSES: "by what its processes hold themselves and their /dev/shm, since their cgroup is not seen",
 }
-SHOW_PROC: Final = Fix(where="in the systemd unit", lines=("ProtectProc=default", "ProcSubset=all"))
-STUCK: Final = Fix(where=f"{fixes.NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
-ON_ITS_MACHINE: Final = Fix(where="on the machine where vLLM runs", lines=("vllm-headroom doctor",))
-ASK_THE_NODE: Final = Fix(
-    where=f"{fixes.NODE}, to see whether the driver reports it",
-    lines=("nvidia-smi --query-compute-apps=pid,used_memory --format=csv",),
+SHOW_PROC: Final = put("in the systemd unit", "ProtectProc=default", "ProcSubset=all")
+STUCK: Final = put(f"{fixes.NODE}, to find them", "ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'")
+ON_ITS_MACHINE: Final = put("on the machine where vLLM runs", "vllm-headroom doctor")
+ASK_THE_NODE: Final = put(
+    f"{fixes.NODE}, to see whether the driver reports it",
+    "nvidia-smi --query-compute-apps=pid,used_memory --format=csv",
 )
 
 
@@ -130,7 +121,7 @@ def check_processes(survey: Survey) -> Check:
     namespace = _name_namespace(found)
     state, ways, details = Status.MISSING, share, []
     if found.engine:
-        counted = count_roles(process.role for process in found.engine)
+        counted = fixes.count_roles(process.role for process in found.engine)
         state, ways, details = Status.OK, (), [*_describe_host(survey, found)]
         text = f"vLLM's are seen ({counted}), in {namespace}"
     elif found.ambiguous_roots:

@@ -5,7 +5,7 @@ from typing import Final
 
 from vllm_headroom.model import EngineOptions, Failure
 from vllm_headroom_tools.doctor import fixes
-from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, Survey
+from vllm_headroom_tools.doctor.fixes import Check, Status, Survey, put
 from vllm_headroom_tools.versions import describe_fault, list_faults, parse_version
 
 NEVER: Final = {
@@ -33,7 +33,7 @@ def check_options(survey: Survey) -> Check:
     wrong = tuple(_list_contradictions(options, survey))
     if not wrong:
         return Check(Status.OK, f"vLLM's command line sets {', '.join(options.given) or 'nothing'}", details=shown)
-    change = Fix(where=fixes.VLLM, lines=("# one of the two options, by the name that vLLM knows",))
+    change = put(fixes.VLLM, "# one of the two options, by the name that vLLM knows")
     return Check(Status.MISSING, "vLLM's command line contradicts itself", details=(*wrong, *shown), fixes=(change,))
 
 

@@ -21,16 +21,13 @@ from vllm_headroom.trace.entries import LONGEST_LINE
 from vllm_headroom.trace.recorder import FOREIGN, is_trace_start, try_write
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker
-from vllm_headroom_tools.doctor.fixes import POD, Check, Fix, Status, fix_setting
+from vllm_headroom_tools.doctor.fixes import POD, Check, Fix, Status, fix_setting, put
 from vllm_headroom_tools.look import fetch_once
 
 ANSWER_SECONDS: Final = 2.0
 EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::"})
 USUAL_PORTS: Final = (9839, 9840)
 ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfaces")
-PEM_BEGIN: Final = "-----BEGIN CERTIFICATE-----"
-PEM_END: Final = "-----END CERTIFICATE-----"
-"""What a file of certificates has around each; the first one is shown."""
 
 
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
@@ -84,22 +81,21 @@ async def _check_locked(failure: Failure, host: str, port: int, web_config: Path
             )
         except OSError:  # TimeoutError is one
             return None
-        if web_config is not None and ssl.PEM_cert_to_DER_cert(shown) == _read_own_certificate(web_config):
+        if web_config is not None and _is_own_certificate(shown, web_config):
             text = f"a daemon is running here: {found} with the certificate of HEADROOM_WEB_CONFIG_FILE"
             return Check(Status.OK, text)
     text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one is not known"
     return Check(Status.UNKNOWN, text)
 
 
-def _read_own_certificate(web_config: Path) -> bytes | None:
+def _is_own_certificate(shown: str, web_config: Path) -> bool:
+    """Return whether a certificate in PEM is in the file that `web_config` names."""
     try:
         tls = read_web_config(web_config).tls
-        if tls is None:
-            return None
-        first = tls.cert_file.read_text().partition(PEM_END)[0].partition(PEM_BEGIN)[2]
-        return ssl.PEM_cert_to_DER_cert(f"{PEM_BEGIN}{first}{PEM_END}")
+        own = "" if tls is None else tls.cert_file.read_text()
     except (OSError, ValueError, WebConfigError):
-        return None
+        return False
+    return "".join(shown.split()) in "".join(own.split())
 
 
 FILE_SECONDS: Final = 2.0
@@ -139,9 +135,9 @@ async def _check_writable(path: Path, attempt: Callable[[], None], variable: str
         f"  env: [{{name: {variable}, value: {value}}}]",
     )
     ways: tuple[Fix, ...] = (
-        Fix(where=POD, lines=lines),
-        Fix(where=f"{POD}, for a volume that is not an emptyDir", lines=("securityContext: {fsGroup: 65532}",)),
-        Fix(where="in the systemd unit", lines=("StateDirectory=vllm-headroom", f"Environment={variable}={value}")),
+        put(POD, *lines),
+        put(f"{POD}, for a volume that is not an emptyDir", "securityContext: {fsGroup: 65532}"),
+        put("in the systemd unit", "StateDirectory=vllm-headroom", f"Environment={variable}={value}"),
     )
     if problem == FOREIGN:
         ways = (fix_setting(f"{variable}={path}.jsonl"),)

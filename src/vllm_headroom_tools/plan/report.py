@@ -1,6 +1,6 @@
 """The answer for scripts, and what the probe measured in an engine that serves the model."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import floor
 from pathlib import Path
 from typing import Any, Final
@@ -48,11 +48,11 @@ def build_report(found: MemoryEstimate, measured: EngineParts | None) -> Report:
         headline=headline,
         findings=(Finding("fits", verdict, headline, fix), *notes),
         data={"fits": fits} | _build_data(found, changes) | ({"measured": measured_bytes} if pairs else {}),
-        lines=_render_text(found, pairs),
+        lines=_render_text(found, changes, pairs),
     )
 
 
-def _render_text(found: MemoryEstimate, pairs: Iterable[Pair]) -> Iterator[str]:
+def _render_text(found: MemoryEstimate, changes: Sequence[Saving], pairs: Iterable[Pair]) -> Iterator[str]:
     tables: list[str] = []
     if found.blocks:
         tables = [
@@ -71,7 +71,7 @@ def _render_text(found: MemoryEstimate, pairs: Iterable[Pair]) -> Iterator[str]:
             _format_memory(found),
             _format_cache(found),
             tables,
-            _format_answer(found),
+            _format_answer(found, changes),
             [*head, *measured],
         )
     )
@@ -111,7 +111,12 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     if found.budget is not None:
         usual = "vLLM's default since 0.20" if question.gpu_memory_utilization == UTILIZATION else ""
         yield from _format_line(f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual)
-    yield from _format_line("weights", found.weights, _name_weights_source(found))
+    source = "from the checkpoint's size"
+    if question.checkpoint_bytes is None and question.parameters is not None:
+        source = f"{question.parameters / BILLION:,.2f} billion parameters"
+    elif question.checkpoint_bytes is None:
+        source = "parameters counted from the configuration" if found.weights is not None else ""
+    yield from _format_line("weights", found.weights, source)
     if question.max_loras:
         yield from _format_line(
             "  of them for LoRA", question.adapters_bytes, f"{question.max_loras} of rank {question.max_lora_rank}"
@@ -132,15 +137,6 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     yield from _format_line("beside the budget", found.outside, ", ".join(besides))
     if question.host_memory_bytes or question.cpu_offload_bytes or question.kv_offloading_bytes:
         yield from _format_line("host memory of all", found.host, "offloads take up to 1.92 times their size")
-
-
-def _name_weights_source(found: MemoryEstimate) -> str:
-    question = found.question
-    if question.checkpoint_bytes is not None:
-        return "from the checkpoint's size"
-    if question.parameters is not None:
-        return f"{question.parameters / BILLION:,.2f} billion parameters"
-    return "parameters counted from the configuration" if found.weights is not None else ""
 
 
 def _format_line(name: str, amount: float | Range | None, remark: str = "") -> list[str]:
@@ -191,17 +187,16 @@ def _format_table(head: tuple[str, str], rows: Iterable[tuple[int, int]]) -> Ite
         yield f"  {name:<15}{numbers}"
 
 
-def _format_answer(found: MemoryEstimate) -> Iterator[str]:
+def _format_answer(found: MemoryEstimate, changes: Sequence[Saving]) -> Iterator[str]:
     for sentence in (*list_notes(found), explain_verdict(found)):
         yield from wrap_text("", sentence)
     if can_start(found) is True or found.kv_cache is None:
         return
-    tried = find_changes(found)
-    if tried:
+    if changes:
         yield "Any of these would make it fit:"
     elif not list_unknown(found):
         yield "No change of one or two settings would make it fit."
-    written = [(" ".join(f"{option} {value}" for option, value in change.settings), change.price) for change in tried]
+    written = [(" ".join(map(" ".join, change.settings)), change.price) for change in changes]
     width = max((len(settings) for settings, _ in written), default=0)
     for settings, price in written:
         yield from wrap_text(f"  {settings:<{width}}  ", price)

@@ -39,14 +39,21 @@ def list_unknown(found: MemoryEstimate) -> list[str]:
 
 def explain_verdict(found: MemoryEstimate) -> str:
     """Return whether vLLM starts, and why."""
-    answer, missing = can_start(found), list_unknown(found)
+    answer, missing, host = can_start(found), list_unknown(found), found.question.host_memory_bytes
     if answer:
         return f"It fits: vLLM starts. {_explain_concurrency(found)}"
     if answer is False:
         return f"It does not fit: {_explain_obstacle(found)}."
     if missing:
         return f"Cannot tell whether it fits: not known {'is' if len(missing) == 1 else 'are'} {', '.join(missing)}."
-    return f"Too close to call: {_explain_margin(found)}."
+    if host is not None and found.host.high > host:
+        margin = f"vLLM's processes need {format_range(found.host)} GiB of the host's {format_gib(host)}"
+    elif found.kv_cache is None or found.budget is None:
+        margin = "with the higher estimates it is more than the card has"
+    else:
+        needed = format_gib(found.count_sequence_bytes(found.question.max_model_len or 1))
+        margin = f"{format_range(found.kv_cache)} GiB are left for the KV cache, and one sequence needs {needed}"
+    return f"Too close to call: {margin}."
 
 
 def format_range(amount: Range) -> str:
@@ -74,16 +81,6 @@ def _explain_obstacle(found: MemoryEstimate) -> str:
     if question.unified_memory:
         return f"{leaves} machine, and it needs {outside}: vLLM would start, and it would hang"
     return f"{leaves} card, and {outside} lie outside of it"
-
-
-def _explain_margin(found: MemoryEstimate) -> str:
-    host = found.question.host_memory_bytes
-    if host is not None and found.host.high > host:
-        return f"vLLM's processes need {format_range(found.host)} GiB of the host's {format_gib(host)}"
-    if found.kv_cache is None or found.budget is None:
-        return "with the higher estimates it is more than the card has"
-    needed = format_gib(found.count_sequence_bytes(found.question.max_model_len or 1))
-    return f"{format_range(found.kv_cache)} GiB are left for the KV cache, and one sequence needs {needed}"
 
 
 def _explain_concurrency(found: MemoryEstimate) -> str:

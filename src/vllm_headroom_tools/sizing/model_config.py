@@ -67,22 +67,6 @@ HEADED: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"}
 """Classes of generating models that end so too."""
 
 
-def is_encoder(config: Config) -> bool:
-    """Return whether the model keeps nothing of a sequence, since every token sees all others."""
-    whole_text = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
-    return whole_text or str(config.get("model_type")) in ENCODERS
-
-
-def has_output(config: Config) -> bool:
-    """Return whether the model has separate weights for the next token's logits."""
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
-    if is_encoder(config) or config.get(POOLED) or (name.endswith(HEADLESS) and name not in HEADED):
-        return False
-    kind = str(config.get("model_type"))
-    return not config.get("tie_word_embeddings", kind in TIED or kind.startswith(("gemma3", "gemma4")))
-
-
 TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where a multimodal model keeps its language model; `thinker_config` nests once more."""
 
@@ -129,7 +113,9 @@ def _find_language_part(config: Config) -> Config:
 
 
 def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
-    count, whole_text = read_needed(config, *LAYERS), is_encoder(config)
+    count, kind = read_needed(config, *LAYERS), config.get("model_type")
+    is_whole = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
+    whole_text = is_whole or str(kind) in ENCODERS
     found_kinds = layers.list_kinds(config, count)
     full, windowed, stateful = (
         sum(kind in names for kind in found_kinds) for names in (layers.FULL, layers.WINDOWED, layers.STATEFUL)
@@ -138,7 +124,13 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         raise ValueError("none of its layers has a KV cache")
     heads, narrow = layers.read_heads(config)
     weight_bytes, quantisation = read_weight_bytes(config, SERVED_BYTES)
-    found_mlp, latent, kind = read_mlp(config), read_whole(config, "kv_lora_rank"), config.get("model_type")
+    found_mlp, latent = read_mlp(config), read_whole(config, "kv_lora_rank")
+    has_checkpoint = stateful and read_whole(config, *layers.MAMBA_2_HEADS)  # at the prompt's end
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    is_headless = whole_text or config.get(POOLED) or (name.endswith(HEADLESS) and name not in HEADED)
+    is_usually_tied = str(kind) in TIED or str(kind).startswith(("gemma3", "gemma4"))
+    is_tied = bool(is_headless or config.get("tie_word_embeddings", is_usually_tied))
     length, scaling = read_whole(config, *LENGTHS), read_part(config, "rope_scaling", "rope_parameters")
     factor, way = scaling.get("factor"), str(scaling.get("rope_type") or scaling.get("type"))
     if length and way not in NOT_SCALED and "gemma3" not in str(kind) and isinstance(factor, int | float):
@@ -152,9 +144,7 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         windowed_heads=narrow,
         stateful_layers=stateful,
         state_bytes=layers.count_state_bytes(config) if stateful else None,
-        state_checkpoints=int(
-            stateful and read_whole(config, *layers.MAMBA_2_HEADS) is not None
-        ),  # one at the prompt's end
+        state_checkpoints=1 if has_checkpoint else 0,
         attention_heads=read_whole(config, *layers.HEADS),
         heads=heads,
         latent_width=latent + (read_whole(config, "qk_rope_head_dim") or 0) if latent else None,
@@ -162,7 +152,7 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         vocabulary=read_whole(config, *VOCABULARY),
         mlp_width=found_mlp[0] if found_mlp else None,
         experts_per_token=found_mlp[1] if found_mlp else 1,
-        tied_embeddings=not has_output(config),
+        tied_embeddings=is_tied,
         parameters=count_layer_parameters(config, found_kinds, heads, narrow or heads),
         encoder=beside,
         max_model_len=length,
