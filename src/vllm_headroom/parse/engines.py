@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 from vllm_headroom.model import EnginePage, EngineReading, Failure
 from vllm_headroom.parse.exposition import check_page, parse_samples, refuse_page
 from vllm_headroom.parse.fields import LARGEST
-from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
+from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
 MOST_ENGINES: Final = 256
@@ -103,17 +103,15 @@ def _build_reading(profile: Profile, key: _Key, families: _Families, ranks: int)
     elif capacity is None and used is not None and ratio:
         values["kv_capacity_tokens"] = _check_value("kv_capacity_tokens", round(used / ratio))
     awake = values.pop("awake", None)
-    values |= {fact.field: _find_text(fact, families.get(fact.family, ())) for fact in profile.texts}
     return EngineReading(model_name=key[0], engine=key[1], awake=None if awake is None else awake > 0, **values)
 
 
-def _find_text(fact: TextFact, samples: Iterable[Sample]) -> str | None:
-    found = {sample.labels.get(fact.label, "") for sample in samples}
-    excepted = any(sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS for sample in samples)
-    return None if len(found) != 1 or excepted else found.pop() or None
-
-
-def _find_value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | None:
+def _find_value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | str | None:
+    if fact.combine is Combine.TEXT:
+        samples = [sample for name in fact.names for sample in families.get(name, ())]
+        found = {sample.labels.get(fact.label or "", "") for sample in samples}
+        has_exceptions = any(sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS for sample in samples)
+        return None if len(found) != 1 or has_exceptions else found.pop() or None
     for names in fact.families:
         values = [_combine_samples(profile, fact, families.get(name, ()), ranks) for name in names.split("+")]
         known = [value for value in values if value is not None]

@@ -20,6 +20,9 @@ class Combine(Enum):
     """A setting: unknown unless they agree."""
     SHARE = auto()
     """The total of all engines on the page, repeated by each: divided by the number of engines."""
+    TEXT = auto()
+    """A setting that is a label's text: unknown unless all series agree, or where the label `exceptions` lists parts of
+    the engine with another."""
 
 
 class Fact(Struct, frozen=True):
@@ -40,23 +43,12 @@ class Fact(Struct, frozen=True):
     where: tuple[str, tuple[str, ...]] | None = None
     prefixed: bool = True
     factor: float = 1.0
+    exceptions: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All families, one by one."""
         return tuple(name for families in self.families for name in families.split("+"))
-
-
-class TextFact(Struct, frozen=True):
-    """A field of EngineReading that is a label's text: unknown unless all series agree on it.
-
-    It is also unknown where the label `exceptions` lists parts of the engine with another value.
-    """
-
-    field: str
-    family: str
-    label: str
-    exceptions: str
 
 
 class Profile(Struct, frozen=True, kw_only=True, dict=True):
@@ -71,7 +63,6 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     name: str
     prefixes: tuple[str, ...]
     facts: tuple[Fact, ...]
-    texts: tuple[TextFact, ...] = ()
     model_label: str = "model_name"
     engine_label: str = "engine"
     repeat_labels: tuple[str, ...] = ()
@@ -90,7 +81,6 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     def names_pattern(self) -> str:
         """A regular expression of the names of all samples the profile reads."""
         prefixed = {family for fact in self.facts if fact.prefixed for family in fact.names}
-        prefixed |= {fact.family for fact in self.texts}
         prefixes, families = ("|".join(map(re.escape, names)) for names in (self.prefixes, sorted(prefixed)))
         return "|".join((f"(?:{prefixes})(?:{families})", *map(re.escape, sorted(self.plain_families))))
 

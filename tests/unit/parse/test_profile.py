@@ -28,7 +28,7 @@ def test_a_profile_fills_fields_of_a_reading(profile: Profile) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
 def test_a_profile_says_of_every_input_that_it_offers_it_or_why_not(profile: Profile) -> None:
-    filled = {fact.field for fact in profile.facts} | {text.field for text in profile.texts}
+    filled = {fact.field for fact in profile.facts}
     filled |= {"kv_capacity_tokens"} if {"kv_blocks", "kv_block_tokens"} <= filled else set()
     filled |= {"kv_used_ratio", "kv_capacity_tokens"} if "kv_used_tokens" in filled else set()
     offered, absent = (

@@ -4,7 +4,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
+from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.units import GIB
 
 _INFO: Final = ("cache_config_info",)
@@ -23,10 +23,6 @@ VLLM: Final = Profile(
     repeat_labels=("pid",),  # one series per API server, of which one is true and the others are 0
     replica_labels=("ReplicaId",),
     absent=(("memory_bytes", "its page has no bytes: the probe reports them, or the budget is used"),),
-    texts=(
-        # the last in 0.19 and newer
-        TextFact("kv_cache_dtype", "cache_config_info", "cache_dtype", exceptions="kv_cache_dtype_skip_layers"),
-    ),
     facts=(
         Fact("running", ("num_requests_running",)),
         Fact("waiting", ("num_requests_waiting",)),
@@ -38,6 +34,7 @@ VLLM: Final = Profile(
         # 0.9.2 and newer, up to 0.11.2
         Fact("kv_used_ratio", ("kv_cache_usage_perc", "gpu_cache_usage_perc"), combine=Combine.MEAN),
         Fact("kv_capacity_tokens", _INFO, label="kv_cache_size_tokens"),  # 0.24 and newer
+        Fact("kv_cache_dtype", _INFO, Combine.TEXT, "cache_dtype", exceptions="kv_cache_dtype_skip_layers"),  # 0.19
         Fact("kv_blocks", _INFO, label="num_gpu_blocks", combine=Combine.SHARE),
         Fact("kv_block_tokens", _INFO, label="block_size", combine=Combine.SAME),
         _counter("prefix_queries_total", "prefix_cache_queries", "gpu_prefix_cache_queries"),

@@ -15,7 +15,17 @@ from vllm_headroom.scrape.proc.connections import find_wait
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_parts
 from vllm_headroom.scrape.proc.options import read_options
-from vllm_headroom.scrape.proc.roots import INIT, Choice, Orphans, PageState, ServedPort, can_see_others, choose_roots
+from vllm_headroom.scrape.proc.roots import (
+    INIT,
+    Choice,
+    PageState,
+    ServedPort,
+    add_children,
+    can_see_others,
+    choose_roots,
+    find_orphans,
+    find_strays,
+)
 from vllm_headroom.scrape.proc.servers import find_port, find_role
 from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Role, Source
@@ -83,7 +93,8 @@ class Processes:
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
         self._options: EngineOptions | None = None
-        self._orphans = Orphans()
+        self._known: dict[int, ProcEntry] = {}
+        self._orphans: dict[int, ProcEntry] = {}
         self._orphaned: frozenset[int] = frozenset()
         self._strays: frozenset[int] = frozenset()
         self._sees_others = True
@@ -149,8 +160,10 @@ class Processes:
             self._page = page
             entries = self._entries
             own_pid = proc_files.read_own_pid(self._proc)
-            self._strays = self._orphans.strays(entries)
-            self._orphaned = self._orphans.find_orphans(entries, answers=self._page.answers)
+            self._strays = add_children(entries, find_strays(entries, self._known))
+            roots = self._choice.roots
+            self._orphans = find_orphans(entries, self._known, self._orphans, roots, answers=page.answers)
+            self._orphaned = add_children(entries, self._orphans)
             left = self._orphaned | self._strays
             rest = {pid: entry for pid, entry in entries.items() if pid not in left}
             self._choice = choose_roots(rest, self._find_served, self._page, self._choice)
@@ -159,7 +172,7 @@ class Processes:
             tops = [each for root in self._choice.roots[:1] for each in (root, entries[root].parent_pid)]
             set_by = (read_options(proc_files.read_command(self._proc, pid)) for pid in tops)
             self._options = next((options for options in set_by if options is not None), None)
-            self._orphans.remember(rest, self._choice.roots, self._roles)
+            self._known = {pid: rest[pid] for pid in self._roles}
             self._sees_others = can_see_others(entries, own_pid)
         found = (self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)

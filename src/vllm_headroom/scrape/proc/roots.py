@@ -190,73 +190,68 @@ _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 _BELOW_A_SERVER: Final = (Role.ENGINE_CORE, Role.WORKER)
 
 
-class Orphans:
-    """Recognises the engine's processes after the exit of the core or the server above them."""
+def find_orphans(
+    entries: Mapping[int, ProcEntry],
+    engine: Mapping[int, ProcEntry],
+    before: Mapping[int, ProcEntry],
+    roots: Iterable[int],
+    *,
+    answers: bool,
+) -> dict[int, ProcEntry]:
+    """Return the former processes of an engine that descend from none of its roots now.
 
-    def __init__(self) -> None:
-        self._roots: dict[int, ProcEntry] = {}
-        self._members: dict[int, ProcEntry] = {}
-        self._left: dict[int, ProcEntry] = {}
-
-    def find_orphans(self, entries: Mapping[int, ProcEntry], *, answers: bool) -> frozenset[int]:
-        """Return the pids of former engine processes that descend from none of its roots now, and their children.
-
-        Their parent is init, or another process that adopts orphans, and never a later engine. A root that is no server
-        has a program above it, and is an orphan without it. Where the page `answers` and one of its servers runs, the
-        engine continues without the process that started it (seen: vLLM 0.32 with two API servers).
-        """
-        alive = {
-            pid: entries[pid]
-            for pid, was in {**self._left, **self._members}.items()
-            if pid in entries and entries[pid].called == was.called
-        }
-        roots = {
-            pid
-            for pid in self._roots.keys() & alive.keys()
-            if alive[pid].parent_pid == self._roots[pid].parent_pid or alive[pid].role is Role.API_SERVER
-        }
-        serves = any(process.role is Role.API_SERVER for process in alive.values())
-        if serves and answers and not roots:
-            self._left = {}
-            return frozenset()
-        if not serves and any(process.role is Role.API_SERVER for process in self._members.values()):
-            roots = set()
-        self._left = {
-            pid: process
-            for pid, process in alive.items()
-            if pid in self._left or not roots & (list_ancestors(entries, pid) | {pid})
-        }
-        return _add_children(entries, self._left.keys())
-
-    def remember(self, entries: Mapping[int, ProcEntry], roots: Iterable[int], members: Iterable[int]) -> None:
-        """Remember the engine's processes as they are now."""
-        self._roots = {pid: entries[pid] for pid in roots}
-        self._members = {pid: entries[pid] for pid in members}
-
-    def strays(self, entries: Mapping[int, ProcEntry]) -> frozenset[int]:
-        """Return the pids of cores and workers that were adopted from an unseen server, and of their children.
-
-        Only those with a title, and not Ray's, whose daemon starts them. Only a process that adopts orphans is the
-        parent of a process of another group: an engine's processes share the group of their parent. With an adopted
-        API server among them, they still serve.
-        """
-        servers = [each for each in entries.values() if each.role is Role.API_SERVER]
-        served = {each.family for each in servers if not find_server(each.command)}
-        strays = set()
-        for pid, process in entries.items():
-            above = entries.get(process.parent_pid)
-            if (
-                process.role in _BELOW_A_SERVER
-                and pid not in self._members
-                and not process.command[0].startswith(RAY)
-                and process.family not in served
-                and above is not None
-                and not above.role
-                and (above.group != process.group or above.name in _SHELLS)
-            ):
-                strays.add(pid)
-        return _add_children(entries, strays)
+    `engine` has its processes, roots included, as they were, `before` its last orphans. The parent of an orphan is
+    init, or another process that adopts orphans, and never a later engine. A root that is no server has a program above
+    it, and is an orphan without it. Where the page `answers` and one of its servers runs, the engine continues without
+    the process that started it (seen: vLLM 0.32 with two API servers).
+    """
+    alive = {
+        pid: entries[pid]
+        for pid, was in {**before, **engine}.items()
+        if pid in entries and entries[pid].called == was.called
+    }
+    tops = {
+        pid
+        for pid in roots
+        if pid in alive and (alive[pid].parent_pid == engine[pid].parent_pid or alive[pid].role is Role.API_SERVER)
+    }
+    serves = any(process.role is Role.API_SERVER for process in alive.values())
+    if serves and answers and not tops:
+        return {}
+    if not serves and any(process.role is Role.API_SERVER for process in engine.values()):
+        tops = set()
+    return {
+        pid: process
+        for pid, process in alive.items()
+        if pid in before or tops.isdisjoint(list_ancestors(entries, pid) | {pid})
+    }
 
 
-def _add_children(entries: Mapping[int, ProcEntry], left: Collection[int]) -> frozenset[int]:
+def find_strays(entries: Mapping[int, ProcEntry], engine: Collection[int]) -> set[int]:
+    """Return the pids of cores and workers, none of the engine's, that were adopted from an unseen server.
+
+    Only those with a title, and not Ray's, whose daemon starts them. Only a process that adopts orphans is the parent
+    of a process of another group: an engine's processes share the group of their parent. With an adopted API server
+    among them, they still serve.
+    """
+    servers = [each for each in entries.values() if each.role is Role.API_SERVER]
+    served = {each.family for each in servers if not find_server(each.command)}
+    strays = set()
+    for pid, process in entries.items():
+        above = entries.get(process.parent_pid)
+        if (
+            process.role in _BELOW_A_SERVER
+            and pid not in engine
+            and not process.command[0].startswith(RAY)
+            and process.family not in served
+            and above is not None
+            and not above.role
+            and (above.group != process.group or above.name in _SHELLS)
+        ):
+            strays.add(pid)
+    return strays
+
+
+def add_children(entries: Mapping[int, ProcEntry], left: Collection[int]) -> frozenset[int]:
+    """Return the pids with those of all processes below them."""
     return frozenset(pid for pid in entries if left and not ({pid} | list_ancestors(entries, pid)).isdisjoint(left))
