@@ -31,7 +31,6 @@ from vllm_headroom.model.gpu import (
     Inside,
     Leftover,
     OomRecord,
-    PoolReading,
     ProbedProcess,
     ProbeReadings,
     ReadingTime,

@@ -42,17 +42,11 @@ class AllocatorReading(Struct, frozen=True, kw_only=True):
     ooms: int | None = None
 
 
-class PoolReading(Struct, frozen=True, kw_only=True):
-    """vLLM's memory pool by use; it replaces torch's allocator where the engine can sleep."""
-
-    weights_bytes: int | None = None
-    kv_cache_bytes: int | None = None
-
-
 class EngineParts(Struct, frozen=True, kw_only=True):
     """vLLM's own measurements in a worker: weights and graphs at their creation, and the KV cache's tensors.
 
-    `activation_peak_bytes` is from profiling, `requested_bytes` is the budget.
+    `activation_peak_bytes` is from profiling, `requested_bytes` is the budget. `pool` has the weights and the KV cache
+    in vLLM's memory pool, which replaces torch's allocator where the engine can sleep.
     """
 
     weights_bytes: int | None = None
@@ -61,7 +55,7 @@ class EngineParts(Struct, frozen=True, kw_only=True):
     activation_peak_bytes: int | None = None
     requested_bytes: int | None = None
     asleep: bool | None = None
-    pool: PoolReading | None = None
+    pool: "EngineParts | None" = None
 
 
 class SchedulerReading(Struct, frozen=True, kw_only=True):
@@ -255,14 +249,8 @@ class GpuReading(Device, frozen=True, kw_only=True):
 
     def failed(self, failure: Failure) -> "GpuReading":
         """Return the failed reading of this device; it keeps its XID errors, which the daemon counts."""
-        return GpuReading(
-            index=self.index,
-            uuid=self.uuid,
-            name=self.name,
-            xid_errors=self.xid_errors,
-            failure=failure,
-            vendor=self.vendor,
-        )
+        kept = {name: getattr(self, name) for name in ("index", "uuid", "name", "xid_errors", "vendor")}
+        return GpuReading(**kept, failure=failure)
 
 
 class GpuReadings(Struct, frozen=True, kw_only=True):

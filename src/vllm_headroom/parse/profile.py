@@ -1,6 +1,7 @@
 """The format of a profile, which maps the series of an engine's page to fields."""
 
 import re
+from collections.abc import Mapping
 from enum import Enum, auto
 from functools import cached_property
 
@@ -57,7 +58,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     The first of `prefixes` found on the page counts. Among series that differ only in `repeat_labels` the highest value
     counts. For values in labels, only `replica_labels` distinguish replicas: the other labels are settings.
     `model_label` is "" where no series names a model. `product` is the engine's common name, `path` the page's path and
-    `switch` the option that enables it. `absent` gives the reason why an input is missing.
+    `switch` the option that enables it. `reasons` are why inputs are missing, each with their names.
     """
 
     name: str
@@ -70,7 +71,13 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     product: str
     path: str = "/metrics"
     switch: str
-    absent: tuple[tuple[str, str], ...] = ()
+    reasons: Mapping[str, str] = {}
+
+    @cached_property
+    def absent(self) -> tuple[tuple[str, str], ...]:
+        """Each missing input and why it is missing."""
+        wanted = [(why, names.split()) for why, names in self.reasons.items()]
+        return tuple((given.name, why) for given in INPUTS.values() for why, names in wanted if given.name in names)
 
     @cached_property
     def plain_families(self) -> frozenset[str]:

@@ -15,7 +15,6 @@ from vllm_headroom.model import (
     EngineParts,
     HostReading,
     OomRecord,
-    PoolReading,
     ProbedProcess,
     SchedulerReading,
     Shm,
@@ -101,7 +100,7 @@ def test_a_whole_file_is_understood() -> None:
                 activation_peak_bytes=4,
                 requested_bytes=5,
                 asleep=False,
-                pool=PoolReading(weights_bytes=1, kv_cache_bytes=2),
+                pool=EngineParts(weights_bytes=1, kv_cache_bytes=2),
             ),
             scheduler=SchedulerReading(steps_total=12345, max_num_seqs=256, kv_stranded_ratio=1 - 960 / 999),
             host=HostReading(

@@ -4,8 +4,6 @@ from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 
-_NO_CACHE: Final = "its page shows its KV cache no longer (ggml-org/llama.cpp#13660)"
-_NO_BYTES: Final = "its page has no bytes"
 _ALL_PROMPTS: Final = "prompt_tokens_total+prompt_tokens_cached_total"
 """Computed plus cached tokens; before 2026 the page has only the first."""
 
@@ -15,19 +13,16 @@ LLAMA_CPP: Final = Profile(
     switch="with --metrics",
     prefixes=("llamacpp:",),
     model_label="",
-    absent=(
-        ("requests_finished", "it counts none: growth per request is not known"),
-        ("preemptions", "a slot is never taken back"),
-        ("kv_cache_usage", _NO_CACHE),
-        ("kv_cache_capacity", _NO_CACHE),
-        ("kv_cache_dtype", _NO_CACHE),
-        ("prefix_cache_hit_rate", "its counters say more"),
-        ("sleep_state", "its page does not show it"),
-        ("gpu_memory_utilization", _NO_BYTES),
-        ("kv_cache_memory_bytes", _NO_BYTES),
-        ("memory_bytes", _NO_BYTES),
-        ("process_start_time", "its page does not show it"),
-    ),
+    reasons={
+        "it counts none: growth per request is not known": "requests_finished",
+        "a slot is never taken back": "preemptions",
+        "its page shows its KV cache no longer (ggml-org/llama.cpp#13660)": (
+            "kv_cache_usage kv_cache_capacity kv_cache_dtype"
+        ),
+        "its counters say more": "prefix_cache_hit_rate",
+        "its page does not show it": "sleep_state process_start_time",
+        "its page has no bytes": "gpu_memory_utilization kv_cache_memory_bytes memory_bytes",
+    },
     facts=(
         Fact("running", ("requests_processing",)),
         Fact("waiting", ("requests_deferred",)),

@@ -4,23 +4,20 @@ from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 
-_NO_BYTES: Final = "its page has no bytes"
-
 LMDEPLOY: Final = Profile(
     name="lmdeploy",
     product="LMDeploy",
     switch="without --disable-metrics",
     prefixes=("lmdeploy:",),
-    absent=(
-        ("preemptions", "it counts none"),
-        ("kv_cache_capacity", "its page has the share that is used, not of how many tokens"),
-        ("kv_cache_dtype", "no label that is read has it"),
-        ("sleep_state", "its page does not show it"),
-        ("gpu_memory_utilization", "its share of the cache is of what weights leave free"),
-        ("kv_cache_memory_bytes", _NO_BYTES),
-        ("memory_bytes", _NO_BYTES),
-        ("process_start_time", "its page combines several processes, and shows no start time"),
-    ),
+    reasons={
+        "it counts none": "preemptions",
+        "its page has the share that is used, not of how many tokens": "kv_cache_capacity",
+        "no label that is read has it": "kv_cache_dtype",
+        "its page does not show it": "sleep_state",
+        "its share of the cache is of what weights leave free": "gpu_memory_utilization",
+        "its page has no bytes": "kv_cache_memory_bytes memory_bytes",
+        "its page combines several processes, and shows no start time": "process_start_time",
+    },
     facts=(
         Fact("running", ("num_requests_running",)),
         Fact("waiting", ("num_requests_waiting+num_api_requests_waiting", "num_requests_waiting")),

@@ -21,15 +21,15 @@ SGLANG: Final = Profile(
     prefixes=("sglang:",),
     engine_label="dp_rank",
     repeat_labels=("tp_rank", "pp_rank", "moe_ep_rank"),  # each rank's scheduler, if all ranks export
-    absent=(
-        ("scheduler_steps", "it counts no steps"),
-        ("kv_cache_dtype", "no label has it"),
-        ("prefix_cache_hit_rate", "its counters say more"),
-        ("sleep_state", "its page does not show that memory was released"),
-        ("gpu_memory_utilization", "--mem-fraction-static is not on its page; its bytes are"),
-        ("kv_cache_memory_bytes", "the configured size is not on its page; the bytes in use are"),
-        ("process_start_time", "its page combines several processes, and shows no start time"),
-    ),
+    reasons={
+        "it counts no steps": "scheduler_steps",
+        "no label has it": "kv_cache_dtype",
+        "its counters say more": "prefix_cache_hit_rate",
+        "its page does not show that memory was released": "sleep_state",
+        "--mem-fraction-static is not on its page; its bytes are": "gpu_memory_utilization",
+        "the configured size is not on its page; the bytes in use are": "kv_cache_memory_bytes",
+        "its page combines several processes, and shows no start time": "process_start_time",
+    },
     facts=(
         Fact("running", ("num_running_reqs",), where=_TOTAL),
         Fact("waiting", ("num_queue_reqs",), where=_TOTAL),

@@ -4,28 +4,21 @@ from typing import Final
 
 from vllm_headroom.parse.profile import Fact, Profile
 
-_NO_BYTES: Final = "its page has no bytes"
-_NO_PREFIX: Final = "its page does not show its prefix cache"
-
 TGI: Final = Profile(
     name="tgi",
     product="Text Generation Inference",
     switch="always",
     prefixes=("tgi_",),
     model_label="",
-    absent=(
-        ("preemptions", "it never takes back what a request was given"),
-        ("scheduler_steps", "it counts no steps"),
-        ("kv_cache_dtype", "its series have no labels"),
-        ("prefix_cache_queries", _NO_PREFIX),
-        ("prefix_cache_hits", _NO_PREFIX),
-        ("prefix_cache_hit_rate", _NO_PREFIX),
-        ("sleep_state", "it does not sleep"),
-        ("gpu_memory_utilization", _NO_BYTES),
-        ("kv_cache_memory_bytes", _NO_BYTES),
-        ("memory_bytes", _NO_BYTES),
-        ("process_start_time", "its page does not show it"),
-    ),
+    reasons={
+        "it never takes back what a request was given": "preemptions",
+        "it counts no steps": "scheduler_steps",
+        "its series have no labels": "kv_cache_dtype",
+        "its page does not show its prefix cache": "prefix_cache_queries prefix_cache_hits prefix_cache_hit_rate",
+        "it does not sleep": "sleep_state",
+        "its page has no bytes": "gpu_memory_utilization kv_cache_memory_bytes memory_bytes",
+        "its page does not show it": "process_start_time",
+    },
     facts=(
         Fact("running", ("batch_current_size",)),
         Fact("waiting", ("queue_size",)),

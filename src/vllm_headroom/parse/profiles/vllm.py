@@ -22,7 +22,9 @@ VLLM: Final = Profile(
     prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
     repeat_labels=("pid",),  # one series per API server, of which one is true and the others are 0
     replica_labels=("ReplicaId",),
-    absent=(("memory_bytes", "its page has no bytes: the probe reports them, or the budget is used"),),
+    reasons={
+        "its page has no bytes: the probe reports them, or the budget is used": "memory_bytes",
+    },
     facts=(
         Fact("running", ("num_requests_running",)),
         Fact("waiting", ("num_requests_waiting",)),

@@ -15,16 +15,7 @@ import httpx
 from msgspec import Struct
 
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.failures import (
-    UnusableCredentials,
-    build_failure,
-    explain_broken_body,
-    explain_no_answer,
-    explain_status,
-    hide_secrets,
-    load_trust,
-    read_token,
-)
+from vllm_headroom.scrape.http import failures
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
@@ -108,7 +99,7 @@ class PageReader:
     ) -> None:
         login = httpx.URL(url)
         self._url = login.copy_with(userinfo=b"")
-        self._shown = str(hide_secrets(login))
+        self._shown = str(failures.hide_secrets(login))
         self._auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
@@ -141,7 +132,7 @@ class PageReader:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._send(request, is_page=is_page)
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            problem = explain_no_answer(error, self._shown, self._timeout_seconds)
+            problem = failures.explain_no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
             await self.close()  # the next fetch reads the CA file again: it may have been renewed
         return problem
@@ -162,7 +153,7 @@ class PageReader:
         token: str | Failure | None = None
         if token_file is not None:
             trouble = f"the token file {token_file} cannot be read"
-            token = await self._read_file(lambda: read_token(token_file), trouble)
+            token = await self._read_file(lambda: failures.read_token(token_file), trouble)
         if isinstance(token, Failure):
             return token
         if token is not None:
@@ -170,12 +161,12 @@ class PageReader:
         response = await self._connect(client, request, None if token is not None else self._auth)
         try:
             if is_page and response.status_code != HTTPStatus.OK:
-                return explain_status(response, self._shown)
+                return failures.explain_status(response, self._shown)
             body = await read_body(response, self._max_bytes)
         finally:
             await response.aclose()
         if isinstance(body, Reason):
-            return explain_broken_body(body, self._shown, self._max_bytes)
+            return failures.explain_broken_body(body, self._shown, self._max_bytes)
         return Reply(status=response.status_code, text=body.decode(errors="replace"))
 
     async def _connect(
@@ -209,8 +200,8 @@ class PageReader:
             found: T = await self._files.call(read, _FILE_SECONDS)
         except TimeoutError:
             late = f"{trouble} (no answer within {_FILE_SECONDS:g} s)"
-            return build_failure(Reason.CREDENTIALS, late, "make it a file that can be read at once")
-        except UnusableCredentials as problem:
+            return failures.build_failure(Reason.CREDENTIALS, late, "make it a file that can be read at once")
+        except failures.UnusableCredentials as problem:
             return Failure(source=Source.ENGINE, reason=Reason.CREDENTIALS, message=str(problem))
         return found
 
@@ -221,7 +212,7 @@ class PageReader:
                 trust = httpx.create_ssl_context(trust_env=False)
             elif self._url.scheme == "https":
                 trouble = f"the CA file {self._ca_file} cannot be used"
-                trust = await self._read_file(lambda: load_trust(self._ca_file), trouble)
+                trust = await self._read_file(lambda: failures.load_trust(self._ca_file), trouble)
             if isinstance(trust, Failure):
                 return trust
             # No cookies are kept: there is no login, and a cookie would be one more secret to guard.

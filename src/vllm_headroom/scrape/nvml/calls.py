@@ -1,10 +1,10 @@
-"""Map NVML's errors to failures, in one place."""
+"""What NVML's errors and events mean."""
 
 import contextlib
 import ctypes
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
 
 import pynvml
 
@@ -115,52 +115,10 @@ def explain_unexpected(error: Exception) -> Failure:
     return Failure(source=Source.NVML, reason=Reason.DRIVER_ERROR, message=message)
 
 
-T = TypeVar("T")
-
-
 class Handle(Protocol):
     """NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
 
     contents: ctypes.Structure
-
-
-class Calls:
-    """Asks devices for facts, from one init of NVML to the next, and remembers which they have never provided."""
-
-    def __init__(self) -> None:
-        self._refusals: dict[tuple[str, str], int | None] = {}
-        """The code of the first refusal by UUID and fact, None where the fact was provided once."""
-
-    def ask(
-        self, uuid: str, fact: str, call: Callable[..., T], *arguments: object, essential: bool = False
-    ) -> T | None:
-        """Return what `call` returns, None where the device does not provide it or its text is not UTF-8.
-
-        Raises NVMLError when the device or the driver fails. NVML's "unknown error" was seen on healthy devices and
-        fails the device only where the fact is `essential`; such a fact is requested again after any error.
-        """
-        if not essential and self._refusals.get((uuid, fact)) is not None:
-            return None
-        try:
-            value = call(*arguments)
-        except UnicodeDecodeError:
-            return None
-        except pynvml.NVMLError as error:
-            if error.value in LOST | DRIVER_WIDE or (essential and error.value in BLOCKED):
-                raise
-            if error.value in NEVER_ANSWERED:
-                self._refusals.setdefault((uuid, fact), error.value)
-            return None
-        self._refusals[uuid, fact] = None
-        return value
-
-    def forget(self, uuid: str) -> None:
-        """Forget the answers of a device that is gone."""
-        self._refusals = {key: code for key, code in self._refusals.items() if key[0] != uuid}
-
-    def is_unsupported(self, uuid: str, fact: str) -> bool:
-        """Return whether the device reported this fact as not supported and never provided it."""
-        return bool(self._refusals.get((uuid, fact)) == pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
 MOST_EVENTS: Final = 64
@@ -184,11 +142,9 @@ class Xids:
 
     def begin(self) -> None:
         """Create the set of events that `listen` adds to; without support, the counts stay empty."""
-        self._uuids = {}
-        try:
+        self._uuids, self._events = {}, None
+        with contextlib.suppress(pynvml.NVMLError):
             self._events = pynvml.nvmlEventSetCreate()
-        except pynvml.NVMLError:
-            self._events = None
 
     def end(self) -> None:
         """Free the set, before NVML is shut down."""

@@ -14,7 +14,7 @@ from msgspec import Struct
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, GpuMemory, GpuProcess, GpuReading
 from vllm_headroom.scrape.gpu_state import Peak
-from vllm_headroom.scrape.nvml.calls import LOST, Calls, Handle, Xids, explain_source
+from vllm_headroom.scrape.nvml.calls import BLOCKED, DRIVER_WIDE, LOST, NEVER_ANSWERED, Handle, Xids, explain_source
 from vllm_headroom.scrape.proc.host import read_free_blocks, read_machine
 from vllm_headroom.vocabulary import Reason
 
@@ -76,9 +76,10 @@ class Session:
         self.driver_version: str | None = None
         self.memory_version: int | None = None
         self.is_alone = False
-        self.calls = Calls()
         self.xids = Xids()
         self.peaks: defaultdict[str, Peak] = defaultdict(Peak)
+        self._refusals: dict[tuple[str, str], int | None] = {}
+        """The code of the first refusal by UUID and fact, None where the fact was provided once."""
         self._is_initialised = False
         self._said_v1 = False
 
@@ -89,8 +90,8 @@ class Session:
             pynvml.nvmlInit()
             self._is_initialised = True
             count = pynvml.nvmlDeviceGetCount()
-            self.calls = Calls()
-            self.driver_version = self.calls.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
+            self._refusals = {}
+            self.driver_version = self.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
         except pynvml.NVMLError as error:
             return explain_source(error.value)
         # Once per init, for all GPUs: in v1, used contains reserved, and the two must not be mixed.
@@ -114,6 +115,37 @@ class Session:
             self.xids.end()
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
+
+    def ask(
+        self, uuid: str, fact: str, call: Callable[..., T], *arguments: object, essential: bool = False
+    ) -> T | None:
+        """Return what `call` returns, None where the device does not provide it or its text is not UTF-8.
+
+        Raises NVMLError when the device or the driver fails. NVML's "unknown error" was seen on healthy devices and
+        fails the device only where the fact is `essential`; such a fact is requested again after any error.
+        """
+        if not essential and self._refusals.get((uuid, fact)) is not None:
+            return None
+        try:
+            value = call(*arguments)
+        except UnicodeDecodeError:
+            return None
+        except pynvml.NVMLError as error:
+            if error.value in LOST | DRIVER_WIDE or (essential and error.value in BLOCKED):
+                raise
+            if error.value in NEVER_ANSWERED:
+                self._refusals.setdefault((uuid, fact), error.value)
+            return None
+        self._refusals[uuid, fact] = None
+        return value
+
+    def forget(self, uuid: str) -> None:
+        """Forget the answers of a device that is gone."""
+        self._refusals = {key: code for key, code in self._refusals.items() if key[0] != uuid}
+
+    def is_unsupported(self, uuid: str, fact: str) -> bool:
+        """Return whether the device reported this fact as not supported and never provided it."""
+        return bool(self._refusals.get((uuid, fact)) == pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
 class NvmlDevice:
@@ -145,7 +177,7 @@ class NvmlDevice:
         gpu = self.gpu or self._open()
         before, self.parts = self.parts, tuple(self._list_instances(gpu)) or (gpu,)
         for uuid in {part.uuid for part in before} - {part.uuid for part in self.parts}:  # MIG instances removed
-            self._session.calls.forget(uuid)
+            self._session.forget(uuid)
             self._session.peaks.pop(uuid, None)
             self._lists.pop(uuid, None)
         return tuple(self._read_part(part) for part in self.parts)
@@ -170,7 +202,7 @@ class NvmlDevice:
         )
 
     def _open(self) -> Part:
-        ask = self._session.calls.ask
+        ask = self._session.ask
         handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
         uuid = pynvml.nvmlDeviceGetUUID(handle)
         name = ask(uuid, "name", pynvml.nvmlDeviceGetName, handle) or ""
@@ -215,7 +247,7 @@ class NvmlDevice:
         session = self._session
         info = self._ask(part, "memory", pynvml.nvmlDeviceGetMemoryInfo, session.memory_version, essential=True)
         if info is None:
-            unified = session.is_alone and session.calls.is_unsupported(part.uuid, "memory")
+            unified = session.is_alone and session.is_unsupported(part.uuid, "memory")
             return self._read_unified(part) if unified else None
         if max(info.used, info.free) > info.total or info.total > MOST_BYTES:
             return None  # a sharing library below zero (Project-HAMi/HAMi-core#200): neither value is reliable
@@ -259,7 +291,7 @@ class NvmlDevice:
     def _ask(
         self, part: Part, fact: str, call: Callable[..., T], *arguments: object, essential: bool = False
     ) -> T | None:
-        return self._session.calls.ask(part.uuid, fact, call, part.handle, *arguments, essential=essential)
+        return self._session.ask(part.uuid, fact, call, part.handle, *arguments, essential=essential)
 
 
 def _list_processes(handle: Handle, function: str) -> tuple[GpuProcess, ...]:

@@ -3,9 +3,10 @@
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.scrape.proc.servers import find_role
 from vllm_headroom.scrape.shortage import SHORTAGES
@@ -37,7 +38,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     pid: int
     parent_pid: int
     started_seconds: float
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
     name: str = ""
     group: int = 0
 
@@ -78,26 +79,18 @@ def list_pids(proc: Path) -> frozenset[int]:
     return frozenset(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208 - no Path per process
 
 
-class _Stat(NamedTuple):
-    name: str
-    state: str
-    parent_pid: int
-    group: int
-    cpu_seconds: float
-    """In user mode and in the kernel, of all threads."""
-    started_seconds: float
+def _read_stat(proc: Path, pid: int) -> tuple[ProcEntry, str, float]:
+    """Return the process without its command line, its state, and the CPU seconds of all its threads.
 
-
-def _read_stat(proc: Path, pid: int) -> _Stat:
-    """Return facts of proc(5); the name may hold any byte. Raises OSError, or ValueError where it is cut short."""
+    Raises OSError, or ValueError where the file is cut short.
+    """
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
-    name, _, rest = text.partition("(")[2].rpartition(") ")
-    fields = rest.split(maxsplit=20)
-    if len(fields) < 20:  # noqa: PLR2004 - from field 3, the state, up to field 22, the start time
-        raise ValueError(f"the stat of process {pid} is cut short")
-    parent_pid, group, user, system, started = (int(fields[place]) for place in (1, 2, 11, 12, 19))
-    cpu_seconds, started_seconds = (user + system) / _TICKS_PER_SECOND, started / _TICKS_PER_SECOND
-    return _Stat(name, fields[0], parent_pid, group, cpu_seconds, started_seconds)
+    name, _, rest = text.partition("(")[2].rpartition(") ")  # the name may hold any byte
+    fields = rest.split(maxsplit=20)  # from field 3 of proc(5), the state, up to field 22, the start time
+    parent_pid, group, user, system, started = (int(field) for field in (*fields[1:3], *fields[11:13], *fields[19:20]))
+    started_seconds = started / _TICKS_PER_SECOND
+    process = ProcEntry(pid=pid, parent_pid=parent_pid, started_seconds=started_seconds, name=name, group=group)
+    return process, fields[0], (user + system) / _TICKS_PER_SECOND
 
 
 def read_entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engine: bool = False) -> ProcEntry | None:
@@ -107,32 +100,23 @@ def read_entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engin
     can keep their name across a new command line is the command line read again.
     """
     try:
-        stat = _read_stat(proc, pid)
-        if stat.state == "Z":
+        process, state, _ = _read_stat(proc, pid)
+        if state == "Z":
             return None
-        now = (stat.name, stat.parent_pid, stat.group, stat.started_seconds)
-        if known is not None and (known.name, known.parent_pid, known.group, known.started_seconds) == now:
+        if known is not None and replace(process, command=known.command) == known:
             is_bare = known.command == (known.name,) and known.parent_pid != KERNEL_THREADS
             if not (is_bare or known.name.startswith(_MAY_BE_VLLM)):
                 return known
-        command = _split_arguments(read_start(f"{proc}/{pid}/cmdline")) or (stat.name,)
+        return replace(process, command=_split_arguments(read_start(f"{proc}/{pid}/cmdline")) or (process.name,))
     except (OSError, ValueError) as error:
         _raise_failure(error, is_engine=is_engine)
         return None
-    return ProcEntry(
-        pid=pid,
-        parent_pid=stat.parent_pid,
-        started_seconds=stat.started_seconds,
-        command=command,
-        name=stat.name,
-        group=stat.group,
-    )
 
 
 def is_zombie(proc: Path, pid: int) -> bool:
     """Return whether the process has exited and its parent has not reaped it."""
     try:
-        return _read_stat(proc, pid).state == "Z"
+        return _read_stat(proc, pid)[1] == "Z"
     except (OSError, ValueError):
         return False
 
@@ -152,12 +136,12 @@ def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float, str] | None:
     """
     try:
         pages = int(read_start(f"{proc}/{process.pid}/statm").split()[1])
-        stat = _read_stat(proc, process.pid)  # after statm: the same process still being there vouches for both
+        now, state, cpu_seconds = _read_stat(proc, process.pid)  # after statm: if it is the same, it vouches for both
     except (OSError, ValueError, IndexError) as error:
         _raise_failure(error, is_engine=True)
         return None
-    is_same = stat.state != "Z" and stat.started_seconds == process.started_seconds
-    return (pages * _PAGE_BYTES, stat.cpu_seconds, stat.state) if is_same and pages else None
+    is_same = state != "Z" and now.called == process.called
+    return (pages * _PAGE_BYTES, cpu_seconds, state) if is_same and pages else None
 
 
 def _raise_failure(error: Exception, *, is_engine: bool) -> None:

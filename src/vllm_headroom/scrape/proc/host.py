@@ -52,39 +52,32 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     Its folder must list the process. A limit above the machine's memory is no limit.
     """
     try:
-        mounts, places = tuple(_list_mounts(proc)), tuple(_list_places(proc, pid))
-    except (OSError, ValueError):
-        return None
-    for version, path in places:
-        for mounted, root, top in mounts:
-            if mounted is not version or not path.is_relative_to(root):
-                continue
-            folder = top / path.relative_to(root)
+        for version, folder, top in _list_folders(proc, pid):
             if str(pid).encode() in _read(folder / "cgroup.procs").split() and (folder / version.used).exists():
                 return _read_memory(version, folder, top, machine_bytes)
+    except (OSError, ValueError):
+        return None
     return None
 
 
-def _list_places(proc: Path, pid: int) -> Iterator[tuple[_Version, PurePosixPath]]:
-    """Yield the process's cgroup path in each version; with both, one of them has the memory controller."""
-    for line in read_content(proc / str(pid) / "cgroup").decode(errors="replace").splitlines():
-        hierarchy, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            yield _V1, PurePosixPath(path)
-        elif hierarchy == "0" and not controllers:
-            yield _V2, PurePosixPath(path)
+def _list_folders(proc: Path, pid: int) -> Iterator[tuple[_Version, Path, Path]]:
+    """Yield where the process's cgroup may be: its version, its folder, and the mount point of the cgroup tree.
 
-
-def _list_mounts(proc: Path) -> Iterator[tuple[_Version, PurePosixPath, Path]]:
-    """Yield each mounted cgroup tree: its version, the cgroup at its root, and the mount point."""
+    With both versions, one of them has the memory controller.
+    """
+    mounts: list[tuple[_Version, str, str]] = []
     for line in read_content(proc / "self" / "mountinfo").decode(errors="replace").splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2) if after.count(" ") > 1 else ("", "", "")
-        root, top = before.split(" ")[3:5]
-        if kind == "cgroup2":
-            yield _V2, PurePosixPath(root), Path(top)
-        elif kind == "cgroup" and "memory" in options.split(","):
-            yield _V1, PurePosixPath(root), Path(top)
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            root, top = before.split(" ")[3:5]
+            mounts.append((_V2 if kind == "cgroup2" else _V1, root, top))
+    for line in read_content(proc / str(pid) / "cgroup").decode(errors="replace").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        version = _V1 if "memory" in controllers.split(",") else _V2 if (hierarchy, controllers) == ("0", "") else None
+        for mounted, root, top in mounts:
+            if mounted is version and PurePosixPath(path).is_relative_to(root):
+                yield mounted, Path(top) / PurePosixPath(path).relative_to(root), Path(top)
 
 
 def _read_memory(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgroup | None:

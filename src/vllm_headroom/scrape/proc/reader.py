@@ -11,21 +11,11 @@ from msgspec.structs import replace
 
 from vllm_headroom.model import EngineOptions, EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc import roots as proc_roots
 from vllm_headroom.scrape.proc.connections import find_wait
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_parts
 from vllm_headroom.scrape.proc.options import read_options
-from vllm_headroom.scrape.proc.roots import (
-    INIT,
-    Choice,
-    PageState,
-    ServedPort,
-    add_children,
-    can_see_others,
-    choose_roots,
-    find_orphans,
-    find_strays,
-)
 from vllm_headroom.scrape.proc.servers import find_port, find_role
 from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Role, Source
@@ -89,8 +79,8 @@ class Processes:
         self._rescan_seconds = rescan_seconds
         self._scanned_at_seconds = monotonic()
         self._entries: dict[int, ProcEntry] = {}
-        self._page = self._first_page = PageState(port=engine_port)
-        self._choice = Choice()
+        self._page = self._first_page = proc_roots.PageState(port=engine_port)
+        self._choice = proc_roots.Choice()
         self._roles: dict[int, Role] = {}
         self._options: EngineOptions | None = None
         self._known: dict[int, ProcEntry] = {}
@@ -129,7 +119,7 @@ class Processes:
             self._entries, self._roles = {}, {}
             engine = self._read_engine(pids, state)
         self._has_shown = self._has_shown or bool(engine)
-        if self._engine_is_here and not (engine or self._sees_others or (self._has_shown and INIT in pids)):
+        if self._engine_is_here and not (engine or self._sees_others or (self._has_shown and proc_roots.INIT in pids)):
             return HIDDEN
         return ProcessReadings(
             engine=engine,
@@ -145,7 +135,7 @@ class Processes:
             host=read_host(self._proc, engine[0].pid if engine else None),
         )
 
-    def _describe_page(self, page: EnginePage | Failure | None) -> PageState:
+    def _describe_page(self, page: EnginePage | Failure | None) -> proc_roots.PageState:
         if page is None:
             return self._first_page
         if isinstance(page, Failure):
@@ -155,25 +145,25 @@ class Processes:
         since = min(starts) - self._boot_time_seconds if starts else None
         return replace(self._first_page, answers=bool(page.engines), began_seconds=since)
 
-    def _read_engine(self, pids: frozenset[int], page: PageState) -> tuple[EngineProcess, ...]:
+    def _read_engine(self, pids: frozenset[int], page: proc_roots.PageState) -> tuple[EngineProcess, ...]:
         if self._scan(pids) or page != self._page:
             self._page = page
             entries = self._entries
             own_pid = proc_files.read_own_pid(self._proc)
-            self._strays = add_children(entries, find_strays(entries, self._known))
-            roots = self._choice.roots
-            self._orphans = find_orphans(entries, self._known, self._orphans, roots, answers=page.answers)
-            self._orphaned = add_children(entries, self._orphans)
+            self._strays = proc_roots.add_children(entries, proc_roots.find_strays(entries, self._known))
+            last = (self._known, self._orphans, self._choice.roots)
+            self._orphans = proc_roots.find_orphans(entries, *last, answers=page.answers)
+            self._orphaned = proc_roots.add_children(entries, self._orphans)
             left = self._orphaned | self._strays
             rest = {pid: entry for pid, entry in entries.items() if pid not in left}
-            self._choice = choose_roots(rest, self._find_served, self._page, self._choice)
+            self._choice = proc_roots.choose_roots(rest, self._find_served, self._page, self._choice)
             self._roles = assign_roles(rest, own_pid, self._choice.roots)
             # of the engine's server, or of the program above a titled rank
             tops = [each for root in self._choice.roots[:1] for each in (root, entries[root].parent_pid)]
             set_by = (read_options(proc_files.read_command(self._proc, pid)) for pid in tops)
             self._options = next((options for options in set_by if options is not None), None)
             self._known = {pid: rest[pid] for pid in self._roles}
-            self._sees_others = can_see_others(entries, own_pid)
+            self._sees_others = proc_roots.can_see_others(entries, own_pid)
         found = (self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
 
@@ -199,7 +189,7 @@ class Processes:
             changed |= entry != before
         return changed
 
-    def _find_served(self, pid: int) -> ServedPort:
+    def _find_served(self, pid: int) -> proc_roots.ServedPort:
         """Return its port, and whether it shares the daemon's network, which a page on a loopback address needs."""
         may_listen = not self._engine_is_here or proc_files.has_same_network(self._proc, pid)
         command, above = (proc_files.read_command(self._proc, each) for each in (pid, self._entries[pid].parent_pid))

@@ -22,7 +22,7 @@ class ServerKind(Struct, frozen=True, kw_only=True):
     """
 
     product: str
-    commands: tuple[tuple[str, ...], ...]
+    commands: tuple[str, ...]
     port: int
     scripts: tuple[str, ...] = ()
     port_options: tuple[str, ...] = ("--port",)
@@ -35,12 +35,8 @@ SERVERS: Final = (
     ServerKind(
         product="vLLM",
         commands=(
-            ("vllm.entrypoints.openai.api_server",),
-            ("vllm.entrypoints.api_server",),
-            ("vllm", "serve"),
-            ("vllm.entrypoints.cli.main", "serve"),
-            ("vllm-rs", "serve"),
-            ("vllm-rs", "frontend"),
+            *("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server"),
+            *("vllm serve", "vllm.entrypoints.cli.main serve", "vllm-rs serve", "vllm-rs frontend"),
         ),
         scripts=("/vllm/entrypoints/openai/api_server.py",),
         port=8000,
@@ -60,32 +56,32 @@ SERVERS: Final = (
     ),
     ServerKind(
         product="SGLang",
-        commands=(("sglang.launch_server",), ("sglang", "serve")),
+        commands=("sglang.launch_server", "sglang serve"),
         scripts=("/sglang/launch_server.py",),
         port=30000,
         elsewhere=frozenset({"--config"}),
         titles=(("sglang::schedul", Role.ENGINE_CORE), ("sglang::", Role.OTHER)),
     ),
-    ServerKind(product="TensorRT-LLM", commands=(("trtllm-serve",),), port=8000),
-    ServerKind(product="LMDeploy", commands=(("lmdeploy", "serve"),), port=23333, port_options=("--server-port",)),
+    ServerKind(product="TensorRT-LLM", commands=("trtllm-serve",), port=8000),
+    ServerKind(product="LMDeploy", commands=("lmdeploy serve",), port=23333, port_options=("--server-port",)),
     ServerKind(
         product="Text Generation Inference",
-        commands=(("text-generation-launcher",), ("text-generation-router",)),
+        commands=("text-generation-launcher", "text-generation-router"),
         port=3000,
         port_options=("--port", "-p"),
         variable="PORT",  # 80 in its image
         titles=(("text-generation-server", Role.WORKER),),
     ),
-    ServerKind(product="llama.cpp", commands=(("llama-server",),), port=8080, variable="LLAMA_ARG_PORT"),
+    ServerKind(product="llama.cpp", commands=("llama-server",), port=8080, variable="LLAMA_ARG_PORT"),
     ServerKind(
         product="Aphrodite",
-        commands=(("aphrodite.endpoints.openai.api_server",), ("aphrodite", "run"), ("aphrodite", "serve")),
+        commands=("aphrodite.endpoints.openai.api_server", "aphrodite run", "aphrodite serve"),
         port=2242,
         elsewhere=frozenset({"--config", "--uds"}),
     ),
     ServerKind(
         product="Dynamo",
-        commands=(("dynamo.frontend",), ("dynamo.vllm",), ("dynamo.sglang",), ("dynamo.trtllm",)),
+        commands=("dynamo.frontend", "dynamo.vllm", "dynamo.sglang", "dynamo.trtllm"),
         port=8000,
         port_options=("--http-port",),
         variable="DYN_HTTP_PORT",
@@ -94,7 +90,7 @@ SERVERS: Final = (
 """Every kind of server that the daemon recognises; the titles were observed, or are in the server's source."""
 
 
-_MENTIONED: Final = re.compile("|".join(sorted({each[0].partition(".")[0] for s in SERVERS for each in s.commands})))
+_MENTIONED: Final = re.compile("|".join(sorted({re.split("[ .]", each)[0] for s in SERVERS for each in s.commands})))
 _ROLES: Final = tuple(each for server in SERVERS for each in server.titles)
 _TITLES: Final = tuple(title for title, _ in _ROLES)
 
@@ -115,11 +111,11 @@ def find_server(command: tuple[str, ...]) -> ServerKind | None:
         while command and command[0].startswith("-") and not _MODULE_OPTION.fullmatch(command[0]):
             command = command[2:] if command[0] in _OPTIONS_WITH_VALUE else command[1:]
         command = (command[1:] if command and command[0].startswith("-") else command) or ("",)
-    named = (_strip_folder(command[0]), *command[1:])
+    named = f"{_strip_folder(command[0])} {' '.join(command[1:2])} "
     for server in SERVERS:
         if server.scripts and command[0].endswith(server.scripts):
             return server
-        if any(named[: len(each)] == each for each in server.commands):
+        if any(named.startswith(f"{each} ") for each in server.commands):
             return server
     return None
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.samples import failure, gpu, probed
 from vllm_headroom.derive.inside import RACE_BYTES, Sums, add_inside, build_ledger
-from vllm_headroom.model import AllocatorReading, EngineParts, Failure, Gpu, Inside, PoolReading, ProbeReadings
+from vllm_headroom.model import AllocatorReading, EngineParts, Failure, Gpu, Inside, ProbeReadings
 from vllm_headroom.vocabulary import MemoryPart, Source
 
 SIZES = st.integers(0, 2**40)
@@ -162,7 +162,7 @@ def test_parts_of_a_process_on_several_devices_are_nobodys() -> None:
 
 
 def test_a_pool_tells_what_torch_does_not() -> None:
-    pool = PoolReading(weights_bytes=310, kv_cache_bytes=0)
+    pool = EngineParts(weights_bytes=310, kv_cache_bytes=0)
     parts = EngineParts(weights_bytes=300, kv_cache_bytes=350, asleep=True, pool=pool)
 
     found = inside(probed(devices=(AllocatorReading(uuid="GPU-a"),), parts=parts))
