@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 from unittest.mock import patch
 
-from vllm_headroom.config import Settings, variable, words
+from vllm_headroom.config import Settings, read_descriptions, variable, words
 from vllm_headroom_tools.options import Parser
 from vllm_headroom_tools.settings import ModelSettings
 
@@ -30,8 +30,9 @@ def load_as(kind: type[AnySettings], argv: Sequence[str], environ: Mapping[str, 
 
 def settings_table() -> str:
     """Return docs' table of settings, in Markdown."""
+    descriptions = read_descriptions(Settings)
     rows = [
-        f"| `{variable(name)}` | {words(field)['default']} | {field.description} | {words(field)['accepts']} |"
+        f"| `{variable(name)}` | {words(field)['default']} | {descriptions[name]} | {words(field)['accepts']} |"
         for name, field in Settings.model_fields.items()
     ]
     return "\n".join(("| setting | default | meaning | accepts |", "| --- | --- | --- | --- |", *rows)) + "\n"

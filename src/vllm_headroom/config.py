@@ -1,8 +1,10 @@
 """Everything an operator can set: each setting, the sources that give it, and a line for each mistake in them."""
 
+import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
@@ -52,39 +54,40 @@ def from_text(read: Callable[[str], object]) -> BeforeValidator:
 
 Bytes = Annotated[int, from_text(parse_size)]
 File = Annotated[Path, from_text(parse_path)]
-Url = Annotated[str, AfterValidator(parse_metrics_url), PlainSerializer(redact_url, when_used="json")]
+Url = Annotated[
+    str, AfterValidator(parse_metrics_url), PlainSerializer(redact_url, when_used="json"), Field(repr=False)
+]
 Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(parse_gpus)]
 Header = Annotated[SecretStr, from_text(check_header_value), PlainSerializer(lambda _: "***", when_used="json")]
 Headers = Annotated[dict[Annotated[str, from_text(check_header_name)], Header], from_text(json.loads)]
 InAnyCase: Final = from_text(str.lower)
 
 
-def setting(default: object, word: str, accepts: str, description: str, *, shown: str = "", **limits: Any) -> Any:  # noqa: ANN401 - as pydantic's Field
+def setting(default: object, word: str, accepts: str, *, shown: str = "", **limits: Any) -> Any:  # noqa: ANN401 - as pydantic's Field
     """Declare a setting: --help has `word` in place of its value, and `shown` where the default is no plain text."""
     words = {"word": word, "accepts": accepts, "default": shown or ("none" if default is None else str(default))}
-    return Field(default, description=description, json_schema_extra=cast("Any", words), **limits)
+    return Field(default, json_schema_extra=cast("Any", words), **limits)
 
 
-def seconds(default: float | None, low: float, high: float, description: str, *, shown: str = "") -> Any:  # noqa: ANN401 - as pydantic's Field
+def seconds(default: float | None, low: float, high: float, *, shown: str = "") -> Any:  # noqa: ANN401 - as pydantic's Field
     """Declare a duration of `low` to `high` seconds."""
     accepts = f"a number of seconds from {low:g} to {high:g}"
-    return setting(default, "SECONDS", accepts, description, shown=shown, ge=low, le=high)
+    return setting(default, "SECONDS", accepts, shown=shown, ge=low, le=high)
 
 
-def size(default: str | None, description: str, *, example: str = "", shown: str = "") -> Any:  # noqa: ANN401 - as pydantic's Field
+def size(default: str | None, *, example: str = "", shown: str = "") -> Any:  # noqa: ANN401 - as pydantic's Field
     """Declare a size; `example` is one that is accepted, where there is no default to show."""
     accepts = f"a size such as {default or example}, or a number of bytes from 1 MiB on"
     n_bytes = None if default is None else parse_size(default)
-    return setting(n_bytes, "SIZE", accepts, description, shown=default or shown)
+    return setting(n_bytes, "SIZE", accepts, shown=default or shown)
 
 
-OPEN: Final = "always open"
 FILE: Final = ("FILE", "the path of a file")
 FOLDER: Final = ("DIRECTORY", "the path of a directory")
 
 
 class Settings(BaseSettings):
-    """The daemon's settings, validated and frozen; a gate that is not set is always open."""
+    """The daemon's settings, validated and frozen; the text below each is its description, for --help and docs."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -99,164 +102,100 @@ class Settings(BaseSettings):
     no_options: ClassVar[frozenset[str]] = frozenset()
     """Settings that the command line does not take."""
 
-    engine_url: Annotated[Url, Field(repr=False)] = setting(
-        "http://127.0.0.1:8000/metrics",
-        "URL",
-        "an http or https URL",
-        "Where the engine serves its metrics; a URL without a path gets /metrics.",
-    )
+    engine_url: Url = setting("http://127.0.0.1:8000/metrics", "URL", "an http or https URL")
+    """Where the engine serves its metrics; a URL without a path gets /metrics."""
     engine_profile: Annotated[str, InAnyCase, Field(pattern=f"^({'|'.join(PROFILE_NAMES)})$")] = setting(
-        AUTO,
-        "NAME",
-        ", ".join(PROFILE_NAMES),
-        "Which engine's series to read; auto takes the first engine whose series are on the page.",
+        AUTO, "NAME", ", ".join(PROFILE_NAMES)
     )
-    engine_timeout_seconds: float = seconds(
-        4, 0.05, 60, "How long to wait for the engine's page; never longer than the sample interval."
-    )
-    engine_max_page_bytes: Bytes = size("4MiB", "The largest page to read from the engine; a larger one is a failure.")
-    engine_bearer_token_file: File | None = setting(
-        None, *FILE, "A file with the token to send to the engine as 'Authorization: Bearer ...'; read for every page."
-    )
-    engine_ca_file: File | None = setting(None, *FILE, "The certificates, in PEM, to trust for an https engine.")
-    engine_headers: Headers = setting(
-        {},
-        "JSON",
-        "a mapping of header names to values, in JSON or YAML",
-        "More headers to send to the engine; their values are never shown.",
-        shown="none",
-    )
-    evict: Annotated[Literal["off", "dry-run", "on"], InAnyCase] = setting(
-        "off",
-        "MODE",
-        "off, dry-run or on",
-        "Have Kubernetes evict this pod before a leak ends the engine; dry-run only logs and counts what it would do.",
-    )
-    evict_seconds: float = seconds(
-        1800, 60, 86400, "Evict this pod when its engine leaks and may be out of memory within this time."
-    )
+    """Which engine's series to read; auto takes the first engine whose series are on the page."""
+    engine_timeout_seconds: float = seconds(4, 0.05, 60)
+    """How long to wait for the engine's page; never longer than the sample interval."""
+    engine_max_page_bytes: Bytes = size("4MiB")
+    """The largest page to read from the engine; a larger one is a failure."""
+    engine_bearer_token_file: File | None = setting(None, *FILE)
+    """A file with the token to send to the engine as 'Authorization: Bearer ...'; read for every page."""
+    engine_ca_file: File | None = setting(None, *FILE)
+    """The certificates, in PEM, to trust for an https engine."""
+    engine_headers: Headers = setting({}, "JSON", "a mapping of header names to values, in JSON or YAML", shown="none")
+    """More headers to send to the engine; their values are never shown."""
+    evict: Annotated[Literal["off", "dry-run", "on"], InAnyCase] = setting("off", "MODE", "off, dry-run or on")
+    """Have Kubernetes evict this pod before a leak ends the engine; dry-run only logs and counts what it would do."""
+    evict_seconds: float = seconds(1800, 60, 86400)
+    """Evict this pod when its engine leaks and may be out of memory within this time."""
     evict_quiet_hour: Annotated[int, from_text(parse_whole), Field(ge=0, le=23)] | None = setting(
-        None,
-        "HOUR",
-        "an hour of the day from 0 to 23, in UTC",
-        "In this hour, evict this pod already when its engine leaks and may be out of memory within a day.",
+        None, "HOUR", "an hour of the day from 0 to 23, in UTC"
     )
-    gate_ready_seconds: float | None = seconds(
-        None,
-        60,
-        86400,
-        "Close /gate/ready while the engine may be out of memory within this time and this pod is the one of its"
-        " workload to restart (HEADROOM_EVICT=on).",
-        shown=OPEN,
-    )
-    canary_interval_seconds: float | None = seconds(
-        None, 10, 3600, "How often to have an idle engine complete one token, to see that it does; without it, never."
-    )
-    sample_interval_seconds: float = seconds(
-        5, 0.1, 300, "Time from one sample of the engine and the GPUs to the next."
-    )
-    gpu_sample_interval_seconds: float = seconds(
-        1, 0.05, 60, "Time from one look at the GPUs' memory to the next, between samples, for its peak."
-    )
-    gpus: Gpus = setting(
-        AUTO,
-        "GPUS",
-        "auto, all, or GPU indices or UUIDs separated by commas",
-        "Which GPUs are the engine's: auto finds those its processes use, else takes the only visible one.",
-    )
-    gpu_fatal_grace_seconds: float = seconds(
-        60,
-        0,
-        3600,
-        "How long the driver may fail in a way that only a new container mends (NVML errors 17, 18 and 999) before the"
-        " daemon ends with status 3.",
-    )
-    reported_bytes: Bytes | None = size(
-        None,
-        "What the engine should use of each GPU, to compare with what it holds; for an engine that does not say.",
-        example="72GiB",
-    )
+    """In this hour, evict this pod already when its engine leaks and may be out of memory within a day."""
+    gate_ready_seconds: float | None = seconds(None, 60, 86400, shown="always open")
+    """Close /gate/ready while the engine may be out of memory within this time and this pod is the one of its
+    workload to restart (HEADROOM_EVICT=on)."""
+    canary_interval_seconds: float | None = seconds(None, 10, 3600)
+    """How often to have an idle engine complete one token, to see that it does; without it, never."""
+    sample_interval_seconds: float = seconds(5, 0.1, 300)
+    """Time from one sample of the engine and the GPUs to the next."""
+    gpu_sample_interval_seconds: float = seconds(1, 0.05, 60)
+    """Time from one look at the GPUs' memory to the next, between samples, for its peak."""
+    gpus: Gpus = setting(AUTO, "GPUS", "auto, all, or GPU indices or UUIDs separated by commas")
+    """Which GPUs are the engine's: auto finds those its processes use, else takes the only visible one."""
+    gpu_fatal_grace_seconds: float = seconds(60, 0, 3600)
+    """How long the driver may fail in a way that only a new container mends (NVML errors 17, 18 and 999) before the
+    daemon ends with status 3."""
+    reported_bytes: Bytes | None = size(None, example="72GiB")
+    """What the engine should use of each GPU, to compare with what it holds; for an engine that does not say."""
     kv_bytes_per_token: Annotated[float | None, Field(gt=0, le=10**9)] = setting(
-        None,
-        "BYTES",
-        "a number above 0, at most 1000000000",
-        "Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is"
-        " known in tokens only.",
+        None, "BYTES", "a number above 0, at most 1000000000"
     )
+    """Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is
+    known in tokens only."""
     model_config_: File | None = setting(
-        None,
-        "PATH",
-        "the path of a model's config.json, or of the folder that has one",
-        "The configuration of the model that the engine serves, for the bytes per token; without it, the file that"
-        " vLLM's own processes load, where it is visible.",
-        alias="model_config",
+        None, "PATH", "the path of a model's config.json, or of the folder that has one", alias="model_config"
     )
-    baseline_bytes_per_request: Bytes | None = size(
-        None,
-        "What a running request should cost in GPU memory on each GPU at full load, to compare with; without it, it is "
-        "learned.",
-        example="9500kB",
-        shown="learned",
-    )
-    host_memory_limit_bytes: Bytes | None = size(
-        None,
-        "What vLLM's container may take of the host's memory, where the kernel's own limit cannot be seen from here.",
-        example="64GiB",
-        shown="the kernel's",
-    )
-    probe_dir: File | None = setting(
-        None,
-        *FOLDER,
-        "The folder that the probe inside vLLM writes to, HEADROOM_PROBE_DIR for vLLM too; without it, what only the"
-        " engine's processes know is absent.",
-    )
+    """The configuration of the model that the engine serves, for the bytes per token; without it, the file that
+    vLLM's own processes load, where it is visible."""
+    baseline_bytes_per_request: Bytes | None = size(None, example="9500kB", shown="learned")
+    """What a running request should cost in GPU memory on each GPU at full load, to compare with; without it, it
+    is learned."""
+    host_memory_limit_bytes: Bytes | None = size(None, example="64GiB", shown="the kernel's")
+    """What vLLM's container may take of the host's memory, where the kernel's own limit cannot be seen from here."""
+    probe_dir: File | None = setting(None, *FOLDER)
+    """The folder that the probe inside vLLM writes to, HEADROOM_PROBE_DIR for vLLM too; without it, what only the
+    engine's processes know is absent."""
     listen_host: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:_%-]*$")] = setting(
         "",
         "HOST",
         "an address or name of this machine, or nothing for all interfaces, IPv4 and IPv6",
-        "The address to serve /metrics on.",
         shown="all interfaces, IPv4 and IPv6",
     )
+    """The address to serve /metrics on."""
     listen_port: Annotated[int, from_text(parse_whole), Field(ge=0, le=LAST_PORT)] = setting(
-        9839, "PORT", f"a port number from 0 to {LAST_PORT}", "The port to serve /metrics on; 0 takes any free one."
+        9839, "PORT", f"a port number from 0 to {LAST_PORT}"
     )
-    web_config_file: File | None = setting(
-        None,
-        *FILE,
-        "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's.",
-    )
+    """The port to serve /metrics on; 0 takes any free one."""
+    web_config_file: File | None = setting(None, *FILE)
+    """TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's."""
     role: Annotated[Literal["serving", "batch", "swapped", "shared-gpu"], InAnyCase] = setting(
-        "serving",
-        "ROLE",
-        "serving, batch, swapped or shared-gpu",
-        "What the engine is for, which alerts and the page respect: a batch server may queue and end; a swapped one"
-        " sleeps while others take its GPU; on a shared GPU neighbours are planned.",
+        "serving", "ROLE", "serving, batch, swapped or shared-gpu"
     )
+    """What the engine is for, which alerts and the page respect: a batch server may queue and end; a swapped one
+    sleeps while others take its GPU; on a shared GPU neighbours are planned."""
     runbooks_url: Annotated[str | None, Field(pattern=r"^https?://[A-Za-z0-9._~:/@%+,={}\[\]-]+$")] = setting(
-        None,
-        "URL",
-        "an http or https URL",
-        "Where alerts/runbooks is served, for the page to link to; the alert's name replaces {alert} in it, or else"
-        " goes to its end. Without it there are no links.",
+        None, "URL", "an http or https URL"
     )
-    state_dir: File | None = setting(
-        None,
-        *FOLDER,
-        "A directory that only this daemon uses, for what survives its restart: what the leak detector learned, the"
-        " engine's run, and the record of its last hours and of its exits, for vllm-headroom postmortem.",
-    )
-    trace_file: File | None = setting(
-        None, *FILE, "A file to record every sample in, as a trace for vllm-headroom replay."
-    )
-    trace_max_bytes: Bytes = size(
-        "64MiB", "At this size the trace becomes FILE.1, in place of an older one, and a new one begins."
-    )
-    log_format: Annotated[Literal["logfmt", "json"], InAnyCase] = setting(
-        "logfmt", "FORMAT", "logfmt or json", "How log lines are written, to stderr."
-    )
+    """Where alerts/runbooks is served, for the page to link to; the alert's name replaces {alert} in it, or else
+    goes to its end. Without it there are no links."""
+    state_dir: File | None = setting(None, *FOLDER)
+    """A directory that only this daemon uses, for what survives its restart: what the leak detector learned, the
+    engine's run, and the record of its last hours and of its exits, for vllm-headroom postmortem."""
+    trace_file: File | None = setting(None, *FILE)
+    """A file to record every sample in, as a trace for vllm-headroom replay."""
+    trace_max_bytes: Bytes = size("64MiB")
+    """At this size the trace becomes FILE.1, in place of an older one, and a new one begins."""
+    log_format: Annotated[Literal["logfmt", "json"], InAnyCase] = setting("logfmt", "FORMAT", "logfmt or json")
+    """How log lines are written, to stderr."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], InAnyCase] = setting(
-        "info", "LEVEL", "debug, info, warning or error", "The least serious lines to log."
+        "info", "LEVEL", "debug, info, warning or error"
     )
+    """The least serious lines to log."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -282,6 +221,16 @@ class Settings(BaseSettings):
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:  # noqa: ANN401 - not ours to type
         """Take the values given alone: `read_settings` validates each source, also what another source overrides."""
         return (sources["init_settings"],)
+
+
+DESCRIBED: Final = re.compile(r'^    (\w+): .+\n(?:     .+\n)*(?:    \)\n)?    """((?:.|\n)+?)"""', re.MULTILINE)
+
+
+def read_descriptions(kind: type[Settings]) -> dict[str, str]:
+    """Return the text below each setting in the source; pydantic's own reading of it takes 50 ms of every start."""
+    modules = {each.__module__: each for each in kind.__mro__ if issubclass(each, Settings)}
+    sources = (inspect.getsource(sys.modules[name]) for name in modules)
+    return {name: " ".join(text.split()) for source in sources for name, text in DESCRIBED.findall(source)}
 
 
 def words(field: FieldInfo) -> Mapping[str, str]:

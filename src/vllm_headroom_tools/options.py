@@ -176,18 +176,21 @@ class Parser(argparse.ArgumentParser):
 
     def add_settings(self, kind: type[Settings]) -> None:
         """Add the settings of `kind`, its own first; the environment and a file may give them as well."""
-        from vllm_headroom.config import Settings, key, variable, words  # noqa: PLC0415 - most commands have none
+        from vllm_headroom.config import Settings, key, read_descriptions, variable, words  # noqa: PLC0415 - most have none
 
         self._settings = kind
         yaml, text = Value(read=str, accepts="the path of a YAML file"), "read settings from it, as HEADROOM_CONFIG"
         self._of_settings = [self.add_argument("--config", metavar="FILE", type=yaml, help=text)]
         self.add_argument("--print-config", action="store_true", help="show what is in force, as such a file, and exit")
         add = self.add_argument_group("settings", SOURCES).add_argument
+        descriptions = read_descriptions(kind)
         for name in sorted(kind.model_fields, key=lambda name: name in Settings.model_fields):
             if name not in kind.no_options:
-                field = kind.model_fields[name]
-                word, accepts, default = (words(field)[each] for each in ("word", "accepts", "default"))
-                text = f"{field.description} Accepts {accepts}. {variable(name)}; default: {default}".replace("%", "%%")
+                shown = words(kind.model_fields[name])
+                word, accepts, default = (shown[each] for each in ("word", "accepts", "default"))
+                text = f"{descriptions[name]} Accepts {accepts}. {variable(name)}; default: {default}".replace(
+                    "%", "%%"
+                )
                 value = Value(read=str, accepts=accepts)
                 self._of_settings.append(add(option(key(name)), metavar=word, type=value, help=text))
 

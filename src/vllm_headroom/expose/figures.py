@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.drawing import MARGIN, Curve, Forecast, Frame, escape_text
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Gpu, HostMemory, Snapshot, find_part
+from vllm_headroom.model import Snapshot, find_part
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import Level
 
@@ -18,8 +19,6 @@ MOST_COLUMNS: Final = 480
 LEAST_COLUMNS: Final = 40
 MOST_GPUS: Final = 16
 HOUR_SECONDS: Final = 3600.0
-_Room = tuple[int, int]
-_Left = list[float | None]
 _Figure = tuple[Frame, str]
 LEGEND: Final = (
     "<span><i class=free></i>free memory</span><span><i class=low></i>its lowest value per minute</span>"
@@ -29,48 +28,46 @@ LEGEND: Final = (
 
 def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield a figure of the room on each of the engine's GPUs and the host, and one of the load over the same time."""
-    now = snapshot.time_seconds
-    owned = snapshot.owned[:MOST_GPUS]
-    has_host = bool(view.history.host()[0])
-    columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned) + has_host))
+    curve, value, owned, host = view.history.curve, view.values.value, snapshot.owned[:MOST_GPUS], snapshot.host
+    columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned) + bool(curve("host")[0])))
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
-    drawn = [
-        (places.get(gpu.reading.called, len(places)), _draw_gpu(view, gpu, columns))
-        for gpu in owned
-        if view.history.free(gpu.reading.uuid)[0]
-    ]
-    if has_host:
-        place = places.get("host memory", len(places))
-        drawn.append((place if place == 0 else len(places), _draw_host(view, snapshot.host or HostMemory(), columns)))
-    rooms = [figure for _, figure in sorted(drawn, key=lambda each: each[0])]
+    drawn: list[tuple[int, _Figure]] = []
+    for reading in (gpu.reading for gpu in owned):
+        if not curve(f"free {reading.uuid}")[0]:
+            continue
+        room = None if reading.memory is None else (reading.memory.free_bytes, reading.memory.total_bytes)
+        labels, name = (str(reading.index), reading.uuid), reading.name.removesuffix(find_part(reading.uuid)).rstrip()
+        left = value(catalog.TIME_TO_OOM, *labels), value(catalog.TIME_TO_OOM_LOWER, *labels)
+        curves = curve(f"free {reading.uuid}"), curve(f"peak {reading.uuid}")
+        figure = _draw_room(view, (reading.called, name), curves, room, left, columns=columns)
+        drawn.append((places.get(reading.called, len(places)), figure))
+    if curve("host")[0]:
+        room = None if host is None or host.room_bytes is None else (host.room_bytes, host.limit_bytes or 0)
+        left = value(catalog.HOST_TIME_TO_OOM), value(catalog.HOST_TIME_TO_OOM_LOWER)
+        figure = _draw_room(view, ("Host memory", ""), (curve("host"), ((), ())), room, left, columns=columns)
+        drawn.append((0 if places.get("host memory") == 0 else len(places), figure))
+    rooms = [figure for _, figure in sorted(drawn, key=itemgetter(0))]
     if rooms:
         yield f"{rooms[0][1]}<p class=key>{LEGEND}</p>"
-    running = view.history.running()
-    if len(running[0]) > 1:
-        yield _draw_load(running, columns, now, rooms[0][0] if rooms else None)
+    if len(curve("running")[0]) > 1:
+        yield _draw_load(curve("running"), columns, snapshot.time_seconds, rooms[0][0] if rooms else None)
     if rooms[1:]:
         yield f"<div class=rooms>{''.join(room for _, room in rooms[1:])}</div>"
 
 
-def _draw_gpu(view: View, gpu: Gpu, columns: int) -> _Figure:
-    reading, memory = gpu.reading, gpu.reading.memory
-    room = None if memory is None else (memory.free_bytes, memory.total_bytes)
-    labels, name = (str(reading.index), reading.uuid), reading.name.removesuffix(find_part(reading.uuid)).rstrip()
-    left = [view.values.value(metric, *labels) for metric in (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER)]
-    curves = view.history.free(reading.uuid), view.history.free_at_peak(reading.uuid)
-    return _draw_room(view, (reading.called, name), curves, room, left, columns=columns)
-
-
-def _draw_host(view: View, host: HostMemory, columns: int) -> _Figure:
-    room = None if host.room_bytes is None else (host.room_bytes, host.limit_bytes or 0)
-    left = [view.values.value(metric) for metric in (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER)]
-    return _draw_room(view, ("Host memory", ""), (view.history.host(), ((), ())), room, left, columns=columns)
-
-
 def _draw_room(
-    view: View, names: tuple[str, str], curves: tuple[Curve, Curve], room: _Room | None, left: _Left, *, columns: int
+    view: View,
+    names: tuple[str, str],
+    curves: tuple[Curve, Curve],
+    room: tuple[int, int] | None,
+    left: tuple[float | None, float | None],
+    *,
+    columns: int,
 ) -> _Figure:
-    """Return the span and the figure of free memory and its peaks; `room` is what is free now, and of how much."""
+    """Return the frame and the figure of free memory and its peaks.
+
+    `room` is what is free now and of how much, `left` the time until none is, and its lower bound.
+    """
     called, name = names
     now = 0.0 if view.snapshot is None else view.snapshot.time_seconds
     forecast = None
@@ -86,24 +83,20 @@ def _draw_room(
     top = svg.find_top(known, most=None if room is None else room[1])
     end = now if forecast is None else now + MARGIN * max(forecast.seconds, 1.0)
     frame = Frame(begin=begin, end=end, top=top, now=None if forecast is None else now)
+    alarms = [event for event in view.history.events if event.level is Level.ALARM]
     shapes = [
         svg.draw_curve(frame, past),
         svg.draw_line(frame, peaks, kind="peak"),
         *(  # alarms of this GPU or of none: a text begins with its subject
             svg.draw_mark(frame, event.seconds)
-            for event in view.history.events
-            if (
-                event.level is Level.ALARM
-                and (not event.text.startswith("GPU ") or event.text.startswith(f"{called} "))
-            )
+            for event in alarms
+            if not event.text.startswith("GPU ") or event.text.startswith(f"{called} ")
         ),
         "" if forecast is None else svg.draw_forecast(frame, forecast) + svg.draw_mark(frame, now),
         svg.draw_zero(frame),
     ]
     title = f"{called}: free memory from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
-    text = "memory not known now"
-    if room is not None:
-        text = f"{format_size(room[0])} of {format_size(room[1])} free"
+    text = "memory not known now" if room is None else f"{format_size(room[0])} of {format_size(room[1])} free"
     return frame, (
         f"<figure><figcaption><b>{escape_text(called)}</b> {escape_text(name)}: {text}</figcaption>"
         f"<i>{format_size(frame.top)}</i>{svg.draw_picture(frame, shapes, title=title)}"

@@ -49,18 +49,14 @@ class HeadroomCollector(Collector):
 
     def groups(self) -> Iterator[tuple[Metric, list[Sample]]]:
         """Yield each metric that has samples, with them, in the catalogue's order."""
+        samples, published = [self._build], self.published()
+        if published is not None:
+            age = Sample(catalog.SAMPLE_AGE, (), self.age_seconds(published))
+            samples += [age, *self._others(), *published.samples]
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
-        for sample in self.samples():
+        for sample in samples:
             groups[sample.metric.name].append(sample)
         return ((metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups)
-
-    def samples(self) -> list[Sample]:
-        """Return all current samples."""
-        published = self.published()
-        if published is None:
-            return [self._build]
-        age = Sample(catalog.SAMPLE_AGE, (), self.age_seconds(published))
-        return [self._build, age, *self._others(), *published.samples]
 
     def age_seconds(self, published: Published) -> float:
         """Return the time since its tick ended."""
@@ -105,8 +101,7 @@ class MetricsPage:
     def __init__(self, collector: HeadroomCollector) -> None:
         self._collector = collector
         self._registry = build_registry(collector)
-        self._process = CollectorRegistry(auto_describe=False)
-        ProcessCollector(registry=self._process)
+        self._process = ProcessCollector(registry=None)
         self._shown: Published | None = None
         self._formats: dict[str, bytes] = {}
         self._encoded: dict[str, dict[str, tuple[list[Sample], bytes]]] = {}
@@ -118,38 +113,36 @@ class MetricsPage:
             body = encode(self._registry.restricted_registry(names))
         else:
             body = self._page(encode, content_type)
-        if _is_gzip_accepted(request.headers.get("accept-encoding", "")):
-            packed = gzip.compress(body, _FASTEST, mtime=0)
-            return Response(status=200, body=packed, content_type=content_type, headers=_GZIP_HEADERS)
-        return Response(status=200, body=body, content_type=content_type, headers=_HEADERS)
+        if not _is_gzip_accepted(request.headers.get("accept-encoding", "")):
+            return Response(status=200, body=body, content_type=content_type, headers=_HEADERS)
+        packed = gzip.compress(body, _FASTEST, mtime=0)
+        return Response(status=200, body=packed, content_type=content_type, headers=_GZIP_HEADERS)
 
     def _page(self, encode: Encode, content_type: str) -> bytes:
+        """Return the page; families that have not changed since the last one stay as they were encoded then."""
         published = self._collector.published()
         if len(self._formats) > _MOST_FORMATS:
-            self._encoded = {}
-        if published is not self._shown or len(self._formats) > _MOST_FORMATS:
-            self._shown, self._formats = published, {}
+            self._formats, self._encoded = {}, {}
+        elif published is not self._shown:
+            self._formats = {}
+        self._shown = published
         if content_type not in self._formats:
-            self._formats[content_type] = self._encode(encode, self._encoded.setdefault(content_type, {}))
+            known, parts = self._encoded.setdefault(content_type, {}), []
+            for metric, samples in self._collector.groups():
+                before, encoded = known.get(metric.name, ([], b""))
+                if before != samples:
+                    encoded = encode(_Family(_build_family(metric, samples))).removesuffix(_END)
+                    known[metric.name] = samples, encoded
+                parts.append(encoded)
+            self._formats[content_type] = b"".join((*parts, encode(self._process)))
         page = self._formats[content_type]
         if published is None:
             return page
         age = f"\n{catalog.SAMPLE_AGE.name} {self._collector.age_seconds(published)!r}"
         return _AGE.sub(age.encode(), page, count=1)
 
-    def _encode(self, encode: Encode, known: dict[str, tuple[list[Sample], bytes]]) -> bytes:
-        """Return the page, with the families that have not changed since the last one as they were encoded then."""
-        parts = []
-        for metric, samples in self._collector.groups():
-            before, encoded = known.get(metric.name, ([], b""))
-            if before != samples:
-                encoded = encode(_Family(_build_family(metric, samples))).removesuffix(_END)
-                known[metric.name] = samples, encoded
-            parts.append(encoded)
-        return b"".join((*parts, encode(self._process)))
 
-
-class _Family(CollectorRegistry):
+class _Family(Collector):
     """One family, as the encoders take it."""
 
     def __init__(self, family: Family) -> None:

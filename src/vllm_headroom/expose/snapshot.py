@@ -8,8 +8,7 @@ from msgspec.structs import asdict
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Response
-from vllm_headroom.expose.drawing import Curve
-from vllm_headroom.expose.view import STEP_SECONDS, Incident, View
+from vllm_headroom.expose.view import STEP_SECONDS, View
 from vllm_headroom.model import Metric, Values, find_worst
 
 FORMAT: Final = 1
@@ -31,31 +30,37 @@ def respond_snapshot(view: View) -> Response:
 
 def build_document(view: View) -> dict[str, Any]:
     """Return the last sample with its verdicts, and the day's curves."""
-    values = view.values
-    history, uuids = view.history, [labels[1] for labels in view.values.of(catalog.GPU_INFO)]
+    values, snapshot, history, last = view.values, view.snapshot, view.history, view.last_incident
+    incident = {} if last is None else asdict(last)
     return {
         "headroom_snapshot": FORMAT,
         "version": view.version,
-        "t": None if view.snapshot is None else view.snapshot.time_seconds,
-        "age_seconds": None if view.snapshot is None else view.age_seconds,
+        "t": None if snapshot is None else snapshot.time_seconds,
+        "age_seconds": None if snapshot is None else view.age_seconds,
         "level": find_worst(view.shown),
         "verdicts": [{**asdict(each), "runbook": view.find_runbook(each.alert)} for each in view.shown],
-        "problems": [] if view.snapshot is None else [asdict(each) for each in view.snapshot.failures],
-        "last_incident": _describe_incident(view.last_incident),
+        "problems": [] if snapshot is None else [asdict(each) for each in snapshot.failures],
+        "last_incident": None if last is None else {"t": incident.pop("seconds"), **incident, "command": last.command},
         **_collect_facts(values, WHOLE, ()),
-        **{name: _list_entries(values, name, labels) for name, labels in MANY.items()},
+        **{
+            name: [
+                {**dict(zip(labels, each, strict=True)), **_collect_facts(values, list_metrics(name), each, name)}
+                for each in dict.fromkeys(each[:2] for metric in list_metrics(name) for each in values.of(metric))
+            ]
+            for name, labels in MANY.items()
+        },
         "history": {
             "step_seconds": STEP_SECONDS,
             "gpus": [
                 {
-                    "uuid": uuid,
-                    "free_bytes": _list_points(history.free(uuid)),
-                    "free_at_peak_bytes": _list_points(history.free_at_peak(uuid)),
+                    "uuid": labels[1],
+                    "free_bytes": list(zip(*history.curve(f"free {labels[1]}"), strict=True)),
+                    "free_at_peak_bytes": list(zip(*history.curve(f"peak {labels[1]}"), strict=True)),
                 }
-                for uuid in uuids
+                for labels in values.of(catalog.GPU_INFO)
             ],
-            "host_free_bytes": _list_points(history.host()),
-            "running": _list_points(history.running()),
+            "host_free_bytes": list(zip(*history.curve("host"), strict=True)),
+            "running": list(zip(*history.curve("running"), strict=True)),
             "events": [{"t": event.seconds, "level": event.level, "text": event.text} for event in history.events],
         },
     }
@@ -78,14 +83,6 @@ def build_key(metric: Metric, name: str | None) -> str:
     return metric.name.removeprefix(PREFIX).removeprefix(OWN.get(name or "", ""))
 
 
-def _list_entries(values: Values, name: str, labels: tuple[str, ...]) -> list[dict[str, Any]]:
-    found = {each[:2]: None for metric in list_metrics(name) for each in values.of(metric)}
-    return [
-        {**dict(zip(labels, each, strict=True)), **_collect_facts(values, list_metrics(name), each, name)}
-        for each in found
-    ]
-
-
 def _collect_facts(
     values: Values, metrics: Iterable[Metric], labels: tuple[str, ...], name: str | None = None
 ) -> dict[str, Any]:
@@ -104,14 +101,3 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
         held = {" ".join(each[:-1]): each[-1] for each, value in found.items() if value}
         return held or None if own[:-1] else held.get("")
     return {" ".join(each): value for each, value in found.items()} or None
-
-
-def _describe_incident(incident: Incident | None) -> dict[str, Any] | None:
-    if incident is None:
-        return None
-    facts = asdict(incident)
-    return {"t": facts.pop("seconds"), **facts, "command": incident.command}
-
-
-def _list_points(curve: Curve) -> list[tuple[float, float | None]]:
-    return list(zip(*curve, strict=True))

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from math import isfinite, isnan, nan
 from typing import Final
 
@@ -9,7 +10,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.expose.drawing import Curve
-from vllm_headroom.model import NO_VERDICT, Gpu, Snapshot, Values, Verdict
+from vllm_headroom.model import NO_VERDICT, GpuReading, Snapshot, Values, Verdict
 from vllm_headroom.vocabulary import EngineState, Level, Situation
 
 STEP_SECONDS: Final = 60
@@ -63,35 +64,35 @@ class History:
         if self._minute is None or minute < self._minute - MOST_BACK:
             self._curves, self._minute = {}, minute
         elif minute > self._minute:
-            self._forget(min(minute - self._minute, POINTS))
+            skipped = range(max(self._minute, minute - POINTS) + 1, minute + 1)
+            for curve, passed in product(self._curves.values(), skipped):
+                curve[passed % POINTS] = nan
             self._minute = minute
         gpus = snapshot.owned[:MOST_GPUS]
         if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that are gone
             shown = {"", *(gpu.reading.uuid for gpu in gpus)}
             self._curves = {name: curve for name, curve in self._curves.items() if name.partition(" ")[2] in shown}
         for gpu in gpus:
-            self._gpu(gpu)
+            self._add_gpu(gpu.reading)
         if snapshot.host is not None and snapshot.host.room_bytes is not None:
             self._add("host", snapshot.host.room_bytes, min)
         if running is not None:
             self._add("running", running, max)
         self._note(snapshot, verdicts)
 
-    def free(self, uuid: str) -> Curve:
-        """Return the free memory of a GPU in bytes."""
-        return self._curve(f"free {uuid}")
-
-    def free_at_peak(self, uuid: str) -> Curve:
-        """Return the free memory of a GPU at its peaks in bytes."""
-        return self._curve(f"peak {uuid}")
-
-    def host(self) -> Curve:
-        """Return the free host memory in bytes."""
-        return self._curve("host")
-
-    def running(self) -> Curve:
-        """Return the running requests."""
-        return self._curve("running")
+    def curve(self, name: str) -> Curve:
+        """Return `free UUID` or `peak UUID`, the free memory of a GPU in bytes, or that of the `host`, or `running`."""
+        curve, newest = self._curves.get(name), self._minute
+        if curve is None or newest is None:
+            return (), ()
+        oldest = newest - POINTS + 1
+        floats = (curve[oldest % POINTS :] + curve[: oldest % POINTS]).tolist()
+        values: Sequence[float | None] = floats
+        if not isfinite(sum(floats)):  # 1e39 requests, which a page may claim, are infinite as these floats
+            values = [value if isfinite(value) else None for value in floats]
+        first = next((place for place, value in enumerate(values) if value is not None), POINTS)
+        times = range((oldest + first) * STEP_SECONDS, (newest + 1) * STEP_SECONDS, STEP_SECONDS)
+        return times, values[first:]
 
     def kept(self) -> KeptHistory:
         """Return the history for a later process."""
@@ -104,39 +105,17 @@ class History:
         whole = {name: values for name, values in kept.curves.items() if len(values) == POINTS * array(TYPE).itemsize}
         self._curves = {name: array(TYPE, values) for name, values in whole.items()}
 
-    def _gpu(self, gpu: Gpu) -> None:
-        memory, peak_bytes = gpu.reading.memory, gpu.reading.used_peak_bytes
-        if memory is None:
-            return
-        self._add(f"free {gpu.reading.uuid}", memory.free_bytes, min)
-        if peak_bytes is not None:
-            at_peak = max(0, memory.free_bytes + memory.used_bytes - max(peak_bytes, memory.used_bytes))
-            self._add(f"peak {gpu.reading.uuid}", at_peak, min)
+    def _add_gpu(self, gpu: GpuReading) -> None:
+        if gpu.memory is not None:
+            self._add(f"free {gpu.uuid}", gpu.memory.free_bytes, min)
+            if gpu.used_peak_bytes is not None:
+                rise_bytes = max(0, gpu.used_peak_bytes - gpu.memory.used_bytes)
+                self._add(f"peak {gpu.uuid}", max(0, gpu.memory.free_bytes - rise_bytes), min)
 
     def _add(self, name: str, value: float, chosen: Callable[[float, float], float]) -> None:
         curve = self._curves.setdefault(name, array(TYPE, [nan]) * POINTS)
         slot = (self._minute or 0) % POINTS
         curve[slot] = value if isnan(curve[slot]) else chosen(curve[slot], value)
-
-    def _forget(self, minutes: int) -> None:
-        """Clear the slots of the minutes up to now."""
-        for ahead in range(1, minutes + 1):
-            slot = ((self._minute or 0) + ahead) % POINTS
-            for curve in self._curves.values():
-                curve[slot] = nan
-
-    def _curve(self, name: str) -> Curve:
-        curve, newest = self._curves.get(name), self._minute
-        if curve is None or newest is None:
-            return (), ()
-        oldest = newest - POINTS + 1
-        floats = (curve[oldest % POINTS :] + curve[: oldest % POINTS]).tolist()
-        values: Sequence[float | None] = floats
-        if not isfinite(sum(floats)):  # 1e39 requests, which a page may claim, are infinite as these floats
-            values = [value if isfinite(value) else None for value in floats]
-        first = next((place for place, value in enumerate(values) if value is not None), POINTS)
-        times = range((oldest + first) * STEP_SECONDS, (newest + 1) * STEP_SECONDS, STEP_SECONDS)
-        return times, values[first:]
 
     def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
         """Add an event for each new verdict, without regard to figures; after a sleep those from before are not new."""

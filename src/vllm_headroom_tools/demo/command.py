@@ -23,15 +23,10 @@ class DemoSettings(ModelSettings):
         name for name in ModelSettings.model_fields if name.startswith(("engine_", "canary_", "evict"))
     )
 
-    scenario: Annotated[str, from_text(SCENARIO.read)] = setting(
-        SCENARIOS[0], "NAME", SCENARIO.accepts, "What happens in the simulation."
-    )
-    speed: Annotated[float, Field(gt=0, le=FASTEST)] = setting(
-        60,
-        "NUMBER",
-        f"a number above 0, at most {FASTEST}",
-        "How many times as fast as the clock the simulation's time runs.",
-    )
+    scenario: Annotated[str, from_text(SCENARIO.read)] = setting(SCENARIOS[0], "NAME", SCENARIO.accepts)
+    """What happens in the simulation."""
+    speed: Annotated[float, Field(gt=0, le=FASTEST)] = setting(60, "NUMBER", f"a number above 0, at most {FASTEST}")
+    """How many times as fast as the clock the simulation's time runs."""
 
 
 async def _run(given: Namespace) -> int:

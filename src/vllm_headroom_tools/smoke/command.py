@@ -258,15 +258,12 @@ class SmokeSettings(Settings):
         name for name in Settings.model_fields if not name.startswith("engine_") and name not in USED
     )
 
-    deadline: Seconds = setting(
-        900, *DURATION, "How long vLLM may take until it is healthy; a large model loads for minutes.", shown="15m"
-    )
-    completion_deadline: Seconds = setting(
-        120, *DURATION, "How long the one completion may take; the first compiles kernels.", shown="2m"
-    )
-    max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(
-        0.05, "SHARE", SHARE.accepts, "How much more GPU memory vLLM may hold than configured.", shown="5%"
-    )
+    deadline: Seconds = setting(900, *DURATION, shown="15m")
+    """How long vLLM may take until it is healthy; a large model loads for minutes."""
+    completion_deadline: Seconds = setting(120, *DURATION, shown="2m")
+    """How long the one completion may take; the first compiles kernels."""
+    max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(0.05, "SHARE", SHARE.accepts, shown="5%")
+    """How much more GPU memory vLLM may hold than configured."""
 
 
 PATH: Final = "health"

@@ -38,19 +38,19 @@ def history(*snapshots: Snapshot) -> History:
 def test_a_minute_keeps_its_lowest() -> None:
     seen = history(at(0, used=900), at(5, used=950), at(10, used=910), at(60, used=800))
 
-    assert points(seen.free("GPU-a")) == [(BEGIN, 50.0), (BEGIN + 60, 200.0)]
+    assert points(seen.curve("free GPU-a")) == [(BEGIN, 50.0), (BEGIN + 60, 200.0)]
 
 
 def test_what_a_peak_left_is_apart() -> None:
-    assert points(history(at(0, used=900, peak=990)).free_at_peak("GPU-a")) == [(BEGIN, 10.0)]
-    assert points(history(at(0, used=900, peak=100)).free_at_peak("GPU-a")) == [(BEGIN, 100.0)]
-    assert points(history(at(0)).free_at_peak("GPU-a")) == []
+    assert points(history(at(0, used=900, peak=990)).curve("peak GPU-a")) == [(BEGIN, 10.0)]
+    assert points(history(at(0, used=900, peak=100)).curve("peak GPU-a")) == [(BEGIN, 100.0)]
+    assert points(history(at(0)).curve("peak GPU-a")) == []
 
 
 def test_minutes_without_a_reading_are_gaps() -> None:
     unread = replace(at(60), gpus=failure(Source.NVML))
 
-    assert points(history(at(0), unread, at(120)).free("GPU-a")) == [
+    assert points(history(at(0), unread, at(120)).curve("free GPU-a")) == [
         (BEGIN, 100.0),
         (BEGIN + 60, None),
         (BEGIN + 120, 100.0),
@@ -60,24 +60,24 @@ def test_minutes_without_a_reading_are_gaps() -> None:
 def test_after_a_day_the_oldest_is_forgotten() -> None:
     seen = history(at(0, used=1), at(DAY - 60), at(DAY))
 
-    assert [point for point in points(seen.free("GPU-a")) if point[1] is not None] == [
+    assert [point for point in points(seen.curve("free GPU-a")) if point[1] is not None] == [
         (BEGIN + DAY - 60, 100.0),
         (BEGIN + DAY, 100.0),
     ]
 
 
 def test_a_day_without_samples_leaves_nothing_of_the_day_before() -> None:
-    assert points(history(at(0), at(3 * DAY)).free("GPU-a")) == [(BEGIN + 3 * DAY, 100.0)]
+    assert points(history(at(0), at(3 * DAY)).curve("free GPU-a")) == [(BEGIN + 3 * DAY, 100.0)]
 
 
 def test_a_clock_that_is_set_back_begins_anew() -> None:
-    assert points(history(at(600), at(0)).free("GPU-a")) == [(BEGIN, 100.0)]
+    assert points(history(at(600), at(0)).curve("free GPU-a")) == [(BEGIN, 100.0)]
 
 
 def test_a_clock_that_steps_back_over_the_turn_of_a_minute_costs_no_point() -> None:
     seen = history(at(0, used=900), at(60, used=800), at(59.9, used=850), at(120, used=700))
 
-    assert points(seen.free("GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, 150.0), (BEGIN + 120, 300.0)]
+    assert points(seen.curve("free GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, 150.0), (BEGIN + 120, 300.0)]
 
 
 def test_gpus_that_have_gone_make_room_for_those_that_are_there() -> None:
@@ -85,8 +85,8 @@ def test_gpus_that_have_gone_make_room_for_those_that_are_there() -> None:
     here = [(gpu(used=minute), gpu(used=minute, uuid=f"MIG-{minute}")) for minute in minutes]
     seen = history(*(replace(at(60 * minute), gpus=gpus) for minute, gpus in enumerate(here)))
 
-    assert points(seen.free("GPU-a")) == [(BEGIN + 60 * minute, 1000.0 - minute) for minute in minutes]
-    assert points(seen.free(f"MIG-{minutes[-1]}")) == [(BEGIN + 60 * minutes[-1], 1000.0 - minutes[-1])]
+    assert points(seen.curve("free GPU-a")) == [(BEGIN + 60 * minute, 1000.0 - minute) for minute in minutes]
+    assert points(seen.curve(f"free MIG-{minutes[-1]}")) == [(BEGIN + 60 * minutes[-1], 1000.0 - minutes[-1])]
     assert len(seen.kept().curves) <= MOST_CURVES + 2
 
 
@@ -96,13 +96,13 @@ def test_every_gpu_of_a_full_machine_is_followed() -> None:
     for minute in range(3):
         made.step(replace(at(60 * minute), gpus=gpus), (), 1.0)
 
-    assert {len(points(made.free(each.reading.uuid))) for each in gpus} == {3}
+    assert {len(points(made.curve(f"free {each.reading.uuid}"))) for each in gpus} == {3}
 
 
 def test_a_gpu_of_others_is_not_followed() -> None:
     others = replace(at(0), gpus=(gpu(attribution=None),))
 
-    assert points(history(others).free("GPU-a")) == []
+    assert points(history(others).curve("free GPU-a")) == []
 
 
 def test_the_most_requests_of_a_minute_are_kept() -> None:
@@ -110,7 +110,7 @@ def test_the_most_requests_of_a_minute_are_kept() -> None:
     for seconds, running in ((0, 4.0), (5, 9.0), (10, 1.0)):
         made.step(at(seconds), (), running)
 
-    assert points(made.running()) == [(BEGIN, 9.0)]
+    assert points(made.curve("running")) == [(BEGIN, 9.0)]
 
 
 def test_a_changed_verdict_is_an_event_and_a_changed_figure_is_not() -> None:
@@ -151,7 +151,7 @@ def test_a_later_process_goes_on_from_what_was_kept() -> None:
     after.take_up(before.kept())
     after.step(at(120), (), None)
 
-    assert points(after.free("GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
+    assert points(after.curve("free GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
 
 
 def test_curves_of_another_length_are_left_out() -> None:
@@ -159,8 +159,8 @@ def test_curves_of_another_length_are_left_out() -> None:
 
     after.take_up(replace(kept, curves={**kept.curves, "running": b"x" * 75}))
 
-    assert points(after.free("GPU-a")) == [(BEGIN, 100.0)]
-    assert points(after.running()) == []
+    assert points(after.curve("free GPU-a")) == [(BEGIN, 100.0)]
+    assert points(after.curve("running")) == []
 
 
 def test_what_changed_while_no_process_looked_is_an_event() -> None:
@@ -178,4 +178,4 @@ def test_a_number_beyond_any_is_no_point() -> None:
     for seconds, running in ((0, 4.0), (60, 1e300), (120, 5.0)):
         made.step(at(seconds), (), running)
 
-    assert points(made.running()) == [(BEGIN, 4.0), (BEGIN + 60, None), (BEGIN + 120, 5.0)]
+    assert points(made.curve("running")) == [(BEGIN, 4.0), (BEGIN + 60, None), (BEGIN + 120, 5.0)]

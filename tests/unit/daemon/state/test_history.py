@@ -52,7 +52,7 @@ def test_the_keeper_hands_it_to_the_next_process(tmp_path: Path) -> None:
     assert isinstance(kept, KeptHistory)
     after = History()
     after.take_up(kept)
-    assert after.free("GPU-a") == past().free("GPU-a")
+    assert after.curve("free GPU-a") == past().curve("free GPU-a")
 
 
 def test_a_curve_that_is_none_sets_the_file_aside(tmp_path: Path) -> None:
