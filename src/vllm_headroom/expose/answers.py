@@ -58,18 +58,13 @@ def build_application(
     def answer(request: Request) -> Response:
         if request.method not in {"GET", "HEAD"}:
             return respond_text(405, "only GET and HEAD", ("Allow", "GET, HEAD"))
-        return answers.get(request.path, _respond_not_found)(request)
+        if request.path not in answers:
+            line = "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz and /gate/ready"
+            return respond_text(404, line)
+        return answers[request.path](request)
 
     return answer
 
 
 def _respond_unless(problem: Callable[[], str | None], well: str) -> Handler:
-    def answer(_request: Request) -> Response:
-        found = problem()
-        return respond_text(503, found) if found else respond_text(200, well)
-
-    return answer
-
-
-def _respond_not_found(_request: Request) -> Response:
-    return respond_text(404, "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz and /gate/ready")
+    return lambda _: respond_text(503, found) if (found := problem()) else respond_text(200, well)

@@ -39,7 +39,10 @@ class Phase(Enum):
 
 
 class Connection(asyncio.Protocol):
-    """An HTTP/1.1 connection by h11; it does not read while a request waits for its turn."""
+    """An HTTP/1.1 connection by h11; it does not read while a request waits for its turn.
+
+    `certificate` and `address` are the client's, None and empty where there is none.
+    """
 
     def __init__(self, server: "Server") -> None:
         self._server = server
@@ -48,6 +51,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_blocked = False
         self._method = b""
+        self.certificate: dict[str, object] | None = None
+        self.address = ""
         self._enter(Phase.HEAD)
 
     def _enter(self, phase: Phase) -> None:
@@ -58,6 +63,8 @@ class Connection(asyncio.Protocol):
         """Register with the server; every byte that the client does not read counts as blocking."""
         transport.set_write_buffer_limits(high=1, low=0)  # with 0, uvloop's TLS pauses what has nothing to send
         self._transport = transport
+        self.certificate = transport.get_extra_info("peercert")
+        self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self._server.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the signature is asyncio's
@@ -87,17 +94,6 @@ class Connection(asyncio.Protocol):
         self._is_blocked = False
         if self.phase is Phase.SENDING:
             self._continue()
-
-    @property
-    def peer_certificate(self) -> dict[str, object] | None:
-        """The client's certificate, None without one."""
-        return None if self._transport is None else self._transport.get_extra_info("peercert")
-
-    @property
-    def address(self) -> str:
-        """The client's address, empty where it has left."""
-        peer = None if self._transport is None else self._transport.get_extra_info("peername")
-        return str(peer[0]) if peer else ""
 
     def drop(self) -> None:
         """Close it at once, whatever it does."""
@@ -220,12 +216,8 @@ class Server:
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on the socket until cancelled, then answer received requests for half a second."""
-        works = [
-            self._accept(listener),
-            self._answer(),
-            self._sweep(),
-            *([self._door.watch(self._drop_all)] if self._door else []),
-        ]
+        works = [self._accept(listener), self._answer(), self._sweep()]
+        works += [self._door.watch(self._drop_all)] if self._door else []
         tasks = [asyncio.create_task(work) for work in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -236,13 +228,10 @@ class Server:
             try:
                 await self._shutdown()
             finally:
-                self._end(listener, tasks)
-
-    def _end(self, listener: socket.socket, tasks: list[asyncio.Task[None]]) -> None:
-        listener.close()
-        for task in (*tasks, *self._guests):
-            task.cancel()
-        self._drop_all()
+                listener.close()
+                for task in (*tasks, *self._guests):
+                    task.cancel()
+                self._drop_all()
 
     def _drop_all(self) -> None:
         for connection in tuple(self._connections):
@@ -291,7 +280,7 @@ class Server:
 
     def add(self, connection: Connection) -> None:
         """Add a connection; where there are too many, drop the one that is idle longest."""
-        if self._door is not None and not self._door.is_admitted(connection.peer_certificate):
+        if self._door is not None and not self._door.is_admitted(connection.certificate):
             connection.drop()
             return
         if len(self._connections) >= MOST_CONNECTIONS:
@@ -303,17 +292,18 @@ class Server:
 
     def admit(self, connection: Connection, request: Request) -> None:
         """Queue a request for its turn, if its client is admitted."""
-        if self._door is None:
+        door = self._door
+        if door is None:
             self._queue(connection, request)
-        else:
-            self._start_guest(self._check_login(self._door, connection, request))
+            return
 
-    async def _check_login(self, door: Door, connection: Connection, request: Request) -> None:
-        refusal = await door.find_refusal(request, connection.address)
-        if refusal is None:
-            self._queue(connection, request)
-        else:
-            connection.answer(door.add_headers(refusal))
+        async def check_login() -> None:
+            if refusal := await door.find_refusal(request, connection.address):
+                connection.answer(door.add_headers(refusal))
+            else:
+                self._queue(connection, request)
+
+        self._start_guest(check_login())
 
     def _queue(self, connection: Connection, request: Request) -> None:
         queue = self._short if request.path.startswith(SHORT_PREFIXES) else self._waiting

@@ -5,7 +5,7 @@ https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuratio
 
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,21 +19,6 @@ class WebConfigError(Exception):
     def __init__(self, lines: list[str]) -> None:
         self.lines: Final = tuple(lines)
         super().__init__("\n".join(lines))
-
-
-def read_document(path: Path) -> object:
-    """Return the content of a YAML file; raises WebConfigError, also for a key given twice."""
-    from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML takes 15 ms, and 1 MiB
-
-    try:
-        document, twice = read_yaml(path)
-    except OSError as error:
-        raise WebConfigError([f"it cannot be read ({error.strerror})"]) from None
-    except NotYamlError:
-        raise WebConfigError(["it is not YAML"]) from None
-    if twice:
-        raise WebConfigError([f"{name}: given twice" for name in twice])
-    return document
 
 
 HEADERS: Final = (
@@ -51,17 +36,17 @@ CLIENT_AUTH: Final = {
 }
 VERSIONS: Final = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _BCRYPT: Final = re.compile(r"\$2[aby]?\$[0-9]{2}\$[./A-Za-z0-9]{53}", re.ASCII)
+_FILES: Final = ("cert_file", "key_file", "client_ca_file")
+_CHOICES: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
+    "client_auth_type": (CLIENT_AUTH, ""),
+    "min_version": (VERSIONS, "TLS12"),
+    "max_version": (VERSIONS, "TLS13"),
+}
+"""The keys with one of a few values: what each value means, and the default."""
+
 _KEYS: Final = {
     "": ("tls_server_config", "http_server_config", "basic_auth_users"),
-    "tls_server_config": (
-        "cert_file",
-        "key_file",
-        "client_auth_type",
-        "client_ca_file",
-        "client_allowed_sans",
-        "min_version",
-        "max_version",
-    ),
+    "tls_server_config": (*_FILES, *_CHOICES, "client_allowed_sans"),
     "http_server_config": ("http2", "headers"),
 }
 _REFUSED: Final = {
@@ -98,112 +83,102 @@ class WebConfig:
 
 
 def read_web_config(path: Path) -> WebConfig:
-    """Return the file's settings, with paths relative to it; raises WebConfigError."""
-    document = read_document(path)
-    mistakes = _Mistakes()
-    config = mistakes.config(document if document is not None else {}, path.parent)
-    if mistakes.lines:
-        raise WebConfigError(mistakes.lines)
-    return config
+    """Return the file's settings, with paths relative to it; raises WebConfigError, also for a key given twice."""
+    from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML takes 15 ms, and 1 MiB
+
+    try:
+        document, twice = read_yaml(path)
+    except OSError as error:
+        raise WebConfigError([f"it cannot be read ({error.strerror})"]) from None
+    except NotYamlError:
+        raise WebConfigError(["it is not YAML"]) from None
+    top: Any = {} if document is None else document
+    if mistakes := [f"{name}: given twice" for name in twice] or list(_find_mistakes(top)):
+        raise WebConfigError(mistakes)
+    tls, http = top.get("tls_server_config"), top.get("http_server_config") or {}
+    return WebConfig(
+        tls=None if tls is None else _build_tls(tls, path.parent),
+        headers=http.get("headers") or {},
+        users={str(name): str(secret) for name, secret in (top.get("basic_auth_users") or {}).items()},
+    )
 
 
-class _Mistakes:
-    """Reads a document and collects its mistakes."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def config(self, document: object, folder: Path) -> WebConfig:
-        top = self._mapping("", document)
-        http = self._mapping("http_server_config", _read_key(top, "http_server_config"))
-        if http.get("http2") is True:
-            self.lines.append("http_server_config.http2: HTTP/2 is not spoken here: leave it out, or set it to false")
-        tls = top.get("tls_server_config")
-        return WebConfig(
-            tls=None if tls is None else self._tls(self._mapping("tls_server_config", tls), folder),
-            headers=self._headers(_read_key(http, "headers")),
-            users=self._users(_read_key(top, "basic_auth_users")),
-        )
-
-    def _mapping(self, name: str, value: object) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            self.lines.append(f"{name or 'the file'}: not a mapping")
-            return {}
-        for key in value:
-            where = f"{name}.{key}".lstrip(".")
-            if key in _REFUSED:
-                self.lines.append(f"{where}: not kept here: {_REFUSED[key]}")
-            elif key not in _KEYS[name]:
-                self.lines.append(f"{where}: not a key, accepts {', '.join(_KEYS[name])}")
-        return value
-
-    def _tls(self, tls: dict[str, Any], folder: Path) -> Tls | None:
-        files = {name: self._file(tls, name, folder) for name in ("cert_file", "key_file", "client_ca_file")}
-        auth = self._one_of(tls, "client_auth_type", CLIENT_AUTH, "")
-        sans = [] if tls.get("client_allowed_sans") is None else tls["client_allowed_sans"]
-        if not isinstance(sans, list):
-            self.lines.append("tls_server_config.client_allowed_sans: not a list of names")
-            sans = []
-        if auth is not ssl.CERT_NONE and files["client_ca_file"] is None:
-            self.lines.append("tls_server_config.client_ca_file: missing, and client_auth_type needs it")
-        if auth is ssl.CERT_NONE and files["client_ca_file"] is not None:
-            self.lines.append("tls_server_config.client_auth_type: missing, and without it no certificate is requested")
-        lowest, highest = (
-            self._one_of(tls, name, VERSIONS, default)
-            for name, default in (("min_version", "TLS12"), ("max_version", "TLS13"))
-        )
-        if lowest > highest:
-            self.lines.append("tls_server_config.max_version: below min_version, which lets nobody in")
-        cert, key = files["cert_file"], files["key_file"]
-        if cert is None or key is None:
-            self.lines.append("tls_server_config: cert_file and key_file are both needed")
-            return None
-        return Tls(
-            cert_file=cert,
-            key_file=key,
-            client_auth=auth,
-            client_ca_file=files["client_ca_file"],
-            client_allowed_sans=tuple(map(str, sans)),
-            min_version=lowest,
-            max_version=highest,
-        )
-
-    def _file(self, tls: dict[str, Any], name: str, folder: Path) -> Path | None:
-        value = tls.get(name)
-        if value and not (isinstance(value, str) and value.isprintable()):
-            self.lines.append(f"tls_server_config.{name}: not the path of a file")
-        return folder / str(value) if value else None
-
-    def _one_of(self, tls: dict[str, Any], name: str, meanings: Mapping[str, Any], default: str) -> Any:  # noqa: ANN401 - a value of the table
-        value = tls.get(name, default)
-        if not isinstance(value, str) or value not in meanings:
-            known = ", ".join(each for each in meanings if each)
-            self.lines.append(f"tls_server_config.{name}: got {value!r}, accepts {known}")
-            return meanings[default]
-        return meanings[value]
-
-    def _headers(self, headers: object) -> dict[str, str]:
-        if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
-            self.lines.append("http_server_config.headers: not a mapping of names to texts")
-            return {}
-        for name, value in headers.items():
-            if name not in HEADERS:
-                self.lines.append(f"http_server_config.headers.{name}: not a header, accepts {', '.join(HEADERS)}")
-            if not (value.isascii() and value.isprintable()):
-                self.lines.append(f"http_server_config.headers.{name}: HTTP cannot carry its value")
-        return headers
-
-    def _users(self, users: object) -> dict[str, str]:
-        if not isinstance(users, dict):
-            self.lines.append("basic_auth_users: not a mapping of names to bcrypt hashes")
-            return {}
-        for name, secret in users.items():
-            if not _BCRYPT.fullmatch(str(secret)):
-                self.lines.append(f"basic_auth_users.{name}: not a bcrypt hash, make one with htpasswd -nBC 10 ''")
-        return {str(name): str(secret) for name, secret in users.items()}
+def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
+    files: dict[str, Any] = {name: folder / tls[name] for name in _FILES if tls.get(name)}
+    return Tls(
+        **files,
+        client_auth=_choose(tls, "client_auth_type"),
+        client_allowed_sans=tuple(map(str, tls.get("client_allowed_sans") or ())),
+        min_version=_choose(tls, "min_version"),
+        max_version=_choose(tls, "max_version"),
+    )
 
 
-def _read_key(mapping: dict[str, Any], name: str) -> object:
-    """Return the value of a key; null is an empty mapping, any other empty value is no mapping."""
-    value = mapping.get(name)
-    return {} if value is None else value
+def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
+    """Return what a key's value means; None where it is none of those that are accepted."""
+    meanings, default = _CHOICES[name]
+    value = tls.get(name, default)
+    return meanings.get(value) if isinstance(value, str) else None
+
+
+def _find_mistakes(top: object) -> Iterator[str]:
+    """Yield a line for each mistake; null is a missing key, any other empty value is no mapping."""
+    yield from _check_keys("", top)
+    known = top if isinstance(top, dict) else {}
+    for name, check in (("tls_server_config", _check_tls), ("http_server_config", _check_http)):
+        part = known.get(name)
+        yield from _check_keys(name, part)
+        if isinstance(part, dict):
+            yield from check(part)
+    users = known.get("basic_auth_users")
+    if not isinstance(users, dict | None):
+        yield "basic_auth_users: not a mapping of names to bcrypt hashes"
+        return
+    for name, secret in (users or {}).items():
+        if not _BCRYPT.fullmatch(str(secret)):
+            yield f"basic_auth_users.{name}: not a bcrypt hash, make one with htpasswd -nBC 10 ''"
+
+
+def _check_keys(name: str, mapping: object) -> Iterator[str]:
+    if not isinstance(mapping, dict | None):
+        yield f"{name or 'the file'}: not a mapping"
+        return
+    for key in mapping or ():
+        where = f"{name}.{key}".lstrip(".")
+        if key in _REFUSED:
+            yield f"{where}: not kept here: {_REFUSED[key]}"
+        elif key not in _KEYS[name]:
+            yield f"{where}: not a key, accepts {', '.join(_KEYS[name])}"
+
+
+def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
+    for name in _FILES:
+        if tls.get(name) and not (isinstance(tls[name], str) and tls[name].isprintable()):
+            yield f"tls_server_config.{name}: not the path of a file"
+    for name, (meanings, _) in _CHOICES.items():
+        if _choose(tls, name) is None:
+            yield f"tls_server_config.{name}: got {tls[name]!r}, accepts {', '.join(filter(None, meanings))}"
+    auth, authority = _choose(tls, "client_auth_type"), tls.get("client_ca_file")
+    lowest, highest = _choose(tls, "min_version"), _choose(tls, "max_version")
+    wrong = {
+        ".client_allowed_sans: not a list of names": not isinstance(tls.get("client_allowed_sans"), list | None),
+        ".client_ca_file: missing, and client_auth_type needs it": auth and not authority,
+        ".client_auth_type: missing, and without it no certificate is requested": auth is ssl.CERT_NONE and authority,
+        ".max_version: below min_version, which lets nobody in": lowest and highest and lowest > highest,
+        ": cert_file and key_file are both needed": not (tls.get("cert_file") and tls.get("key_file")),
+    }
+    yield from (f"tls_server_config{mistake}" for mistake, holds in wrong.items() if holds)
+
+
+def _check_http(http: dict[str, Any]) -> Iterator[str]:
+    if http.get("http2") is True:
+        yield "http_server_config.http2: HTTP/2 is not spoken here: leave it out, or set it to false"
+    headers = {} if http.get("headers") is None else http["headers"]
+    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
+        yield "http_server_config.headers: not a mapping of names to texts"
+        return
+    for name, value in headers.items():
+        if name not in HEADERS:
+            yield f"http_server_config.headers.{name}: not a header, accepts {', '.join(HEADERS)}"
+        if not (value.isascii() and value.isprintable()):
+            yield f"http_server_config.headers.{name}: HTTP cannot carry its value"

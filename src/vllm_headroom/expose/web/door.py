@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.expose.answers import Request, Response, respond_text
 from vllm_headroom.expose.web.config import Tls, WebConfig, WebConfigError, read_web_config
@@ -52,10 +53,14 @@ class Users:
 
     async def is_login_valid(self, users: Mapping[str, str], authorization: str, client: str) -> bool | None:
         """Return whether the header names a user with the right password; None where too many others wait."""
-        login = _parse_login(authorization)
-        if login is None:
+        scheme, _, token = authorization.partition(" ")
+        try:
+            known, colon, password = base64.b64decode(token, validate=True).partition(b":")
+            name = known.decode()
+        except ValueError:  # no base64, no UTF-8, or not even ASCII
             return False
-        name, password = login
+        if scheme.lower() != "basic" or not colon:
+            return False
         # for an unknown name the costliest of the file's hashes, so that the time does not show which names exist
         wanted = (users.get(name) or max(users.values(), key=lambda each: each[4:6])).encode()
         seen = hashlib.blake2b(b"\0".join((name.encode(), wanted, password)), key=self._key).digest()
@@ -115,17 +120,6 @@ def _is_right(password: bytes, wanted: bytes) -> bool:
         return False
 
 
-def _parse_login(authorization: str) -> tuple[str, bytes] | None:
-    scheme, _, token = authorization.partition(" ")
-    if scheme.lower() != "basic":
-        return None
-    try:
-        name, colon, password = base64.b64decode(token, validate=True).partition(b":")
-        return (name.decode(), password) if colon else None
-    except ValueError:  # no base64, no UTF-8, or not even ASCII
-        return None
-
-
 log = Log(__name__)
 
 RELOAD_SECONDS: Final = 5.0
@@ -175,8 +169,7 @@ class Door:
             return None
         if is_valid is None:
             return respond_text(429, "too many logins are being checked", ("Retry-After", f"{CHECK_SECONDS:.0f}"))
-        refused = respond_text(401, "Unauthorized")
-        return Response(status=401, body=refused.body, headers=(*refused.headers, ("WWW-Authenticate", "Basic")))
+        return respond_text(401, "Unauthorized", ("WWW-Authenticate", "Basic"))
 
     def add_headers(self, answer: Response) -> Response:
         """Return the answer with the file's headers."""
@@ -184,12 +177,7 @@ class Door:
         if not headers:
             return answer
         others = (each for each in answer.headers if each[0] not in headers)
-        return Response(
-            status=answer.status,
-            body=answer.body,
-            content_type=answer.content_type,
-            headers=(*others, *headers.items()),
-        )
+        return replace(answer, headers=(*others, *headers.items()))
 
     async def watch(self, drop_clients: Callable[[], None]) -> None:
         """Reload the file whenever it or a file that it names has changed, for ever.
@@ -248,38 +236,31 @@ def _reload(file: Path, lock: _Loaded) -> _Loaded:
 
 def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
     """Return what changes when a file is written or replaced, in place or by a link as in Kubernetes."""
-    files = [file]
-    if config.tls is not None:
-        files += [config.tls.cert_file, config.tls.key_file]
-        files += [config.tls.client_ca_file] if config.tls.client_ca_file else []
-    return tuple(_stat_file(each) for each in files)
-
-
-def _stat_file(file: Path) -> object:
-    try:
-        stat = file.stat()
-    except OSError as error:
-        return error.errno
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    tls, marks = config.tls, list[object]()
+    named = (tls.cert_file, tls.key_file, tls.client_ca_file) if tls else ()
+    for each in (file, *filter(None, named)):
+        try:
+            stat = each.stat()
+        except OSError as error:
+            marks.append(error.errno)
+        else:
+            marks.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
+    return tuple(marks)
 
 
 def _build_context(tls: Tls) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version, context.maximum_version = tls.min_version, tls.max_version
     context.set_alpn_protocols(["http/1.1"])
+    context.verify_mode, keys = tls.client_auth, "cert_file, key_file: no pair that can be used"
     try:
         # without a password OpenSSL would ask the terminal
         context.load_cert_chain(_refuse_pipe(tls.cert_file), _refuse_pipe(tls.key_file), password="")
-    except OSError as error:
-        problem = f"tls_server_config.cert_file, key_file: no pair that can be used ({error.strerror or error})"
-        raise WebConfigError([problem]) from None
-    context.verify_mode = tls.client_auth
-    if tls.client_ca_file is not None:
-        try:
+        if tls.client_ca_file is not None:
+            keys = "client_ca_file: it cannot be used"
             context.load_verify_locations(_refuse_pipe(tls.client_ca_file))
-        except OSError as error:
-            problem = f"tls_server_config.client_ca_file: it cannot be used ({error.strerror or error})"
-            raise WebConfigError([problem]) from None
+    except OSError as error:
+        raise WebConfigError([f"tls_server_config.{keys} ({error.strerror or error})"]) from None
     return context
 
 
