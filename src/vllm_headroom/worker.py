@@ -50,6 +50,17 @@ class Worker(Generic[T]):
         async with asyncio.timeout(timeout_seconds):
             return await future
 
+    async def attempt(self, function: Callable[[], T], timeout_seconds: float) -> tuple[T | None, str | None]:
+        """As `call`; where a file operation fails, return None and its problem: an OSError, or a ValueError's text."""
+        try:
+            return await self.call(function, timeout_seconds), None
+        except TimeoutError:
+            return None, f"the file system does not answer within {timeout_seconds:g} s"
+        except OSError as error:
+            return None, error.strerror or str(error)
+        except ValueError as error:
+            return None, str(error)
+
     def stop(self) -> None:
         """End the thread after the calls made so far, without waiting for it; call nothing after it."""
         self._jobs.put(None)

@@ -167,7 +167,7 @@ class Daemon:
         self._heartbeat = Heartbeat(self._interval_seconds, clock, asyncio.get_running_loop().time)
         self._grace = GraceTime(settings.gpu_fatal_grace_seconds)
         self._history = History()
-        lines = logs.remember_lines().lines
+        lines = partial(tuple, logs.RecentLines().lines)
         self._flight = None if folder is None else Flight(folder=folder, lines=lines, version=version, lock=lock)
         self._keeper = None if folder is None else StateKeeper(folder=folder, clock=clock, version=version, lock=lock)
         trace = settings.trace_file
@@ -236,7 +236,7 @@ class Daemon:
         timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._memory_interval_seconds)
         used_bytes = await self._parts.gpus.sample_used(timeout_seconds)
         if self._flight is not None:
-            self._flight.look(self._clock.time(), used_bytes)
+            self._flight.recent.add(self._clock.time(), used_bytes)
 
     async def _recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Return the states that an earlier process kept of this engine, and restore the history it kept."""

@@ -15,7 +15,7 @@ from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.expose.view import Incident
 from vllm_headroom.log import Log
-from vllm_headroom.model import Ending, EngineStatus, Failure, ProbedProcess, Snapshot, Values, Verdict
+from vllm_headroom.model import Ending, EngineStatus, Failure, ProbedProcess, ProbeReadings, Snapshot, Values, Verdict
 from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import FLIGHT, find_newest, keep, locate_incident, set_aside
 from vllm_headroom.trace.incident import Event as IncidentEvent
@@ -31,15 +31,14 @@ FIGURES: Final = (catalog.LEAK_RATE, catalog.LEAK_PER_REQUEST, catalog.LEAKED, c
 def build_context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> dict[str, Any]:
     """Return what a later reader cannot derive from the samples alone."""
     parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
+    owned = [gpu.reading for gpu in snapshot.owned]
     holders = [
-        {"uuid": gpu.reading.uuid, "pid": each.pid, "used": each.used_bytes}
-        for gpu in snapshot.owned
-        for each in gpu.reading.processes or ()
+        {"uuid": gpu.uuid, "pid": each.pid, "used": each.used_bytes} for gpu in owned for each in gpu.processes or ()
     ]
     return {
         "t": round(snapshot.time_seconds, 3),
         "verdicts": [asdict(each) for each in verdicts],
-        "leaks": [_describe_leak(values, str(gpu.reading.index), gpu.reading.uuid) for gpu in snapshot.owned],
+        "leaks": [_describe_leak(values, str(gpu.index), gpu.uuid) for gpu in owned],
         "holders": holders[:MOST_HOLDERS],
         "probe": [_drop_unknown(process) for process in _list_probed(snapshot)[:MOST_HOLDERS]],
         "problems": [each.message for each in parts if isinstance(each, Failure)],
@@ -48,25 +47,20 @@ def build_context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Value
 
 def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return the newest OutOfMemoryError of each probed process, including exited ones."""
+    known = (each.oom for each in _list_probed(snapshot) if each.oom is not None)
     return [
         {
-            "t": round(each.oom.at_seconds, 3),
-            "uuid": each.oom.uuid,
-            "asked": each.oom.asked_bytes,
-            "free": each.oom.free_bytes,
-            "allocated": each.oom.allocated_bytes,
-            "reserved": each.oom.reserved_bytes,
+            "t": round(each.at_seconds, 3),
+            "uuid": each.uuid,
+            **{name: getattr(each, f"{name}_bytes") for name in ("asked", "free", "allocated", "reserved")},
         }
-        for each in _list_probed(snapshot)
-        if each.oom is not None
+        for each in known
     ]
 
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
     probe = snapshot.probe
-    if probe is None or isinstance(probe, Failure):
-        return ()
-    return (*probe.present, *probe.silent, *probe.others)
+    return (*probe.present, *probe.silent, *probe.others) if isinstance(probe, ProbeReadings) else ()
 
 
 def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
@@ -155,8 +149,8 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 class Flight:
     """Owns the record in `folder` once `lock` is this daemon's; `lines` returns the daemon's last log lines.
 
-    `last` is the newest incident on disk. Errors of the volume are logged when they begin and end, and affect the
-    record only.
+    `last` is the newest incident on disk, `recent` takes what is read between ticks. Errors of the volume are logged
+    when they begin and end, and affect the record only.
     """
 
     def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str, lock: FolderLock) -> None:
@@ -169,19 +163,15 @@ class Flight:
         self._state = EngineState.UNKNOWN
         self._written: float | None = None
         self._before: Mapping[str, Any] = {}
-        self._recent = Recent()
+        self.recent = Recent()
         self._served = False
         self._incident: OpenIncident | None = None
         self._ooms: list[dict[str, Any]] = []
 
-    def look(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
-        """Add the memory in use between ticks, by UUID."""
-        self._recent.add(seconds, used_bytes)
-
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
         """Record one tick."""
         now = snapshot.monotonic_seconds
-        self._recent.note(snapshot)
+        self.recent.note(snapshot)
         self._ooms = list_ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._take_event(snapshot.life)
         if not self._lock.is_ours:
@@ -217,7 +207,7 @@ class Flight:
             ending = ending if find_decisive(events) is event else going.ending
             self._incident = replace(going, due=now, events=events, ending=ending)
         else:
-            used = self._recent.of(each["uuid"] for each in self._before.get("leaks", ()))
+            used = self.recent.of(each["uuid"] for each in self._before.get("leaks", ()))
             self._incident = OpenIncident(
                 seconds=snapshot.time_seconds,
                 closes=now + AFTER_SECONDS,
@@ -247,7 +237,7 @@ class Flight:
             "version": self._version,
             "events": [_drop_unknown(each) for each in incident.events],
             "before": dict(incident.before),
-            "xids": [each for each in self._recent.xids if each["t"] >= earliest],
+            "xids": [each for each in self.recent.xids if each["t"] >= earliest],
             "ooms": [each for each in self._ooms if each["t"] >= earliest],
             "log": list(self._lines()),
         }

@@ -73,27 +73,17 @@ class Background(logging.Handler):
 
 
 class RecentLines(logging.Handler):
-    """Keeps the last lines, each cut to a length."""
+    """Keeps the daemon's last lines from now on, the oldest first and each cut to a length."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: deque[str] = deque(maxlen=MOST_RECENT)
+        self.lines: deque[str] = deque(maxlen=MOST_RECENT)
         self.setFormatter(Logfmt())
+        logging.getLogger(OURS).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the line."""
-        self._lines.append(self.format(record)[:LONGEST_RECENT])
-
-    def lines(self) -> tuple[str, ...]:
-        """Return the lines, the oldest first."""
-        return tuple(self._lines)
-
-
-def remember_lines() -> RecentLines:
-    """Return a handler that keeps the daemon's lines from now on."""
-    recent = RecentLines()
-    logging.getLogger(OURS).addHandler(recent)
-    return recent
+        self.lines.append(self.format(record)[:LONGEST_RECENT])
 
 
 def configure(log_format: str, log_level: str) -> None:
@@ -131,19 +121,15 @@ class Logfmt(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        line = " ".join(f"{name}={_render_word(value)}" for name, value in _read_fields(record).items()).translate(
-            CONTROLS
-        )
-        if not record.exc_info:
-            return line
-        return f"{line}\n{textwrap.indent(self.formatException(record.exc_info), '  ')}"
+        words = (f"{name}={_render_word(value)}" for name, value in _read_fields(record).items())
+        trace = f"\n{textwrap.indent(self.formatException(record.exc_info), '  ')}" if record.exc_info else ""
+        return " ".join(words).translate(CONTROLS) + trace
 
 
 def _render_word(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "" if value is None else str(value).lower()
     text = str(value)
-    if not any(each in text for each in ' ="'):
-        return text.replace("\n", "\\n")
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+    if any(each in text for each in ' ="'):
+        text = '"{}"'.format(text.replace("\\", "\\\\").replace('"', '\\"'))
+    return text.replace("\n", "\\n")

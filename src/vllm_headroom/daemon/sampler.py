@@ -187,6 +187,8 @@ PARSE_SECONDS: Final = 2.0
 
 Judge = Callable[[Values, Mapping[str, Any]], Derivation[Any]]
 
+NO_PROCESSES: Final = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False)
+
 T = TypeVar("T")
 Timed = tuple[T, ReadingTime]
 
@@ -268,27 +270,31 @@ class Sampler:
         readings, gpu_time = gpu.result()
         processes, process_time = process.result()
         files, probe_time = inside.result()
+        found = NO_PROCESSES if isinstance(processes, Failure) else processes
         seen = processes if isinstance(processes, Failure) else processes.engine
-        options = None if isinstance(processes, Failure) else processes.options
         now = self._clock.time()
         probe = classify_probe(files, seen, now)
         self._container, host = update_container(self._container, processes, probe, limit_bytes=self._host_limit_bytes)
-        gpus = readings if isinstance(readings, Failure) else self._attribute(readings, processes)
+        gpus: tuple[Gpu, ...] | Failure
+        if isinstance(readings, Failure):
+            gpus = readings
+        else:
+            self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
         return Snapshot(
             time_seconds=now,
             monotonic_seconds=self._clock.monotonic(),
-            engines=complete_page(page, probe, options),
+            engines=complete_page(page, probe, found.options),
             gpus=add_inside(gpus, probe),
             processes=seen,
             probe=probe,
             reading_times=(engine_time, gpu_time, process_time, *probe_time),
             host=host,
             unanswered_since_seconds=None if self._canary is None else self._canary.unanswered_since(),
-            neighbours=frozenset() if isinstance(processes, Failure) else processes.neighbours,
-            ambiguous=0 if isinstance(processes, Failure) else processes.ambiguous_roots,
-            left_behind=frozenset() if isinstance(processes, Failure) else processes.left_behind,
+            neighbours=found.neighbours,
+            ambiguous=found.ambiguous_roots,
+            left_behind=found.left_behind,
             has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core,
-            pools=list_pools(page, seen, options),
+            pools=list_pools(page, seen, found.options),
             token_bytes=None if self._sources.model is None else self._sources.model(processes),
         )
 
@@ -323,10 +329,6 @@ class Sampler:
             return Failure(source=Source.ENGINE, reason=Reason.OUT_OF_BOUNDS, message=message)
         except OSError as error:
             return build_unavailable(Source.ENGINE, "the engine's page cannot be parsed", error)
-
-    def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
-        self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
-        return gpus
 
     def _update_run(self, snapshot: Snapshot) -> Snapshot:
         try:

@@ -29,13 +29,6 @@ STATES: Final = {
     EngineState.STALLED: "engine is stalled: it should make progress and makes none",
     EngineState.ASLEEP: "engine is asleep",
 }
-ALARMING: Final = frozenset({EngineState.DOWN, EngineState.STALLED})
-GROWTH_FOUND: Final = (LeakState.GROWING, LeakState.LEAKING)
-"""The leak detector's verdicts that are logged."""
-NOT_JUDGED: Final = (LeakState.UNKNOWN, LeakState.ASLEEP)
-"""The states in which it cannot judge; in all others it has found no growth."""
-
-
 MOST_STOPPED: Final = 64
 FORGET_SECONDS: Final = 3600.0
 """Probes that stopped are logged so often an hour, so that files of the engine's container cannot fill the log."""
@@ -48,21 +41,17 @@ class Transitions:
         self._selection = selection
         self._said: dict[str, object] = {}
         self._state: EngineState | None = None
-        self._found: dict[tuple[str, ...], str] = {}
+        self._found: dict[str, str | None] = {}
         self._stopped: set[tuple[int, float]] = set()
         self._forgets_at = 0.0
 
     def report(self, snapshot: Snapshot) -> None:
         """Log what changed since the last snapshot."""
         failures = {failure.source: failure for failure in snapshot.failures}
-        for source in (
-            Source.ENGINE,
-            Source.NVML,
-            Source.PROCESS,
-            *(() if snapshot.probe is None else (Source.PROBE,)),
-        ):
-            self._source(source, failures.get(source))
-        if snapshot.probe is not None:
+        for source in Source:
+            if source is not Source.PROBE or snapshot.probe is not None:
+                self._source(source, failures.get(source))
+        if isinstance(snapshot.probe, ProbeReadings):
             self._probe(snapshot.probe, snapshot.monotonic_seconds)
         if not isinstance(snapshot.engines, Failure):
             self._page(snapshot.engines)
@@ -73,54 +62,50 @@ class Transitions:
         left = describe_orphans(snapshot.left_behind, ())
         if self._is_new("left behind", left, usual=None) and left is not None:
             log.warning("an engine that exited left processes behind", problem=left)
-        if snapshot.life is not None:
-            self._life(snapshot.life)
+        self._life(snapshot.life)
 
     def verdicts(self, values: Values) -> None:
         """Log where the leak detector begins and ceases to find growth; not where it cannot judge."""
         for labels, held in {**values.of(catalog.LEAK_STATE), **values.of(catalog.HOST_LEAK_STATE)}.items():
-            if held and labels[-1] not in NOT_JUDGED:
-                self._log_verdict(labels[:-1], labels[-1] if labels[-1] in GROWTH_FOUND else None)
+            *named, state = labels
+            if not held or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
+                continue
+            whose = name_device(*named) if len(named) > 1 else f"host memory of {named[0]}"
+            now = state if state in (LeakState.GROWING, LeakState.LEAKING) else None
+            before, self._found[whose] = self._found.get(whose), now
+            if now is None and before is not None:
+                log.info("leak no longer suspected", of=whose, before=before)
+            elif now != before:
+                log.warning("leak suspected", of=whose, verdict=now, before=before or "nothing found")
 
-    def _log_verdict(self, labels: tuple[str, ...], now: str | None) -> None:
-        before = self._found.pop(labels, None)
-        if now is not None:
-            self._found[labels] = now
-        whose = name_device(*labels) if len(labels) > 1 else f"host memory of {labels[0]}"
-        if now is None and before is not None:
-            log.info("leak no longer suspected", of=whose, before=before)
-        elif now != before:
-            log.warning("leak suspected", of=whose, verdict=now, before=before or "nothing found")
-
-    def _life(self, life: EngineStatus) -> None:
+    def _life(self, life: EngineStatus | None) -> None:
+        if life is None:
+            return
         if self._state is not None and life.ended is not None:
             log.warning("engine exited", reason=str(life.ended), restarts=life.restarts)
         if life.state is self._state:
             return
-        write = log.warning if life.state in ALARMING else log.info
+        is_alarming = life.state in (EngineState.DOWN, EngineState.STALLED)
+        write = log.warning if is_alarming else log.info
         write(STATES[life.state], before=str(self._state or "nothing yet"))
         self._state = life.state
 
     def log_fault(self, name: str, error: Exception | None) -> None:
         """Log a derivation's fault with its traceback, and its recovery."""
-        if not self._is_new(f"derivation {name}", error is not None, usual=False):
-            return
-        if error is not None:
+        is_new = self._is_new(f"derivation {name}", error is not None, usual=False)
+        if is_new and error is not None:
             log.error("derivation failed, its series are absent", derivation=name, exc_info=error)
-        else:
+        elif is_new:
             log.info("derivation works again", derivation=name)
 
     def _source(self, source: Source, failure: Failure | None) -> None:
-        if not self._is_new(str(source), None if failure is None else failure.reason):
-            return
-        if failure is not None:
+        is_new = self._is_new(str(source), None if failure is None else failure.reason)
+        if is_new and failure is not None:
             log.warning("source failed", source=str(source), reason=str(failure.reason), problem=failure.message)
-        else:
+        elif is_new:
             log.info("source answers", source=str(source))
 
-    def _probe(self, probe: ProbeReadings | Failure, now: float) -> None:
-        if isinstance(probe, Failure):
-            return
+    def _probe(self, probe: ProbeReadings, now: float) -> None:
         stopped = {(each.pid, each.started_at_seconds): each for each in probe.others if each.stopped}
         if now >= self._forgets_at:
             self._stopped &= stopped.keys()
@@ -131,14 +116,13 @@ class Transitions:
                 log.warning("a probe gave up", pid=each.pid, role=str(each.role), problem=each.stopped)
 
     def _page(self, page: EnginePage) -> None:
-        offers = any(found for _, found in page.inputs)
-        if not self._is_new("inputs", offers):
+        absent = [name for name, found in page.inputs if not found]
+        has_some = len(absent) < len(page.inputs)
+        if not self._is_new("inputs", has_some):
             return
-        if offers:
-            absent = [name for name, found in page.inputs if not found]
-            log.info(
-                "engine's inputs found", profile=page.profile, engines=len(page.engines), not_offered=",".join(absent)
-            )
+        if has_some:
+            missing = ",".join(absent)
+            log.info("engine's inputs found", profile=page.profile, engines=len(page.engines), not_offered=missing)
         else:
             log.warning("engine's inputs missing", problem=explain_empty_page(page))
 

@@ -17,8 +17,6 @@ log = Log(__name__)
 WRITE_SECONDS: Final = 1.0
 """A line takes microseconds; a volume that hangs delays one tick by this, and no later one."""
 
-HANGS: Final = "the file system does not answer"
-
 
 def make_folder(folder: Path) -> None:
     """Create a folder of the daemon; raises OSError, also where a link is in its place."""
@@ -49,8 +47,7 @@ class FileWriter:
     """Runs file operations on a thread, each for at most `seconds`; `what` and `file` are their names in the log."""
 
     def __init__(self, what: str, file: Path, seconds: float = WRITE_SECONDS) -> None:
-        self._begins = f"{what} not written"
-        self._ends = f"{what} written again"
+        self._begins, self._ends = f"{what} not written", f"{what} written again"
         self._file = file
         self._worker = Worker[None](what)
         self._seconds = seconds
@@ -59,25 +56,12 @@ class FileWriter:
     async def do(self, operation: Callable[[], None]) -> bool:
         """Return whether the operation worked, and log when that changes."""
         before = self._problem
-        self._problem = problem = await try_write(self._worker, operation, self._seconds)
-        if problem is not None and before is None:
-            log.warning(self._begins, file=str(self._file), problem=problem)
-        elif problem is None and before is not None:
+        _, self._problem = await self._worker.attempt(operation, self._seconds)
+        if self._problem is not None and before is None:
+            log.warning(self._begins, file=str(self._file), problem=self._problem)
+        elif self._problem is None and before is not None:
             log.info(self._ends, file=str(self._file))
-        return problem is None
-
-
-async def try_write(worker: Worker[None], operation: Callable[[], None], seconds: float) -> str | None:
-    """Return the error of an operation that may raise OSError, or ValueError with a text for the operator."""
-    try:
-        await worker.call(operation, seconds)
-    except TimeoutError:
-        return HANGS
-    except OSError as error:
-        return error.strerror or str(error)
-    except ValueError as error:
-        return str(error)
-    return None
+        return self._problem is None
 
 
 FOREIGN: Final = "the file is there and is no trace: move it away, or name another"

@@ -18,7 +18,7 @@ from vllm_headroom.model import Failure
 from vllm_headroom.parse.exposition import parse_samples
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.entries import LONGEST_LINE
-from vllm_headroom.trace.recorder import FOREIGN, is_trace_start, try_write
+from vllm_headroom.trace.recorder import FOREIGN, is_trace_start
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker
 from vllm_headroom_tools.doctor.fixes import POD, Check, Fix, Status, fix_setting, put
@@ -124,7 +124,8 @@ async def check_trace_file(file: Path | None) -> Check:
 
 async def _check_writable(path: Path, attempt: Callable[[], None], variable: str, value: str) -> Check:
     """Try to write, on a separate thread, since a volume can hang; the fix is a volume, and `value` on it."""
-    problem, user = await try_write(Worker[None]("files"), attempt, FILE_SECONDS), f"user {os.getuid()}"
+    _, problem = await Worker[None]("files").attempt(attempt, FILE_SECONDS)
+    user = f"user {os.getuid()}"
     if problem is None:
         return Check(Status.OK, f"{path} can be written by {user}")
     lines = (

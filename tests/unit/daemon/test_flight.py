@@ -136,7 +136,7 @@ def test_the_last_ten_minutes_of_memory_are_told_second_by_second(tmp_path: Path
     subject, watch = flight(tmp_path), serving()
     step(subject, seen(watch))
     for tenth in range(7000):
-        subject.look(BEGAN + tenth / 10, {"GPU-a": tenth, "GPU-of-others": 1})
+        subject.recent.add(BEGAN + tenth / 10, {"GPU-a": tenth, "GPU-of-others": 1})
     died(subject, watch)
 
     ((uuid, used),) = header(the_incident(tmp_path))["before"]["used"].items()
@@ -405,7 +405,7 @@ def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path, m
     (told,) = step(subject, snapshot(at=1), snapshot(at=2))
     answers.set()
 
-    assert told["problem"] == "the file system does not answer"
+    assert told["problem"] == "the file system does not answer within 1 s"
     later = count(30)
     eventually(
         lambda: any(line["event"].endswith("again") for line in step(subject, snapshot(at=next(later)))),

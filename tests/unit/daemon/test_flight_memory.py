@@ -26,7 +26,7 @@ def test_an_incident_as_large_as_can_be_takes_less_than_four_mebibytes(tmp_path:
     try:
         subject = flight(tmp_path)
         for second in range(MOST_LOOKS):
-            subject.look(BEGAN - MOST_LOOKS + second, dict.fromkeys(("GPU-a", *GPUS), 70 * 2**30 + second))
+            subject.recent.add(BEGAN - MOST_LOOKS + second, dict.fromkeys(("GPU-a", *GPUS), 70 * 2**30 + second))
         died(subject)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:

@@ -220,7 +220,7 @@ def test_a_file_system_that_hangs_is_waited_for_once_and_used_again_when_it_answ
     (line,) = record(subject, snapshot(at=1), snapshot(at=2))
     answers.set()
 
-    assert line["problem"] == "the file system does not answer"
+    assert line["problem"] == "the file system does not answer within 1 s"
     assert eventually(lambda: record(subject, snapshot(at=3)), "it is written again")[0]["event"] == (
         "trace written again"
     )

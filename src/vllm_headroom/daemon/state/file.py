@@ -155,21 +155,17 @@ class FolderLock:
 
     def take(self, folder: Path) -> bool:
         """Create the folder and return whether it is this process's; a folder that was deleted is locked again."""
-        if self._descriptor is not None and not _is_same_folder(folder, self._descriptor):
-            os.close(self._descriptor)
-            self.is_ours, self._descriptor = False, None
+        if self._descriptor is not None:
+            try:
+                is_same = os.path.samestat(folder.stat(), os.fstat(self._descriptor))
+            except OSError as error:
+                is_same = not isinstance(error, FileNotFoundError)
+            if not is_same:
+                os.close(self._descriptor)
+                self.is_ours, self._descriptor = False, None
         if not self.is_ours:
             self.is_ours, self._descriptor = _lock_folder(folder)
         return self.is_ours
-
-
-def _is_same_folder(folder: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(folder.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
 
 
 def _lock_folder(folder: Path) -> tuple[bool, int | None]:
@@ -181,12 +177,9 @@ def _lock_folder(folder: Path) -> tuple[bool, int | None]:
         return True, None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(descriptor)
-        return False, None
-    except OSError:
-        os.close(descriptor)
-        return True, None
+        return not isinstance(error, BlockingIOError), None
     return True, descriptor
 
 
@@ -205,6 +198,7 @@ class StateFile(Generic[T]):
 
     def __init__(self, name: str, kind: type[T], number: int) -> None:
         self.name = name
+        self.rejected_name = f"{name}.bad"
         self._kind = kind
         self._format = number
 
@@ -229,7 +223,8 @@ class StateFile(Generic[T]):
     def read(self, folder: Path) -> T | None:
         """Return the saved state, None without one; raises OSError, and UnusableState also for a link or device."""
         try:
-            with open(folder / self.name, "rb", opener=_open_unfollowed) as stream:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with os.fdopen(os.open(folder / self.name, flags), "rb") as stream:
                 status = os.fstat(stream.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise UnusableState("it is no file but a pipe or a device")
@@ -256,12 +251,8 @@ class StateFile(Generic[T]):
             os.close(directory)
 
     def set_aside(self, folder: Path) -> None:
-        """Add `.bad` to the file's name, replacing an older one; raises OSError."""
-        (folder / self.name).replace(folder / f"{self.name}.bad")
-
-
-def _open_unfollowed(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        """Rename the file to `rejected_name`, replacing an older one; raises OSError."""
+        (folder / self.name).replace(folder / self.rejected_name)
 
 
 def _encode_canonical(document: dict[str, Any]) -> bytes:

@@ -138,7 +138,7 @@ class StateKeeper:
         if file.name not in self._failing:
             self._unread.discard(file.name)
             if saved is None:
-                self._report(_name_rejected(file), None)
+                self._report(file.rejected_name, None)
         return saved
 
     async def _refuse(self, file: StateFile[T], reason: str) -> None:
@@ -147,27 +147,17 @@ class StateKeeper:
         if not self._owned:
             return  # the files are the other daemon's
         self._unread.add(file.name)
-        await self._try(_name_rejected(file), partial(file.set_aside, self._folder))
-        if _name_rejected(file) not in self._failing:
+        await self._try(file.rejected_name, partial(file.set_aside, self._folder))
+        if file.rejected_name not in self._failing:
             self._unread.discard(file.name)
-            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / _name_rejected(file)))
+            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / file.rejected_name))
 
     async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - what the operation returns
         """Return what an operation on the file of this name returns, None when it fails."""
-        try:
-            # shielded: a call cancelled by the shutdown would block the last one
-            value = await asyncio.shield(self._worker.call(function, timeout_seconds))
-        except TimeoutError:
-            problem = f"the volume does not answer within {timeout_seconds:g} s"
-        except OSError as error:
-            problem = error.strerror or str(error)
-        except ValueError:
-            problem = "a value is too large to be written"
-        else:
-            self._report(name, None)
-            return value
+        # shielded: a call cancelled by the shutdown would block the last one
+        value, problem = await asyncio.shield(self._worker.attempt(function, timeout_seconds))
         self._report(name, problem)
-        return None
+        return value
 
     def _report(self, name: str, problem: str | None) -> None:
         failed = bool(self._failing)
@@ -180,8 +170,3 @@ class StateKeeper:
             )
         elif failed and not self._failing:
             log.info("state is kept again", file=str(self._folder / name))
-
-
-def _name_rejected(file: StateFile[T]) -> str:
-    """Return the name of a file that was set aside."""
-    return f"{file.name}.bad"

@@ -13,7 +13,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 
-class WebConfigError(Exception):
+class WebConfigError(ValueError):
     """A file that cannot be used; `lines` has one line per mistake."""
 
     def __init__(self, lines: list[str]) -> None:

@@ -186,30 +186,20 @@ class Door:
         """
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            try:
-                found = await self._worker.call(lambda: _reload(self._file, self._lock), FILE_SECONDS)
-            except TimeoutError:
-                self._report(f"the volume does not answer within {FILE_SECONDS:g} s")
-            except OSError as error:
-                self._report(error.strerror or str(error))
-            except WebConfigError as error:
-                self._report("; ".join(error.lines))
-            else:
-                if found is not self._lock:
-                    self._lock = found
-                    log.info("web configuration read again", file=str(self._file))
-                    drop_clients()
-                self._report(None)
+            found, problem = await self._worker.attempt(lambda: _reload(self._file, self._lock), FILE_SECONDS)
+            if found is not None and found is not self._lock:
+                self._lock = found
+                log.info("web configuration read again", file=str(self._file))
+                drop_clients()
+            if problem is not None and problem != self._problem:
+                text = "web configuration not read again, the last one holds"
+                log.warning(text, problem=problem.replace("\n", "; "), file=str(self._file))
+            self._problem = problem
 
     @property
     def is_current(self) -> bool:
         """Whether the last reading of the file was taken."""
         return self._problem is None
-
-    def _report(self, problem: str | None) -> None:
-        if problem is not None and problem != self._problem:
-            log.warning("web configuration not read again, the last one holds", problem=problem, file=str(self._file))
-        self._problem = problem
 
 
 def _load(file: Path) -> _Loaded:

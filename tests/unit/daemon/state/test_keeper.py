@@ -253,7 +253,7 @@ def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
         asyncio.run(live())
     answers.set()
 
-    assert [line["problem"] for line in lines] == ["the volume does not answer within 0.05 s"]
+    assert [line["problem"] for line in lines] == ["the file system does not answer within 0.05 s"]
 
 
 def test_the_last_save_is_made_though_the_end_came_during_another(
