@@ -6,12 +6,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     PlainSerializer,
     SecretStr,
@@ -19,22 +22,8 @@ from pydantic import (
     field_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from vllm_headroom.inputs import (
-    LAST_PORT,
-    check_header_name,
-    check_header_value,
-    describe_refused,
-    describe_unknown,
-    parse_gpus,
-    parse_metrics_url,
-    parse_path,
-    parse_whole,
-    redact_url,
-    show_url,
-    show_value,
-)
+from vllm_headroom import inputs
 from vllm_headroom.model import TokenBytes
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import parse_size
@@ -53,13 +42,14 @@ def from_text(read: Callable[[str], object]) -> BeforeValidator:
 
 
 Bytes = Annotated[int, from_text(parse_size)]
-File = Annotated[Path, from_text(parse_path)]
-Url = Annotated[
-    str, AfterValidator(parse_metrics_url), PlainSerializer(redact_url, when_used="json"), Field(repr=False)
-]
-Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(parse_gpus)]
-Header = Annotated[SecretStr, from_text(check_header_value), PlainSerializer(lambda _: "***", when_used="json")]
-Headers = Annotated[dict[Annotated[str, from_text(check_header_name)], Header], from_text(json.loads)]
+File = Annotated[Path, from_text(inputs.parse_path)]
+Redacted: Final = PlainSerializer(inputs.redact_url, when_used="json")
+Url = Annotated[str, AfterValidator(inputs.parse_metrics_url), Redacted, Field(repr=False)]
+Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(inputs.parse_gpus)]
+Hidden: Final = PlainSerializer(lambda _: "***", when_used="json")
+HeaderName = Annotated[str, from_text(partial(inputs.match, inputs.HEADER_NAME))]
+HeaderValue = Annotated[SecretStr, from_text(partial(inputs.match, inputs.HEADER_VALUE)), Hidden]
+Headers = Annotated[dict[HeaderName, HeaderValue], from_text(json.loads)]
 InAnyCase: Final = from_text(str.lower)
 
 
@@ -86,17 +76,11 @@ FILE: Final = ("FILE", "the path of a file")
 FOLDER: Final = ("DIRECTORY", "the path of a directory")
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The daemon's settings, validated and frozen; the text below each is its description, for --help and docs."""
 
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        hide_input_in_errors=True,
-        allow_inf_nan=False,
-        env_prefix=PREFIX,
-        env_prefix_target="all",
-        enable_decoding=False,
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
     )
 
     no_options: ClassVar[frozenset[str]] = frozenset()
@@ -122,7 +106,7 @@ class Settings(BaseSettings):
     """Have Kubernetes evict this pod before a leak ends the engine; dry-run only logs and counts what it would do."""
     evict_seconds: float = seconds(1800, 60, 86400)
     """Evict this pod when its engine leaks and may be out of memory within this time."""
-    evict_quiet_hour: Annotated[int, from_text(parse_whole), Field(ge=0, le=23)] | None = setting(
+    evict_quiet_hour: Annotated[int, from_text(inputs.parse_whole), Field(ge=0, le=23)] | None = setting(
         None, "HOUR", "an hour of the day from 0 to 23, in UTC"
     )
     """In this hour, evict this pod already when its engine leaks and may be out of memory within a day."""
@@ -167,8 +151,8 @@ class Settings(BaseSettings):
         shown="all interfaces, IPv4 and IPv6",
     )
     """The address to serve /metrics on."""
-    listen_port: Annotated[int, from_text(parse_whole), Field(ge=0, le=LAST_PORT)] = setting(
-        9839, "PORT", f"a port number from 0 to {LAST_PORT}"
+    listen_port: Annotated[int, from_text(inputs.parse_whole), Field(ge=0, le=inputs.LAST_PORT)] = setting(
+        9839, "PORT", f"a port number from 0 to {inputs.LAST_PORT}"
     )
     """The port to serve /metrics on; 0 takes any free one."""
     web_config_file: File | None = setting(None, *FILE)
@@ -217,11 +201,6 @@ class Settings(BaseSettings):
         """Why the model's configuration gives no bytes per token, empty where it does or is not set."""
         return ""
 
-    @classmethod
-    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:  # noqa: ANN401 - not ours to type
-        """Take the values given alone: `read_settings` validates each source, also what another source overrides."""
-        return (sources["init_settings"],)
-
 
 DESCRIBED: Final = re.compile(r'^    (\w+): .+\n(?:     .+\n)*(?:    \)\n)?    """((?:.|\n)+?)"""', re.MULTILINE)
 
@@ -267,7 +246,7 @@ OF_A_SERVICE: Final = re.compile(
 """What Kubernetes puts into every container's environment for a Service named headroom or headroom-anything."""
 
 SHOWN: Final[Mapping[str, Callable[[object], str]]] = {
-    "engine_url": show_url,
+    "engine_url": inputs.show_url,
     "engine_headers": lambda _: "a value that is kept secret",
 }
 """How a refused value that may hold a secret is shown."""
@@ -301,18 +280,17 @@ def _refused(kind: type[Settings], source: Source) -> Iterator[str]:
         accepted = {key(name): words(field)["accepts"] for name, field in kind.model_fields.items()}
         for name, given in source.items():
             if name in errors:
-                shown = SHOWN.get(name, show_value)
-                yield describe_refused(given.name, given.value, accepted[name], errors[name], shown)
+                shown = SHOWN.get(name, inputs.show_value)
+                yield inputs.describe_refused(given.name, given.value, accepted[name], errors[name], shown)
 
 
 def _read_environment(kind: type[Settings]) -> tuple[dict[str, Given], list[str]]:
     """Return what the variables give, where an empty one counts as not set, and a line for each that is no setting."""
     ours = {name: text for name, text in sorted(os.environ.items()) if name.startswith(PREFIX) and text.strip()}
-    known = [variable(name) for name in (*kind.model_fields, CONFIG)]
-    values = EnvSettingsSource(kind)() | {CONFIG: ours.get(variable(CONFIG))}
-    given = {key: Given(variable(key), value) for key, value in values.items() if variable(key) in ours}
+    known = {variable(name): key(name) for name in (*kind.model_fields, CONFIG)}
+    given = {known[name]: Given(name, text) for name, text in ours.items() if name in known}
     strange = [name for name in ours if name not in known and not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")]
-    return given, [describe_unknown(name, known) for name in strange]
+    return given, [inputs.describe_unknown(name, known) for name in strange]
 
 
 def _read_file(kind: type[Settings], config: Given) -> tuple[dict[str, Given], tuple[str, ...]]:
@@ -333,7 +311,7 @@ def _read_file(kind: type[Settings], config: Given) -> tuple[dict[str, Given], t
         str(name): Given(f"{name or 'a key that is no text'} in {path}", value)
         for name, value in (document or {}).items()
     }
-    strange = (describe_unknown(each.name, known) for name, each in given.items() if name not in known)
+    strange = (inputs.describe_unknown(each.name, known) for name, each in given.items() if name not in known)
     again = (f"{name} in {path}: given twice" for name in twice)
     return {name: each for name, each in given.items() if name in known and each.value is not None}, (*strange, *again)
 

@@ -59,7 +59,7 @@ def parse_path(text: str) -> Path:
 
 def parse_whole(text: str) -> int:
     """Return a whole number that is written in digits."""
-    return int(_match(WHOLE, text))
+    return int(match(WHOLE, text))
 
 
 def parse_gpus(given: object) -> object:
@@ -71,20 +71,11 @@ def parse_gpus(given: object) -> object:
         return names[0]
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError
-    return tuple(_match(GPU, name.strip()) for name in names)
+    return tuple(match(GPU, name.strip()) for name in names)
 
 
-def check_header_name(text: str) -> str:
-    """Return a name that a header can have."""
-    return _match(HEADER_NAME, text)
-
-
-def check_header_value(text: str) -> str:
-    """Return a value that a header can have."""
-    return _match(HEADER_VALUE, text)
-
-
-def _match(pattern: re.Pattern[str], text: str) -> str:
+def match(pattern: re.Pattern[str], text: str) -> str:
+    """Return a text that has this form."""
     if pattern.fullmatch(text) is None:
         raise ValueError
     return text

@@ -42,44 +42,15 @@ class Reason(StrEnum):
 
 
 REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
-    Source.ENGINE: (
-        Reason.UNREACHABLE,
-        Reason.NAME_RESOLUTION,
-        Reason.TIMEOUT,
-        Reason.TLS,
-        Reason.REDIRECT,
-        Reason.UNAUTHORIZED,
-        Reason.NOT_FOUND,
-        Reason.HTTP_STATUS,
-        Reason.TOO_LARGE,
-        Reason.INCOMPLETE,
-        Reason.NOT_METRICS,
-        Reason.MALFORMED,
-        Reason.OUT_OF_BOUNDS,
-        Reason.CREDENTIALS,
-        Reason.UNAVAILABLE,
-    ),
-    Source.NVML: (
-        Reason.LIBRARY_MISSING,
-        Reason.DRIVER_MISSING,
-        Reason.VERSION_MISMATCH,
-        Reason.NO_PERMISSION,
-        Reason.NO_DEVICES,
-        Reason.DEVICE_LOST,
-        Reason.TIMEOUT,
-        Reason.UNKNOWN,
-        Reason.DRIVER_ERROR,
-        Reason.UNAVAILABLE,
-    ),
-    Source.PROCESS: (Reason.UNAVAILABLE, Reason.TIMEOUT),
-    Source.PROBE: (
-        Reason.UNAVAILABLE,
-        Reason.NO_PERMISSION,
-        Reason.NOT_FOUND,
-        Reason.MALFORMED,
-        Reason.OUT_OF_BOUNDS,
-        Reason.TIMEOUT,
-    ),
+    source: tuple(map(Reason, reasons.split()))
+    for source, reasons in {
+        Source.ENGINE: "unreachable name_resolution timeout tls redirect unauthorized not_found http_status too_large"
+        " incomplete not_metrics malformed out_of_bounds credentials unavailable",
+        Source.NVML: "library_missing driver_missing version_mismatch no_permission no_devices device_lost timeout"
+        " unknown driver_error unavailable",
+        Source.PROCESS: "unavailable timeout",
+        Source.PROBE: "unavailable no_permission not_found malformed out_of_bounds timeout",
+    }.items()
 }
 """The reasons of each source: `headroom_source_failures_total` starts with them, at 0."""
 

@@ -1,7 +1,7 @@
 """A daemon thread for calls that may never return."""
 
 import asyncio
-import contextlib
+import concurrent.futures
 import errno
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-_Job = tuple[Callable[[], T], "asyncio.AbstractEventLoop", "asyncio.Future[T]"]
+_Job = tuple[Callable[[], T], "concurrent.futures.Future[T]", "asyncio.Future[T]"]
 
 
 class Worker(Generic[T]):
@@ -35,9 +35,9 @@ class Worker(Generic[T]):
         if (begun := self._begun) is not None and begun.done():
             raise TimeoutError
         self._thread = self._thread or start_thread(self._run, self._name)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((function, loop, future))
+        done = concurrent.futures.Future[T]()
+        future = asyncio.wrap_future(done)
+        self._jobs.put((function, done, future))
         return future
 
     async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
@@ -72,14 +72,16 @@ class Worker(Generic[T]):
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            function, loop, future = job
-            if future.cancelled():
+            function, done, future = job
+            if not done.set_running_or_notify_cancel():
                 continue
             self._begun = future
             made = capture_outcome(function)
             self._begun = None  # before the loop marks it done: done while begun is given up
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for the answer
-                loop.call_soon_threadsafe(_settle, future, made)
+            if isinstance(made, Exception):
+                done.set_exception(made)
+            else:
+                done.set_result(made)
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
@@ -98,12 +100,3 @@ def capture_outcome(call: Callable[[], T]) -> T | Exception:
         return call()
     except Exception as error:  # noqa: BLE001 - it belongs to the caller, who gets it on the loop
         return error
-
-
-def _settle(future: asyncio.Future[T], made: T | Exception) -> None:
-    if future.done():
-        return
-    if isinstance(made, Exception):
-        future.set_exception(made)
-    else:
-        future.set_result(made)

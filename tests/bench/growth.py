@@ -116,7 +116,7 @@ async def main(ticks: int) -> None:
     """Turn `ticks` times."""
     world = World()
     sampler = Sampler(
-        sources=Sources(engine=world, gpus=Gpus(world), processes=Processes(world)),
+        sources=Sources(engine=world, gpus=Gpus(world), processes=Processes(world).read),
         parse=parse_engines,
         selection=Selection(),
         derivations=build_derivations(kv_bytes_per_token=131_072),

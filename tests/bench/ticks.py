@@ -37,7 +37,7 @@ async def main(urls: list[str]) -> None:
     clock = SystemClock()
     gpus, processes = Nvml(monotonic=clock.monotonic), Processes(engine_port=8000, monotonic=clock.monotonic)
     engines = [PageReader(url=url, timeout_seconds=4) for url in urls]
-    samplers = [_sampler(Sources(engine=engine, gpus=gpus, processes=processes), clock) for engine in engines]
+    samplers = [_sampler(Sources(engine=engine, gpus=gpus, processes=processes.read), clock) for engine in engines]
     ticks: list[list[float]] = [[] for _ in urls]
     parses: list[list[float]] = [[] for _ in urls]
     wholes: list[list[float]] = [[] for _ in urls]

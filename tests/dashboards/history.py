@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
-from prometheus_client import Metric
+from prometheus_client import Metric, ProcessCollector
 
 from tests.dashboards.recorded import RecordedEngine
 from vllm_headroom.daemon.app import read_build
@@ -19,7 +19,7 @@ from vllm_headroom.derive import LEAK, build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.leak.leak import measure_watches
 from vllm_headroom.derive.verdicts import build_verdicts
-from vllm_headroom.expose.metrics import HeadroomCollector, build_registry
+from vllm_headroom.expose.metrics import HeadroomCollector
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
 from vllm_headroom_tools.demo.world import TABLE, Scenario, World
@@ -87,7 +87,7 @@ def scrapes(
     now = bind_world(World(scenario, seed), clock)
     engine = SimulatedEngine(now, began) if page is None else RecordedEngine(page)
     sampler = Sampler(
-        sources=Sources(engine=engine, gpus=gpus(now), processes=SimulatedProcesses(now, began)),
+        sources=Sources(engine=engine, gpus=gpus(now), processes=SimulatedProcesses(now, began).read),
         parse=parse_engines,
         selection=Selection(),
         derivations=build_derivations(
@@ -97,13 +97,14 @@ def scrapes(
         gpu_timeout_seconds=2,
         judges=(lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name])),),
     )
-    shown = build_registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, read_build()))
+    process = ProcessCollector(registry=None)
+    shown = HeadroomCollector(lambda: sampler.published, clock.monotonic, read_build())
     with asyncio.Runner() as runner:
         for step in range(int(hours * 3600 / SAMPLE_SECONDS)):
             clock.seconds = began + step * SAMPLE_SECONDS
             runner.run(sampler.tick())
             if step * SAMPLE_SECONDS % scrape_seconds == 0:
-                yield clock.seconds, list(shown.collect())
+                yield clock.seconds, [*shown.collect(), *process.collect()]
 
 
 def open_metrics(

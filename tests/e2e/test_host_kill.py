@@ -67,7 +67,7 @@ def sampler(world: World) -> Sampler:
         sources=Sources(
             engine=world,
             gpus=world,
-            processes=Processes(engine_port=PORT, monotonic=world.monotonic, rescan_seconds=0.0),
+            processes=Processes(engine_port=PORT, monotonic=world.monotonic, rescan_seconds=0.0).read,
         ),
         parse=world.page,
         selection=Selection(),

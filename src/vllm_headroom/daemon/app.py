@@ -16,19 +16,9 @@ import uvloop
 
 from vllm_headroom import catalog
 from vllm_headroom.config import AUTO, Settings
-from vllm_headroom.daemon import logs
+from vllm_headroom.daemon import logs, loop
 from vllm_headroom.daemon.evict import TURN_SECONDS
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.loop import (
-    NEEDS_NEW_CONTAINER,
-    STOPPED,
-    GraceTime,
-    Heartbeat,
-    handle_signals,
-    request_end,
-    run_every,
-    run_until_end,
-)
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
 from vllm_headroom.daemon.sampler import Canary, Sampler, close_all
 from vllm_headroom.daemon.state.file import HISTORY, FolderLock
@@ -44,7 +34,7 @@ from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import respond_snapshot
-from vllm_headroom.expose.view import History, Incident, View
+from vllm_headroom.expose.view import History, View
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.log import Log
@@ -124,12 +114,13 @@ async def run(parts: Parts, settings: Settings) -> int:
     if settings.model_problem and settings.kv_bytes_per_token is None:
         log.warning("KV cache known in tokens only", problem=settings.model_problem)
     ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    with handle_signals(partial(request_end, ending, STOPPED)):
+    with loop.handle_signals(partial(loop.request_end, ending, loop.STOPPED)):
         try:
             port = listener.getsockname()[1]
             log.info("listening", port=port, version=read_version())
             daemon = Daemon(parts, settings, home=f"http://localhost:{port}/", ending=ending)
-            return await run_until_end(daemon.list_loops(), Server(daemon.build_handler(door), door), listener, ending)
+            server = Server(daemon.build_handler(door), door)
+            return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
             await close_all(parts.engine, parts.gpus, parts.asked, parts.evictor)
 
@@ -160,12 +151,10 @@ class Daemon:
     def __init__(self, parts: Parts, settings: Settings, *, home: str, ending: asyncio.Future[int]) -> None:
         clock, version, folder, lock = parts.clock, read_version(), settings.state_dir, FolderLock()
         self._parts, self._clock, self._home, self._ending = parts, clock, home, ending
-        self._interval_seconds = settings.sample_interval_seconds
-        self._memory_interval_seconds = settings.gpu_sample_interval_seconds
-        self._runbooks = settings.runbooks_url
+        self._settings, self._interval_seconds = settings, settings.sample_interval_seconds
         self._engine_url = str(hide_secrets(httpx.URL(settings.engine_url)))
-        self._heartbeat = Heartbeat(self._interval_seconds, clock, asyncio.get_running_loop().time)
-        self._grace = GraceTime(settings.gpu_fatal_grace_seconds)
+        self._heartbeat = loop.Heartbeat(self._interval_seconds, clock, asyncio.get_running_loop().time)
+        self._grace = loop.GraceTime(settings.gpu_fatal_grace_seconds)
         self._history = History()
         lines = partial(tuple, logs.RecentLines().lines)
         self._flight = None if folder is None else Flight(folder=folder, lines=lines, version=version, lock=lock)
@@ -180,29 +169,28 @@ class Daemon:
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
-        loops = [run_every(self._interval_seconds, self._tick, self._clock)]
-        if self._memory_interval_seconds < self._interval_seconds:
-            loops.append(run_every(self._memory_interval_seconds, self._sample_memory, self._clock))
+        loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
+        if self._settings.gpu_sample_interval_seconds < self._interval_seconds:
+            loops.append(loop.run_every(self._settings.gpu_sample_interval_seconds, self._sample_memory, self._clock))
         if self._keeper is not None:
             loops.append(self._save_states(self._keeper))
         if self._canary is not None:
             loops.append(self._canary.run(lambda: self._sampler.snapshot))
         if (evictor := self._parts.evictor) is not None:
-            loops.append(run_every(TURN_SECONDS, lambda: evictor.turn(self._find_due()), self._clock))
-        return loops
 
-    def _find_due(self) -> str | None:
-        """Return why this pod should be evicted now; None also while nothing is sampled."""
-        due: str | None = self._sampler.states[GATE].due
-        return None if self._heartbeat.find_stall() else due
+            async def evict() -> None:
+                await evictor.turn(None if self._heartbeat.find_stall() else self._sampler.states[GATE].due)
+
+            loops.append(loop.run_every(TURN_SECONDS, evict, self._clock))
+        return loops
 
     def build_handler(self, door: Door | None) -> Handler:
         """Return the handler of all requests."""
         sampler, find_stall = self._sampler, self._heartbeat.find_stall
 
         def list_others() -> Iterator[Sample]:
-            if self._last_incident is not None:
-                yield Sample(catalog.LAST_INCIDENT, (), self._last_incident.seconds)
+            if self._flight is not None and self._flight.last is not None:
+                yield Sample(catalog.LAST_INCIDENT, (), self._flight.last.seconds)
             if door is not None:
                 yield Sample(catalog.WEB_CONFIG_RELOAD, (), float(door.is_current))
 
@@ -225,7 +213,7 @@ class Daemon:
             log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
         if self._grace.is_over(snapshot.gpus, self._clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is restarted: exiting with status 3")
-            request_end(self._ending, NEEDS_NEW_CONTAINER)
+            loop.request_end(self._ending, loop.NEEDS_NEW_CONTAINER)
         if self._recorder is not None:
             await self._recorder.record(snapshot)
         if self._flight is not None:
@@ -233,7 +221,7 @@ class Daemon:
 
     async def _sample_memory(self) -> None:
         """Read the GPU memory in use between two ticks."""
-        timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._memory_interval_seconds)
+        timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._settings.gpu_sample_interval_seconds)
         used_bytes = await self._parts.gpus.sample_used(timeout_seconds)
         if self._flight is not None:
             self._flight.recent.add(self._clock.time(), used_bytes)
@@ -250,17 +238,13 @@ class Daemon:
             return {**self._sampler.states, HISTORY.name: self._history.kept()}
 
         try:
-            await run_every(SAVE_SECONDS, lambda: keeper.save(collect()), self._clock)
+            await loop.run_every(SAVE_SECONDS, lambda: keeper.save(collect()), self._clock)
         finally:
             await keeper.save(collect(), LAST_SAVE_SECONDS)
 
     @property
     def _verdicts(self) -> tuple[Verdict, ...]:
         return tuple(self._sampler.states[VERDICTS])
-
-    @property
-    def _last_incident(self) -> Incident | None:
-        return None if self._flight is None else self._flight.last
 
     def _build_view(self) -> View:
         published = self._sampler.published
@@ -276,6 +260,6 @@ class Daemon:
             age_seconds=0.0 if published is None else self._clock.monotonic() - published.monotonic_seconds,
             unwell=self._heartbeat.find_stall(),
             notice=self._parts.notice,
-            runbooks=self._runbooks,
-            last_incident=self._last_incident,
+            runbooks=self._settings.runbooks_url,
+            last_incident=None if self._flight is None else self._flight.last,
         )

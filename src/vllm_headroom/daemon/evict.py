@@ -140,10 +140,14 @@ class Evictor:
 
     async def _read_pod(self) -> Object:
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
-        controller = find_controller(pod["metadata"])
-        if controller is None:
+        metadata = pod["metadata"]
+        owner = next((each for each in metadata.get("ownerReferences", ()) if each.get("controller")), None)
+        if owner is None:
             raise NotNowError("no controller would replace this pod")
-        self._lease_name, self._identity = f"vllm-headroom-{controller}", f"{self._name}_{pod['metadata']['uid']}"
+        kind, name, template = owner["kind"], owner["name"], metadata.get("labels", {}).get("pod-template-hash")
+        if kind == "ReplicaSet" and template and name.endswith(f"-{template}"):  # of a Deployment, whose name lasts
+            kind, name = "Deployment", name.removesuffix(f"-{template}")
+        self._lease_name, self._identity = f"vllm-headroom-{kind.lower()}-{name}", f"{self._name}_{metadata['uid']}"
         if not any("readinessProbe" in container for container in pod["spec"]["containers"]):
             raise NotNowError("no container has a readinessProbe: when a replacement serves is not known")
         return pod
@@ -243,18 +247,6 @@ class Evictor:
     @property
     def _is_holder(self) -> bool:
         return self._clock.monotonic() < self._held_until
-
-
-def find_controller(metadata: Object) -> str | None:
-    """Return kind and name of the workload that replaces a pod, as part of a name; of a ReplicaSet its Deployment's."""
-    owners = [each for each in metadata.get("ownerReferences", ()) if each.get("controller")]
-    if not owners:
-        return None
-    kind, name = owners[0]["kind"], owners[0]["name"]
-    template = metadata.get("labels", {}).get("pod-template-hash")
-    if kind == "ReplicaSet" and template and name.endswith(f"-{template}"):
-        kind, name = "Deployment", name.removesuffix(f"-{template}")
-    return f"{kind.lower()}-{name}"
 
 
 def build_evictor(settings: Settings, clock: Clock) -> Evictor | None:

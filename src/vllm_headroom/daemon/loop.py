@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import signal
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from math import floor
 from typing import Any, Final
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.expose.server import Server
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, Gpu
 from vllm_headroom.vocabulary import Reason
@@ -108,15 +106,11 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-async def run_until_end(
-    loops: Iterable[Coroutine[Any, Any, None]], server: Server, listener: socket.socket, ending: asyncio.Future[int]
-) -> int:
-    """Serve and run the loops until the end is requested; return the exit status, or raise the error of a loop."""
+async def run_until_end(loops: Iterable[Coroutine[Any, Any, None]], ending: asyncio.Future[int]) -> int:
+    """Run the loops until the end is requested; return the exit status, or raise the error of a loop."""
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(server.serve(listener))
-        turning = [group.create_task(loop) for loop in loops]
+        tasks = [group.create_task(loop) for loop in loops]
         status = await ending
-        for task in turning:
+        for task in tasks:
             task.cancel()
-        serving.cancel()
     return status

@@ -40,9 +40,11 @@ def build_real_parts(settings: Settings) -> Parts:
     return Parts(
         engine=build_page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(engine_port=find_port(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic),
+        processes=Processes(
+            engine_port=find_port(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic
+        ).read,
         clock=clock,
-        probe=None if settings.probe_dir is None else ProbeReader(settings.probe_dir, parse=parse_probe),
+        probe=None if settings.probe_dir is None else ProbeReader(settings.probe_dir, parse=parse_probe).read,
         model=None if settings.parse_model is None else ServedModel(settings.parse_model).find,
         asked=None if settings.canary_interval_seconds is None else build_canary_request(settings),
         evictor=build_evictor(settings, clock),

@@ -146,20 +146,6 @@ class GpuSource(Closable, Protocol):
         """Return the memory in use by UUID of the GPUs that can be read, and add it to their peaks."""
 
 
-class ProcessSource(Protocol):
-    """The source of the engine's processes."""
-
-    async def read(self, timeout_seconds: float, page: EnginePage | Failure) -> ProcessReadings | Failure:
-        """Return the engine's processes, chosen with the help of its page."""
-
-
-class ProbeSource(Protocol):
-    """The source of what the probe inside the engine writes."""
-
-    async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
-        """Return the last record of each process."""
-
-
 async def close_all(*opened: Closable | None) -> None:
     """Close the resources, within CLOSE_SECONDS."""
     with contextlib.suppress(TimeoutError):
@@ -170,15 +156,16 @@ async def close_all(*opened: Closable | None) -> None:
 
 
 class Sources(Struct, frozen=True, kw_only=True):
-    """What one tick reads in parallel; `probe` is None where no folder is configured.
+    """What one tick reads in parallel, each within some seconds; `probe` is None where no folder is configured.
 
-    `model` finds the bytes per token of the served model; None where they are configured.
+    `processes` finds the engine's with the help of its page, `probe` returns the last record of each process, `model`
+    the bytes per token of the served model; None where they are configured.
     """
 
     engine: EngineSource
     gpus: GpuSource
-    processes: ProcessSource
-    probe: ProbeSource | None = None
+    processes: Callable[[float, EnginePage | Failure], Awaitable[ProcessReadings | Failure]]
+    probe: Callable[[float], Awaitable[tuple[ProbedProcess, ...] | Failure]] | None = None
     model: Callable[[ProcessReadings | Failure], TokenBytes | None] | None = None
 
 
@@ -305,12 +292,12 @@ class Sampler:
     async def _processes(self, engine: asyncio.Task[Timed[EnginePage | Failure]]) -> Timed[ProcessReadings | Failure]:
         """Read the processes in parallel to the page, with the last page; the first reading waits for a page."""
         page = (await engine)[0] if self.snapshot is None else self.snapshot.engines
-        return await self._time_reading(Source.PROCESS, self._sources.processes.read(self._gpu_timeout_seconds, page))
+        return await self._time_reading(Source.PROCESS, self._sources.processes(self._gpu_timeout_seconds, page))
 
     async def _read_probe(self) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
         if self._sources.probe is None:
             return None, ()
-        files, time = await self._time_reading(Source.PROBE, self._sources.probe.read(self._gpu_timeout_seconds))
+        files, time = await self._time_reading(Source.PROBE, self._sources.probe(self._gpu_timeout_seconds))
         return files, (time,)
 
     async def _time_reading(self, source: Source, reading: Awaitable[T]) -> Timed[T]:

@@ -8,17 +8,16 @@ from functools import lru_cache
 from typing import Final
 from urllib.parse import parse_qs
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Request, Response
 from vllm_headroom.model import Metric, Published, Sample
 from vllm_headroom.vocabulary import MetricType
-
-Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class HeadroomCollector(Collector):
@@ -38,10 +37,6 @@ class HeadroomCollector(Collector):
         self._monotonic = monotonic
         self._others = others
         self._build = Sample(catalog.BUILD_INFO, build, 1.0)
-
-    def describe(self) -> Iterator[Family]:
-        """Yield every possible family, so that a scraper can select some by `name[]`."""
-        return (_build_family(metric, []) for metric in catalog.METRICS)
 
     def collect(self) -> Iterator[Family]:
         """Yield the families that have a sample, in the catalogue's order."""
@@ -71,14 +66,6 @@ def _build_family(metric: Metric, samples: list[Sample]) -> Family:
     return family
 
 
-def build_registry(collector: HeadroomCollector) -> CollectorRegistry:
-    """Return a separate registry with `collector` and the daemon's process_* series."""
-    own = CollectorRegistry(auto_describe=False)
-    own.register(collector)
-    ProcessCollector(registry=own)
-    return own
-
-
 Encode = Callable[[Collector], bytes]
 
 _AGE: Final = re.compile(rf"\n{catalog.SAMPLE_AGE.name} .*".encode())
@@ -100,7 +87,6 @@ class MetricsPage:
 
     def __init__(self, collector: HeadroomCollector) -> None:
         self._collector = collector
-        self._registry = build_registry(collector)
         self._process = ProcessCollector(registry=None)
         self._shown: Published | None = None
         self._formats: dict[str, bytes] = {}
@@ -110,7 +96,8 @@ class MetricsPage:
         """Return the page, or the families that the query names, in the requested format and encoding."""
         encode, content_type = _choose_encoder(request.headers.get("accept", ""))
         if names := parse_qs(request.query).get("name[]"):
-            body = encode(self._registry.restricted_registry(names))
+            families = (*self._collector.collect(), *self._process.collect())
+            body = encode(_Families(each for each in families if each.samples[0].name in names))
         else:
             body = self._page(encode, content_type)
         if not _is_gzip_accepted(request.headers.get("accept-encoding", "")):
@@ -131,7 +118,7 @@ class MetricsPage:
             for metric, samples in self._collector.groups():
                 before, encoded = known.get(metric.name, ([], b""))
                 if before != samples:
-                    encoded = encode(_Family(_build_family(metric, samples))).removesuffix(_END)
+                    encoded = encode(_Families([_build_family(metric, samples)])).removesuffix(_END)
                     known[metric.name] = samples, encoded
                 parts.append(encoded)
             self._formats[content_type] = b"".join((*parts, encode(self._process)))
@@ -142,15 +129,15 @@ class MetricsPage:
         return _AGE.sub(age.encode(), page, count=1)
 
 
-class _Family(Collector):
-    """One family, as the encoders take it."""
+class _Families(Collector):
+    """Some families, as the encoders take them."""
 
-    def __init__(self, family: Family) -> None:
-        self._family = family
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
 
-    def collect(self) -> Iterator[Family]:
-        """Yield the family."""
-        yield self._family
+    def collect(self) -> Iterable[Family]:
+        """Return the families."""
+        return self._families
 
 
 @lru_cache(maxsize=_MOST_FORMATS)

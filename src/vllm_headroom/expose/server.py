@@ -68,9 +68,9 @@ class Connection(asyncio.Protocol):
         self._server.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the signature is asyncio's
-        """Deregister from the server."""
+        """Leave the server."""
         self._transport = None
-        self._server.remove(self)
+        self._server.connections.discard(self)
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
@@ -105,11 +105,6 @@ class Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         self._enter(Phase.SENDING)
-        self._transport.write(self._encode(answer))
-        if not self._is_blocked:
-            self._continue()
-
-    def _encode(self, answer: Response) -> bytes:
         headers = [
             ("Content-Type", answer.content_type),
             ("Content-Length", str(len(answer.body))),
@@ -117,13 +112,12 @@ class Connection(asyncio.Protocol):
             *answer.headers,
         ]
         reason = HTTPStatus(answer.status).phrase.encode()
-        parts: list[bytes | None] = [
-            self._http.send(h11.Response(status_code=answer.status, reason=reason, headers=headers))
-        ]
+        events: list[h11.Event] = [h11.Response(status_code=answer.status, reason=reason, headers=headers)]
         if self._method != b"HEAD":
-            parts.append(self._http.send(h11.Data(data=answer.body)))
-        parts.append(self._http.send(h11.EndOfMessage()))
-        return b"".join(part for part in parts if part)
+            events.append(h11.Data(data=answer.body))
+        self._transport.write(b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage())))
+        if not self._is_blocked:
+            self._continue()
 
     def _continue(self) -> None:
         """Start the next request, which may have come already, or close the connection."""
@@ -142,35 +136,30 @@ class Connection(asyncio.Protocol):
             transport.close()
 
     def _advance(self) -> None:
+        """Take the next request, or what comes in its place, from the bytes that have come."""
+        if self._transport is None:
+            return
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError as error:
-            self._refuse(error.error_status_hint)
+            self._method = b""
+            if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                self.answer(respond_text(error.error_status_hint, "not an HTTP request that is understood here"))
+            else:
+                self.drop()
             return
         if isinstance(event, h11.Request):
             self._method = event.method
             self._enter(Phase.TURN)
-            if self._transport is not None:
-                self._transport.pause_reading()
-            self._server.admit(self, _parse_request(event))
-        elif isinstance(event, h11.ConnectionClosed) and self._transport is not None:
+            self._transport.pause_reading()
+            path, _, query = AUTHORITY.sub("", event.target.decode("latin-1")).partition("?")
+            headers: dict[str, str] = {}
+            for name, value in ((name.decode("latin-1"), value.decode("latin-1")) for name, value in event.headers):
+                headers[name] = f"{headers[name]},{value}" if name in headers else value
+            request = Request(method=event.method.decode("latin-1"), path=path or "/", query=query, headers=headers)
+            self._server.admit(self, request)
+        elif isinstance(event, h11.ConnectionClosed):
             self._transport.close()
-
-    def _refuse(self, status: int) -> None:
-        self._method = b""
-        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.answer(respond_text(status, "not an HTTP request that is understood here"))
-        else:
-            self.drop()
-
-
-def _parse_request(event: h11.Request) -> Request:
-    path, _, query = AUTHORITY.sub("", event.target.decode("latin-1")).partition("?")
-    headers: dict[str, str] = {}
-    for name, value in event.headers:
-        key, content = name.decode("latin-1"), value.decode("latin-1")
-        headers[key] = f"{headers[key]},{content}" if key in headers else content
-    return Request(method=event.method.decode("latin-1"), path=path or "/", query=query, headers=headers)
 
 
 log = Log(__name__)
@@ -208,7 +197,7 @@ class Server:
     def __init__(self, handler: Handler, door: Door | None = None) -> None:
         self._handler = handler
         self._door = door
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
         self._short: deque[tuple[Connection, Request]] = deque()
         self._waiting: deque[tuple[Connection, Request]] = deque()
         self._has_work = asyncio.Event()
@@ -234,7 +223,7 @@ class Server:
                 self._drop_all()
 
     def _drop_all(self) -> None:
-        for connection in tuple(self._connections):
+        for connection in tuple(self.connections):
             connection.drop()
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -275,7 +264,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_SECONDS):
                 await asyncio.sleep(0)
-                while any(connection.phase in (Phase.TURN, Phase.SENDING) for connection in self._connections):  # noqa: ASYNC110 - no event exists
+                while any(connection.phase in (Phase.TURN, Phase.SENDING) for connection in self.connections):  # noqa: ASYNC110 - no event exists
                     await asyncio.sleep(0.01)
 
     def add(self, connection: Connection) -> None:
@@ -283,12 +272,12 @@ class Server:
         if self._door is not None and not self._door.is_admitted(connection.certificate):
             connection.drop()
             return
-        if len(self._connections) >= MOST_CONNECTIONS:
-            idle = [other for other in self._connections if other.phase in (Phase.HEAD, Phase.IDLE)]
-            oldest = min(idle or self._connections, key=lambda other: other.since_seconds)
-            self._connections.discard(oldest)
+        if len(self.connections) >= MOST_CONNECTIONS:
+            idle = [other for other in self.connections if other.phase in (Phase.HEAD, Phase.IDLE)]
+            oldest = min(idle or self.connections, key=lambda other: other.since_seconds)
+            self.connections.discard(oldest)
             oldest.drop()
-        self._connections.add(connection)
+        self.connections.add(connection)
 
     def admit(self, connection: Connection, request: Request) -> None:
         """Queue a request for its turn, if its client is admitted."""
@@ -309,10 +298,6 @@ class Server:
         queue = self._short if request.path.startswith(SHORT_PREFIXES) else self._waiting
         queue.append((connection, request))
         self._has_work.set()
-
-    def remove(self, connection: Connection) -> None:
-        """Remove a connection."""
-        self._connections.discard(connection)
 
     async def _answer(self) -> None:
         while True:
@@ -338,7 +323,7 @@ class Server:
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            for connection in tuple(self._connections):
+            for connection in tuple(self.connections):
                 if now() - connection.since_seconds > PATIENCE_SECONDS[connection.phase]:
                     connection.drop()
 

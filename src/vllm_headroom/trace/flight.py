@@ -45,14 +45,13 @@ _TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 """The start of each sample: its time without parsing the rest."""
 
 
-def name_incident(seconds: float) -> str:
-    """Return the file name of an incident; names sort by time."""
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H-%M-%SZ}.jsonl"
+INCIDENT_NAME: Final = "%Y-%m-%dT%H-%M-%SZ.jsonl"
+"""Names sort by time."""
 
 
 def locate_incident(folder: Path, seconds: float) -> Path:
     """Return the file of an incident beside a record."""
-    return folder / INCIDENTS / name_incident(seconds)
+    return folder / INCIDENTS / datetime.fromtimestamp(seconds, UTC).strftime(INCIDENT_NAME)
 
 
 def list_incidents(folder: Path) -> list[Path]:
@@ -73,7 +72,7 @@ def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 def parse_start(file: Path) -> float | None:
     """Return the time of an incident by its file name; None for other files."""
     try:
-        return datetime.strptime(file.name, "%Y-%m-%dT%H-%M-%SZ.jsonl").replace(tzinfo=UTC).timestamp()
+        return datetime.strptime(file.name, INCIDENT_NAME).replace(tzinfo=UTC).timestamp()
     except ValueError:
         return None
 
@@ -99,17 +98,14 @@ def keep(folder: Path, written: bytes) -> None:
     try:
         append(file, written, most_bytes)
     except ValueError:
-        spoiled = file.with_name(f"{FLIGHT}.spoiled")  # a crash of the machine leaves zeros
-        if not file.is_file() or not _begins_with_zeros(file):
+        if not file.is_file():  # a pipe, which would be waited for
             raise
-        file.replace(spoiled)
+        with file.open("rb") as stream:
+            if stream.read(1) != b"\0":  # which a crash of the machine leaves
+                raise
+        spoiled = file.replace(file.with_name(f"{FLIGHT}.spoiled"))
         log.warning("the flight record was spoiled by a crash and is set aside", file=str(spoiled))
         append(file, written, most_bytes)
-
-
-def _begins_with_zeros(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(1) == b"\0"
 
 
 def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
@@ -143,12 +139,11 @@ def find_share(folder: Path) -> float:
 
 def _make_room(incidents: Path, newest: Path) -> None:
     """Delete the incidents that came soonest after another: of repeated exits the first ones stay."""
-    found = [(at, file) for file in list_incidents(incidents) if (at := parse_start(file)) is not None]
+    found = {file: parse_start(file) or 0.0 for file in list_incidents(incidents)}
     while len(found) > MOST_INCIDENTS:
-        gaps = [(at - before, file) for (before, _), (at, file) in pairwise(found)]
-        _, given_up = min((gap, file) for gap, file in gaps if file != newest)
+        _, given_up = min((found[file] - found[before], file) for before, file in pairwise(found) if file != newest)
         given_up.unlink(missing_ok=True)
-        found = [each for each in found if each[1] != given_up]
+        del found[given_up]
 
 
 def _read_lines(folder: Path) -> Iterator[bytes]:
@@ -168,10 +163,9 @@ def _select_samples(lines: Iterable[bytes], seconds: float, most_bytes: int) -> 
         time = float(found[1]) if found is not None and each.endswith(b"\n") else None
         if time is None or time < seconds - BEFORE_SECONDS:
             continue
-        if time < seconds - CLOSE_SECONDS:
-            if int(time // SPARSE_SECONDS) == slot:
-                continue
-            slot = int(time // SPARSE_SECONDS)
+        before, slot = slot, int(time // SPARSE_SECONDS)
+        if time < seconds - CLOSE_SECONDS and slot == before:
+            continue
         kept.append(each)
         size += len(each)
         while size > most_bytes:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.life.case import MEMORY_REASONS, SEQUENCE_SECONDS
 from vllm_headroom.derive.verdicts import GPU_LOST
-from vllm_headroom.model import Ending, GpuAtEnd
+from vllm_headroom.model import Ending
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import YEAR_10000
 from vllm_headroom.units import format_size
@@ -20,7 +20,9 @@ Seconds = Annotated[float, Meta(ge=0, lt=YEAR_10000)]
 Size = Annotated[int, Meta(ge=0, le=LARGEST)]
 """In bytes."""
 MOST_SHOWN: Final = 100
-SURER: Final = (LeakState.LEAKING, LeakState.GROWING)
+SURENESS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
+"""Of two verdicts on a leak the surer is taken."""
+
 PEAK_SECONDS: Final = 60.0
 """The highest use in this time before the newest sample counts as its peak."""
 
@@ -134,8 +136,7 @@ class Incident(Event, frozen=True, kw_only=True):
 
 def read_incident(known: Mapping[str, Any]) -> Incident | None:
     """Return the facts of an incident without what does not fit; None without a time and a kind."""
-    found: Incident | None = _fit(known, Incident)
-    return found
+    return _fit(known, Incident)  # type: ignore[no-any-return]
 
 
 def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schema, and a value of it
@@ -173,9 +174,13 @@ def add_evidence(end: Ending, known: Incident) -> Ending:
     leaks = {each.uuid: each for each in known.before.leaks}
     gpus = []
     for gpu in end.gpus:
-        since = gpu.newest_seconds - PEAK_SECONDS
+        since, leak = gpu.newest_seconds - PEAK_SECONDS, leaks.get(gpu.uuid)
         peak = max((used for at, used in known.before.used.get(gpu.uuid, ()) if at >= since), default=0)
-        gpus.append(_take_leak(gpu.raise_peak(peak), leaks.get(gpu.uuid, GpuLeak(uuid=gpu.uuid))))
+        found = gpu.raise_peak(peak)
+        if leak is not None and SURENESS.get(leak.state, 0) > SURENESS.get(gpu.leak, 0):
+            per_request = leak.leak_bytes_per_request or gpu.leak_bytes_per_request
+            found = replace(found, leak=leak.state, leak_bytes_per_request=per_request)
+        gpus.append(found)
     return replace(
         end,
         gpus=tuple(gpus),
@@ -183,13 +188,4 @@ def add_evidence(end: Ending, known: Incident) -> Ending:
         xids=tuple(each.xid for each in known.xids[-MOST_SHOWN:]),
         ooms=tuple(each.describe() for each in known.ooms[-MOST_SHOWN:]),
         unreadable=tuple(lost),
-    )
-
-
-def _take_leak(gpu: GpuAtEnd, leak: GpuLeak) -> GpuAtEnd:
-    """Return the GPU with the surer of two verdicts on its leak."""
-    if leak.state not in SURER or (gpu.leak in SURER and SURER.index(gpu.leak) <= SURER.index(leak.state)):
-        return gpu
-    return replace(
-        gpu, leak=leak.state, leak_bytes_per_request=leak.leak_bytes_per_request or gpu.leak_bytes_per_request
     )

@@ -211,7 +211,7 @@ async def run(settings: Settings, *, scenario: Scenario, speed: float) -> int:
     parts = Parts(
         engine=SimulatedEngine(now, epoch_seconds),
         gpus=SimulatedGpus(now),
-        processes=SimulatedProcesses(now, epoch_seconds),
+        processes=SimulatedProcesses(now, epoch_seconds).read,
         clock=clock,
         notice=f"simulated: scenario {scenario.name} at {speed:g}\N{MULTIPLICATION SIGN}",
     )

@@ -165,10 +165,10 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
         if here or order.gpus != "auto"
         else UnavailableSource(Source.NVML, Reason.NO_DEVICES),
-        processes=Processes(engine_port=find_port(order.page), monotonic=clock.monotonic)
+        processes=Processes(engine_port=find_port(order.page), monotonic=clock.monotonic).read
         if here
-        else UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE),
-        probe=None if order.probe_dir is None or not here else ProbeReader(order.probe_dir, parse=parse_probe),
+        else UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE).read,
+        probe=None if order.probe_dir is None or not here else ProbeReader(order.probe_dir, parse=parse_probe).read,
         clock=clock,
     )
 

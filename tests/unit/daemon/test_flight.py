@@ -29,7 +29,7 @@ from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import keep, list_incidents, name_incident, parse_known, set_aside
+from vllm_headroom.trace.flight import keep, list_incidents, locate_incident, parse_known, set_aside
 from vllm_headroom.vocabulary import Level, Role
 from vllm_headroom.worker import Worker
 from vllm_headroom_tools.trace import read_trace
@@ -123,7 +123,7 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
     assert [each["sentence"] for each in known["before"]["verdicts"]] == ["GPU 0 leaks."]
     assert known["before"]["t"] < known["t"]
     assert times(file) == [10.0, 15.0]
-    assert file.name == name_incident(BEGAN + 15)
+    assert file == locate_incident(tmp_path, BEGAN + 15)
     last = subject.last
     assert last is not None
     assert (last.seconds, last.what, last.reason, last.file) == (BEGAN + 15, "ended", "gone", str(file))

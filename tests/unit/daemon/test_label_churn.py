@@ -55,7 +55,7 @@ def named(step: int) -> str:
 def test_of_names_that_have_gone_a_few_are_remembered() -> None:
     said, clock = Said(), Clock()
     subject = Sampler(
-        sources=Sources(engine=said, gpus=said, processes=Processes(said)),
+        sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
         parse=parse_engines,
         selection=Selection(),
         derivations=build_derivations(),

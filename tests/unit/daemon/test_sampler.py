@@ -85,7 +85,7 @@ def sampler(
     judges: tuple[Judge, ...] = (),
 ) -> Sampler:
     return Sampler(
-        sources=Sources(engine=said, gpus=said, processes=Processes(said)),
+        sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
         parse=parse,
         selection=selection or Selection(),
         derivations=(*build_derivations(), *more),

@@ -68,7 +68,7 @@ async def _ticked(sys: AmdTree, proc: ProcTree) -> tuple[Sample, ...]:
     gpus = Gpus(monotonic=clock.monotonic, sys=sys.path, proc=proc.path)
     processes = Processes(engine_port=8000, proc=proc.path, monotonic=clock.monotonic)
     sampler = Sampler(
-        sources=Sources(engine=Page(), gpus=gpus, processes=processes),
+        sources=Sources(engine=Page(), gpus=gpus, processes=processes.read),
         parse=parse_engines,
         selection=Selection(),
         derivations=build_derivations(),

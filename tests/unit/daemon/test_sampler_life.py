@@ -31,7 +31,7 @@ def sampler(
     clock: Clock = SystemClock(),  # noqa: B008
 ) -> Sampler:
     return Sampler(
-        sources=Sources(engine=said, gpus=said, processes=Processes(said)),
+        sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
         parse=parse,
         selection=Selection(),
         derivations=build_derivations(),

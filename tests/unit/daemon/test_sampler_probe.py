@@ -33,9 +33,9 @@ class Folder:
 
 
 def sampler(probe: Folder | None) -> Sampler:
-    said = Said()
+    said, read = Said(), None if probe is None else probe.read
     return Sampler(
-        sources=Sources(engine=said, gpus=said, processes=Processes(said), probe=probe),
+        sources=Sources(engine=said, gpus=said, processes=Processes(said).read, probe=read),
         parse=parsed,
         selection=Selection(everything=True),
         derivations=build_derivations(),

@@ -156,12 +156,11 @@ def test_a_format_of_no_weight_is_not_sent(world: World, weight: str) -> None:
 
 
 def test_a_scraper_may_name_the_families_it_wants(world: World) -> None:
-    body = world.asked("name[]=headroom_build_info&name[]=headroom_sample_age_seconds").body.decode()
+    names = ("headroom_build_info", "headroom_sample_age_seconds", "process_resident_memory_bytes")
+    body = world.asked("&".join(f"name[]={name}" for name in names)).body.decode()
 
-    assert {line.split()[2] for line in body.splitlines() if line.startswith("# TYPE")} == {
-        "headroom_build_info",
-        "headroom_sample_age_seconds",
-    }
+    assert {line.split()[2] for line in body.splitlines() if line.startswith("# TYPE")} == set(names)
+    assert world.asked("name[]=nothing").body == b""
 
 
 def test_what_scrapers_make_up_is_not_kept_for_ever(world: World) -> None:

@@ -48,7 +48,7 @@ def played(scenario: str, hours: float) -> list[tuple[Sample, ...]]:
             sources=Sources(
                 engine=SimulatedEngine(simulated.now, EPOCH),
                 gpus=SimulatedGpus(simulated.now),
-                processes=SimulatedProcesses(simulated.now, EPOCH),
+                processes=SimulatedProcesses(simulated.now, EPOCH).read,
             ),
             parse=parse_engines,
             selection=Selection(),

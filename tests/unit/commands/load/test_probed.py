@@ -30,8 +30,8 @@ def sampling(server: StreamingServer, trace: Path, folder: Path) -> Sampling:
     parts = Parts(
         engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
         gpus=Nvml(monotonic=clock.monotonic),
-        processes=UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE),
-        probe=ProbeReader(folder, parse=parse_probe),
+        processes=UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE).read,
+        probe=ProbeReader(folder, parse=parse_probe).read,
         clock=clock,
     )
     return Sampling(parts=parts, selection=Selection(listed=("0",)), interval_seconds=0.01, trace=trace)

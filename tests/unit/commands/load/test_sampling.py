@@ -54,7 +54,7 @@ def sampling(server: StreamingServer, trace: Path, *, here: bool = False) -> Sam
     parts = Parts(
         engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
         gpus=Gpus(monotonic=clock.monotonic) if here else UnavailableSource(Source.NVML, Reason.NO_DEVICES),
-        processes=UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE),
+        processes=UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE).read,
         clock=clock,
     )
     return Sampling(parts=parts, selection=Selection(listed=("0",)), interval_seconds=0.01, trace=trace)
@@ -155,7 +155,8 @@ def test_what_is_read_follows_from_where_the_server_is(
         )
         parts = _build_parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
 
-        assert (type(parts.gpus), type(parts.processes), type(parts.probe)) == kinds
+        readers = (parts.gpus, *(getattr(read, "__self__", None) for read in (parts.processes, parts.probe)))
+        assert tuple(map(type, readers)) == kinds
         await parts.gpus.close()
 
     run(steps)
