@@ -257,13 +257,17 @@ def read_settings(
 ) -> AnySettings | tuple[str, ...]:
     """Return the settings, or a line for each mistake, also for one in a value that another source overrides.
 
-    The options beat the environment, and the environment beats the file, which `config` or HEADROOM_CONFIG names.
+    The options beat the environment, where an empty variable counts as not set, and the environment beats the file,
+    which `config` or HEADROOM_CONFIG names.
     """
-    environment, strange = _read_environment(kind)
+    ours = {name: text for name, text in sorted(os.environ.items()) if name.startswith(PREFIX) and text.strip()}
+    known = {variable(name): key(name) for name in (*kind.model_fields, CONFIG)}
+    environment = {known[name]: Given(name, text) for name, text in ours.items() if name in known}
+    strange = [name for name in ours if name not in known and not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")]
     config = config or environment.get(CONFIG)
     file, mistakes = ({}, ()) if config is None else _read_file(kind, config)
-    lines = [*_refused(kind, options), *strange, *_refused(kind, environment)]
-    lines += [*mistakes, *_refused(kind, file)]
+    lines = [*_refused(kind, options), *(inputs.describe_unknown(name, known) for name in strange)]
+    lines += [*_refused(kind, environment), *mistakes, *_refused(kind, file)]
     return tuple(lines) or kind.model_validate(_values({**file, **environment, **options}))
 
 
@@ -282,15 +286,6 @@ def _refused(kind: type[Settings], source: Source) -> Iterator[str]:
             if name in errors:
                 shown = SHOWN.get(name, inputs.show_value)
                 yield inputs.describe_refused(given.name, given.value, accepted[name], errors[name], shown)
-
-
-def _read_environment(kind: type[Settings]) -> tuple[dict[str, Given], list[str]]:
-    """Return what the variables give, where an empty one counts as not set, and a line for each that is no setting."""
-    ours = {name: text for name, text in sorted(os.environ.items()) if name.startswith(PREFIX) and text.strip()}
-    known = {variable(name): key(name) for name in (*kind.model_fields, CONFIG)}
-    given = {known[name]: Given(name, text) for name, text in ours.items() if name in known}
-    strange = [name for name in ours if name not in known and not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")]
-    return given, [inputs.describe_unknown(name, known) for name in strange]
 
 
 def _read_file(kind: type[Settings], config: Given) -> tuple[dict[str, Given], tuple[str, ...]]:

@@ -14,21 +14,16 @@ WAIT_SECONDS: Final = 5.0
 def read_file(path: Path, most_bytes: int) -> bytes:
     """Return at most `most_bytes` of the file; raises OSError, also if a pipe stays empty."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    ends, waiting, content = time.monotonic() + WAIT_SECONDS, select.poll(), bytearray()
+    waiting.register(descriptor, select.POLLIN)
     try:
-        return b"".join(_read_parts(descriptor, most_bytes))
+        while len(content) < most_bytes:
+            if not waiting.poll(max(0.0, 1000 * (ends - time.monotonic()))):
+                raise OSError(errno.ETIMEDOUT, f"a pipe into which nobody writes for {WAIT_SECONDS:g} s")
+            part = os.read(descriptor, min(most_bytes - len(content), 2**20))
+            if not part:
+                break
+            content += part
     finally:
         os.close(descriptor)
-
-
-def _read_parts(descriptor: int, left_bytes: int) -> list[bytes]:
-    ends, waiting, parts = time.monotonic() + WAIT_SECONDS, select.poll(), []
-    waiting.register(descriptor, select.POLLIN)
-    while left_bytes > 0:
-        if not waiting.poll(max(0.0, 1000 * (ends - time.monotonic()))):
-            raise OSError(errno.ETIMEDOUT, f"a pipe into which nobody writes for {WAIT_SECONDS:g} s")
-        part = os.read(descriptor, min(left_bytes, 2**20))
-        if not part:
-            break
-        parts.append(part)
-        left_bytes -= len(part)
-    return parts
+    return bytes(content)

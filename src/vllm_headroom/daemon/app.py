@@ -107,10 +107,21 @@ def serve(settings: Settings) -> NoReturn:
 
 async def run(parts: Parts, settings: Settings) -> int:
     """Run the daemon over `parts`, which it closes at the end; return the exit status."""
-    opened = _open_server(settings)
-    if opened is None:
+    try:
+        listener = listen(settings.listen_host, settings.listen_port)
+        door = None if settings.web_config_file is None else Door(settings.web_config_file)
+    except OSError as error:
+        log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
+            "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of this machine",
+            host=settings.listen_host or "all interfaces",
+            port=settings.listen_port,
+            problem=error.strerror,
+        )
         return CANNOT_LISTEN
-    listener, door = opened
+    except WebConfigError as error:
+        for line in error.lines:
+            log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - one line per mistake
+        return CANNOT_LISTEN
     if settings.model_problem and settings.kv_bytes_per_token is None:
         log.warning("KV cache known in tokens only", problem=settings.model_problem)
     ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -123,26 +134,6 @@ async def run(parts: Parts, settings: Settings) -> int:
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
             await close_all(parts.engine, parts.gpus, parts.asked, parts.evictor)
-
-
-def _open_server(settings: Settings) -> tuple[socket.socket, Door | None] | None:
-    """Return the listening socket and the web configuration; None, with a log line, where one cannot be used."""
-    try:
-        listener = listen(settings.listen_host, settings.listen_port)
-    except OSError as error:
-        log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
-            "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of this machine",
-            host=settings.listen_host or "all interfaces",
-            port=settings.listen_port,
-            problem=error.strerror,
-        )
-        return None
-    try:
-        return listener, None if settings.web_config_file is None else Door(settings.web_config_file)
-    except WebConfigError as error:
-        for line in error.lines:
-            log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - one line per mistake
-        return None
 
 
 class Daemon:

@@ -286,8 +286,17 @@ class Sampler:
         )
 
     async def _engine(self) -> Timed[EnginePage | Failure]:
+        """Parse on a thread, so that a page made to be costly blocks no scrape and no GPU sample."""
         text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch())
-        return (text if isinstance(text, Failure) else await self._parse_page(text)), time
+        if isinstance(text, Failure):
+            return text, time
+        try:
+            return await self._parser.call(partial(self._parse, text), PARSE_SECONDS), time
+        except TimeoutError:
+            message = f"the engine's page was not understood within {PARSE_SECONDS:g} s: check that it is vLLM's"
+            return Failure(source=Source.ENGINE, reason=Reason.OUT_OF_BOUNDS, message=message), time
+        except OSError as error:
+            return build_unavailable(Source.ENGINE, "the engine's page cannot be parsed", error), time
 
     async def _processes(self, engine: asyncio.Task[Timed[EnginePage | Failure]]) -> Timed[ProcessReadings | Failure]:
         """Read the processes in parallel to the page, with the last page; the first reading waits for a page."""
@@ -306,16 +315,6 @@ class Sampler:
         value = await reading
         ended = machine()
         return value, ReadingTime(source=source, seconds=ended - began, ended_monotonic_seconds=ended)
-
-    async def _parse_page(self, page: str) -> EnginePage | Failure:
-        """Parse on a thread, so that a page made to be costly blocks no scrape and no GPU sample."""
-        try:
-            return await self._parser.call(partial(self._parse, page), PARSE_SECONDS)
-        except TimeoutError:
-            message = f"the engine's page was not understood within {PARSE_SECONDS:g} s: check that it is vLLM's"
-            return Failure(source=Source.ENGINE, reason=Reason.OUT_OF_BOUNDS, message=message)
-        except OSError as error:
-            return build_unavailable(Source.ENGINE, "the engine's page cannot be parsed", error)
 
     def _update_run(self, snapshot: Snapshot) -> Snapshot:
         try:

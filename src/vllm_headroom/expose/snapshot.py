@@ -13,12 +13,10 @@ from vllm_headroom.model import Metric, Values, find_worst
 
 FORMAT: Final = 1
 STATE: Final = "state"
-PREFIX: Final = "headroom_"
 MANY: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": catalog.ENGINE}
 """The lists of the document, by the labels that identify their entries."""
 
 OWN: Final = {"gpus": "gpu_", "engines": "engine_"}
-INFO: Final = "_info"
 AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE, catalog.LAST_INCIDENT, catalog.WEB_CONFIG_RELOAD)
 """On the metrics page only: `version`, `age_seconds` and `last_incident` contain the first three."""
 
@@ -80,7 +78,7 @@ def list_metrics(name: str) -> tuple[Metric, ...]:
 
 def build_key(metric: Metric, name: str | None) -> str:
     """Return a metric's key in the entries of a list, or in the document: its name without the common prefix."""
-    return metric.name.removeprefix(PREFIX).removeprefix(OWN.get(name or "", ""))
+    return metric.name.removeprefix("headroom_").removeprefix(OWN.get(name or "", ""))
 
 
 def _collect_facts(
@@ -95,7 +93,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
     if not own:
         return values.value(metric, *labels)
     found = {each[len(labels) :]: value for each, value in values.of(metric).items() if each[: len(labels)] == labels}
-    if metric.name.endswith(INFO):
+    if metric.name.endswith("_info"):
         return next((dict(zip(own, each, strict=True)) for each in found), None)
     if own[-1] == STATE:
         held = {" ".join(each[:-1]): each[-1] for each, value in found.items() if value}

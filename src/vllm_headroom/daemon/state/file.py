@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -164,23 +165,21 @@ class FolderLock:
                 os.close(self._descriptor)
                 self.is_ours, self._descriptor = False, None
         if not self.is_ours:
-            self.is_ours, self._descriptor = _lock_folder(folder)
+            self._lock(folder)
         return self.is_ours
 
-
-def _lock_folder(folder: Path) -> tuple[bool, int | None]:
-    """Return whether a folder may be written to, and the descriptor that locks it."""
-    try:
-        make_folder(folder)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # stays open: closing it would unlock
-    except OSError:
-        return True, None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        return not isinstance(error, BlockingIOError), None
-    return True, descriptor
+    def _lock(self, folder: Path) -> None:
+        self.is_ours = True
+        with suppress(OSError):
+            make_folder(folder)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(descriptor)
+                self.is_ours = not isinstance(error, BlockingIOError)
+            else:
+                self._descriptor = descriptor  # stays open: closing it would unlock
 
 
 MOST_BYTES: Final = 64 * 2**20
