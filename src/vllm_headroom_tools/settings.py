@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -46,11 +47,11 @@ Model = Annotated[
 
 
 def _parse_token_bytes(path: Path) -> TokenBytes | None:
-    from vllm_headroom_tools.sizing.footprint import bind_token_bytes  # noqa: PLC0415 - as above
+    from vllm_headroom_tools.sizing.footprint import count_engine_bytes_per_token  # noqa: PLC0415 - as above
     from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - as above
 
     shape = read_model(path)
-    return None if isinstance(shape, str) else bind_token_bytes(shape)
+    return None if isinstance(shape, str) else partial(count_engine_bytes_per_token, shape)
 
 
 class ModelSettings(Settings):
@@ -68,9 +69,9 @@ class ModelSettings(Settings):
         """The bytes per token of this model, None without one."""
         if self.model_shape is None:
             return None
-        from vllm_headroom_tools.sizing.footprint import bind_token_bytes  # noqa: PLC0415 - as above
+        from vllm_headroom_tools.sizing.footprint import count_engine_bytes_per_token  # noqa: PLC0415 - as above
 
-        return bind_token_bytes(self.model_shape)
+        return partial(count_engine_bytes_per_token, self.model_shape)
 
     @property
     def parse_model(self) -> Callable[[Path], TokenBytes | None] | None:

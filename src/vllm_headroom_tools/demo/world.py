@@ -159,9 +159,6 @@ OUTSIDE_MIB: Final = 560 + 220
 WEIGHTS_LOADED: Final = 0.7
 """Share of the loading time after which the weights are there; the KV cache and the graphs come at its end."""
 
-PIDS_APART: Final = 37
-
-
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
 UNATTRIBUTED_BYTES: Final = 20 * MIB
@@ -184,11 +181,13 @@ NEIGHBOUR_RAMP: Final = 0.2
 class EngineRun:
     """A server of one model on one GPU: its queue, its counters and its memory.
 
-    Times are seconds since the demo began, and `number` counts runs from 0.
+    Times are seconds since the demo began, and `number` counts runs from 0. The pid of the API server is `first_pid`;
+    the engine core and the worker follow it.
     """
 
     def __init__(self, seed: int, number: int, *, started_seconds: float, serving_seconds: float) -> None:
         self.number = number
+        self.first_pid = 4_100 + 37 * number
         self.started_seconds = started_seconds
         self.serving_seconds = serving_seconds
         self.asleep = False
@@ -199,11 +198,6 @@ class EngineRun:
         self._random = make_random(seed, f"traffic {number}")
         self._length = Drift(self._random, deviation=0.05, memory_seconds=20.0)
         self._tokens_each = float(LIVE_TOKENS)
-
-    @property
-    def first_pid(self) -> int:
-        """The pid of the API server; the engine core and the worker follow it."""
-        return 4_100 + PIDS_APART * self.number
 
     def sleep(self, *, asleep: bool) -> None:
         """Go to sleep or wake up; vLLM ends all requests before it sleeps."""

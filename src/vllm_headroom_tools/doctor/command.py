@@ -13,7 +13,7 @@ from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
-from vllm_headroom_tools.doctor import engine, gpus, options, port
+from vllm_headroom_tools.doctor import engine, gpus, port
 from vllm_headroom_tools.doctor.fixes import Check, Status, look
 from vllm_headroom_tools.look import PROC, SYS
 from vllm_headroom_tools.settings import ModelSettings
@@ -102,8 +102,8 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
         "engine_inputs": engine.check_engine_inputs(survey),
         "reported_memory": engine.check_reported_memory(survey, settings.reported_bytes),
         "kv_bytes": engine.check_kv_bytes(survey, settings.kv_bytes_per_token, settings.token_bytes),
-        "vllm_options": options.check_options(survey),
-        "vllm_faults": options.check_faults(survey),
+        "vllm_options": engine.check_options(survey),
+        "vllm_faults": engine.check_faults(survey),
         "nvml": gpus.check_nvml(survey),
         "gpus": gpus.check_gpus(survey),
         "gpu_attribution": gpus.check_gpu_attribution(survey, Selection.of(settings.gpus)),

@@ -30,28 +30,24 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_reusable = False
         self._http = h11.Connection(h11.CLIENT)
-        self._reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._reply: asyncio.Future[Completion] | None = None
         self._transport: asyncio.Transport | None = None
         self._stream: Stream | None = None
         self._status = 0
         self._body = b""
 
-    def send(self, target: Target, body: bytes, stream: Stream) -> None:
-        """Send a request, whose answer `stream` will follow."""
-        if self._reply.done():
-            self._reply = asyncio.get_running_loop().create_future()
+    async def ask(self, target: Target, body: bytes, stream: Stream) -> Completion:
+        """Send a request, whose answer `stream` will follow, and return its result. Cancelling hangs up."""
+        self._reply = asyncio.get_running_loop().create_future()
         self._stream, self._body, self.is_reusable = stream, b"", False
         if self._transport is None or self._transport.is_closing():
-            self._end(LOST)
-            return
+            return LOST
         headers = [*target.headers, ("Content-Length", str(len(body)))]
         head = self._http.send(h11.Request(method="POST", target=target.path, headers=headers))
         data = self._http.send(h11.Data(body))
         self._http.send(h11.EndOfMessage())
         self._transport.write((head or b"") + (data or b""))
-
-    async def answer(self) -> Completion:
-        """Return the request's result. Cancelling hangs up."""
+        del body, data  # 10,000 of them are no small thing to hold while they are answered
         try:
             return await self._reply
         finally:
@@ -89,7 +85,7 @@ class ClientConnection(asyncio.Protocol):
         self._end(LOST)
 
     def _take(self) -> None:
-        while not self._reply.done():
+        while self._reply is not None and not self._reply.done():
             event = self._http.next_event()
             match event:
                 case h11.Response():
@@ -108,7 +104,7 @@ class ClientConnection(asyncio.Protocol):
                     return
 
     def _end(self, answer: Completion) -> None:
-        if not self._reply.done():
+        if self._reply is not None and not self._reply.done():
             self._reply.set_result(answer)
 
 
@@ -154,15 +150,13 @@ class RequestSender:
 
     async def _answer(self, tally: Tally) -> Completion:
         connection, connecting_seconds = await self._find_connection()
-        body = self._make_body()
-        began = monotonic() - connecting_seconds
         stream = Stream(tally.between.add)
-        connection.send(self._target, body, stream)
-        del body  # 10,000 of them are no small thing to hold while they are answered
+        asked = connection.ask(self._target, self._make_body(), stream)
+        began = monotonic() - connecting_seconds
         tally.streams += 1
         tally.most_streams = max(tally.most_streams, tally.streams)
         try:
-            answer = await connection.answer()
+            answer = await asked
         finally:
             tally.streams -= 1
         now = monotonic()

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import resource
+import signal
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
 from typing import Final
@@ -29,8 +29,8 @@ from vllm_headroom_tools.load.report import build_report
 from vllm_headroom_tools.load.run import LoadRun, Sampling, Screen, UnavailableSource, count_streams, create_trace
 from vllm_headroom_tools.load.target import (
     LoadOrder,
-    Prompts,
     Target,
+    build_prompts,
     build_request_body,
     fetch_model,
     find_target,
@@ -80,9 +80,6 @@ def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> l
     return sorted(found)
 
 
-INTERRUPTED: Final = 130
-"""What shells call the status of a process that Ctrl-C ended."""
-
 SAMPLE_SECONDS: Final = 1.0
 PAGE_SECONDS: Final = 10.0
 """How long the engine's page may take: an overloaded server answers late."""
@@ -119,8 +116,15 @@ async def run_load(order: LoadOrder) -> Report:
     run = LoadRun(
         concurrency=order.concurrency, seconds=order.seconds, clients=clients, sampling=sampling, screen=Screen()
     )
+
+    def stop() -> None:
+        """Stop the clients; when they are stopping already, end the process, as Ctrl-C ends others."""
+        if clients.stopped:
+            os._exit(128 + signal.SIGINT)
+        clients.stop()
+
     try:
-        with handle_signals(partial(_stop, clients)):
+        with handle_signals(stop):
             steps = await run.steps()
     finally:
         await asker.close()
@@ -175,17 +179,10 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
 
 def _make_bodies(order: LoadOrder, model: str, texts: Sequence[str]) -> Callable[[], bytes]:
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets
-    prompts = Prompts(shared_ratio=order.shared_ratio, random=random)
+    make_prompt = build_prompts(order.shared_ratio, random)
 
     def body() -> bytes:
-        prompt = random.choice(texts) if texts else prompts.make(order.prompt_tokens.draw(random.random()))
+        prompt = random.choice(texts) if texts else make_prompt(order.prompt_tokens.draw(random.random()))
         return build_request_body(order.api, model, prompt, order.output_tokens.draw(random.random()))
 
     return body
-
-
-def _stop(clients: Clients) -> None:
-    """Stop the clients; when they are stopping already, end the process."""
-    if clients.stopped:
-        os._exit(INTERRUPTED)
-    clients.stop()

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -103,22 +104,21 @@ class CompletionApi(StrEnum):
     CHAT = "chat"
 
 
-class Prompts:
-    """Makes prompts whose first `shared_ratio` is the same in all, and whose rest is in none before."""
+def build_prompts(shared_ratio: float, random: Random) -> Callable[[int], str]:
+    """Return what makes a prompt of so many words, each of which is about a token.
 
-    def __init__(self, *, shared_ratio: float, random: Random) -> None:
-        self._shared_ratio = shared_ratio
-        self._random = random
-        self._common = random.choices(WORDS, k=RING_WORDS)
-        self._ring = random.choices(WORDS, k=RING_WORDS)
+    Its first `shared_ratio` is the same in all, and the rest is in none before.
+    """
+    common, ring = random.choices(WORDS, k=RING_WORDS), random.choices(WORDS, k=RING_WORDS)
 
-    def make(self, words: int) -> str:
-        """Return a prompt of so many words, each of which is about a token."""
-        shared, rings = round(self._shared_ratio * words), words // RING_WORDS + 1
-        first = self._random.choices(WORDS, k=min(words - shared, DIFFERENT_WORDS))
-        begin = self._random.randrange(RING_WORDS)
-        rest = (self._ring * (rings + 1))[begin : begin + words - shared - len(first)]
-        return " ".join((*(self._common * rings)[:shared], *first, *rest))
+    def make(words: int) -> str:
+        shared, rings = round(shared_ratio * words), words // RING_WORDS + 1
+        first = random.choices(WORDS, k=min(words - shared, DIFFERENT_WORDS))
+        begin = random.randrange(RING_WORDS)
+        rest = (ring * (rings + 1))[begin : begin + words - shared - len(first)]
+        return " ".join((*(common * rings)[:shared], *first, *rest))
+
+    return make
 
 
 def build_request_body(api: CompletionApi, model: str, prompt: str, output_tokens: int) -> bytes:

@@ -156,14 +156,14 @@ MOST_RANKS: Final = 64
 SIXTEEN_BITS: Final = 2.0
 HIGHEST_UTILIZATION: Final = 0.95
 
-Option = tuple[str, str, str, Question]
-"""Option, value, price, and the question with it."""
+Settings = tuple[tuple[str, str], ...]
+"""Pairs of option and value."""
 
 
-class Saving(Struct, frozen=True, kw_only=True):
-    """Settings of vLLM, pairs of option and value, and their price."""
+class Saving(Struct, frozen=True):
+    """Settings of vLLM and their price."""
 
-    settings: tuple[tuple[str, str], ...]
+    settings: Settings
     price: str
 
 
@@ -172,11 +172,17 @@ def find_changes(found: MemoryEstimate) -> tuple[Saving, ...]:
 
     Where a shorter `max_model_len` alone is not enough, also each setting that does together with one.
     """
+    tried = list(_shorten(found.question))
+    is_enough = any(_can_start(shorter) for *_, shorter in tried)
+    for settings, price, changed in _list_options(found.question):
+        tried.append((settings, price, changed))
+        for added, cost, both in () if is_enough or find_problem(changed) else _shorten(changed):
+            tried.append(((*settings, *added), f"{price}; {cost}", both))
     good: dict[tuple[str, ...], Saving] = {}
-    for change, question in (*_shorten(found.question), *_list_candidates(found.question)):
-        kind = tuple(option for option, _ in change.settings)
-        if kind not in good and _can_start(question):
-            good[kind] = change
+    for settings, price, changed in tried:
+        kind = tuple(option for option, _ in settings)
+        if kind not in good and _can_start(changed):
+            good[kind] = Saving(settings, price)
     return tuple(good.values())
 
 
@@ -184,44 +190,36 @@ def _can_start(question: Question) -> bool:
     return not find_problem(question) and can_start(estimate_memory(question)) is True
 
 
-def _list_candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
-    enough = any(_can_start(shorter) for _, shorter in _shorten(question))
-    for option, value, price, changed in _list_options(question):
-        yield Saving(settings=((option, value),), price=price), changed
-        for change, shorter in () if enough or find_problem(changed) else _shorten(changed):
-            yield (Saving(settings=((option, value), *change.settings), price=f"{price}; {change.price}"), shorter)
-
-
-def _shorten(question: Question) -> Iterator[tuple[Saving, Question]]:
+def _shorten(question: Question) -> Iterator[tuple[Settings, str, Question]]:
     longest, asked = estimate_memory(question).find_longest(1) or 0, question.max_model_len
     if longest >= SMALLEST_LENGTH and (asked is None or longest < asked):
-        settings = (("--max-model-len", str(longest)),)
-        yield (Saving(settings=settings, price="longer requests are refused"), replace(question, max_model_len=longest))
+        shorter = replace(question, max_model_len=longest)
+        yield (("--max-model-len", str(longest)),), "longer requests are refused", shorter
 
 
-def _list_options(question: Question) -> Iterator[Option]:
+def _list_options(question: Question) -> Iterator[tuple[Settings, str, Question]]:
     shape, dtype, host = question.shape, question.kv_cache_dtype, question.host_memory_bytes
     for halvings in range(1, question.max_num_seqs.bit_length()):  # sampling needs room for the logits of each
         sequences = question.max_num_seqs >> halvings
-        yield "--max-num-seqs", str(sequences), "more requests wait", replace(question, max_num_seqs=sequences)
+        yield (("--max-num-seqs", str(sequences)),), "more requests wait", replace(question, max_num_seqs=sequences)
     if question.kv_cache_memory_bytes is None:
         yield from _change_share(question)
     if dtype in {"float16", "bfloat16"} or (dtype == "auto" and shape.kv_dtype_bytes >= SIXTEEN_BITS):
-        yield "--kv-cache-dtype", "fp8", "keys and values are rounded", replace(question, kv_cache_dtype="fp8")
+        yield (("--kv-cache-dtype", "fp8"),), "keys and values are rounded", replace(question, kv_cache_dtype="fp8")
     if shape.quantisation is None:
         rounded = replace(question, shape=shape.apply_quantisation("fp8", 1.0))
-        yield "--quantization", "fp8", "weights are rounded", rounded
+        yield (("--quantization", "fp8"),), "weights are rounded", rounded
     if host is not None and question.kv_offloading_bytes:
         rest = estimate_host(replace(question, kv_offloading_bytes=0)).high
         spare = max(0, floor((host - rest) / OFFLOAD_HIGH / question.data_parallel_size / GIB))
         price = "fewer prefixes are kept" if spare else "no prefix is kept on the host"
-        yield "--kv-offloading-size", str(spare), price, replace(question, kv_offloading_bytes=spare * GIB)
+        yield (("--kv-offloading-size", str(spare)),), price, replace(question, kv_offloading_bytes=spare * GIB)
     for ranks in range(question.tensor_parallel_size + 1, MOST_RANKS + 1):
         wider = replace(question, tensor_parallel_size=ranks)
-        yield "--tensor-parallel-size", str(ranks), f"{wider.gpus} GPUs instead of {question.gpus}", wider
+        yield (("--tensor-parallel-size", str(ranks)),), f"{wider.gpus} GPUs instead of {question.gpus}", wider
 
 
-def _change_share(question: Question) -> Iterator[Option]:
+def _change_share(question: Question) -> Iterator[tuple[Settings, str, Question]]:
     """Yield a larger share of the card; of a machine's one memory all but what it needs, be that more or less."""
     card, share = question.gpu_memory_bytes, HIGHEST_UTILIZATION
     price = "less is left for what lies beside the budget"
@@ -229,4 +227,4 @@ def _change_share(question: Question) -> Iterator[Option]:
         share = floor((card - estimate_outside(question).high) / card * 100) / 100
         price = "the system and vLLM's own processes keep what they need"
     if share > (0 if is_unified else question.gpu_memory_utilization):
-        yield "--gpu-memory-utilization", str(share), price, replace(question, gpu_memory_utilization=share)
+        yield (("--gpu-memory-utilization", str(share)),), price, replace(question, gpu_memory_utilization=share)

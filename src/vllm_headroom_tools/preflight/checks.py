@@ -21,9 +21,6 @@ In its line "Free memory on device (F/T GiB) on startup" the two are 0.33 (B200)
 are otherwise empty, and 0.49 to 0.96 GiB with tensor parallelism.
 """
 
-MOST_OWN_BYTES: Final = 6 * GIB // 10
-MOST_OWN_BYTES_IN_PARALLEL: Final = GIB
-
 
 class MemoryRequest(Struct, frozen=True, kw_only=True):
     """What vLLM requests: a share of each GPU, bytes on each GPU, or both; and its tensor-parallel size."""
@@ -35,7 +32,7 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
     @property
     def most_own_bytes(self) -> int:
         """What vLLM may take for itself before its check of free memory."""
-        return MOST_OWN_BYTES_IN_PARALLEL if self.tensor_parallel_size > 1 else MOST_OWN_BYTES
+        return GIB if self.tensor_parallel_size > 1 else 6 * GIB // 10
 
 
 def compute_asked_bytes(ask: MemoryRequest, memory: GpuMemory) -> int:

@@ -13,18 +13,6 @@ GATES: Final = ("silu", "swish", "swiglu")
 HIDDEN: Final = ("hidden_size", "embed_dim", "d_model", "vt_hidden_size")
 WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermediate_size")
 
-QWEN_PIXELS: Final = 2**24
-"""The largest image, as every published checkpoint of Qwen3-VL and Qwen3.5 has it in preprocessor_config.json."""
-
-QWEN_VIDEO_PIXELS: Final = 3 * 2**22
-"""The largest pair of frames: half of what their video_preprocessor_config.json allows."""
-
-GEMMA_VIDEO: Final = (32, 70 + 8)
-"""Frames of a video, and tokens of each with those that frame it (vLLM 0.32, models/gemma4_mm.py)."""
-
-LLAMA_TILES: Final = 16 + 1
-"""Of the largest image, and all of it once more (transformers, Llama4ImageProcessor)."""
-
 USUAL_WIDTH: Final = 4
 """Times the hidden size, where the configuration does not give an MLP's width."""
 
@@ -102,19 +90,24 @@ def _cut_largest(config: Config, vision: Config) -> tuple[int, int, int] | None:
             tokens = read_whole(config, "mm_tokens_per_image") or 256
             return tokens, _count_side(vision, 896, 14) ** 2 // tokens, 1
         case "gemma4":
-            frames, tokens = GEMMA_VIDEO
-            return frames * tokens, (read_whole(vision, "pooling_kernel_size") or 3) ** 2, 1
+            tokens = 32 * (
+                70 + 8
+            )  # frames of a video, and tokens of each with those that frame it (models/gemma4_mm.py)
+            return tokens, (read_whole(vision, "pooling_kernel_size") or 3) ** 2, 1
         case "llama4":
             ratio = vision.get("pixel_shuffle_ratio")
             patches = round(1 / ratio**2) if isinstance(ratio, float) and 0 < ratio <= 1 else 4
-            return LLAMA_TILES * _count_side(vision, 336, 14) ** 2 // patches, patches, 1
+            tiles = 16 + 1  # of the largest image, and all of it once more (transformers, Llama4ImageProcessor)
+            return tiles * _count_side(vision, 336, 14) ** 2 // patches, patches, 1
         case "mistral3":
             merged = read_whole(config, "spatial_merge_size") or 2
             return (_count_side(vision, 1540, 14) // merged) ** 2, merged**2, 1
         case "qwen3_vl" | "qwen3_vl_moe" | "qwen3_5" | "qwen3_5_moe":
             processor, merged = read_part(config, "preprocessor"), read_whole(vision, "spatial_merge_size") or 2
             pixels = read_whole(read_part(processor, "size"), "longest_edge") or read_whole(processor, "max_pixels")
-            pixels, side = max(pixels or QWEN_PIXELS, QWEN_VIDEO_PIXELS), read_whole(vision, "patch_size") or 16
+            # The image as every published preprocessor_config.json has it; and the largest pair of frames, half of what
+            # their video_preprocessor_config.json allows.
+            pixels, side = max(pixels or 2**24, 3 * 2**22), read_whole(vision, "patch_size") or 16
             return pixels // (merged * side) ** 2, merged**2, _count_levels(vision, [8, 16, 24] if "vl" in kind else [])
         case _:
             return None

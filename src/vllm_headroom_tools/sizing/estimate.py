@@ -6,14 +6,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.units import GIB
+from vllm_headroom_tools.sizing.encoder import USUAL_WIDTH
 from vllm_headroom_tools.sizing.footprint import KvLayout, ModelShape, build_kv_layout, count_bytes_per_token
 from vllm_headroom_tools.sizing.question import Question
 
 LOGITS_BYTES: Final = 4
 LOGITS_LOW, LOGITS_HIGH = 0.5, 4
 FORWARD_HIGH: Final = 1.3
-USUAL_WIDTH: Final = 4
-"""Times the hidden size, where the configuration does not give an MLP's width; GPT's, and near most others'."""
 
 
 class Range(Struct, frozen=True, kw_only=True):
@@ -75,14 +74,20 @@ def estimate_activations(question: Question) -> Range | None:
     in 16 bits (v1/worker/gpu/model_runner.py, `_dummy_sampler_run`), to 4 times by the first model runner; it is not
     divided. Both as vLLM 0.32 measured on the stand-in card (tests/card/shapes). Releases before sorted the logits:
     9.7 to 10 times in start-up logs (Llama 3.1 8B, 0.31; Qwen3 8B, 0.8.5). And the encoder of images, whose tokens stay
-    beside the other two (v1/worker/gpu_model_runner.py, `profile_run`).
+    beside the other two (v1/worker/gpu_model_runner.py, `profile_run`): a patch takes what a token does in the language
+    model; whether tensor parallelism divides it, is each encoder's own.
     """
     hidden, vocabulary = question.shape.hidden_size, question.shape.vocabulary
     if hidden is None or vocabulary is None:
         return None
     forward, _ = _estimate_forward(question, hidden)
     logits = question.max_num_seqs * vocabulary * LOGITS_BYTES
-    images, kept = _estimate_encoding(question, hidden)
+    images, kept = NOTHING, 0.0
+    if (largest := question.largest) is not None and (items := question.encoder_items) is not None:
+        size = items * question.shape.dtype_bytes
+        low = largest.whole_values + largest.divided_values / question.tensor_parallel_size
+        high = FORWARD_HIGH * (largest.whole_values + largest.divided_values)
+        images, kept = Range(low=size * low, high=size * high), size * largest.tokens * largest.copies * hidden
     return Range(
         low=max(images.low, kept + max(forward, LOGITS_LOW * logits)),
         high=max(images.high, kept + max(FORWARD_HIGH * forward, LOGITS_HIGH * logits)),
@@ -99,20 +104,6 @@ def _estimate_forward(question: Question, hidden: int) -> tuple[float, float]:
     if shape.experts_per_token > 1:
         return batch_bytes * (2 * hidden + attention), batch_bytes * (inside + shape.experts_per_token * hidden)
     return batch_bytes * (2 * hidden + max(attention, inside)), 0
-
-
-def _estimate_encoding(question: Question, hidden: int) -> tuple[Range, float]:
-    """Return what the encoder takes of the largest items that vLLM profiles, and what its tokens take afterwards.
-
-    A patch takes what a token does in the language model; whether tensor parallelism divides it, is each encoder's own.
-    """
-    largest, items = question.largest, question.encoder_items
-    if largest is None or items is None:
-        return NOTHING, 0
-    size = items * question.shape.dtype_bytes
-    low = largest.whole_values + largest.divided_values / question.tensor_parallel_size
-    high = FORWARD_HIGH * (largest.whole_values + largest.divided_values)
-    return Range(low=size * low, high=size * high), size * largest.tokens * largest.copies * hidden
 
 
 def estimate_rest(question: Question) -> Range:

@@ -1,7 +1,5 @@
 """What a model takes of a GPU: bytes of KV cache per token, bytes of weights."""
 
-from collections.abc import Callable
-from functools import partial
 from math import ceil
 from typing import Final, Self
 
@@ -139,11 +137,6 @@ def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | N
     return count_bytes_per_token(shape, kv_dtype=kv_dtype) if certain else None
 
 
-def bind_token_bytes(shape: ModelShape | None) -> Callable[[str, int | None], int | None] | None:
-    """Return `engine_bytes_per_token` of this model, None without one."""
-    return None if shape is None else partial(count_engine_bytes_per_token, shape)
-
-
 def count_weights_bytes(
     shape: ModelShape,
     *,
@@ -190,17 +183,11 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
     return (layers - plain) * each + (plain + shape.embeddings + others) * shape.dtype_bytes
 
 
-PADDED_RATIO: Final = 1.5
-"""Up to this ratio of their numbers, vLLM pads the rarer kind of layers to groups as large as the other's."""
-
 STATE_BLOCKS: Final = 2
 """For a state: the running one, and one for prefix caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
 
 Mamba-2 keeps one more, at the end of the prompt (model_executor/layers/mamba/mamba_mixer2.py, `get_kv_cache_spec`).
 """
-
-LATENT_BLOCK: Final = 128
-"""Tokens that a block of latent attention beside states is a multiple of (`_align_hybrid_block_size`)."""
 
 
 class KvLayout(Struct, frozen=True, kw_only=True):
@@ -255,17 +242,17 @@ def build_kv_layout(
     tokens in a block (`unify_kv_cache_spec_page_size`). A window is longer by `in_flight_tokens`, those that are
     scheduled and not yet settled (v1/kv_cache_interface.py, `max_admission_blocks_per_request`), and may begin within a
     block; a chunk begins with one. Where layers keep a state, a block has as many tokens as it takes to hold one
-    (platforms/interface.py, `_align_hybrid_block_size`); a state whose size is not known counts as no larger than a
-    block.
+    (platforms/interface.py, `_align_hybrid_block_size`), of latent attention a multiple of 128; a state whose size is
+    not known counts as no larger than a block.
     """
     layer, windowed_layer = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     counts = [
         ceil(count / pipeline_parallel) for count in (shape.full_layers, shape.windowed_layers, shape.stateful_layers)
     ]
     there = [count for count in counts if count] or [0]
-    group = max(there) if max(there) < PADDED_RATIO * min(there) else min(there)
+    group = max(there) if max(there) < 1.5 * min(there) else min(there)  # up to there, vLLM pads the rarer kind
     full, windowed, stateful = (ceil(count / group) if count else 0 for count in counts)
-    least = max(block_tokens, LATENT_BLOCK) if shape.latent_width and shape.stateful_layers else block_tokens
+    least = max(block_tokens, 128) if shape.latent_width and shape.stateful_layers else block_tokens
     tokens = least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
     page = max(layer if full else 0, windowed_layer if windowed else 0) * tokens
     full_pages, windowed_pages = (  # those that do not divide the common page are padded to it

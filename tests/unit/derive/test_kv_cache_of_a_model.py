@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from vllm_headroom.derive.kv_cache import derive_kv_cache
 from vllm_headroom.model import EnginePage
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Source
-from vllm_headroom_tools.sizing.footprint import bind_token_bytes
+from vllm_headroom_tools.sizing.footprint import count_engine_bytes_per_token
 
 
 def of_model(name: str) -> Any:
-    return bind_token_bytes(model(name))
+    return partial(count_engine_bytes_per_token, model(name))
 
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
