@@ -59,10 +59,7 @@ class EngineParts(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerReading(Struct, frozen=True, kw_only=True):
-    """Values of a core's scheduler that are not on the page; `steps_total` counts its steps.
-
-    `kv_stranded_ratio` is the share of the KV cache's blocks that are in use and that no request holds.
-    """
+    """A core's scheduler; `kv_stranded_ratio` is the share of the KV cache in use that no request holds."""
 
     steps_total: int | None = None
     max_num_seqs: int | None = None
@@ -70,10 +67,7 @@ class SchedulerReading(Struct, frozen=True, kw_only=True):
 
 
 class OomRecord(Struct, frozen=True, kw_only=True):
-    """The newest OutOfMemoryError of a process, in seconds since the epoch, with torch's figures at that time.
-
-    `seen` is the number of errors.
-    """
+    """The newest of a process's `seen` OutOfMemoryErrors, in seconds since the epoch, with torch's figures then."""
 
     at_seconds: float
     uuid: str | None = None
@@ -107,10 +101,7 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
 
 
 class ProbeReadings(Struct, frozen=True, kw_only=True):
-    """This run's processes that write, its live processes that no longer write, and all others.
-
-    Only the counters and the end of the others are of use.
-    """
+    """This run's processes that write, its live ones that no longer write, and all others, as they were at the end."""
 
     present: tuple[ProbedProcess, ...] = ()
     silent: tuple[ProbedProcess, ...] = ()
@@ -186,10 +177,7 @@ class GpuProcess(Struct, frozen=True, kw_only=True):
 
 
 def find_part(uuid: str) -> str:
-    """Return the suffix that identifies a MIG instance or AMD partition among those of its index; "" for a whole GPU.
-
-    A MIG UUID is cut to what a person compares.
-    """
+    """Return what identifies a MIG instance, cut, or an AMD partition among those of its index; "" for a whole GPU."""
     found = _PART.fullmatch(uuid)
     return "" if found is None else found[1] or f"partition {found[2]}"
 

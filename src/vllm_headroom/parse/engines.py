@@ -8,7 +8,7 @@ from typing import Any, Final
 from prometheus_client.samples import Sample
 
 from vllm_headroom.model import EnginePage, EngineReading, Failure
-from vllm_headroom.parse.exposition import check_page, parse_samples, refuse_page
+from vllm_headroom.parse.exposition import ONE_SERVER, check_page, parse_samples, refuse_page
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
@@ -33,16 +33,19 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     model, the model is "" (in some modes vLLM exports only its settings, the budget among them, before the first
     request), or the profile's name if its pages never have one.
     """
-    owned = _select_owned(profile, samples)
-    ranks = {engine for _, _, (_, engine) in owned if engine} or {_ONLY_ENGINE}
-    named = {(model, engine or _ONLY_ENGINE) for _, _, (model, engine) in owned if model}
+    samples = tuple(samples)
+    prefix = next((each for each in profile.prefixes if any(s.name.startswith(each) for s in samples)), "")
+    owned = [s for s in samples if prefix and (s.name.startswith(prefix) or s.name in profile.plain_families)]
+    labels = [(s.labels.get(profile.model_label, ""), s.labels.get(profile.engine_label, "")) for s in owned]
+    ranks = {engine for _, engine in labels if engine} or {_ONLY_ENGINE}
+    named = {(model, engine or _ONLY_ENGINE) for model, engine in labels if model}
     nameless = "" if profile.model_label else profile.name
     keys = sorted(named or {(nameless, engine) for engine in ranks}) if owned else []
-    families = None if len(keys) > MOST_ENGINES else _group_by_engine(keys, owned)
+    families = None if len(keys) > MOST_ENGINES else _group_by_engine(keys, zip(owned, labels, strict=True), prefix)
     if families is None:
         return refuse_page(
             f"has {len(keys)} engines and models, or repeats their settings too often"
-            f" (at most {MOST_ENGINES}, {MOST_SHARED} readings of what they share)"
+            f" (at most {MOST_ENGINES}, {MOST_SHARED} readings of what they share): {ONE_SERVER}"
         )
     engines = tuple(_build_reading(profile, key, families[key], len(ranks)) for key in keys)
     found = tuple(
@@ -51,26 +54,8 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     return EnginePage(profile=profile.name, engines=engines, inputs=found)
 
 
-def _select_owned(profile: Profile, samples: Iterable[Sample]) -> list[tuple[str, Sample, _Key]]:
-    """Return each sample with its name without prefix, its model and its engine, "" where missing."""
-    samples = tuple(samples)
-    plain = profile.plain_families
-    prefix = next((prefix for prefix in profile.prefixes if any(s.name.startswith(prefix) for s in samples)), None)
-    if prefix is None:
-        return []
-    return [
-        (
-            sample.name.removeprefix(prefix),
-            sample,
-            (sample.labels.get(profile.model_label, ""), sample.labels.get(profile.engine_label, "")),
-        )
-        for sample in samples
-        if sample.name.startswith(prefix) or sample.name in plain
-    ]
-
-
 def _group_by_engine(
-    keys: list[_Key], owned: list[tuple[str, Sample, _Key]]
+    keys: list[_Key], owned: Iterable[tuple[Sample, _Key]], prefix: str
 ) -> dict[_Key, dict[str, list[Sample]]] | None:
     """Return the samples of each engine by family; None when too many readings are shared."""
     families: dict[_Key, dict[str, list[Sample]]] = {key: {} for key in keys}
@@ -78,13 +63,13 @@ def _group_by_engine(
     for key in keys:
         by_rank.setdefault(key[1], []).append(key)
     shared = 0
-    for family, sample, (model, engine) in owned:
+    for sample, (model, engine) in owned:
         owners = [(model, engine or _ONLY_ENGINE)] if model else by_rank.get(engine, [])
         shared += 0 if model else len(owners)
         if shared > MOST_SHARED:
             return None
         for key in owners:
-            families[key].setdefault(family, []).append(sample)
+            families[key].setdefault(sample.name.removeprefix(prefix), []).append(sample)
     return families
 
 

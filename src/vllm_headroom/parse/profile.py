@@ -93,9 +93,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
-        """The inputs that engines may offer, and their fields, including those this engine never offers.
-
-        Memory in bytes is optional: the budget and the probe replace it.
-        """
+        """The inputs that engines may offer, and their fields, including those this engine never offers."""
+        # memory in bytes is optional: the budget and the probe replace it
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
         return tuple((given.name, field) for field, given in INPUTS.items() if has_bytes or field != "memory_bytes")

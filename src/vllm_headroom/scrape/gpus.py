@@ -46,7 +46,12 @@ class Gpus:
         nvml, amd = await asyncio.gather(self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds))
         if isinstance(nvml, Failure) and not amd:
             return replace(nvml, message=nvml.message + NO_AMD) if nvml.reason in NO_NVIDIA else nvml
-        of_nvidia = self._failed(nvml) if isinstance(nvml, Failure) else nvml.devices
+        if not isinstance(nvml, Failure):
+            of_nvidia = nvml.devices
+        elif not self._of_nvidia and nvml.reason not in NO_NVIDIA:  # of an unknown GPU: there should be some
+            of_nvidia = (GpuReading(index=0, uuid="", name="", failure=nvml),)
+        else:
+            of_nvidia = tuple(each.failed(nvml) for each in self._of_nvidia)
         self._of_nvidia = of_nvidia
         own = tuple(reading for reading in amd if reading.uuid not in self._amd.integrated)
         first = 1 + max((reading.index for reading in of_nvidia), default=-1)
@@ -70,9 +75,3 @@ class Gpus:
         """Release both drivers."""
         self._amd.close()
         await self._nvml.close()
-
-    def _failed(self, failure: Failure) -> tuple[GpuReading, ...]:
-        """Return a failed reading of each known GPU of NVIDIA's, or of an unknown one where there should be some."""
-        if not self._of_nvidia and failure.reason not in NO_NVIDIA:
-            return (GpuReading(index=0, uuid="", name="", failure=failure),)
-        return tuple(each.failed(failure) for each in self._of_nvidia)

@@ -112,11 +112,6 @@ def is_driven(folder: str) -> bool:
     return bool(_ADDRESS.fullmatch(folder.rpartition("/")[2])) and driver.endswith(f"/{DRIVER}")
 
 
-def read_signature(sys: str) -> tuple[list[str], int | None]:
-    """Return what changes when a card is added, removed or repartitioned."""
-    return list_names(f"{sys}/{DRM}"), read_number(f"{sys}/{TOPOLOGY}/generation_id")
-
-
 def _read_nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, list[Node]], bool]:
     """Return KFD's nodes by the address of their card, and whether access to some was denied."""
     found: defaultdict[str, list[Node]] = defaultdict(list)

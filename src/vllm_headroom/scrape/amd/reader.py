@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.model import Failure, GpuReading, Vendor
-from vllm_headroom.scrape.amd.cards import Card, find_cards, read_signature
+from vllm_headroom.scrape.amd.cards import DRM, TOPOLOGY, Card, find_cards, list_names, read_number
 from vllm_headroom.scrape.amd.device import ReadContext, read_card, read_memory
 from vllm_headroom.scrape.gpu_state import GpuTransitions, Peak
 from vllm_headroom.vocabulary import Reason, Source
@@ -21,17 +21,14 @@ _REASONS: Final = {
     errno.EACCES: Reason.NO_PERMISSION,
     errno.EPERM: Reason.NO_PERMISSION,
 }
+_LOOK: Final = "look for amdgpu lines in the node's kernel log"
 _MESSAGES: Final = {
-    Reason.DEVICE_LOST: (
-        "the GPU is lost: look for amdgpu lines in the node's kernel log, then reset the GPU or reboot the node"
-    ),
+    Reason.DEVICE_LOST: f"the GPU is lost: {_LOOK}, then reset the GPU or reboot the node",
     Reason.NO_PERMISSION: (
         "this user may not read the GPU's memory in /sys: show /sys to this container as every container sees it"
     ),
-    Reason.TIMEOUT: (
-        "the GPU does not answer: look for amdgpu lines in the node's kernel log, and reset the GPU if it stays so"
-    ),
-    Reason.DRIVER_ERROR: "the GPU cannot be read: look for amdgpu lines in the node's kernel log",
+    Reason.TIMEOUT: f"the GPU does not answer: {_LOOK}, and reset the GPU if it stays so",
+    Reason.DRIVER_ERROR: f"the GPU cannot be read: {_LOOK}",
 }
 
 
@@ -92,7 +89,9 @@ class Amd:
         self._worker.stop()
 
     def _read(self) -> tuple[GpuReading, ...]:
-        if (now := read_signature(self._sys)) != self._seen:
+        # these change when a card is added, removed or repartitioned
+        now = list_names(f"{self._sys}/{DRM}"), read_number(f"{self._sys}/{TOPOLOGY}/generation_id")
+        if now != self._seen:
             self._seen, self._cards = now, self._cards | find_cards(self._sys)
         look = ReadContext(sys=self._sys, proc=self._proc, now=self._monotonic(), peaks=self._peaks)
         found: list[tuple[Card, GpuReading]] = []

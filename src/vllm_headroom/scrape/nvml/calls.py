@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import pynvml
 
@@ -44,6 +44,7 @@ _SOURCE_REASONS: Final = {
     pynvml.NVML_ERROR_GPU_NOT_FOUND: Reason.NO_DEVICES,
     **dict.fromkeys(BLOCKED, Reason.UNKNOWN),
 }
+_IN_LOG: Final = "in the node's kernel log"
 _SOURCE_MESSAGES: Final = {
     Reason.LIBRARY_MISSING: (
         "libnvidia-ml.so.1 cannot be loaded here: a machine needs NVIDIA's driver, a container the nvidia runtime"
@@ -58,14 +59,12 @@ _SOURCE_MESSAGES: Final = {
     Reason.NO_DEVICES: (
         "NVML shows no GPU here: set NVIDIA_VISIBLE_DEVICES of this container to all or to the engine's GPUs"
     ),
-    Reason.TIMEOUT: (
-        "NVML does not answer: look for NVRM and Xid lines in the node's kernel log, and reboot the node if it stays so"
-    ),
+    Reason.TIMEOUT: f"NVML does not answer: look for NVRM and Xid lines {_IN_LOG}, and reboot the node if it stays so",
     Reason.UNKNOWN: (
         "NVML fails on every GPU: if it stays so, the container has lost its devices (restart it) or the driver is ill"
-        " (look for NVRM lines in the node's kernel log)"
+        f" (look for NVRM lines {_IN_LOG})"
     ),
-    Reason.DRIVER_ERROR: "NVML fails for now and is tried again: look for NVRM lines in the node's kernel log",
+    Reason.DRIVER_ERROR: f"NVML fails for now and is tried again: look for NVRM lines {_IN_LOG}",
 }
 _DEVICE_REASONS: Final = {
     **dict.fromkeys(LOST, Reason.DEVICE_LOST),
@@ -74,19 +73,15 @@ _DEVICE_REASONS: Final = {
     **dict.fromkeys(BLOCKED, Reason.UNKNOWN),
 }
 _DEVICE_MESSAGES: Final = {
-    Reason.DEVICE_LOST: (
-        "the GPU is lost: look for Xid lines in the node's kernel log, then reset the GPU or reboot the node"
-    ),
-    Reason.TIMEOUT: (
-        "the GPU does not answer: look for Xid lines in the node's kernel log, and reset the GPU if it stays so"
-    ),
+    Reason.DEVICE_LOST: f"the GPU is lost: look for Xid lines {_IN_LOG}, then reset the GPU or reboot the node",
+    Reason.TIMEOUT: f"the GPU does not answer: look for Xid lines {_IN_LOG}, and reset the GPU if it stays so",
     Reason.NO_PERMISSION: (
         "this container may not open the GPU: leave it out of NVIDIA_VISIBLE_DEVICES, or give the container access"
     ),
     Reason.UNKNOWN: (
         "the GPU cannot be read: if it stays so, restart the container, then look into the node's kernel log"
     ),
-    Reason.DRIVER_ERROR: "the GPU cannot be read: look for NVRM and Xid lines in the node's kernel log",
+    Reason.DRIVER_ERROR: f"the GPU cannot be read: look for NVRM and Xid lines {_IN_LOG}",
 }
 
 
@@ -115,11 +110,8 @@ def explain_unexpected(error: Exception) -> Failure:
     return Failure(source=Source.NVML, reason=Reason.DRIVER_ERROR, message=message)
 
 
-class Handle(Protocol):
-    """NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
-
-    contents: ctypes.Structure
-
+Handle = Any
+"""NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
 
 MOST_EVENTS: Final = 64
 """Events per poll, so that many of them do not keep the thread from reading memory."""

@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -29,7 +30,7 @@ class Lane:
     """Makes calls one at a time on a thread; while one is stuck, others use a new thread and not its subject."""
 
     def __init__(self) -> None:
-        self._worker: Worker[Any] | None = None
+        self._worker = Worker[Any]("nvml")
         self._stuck: dict[str, Worker[Any]] = {}
 
     @property
@@ -42,14 +43,6 @@ class Lane:
     def is_blocked(self) -> bool:
         """Whether too many calls are stuck to make another."""
         return len(self.stuck) >= MOST_STUCK
-
-    async def call(self, subject: str, function: Callable[[], T], timeout_seconds: float) -> T:
-        """Return what `function` returns on the thread, or raise what it raises, or TimeoutError."""
-        made = await self.calls({subject: function}, timeout_seconds, read_loop_seconds() + timeout_seconds)
-        found = made.get(subject, TimeoutError())
-        if isinstance(found, Exception):
-            raise found
-        return found
 
     async def calls(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
@@ -80,8 +73,7 @@ class Lane:
                     return
                 outcomes.append(capture_outcome(call))
 
-        worker = self._worker = self._worker or Worker("nvml")
-        done, before = worker.begin(run), -1
+        done, before = self._worker.begin(run), -1
         try:
             while before < len(outcomes) and not done.done():
                 before, left_seconds = len(outcomes), deadline - read_loop_seconds()
@@ -89,18 +81,17 @@ class Lane:
                 await asyncio.wait((done,), timeout=min(limit_seconds, share_seconds))
         finally:
             over.set()
-            returned = tuple(outcomes)  # once, after `over`: what is not in it is made by no other thread
+            returned = tuple(outcomes)  # after `over`: the first call that is not among them is the last that is made
             if len(returned) < len(calls):
                 done.cancel()
-                self._worker, self._stuck[tuple(calls)[len(returned)]] = None, worker
-                worker.stop()
+                self._stuck[tuple(calls)[len(returned)]] = self._worker
+                self.stop()
         return returned
 
     def stop(self) -> None:
         """End the thread when it has nothing more to do."""
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        self._worker.stop()
+        self._worker = Worker("nvml")
 
 
 def read_loop_seconds() -> float:
@@ -146,8 +137,8 @@ class Nvml:
         self._transitions = GpuTransitions()
         self._failure = _SILENT
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
-        self._open_at = float("-inf")
-        self._look_again_at = float("inf")
+        self._open_at = -inf
+        self._look_again_at = inf
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
@@ -169,28 +160,28 @@ class Nvml:
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID; nothing during a reading."""
-        used: dict[str, int] = {}
         if self._turn.locked():
-            return used
-        async with self._turn:
-            with contextlib.suppress(Exception):  # the next reading finds and reports it
-                for _, seen in await self._ask(NvmlDevice.sample_used, read_loop_seconds() + timeout_seconds):
-                    used.update({} if isinstance(seen, Failure) else seen)
-        return used
+            return {}
+        seen = await self._ask_quietly(NvmlDevice.sample_used, timeout_seconds)
+        return {uuid: used_bytes for of_gpu in seen for uuid, used_bytes in of_gpu.items()}
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return the memory faults of each GPU of the last reading; one that fails is left out."""
+        return await self._ask_quietly(NvmlDevice.faults, timeout_seconds)
+
+    async def _ask_quietly(self, question: Callable[[NvmlDevice], T], timeout_seconds: float) -> tuple[T, ...]:
         async with self._turn:
-            answers: list[tuple[NvmlDevice, GpuFaults | Failure]] = []
             with contextlib.suppress(Exception):  # the next reading finds and reports it
-                answers = await self._ask(NvmlDevice.faults, read_loop_seconds() + timeout_seconds)
-            return tuple(answer for _, answer in answers if isinstance(answer, GpuFaults))
+                answers = await self._ask(question, read_loop_seconds() + timeout_seconds)
+                return tuple(answer for _, answer in answers if not isinstance(answer, Failure))
+        return ()
 
     async def close(self) -> None:
         """Shut NVML down if it answers quickly."""
         if not self._lane.stuck:
-            with contextlib.suppress(OSError):  # TimeoutError is one
-                await self._lane.call("shutdown", self._session.close, SHUTDOWN_SECONDS)
+            deadline = read_loop_seconds() + SHUTDOWN_SECONDS
+            with contextlib.suppress(OSError):
+                await self._lane.calls({"shutdown": self._session.close}, SHUTDOWN_SECONDS, deadline)
         self._lane.stop()
 
     async def _open(self, deadline: float) -> Failure | None:
@@ -201,10 +192,12 @@ class Nvml:
             return None
         if stuck or now < self._open_at:
             return self._failure
-        self._look_again_at = float("inf")
-        try:
-            failure = await self._lane.call("init", self._session.open, deadline - read_loop_seconds())
-        except TimeoutError:
+        self._look_again_at = inf
+        made = await self._lane.calls({"init": self._session.open}, inf, deadline)
+        failure = made.get("init", _SILENT)
+        if isinstance(failure, Exception):
+            raise failure
+        if failure is _SILENT:
             self._failure = _SILENT
             return _SILENT
         return failure and self._down(failure)

@@ -58,11 +58,16 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
         return find_role(self.command)
 
 
-def read_content(file: Path) -> bytes:
-    """Return the content of a kernel file, at half the cost of Path.read_text; raise OSError."""
+def read_content(file: Path | str, most_bytes: int | None = None) -> bytes:
+    """Return the content of a kernel file, or its start; raise OSError.
+
+    Without Path or buffer: a host may have 10,000 processes.
+    """
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        return b"".join(iter(lambda: os.read(descriptor, 2**16), b""))
+        return (
+            os.read(descriptor, most_bytes) if most_bytes else b"".join(iter(lambda: os.read(descriptor, 2**16), b""))
+        )
     finally:
         os.close(descriptor)
 
@@ -80,10 +85,7 @@ def list_pids(proc: Path) -> frozenset[int]:
 
 
 def _read_stat(proc: Path, pid: int) -> tuple[ProcEntry, str, float]:
-    """Return the process without its command line, its state, and the CPU seconds of all its threads.
-
-    Raises OSError, or ValueError where the file is cut short.
-    """
+    """Return the process without command line, its state and all threads' CPU seconds; raise OSError or ValueError."""
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     name, _, rest = text.partition("(")[2].rpartition(") ")  # the name may hold any byte
     fields = rest.split(maxsplit=20)  # from field 3 of proc(5), the state, up to field 22, the start time
@@ -152,12 +154,8 @@ def _raise_failure(error: Exception, *, is_engine: bool) -> None:
 
 
 def read_start(path: str) -> bytes:
-    """Return the start of a file; raise OSError. Without Path or buffer: a host may have 10,000 processes."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(descriptor, _START_BYTES)
-    finally:
-        os.close(descriptor)
+    """Return the start of a file; raise OSError."""
+    return read_content(path, _START_BYTES)
 
 
 def _split_arguments(arguments: bytes) -> tuple[str, ...]:

@@ -4,15 +4,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Final
-
-from msgspec import Struct
+from typing import Final, NamedTuple
 
 from vllm_headroom.model import Cgroup, HostReading, MachineMemory, Shm
 from vllm_headroom.scrape.proc.files import find_number, read_content
 
 
-class _Version(Struct, frozen=True, kw_only=True):
+class _Version(NamedTuple):
     """The file names of a cgroup version, and the entries of memory.stat that the kernel reclaims before it kills.
 
     Active files count too: mapped weights are among them. Shared memory is on neither list.
@@ -21,20 +19,12 @@ class _Version(Struct, frozen=True, kw_only=True):
     limit: str
     used: str
     kills: str
-    cache: tuple[bytes, ...]
+    cache: str
 
 
-_V2: Final = _Version(
-    limit="memory.max",
-    used="memory.current",
-    kills="memory.events",
-    cache=(b"active_file ", b"inactive_file ", b"slab_reclaimable "),
-)
+_V2: Final = _Version("memory.max", "memory.current", "memory.events", "active_file inactive_file slab_reclaimable")
 _V1: Final = _Version(
-    limit="memory.limit_in_bytes",
-    used="memory.usage_in_bytes",
-    kills="memory.oom_control",
-    cache=(b"total_active_file ", b"total_inactive_file "),
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_active_file total_inactive_file"
 )
 
 
@@ -61,10 +51,7 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
 
 
 def _list_folders(proc: Path, pid: int) -> Iterator[tuple[_Version, Path, Path]]:
-    """Yield where the process's cgroup may be: its version, its folder, and the mount point of the cgroup tree.
-
-    With both versions, one of them has the memory controller.
-    """
+    """Yield where the process's cgroup may be: its version, its folder, and the mount point of the cgroup tree."""
     mounts: list[tuple[_Version, str, str]] = []
     for line in read_content(proc / "self" / "mountinfo").decode(errors="replace").splitlines():
         before, _, after = line.partition(" - ")
@@ -93,7 +80,7 @@ def _read_memory(version: _Version, folder: Path, top: Path, machine_bytes: int)
         return Cgroup(
             identity=f"{folder}:{folder.stat().st_ino}",
             used_bytes=int(read_content(wall / version.used)),
-            cache_bytes=sum(find_number(stat, name) or 0 for name in version.cache),
+            cache_bytes=sum(find_number(stat, f"{name} ".encode()) or 0 for name in version.cache.split()),
             limit_bytes=limit_bytes if limit_bytes < machine_bytes else None,
             oom_kills=find_number(read_content(folder / version.kills), b"oom_kill "),
             swap_bytes=find_number(swap, b"") if swap else find_number(stat, b"total_swap "),
@@ -137,11 +124,9 @@ BLOCK_BYTES: Final = 2 * 2**20
 
 
 def read_free_blocks(proc: Path) -> int | None:
-    """Return the free memory of the machine in blocks of 2 MiB and more; None where /proc/buddyinfo has none.
-
-    Each line of a zone counts its free blocks of one page, two pages, four pages and so on.
-    """
+    """Return the free memory of the machine in blocks of 2 MiB and more; None where /proc/buddyinfo has none."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
+    # a line per zone counts its free blocks of one page, two pages, four pages and so on
     zones = [line.partition(b"zone")[2].split()[1:] for line in _read(proc / "buddyinfo").splitlines()]
     try:
         sizes = [(int(count), page_bytes << order) for zone in zones for order, count in enumerate(zone)]

@@ -163,7 +163,10 @@ class Processes:
             set_by = (read_options(proc_files.read_command(self._proc, pid)) for pid in tops)
             self._options = next((options for options in set_by if options is not None), None)
             self._known = {pid: rest[pid] for pid in self._roles}
-            self._sees_others = proc_roots.can_see_others(entries, own_pid)
+            ancestors = proc_roots.list_ancestors
+            line = {own_pid} | (ancestors(entries, own_pid) if own_pid in entries else set())
+            others = (pid for pid in entries if pid not in line and own_pid not in ancestors(entries, pid))
+            self._sees_others = proc_roots.INIT in entries and any(others)  # with hidepid, pid 1 is not visible
         found = (self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
 

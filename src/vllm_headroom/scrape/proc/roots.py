@@ -64,11 +64,9 @@ class Choice(Struct, frozen=True, kw_only=True):
 class Rank(NamedTuple):
     """How certain it is that an engine serves the page; ranks compare field by field, the most certain first."""
 
-    is_exact: bool = False
-    """It started within EXACT_SECONDS of the start that the page names."""
-    is_named: bool = False
-    """It started within SAME_START_SECONDS of it. One start identifies one engine, because the last page of an exited
-    engine is still known when its pid is reused."""
+    precision: int = 0
+    """1 if it started within SAME_START_SECONDS of the start that the page names, 2 within EXACT_SECONDS. One start
+    identifies one engine, because the last page of an exited engine is still known when its pid is reused."""
     has_port: bool = False
     """It has the port and can listen at the page's address, or has the port that the engine had when it was certain."""
     closeness: float = -inf
@@ -109,7 +107,7 @@ def choose_roots(
     chosen = [roots for roots in engines if ranks[roots] == best != Rank()]
     names = frozenset(entries[pid].called for roots in engines for pid in roots)
     strangers = before.strangers & names
-    is_certain = best.is_named or best.has_port or (page.answers and before.served is None)
+    is_certain = best.precision > 0 or best.has_port or (page.answers and before.served is None)
     is_guess = page.on_host and before.served is None and not is_certain
     of_chosen = chosen[0] if len(chosen) == 1 and not (actors and len(engines) > 1) and not is_guess else None
     ports = frozenset(port for roots, (port, _) in served.items() if port is not None and of_chosen in {None, roots})
@@ -123,8 +121,8 @@ def choose_roots(
         names=own,
         served=served[of_chosen] if is_certain else before.served,
         others=names - own,
-        strangers=names - own if best.is_named else strangers,
-        since=page.began_seconds if best.is_named else before.since,
+        strangers=names - own if best.precision else strangers,
+        since=page.began_seconds if best.precision else before.since,
         ports=ports,
     )
 
@@ -151,16 +149,14 @@ def _group_engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> lis
 def _rank_engine(
     names: AbstractSet[Name], starts: Iterable[float], served: ServedPort, page: PageState, before: Choice
 ) -> Rank:
-    """Return the rank of one engine.
-
-    A page that names its server supports no other engine, unless that has the port: setting the clock moves the start.
-    """
+    """Return the rank of one engine."""
     since, never_certain = page.began_seconds, before.served is None
     has_port = served in {(page.port, True), before.served}
     apart = inf if since is None else min(abs(start - since) for start in starts)
     may_be_named = since != before.since or bool(names & before.names)
     closeness = -apart if apart <= SAME_START_SECONDS and may_be_named else -inf
-    rank = Rank(is_exact=-closeness <= EXACT_SECONDS, is_named=closeness > -inf, closeness=closeness)
+    rank = Rank(precision=(closeness > -inf) + (closeness >= -EXACT_SECONDS), closeness=closeness)
+    # a page that names its server supports no other engine, unless that has the port: setting the clock moves the start
     if names & before.strangers or (since is not None and never_certain and not has_port):
         return rank
     may_have_port = never_certain and (page.listens or served == (None, True))
@@ -176,12 +172,6 @@ def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
         ancestors.add(parent)
         parent = entries[parent].parent_pid
     return ancestors
-
-
-def can_see_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
-    """Return whether processes other than the daemon's are visible; pid 1 is not with hidepid."""
-    line = list_ancestors(entries, own_pid) | {own_pid} if own_pid in entries else {own_pid}
-    return INIT in entries and any(pid not in line and own_pid not in list_ancestors(entries, pid) for pid in entries)
 
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})

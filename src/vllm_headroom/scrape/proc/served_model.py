@@ -61,23 +61,23 @@ class ServedModel:
 
     def _read(self, pid: int, options: EngineOptions) -> tuple[TokenBytes | None, ...]:
         with contextlib.suppress(OSError, ValueError):
-            for path in list_places(self._proc / str(pid), options):
+            for path in _list_places(self._proc / str(pid), options.model or ""):
                 if path.is_file():
                     return (self._parse(path),)
         return ()
 
 
-def list_places(process: Path, options: EngineOptions) -> Iterator[Path]:
+def _list_places(process: Path, name: str) -> Iterator[Path]:
     """Yield where the model's config.json may be, seen through the server's /proc: its folder, or the hub's cache."""
-    root, name = process / "root", options.model or ""
     if name.startswith("/"):
-        yield root / name.lstrip("/") / "config.json"
+        yield process / "root" / name.lstrip("/") / "config.json"
         return
     yield process / "cwd" / name / "config.json"
-    pairs = (entry.partition("=") for entry in read_content(process / "environ").decode(errors="replace").split("\0"))
-    environ = {variable: value for variable, _, value in pairs}
+    variables = read_content(process / "environ").decode(errors="replace").split("\0")
+    environ = dict(entry.split("=", 1) for entry in variables if "=" in entry)
     for variable, below in _HUBS:
-        folder = root / environ.get(variable, "").lstrip("/") / below / f"models--{name.replace('/', '--')}"
+        hub = process / "root" / environ.get(variable, "").lstrip("/") / below
+        folder = hub / f"models--{name.replace('/', '--')}"
         with contextlib.suppress(OSError):
             revision = read_content(folder / "refs" / "main").decode(errors="replace").strip()
             yield folder / "snapshots" / Path(revision).name / "config.json"
