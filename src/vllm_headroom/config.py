@@ -12,9 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     SecretStr,
@@ -22,6 +20,7 @@ from pydantic import (
     field_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from vllm_headroom import inputs
 from vllm_headroom.model import TokenBytes
@@ -76,11 +75,17 @@ FILE: Final = ("FILE", "the path of a file")
 FOLDER: Final = ("DIRECTORY", "the path of a directory")
 
 
-class Settings(BaseModel):
+class Settings(BaseSettings):
     """The daemon's settings, validated and frozen; the text below each is its description, for --help and docs."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,
+        allow_inf_nan=False,
+        env_prefix=PREFIX,
+        env_prefix_target="all",
+        enable_decoding=False,
     )
 
     no_options: ClassVar[frozenset[str]] = frozenset()
@@ -201,6 +206,11 @@ class Settings(BaseModel):
         """Why the model's configuration gives no bytes per token, empty where it does or is not set."""
         return ""
 
+    @classmethod
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:  # noqa: ANN401 - not ours to type
+        """Take the values given alone: `read_settings` validates each source, also what another source overrides."""
+        return (sources["init_settings"],)
+
 
 DESCRIBED: Final = re.compile(r'^    (\w+): .+\n(?:     .+\n)*(?:    \)\n)?    """((?:.|\n)+?)"""', re.MULTILINE)
 
@@ -261,8 +271,9 @@ def read_settings(
     which `config` or HEADROOM_CONFIG names.
     """
     ours = {name: text for name, text in sorted(os.environ.items()) if name.startswith(PREFIX) and text.strip()}
-    known = {variable(name): key(name) for name in (*kind.model_fields, CONFIG)}
-    environment = {known[name]: Given(name, text) for name, text in ours.items() if name in known}
+    known = [variable(name) for name in (*kind.model_fields, CONFIG)]
+    values = EnvSettingsSource(kind)() | {CONFIG: ours.get(variable(CONFIG))}
+    environment = {key: Given(variable(key), value) for key, value in values.items() if variable(key) in ours}
     strange = [name for name in ours if name not in known and not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")]
     config = config or environment.get(CONFIG)
     file, mistakes = ({}, ()) if config is None else _read_file(kind, config)
