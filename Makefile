@@ -14,6 +14,9 @@ SCORE ?=
 # Processes that each take whole files: what a file has started is started once. Three, since end-to-end tests wait.
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+# Compiled files are kept even where the environment forbids it: else pip, pytest and every process compile again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
@@ -113,9 +116,10 @@ $(VENV)/.run: requirements/runtime.txt pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+# Not compiled: most of it is never imported.
 $(VENV)/.test: requirements/dev.txt pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV), about a minute ..."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 

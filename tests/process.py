@@ -50,14 +50,10 @@ def peak_bytes(pid: int) -> int:
 
 
 class Page:
-    """One scrape: values by metric name and labels."""
+    """One scrape. Only the lines of what is looked for are read: most are of pages on which it is not yet true."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._values: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                self._values.setdefault(sample.name, []).append((sample.labels, sample.value))
 
     def has(self, name: str, **labels: str) -> bool:
         return bool(self._matching(name, labels))
@@ -68,10 +64,12 @@ class Page:
         return value
 
     def names(self, prefix: str) -> set[str]:
-        return {name for name in self._values if name.startswith(prefix)}
+        return set(re.findall(rf"^{prefix}\w*", self.text, re.MULTILINE))
 
     def _matching(self, name: str, labels: Mapping[str, str]) -> list[float]:
-        return [value for has, value in self._values.get(f"headroom_{name}", []) if labels.items() <= has.items()]
+        lines = "\n".join(re.findall(rf"^headroom_{name}[ {{].*", self.text, re.MULTILINE)) + "\n"
+        samples = [sample for family in text_string_to_metric_families(lines) for sample in family.samples]
+        return [sample.value for sample in samples if labels.items() <= sample.labels.items()]
 
 
 class Daemon:
@@ -85,12 +83,14 @@ class Daemon:
         )
         assert isinstance(found, re.Match), self.log()
         self.url = f"http://127.0.0.1:{found[1]}"
+        never_kept = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self.url, timeout=10, verify=NO_TLS, limits=never_kept)
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=headers, timeout=10, verify=NO_TLS)
+        return self._client.get(path, headers=headers)
 
     def page(self) -> Page:
         return Page(self.get("/metrics").text)
@@ -100,7 +100,7 @@ class Daemon:
         condition: Callable[[Page], object],
         what: str,
         deadline_seconds: float = DEADLINE_SECONDS,
-        every_seconds: float = 0.02,
+        every_seconds: float = 0.05,
     ) -> Page:
         """Return the first page for which `condition` holds."""
 

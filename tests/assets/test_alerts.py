@@ -39,7 +39,7 @@ def test_prometheus_accepts_the_rules(path: Path) -> None:
 @needs_promtool
 @pytest.mark.parametrize("path", alerts.TESTS, ids=lambda path: path.name)
 def test_the_alerts_fire_and_keep_quiet_as_their_tests_say(path: Path, tmp_path: Path) -> None:
-    _promtool("test", "rules", str(alerts.narrowed(path, tmp_path)))
+    _promtool("test", "rules", *map(str, alerts.narrowed(path, tmp_path)))
 
 
 def _promtool(*arguments: str) -> None:

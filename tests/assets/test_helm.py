@@ -72,7 +72,6 @@ def container(case: str) -> dict[str, Any]:
     return dict(found)
 
 
-@helm.needs_helm
 @each_case
 def test_what_helm_made_of_the_chart_is_written_down(case: str, parent: Path, golden: Golden) -> None:
     write_down(HERE / "helm-rendered" / f"{case}.yaml", parent, CASES[case], golden)
@@ -91,7 +90,6 @@ def rules(found: list[Document]) -> dict[str, Any]:
     return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
 
-@helm.needs_helm
 def test_the_rules_and_the_dashboards_arrive_whole() -> None:
     found = documents(helm.render(helm.CLUSTER, {}))
     maps = {each["metadata"]["name"]: each["data"] for each in found if each["kind"] == "ConfigMap"}
@@ -104,7 +102,6 @@ def test_the_rules_and_the_dashboards_arrive_whole() -> None:
     assert [fault for each in found for version in schemas.versions() for fault in schemas.faults(each, version)] == []
 
 
-@helm.needs_helm
 @pytest.mark.parametrize("runbooks", ["https://git.your.org/runbooks/{alert}.md", "https://docs.your.org"])
 def test_an_address_gives_every_alert_its_link(runbooks: str) -> None:
     made = helm.render(helm.CLUSTER, {"addresses": {"runbooks": runbooks, "grafana": "http://grafana.your.org/g/"}})
@@ -114,7 +111,6 @@ def test_an_address_gives_every_alert_its_link(runbooks: str) -> None:
     assert find(documents(made), "PrometheusRule")["spec"] == read_yaml(wanted)
 
 
-@helm.needs_helm
 def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -> None:
     before = rules(documents(helm.render(helm.CLUSTER, {})))
     mine = {
@@ -135,7 +131,6 @@ def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -
     assert after == kept | {"HeadroomGpuMemoryLeak": wanted}
 
 
-@helm.needs_helm
 @pytest.mark.parametrize(
     "wrong",
     [{"addresses": {"runbooks": "git.your.org"}}, {"dashboard": {}}, *({"sidecar": each} for each in NO_SIDECARS)],
@@ -144,7 +139,6 @@ def test_helm_refuses_values_that_there_are_not(wrong: dict[str, Any]) -> None:
     assert "values don't meet the specifications of the schema" in helm.refusal(helm.CHART, wrong)
 
 
-@helm.needs_helm
 def test_helm_refuses_an_alert_that_there_is_not() -> None:
     wrong = {"prometheusRule": {"alerts": {"HeadroomNothing": {"enabled": False}}}}
     unknown = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {"thresholds": {"celsius": 1}}}}}

@@ -28,7 +28,6 @@ def pod() -> dict[str, Any]:
     return found
 
 
-@helm.needs_helm
 def test_what_helm_made_of_it_is_written_down(tmp_path: Path, golden: Golden) -> None:
     write_down(WRITTEN, helm.parent(tmp_path, probe=True), VALUES, golden)
 

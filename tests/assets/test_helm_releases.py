@@ -11,8 +11,6 @@ import pytest
 from tests.assets.kubernetes import helm, schemas
 from tests.assets.kubernetes.rendering import Document, documents
 
-pytestmark = helm.needs_helm
-
 EVERYTHING: Final[dict[str, Any]] = {"sidecar": {"evict": "on", "probe": True}, "networkPolicy": {"enabled": True}}
 RELEASES: Final = ("a", "a-headroom", "x" * 53)
 """A name that is the beginning of another, and the longest that Helm takes."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from msgspec.structs import replace
 
 from tests.dashboards.cards import EightGpus, MigInstances, SmallCard
 from tests.dashboards.history import BARE_METAL, Target, open_metrics
@@ -28,15 +29,20 @@ HOURS: Final = 2.5
 
 BEGIN: Final = END - int(HOURS * 3600)
 
-SCRAPE_SECONDS: Final = 30
+SCRAPE_SECONDS: Final = 60
 NOW: Final = END - 5
-LOOKBACK: Final = "50s"
+LOOKBACK: Final = "100s"
 """Less than two scrapes: what a scrape lacks is gone at the next, as with a scraping Prometheus."""
 
 STARTS_SECONDS: Final = 60
 BARE: Final = "leak on bare metal"
-ENGINE_DOWN: Final = Scenario(name="down", restart_after_seconds=2 * (HOURS * 3600 - 75,))
-"""The engine ends two scrapes before the present, and is not back: a start takes a minute at least."""
+RESTART: Final = replace(TABLE["restart"], loading_seconds=2 * (2.0 * SCRAPE_SECONDS,))
+"""As in the demo, but so long that two scrapes see a start."""
+
+ENGINE_DOWN: Final = Scenario(
+    name="down", restart_after_seconds=2 * (HOURS * 3600 - 2 * SCRAPE_SECONDS,), loading_seconds=RESTART.loading_seconds
+)
+"""The engine ends two scrapes before the present, and is not back."""
 
 
 ASLEEP: Final = Scenario(
@@ -62,7 +68,7 @@ TARGETS: Final[Mapping[str, Target]] = {
     "healthy": _pod(TABLE["healthy"], 1, cluster="eu"),
     "leak": _pod(TABLE["leak"], 2),
     "neighbour": _pod(TABLE["neighbour"], 3),
-    "restart": _pod(TABLE["restart"], 4),
+    "restart": _pod(RESTART, 4),
     "burst": _pod(TABLE["burst"], 5),
     "engine down": _pod(ENGINE_DOWN, 6),
     "sidecar down": _pod(TABLE["healthy"], 7, answers_hours=HOURS - 0.25),

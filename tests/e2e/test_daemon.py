@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,12 +79,16 @@ def test_an_engine_that_appears_late_is_found() -> None:
         assert running.log().count("reason=unreachable") == 1
 
 
+def huge(connection: socket.socket, closing: threading.Event) -> None:
+    page("x" * 50_000_000)(connection, closing)
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
         (hang, "timeout"),
         (cut(with_head(RECORDED.encode()[:20_000], length=50_000)), "incomplete"),
-        (page("x" * 50_000_000), "too_large"),
+        (huge, "too_large"),
         (page("<html>log in</html>"), "not_metrics"),
         (page("gone", status="404 Not Found"), "not_found"),
         (page("", status="302 Found", headers=("Location: http://elsewhere/",)), "redirect"),

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,14 +73,10 @@ def parent(folder: Path, *, probe: bool = False) -> Path:
     return folder
 
 
+@cache
 def has_helm() -> bool:
     """Return whether Helm's SDK is here, as `make helm` installs it."""
     return Path(PYTHON).exists() and not subprocess.run([PYTHON, "-c", "import helm_sdkpy"], check=False).returncode
-
-
-needs_helm = pytest.mark.skipif(
-    not has_helm(), reason="helm-sdkpy is not here (make helm; it needs Python 3.12): the charts are not installed"
-)
 
 
 def step(action: str, release: str, chart: Path = CHART, **values: Any) -> dict[str, Any]:
@@ -89,6 +86,8 @@ def step(action: str, release: str, chart: Path = CHART, **values: Any) -> dict[
 
 def run(*steps: dict[str, Any]) -> dict[str, Any]:
     """Return what Helm answered to each of these steps, and the objects that there are after them."""
+    if not has_helm():
+        pytest.skip("helm-sdkpy is not here (make helm; it needs Python 3.12): the charts are not installed")
     done = subprocess.run(
         [PYTHON, str(HERE / "helm_render.py")],
         input=json.dumps(steps),
