@@ -84,7 +84,6 @@ def _parse_cost(entry: dict[str, Any]) -> dict[str, Any]:
 
 REQUEST: Final = "record.json"
 NO_ANSWER: Final = "no answer"
-READ_SECONDS: Final = 5.0
 TOUCH_SECONDS: Final = 5.0
 """The probes end what nobody has waited for in the last minute."""
 POLL_SECONDS: Final = 0.5
@@ -105,7 +104,7 @@ async def record(
 
     Where this ends early, cancelled or killed, the probes stop recording within a minute.
     """
-    files = await ProbeReader(folder, parse=parse_probe).read(READ_SECONDS)
+    files = await ProbeReader(folder, parse=parse_probe).read(5.0)
     if isinstance(files, Failure):
         raise BadInput(files.message)
     found = classify_probe(files, (), time.time())

@@ -79,7 +79,6 @@ def render_page(engine: EngineRun, epoch_seconds: float) -> str:
 
 
 UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
-NEIGHBOUR_PID: Final = 90_000
 PAGE_BYTES: Final = 4_096
 RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
     (Role.API_SERVER, 1_090),
@@ -163,7 +162,7 @@ def _list_gpu_processes(world: World) -> list[GpuProcess]:
         worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
         processes.append(GpuProcess(pid=world.engine.first_pid + worker, used_bytes=world.engine_bytes))
     if world.neighbour_bytes:
-        processes.append(GpuProcess(pid=NEIGHBOUR_PID + world.neighbours.number, used_bytes=world.neighbour_bytes))
+        processes.append(GpuProcess(pid=90_000 + world.neighbours.number, used_bytes=world.neighbour_bytes))
     return processes
 
 

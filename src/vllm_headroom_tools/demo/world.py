@@ -122,28 +122,10 @@ GENERATED_TOKENS: Final = 400
 LIVE_TOKENS: Final = PROMPT_TOKENS + GENERATED_TOKENS // 2
 """Tokens a running request holds on average; 256 of them all but fill the cache."""
 
-ADMISSION_RATIO: Final = 0.98
-"""No request is admitted beyond this share of the cache: the scheduler keeps room for those that run."""
-
-HIT_RATIO: Final = 0.4
-ALONE_SECONDS: Final = 6.4
-"""Latency on an idle engine; with the slowdown, 8 s at the 80 running requests of ordinary load."""
-
-STEPS_PER_SECOND: Final = 50
-SLOWDOWN_RUNNING: Final = 320.0
-BUSIEST_SECONDS: Final = 3 * 3600.0
-DAY_SECONDS: Final = 86_400.0
-
 SMALL_SEGMENT_MIB: Final = 2
 LARGE_SEGMENT_MIB: Final = 20
 ACTIVATIONS_MIB: Final = 1_400
 """What vLLM's profile run set aside for activations: the most that the allocator takes later."""
-
-MIB_PER_RUNNING: Final = 2.0
-"""Scratch memory that grows with the batch; its peak is kept."""
-
-FIRST_USES_MIB: Final = 40.0
-"""What is needed first in each e-fold of requests."""
 
 WEIGHTS_MIB: Final = 15_316
 """An 8B model in 16 bits."""
@@ -155,9 +137,6 @@ BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
 
 OUTSIDE_MIB: Final = 560 + 220
 """What vLLM's budget does not count, taken before it measures the free memory: the CUDA context and NCCL."""
-
-WEIGHTS_LOADED: Final = 0.7
-"""Share of the loading time after which the weights are there; the KV cache and the graphs come at its end."""
 
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
@@ -174,8 +153,6 @@ DOWN_SECONDS: Final[Bounds] = (20.0, 50.0)
 """With a scenario's ordinary loading time, a restart takes one to two minutes."""
 
 NEIGHBOUR_CONTEXT_MIB: Final = 450
-NEIGHBOUR_RAMP: Final = 0.2
-"""Share of its stay in which the neighbour's memory grows."""
 
 
 class EngineRun:
@@ -209,15 +186,15 @@ class EngineRun:
         """Serve for one second; asleep, turn away what arrives."""
         if self.asleep:
             return
-        latency_seconds = ALONE_SECONDS * (1.0 + self.running / SLOWDOWN_RUNNING)
+        latency_seconds = 6.4 * (1.0 + self.running / 320.0)  # 8 s at the 80 running requests of ordinary load
         finished = min(self.running, draw_poisson(self._random, self.running / latency_seconds))
         self.generation_tokens_total += int(self.running * GENERATED_TOKENS / latency_seconds)
-        self.steps_total += STEPS_PER_SECOND if self.running else 0
+        self.steps_total += 50 if self.running else 0
         self.finished_total += finished
         self.leaked_bytes += finished * leak_bytes_per_request
         self.running -= finished
         self.waiting += arrived
-        fitting = int(ADMISSION_RATIO * CAPACITY_TOKENS / self._tokens_each)  # no request is foreseen to grow
+        fitting = int(0.98 * CAPACITY_TOKENS / self._tokens_each)  # the scheduler keeps room, and foresees no growth
         admitted = max(0, min(self.waiting, min(fitting, MOST_RUNNING) - self.running))
         again = min(admitted, self._preempted)
         self.waiting -= admitted
@@ -225,7 +202,7 @@ class EngineRun:
         self._preempted -= again
         tokens = (admitted - again) * PROMPT_TOKENS
         self.prompt_tokens_total += tokens
-        self.prefix_hits_total += int(tokens * min(1.0, max(0.0, self._random.gauss(HIT_RATIO, 0.05))))
+        self.prefix_hits_total += int(tokens * min(1.0, max(0.0, self._random.gauss(0.4, 0.05))))
         self._tokens_each = LIVE_TOKENS * (1.0 + self._length.step())
         evicted = max(0, self.running - int(CAPACITY_TOKENS / self._tokens_each))
         self.running -= evicted
@@ -246,12 +223,13 @@ class EngineRun:
             return 0
         if seconds < self.serving_seconds:
             done = (seconds - self.started_seconds) / (self.serving_seconds - self.started_seconds)
-            loaded = round_to_segments(WEIGHTS_MIB * min(1.0, done / WEIGHTS_LOADED), SMALL_SEGMENT_MIB)
+            weights_mib = WEIGHTS_MIB * min(1.0, done / 0.7)  # KV cache and graphs come at the end
+            loaded = round_to_segments(weights_mib, SMALL_SEGMENT_MIB)
             return (OUTSIDE_MIB + loaded) * MIB
         if self.asleep:
             return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
-        first_uses = round_to_segments(FIRST_USES_MIB * log1p(self.finished_total), LARGE_SEGMENT_MIB)
-        scratch = round_to_segments(MIB_PER_RUNNING * self._most_running, LARGE_SEGMENT_MIB)
+        first_uses = round_to_segments(40.0 * log1p(self.finished_total), LARGE_SEGMENT_MIB)
+        scratch = round_to_segments(2.0 * self._most_running, LARGE_SEGMENT_MIB)  # grows with the batch, and is kept
         taken = min(first_uses + scratch, ACTIVATIONS_MIB)
         leaked = round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)
         return (OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + taken + leaked) * MIB
@@ -312,7 +290,7 @@ class World:
         if not visit.is_here(self.seconds):
             return 0
         stay_seconds = visit.leaves_seconds - visit.came_seconds
-        grown = min(1.0, (self.seconds - visit.came_seconds) / (NEIGHBOUR_RAMP * stay_seconds))
+        grown = min(1.0, (self.seconds - visit.came_seconds) / (0.2 * stay_seconds))  # of a fifth of its stay
         growth_mib = visit.size / MIB - NEIGHBOUR_CONTEXT_MIB
         return (NEIGHBOUR_CONTEXT_MIB + round_to_segments(grown * growth_mib, SMALL_SEGMENT_MIB)) * MIB
 
@@ -326,7 +304,7 @@ class World:
         factor = self._bursts.size if self._bursts.is_here(self.seconds) else 1.0
         hangs = self._hangs.is_here(self.seconds)
         self.engine.sleep(asleep=self._sleeps.is_here(self.seconds))
-        wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - BUSIEST_SECONDS) / DAY_SECONDS)  # a mild one each day
+        wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - 10_800.0) / 86_400.0)  # a mild one each day
         arrived = draw_poisson(self._demand, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step()))
         if self.serves and not hangs:
             self.engine.step(arrived, self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0)

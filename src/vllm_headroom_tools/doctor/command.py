@@ -21,7 +21,6 @@ from vllm_headroom_tools.terminal import wrap_text
 
 MARKS: Final = {Status.OK: "ok", Status.MISSING: "MISSING", Status.UNKNOWN: "unknown", Status.NOT_APPLICABLE: "-"}
 VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
-PROBE_SECONDS: Final = 2.0
 INDENT: Final = " " * 9
 """The width of the marks: what follows is aligned with the name."""
 
@@ -66,7 +65,6 @@ def build_report(checks: Mapping[str, Check], version: str) -> Report:
 
 
 def _render_text(checks: Mapping[str, Check], headline: str) -> Iterator[str]:
-    """Yield a line for each check with its mark, its details below it, and the headline."""
     is_apart = False
     for name, check in checks.items():
         yield from wrap_text(f"{MARKS[check.state]:<8} {name:<16} ", check.text)
@@ -95,7 +93,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
         port.check_listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
         port.check_state_dir(settings.state_dir),
         port.check_trace_file(settings.trace_file),
-        probe.read(PROBE_SECONDS) if probe else asyncio.sleep(0, None),
+        probe.read(2.0) if probe else asyncio.sleep(0, None),
     )
     return {
         "engine": engine.check_engine(survey),

@@ -130,7 +130,7 @@ SAY_WHICH_PORT: Final = (
     fix_setting("HEADROOM_ENGINE_URL=http://127.0.0.1:8001/metrics"),
 )
 
-_NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
+NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
     Reason.LIBRARY_MISSING: (*SEE_THE_GPUS, SEE_AMDS_CARDS),
     Reason.NO_DEVICES: (*SEE_THE_GPUS, SEE_AMDS_CARDS),
     Reason.NO_PERMISSION: SEE_THE_GPUS,
@@ -142,16 +142,7 @@ _NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
     Reason.VERSION_MISMATCH: NEW_CONTAINER,
     Reason.UNKNOWN: (*NEW_CONTAINER, KERNEL_LOG),
 }
-
-
-def find_nvml_fixes(reason: Reason) -> tuple[Fix, ...]:
-    """Return what fixes NVML as a whole."""
-    return _NVML.get(reason, (KERNEL_LOG,))
-
-
-def find_gpu_fixes(reason: Reason) -> tuple[Fix, ...]:
-    """Return what fixes one GPU."""
-    return SEE_THE_GPUS if reason is Reason.NO_PERMISSION else (KERNEL_LOG,)
+"""What fixes NVML as a whole, by the reason of its failure; else the kernel's log shows the cause."""
 
 
 def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:

@@ -41,7 +41,8 @@ def check_nvml(survey: Survey) -> Check:
     """Check whether NVML answers, and with which driver."""
     found = survey.readings
     if isinstance(found, Failure):
-        return Check(Status.MISSING, found.message, absent=WITHOUT_NVML, fixes=fixes.find_nvml_fixes(found.reason))
+        ways = fixes.NVML.get(found.reason, (fixes.KERNEL_LOG,))
+        return Check(Status.MISSING, found.message, absent=WITHOUT_NVML, fixes=ways)
     if all(device.vendor is Vendor.AMD for device in found.devices):
         return Check(Status.NOT_APPLICABLE, "not needed: the GPUs are AMD's, whose driver reports them in /sys")
     version = f"driver {found.driver_version}" if found.driver_version else "and does not report the driver's version"
@@ -61,13 +62,15 @@ def check_gpus(survey: Survey) -> Check:
     if not unread:
         return Check(Status.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
-    missing = fixes.ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
+    ways: tuple[Fix, ...] = fixes.ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
+    if failures:
+        ways = fixes.SEE_THE_GPUS if failures[0] is Reason.NO_PERMISSION else (fixes.KERNEL_LOG,)
     return Check(
         Status.MISSING,
         f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,
         absent=tuple(f"headroom_gpu_memory_* of {name_device(device)}" for device in unread),
-        fixes=fixes.find_gpu_fixes(failures[0]) if failures else missing,
+        fixes=ways,
     )
 
 

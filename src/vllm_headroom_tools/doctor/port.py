@@ -26,7 +26,6 @@ from vllm_headroom_tools.look import fetch_once
 
 ANSWER_SECONDS: Final = 2.0
 EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::"})
-USUAL_PORTS: Final = (9839, 9840)
 ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfaces")
 
 
@@ -40,7 +39,7 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
     serving = await _find_daemon("127.0.0.1" if host in EVERY_INTERFACE else host, port, web_config)
     if serving is not None:
         return serving
-    other_port = fix_setting(f"HEADROOM_LISTEN_PORT={next(other for other in USUAL_PORTS if other != port)}")
+    other_port = fix_setting(f"HEADROOM_LISTEN_PORT={min({9839, 9840} - {port})}")
     try:
         await Worker[None]("listen").call(lambda: listen(host, port).close(), ANSWER_SECONDS)
     except TimeoutError:

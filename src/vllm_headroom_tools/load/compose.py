@@ -26,7 +26,7 @@ from vllm_headroom_tools.cli import tell
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.load.clients import Clients, RequestSender
 from vllm_headroom_tools.load.report import build_report
-from vllm_headroom_tools.load.run import LoadRun, Sampling, Screen, UnavailableSource, count_streams, create_trace
+from vllm_headroom_tools.load.run import LoadRun, Sampling, UnavailableSource, count_streams, create_trace
 from vllm_headroom_tools.load.target import (
     LoadOrder,
     Target,
@@ -113,13 +113,10 @@ async def run_load(order: LoadOrder) -> Report:
         most_requests=order.most_requests,
         requests_per_second=order.requests_per_second,
     )
-    run = LoadRun(
-        concurrency=order.concurrency, seconds=order.seconds, clients=clients, sampling=sampling, screen=Screen()
-    )
+    run = LoadRun(concurrency=order.concurrency, seconds=order.seconds, clients=clients, sampling=sampling)
 
     def stop() -> None:
-        """Stop the clients; when they are stopping already, end the process, as Ctrl-C ends others."""
-        if clients.stopped:
+        if clients.stopped:  # Ctrl-C again
             os._exit(128 + signal.SIGINT)
         clients.stop()
 

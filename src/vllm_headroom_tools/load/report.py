@@ -214,7 +214,6 @@ LATE_SECONDS: Final = 0.05
 
 
 def _render_text(found: Document) -> Iterator[str]:
-    """Yield the whole report but the headline, the steps side by side."""
     memory, steps, said = [*found["gpus"], *found["host"]], found["steps"], found["said"]
     answers = [f"{each['count']:>7} x {NAMES[each['outcome']]}: {each['text']}" for each in said]
     yield from join_paragraphs(

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 Labels = tuple[str, ...]
 """Index and UUID of a GPU, or the role of processes."""
 
-MEDIAN: Final = 0.5
 COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_RUNNING: add,
     catalog.ENGINE_WAITING: add,
@@ -139,11 +138,8 @@ class Observation:
 
     def bytes_per_request(self, labels: Labels) -> float | None:
         """Return the median of what a running request cost on a GPU; None where nothing was seen to run."""
-        return self._per_request[labels].quantile(MEDIAN)
+        return self._per_request[labels].quantile(0.5)
 
-
-UNLIMITED: Final = 2**63
-"""Bytes of the trace: it is one file, whatever its size."""
 
 RECORD_SECONDS: Final = 10.0
 """A line takes microseconds, but this process may be short of CPU beside an engine that is not (seen: 4 s late)."""
@@ -187,7 +183,7 @@ class Sampling:
             clock=parts.clock,
             gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
         )
-        self._recorder = Recorder(file=trace, max_bytes=UNLIMITED, seconds=RECORD_SECONDS)
+        self._recorder = Recorder(file=trace, max_bytes=2**63, seconds=RECORD_SECONDS)
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -294,7 +290,7 @@ class LoadRun:
     seconds: float
     clients: Clients
     sampling: Sampling
-    screen: Screen
+    screen: Screen = field(default_factory=Screen, init=False)
     has_lost_engine: bool = field(default=False, init=False)
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)
 

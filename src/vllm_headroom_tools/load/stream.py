@@ -23,7 +23,6 @@ ENGINE_DEAD: Final = re.compile(
 """What vLLM's web server answers when its engine is dead: V1's EngineDeadError, V0's AsyncEngineDeadError."""
 
 BUSY: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-BROKEN_FINISHES: Final = ("abort", "error")
 LONGEST_TEXT: Final = 160
 """Characters of the server's words that are shown."""
 
@@ -124,12 +123,9 @@ class Stream:
         if not self._done:
             text = "it answered 200 with no stream of events" if self.first_seconds is None else "no [DONE] at the end"
             return Completion(outcome=Outcome.FAILED, text=text)
-        prompt, generated = (self._usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
-        return Completion(
-            outcome=Outcome.SUCCEEDED,
-            prompt_tokens=prompt if isinstance(prompt, int) else None,
-            generation_tokens=generated if isinstance(generated, int) else None,
-        )
+        counts = (self._usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+        prompt, generated = (count if isinstance(count, int) else None for count in counts)
+        return Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=prompt, generation_tokens=generated)
 
     def _take(self, said: dict[str, Any], now: float) -> None:
         choices, error = said.get("choices"), None
@@ -141,7 +137,7 @@ class Stream:
             self._last_seconds = now
             for choice in choices if isinstance(choices, list) else ():
                 finish = choice.get("finish_reason") if isinstance(choice, dict) else None
-                if finish in BROKEN_FINISHES:
+                if finish in ("abort", "error"):
                     error = f"the engine ended it with finish_reason {finish}"
         else:
             error = find_error(said)

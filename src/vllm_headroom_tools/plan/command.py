@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from msgspec.structs import fields, replace
 
@@ -110,18 +110,13 @@ def _read_weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | N
 
 def _apply_dtype(shape: ModelShape, dtype: str, quantization: str | None, *, language_model_only: bool) -> ModelShape:
     """Return the shape as it is served: in the dtype and with the quantisation of the options, if any."""
-    changed: dict[str, Any] = {}
     if language_model_only:
-        changed["encoder"] = None
-    if dtype != "auto":
-        size = DTYPE_BYTES[dtype]
-        changed["dtype_bytes"] = size
-        if shape.kv_dtype_bytes == shape.dtype_bytes:
-            changed["kv_dtype_bytes"] = size
-        if shape.quantisation is None:
-            changed["weight_bytes_per_parameter"] = size
-    served = replace(shape, **changed)
-    return served if quantization is None else served.apply_quantisation(quantization, QUANTISED_BYTES[quantization])
+        shape = replace(shape, encoder=None)
+    if size := DTYPE_BYTES.get(dtype):
+        kv_size = size if shape.kv_dtype_bytes == shape.dtype_bytes else shape.kv_dtype_bytes
+        weight = size if shape.quantisation is None else shape.weight_bytes_per_parameter
+        shape = replace(shape, dtype_bytes=size, kv_dtype_bytes=kv_size, weight_bytes_per_parameter=weight)
+    return shape if quantization is None else shape.apply_quantisation(quantization, QUANTISED_BYTES[quantization])
 
 
 MOST: Final = 2**24
@@ -131,8 +126,6 @@ DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
 PARAMETERS: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 THOUSANDS: Final = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
 MOST_PARAMETERS: Final = 10**14
-
-MOST_GIBIBYTES: Final = 2**20
 
 
 def add_options(parser: Parser) -> None:
@@ -174,7 +167,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     add("-tp", "--tensor-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-pp", "--pipeline-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-dp", "--data-parallel-size", metavar="N", type=COUNT, default=1, help="engines, which share the experts")
-    offload = Value(read=bounded(float, 0, MOST_GIBIBYTES), accepts="a number of GiB, such as 10")
+    offload = Value(read=bounded(float, 0, 2**20), accepts="a number of GiB, such as 10")
     add(
         "--enable-expert-parallel",
         action="store_true",

@@ -23,7 +23,6 @@ from vllm_headroom_tools.sizing.question import UTILIZATION
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 from vllm_headroom_tools.trace import BadInput
 
-BILLION: Final = 10**9
 UNKNOWN: Final = "not known"
 
 Pair = tuple[str, float | Range | None, int | None]
@@ -113,7 +112,7 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
         yield from _format_line(f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual)
     source = "from the checkpoint's size"
     if question.checkpoint_bytes is None and question.parameters is not None:
-        source = f"{question.parameters / BILLION:,.2f} billion parameters"
+        source = f"{question.parameters / 10**9:,.2f} billion parameters"
     elif question.checkpoint_bytes is None:
         source = "parameters counted from the configuration" if found.weights is not None else ""
     yield from _format_line("weights", found.weights, source)
@@ -164,10 +163,8 @@ def _format_cache(found: MemoryEstimate) -> Iterator[str]:
     if question.gpus > 1:
         yield f"  {bound}{found.engine_bytes_per_token:,} bytes per token on all GPUs together"
     if length is not None:
-        size, blocks = (
-            format_gib(sequences * found.count_sequence_bytes(length)),
-            sequences * layout.count_blocks(length),
-        )
+        blocks = sequences * layout.count_blocks(length)
+        size = format_gib(blocks * layout.block_bytes)
         yield f"  {sequences:,} x {length:,} tokens (max_num_seqs x max_model_len) take {size}, {blocks:,} blocks"
     if not found.blocks:
         return
@@ -262,7 +259,6 @@ def _split_range(amount: Range | None) -> dict[str, int] | None:
 
 
 MOST_BYTES: Final = 16 * 1024
-NO_PARTS: Final = "it is of a process without a GPU; take the file of a worker, whose role is worker"
 
 
 def read_parts(file: Path) -> EngineParts:
@@ -275,7 +271,9 @@ def read_parts(file: Path) -> EngineParts:
     if isinstance(found, str):
         raise BadInput(f"--probe {file}: {found}")
     if found[0].parts is None:
-        raise BadInput(f"--probe {file}: {NO_PARTS}")
+        raise BadInput(
+            f"--probe {file}: it is of a process without a GPU; take the file of a worker, whose role is worker"
+        )
     return found[0].parts
 
 

@@ -152,7 +152,6 @@ def _note_omissions(found: MemoryEstimate) -> Iterator[str]:
 SMALLEST_LENGTH: Final = 256
 """Tokens; a server for shorter sequences is of no use to anyone."""
 
-MOST_RANKS: Final = 64
 SIXTEEN_BITS: Final = 2.0
 HIGHEST_UTILIZATION: Final = 0.95
 
@@ -214,7 +213,7 @@ def _list_options(question: Question) -> Iterator[tuple[Settings, str, Question]
         spare = max(0, floor((host - rest) / OFFLOAD_HIGH / question.data_parallel_size / GIB))
         price = "fewer prefixes are kept" if spare else "no prefix is kept on the host"
         yield (("--kv-offloading-size", str(spare)),), price, replace(question, kv_offloading_bytes=spare * GIB)
-    for ranks in range(question.tensor_parallel_size + 1, MOST_RANKS + 1):
+    for ranks in range(question.tensor_parallel_size + 1, 64 + 1):
         wider = replace(question, tensor_parallel_size=ranks)
         yield (("--tensor-parallel-size", str(ranks)),), f"{wider.gpus} GPUs instead of {question.gpus}", wider
 

@@ -128,10 +128,7 @@ def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str) -> Iterat
 def _check_machine(
     device: GpuReading, memory: GpuMemory, ask: MemoryRequest, available_bytes: int
 ) -> Iterator[Finding]:
-    """Check a machine that shares its memory with the GPU: vLLM would start, whatever is left to the machine.
-
-    A driver maps free blocks, and the page cache of the weights' files may hold the rest.
-    """
+    """Check the free blocks, which a driver maps, and what is left to a machine that shares its memory."""
     blocks, asked_bytes = memory.machine_free_blocks_bytes, compute_asked_bytes(ask, memory)
     if blocks is not None and blocks < asked_bytes:
         text = (

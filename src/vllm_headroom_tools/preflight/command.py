@@ -64,10 +64,7 @@ def add_options(parser: Parser) -> None:
 async def wait_until_settled(
     look: Callable[[], Awaitable[Clearance]], wait_seconds: float, say: Callable[[str], None]
 ) -> Clearance:
-    """Return the first report that waiting cannot better, or the last one.
-
-    Meanwhile reports every ten seconds what it waits for.
-    """
+    """Return the first report that waiting cannot better, or the last; say every ten seconds what it waits for."""
     now = asyncio.get_running_loop().time
     ends = now() + wait_seconds
     report = await look()

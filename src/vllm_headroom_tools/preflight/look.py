@@ -22,9 +22,6 @@ PROCESSES_SECONDS: Final = 2.0
 ENDED: Final = "a process that has ended"
 """NVML lists it, and in the machine's /proc it is not or is a zombie: the driver has not taken its memory back yet."""
 
-UNNAMED: Final = frozenset({"-c", "-"})
-"""What follows these is a program's text, which is no name and may hold a secret."""
-
 
 class Holder(Struct, frozen=True, kw_only=True):
     """A process on a GPU; `name` and `used_bytes` are None where they cannot be known from here."""
@@ -134,4 +131,5 @@ def name_process(command: tuple[str, ...]) -> str:
     if not program.startswith("python") or len(command) == 1:
         return program
     script = command[2] if command[1] == "-m" and len(command) > 2 else command[1]  # noqa: PLR2004 - `python -m NAME`
-    return program if script.startswith("-") or command[1] in UNNAMED else f"{program} {script.rpartition('/')[2]}"
+    is_text = command[1] in ("-c", "-")  # a program's text is no name and may hold a secret
+    return program if is_text or script.startswith("-") else f"{program} {script.rpartition('/')[2]}"

@@ -16,8 +16,6 @@ from vllm_headroom_tools.preflight import checks
 from vllm_headroom_tools.preflight.checks import Finding, GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import Conditions, Holder
 
-WORTH_A_WORD_BYTES: Final = GIB // 20
-
 
 class GpuReport(Struct, frozen=True, kw_only=True):
     """One GPU that vLLM will use; None where it is not known.
@@ -97,7 +95,7 @@ def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
     for holder in gpu.holders or ():
         who = f"pid {holder.pid}" if holder.name is None else f"{holder.name} (pid {holder.pid})"
         yield "" if holder.used_bytes is None else format_gib(holder.used_bytes), who
-    if gpu.unlisted_bytes is not None and gpu.unlisted_bytes >= WORTH_A_WORD_BYTES:
+    if gpu.unlisted_bytes is not None and gpu.unlisted_bytes >= GIB // 20:
         yield format_gib(gpu.unlisted_bytes), "no process listed here"
 
 
@@ -234,9 +232,8 @@ def _check_wake(
 
 def _find_request(page: EnginePage | Failure, ask: MemoryRequest) -> MemoryRequest | None:
     """Return what the engine takes by the options, else by its page; None where neither has it."""
-    if isinstance(page, Failure) or ask != MemoryRequest(
-        utilization_ratio=None, tensor_parallel_size=ask.tensor_parallel_size
-    ):
+    plain = MemoryRequest(utilization_ratio=None, tensor_parallel_size=ask.tensor_parallel_size)
+    if isinstance(page, Failure) or ask != plain:
         return ask
     shares = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     in_bytes = any(engine.kv_cache_memory_bytes for engine in page.engines)

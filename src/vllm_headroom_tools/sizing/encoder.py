@@ -58,10 +58,7 @@ def parse_encoder(config: Config) -> Encoder | None:
 
 
 def _count_parameters(found: Config) -> int | None:
-    """Return the parameters of an encoder's layers; None where its configuration does not give them.
-
-    Qwen's have mergers of two matrices each: one at the end, and one for each deep stack.
-    """
+    """Return the parameters of layers and of mergers, of two matrices each; None where they are not given."""
     layers = read_whole(found, "num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
     hidden, width = read_whole(found, *HIDDEN), read_whole(found, *WIDTH)
     if layers is None or hidden is None or width is None:

@@ -10,7 +10,6 @@ from vllm_headroom_tools.sizing.encoder import USUAL_WIDTH
 from vllm_headroom_tools.sizing.footprint import KvLayout, ModelShape, build_kv_layout, count_bytes_per_token
 from vllm_headroom_tools.sizing.question import Question
 
-LOGITS_BYTES: Final = 4
 LOGITS_LOW, LOGITS_HIGH = 0.5, 4
 FORWARD_HIGH: Final = 1.3
 
@@ -36,10 +35,6 @@ budget then). The largest mixtures of experts take up to 5 GiB.
 
 LIBRARIES: Final = Range(low=0.05 * GIB, high=0.3 * GIB)
 """What CUDA libraries take during the profiling run: "non-torch memory" of 0.05 to 0.26 GiB in start-up logs."""
-
-SAMPLER_BYTES: Final = 4 + 1 / 8
-"""Of each sequence and token of the vocabulary, that the second model runner, vLLM 0.32's default, keeps for penalties:
-a count in 32 bits and a bit (v1/worker/gpu/sample/penalties.py)."""
 
 RESERVED_BYTES: Final = 3 * GIB // 4
 """Of a card's total, what the driver keeps, and vLLM takes no share of: 0.3 to 0.75 GiB (A100 of 80 GiB: 79.25)."""
@@ -81,7 +76,7 @@ def estimate_activations(question: Question) -> Range | None:
     if hidden is None or vocabulary is None:
         return None
     forward, _ = _estimate_forward(question, hidden)
-    logits = question.max_num_seqs * vocabulary * LOGITS_BYTES
+    logits = question.max_num_seqs * vocabulary * 4
     images, kept = NOTHING, 0.0
     if (largest := question.largest) is not None and (items := question.encoder_items) is not None:
         size = items * question.shape.dtype_bytes
@@ -109,10 +104,11 @@ def _estimate_forward(question: Question, hidden: int) -> tuple[float, float]:
 def estimate_rest(question: Question) -> Range:
     """Return what else the budget has to hold: libraries, what experts and sampler keep, the driver's part.
 
-    Experts keep a workspace for the tokens of a batch (vLLM, v1/worker/workspace.py).
+    Experts keep a workspace for the tokens of a batch (vLLM, v1/worker/workspace.py), the sampler a count in 32 bits
+    and a bit of each sequence and token of the vocabulary for penalties (v1/worker/gpu/sample/penalties.py).
     """
     _, experts = _estimate_forward(question, question.shape.hidden_size or 0)
-    kept = question.max_num_seqs * (question.shape.vocabulary or 0) * SAMPLER_BYTES
+    kept = question.max_num_seqs * (question.shape.vocabulary or 0) * (4 + 1 / 8)
     reserved = 0 if question.unified_memory else RESERVED_BYTES * question.gpu_memory_utilization
     return LIBRARIES + Range(low=experts, high=FORWARD_HIGH * experts + kept + reserved)
 
@@ -144,9 +140,6 @@ def estimate_outside(question: Question) -> Range:
     machine = LEFT_TO_THE_MACHINE_BYTES + question.cpu_offload_bytes + question.kv_offloading_bytes
     return found + Range(low=machine, high=machine) if question.unified_memory else found
 
-
-LONGEST: Final = 2**24
-"""Tokens of a sequence, where the model does not say; none takes more."""
 
 SEQUENCES: Final = (1, 4, 16, 64, 256, 1024)
 LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
@@ -215,7 +208,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def find_longest(self, sequences: int) -> int | None:
         """Return the most tokens, up to the model's own limit, that so many sequences can have at once; 0 for none."""
         limits = [limit for limit in (self.question.shape.max_model_len, self.question.max_model_len) if limit]
-        ceiling = max(limits, default=LONGEST)
+        ceiling = max(limits, default=2**24)  # tokens: no model takes more
         return None if self.blocks is None else self.layout.find_longest(self.blocks // sequences, ceiling)
 
 
@@ -268,10 +261,7 @@ def can_start(found: MemoryEstimate) -> bool | None:
 
 
 def _has_room(found: MemoryEstimate, *, worst: bool) -> bool | None:
-    """Return whether one sequence fits, budget and what lies outside of it fit the card, and the host has room.
-
-    vLLM refuses a card with less free memory than its budget.
-    """
+    """Return whether a sequence fits, the card has the budget and the rest free, and the host has room."""
     question, room, overhead = found.question, found.kv_cache, found.overhead
     length, card, given = question.max_model_len, question.gpu_memory_bytes, question.kv_cache_memory_bytes
     held = None if room is None else (room.high, room.low)[worst] >= found.count_sequence_bytes(length or 1)

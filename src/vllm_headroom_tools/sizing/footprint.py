@@ -215,10 +215,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         return self.full_groups * full + self.windowed_groups * windowed + self.state_blocks
 
     def find_longest(self, blocks: int, ceiling: int) -> int:
-        """Return the most tokens, at most `ceiling`, of a sequence that takes no more than so many blocks; 0 for none.
-
-        In a window only, a sequence can be as long as one likes.
-        """
+        """Return the most tokens, at most `ceiling`, of a sequence that takes at most so many blocks; 0 for none."""
         low, high = 0, ceil(ceiling / self.block_tokens)
         while low < high:
             middle = (low + high + 1) // 2

@@ -12,10 +12,7 @@ LARGEST: Final = 10**9
 
 
 def read_whole(config: Config, *names: str) -> int | None:
-    """Return the first field that is set, of a list the largest; None for none, and for 0, which switches things off.
-
-    Raises ValueError when it is no whole number.
-    """
+    """Return the first whole number that is set, of a list the largest; None for none and 0; raises ValueError."""
     for name in names:
         value = config.get(name)
         if value is None or value is False or value in (0, []):
@@ -51,19 +48,12 @@ KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
 PATTERN: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
 
-TWOFOLD: Final = frozenset({"falcon_h1"})
-"""Model types whose every layer passes attention and a state side by side."""
-
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 MAMBA_2_SIZES: Final = ("mamba_d_head", "mamba_head_dim")
 MAMBA_2_GROUPS: Final = ("mamba_n_groups", "n_groups")
 STATE_SIZES: Final = ("mamba_d_state", "ssm_state_size")
-INPUT_BYTES: Final = 2
 MOST_LAYERS: Final = 10_000
 """Each gets a name: no model comes near it, and the names of a billion would take all memory."""
-
-STATE_BYTES: Final = 4
-"""Of a value in a state of 32 bits: Nemotron-H's, unless it says otherwise (model_executor/models/config.py)."""
 
 
 def list_kinds(config: Config, layers: int) -> list[str]:
@@ -73,7 +63,7 @@ def list_kinds(config: Config, layers: int) -> list[str]:
     """
     if layers > MOST_LAYERS:
         raise ValueError(f"{layers} layers are more than any model has")
-    if str(config.get("model_type")) in TWOFOLD:
+    if config.get("model_type") == "falcon_h1":  # each passes both, side by side
         return ["attention", "mamba2"] * layers
     found = _read_listed(config) or _follow_pattern(config, layers)
     unknown = sorted({kind for kind in found if kind not in KINDS})
@@ -163,9 +153,8 @@ def count_state_bytes(config: Config) -> int | None:
     if (found := read_state(config)) is None:
         return None
     said = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")
-    in_full = said == "float32" or (said is None and config.get("model_type") == "nemotron_h")
-    state = found.values * (STATE_BYTES if in_full else INPUT_BYTES)
-    return state + found.inputs * ((found.kernel or 1) - 1) * INPUT_BYTES
+    in_full = said == "float32" or (said is None and config.get("model_type") == "nemotron_h")  # models/config.py
+    return found.values * (4 if in_full else 2) + found.inputs * ((found.kernel or 1) - 1) * 2
 
 
 HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
@@ -189,10 +178,7 @@ class KvHeads(Struct, frozen=True, kw_only=True):
 
 
 def read_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
-    """Return the heads of layers that keep every token, and those of layers with a window where they differ.
-
-    Raises ValueError where they are not given.
-    """
+    """Return the heads of layers that keep all tokens, and of windowed ones where they differ; raises ValueError."""
     heads, hidden = read_whole(config, *HEADS), read_whole(config, *HIDDEN)
     size = read_whole(config, "head_dim", "kv_channels", "attention_head_dim")
     size = size or (hidden // heads if hidden and heads else 0)

@@ -53,15 +53,8 @@ ENCODERS: Final = frozenset(
 )
 """Model types that read a text at once: they keep no keys and values (vLLM, `EncoderOnlyAttentionSpec`)."""
 
-HEADLESS: Final = (
-    "Model",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForRewardModel",
-    "ForProcessRewardModel",
-    "ForEmbedding",
-)
-"""How classes end that embed or classify: what would give the next token's logits is not loaded."""
+HEADLESS: Final = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForEmbedding")
+"""How classes end that embed, classify or reward: what would give the next token's logits is not loaded."""
 
 HEADED: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
 """Classes of generating models that end so too."""
@@ -71,7 +64,6 @@ TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_co
 """Where a multimodal model keeps its language model; `thinker_config` nests once more."""
 
 LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-VOCABULARY: Final = ("vocab_size", "padded_vocab_size")
 NOT_UNDERSTOOD: Final = ("index_head_dim", "compress_ratios", "block_configs", "per_layer_config")
 """Fields of models whose layers cache different or further things: sparse attention's index, layers that differ."""
 
@@ -149,7 +141,7 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         heads=heads,
         latent_width=latent + (read_whole(config, "qk_rope_head_dim") or 0) if latent else None,
         hidden_size=read_whole(config, *layers.HIDDEN),
-        vocabulary=read_whole(config, *VOCABULARY),
+        vocabulary=read_whole(config, "vocab_size", "padded_vocab_size"),
         mlp_width=found_mlp[0] if found_mlp else None,
         experts_per_token=found_mlp[1] if found_mlp else 1,
         tied_embeddings=is_tied,
@@ -168,23 +160,17 @@ NAME: Final = "config.json"
 POOLED: Final = "modules.json"
 """Beside it, a model embeds (sentence-transformers): vLLM serves it without the next token's logits."""
 
-QUANTISATION: Final = "hf_quant_config.json"
-PREPROCESSOR: Final = "preprocessor_config.json"
 LARGEST_BYTES: Final = 2**24
 """A real one is a few kB."""
 
-INDEX: Final = "model.safetensors.index.json"
 LARGEST_INDEX_BYTES: Final = 2**27
-"""A line of 100 bytes per weight: 10 MB for 384 experts in each of 60 layers."""
+"""Of a checkpoint's index: a line of 100 bytes per weight: 10 MB for 384 experts in each of 60 layers."""
 
 MOST_BYTES: Final = 2**53
 
 
 def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
-    """Return the shape of the model of this config.json, or of the folder that has one, or what is wrong with it.
-
-    `overrides` are fields that count in place of the file's.
-    """
+    """Return the shape of the model of this config.json or folder, or what is wrong; `overrides` replace fields."""
     try:
         file = path / NAME if path.is_dir() else path
         text = read_file(file, LARGEST_BYTES).decode("utf-8-sig")
@@ -193,9 +179,9 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
         return f"{what} cannot be read: {error.strerror}; it takes a config.json or its folder, and downloads none"
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
-    beside: dict[str, Any] = {"preprocessor": _read_json(file.parent / PREPROCESSOR)}
+    beside: dict[str, Any] = {"preprocessor": _read_json(file.parent / "preprocessor_config.json")}
     beside[POOLED] = (file.parent / POOLED).is_file()
-    said = _read_json(file.parent / QUANTISATION).get("quantization")
+    said = _read_json(file.parent / "hf_quant_config.json").get("quantization")
     if isinstance(said, dict):  # ModelOpt 0.29 and older, under its later name
         beside["quantization_config"] = {"quant_method": "modelopt", **said}
     return parse_model_config(text, overrides, beside)
@@ -214,7 +200,7 @@ def count_checkpoint_bytes(folder: Path) -> int | None:
 
     The index names them (`metadata.total_size`) also where the files themselves are not there. Headers are a few kB.
     """
-    metadata = _read_json(folder / INDEX).get("metadata")
+    metadata = _read_json(folder / "model.safetensors.index.json").get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, int | float) and 0 < total < MOST_BYTES:
         return int(total)

@@ -11,7 +11,6 @@ from vllm_headroom_tools.sizing.layers import (
     MAMBA_2_HEADS,
     NOTHING,
     STATEFUL,
-    TWOFOLD,
     WINDOWED,
     Config,
     KvHeads,
@@ -32,9 +31,6 @@ NOT_GATED: Final = frozenset(
 
 INNER: Final = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
 EXPERTS: Final = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-
-PLACED: Final = frozenset({"gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"})
-"""Model types that have a weight for each place of a token in a sequence."""
 
 LENGTHS: Final = (
     "max_position_embeddings",
@@ -84,7 +80,7 @@ def list_matrices(
     if state is None and any(kind in STATEFUL for kind in kinds):
         return None
     found: list[Matrix] = []
-    if str(config.get("model_type")) in PLACED:
+    if config.get("model_type") in ("gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"):  # a weight a place
         found.append(Matrix(name="positions", inputs=read_whole(config, *LENGTHS) or 0, outputs=hidden, router=True))
     for number, kind in enumerate(kinds):
         place = f"layers.{number}."
@@ -93,7 +89,7 @@ def list_matrices(
         elif kind not in NOTHING:
             kept = heads_of_windowed if kind in WINDOWED else heads_of_full
             found += _list_attention(config, f"{place}self_attn.", (hidden, heads), kept)
-        is_second = kind in STATEFUL and str(config.get("model_type")) in TWOFOLD
+        is_second = kind in STATEFUL and config.get("model_type") == "falcon_h1"
         if kind in NOTHING or not (is_second or isinstance(config.get("hybrid_override_pattern"), str)):
             found += _list_mlp(config, f"{place}mlp.", hidden, sparse=_is_sparse(config, number, kind))
     return tuple(found)

@@ -20,7 +20,6 @@ DTYPE_BYTES: Final = {
 SCALE_BYTES: Final = 2.5
 """Four-bit methods keep a 16-bit scale and a 4-bit zero point for each group of weights (AutoGPTQ, AutoAWQ)."""
 
-ZERO_POINT_BYTES: Final = 0.5
 GROUP_OVERHEAD_BYTES: Final = SCALE_BYTES / 128
 LARGEST_GROUP: Final = 2**16
 
@@ -29,9 +28,6 @@ MXFP4: Final = 0.5 + 1 / 32
 """An 8-bit scale for each 32 weights (OCP Microscaling Formats)."""
 
 NVFP4: Final = 0.5 + 1 / 16
-BITSANDBYTES: Final = 0.5 + 4 / 64
-"""A 32-bit scale for each 64 weights."""
-
 QUANTISED_BYTES: Final = {
     "fp8": 1.0,
     "fbgemm_fp8": 1.0,
@@ -45,7 +41,7 @@ QUANTISED_BYTES: Final = {
     "mxfp4": MXFP4,
     "modelopt_fp4": NVFP4,
     "modelopt_mxfp8": 1.0 + 1 / 32,
-    "bitsandbytes": BITSANDBYTES,
+    "bitsandbytes": 0.5 + 4 / 64,  # a 32-bit scale for each 64 weights
 }
 """Bytes of a parameter of the linear layers, by vLLM's name of the method."""
 
@@ -64,12 +60,6 @@ BYTE: Final = 8
 LEFT_OUT: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """What fp8, AWQ and MXFP4, other ways of fp8, compressed-tensors, and ModelOpt call the modules they leave alone."""
 
-EXPERTS_ONLY: Final = frozenset({"mxfp4"})
-"""Methods of vLLM that quantise nothing but experts (0.32, model_executor/layers/quantization/mxfp4.py)."""
-
-MIXED: Final = "MIXED_PRECISION"
-"""ModelOpt's word for a checkpoint whose modules differ: its bytes are those of its files."""
-
 
 def read_stored_bytes(config: Config) -> float:
     """Return the bytes of a parameter in the checkpoint: without a dtype it is in 32 bits (transformers' default)."""
@@ -80,16 +70,13 @@ def read_stored_bytes(config: Config) -> float:
 
 
 def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
-    """Return bytes per parameter of the linear layers and the name of the quantisation, None for none.
-
-    The bytes are None for a quantisation whose name does not give them.
-    """
+    """Return bytes per parameter of the linear layers (None: not known) and the quantisation (None: none)."""
     found = read_part(config, "quantization_config", "compression_config")
     if not found:
         return dtype_bytes, None
     algorithm = str(found.get("quant_algo") or "").upper()
     method = str(found.get("quant_method") or "unknown").replace("-", "_")
-    if algorithm == MIXED:
+    if algorithm == "MIXED_PRECISION":  # its modules differ: its bytes are those of its files
         return None, "mixed precision"
     if method == "modelopt" and algorithm:
         method = MODELOPT.get(algorithm, f"modelopt {algorithm}")
@@ -103,7 +90,7 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
         return NVFP4, f"{method} {bits}-bit"
     if bits is not None:
         group = _find_first((found.get("group_size"), weights.get("group_size")))
-        scale = SCALE_BYTES - ZERO_POINT_BYTES if weights.get("symmetric") is True else SCALE_BYTES
+        scale = SCALE_BYTES - (0.5 if weights.get("symmetric") is True else 0.0)
         overhead = scale / group if group else GROUP_OVERHEAD_BYTES
         return bits / BYTE + (overhead if bits < BYTE else 0.0), f"{method} {bits}-bit"
     return QUANTISED_BYTES.get(method), method
@@ -126,7 +113,7 @@ def match_plain(config: Config) -> Callable[[str], bool]:
             inside = name[max(0, name.find("layers.")) :]
             wild = re.escape(inside).replace(r"\*", ".*")
             expressions.append(re.compile(rf"(?:^|\.){wild}(?:\.|$)"))
-    only_experts = str(found.get("quant_method")) in EXPERTS_ONLY
+    only_experts = found.get("quant_method") == "mxfp4"  # nothing else is (vLLM 0.32, quantization/mxfp4.py)
     return lambda module: (
         (only_experts and ".experts." not in module) or any(each.search(module) for each in expressions)
     )

@@ -15,9 +15,6 @@ UTILIZATION: Final = 0.92
 LORA_RANK: Final = 16
 """vLLM's `max_lora_rank` (config/lora.py)."""
 
-MM_PROCESSOR_CACHE_BYTES: Final = 4 * GIB
-"""vLLM's `mm_processor_cache_gb` (config/multimodal.py)."""
-
 TYPICAL_TOKENS: Final = 2048
 BLOCK_TOKENS: Final = 16
 """vLLM's `DEFAULT_BLOCK_SIZE` on NVIDIA GPUs (config/cache.py)."""
@@ -51,7 +48,7 @@ class Question(Struct, frozen=True, kw_only=True):
     enable_expert_parallel: bool = False
     cpu_offload_bytes: float = 0
     kv_offloading_bytes: float = 0
-    mm_processor_cache_bytes: float = MM_PROCESSOR_CACHE_BYTES
+    mm_processor_cache_bytes: float = 4 * GIB
     host_memory_bytes: int | None = None
     max_loras: int = 0
     max_lora_rank: int = LORA_RANK

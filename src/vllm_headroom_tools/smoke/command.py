@@ -83,7 +83,6 @@ def _skip(text: str) -> Step:
 
 
 MODELS: Final = "v1/models"
-MODELS_SECONDS: Final = 10.0
 TOKENS: Final = 8
 FORMS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
     ("v1/completions", {"prompt": "Hello"}),
@@ -102,7 +101,7 @@ SAID_CHARACTERS: Final = 200
 async def request_completion(reach: EngineServer, deadline_seconds: float) -> Step:
     """Ask the first model that the server lists for a completion, and where it has none for a chat's answer."""
     now = asyncio.get_running_loop().time
-    listed = await reach.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
+    listed = await reach.text(MODELS, min(10.0, deadline_seconds))
     if isinstance(listed, Failure):
         return Step(Conclusion.NOT_GOOD, listed.message)
     model = parse_first_model(listed)
@@ -152,8 +151,6 @@ COUNT_POLL_SECONDS: Final = 0.5
 COUNTED_SECONDS: Final = 15.0
 """vLLM counts a request as it finishes; its web server may be busy, and gauges of several of them lag."""
 
-NEEDED: Final = ("requests_running", "requests_waiting", "requests_finished")
-
 NO_COUNTERS: Final = (
     "the page answers and has no counters of vLLM's, although it completes: take --disable-log-stats out of vLLM's"
     " options; if it is not there, HEADROOM_ENGINE_URL is not vLLM's own port"
@@ -184,12 +181,12 @@ async def check_counters(
 
 
 def _check_inputs(page: EnginePage | Failure, nothing: str) -> Step:
-    """Check whether a request could be found on the page; `nothing` explains a page without an engine."""
     if isinstance(page, Failure):
         return Step(Conclusion.NOT_GOOD, page.message)
     if not page.engines:
         return Step(Conclusion.NOT_GOOD, nothing)
-    if missing := [name for name, is_there in page.inputs if name in NEEDED and not is_there]:
+    needed = ("requests_running", "requests_waiting", "requests_finished")
+    if missing := [name for name, is_there in page.inputs if name in needed and not is_there]:
         text = f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more"
         return Step(Conclusion.NOT_GOOD, text)
     there = sum(is_there for _, is_there in page.inputs)
@@ -245,8 +242,6 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Step
     return Step(Conclusion.GOOD, f"{shown}, {limit_ratio:.1%} is allowed")
 
 
-USED: Final = frozenset({"gpus", "reported_bytes"})
-
 Seconds = Annotated[float, from_text(parse_duration), Field(gt=0, le=86400)]
 DURATION: Final = ("DURATION", "a duration above 0, at most a day, such as 90s or 15m")
 
@@ -255,7 +250,9 @@ class SmokeSettings(Settings):
     """The daemon's settings that reach the engine and its GPUs, and the smoke test's."""
 
     no_options: ClassVar = frozenset(
-        name for name in Settings.model_fields if not name.startswith("engine_") and name not in USED
+        name
+        for name in Settings.model_fields
+        if not name.startswith("engine_") and name not in ("gpus", "reported_bytes")
     )
 
     deadline: Seconds = setting(900, *DURATION, shown="15m")
@@ -270,8 +267,6 @@ PATH: Final = "health"
 ANSWER_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 1.0
 SAY_SECONDS: Final = 30.0
-LASTING: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
-"""No model that is still loading gives these."""
 
 
 async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]) -> Step:
@@ -285,7 +280,7 @@ async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: 
             return Step(Conclusion.GOOD, f"healthy after {format_duration(now() - began)}")
         if answer.reason is Reason.CREDENTIALS:
             raise BadInput(answer.message)
-        if answer.reason in LASTING:
+        if answer.reason in {Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT}:  # no model that is loading gives these
             return Step(Conclusion.NOT_GOOD, answer.message)
         if now() >= ends:
             return Step(

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import examined, lines, proc
+from vllm_headroom.model import Failure, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.vocabulary import REASONS, Reason, Source
-from vllm_headroom_tools.doctor.fixes import Status, find_gpu_fixes, find_nvml_fixes
+from vllm_headroom_tools.doctor.fixes import Status, Survey
+from vllm_headroom_tools.doctor.gpus import check_gpus, check_nvml
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
@@ -83,5 +86,17 @@ def test_a_driver_that_fails_is_missing_and_what_needs_it_unknown(
 
 @pytest.mark.parametrize("reason", REASONS[Source.NVML])
 def test_every_reason_has_a_fix(reason: Reason) -> None:
-    assert find_nvml_fixes(reason)
-    assert find_gpu_fixes(reason)
+    failure = Failure(source=Source.NVML, reason=reason, message="it failed")
+    lost = GpuReadings(driver_version=None, devices=(GpuReading(index=0, uuid="", name="", failure=failure),))
+
+    assert check_nvml(surveyed(failure)).fixes
+    assert check_gpus(surveyed(lost)).fixes
+
+
+def surveyed(readings: GpuReadings | Failure) -> Survey:
+    nothing = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True)
+    page = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="no page")
+    url = httpx.URL("http://127.0.0.1:8000/metrics")
+    return Survey(
+        url=url, page=page, version=None, readings=readings, gpus=(), processes=nothing, daemon_waits_seconds=5.0
+    )

@@ -34,7 +34,6 @@ from vllm_headroom_tools.load.run import (
     LoadRun,
     Observation,
     Sampling,
-    Screen,
     Stage,
     UnavailableSource,
     count_streams,
@@ -188,7 +187,6 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
             seconds=0.2 if stop_after is None else 3600,
             clients=clients,
             sampling=made,
-            screen=Screen(),
         )
         running = asyncio.create_task(steps.steps())
         if stop_after is not None:
