@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.vocabulary import ACTIONS, Situation
+from vllm_headroom.vocabulary import Situation
 
 ENGINE_COLOUR: Final = "#56b4e9"
 OTHER_COLOUR: Final = "#e69f00"
@@ -52,7 +52,7 @@ SITUATIONS: Final = (
 """The situations of an engine, worst first, and their colours; their place is the number that panels ask for."""
 
 FIRST_ACTIONS: Final[dict[str, str]] = {
-    **{str(name): action for name, action in ACTIONS.items()},
+    **{str(each): each.action for each in Situation},
     GONE: "Nothing is known about this engine: look at the sidecar's container and its target in Prometheus.",
 }
 

@@ -19,7 +19,9 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock."""
+    """The machine's clock; a subclass may run `speed` times as fast."""
+
+    speed = 1.0
 
     def time(self) -> float:
         """Return seconds since the epoch."""
@@ -31,15 +33,7 @@ class SystemClock:
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
         """Wait until that time, never less; if it has passed, only yield to other tasks."""
-        await sleep_until(self, monotonic_seconds, speed=1.0)
-
-
-async def sleep_until(clock: Clock, monotonic_seconds: float, *, speed: float) -> None:
-    """Wait until `clock`, which runs `speed` times as fast as the machine's, shows that time.
-
-    uvloop's timers count whole milliseconds and may fire early; a step on a grid would then run twice.
-    """
-    while True:
-        await asyncio.sleep(max(0.0, (monotonic_seconds - clock.monotonic()) / speed))
-        if clock.monotonic() >= monotonic_seconds:
-            return
+        while True:  # uvloop's timers count whole milliseconds and may fire early; a step on a grid would run twice
+            await asyncio.sleep(max(0.0, (monotonic_seconds - self.monotonic()) / self.speed))
+            if self.monotonic() >= monotonic_seconds:
+                return

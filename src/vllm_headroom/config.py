@@ -50,6 +50,7 @@ HeaderName = Annotated[str, from_text(partial(inputs.match, inputs.HEADER_NAME))
 HeaderValue = Annotated[SecretStr, from_text(partial(inputs.match, inputs.HEADER_VALUE)), Hidden]
 Headers = Annotated[dict[HeaderName, HeaderValue], from_text(json.loads)]
 InAnyCase: Final = from_text(str.lower)
+Whole = Annotated[int, from_text(inputs.parse_whole)]
 
 
 def setting(default: object, word: str, accepts: str, *, shown: str = "", **limits: Any) -> Any:  # noqa: ANN401 - as pydantic's Field
@@ -111,9 +112,7 @@ class Settings(BaseSettings):
     """Have Kubernetes evict this pod before a leak ends the engine; dry-run only logs and counts what it would do."""
     evict_seconds: float = seconds(1800, 60, 86400)
     """Evict this pod when its engine leaks and may be out of memory within this time."""
-    evict_quiet_hour: Annotated[int, from_text(inputs.parse_whole), Field(ge=0, le=23)] | None = setting(
-        None, "HOUR", "an hour of the day from 0 to 23, in UTC"
-    )
+    evict_quiet_hour: Whole | None = setting(None, "HOUR", "an hour of the day from 0 to 23, in UTC", ge=0, le=23)
     """In this hour, evict this pod already when its engine leaks and may be out of memory within a day."""
     gate_ready_seconds: float | None = seconds(None, 60, 86400, shown="always open")
     """Close /gate/ready while the engine may be out of memory within this time and this pod is the one of its
@@ -131,9 +130,7 @@ class Settings(BaseSettings):
     daemon ends with status 3."""
     reported_bytes: Bytes | None = size(None, example="72GiB")
     """What the engine should use of each GPU, to compare with what it holds; for an engine that does not say."""
-    kv_bytes_per_token: Annotated[float | None, Field(gt=0, le=10**9)] = setting(
-        None, "BYTES", "a number above 0, at most 1000000000"
-    )
+    kv_bytes_per_token: float | None = setting(None, "BYTES", "a number above 0, at most 1000000000", gt=0, le=10**9)
     """Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is
     known in tokens only."""
     model_config_: File | None = setting(
@@ -156,9 +153,7 @@ class Settings(BaseSettings):
         shown="all interfaces, IPv4 and IPv6",
     )
     """The address to serve /metrics on."""
-    listen_port: Annotated[int, from_text(inputs.parse_whole), Field(ge=0, le=inputs.LAST_PORT)] = setting(
-        9839, "PORT", f"a port number from 0 to {inputs.LAST_PORT}"
-    )
+    listen_port: Whole = setting(9839, "PORT", "a port number from 0 to 65535", ge=0, le=65535)
     """The port to serve /metrics on; 0 takes any free one."""
     web_config_file: File | None = setting(None, *FILE)
     """TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's."""

@@ -1,7 +1,7 @@
 """The closed sets of label values."""
 
 from enum import StrEnum
-from typing import Final
+from typing import Final, Self
 
 
 class Source(StrEnum):
@@ -193,43 +193,32 @@ class Level(StrEnum):
 
 
 class Situation(StrEnum):
-    """What holds for the engine and its GPUs, worst first."""
+    """What holds for the engine and its GPUs, worst first; `action` is the first thing to do."""
 
-    CRASH_LOOP = "crash_loop"
-    DOWN = "down"
-    STALLED = "stalled"
-    LEAKING = "leaking"
-    HOST_LEAK = "host_leak"
-    LOW_MEMORY = "low_memory"
-    OVER_BUDGET = "over_budget"
-    NEIGHBOUR = "neighbour"
-    GROWING = "growing"
-    STRANDED = "stranded"
-    BLIND = "blind"
-    FILLING = "filling"
-    STARTING = "starting"
-    ASLEEP = "asleep"
-    HEALTHY = "healthy"
+    action: str
 
+    def __new__(cls, name: str, action: str) -> Self:
+        """Return the situation of this name."""
+        situation = str.__new__(cls, name)
+        situation._value_, situation.action = name, action
+        return situation
 
-ACTIONS: Final[dict[Situation, str]] = {
-    Situation.CRASH_LOOP: "Read the last incident: it has the cause of the exits.",
-    Situation.DOWN: "Read the engine's log, and the last incident.",
-    Situation.STALLED: "Move traffic away and restart the engine.",
-    Situation.LEAKING: "Plan a restart before the earliest time, and keep the figures for a bug report.",
-    Situation.HOST_LEAK: "Plan a restart before the earliest time, and keep the figures for a bug report.",
-    Situation.LOW_MEMORY: "Reduce the load, or restart with a lower --gpu-memory-utilization.",
-    Situation.OVER_BUDGET: "Restart with a lower --gpu-memory-utilization at the next quiet hour.",
-    Situation.NEIGHBOUR: "Find the other process on the GPU, and move it if it was not planned.",
-    Situation.GROWING: "Look at it in working hours: caches that fill look the same until they are full.",
-    Situation.STRANDED: "Drain the engine and restart it at the next quiet hour.",
-    Situation.BLIND: "Make the failed source readable: vllm-headroom doctor names the line to add.",
-    Situation.FILLING: "Nothing: a pool that was configured fills up to its bound.",
-    Situation.STARTING: "Wait until it serves.",
-    Situation.ASLEEP: "Nothing.",
-    Situation.HEALTHY: "Nothing.",
-}
-"""The first thing to do in each situation."""
+    CRASH_LOOP = "crash_loop", "Read the last incident: it has the cause of the exits."
+    DOWN = "down", "Read the engine's log, and the last incident."
+    STALLED = "stalled", "Move traffic away and restart the engine."
+    LEAKING = "leaking", "Plan a restart before the earliest time, and keep the figures for a bug report."
+    HOST_LEAK = "host_leak", "Plan a restart before the earliest time, and keep the figures for a bug report."
+    LOW_MEMORY = "low_memory", "Reduce the load, or restart with a lower --gpu-memory-utilization."
+    OVER_BUDGET = "over_budget", "Restart with a lower --gpu-memory-utilization at the next quiet hour."
+    NEIGHBOUR = "neighbour", "Find the other process on the GPU, and move it if it was not planned."
+    GROWING = "growing", "Look at it in working hours: caches that fill look the same until they are full."
+    STRANDED = "stranded", "Drain the engine and restart it at the next quiet hour."
+    BLIND = "blind", "Make the failed source readable: vllm-headroom doctor names the line to add."
+    FILLING = "filling", "Nothing: a pool that was configured fills up to its bound."
+    STARTING = "starting", "Wait until it serves."
+    ASLEEP = "asleep", "Nothing."
+    HEALTHY = "healthy", "Nothing."
+
 
 WORDS: Final = {Level.GOOD: "OK", Level.UNKNOWN: "NOT KNOWN", Level.WARNING: "WARNING", Level.ALARM: "ALARM"}
 """The level as shown on the page and in the terminal."""

@@ -16,7 +16,7 @@ from tests.assets.console import ROOT, Block
 from tests.assets.terminal import SIDECAR, Scene
 from tests.dashboards.store import Prometheus, missing, running
 from tests.process import eventually
-from vllm_headroom.vocabulary import ACTIONS
+from vllm_headroom.vocabulary import Situation
 
 DOCS: Final = ROOT / "docs"
 MONITOR: Final = ROOT / "deploy" / "kubernetes" / "components" / "podmonitor" / "podmonitor.yaml"
@@ -49,7 +49,7 @@ def test_each_situation_is_explained_with_its_first_action() -> None:
     text = (DOCS / "situations.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([a-z ]+) \| .+ \| ([A-Z].+) \|$", text, re.MULTILINE)
 
-    assert rows == [(name.replace("_", " "), action) for name, action in ACTIONS.items()]
+    assert rows == [(each.replace("_", " "), each.action) for each in Situation]
 
 
 def test_the_monitor_on_the_page_is_the_one_that_is_installed() -> None:

@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -45,35 +45,6 @@ from vllm_headroom.trace.recorder import Recorder
 
 LONGEST_TICK_SECONDS: Final = 30.0
 """Between two ticks, with hanging sources: each has a timeout of seconds. Longer, the daemon was stopped or starved."""
-
-Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns the states that an earlier process saved, by derivation."""
-
-
-def build_sampler(parts: Parts, settings: Settings, recall: Recall | None, canary: Canary | None) -> Sampler:
-    """Return the sampler that turns the sources into what is published."""
-    return Sampler(
-        sources=parts,
-        parse=partial(parse_engines, profile=None if settings.engine_profile == AUTO else settings.engine_profile),
-        selection=Selection.of(settings.gpus),
-        derivations=build_derivations(
-            reported_bytes=settings.reported_bytes,
-            kv_bytes_per_token=settings.kv_bytes_per_token,
-            model=settings.token_bytes,
-            baseline_bytes_per_request=settings.baseline_bytes_per_request,
-        ),
-        clock=parts.clock,
-        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
-        recall=recall,
-        judges=(
-            lambda values, _: build_gate(
-                settings.gate_ready_seconds, values, None if parts.evictor is None else parts.evictor.guardrail
-            ),
-            lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name]), settings.role),
-        ),
-        canary=canary,
-        host_limit_bytes=settings.host_memory_limit_bytes,
-    )
 
 
 @cache  # read from the distribution's files, and shown on every page
@@ -156,7 +127,28 @@ class Daemon:
         self._canary = None
         if parts.asked is not None and canary_seconds is not None:
             self._canary = Canary(parts.asked.ask, canary_seconds, clock, most_pause_seconds=pause)
-        self._sampler = build_sampler(parts, settings, None if self._keeper is None else self._recall, self._canary)
+        self._sampler = Sampler(
+            sources=parts,
+            parse=partial(parse_engines, profile=None if settings.engine_profile == AUTO else settings.engine_profile),
+            selection=Selection.of(settings.gpus),
+            derivations=build_derivations(
+                reported_bytes=settings.reported_bytes,
+                kv_bytes_per_token=settings.kv_bytes_per_token,
+                model=settings.token_bytes,
+                baseline_bytes_per_request=settings.baseline_bytes_per_request,
+            ),
+            clock=parts.clock,
+            gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
+            recall=None if self._keeper is None else self._recall,
+            judges=(
+                lambda values, _: build_gate(
+                    settings.gate_ready_seconds, values, None if parts.evictor is None else parts.evictor.guardrail
+                ),
+                lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name]), settings.role),
+            ),
+            canary=self._canary,
+            host_limit_bytes=settings.host_memory_limit_bytes,
+        )
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
@@ -183,7 +175,7 @@ class Daemon:
             if self._flight is not None and self._flight.last is not None:
                 yield Sample(catalog.LAST_INCIDENT, (), self._flight.last.seconds)
             if door is not None:
-                yield Sample(catalog.WEB_CONFIG_RELOAD, (), float(door.is_current))
+                yield Sample(catalog.WEB_CONFIG_RELOAD, (), float(door.problem is None))
 
         collector = HeadroomCollector(lambda: sampler.published, self._clock.monotonic, read_build(), list_others)
         return build_application(
@@ -211,7 +203,6 @@ class Daemon:
             await self._flight.step(snapshot, self._verdicts, self._sampler.values)
 
     async def _sample_memory(self) -> None:
-        """Read the GPU memory in use between two ticks."""
         timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._settings.gpu_sample_interval_seconds)
         used_bytes = await self._parts.gpus.sample_used(timeout_seconds)
         if self._flight is not None:

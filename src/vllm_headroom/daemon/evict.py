@@ -131,7 +131,6 @@ class Evictor:
         log.warning(event, pod=self._name, why=due)
 
     async def _give_up(self) -> None:
-        """Release the Lease where no eviction is due any more."""
         self._has_asked = False
         if self._problem:
             log.info("eviction of this pod is not due any more")

@@ -1,5 +1,6 @@
 """Write the flight record, and set a part of it aside as an incident when the engine exits or stalls."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import FLIGHT, find_newest, keep, locate_incident, set_aside
 from vllm_headroom.trace.incident import Event as IncidentEvent
 from vllm_headroom.trace.incident import add_evidence, find_decisive, read_incident
-from vllm_headroom.trace.recorder import FileWriter, resolve_folder
+from vllm_headroom.trace.recorder import FileWriter
 from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 
 MOST_HOLDERS: Final = 64
@@ -247,7 +248,7 @@ class Flight:
 
     def _look_back(self) -> None:
         """Find the last incident of an earlier process, in the configured folder or the one it links to."""
-        self._folder = resolve_folder(self._folder)
+        self._folder = Path(os.path.realpath(self._folder))
         found = find_newest(self._folder)
         self.last = None if found is None else _build_incident(*found)
 

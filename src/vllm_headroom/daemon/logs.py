@@ -15,7 +15,6 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom.worker import start_thread
 
 OURS: Final = "vllm_headroom"
-STDERR: Final = 2
 MOST_WAITING: Final = 1000
 """Lines that wait for a slow reader of stderr: half a megabyte."""
 
@@ -67,7 +66,7 @@ class Background(logging.Handler):
         try:
             left = f"{self.format(record)}\n".encode(errors="backslashreplace")
             while left:
-                left = left[os.write(STDERR, left) :]
+                left = left[os.write(2, left) :]
         except Exception:  # noqa: BLE001 - there is nowhere to report it: the line is lost
             self._dropped += 1
 

@@ -59,9 +59,8 @@ class Heartbeat:
     def find_stall(self) -> str | None:
         """Return why the loop is unhealthy: no run for three intervals; None while it runs."""
         silent = self._clock.monotonic() - self._turned
-        if silent <= 3 * self._interval_seconds:
-            return None
-        if self._machine_seconds() - self._turned_on_machine <= LEAST_SILENCE_SECONDS:
+        machine_silent = self._machine_seconds() - self._turned_on_machine
+        if silent <= 3 * self._interval_seconds or machine_silent <= LEAST_SILENCE_SECONDS:
             return None
         return f"the sampling loop has not run for {silent:.0f} s (interval {self._interval_seconds:g} s)"
 
@@ -78,8 +77,7 @@ class GraceTime:
         if not isinstance(gpus, Failure) or gpus.reason not in FATAL:
             self._since = None
             return False
-        if self._since is None:
-            self._since = now
+        self._since = now if self._since is None else self._since
         return now - self._since >= self._grace_seconds
 
 

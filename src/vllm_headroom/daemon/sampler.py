@@ -181,8 +181,9 @@ Timed = tuple[T, ReadingTime]
 
 
 class Sampler:
-    """Owns the state of every derivation and what is published: `published` and `values`, None and empty before a tick.
+    """Owns the `states` of all derivations and the engine's run, by name, and what is published.
 
+    `published` and `snapshot` are None before the first tick.
     `recall` returns, at any snapshot, the states of an earlier process, by derivation, to continue from.
     `host_limit_bytes` is the operator's limit of the engine's container. `judges` build the last derivations, from the
     values and states of those before.
@@ -213,34 +214,29 @@ class Sampler:
         self._container = ContainerState()
         self._host_limit_bytes = host_limit_bytes
         self._derivations = derivations
-        self._states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
-        self._states[ENGINE_RUN] = RunState()
+        self.states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
+        self.states[ENGINE_RUN] = RunState()
         self._clock = clock
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._transitions = Transitions(selection)
         self._recall = recall
         self._judges = judges
         for build in judges:
-            last = build(self.values, self._states)
-            self._states[last.name] = last.initial
+            last = build(self.values, self.states)
+            self.states[last.name] = last.initial
         self._canary = canary
-
-    @property
-    def states(self) -> Mapping[str, Any]:
-        """The state of every derivation, by its name, and of the engine's run."""
-        return dict(self._states)
 
     async def tick(self) -> Snapshot:
         """Read all sources at once, derive, publish and return the snapshot; a fault costs only its part."""
         snapshot = await self._snapshot()
         if self._recall is not None:
-            self._states.update(await self._recall(snapshot))
+            self.states.update(await self._recall(snapshot))
         snapshot = self._update_run(snapshot)
         self._transitions.report(snapshot)
         samples = tuple(chain.from_iterable(self._derive(derivation, snapshot) for derivation in self._derivations))
         values = Values(samples)
         for build in self._judges:
-            samples += self._derive(build(values, self._states), snapshot)
+            samples += self._derive(build(values, self.states), snapshot)
             values = Values(samples)
         self._transitions.verdicts(values)
         self.snapshot, self.values = snapshot, values
@@ -318,10 +314,10 @@ class Sampler:
 
     def _update_run(self, snapshot: Snapshot) -> Snapshot:
         try:
-            self._states[ENGINE_RUN], snapshot = update_run(self._states[ENGINE_RUN], snapshot)
+            self.states[ENGINE_RUN], snapshot = update_run(self.states[ENGINE_RUN], snapshot)
             snapshot = add_lost_gpus(snapshot)
         except Exception as error:  # noqa: BLE001 - as below: without the run's state nothing is judged
-            self._states[ENGINE_RUN] = forget_run(self._states[ENGINE_RUN])
+            self.states[ENGINE_RUN] = forget_run(self.states[ENGINE_RUN])
             self._transitions.log_fault(ENGINE_RUN, error)
         else:
             self._transitions.log_fault(ENGINE_RUN, None)
@@ -329,9 +325,9 @@ class Sampler:
 
     def _derive(self, derivation: Derivation[Any], snapshot: Snapshot) -> tuple[Sample, ...]:
         try:
-            self._states[derivation.name], samples = answer(derivation, self._states[derivation.name], snapshot)
+            self.states[derivation.name], samples = answer(derivation, self.states[derivation.name], snapshot)
         except Exception as error:  # noqa: BLE001 - one derivation's fault never costs the page
-            self._states[derivation.name] = derivation.initial
+            self.states[derivation.name] = derivation.initial
             self._transitions.log_fault(derivation.name, error)
             return ()
         self._transitions.log_fault(derivation.name, None)

@@ -23,12 +23,10 @@ AMBIGUOUS: Final = (
 
 STATES: Final = {
     EngineState.UNKNOWN: "engine's state unknown",
-    EngineState.DOWN: "engine is down",
-    EngineState.STARTING: "engine is starting",
-    EngineState.SERVING: "engine is serving",
     EngineState.STALLED: "engine is stalled: it should make progress and makes none",
-    EngineState.ASLEEP: "engine is asleep",
 }
+"""The events of states that more is said of than `engine is serving`."""
+
 MOST_STOPPED: Final = 64
 FORGET_SECONDS: Final = 3600.0
 """Probes that stopped are logged so often an hour, so that files of the engine's container cannot fill the log."""
@@ -87,7 +85,7 @@ class Transitions:
             return
         is_alarming = life.state in (EngineState.DOWN, EngineState.STALLED)
         write = log.warning if is_alarming else log.info
-        write(STATES[life.state], before=str(self._state or "nothing yet"))
+        write(STATES.get(life.state, f"engine is {life.state}"), before=str(self._state or "nothing yet"))
         self._state = life.state
 
     def log_fault(self, name: str, error: Exception | None) -> None:

@@ -115,7 +115,6 @@ def _draw_axis(frame: Frame, now: float, forecast: Forecast | None) -> str:
 
 
 def _draw_load(running: Curve, columns: int, now: float, above: Frame | None) -> str:
-    """Return the running requests over the time of the frame above."""
     begin, end, bend = (running[0][0], now, None) if above is None else (above.begin, above.end, above.now)
     stretches = svg.thin_curve(running, columns, begin=begin)
     top = max((value for stretch in stretches for _, value in stretch), default=1.0)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Final
 from urllib.parse import parse_qs
 
+from msgspec import Struct
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -129,15 +130,13 @@ class MetricsPage:
         return _AGE.sub(age.encode(), page, count=1)
 
 
-class _Families(Collector):
+class _Families(Struct):
     """Some families, as the encoders take them."""
 
-    def __init__(self, families: Iterable[Family]) -> None:
-        self._families = families
+    families: Iterable[Family]
 
     def collect(self) -> Iterable[Family]:
-        """Return the families."""
-        return self._families
+        return self.families
 
 
 @lru_cache(maxsize=_MOST_FORMATS)
@@ -151,7 +150,6 @@ def _choose_encoder(accept: str) -> tuple[Encode, str]:
 
 
 def _is_gzip_accepted(accept_encoding: str) -> bool:
-    """Return whether gzip is requested by name."""
     for each in accept_encoding.lower().split(","):
         if each.partition(";")[0].strip() in ("gzip", "x-gzip"):
             return not _is_refused(each)

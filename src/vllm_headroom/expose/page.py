@@ -3,7 +3,7 @@
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 from urllib.parse import quote
 
@@ -14,7 +14,7 @@ from vllm_headroom.expose.figures import HOUR_SECONDS, draw_figures
 from vllm_headroom.expose.view import View
 from vllm_headroom.model import Metric, Snapshot, Values, Verdict, find_part
 from vllm_headroom.units import format_duration, format_gib, format_instant, format_size
-from vllm_headroom.vocabulary import ACTIONS, WORDS, Level, Situation
+from vllm_headroom.vocabulary import WORDS, Level, Situation
 
 _LEVELS: Final = "".join(
     f".hero.{level},li.{level}{{border-color:var(--{level})}}.{level} b,.{level} h1,b.{level}{{color:var(--{level})}}"
@@ -177,7 +177,7 @@ def _render_hero(view: View, first: Verdict) -> str:
     """Return the worst situation: its number, its sentence and the first thing to do."""
     number, of = _find_number(view, first)
     figure = f"<b>{escape_text(number)} <small>{escape_text(of)}</small></b>" if number else ""
-    todo = "" if first.level is Level.GOOD else f"<p>{escape_text(ACTIONS[first.situation])}{_link(view, first)}</p>"
+    todo = "" if first.level is Level.GOOD else f"<p>{escape_text(first.situation.action)}{_link(view, first)}</p>"
     return (
         f"<section class='hero {first.level}'><h1>{_render_headline(first)}</h1>{figure}"
         f"<p>{escape_text(first.sentence)}</p>{todo}</section>"
@@ -239,16 +239,10 @@ def _render_verdicts(view: View) -> str:
 def _render_rest(view: View) -> Iterator[str]:
     if view.snapshot is not None:
         yield from draw_figures(view, view.snapshot)
-        values = view.values
-        yield _render_table(
-            "Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _list_gpus(values), kind="figures"
-        )
-        titles = ("processes", "resident", "swapped out", "leak", "growth an hour")
-        yield _render_table("Host memory by process", titles, _list_roles(values), kind="figures")
-        head = ("engine", *(title for title, _, _ in ENGINE))
-        yield _render_table("Engines", head, _list_engines(values), kind="figures")
-        head = ("source", "last reading", "took", "last worked", "cause and cure")
-        yield _render_table("Sources", head, _list_sources(values, view.snapshot), kind="words")
+        yield _render_table("Who holds the memory", _list_gpus(view.values))
+        yield _render_table("Host memory by process", _list_roles(view.values))
+        yield _render_table("Engines", _list_engines(view.values))
+        yield _render_table("Sources", _list_sources(view.values, view.snapshot), kind="words")
     if view.last_incident is not None:
         last = view.last_incident
         why = "" if last.sentence is None else f" <b>{escape_text(last.sentence)}</b>"
@@ -279,6 +273,7 @@ NOT_KNOWN: Final = "not known"
 
 
 def _list_gpus(values: Values) -> Iterator[tuple[str, ...]]:
+    yield ("GPU", *HOLDERS, "free", "total")
     for gpu, uuid, name, attribution in values.of(catalog.GPU_INFO):
         held = (values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS)
         room = (values.value(metric, gpu, uuid) for metric in (catalog.GPU_MEMORY_FREE, catalog.GPU_MEMORY_TOTAL))
@@ -288,6 +283,7 @@ def _list_gpus(values: Values) -> Iterator[tuple[str, ...]]:
 
 
 def _list_roles(values: Values) -> Iterator[tuple[str, ...]]:
+    yield ("processes", "resident", "swapped out", "leak", "growth an hour")
     for (role,), resident in values.of(catalog.HOST_MEMORY).items():
         held = map(_format_gib, (resident, values.value(catalog.HOST_SWAP, role)))
         rate = values.value(catalog.HOST_LEAK_RATE, role)
@@ -296,6 +292,7 @@ def _list_roles(values: Values) -> Iterator[tuple[str, ...]]:
 
 
 def _list_engines(values: Values) -> Iterator[tuple[str, ...]]:
+    yield ("engine", *(title for title, _, _ in ENGINE))
     for model_name, engine, _profile in values.of(catalog.ENGINE_INFO):
         shown = (
             NOT_KNOWN if (value := values.value(metric, model_name, engine)) is None else form.format(value)
@@ -314,6 +311,7 @@ ENGINE: Final[tuple[tuple[str, Metric, str], ...]] = (
 
 
 def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
+    yield ("source", "last reading", "took", "last worked", "cause and cure")
     failures = {str(failure.source): failure for failure in snapshot.failures}
     for (source,), up in values.of(catalog.SOURCE_UP).items():
         took = values.value(catalog.SOURCE_READ_SECONDS, source)
@@ -329,16 +327,16 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...
         )
 
 
-def _render_table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, kind: str) -> str:
-    """Return a table of this class with a heading, empty without rows."""
-    names = [escape_text(each) for each in head[1:]]
+def _render_table(title: str, rows: Iterator[tuple[str, ...]], *, kind: str = "figures") -> str:
+    """Return a table of this class with a heading, empty without rows; the first is that of the columns' titles."""
+    head = [escape_text(each) for each in next(rows)]
     lines = "".join(
         f"<tr><th scope=row>{escape_text(first)}</th>"
-        + "".join(f'<td data-t="{name}">{escape_text(cell)}</td>' for name, cell in zip(names, rest, strict=True))
+        + "".join(f'<td data-t="{name}">{escape_text(cell)}</td>' for name, cell in zip(head[1:], rest, strict=True))
         + "</tr>"
         for first, *rest in rows
     ).replace(">failed</td>", "><b class=alarm>failed</b></td>")
-    titles = "".join(f"<th scope=col>{escape_text(each)}</th>" for each in head)
+    titles = "".join(f"<th scope=col>{each}</th>" for each in head)
     if not lines:
         return ""
     return (

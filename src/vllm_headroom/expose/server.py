@@ -26,16 +26,12 @@ AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
 
 
 class Phase(Enum):
-    """What a connection waits for."""
+    """What a connection waits for: its request, its turn, the client that takes the answer, the next request."""
 
     HEAD = auto()
-    """The rest of a request, or the first one."""
     TURN = auto()
-    """Its turn to be answered."""
     SENDING = auto()
-    """The client, which has not taken the whole answer."""
     IDLE = auto()
-    """The next request on a connection that has had one."""
 
 
 class Connection(asyncio.Protocol):
@@ -244,7 +240,7 @@ class Server:
             self._start_guest(self._welcome(client))
 
     async def _welcome(self, client: socket.socket) -> None:
-        tls = self._door.tls if self._door else None
+        tls = self._door.loaded.tls if self._door else None
         patience = PATIENCE_SECONDS[Phase.HEAD] if tls else None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -254,7 +250,6 @@ class Server:
             client.close()
 
     def _start_guest(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what a client waits for before its turn."""
         task = asyncio.create_task(work)
         self._guests[task] = None
         task.add_done_callback(lambda done: self._guests.pop(done, None))
@@ -319,7 +314,6 @@ class Server:
             connection.answer(respond_text(500, "this is a fault of the daemon, see its log"))
 
     async def _sweep(self) -> None:
-        """Close connections whose clients take or wait too long."""
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(SWEEP_SECONDS)

@@ -16,7 +16,6 @@ STATE: Final = "state"
 MANY: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": catalog.ENGINE}
 """The lists of the document, by the labels that identify their entries."""
 
-OWN: Final = {"gpus": "gpu_", "engines": "engine_"}
 AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE, catalog.LAST_INCIDENT, catalog.WEB_CONFIG_RELOAD)
 """On the metrics page only: `version`, `age_seconds` and `last_incident` contain the first three."""
 
@@ -78,7 +77,7 @@ def list_metrics(name: str) -> tuple[Metric, ...]:
 
 def build_key(metric: Metric, name: str | None) -> str:
     """Return a metric's key in the entries of a list, or in the document: its name without the common prefix."""
-    return metric.name.removeprefix("headroom_").removeprefix(OWN.get(name or "", ""))
+    return metric.name.removeprefix("headroom_").removeprefix(f"{name.removesuffix('s')}_" if name else "")
 
 
 def _collect_facts(

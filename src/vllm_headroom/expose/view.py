@@ -74,10 +74,8 @@ class History:
             self._curves = {name: curve for name, curve in self._curves.items() if name.partition(" ")[2] in shown}
         for gpu in gpus:
             self._add_gpu(gpu.reading)
-        if snapshot.host is not None and snapshot.host.room_bytes is not None:
-            self._add("host", snapshot.host.room_bytes, min)
-        if running is not None:
-            self._add("running", running, max)
+        self._add("host", None if snapshot.host is None else snapshot.host.room_bytes, min)
+        self._add("running", running, max)
         self._note(snapshot, verdicts)
 
     def curve(self, name: str) -> Curve:
@@ -112,7 +110,9 @@ class History:
                 rise_bytes = max(0, gpu.used_peak_bytes - gpu.memory.used_bytes)
                 self._add(f"peak {gpu.uuid}", max(0, gpu.memory.free_bytes - rise_bytes), min)
 
-    def _add(self, name: str, value: float, chosen: Callable[[float, float], float]) -> None:
+    def _add(self, name: str, value: float | None, chosen: Callable[[float, float], float]) -> None:
+        if value is None:
+            return
         curve = self._curves.setdefault(name, array(TYPE, [nan]) * POINTS)
         slot = (self._minute or 0) % POINTS
         curve[slot] = value if isnan(curve[slot]) else chosen(curve[slot], value)

@@ -25,11 +25,6 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def resolve_folder(folder: Path) -> Path:
-    """Return the folder that this path leads to now."""
-    return Path(os.path.realpath(folder))
-
-
 def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None:
     """Replace a file atomically and durably; raises OSError."""
     unfinished.unlink(missing_ok=True)  # a killed process left it, or it is a link: never followed

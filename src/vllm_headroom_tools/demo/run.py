@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from math import exp
 from typing import Final
 
-from vllm_headroom.clock import Clock, sleep_until
+from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
@@ -166,11 +166,11 @@ def _list_gpu_processes(world: World) -> list[GpuProcess]:
     return processes
 
 
-class ScaledClock:
+class ScaledClock(SystemClock):
     """Runs `speed` (above 0) times as fast as the machine's clock, from the machine's time at which it is made."""
 
     def __init__(self, speed: float) -> None:
-        self._speed = speed
+        self.speed = speed
         self._began_seconds = time.monotonic()
         self._ahead_seconds = time.time() - self._began_seconds
 
@@ -180,11 +180,7 @@ class ScaledClock:
 
     def monotonic(self) -> float:
         """Return simulated seconds that never go back."""
-        return self._began_seconds + (time.monotonic() - self._began_seconds) * self._speed
-
-    async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until that time has come, never less; when it has passed, only let others run."""
-        await sleep_until(self, monotonic_seconds, speed=self._speed)
+        return self._began_seconds + (time.monotonic() - self._began_seconds) * self.speed
 
 
 log = Log(__name__)

@@ -193,10 +193,10 @@ class UnusableState(Exception):  # noqa: N818 - the name describes the file
 
 
 class StateFile(Generic[T]):
-    """The file `name` of a folder, with a value of `kind`, a struct, in the format `number`."""
+    """The file `name` of a folder, with a value of `kind`, a struct, in the format `number`; `lost` is for the log."""
 
-    def __init__(self, name: str, kind: type[T], number: int) -> None:
-        self.name = name
+    def __init__(self, name: str, kind: type[T], number: int, lost: str) -> None:
+        self.name, self.lost = name, lost
         self.rejected_name = f"{name}.bad"
         self._kind = kind
         self._format = number
@@ -262,9 +262,9 @@ def _compute_checksum(document: dict[str, Any]) -> str:
     return hashlib.sha256(_encode_canonical(document)).hexdigest()
 
 
-STATE: Final = StateFile("state.json", SavedState, FORMAT)
-RUNS: Final = StateFile("lives.json", EngineRuns, 2)
+STATE: Final = StateFile("state.json", SavedState, FORMAT, "the leak detector starts afresh")
+RUNS: Final = StateFile("lives.json", EngineRuns, 2, "the engine's restarts are counted afresh")
 """Separate from the leak detector's state, which is of one run: this continues when that is set aside."""
 
-HISTORY: Final = StateFile("history.json", KeptHistory, 3)
+HISTORY: Final = StateFile("history.json", KeptHistory, 3, "the page draws its curves afresh")
 """Separate from the rest: it is of any engine, and only shown."""

@@ -1,6 +1,7 @@
 """Decide when to read, restore, refuse and write the state."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,6 @@ from vllm_headroom.daemon.state.file import (
 from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState
 from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.recorder import resolve_folder
 from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
@@ -33,12 +33,6 @@ log = Log(__name__)
 
 FILE_SECONDS: Final = 2.0
 """A file operation takes milliseconds; beyond this the volume counts as hung."""
-
-SET_ASIDE: Final = {
-    STATE.name: "saved state set aside, the leak detector starts afresh",
-    RUNS.name: "saved state set aside, the engine's restarts are counted afresh",
-    HISTORY.name: "saved curves set aside, the page draws afresh",
-}
 
 
 class StateKeeper:
@@ -66,13 +60,13 @@ class StateKeeper:
             await self._lock_state()
         runs = {} if self._owned is None else await self._read_files()
         self._identity = identify_engine(snapshot.engines) or self._identity
-        if self._saved is None:
+        saved = self._saved
+        if saved is None:
             return runs
-        if reason := explain_refusal(self._saved, snapshot):
+        if reason := explain_refusal(saved, snapshot):
             self._saved = None
             await self._refuse(STATE, reason)
-        elif identify_engine(snapshot.engines) is not None and is_gpu_list_known(self._saved, snapshot):
-            saved = self._saved
+        elif identify_engine(snapshot.engines) is not None and is_gpu_list_known(saved, snapshot):
             self._saved = None
             memory = restore_memory(saved, snapshot)
             log.info(
@@ -110,7 +104,7 @@ class StateKeeper:
         """Lock the folder, where it is a link the one it leads to at first, and log when another daemon has it."""
         before = self._owned
         if before is None:
-            self._folder = await self._try(".", partial(resolve_folder, self._folder)) or self._folder
+            self._folder = await self._try(".", lambda: Path(os.path.realpath(self._folder))) or self._folder
         owned = await self._try(".", partial(self._lock.take, self._folder), timeout_seconds)
         self._owned = before if owned is None else owned
         if self._owned is False and before is not False:
@@ -150,7 +144,8 @@ class StateKeeper:
         await self._try(file.rejected_name, partial(file.set_aside, self._folder))
         if file.rejected_name not in self._failing:
             self._unread.discard(file.name)
-            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / file.rejected_name))
+            event = f"saved state set aside, {file.lost}"
+            log.warning(event, problem=reason, file=str(self._folder / file.rejected_name))
 
     async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - what the operation returns
         """Return what an operation on the file of this name returns, None when it fails."""

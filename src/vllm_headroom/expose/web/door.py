@@ -127,7 +127,7 @@ FILE_SECONDS: Final = 2.0
 
 
 class _Loaded(Struct, frozen=True, kw_only=True):
-    """The file as it was read, its TLS context, and the state of its files at that time."""
+    """The file as it was read, its TLS context, None for plain HTTP, and the state of its files at that time."""
 
     config: WebConfig
     tls: ssl.SSLContext | None
@@ -135,7 +135,7 @@ class _Loaded(Struct, frozen=True, kw_only=True):
 
 
 class Door:
-    """Applies the web configuration in `file`; while a later version is invalid, the last valid one applies.
+    """Applies the web configuration in `file`; while a later version has a `problem`, the last valid one applies.
 
     File access may hang, and password checks are slow on purpose: each of the two has a separate thread.
     """
@@ -144,17 +144,12 @@ class Door:
         self._file = file
         self._worker = Worker[_Loaded]("web")
         self._users = Users()
-        self._lock = _load(file)
-        self._problem: str | None = None
-
-    @property
-    def tls(self) -> ssl.SSLContext | None:
-        """The TLS context of the next connection; None for plain HTTP."""
-        return self._lock.tls
+        self.loaded = _load(file)
+        self.problem: str | None = None
 
     def is_admitted(self, certificate: dict[str, object] | None) -> bool:
         """Return whether the client's verified certificate has one of the allowed names."""
-        tls = self._lock.config.tls
+        tls = self.loaded.config.tls
         if tls is None or not tls.client_allowed_sans:
             return True
         names = (certificate or {}).get("subjectAltName", ())
@@ -162,7 +157,7 @@ class Door:
 
     async def find_refusal(self, request: Request, client: str) -> Response | None:
         """Return the answer to a request without a valid login, None with one; `client` is its address."""
-        users = self._lock.config.users
+        users = self.loaded.config.users
         login = request.headers.get("authorization", "")
         is_valid = not users or await self._users.is_login_valid(users, login, client)
         if is_valid:
@@ -173,7 +168,7 @@ class Door:
 
     def add_headers(self, answer: Response) -> Response:
         """Return the answer with the file's headers."""
-        headers = self._lock.config.headers
+        headers = self.loaded.config.headers
         if not headers:
             return answer
         others = (each for each in answer.headers if each[0] not in headers)
@@ -186,20 +181,15 @@ class Door:
         """
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            found, problem = await self._worker.attempt(lambda: _reload(self._file, self._lock), FILE_SECONDS)
-            if found is not None and found is not self._lock:
-                self._lock = found
+            found, problem = await self._worker.attempt(lambda: _reload(self._file, self.loaded), FILE_SECONDS)
+            if found is not None and found is not self.loaded:
+                self.loaded = found
                 log.info("web configuration read again", file=str(self._file))
                 drop_clients()
-            if problem is not None and problem != self._problem:
+            if problem is not None and problem != self.problem:
                 text = "web configuration not read again, the last one holds"
                 log.warning(text, problem=problem.replace("\n", "; "), file=str(self._file))
-            self._problem = problem
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the last reading of the file was taken."""
-        return self._problem is None
+            self.problem = problem
 
 
 def _load(file: Path) -> _Loaded:
