@@ -25,7 +25,7 @@ STATES: Final = {
     EngineState.UNKNOWN: "engine's state unknown",
     EngineState.STALLED: "engine is stalled: it should make progress and makes none",
 }
-"""The events of states that more is said of than `engine is serving`."""
+"""The events of states; any other is as `engine is serving`."""
 
 MOST_STOPPED: Final = 64
 FORGET_SECONDS: Final = 3600.0
