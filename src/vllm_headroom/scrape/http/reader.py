@@ -131,6 +131,8 @@ class PageReader:
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._send(request, is_page=is_page)
+        except failures.UnusableCredentials as error:
+            return Failure(source=Source.ENGINE, reason=Reason.CREDENTIALS, message=str(error))
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             problem = failures.explain_no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
@@ -147,18 +149,12 @@ class PageReader:
             await client.aclose()
 
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
-        client, token_file = await self._open_client(), self._token_file
-        if isinstance(client, Failure):
-            return client
-        token: str | Failure | None = None
-        if token_file is not None:
+        client, auth = await self._open_client(), self._auth
+        if (token_file := self._token_file) is not None:
             trouble = f"the token file {token_file} cannot be read"
             token = await self._read_file(lambda: failures.read_token(token_file), trouble)
-        if isinstance(token, Failure):
-            return token
-        if token is not None:
-            request.headers["Authorization"] = f"Bearer {token}"
-        response = await self._connect(client, request, None if token is not None else self._auth)
+            request.headers["Authorization"], auth = f"Bearer {token}", None
+        response = await self._connect(client, request, auth)
         try:
             if is_page and response.status_code != HTTPStatus.OK:
                 return failures.explain_status(response, self._shown)
@@ -195,26 +191,23 @@ class PageReader:
             raise httpx.ConnectTimeout("the resolver hangs") from error
         return [str(address[0]) for *_, address in found]
 
-    async def _read_file(self, read: Callable[[], T], trouble: str) -> T | Failure:
+    async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
+        """Return what `read` returns on the thread; raise UnusableCredentials."""
         try:
             found: T = await self._files.call(read, _FILE_SECONDS)
         except TimeoutError:
-            late = f"{trouble} (no answer within {_FILE_SECONDS:g} s)"
-            return failures.build_failure(Reason.CREDENTIALS, late, "make it a file that can be read at once")
-        except failures.UnusableCredentials as problem:
-            return Failure(source=Source.ENGINE, reason=Reason.CREDENTIALS, message=str(problem))
+            problem = f"{trouble} (no answer within {_FILE_SECONDS:g} s): make it a file that can be read at once"
+            raise failures.UnusableCredentials(problem) from None
         return found
 
-    async def _open_client(self) -> httpx.AsyncClient | Failure:
+    async def _open_client(self) -> httpx.AsyncClient:
         if self._client is None:
-            trust: ssl.SSLContext | Failure | bool = False
+            trust: ssl.SSLContext | bool = False
             if self._url.scheme == "https" and self._ca_file is None:
                 trust = httpx.create_ssl_context(trust_env=False)
             elif self._url.scheme == "https":
                 trouble = f"the CA file {self._ca_file} cannot be used"
                 trust = await self._read_file(lambda: failures.load_trust(self._ca_file), trouble)
-            if isinstance(trust, Failure):
-                return trust
             # No cookies are kept: there is no login, and a cookie would be one more secret to guard.
             no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
             self._client = httpx.AsyncClient(
