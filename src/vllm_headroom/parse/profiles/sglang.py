@@ -11,8 +11,6 @@ _TOTAL: Final = ("priority", ("",))
 _PREFILLED: Final = ("prefill_effective_tokens_total",)
 _HITS: Final = ("device_hit", "host_hit", "storage_hit")
 _MODEL: Final = "weight_memory_usage_gb+kv_cache_memory_usage_gb"
-_GIBIBYTES: Final = float(GIB)
-"""SGLang's GB is 2**30 bytes (srt/utils/common.py, srt/mem_cache/memory_pool.py)."""
 
 SGLANG: Final = Profile(
     name="sglang",
@@ -44,6 +42,7 @@ SGLANG: Final = Profile(
         Fact("prefix_queries_total", ("prompt_tokens_total",)),
         Fact("prefix_hits_total", _PREFILLED, where=("mode", _HITS)),
         Fact("prefix_hits_total", ("cached_tokens_total",)),
-        Fact("memory_bytes", (f"{_MODEL}+graph_memory_usage_gb", _MODEL), factor=_GIBIBYTES),  # after 0.5.12
+        # SGLang's GB is 2**30 bytes (srt/utils/common.py, srt/mem_cache/memory_pool.py)
+        Fact("memory_bytes", (f"{_MODEL}+graph_memory_usage_gb", _MODEL), factor=GIB),  # after 0.5.12
     ),
 )

@@ -4,11 +4,9 @@ from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 
-_BLOCKS: Final = "kv_cache_block_metrics"
-
 
 def _block(field: str, kind: str, combine: Combine = Combine.SUM) -> Fact:
-    return Fact(field, (_BLOCKS,), where=("kv_cache_block_type", (kind,)), combine=combine)
+    return Fact(field, ("kv_cache_block_metrics",), where=("kv_cache_block_type", (kind,)), combine=combine)
 
 
 TRITON: Final = Profile(

@@ -225,26 +225,25 @@ NOT_SERVED: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
 """Answers of a server without the path; vLLM has `is_sleeping` in its development mode only."""
 
 
-class CanaryRequest:
+class CanaryRequest(Struct, frozen=True, kw_only=True):
     """The daemon's request for one token, with readers of the server's `health`, `is_sleeping` and `v1/completions`."""
 
-    def __init__(self, *, health: PageReader, sleep: PageReader, completion: PageReader) -> None:
-        self._health = health
-        self._sleep = sleep
-        self._completion = completion
+    health: PageReader
+    sleep: PageReader
+    completion: PageReader
 
     async def ask(self, model_name: str) -> bool | None:
         """Return whether the engine completes one token; None where that is unknown; never raise.
 
         A sleeping engine gets no request: its page may be older than its sleep or, before vLLM 0.11.1, not report it.
         """
-        for reader in (self._health, self._sleep):
+        for reader in (self.health, self.sleep):
             page = await reader.fetch()
             if isinstance(page, Failure) and page.reason not in NOT_SERVED:
                 return False if page.reason in SILENT else None
             if isinstance(page, str) and '"is_sleeping":true' in page.replace(" ", ""):
                 return None
-        answer = await self._completion.send("POST", "", {"model": model_name, "prompt": "1", "max_tokens": 1})
+        answer = await self.completion.send("POST", "", {"model": model_name, "prompt": "1", "max_tokens": 1})
         if isinstance(answer, Failure):
             return False if answer.reason in SILENT else None
         if answer.status == HTTPStatus.OK:
@@ -253,5 +252,5 @@ class CanaryRequest:
 
     async def close(self) -> None:
         """Close the connections."""
-        for reader in (self._health, self._sleep, self._completion):
+        for reader in (self.health, self.sleep, self.completion):
             await reader.close()

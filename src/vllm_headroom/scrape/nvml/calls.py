@@ -140,10 +140,10 @@ class Xids:
 
     def end(self) -> None:
         """Free the set, before NVML is shut down."""
-        if self._events is not None:
+        events, self._events = self._events, None
+        if events is not None:
             with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlEventSetFree(self._events)
-        self._events = None
+                pynvml.nvmlEventSetFree(events)
 
     def listen(self, handle: Handle, uuid: str) -> None:
         """Count the XID errors of this GPU from now on; raise NVMLError where the GPU has no such events."""

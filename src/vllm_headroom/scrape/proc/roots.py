@@ -177,8 +177,6 @@ def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 """They run an entrypoint and become the parent of what a server in its own group leaves; no engine is one."""
 
-_BELOW_A_SERVER: Final = (Role.ENGINE_CORE, Role.WORKER)
-
 
 def find_orphans(
     entries: Mapping[int, ProcEntry],
@@ -230,7 +228,7 @@ def find_strays(entries: Mapping[int, ProcEntry], engine: Collection[int]) -> se
     for pid, process in entries.items():
         above = entries.get(process.parent_pid)
         if (
-            process.role in _BELOW_A_SERVER
+            process.role in {Role.ENGINE_CORE, Role.WORKER}
             and pid not in engine
             and not process.command[0].startswith(RAY)
             and process.family not in served

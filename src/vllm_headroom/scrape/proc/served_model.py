@@ -17,13 +17,9 @@ _OTHERWISE: Final = frozenset(
 )
 """Options with which the cache may differ from what the model's own configuration gives."""
 
-_HUBS: Final = (
-    ("HF_HUB_CACHE", ""),
-    ("HF_HOME", "hub"),
-    ("HOME", ".cache/huggingface/hub"),
-    ("", "root/.cache/huggingface/hub"),
-)
-"""Where Hugging Face's cache is: below a variable of the environment, the first that is set."""
+_CACHE: Final = ".cache/huggingface/hub"
+_HUBS: Final = (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("HOME", _CACHE), ("", f"root/{_CACHE}"))
+"""Where Hugging Face's cache may be: below a variable of the environment."""
 
 
 class ServedModel:

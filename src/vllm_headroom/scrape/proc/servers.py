@@ -122,7 +122,6 @@ def find_server(command: tuple[str, ...]) -> ServerKind | None:
 
 _SUPERVISOR: Final = frozenset({"--data-parallel-multi-port-external-lb", "-dpm"})
 _MOST_DIGITS: Final = 5
-_LOCAL_RANKS: Final = ("--data-parallel-size-local", "-dpl")
 
 
 def is_supervisor(command: tuple[str, ...]) -> bool:
@@ -144,7 +143,8 @@ def find_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[
     ports from that of the supervisor `above` them (vllm/entrypoints/openai/dp_supervisor.py).
     """
     if is_supervisor(above):
-        first, ranks = find_port(above), _parse_count([v for name, v in list_options(above) if name in _LOCAL_RANKS])
+        local = {"--data-parallel-size-local", "-dpl"}
+        first, ranks = find_port(above), _parse_count([v for name, v in list_options(above) if name in local])
         rank = _parse_count([command[0].rpartition("_")[2]])
         return None if first is None or not ranks or rank is None else first + rank % ranks
     server = find_server(command) if command else None
