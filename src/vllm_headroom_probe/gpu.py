@@ -60,11 +60,13 @@ class WorkerGpu:
         began = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - began
-        self._graphs = _read_graphs(stats, worker)
+        # torch reports vLLM's pool of CUDA graphs since 2.13
+        handle = getattr(type(read_own(worker, "current_platform")), "_global_graph_pool", None)
+        graphs = stats.get("reserved_bytes_by_private_pools", {}).get(handle)
+        self._graphs = None if graphs is None else to_whole(graphs["all"]["current"])
+        names = ("allocated", "reserved", "inactive_split")
         return {
-            "allocated": _read_current(stats, "allocated_bytes"),
-            "reserved": _read_current(stats, "reserved_bytes"),
-            "inactive_split": _read_current(stats, "inactive_split_bytes"),
+            **{name: to_whole(stats.get(f"{name}_bytes", {}).get("all", {}).get("current")) for name in names},
             "retries": to_whole(stats.get("num_alloc_retries")),
             "ooms": to_whole(stats.get("num_ooms")),
         }
@@ -74,9 +76,11 @@ class WorkerGpu:
         if worker is None:
             return None
         in_pool = _sum_by_tag() if find_pool() is not None else {}
+        caches = read_own(worker, "model_runner.kv_caches")
+        has_caches = caches and can_ask_torch(worker)  # the sleep pool is not touched
         return {
             "weights": self._weights(worker),
-            "kv_cache": _sum_kv_cache(worker),
+            "kv_cache": _sum_bytes(list(_walk_tensors(caches))) if has_caches else None,
             "cuda_graphs": self._graphs,
             "cuda_graphs_estimate": to_whole(read_own(worker, "cudagraph_memory_estimate")),
             "activation_peak": to_whole(read_own(worker, "peak_activation_memory")),
@@ -105,17 +109,6 @@ def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
     return None if uuid is None else f"{'MIG' if visible.startswith('MIG-') else 'GPU'}-{uuid}"
 
 
-def _read_current(stats: dict[str, Any], name: str) -> int | None:
-    return to_whole(stats.get(name, {}).get("all", {}).get("current"))
-
-
-def _read_graphs(stats: dict[str, Any], worker: object) -> int | None:
-    """Return the reserved bytes of vLLM's CUDA graph pool; torch reports them since 2.13."""
-    handle = getattr(type(read_own(worker, "current_platform")), "_global_graph_pool", None)
-    found = stats.get("reserved_bytes_by_private_pools", {}).get(handle)
-    return None if found is None else to_whole(found["all"]["current"])
-
-
 def _sum_by_tag() -> dict[str, Any]:
     """Return the sleep pool's bytes by tag, and whether any of it sleeps; nothing where vLLM does not mark sleep."""
     held: dict[str, int] = {}
@@ -127,12 +120,6 @@ def _sum_by_tag() -> dict[str, Any]:
         size = 0 if allocation.is_asleep else int(allocation.handle[1])
         held[str(allocation.tag)[:32]] = held.get(str(allocation.tag)[:32], 0) + size
     return {"asleep": asleep, "pool": held}
-
-
-def _sum_kv_cache(worker: object) -> int | None:
-    """Return the bytes of the KV cache's tensors, without touching the sleep pool."""
-    caches = read_own(worker, "model_runner.kv_caches")
-    return _sum_bytes(list(_walk_tensors(caches))) if caches and can_ask_torch(worker) else None
 
 
 def _walk_tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, nested by kind of layer
