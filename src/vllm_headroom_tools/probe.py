@@ -216,19 +216,16 @@ def install(folder: Path) -> tuple[str, ...]:
     return PACKAGE, info.name
 
 
-Document = Mapping[str, Any]
-"""A part of what --json prints."""
-
 MAPPINGS_SECONDS: Final = 10.0
 WORTH_A_LINE_BYTES: Final = 2**20
 MOST_SHOWN: Final = 3
 """Stacks of each kind and callers of each, of the many that --json has."""
 
 
-def render_recording(recorded: Document) -> Iterator[str]:
+def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
     """Yield what each process kept, by the stacks that kept most; the process with most is first."""
 
-    def most(process: Document) -> int:
+    def most(process: Mapping[str, Any]) -> int:
         return max((stack["bytes"] for stack in (*(process["host"] or ()), *(process["gpu"] or ()))), default=0)
 
     yield f"In {format_duration(recorded['seconds'])}, what each process allocated and still holds:"
@@ -237,7 +234,7 @@ def render_recording(recorded: Document) -> Iterator[str]:
         yield from _format_process(process)
 
 
-def _format_process(process: Document) -> Iterator[str]:
+def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
     name, problem = f"{process['role']} (pid {process['pid']})", process["problem"]
     if problem is not None:
         yield f"{name}: {problem if problem == NO_ANSWER else f'an answer that cannot be used: {problem}'}"
@@ -308,7 +305,7 @@ async def _run(given: Namespace) -> Report:
     raise BadOptions("needs one of: install FOLDER, record --for DURATION")
 
 
-def report_recorded(found: Document) -> Report:
+def report_recorded(found: Mapping[str, Any]) -> Report:
     """Return the report on a recording; it does not judge, so its exit status is 0."""
     findings = [
         Finding(f"{each['role']} (pid {each['pid']})", Conclusion.CANNOT_TELL, each["problem"])

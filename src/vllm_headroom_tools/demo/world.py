@@ -140,17 +140,11 @@ OUTSIDE_MIB: Final = 560 + 220
 
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
-UNATTRIBUTED_BYTES: Final = 20 * MIB
-"""Used on a data-centre GPU by no process."""
-
 OUT_OF_MEMORY_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
 """Beyond this much in use the next allocation fails: it is larger than what is left."""
 
 WARM_SECONDS: Final = 3_600
 """The engine has served this long when the demo begins."""
-
-DOWN_SECONDS: Final[Bounds] = (20.0, 50.0)
-"""With a scenario's ordinary loading time, a restart takes one to two minutes."""
 
 NEIGHBOUR_CONTEXT_MIB: Final = 450
 
@@ -296,8 +290,8 @@ class World:
 
     @property
     def used_bytes(self) -> int:
-        """GPU memory in use, without what the driver reserves."""
-        return UNATTRIBUTED_BYTES + self.engine_bytes + self.neighbour_bytes
+        """GPU memory in use, without what the driver reserves: on a data-centre GPU 20 MiB by no process."""
+        return 20 * MIB + self.engine_bytes + self.neighbour_bytes
 
     def _step(self) -> None:
         self.seconds += 1
@@ -310,7 +304,7 @@ class World:
             self.engine.step(arrived, self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0)
         self.busy = 0 if hangs else self.engine.running
         if self.seconds >= self._ends_seconds or self.used_bytes > OUT_OF_MEMORY_BYTES:
-            started = self.seconds + self._fate.uniform(*DOWN_SECONDS)
+            started = self.seconds + self._fate.uniform(20.0, 50.0)
             serving = started + self._fate.uniform(*self._scenario.loading_seconds)
             self.engine = self._start_engine(self.engine.number + 1, started, serving)
 

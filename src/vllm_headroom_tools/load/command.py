@@ -13,7 +13,6 @@ from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_lengths
 from vllm_headroom_tools.options import DURATION, FILE, FOLDER, GPUS, NUMBER, SHARE, Parser, Value, page_url, whole
 
-MOST_CLIENTS: Final = 1_000_000
 PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
 
 
@@ -33,8 +32,9 @@ def add_options(parser: Parser) -> None:
     token, authorities = "a file with the token to send", "the certificates, in PEM, to trust for https"
     add("--engine-bearer-token-file", dest="bearer_token_file", metavar="FILE", type=FILE, help=token)
     add("--engine-ca-file", dest="ca_file", metavar="FILE", type=FILE, help=authorities)
-    number = whole(1, MOST_CLIENTS)
-    add("--concurrency", metavar="NUMBER", type=number, required=True, help="clients in the step of 100 %%")
+    add(
+        "--concurrency", metavar="NUMBER", type=whole(1, 1_000_000), required=True, help="clients in the step of 100 %%"
+    )
     of_tokens = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
     prompts = "a dataset to take prompts from: ShareGPT's JSON, JSON lines with `prompt`, or a text a line"
     add("--prompts", metavar="FILE", type=FILE, help=prompts)

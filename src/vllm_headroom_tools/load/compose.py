@@ -80,11 +80,6 @@ def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> l
     return sorted(found)
 
 
-SAMPLE_SECONDS: Final = 1.0
-PAGE_SECONDS: Final = 10.0
-"""How long the engine's page may take: an overloaded server answers late."""
-
-
 async def run_load(order: LoadOrder) -> Report:
     """Put the load on the server, and report on it; raises BadInput where that cannot be done."""
     try:
@@ -101,7 +96,7 @@ async def run_load(order: LoadOrder) -> Report:
     sampling = Sampling(
         parts=_build_parts(order, target, clock),
         selection=Selection.of(order.gpus),
-        interval_seconds=SAMPLE_SECONDS,
+        interval_seconds=1.0,
         trace=order.trace,
     )
     asker = RequestSender(
@@ -159,7 +154,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     return Parts(
         engine=PageReader(
             url=str(order.page),
-            timeout_seconds=PAGE_SECONDS,
+            timeout_seconds=10.0,  # an overloaded server answers late
             bearer_token_file=None if order.metrics_url else order.bearer_token_file,
             ca_file=order.ca_file,
         ),

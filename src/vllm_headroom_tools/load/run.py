@@ -260,8 +260,6 @@ SHARES: Final = (0.5, 0.75, 1.0, 1.2)
 DELAY_SECONDS: Final = 0.1
 """How often this process's own delay is measured."""
 
-SHOW_SECONDS: Final = 1.0
-
 GONE_SECONDS: Final = 15.0
 """An engine that is gone or another for so long does not come back as it was: the rest of the load says nothing."""
 
@@ -332,7 +330,7 @@ class LoadRun:
         """Show how far it has come, and stop where the engine has ended for so long."""
         seen_seconds = monotonic()
         while True:
-            await asyncio.sleep(SHOW_SECONDS)
+            await asyncio.sleep(1.0)
             self.screen.show(self._tally, monotonic() - self._tally.began_seconds)
             if self.sampling.whole.ended is None and not self._tally.engine_dead:
                 seen_seconds = monotonic()

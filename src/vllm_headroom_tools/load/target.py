@@ -91,9 +91,6 @@ WORDS: Final = tuple(_TEXT.split())
 """Common enough that vocabularies have each, with the space before it, as one token: 1,000 of them are 1,000 tokens in
 all of Mistral's, SentencePiece and Tekken (measured)."""
 
-DIFFERENT_WORDS: Final = 5
-"""Of the words that are a prompt's own, those that are drawn one by one: 10**10 beginnings, so none is in a cache."""
-
 RING_WORDS: Final = 8192
 
 
@@ -113,7 +110,7 @@ def build_prompts(shared_ratio: float, random: Random) -> Callable[[int], str]:
 
     def make(words: int) -> str:
         shared, rings = round(shared_ratio * words), words // RING_WORDS + 1
-        first = random.choices(WORDS, k=min(words - shared, DIFFERENT_WORDS))
+        first = random.choices(WORDS, k=min(words - shared, 5))  # 10**10 beginnings, so none is in a cache
         begin = random.randrange(RING_WORDS)
         rest = (ring * (rings + 1))[begin : begin + words - shared - len(first)]
         return " ".join((*(common * rings)[:shared], *first, *rest))

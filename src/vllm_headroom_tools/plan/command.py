@@ -122,7 +122,6 @@ def _apply_dtype(shape: ModelShape, dtype: str, quantization: str | None, *, lan
 MOST: Final = 2**24
 COUNT: Final = whole(1, MOST)
 TOKENS: Final = tokens(MOST)
-DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
 PARAMETERS: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 THOUSANDS: Final = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
 MOST_PARAMETERS: Final = 10**14
@@ -149,7 +148,8 @@ def add_options(parser: Parser) -> None:
         add(option(name), metavar="N", type=COUNT, help=f"{meaning}, instead of the file's")
     parameters = Value(read=_parse_parameters, accepts="a number of parameters, such as 70600000000 or 70.6B")
     add("--parameters", metavar="N", type=parameters, help="such as 70.6B, instead of counting them")
-    _add_choice(group, ("--dtype",), DTYPES, "of what is not quantised; auto is 16 bits", default="auto")
+    dtypes = ("auto", "half", "float16", "bfloat16", "float", "float32")
+    _add_choice(group, ("--dtype",), dtypes, "of what is not quantised; auto is 16 bits", default="auto")
     _add_choice(group, ("-q", "--quantization"), sorted(QUANTISED_BYTES), "of the weights, instead of the file's")
     _add_engine(parser.add_argument_group("vLLM's options, by its own names"))
 

@@ -23,19 +23,16 @@ from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import look
 from vllm_headroom_tools.preflight.report import Clearance, build_report, judge, judge_wake
 
-WAIT: Final = Value(read=parse_duration, accepts="a duration such as 120s or 2m")
 DEFAULT_UTILIZATION: Final = 0.92
 """vLLM's own since 0.20 (vllm/config/cache.py); 0.9 before."""
 
 PATIENCE_SECONDS: Final = 15.0
 """The first to use a GPU without the persistence daemon waits seconds for the driver to wake it."""
 
-DEVICE_SECONDS: Final = 5.0
 PROC: Final = Path("/proc")
 SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
 POLL_SECONDS: Final = 1.0
 SAY_SECONDS: Final = 10.0
-MOST_GPUS: Final = 64
 IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
 """What vLLM may start with all the same."""
 
@@ -50,11 +47,12 @@ def add_options(parser: Parser) -> None:
     gpus = "the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES, or HIP's, leaves"
     add("--gpus", metavar="GPUS", type=GPUS, help=gpus)
     parallel = "as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at"
-    add("-tp", "--tensor-parallel-size", metavar="N", type=whole(1, MOST_GPUS), help=parallel)
+    add("-tp", "--tensor-parallel-size", metavar="N", type=whole(1, 64), help=parallel)
     engine = "where a vLLM sleeps: says whether it could wake now, in place of whether another would start"
     add("--engine-url", metavar="URL", type=page_url("http://127.0.0.1:8000"), help=engine)
+    duration = Value(read=parse_duration, accepts="a duration such as 120s or 2m")
     wait = "look again for so long while memory is taken or the driver does not answer; ends as soon as it is a go"
-    add("--wait", metavar="DURATION", default=0.0, type=WAIT, help=wait)
+    add("--wait", metavar="DURATION", default=0.0, type=duration, help=wait)
     ignore = (
         "go although: ecc (NVIDIA lets new work start while a remapping is due), identical, shm or host; repeatable"
     )
@@ -104,7 +102,7 @@ async def _run(given: Namespace) -> Report:
         tensor_parallel_size=given.tensor_parallel_size or 1,
     )
     ignored = frozenset(Kind(name) for name in given.ignore)
-    gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
+    gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=5.0, process_interval_seconds=0.0)
     engine = urlsplit(url or "")
     port = engine.port or {"http": 80, "https": 443}.get(engine.scheme, 0)  # without one any engine's processes count
     processes = Processes(engine_port=port, proc=PROC, monotonic=time.monotonic)

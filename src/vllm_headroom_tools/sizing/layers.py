@@ -41,7 +41,6 @@ FULL: Final = frozenset({"full_attention", "attention", "full", "global_attentio
 WINDOWED: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention", "sliding_window"})
 STATEFUL: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
 NOTHING: Final = frozenset({"mlp", "moe", "dense"})
-CHUNKED: Final = "chunked_attention"
 KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
 """Names of kinds of layers in `layer_types` and `layers_block_type`; a "hybrid" layer, of two kinds, is not known."""
 

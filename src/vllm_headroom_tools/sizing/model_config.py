@@ -132,7 +132,7 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         full_layers=0 if whole_text else full,
         windowed_layers=0 if whole_text else windowed,
         window_tokens=layers.read_window(config) if windowed and not whole_text else None,
-        chunked=bool(windowed) and (layers.CHUNKED in found_kinds or read_whole(config, "sliding_window") is None),
+        chunked=bool(windowed) and ("chunked_attention" in found_kinds or read_whole(config, "sliding_window") is None),
         windowed_heads=narrow,
         stateful_layers=stateful,
         state_bytes=layers.count_state_bytes(config) if stateful else None,

@@ -62,11 +62,6 @@ class Matrix(Struct, frozen=True, kw_only=True):
         """How many parameters all copies have."""
         return self.inputs * self.outputs * self.copies
 
-    @property
-    def is_row_parallel(self) -> bool:
-        """Whether tensor parallelism divides its inputs, and not its outputs."""
-        return self.name.endswith(("o_proj", "down_proj", "out_proj"))
-
 
 def list_matrices(
     config: Config, kinds: Sequence[str], heads_of_full: KvHeads, heads_of_windowed: KvHeads
@@ -230,10 +225,12 @@ def count_layer_parameters(
 
 
 def _count_adapter(found: Sequence[Matrix]) -> Adapter:
-    return Adapter(
-        whole=sum(each.copies * (each.outputs if each.is_row_parallel else each.inputs) for each in found),
-        divided=sum(each.copies * (each.inputs if each.is_row_parallel else each.outputs) for each in found),
-    )
+    whole = divided = 0
+    for each in found:
+        is_row_parallel = each.name.endswith(("o_proj", "down_proj", "out_proj"))  # its inputs are divided
+        whole += each.copies * (each.outputs if is_row_parallel else each.inputs)
+        divided += each.copies * (each.inputs if is_row_parallel else each.outputs)
+    return Adapter(whole=whole, divided=divided)
 
 
 def read_mlp(config: Config) -> tuple[int, int] | None:

@@ -161,12 +161,17 @@ async def check_counters(
     reach: EngineServer, before: EnginePage | Failure, patience_seconds: float = COUNTED_SECONDS
 ) -> tuple[Step, EnginePage | Failure]:
     """Return whether one more request has finished than in `before`, and the page that says so."""
-    finished_before = 0.0 if isinstance(before, Failure) else sum_finished(before)
+
+    def count_finished(page: EnginePage | Failure) -> float:
+        engines = () if isinstance(page, Failure) else page.engines
+        return sum(engine.finished_total or 0.0 for engine in engines)  # a counter that is not there yet is at 0
+
+    finished_before = count_finished(before)
     now = asyncio.get_running_loop().time
     ends = now() + patience_seconds
     while True:
         page = await reach.page()
-        more = 0.0 if isinstance(page, Failure) else sum_finished(page) - finished_before
+        more = count_finished(page) - finished_before
         if more >= 1 or now() >= ends:
             break
         await asyncio.sleep(COUNT_POLL_SECONDS)
@@ -191,11 +196,6 @@ def _check_inputs(page: EnginePage | Failure, nothing: str) -> Step:
         return Step(Conclusion.NOT_GOOD, text)
     there = sum(is_there for _, is_there in page.inputs)
     return Step(Conclusion.GOOD, f"{there} of {len(page.inputs)} inputs are on the page")
-
-
-def sum_finished(page: EnginePage) -> float:
-    """Return how many requests have finished, on all engines of the page; a counter not there yet is at 0."""
-    return sum(engine.finished_total or 0.0 for engine in page.engines)
 
 
 SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
