@@ -90,10 +90,7 @@ class Metric(Struct, frozen=True, kw_only=True):
 
 
 class Sample(NamedTuple):
-    """One value of a metric; `labels` are the values in the order of `metric.labels`.
-
-    A tick makes hundreds and iterates them: unpacking a tuple is fast.
-    """
+    """One value of a metric, with labels as in `metric.labels`; a tuple, since a tick makes and unpacks hundreds."""
 
     metric: Metric
     labels: tuple[str, ...]

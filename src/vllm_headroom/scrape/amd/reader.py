@@ -78,11 +78,10 @@ class Amd:
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID of every card without partitions, and add it to its peak."""
-        used: dict[str, int] = {}
-        if self._cards:
-            with contextlib.suppress(OSError):  # TimeoutError is one
-                used = await self._worker.call(self._sample, timeout_seconds)
-        return used
+        with contextlib.suppress(OSError):  # TimeoutError is one
+            used: dict[str, int] = await self._worker.call(self._sample, timeout_seconds) if self._cards else {}
+            return used
+        return {}
 
     def close(self) -> None:
         """End the thread when it has nothing more to do."""

@@ -21,8 +21,6 @@ from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
 
-_PLAIN: Final = frozenset({"", "identity"})
-
 _MOST_CPU_SECONDS: Final = 0.5
 """The event loop's own work while one page comes in: a page of 5,000 lines, each in a separate part, takes 0.2 s."""
 
@@ -39,7 +37,7 @@ async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
     Returns MALFORMED for a compressed body, TOO_LARGE, OUT_OF_BOUNDS for one whose parts cost too much CPU, or
     INCOMPLETE when it ends before its length.
     """
-    if response.headers.get("Content-Encoding", "").strip().lower() not in _PLAIN:
+    if response.headers.get("Content-Encoding", "").strip().lower() not in {"", "identity"}:
         return Reason.MALFORMED
     body, parts, began = bytearray(), 0, thread_time()
     try:

@@ -59,10 +59,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
 
 def read_content(file: Path | str, most_bytes: int | None = None) -> bytes:
-    """Return the content of a kernel file, or its start; raise OSError.
-
-    Without Path or buffer: a host may have 10,000 processes.
-    """
+    """Return a kernel file's content or start, without a buffer (a host may have 10,000 processes); raise OSError."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         return (
