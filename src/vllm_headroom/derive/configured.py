@@ -29,6 +29,9 @@ _OPTIONS: Final = {
 }
 """Facts of an engine that an option of the command line gives where the page does not."""
 
+OFFLOAD_HIGH: Final = 1.92
+"""Times the size of a tier of the KV cache that it took (vllm#53042); of offloaded weights 1.9 times (vllm#56410)."""
+
 MULTIMODAL_CACHE_GB: Final = 4.0
 """vLLM's default of --mm-processor-cache-gb (vllm/config/multimodal.py)."""
 
@@ -90,7 +93,9 @@ def _list_pools(page: EnginePage | Failure, counts: Mapping[Role, int], options:
     core = Role.ENGINE_CORE if counts.get(Role.ENGINE_CORE) else Role.API_SERVER
     worker = Role.WORKER if counts.get(Role.WORKER) else core
     offload_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines.values())
-    offload_bytes = offload_bytes or (options.kv_offloading_size or 0) * GIB * max(1, len(engines))
+    tier_bytes = (options.kv_offloading_size or 0) * GIB or options.kv_connector_bytes or 0
+    offload_bytes = offload_bytes or tier_bytes * max(1, len(engines))
+    offload_bytes += (options.lmcache_gb or 0) * GIB * counts.get(worker, 1)
     yield Pool(part=HostPart.KV_OFFLOAD, role=worker, size_bytes=int(offload_bytes))
     weights_bytes = (options.cpu_offload_gb or 0) * GIB * counts.get(worker, 1)
     yield Pool(part=HostPart.WEIGHTS_OFFLOAD, role=worker, size_bytes=int(weights_bytes))

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from vllm_headroom import catalog
 from vllm_headroom.derive import Derivation
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
+from vllm_headroom.derive.configured import OFFLOAD_HIGH
 from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.leak import is_alone
@@ -18,7 +19,7 @@ from vllm_headroom.derive.life.signs import is_starved
 from vllm_headroom.derive.readings import make_states
 from vllm_headroom.model import NO_VERDICT, EngineStatus, Failure, Gpu, HostMemory, Sample, Snapshot, Values, Verdict
 from vllm_headroom.units import format_duration, format_size
-from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level, Situation
+from vllm_headroom.vocabulary import EngineState, HostPart, LeakLocation, LeakState, Level, Situation
 
 NEIGHBOUR_BYTES: Final = 2**30
 """Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller. Files
@@ -353,6 +354,9 @@ def _describe_use(snapshot: Snapshot, values: Values) -> str:
     shared = host.shm_used_bytes or 0
     more = f", {format_size(shared)} of it in /dev/shm" if shared > NEIGHBOUR_BYTES else ""
     more += f", and {format_size(host.swap_bytes)} are swapped out" if host.swap_bytes else ""
+    planned = values.of(catalog.HOST_MEMORY_PLANNED)
+    offloads = sum(planned.get((part,), 0.0) for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD))
+    more += f"; offloads of {format_size(offloads)} may take up to {OFFLOAD_HIGH} times that" if offloads else ""
     if used is None or limit is None:
         return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}{more}"
     return f"{format_size(used)} of {format_size(limit)} are in use{SCOPES.get(host.basis, '')}{more}"

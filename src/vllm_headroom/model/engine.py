@@ -178,7 +178,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     """What the command line of vLLM's server sets, by the names of its options; None where it does not.
 
     A file named by `config` may set more. `given` are the names of all options in their order. `command` is the line
-    with its secrets starred. Sizes without `bytes` in their name are in GiB.
+    with its secrets starred. Sizes without `bytes` in their name are in GiB. `kv_connector_bytes` of an engine and
+    `lmcache_gb` of each worker are in `kv_transfer_config`.
     """
 
     model: str | None = None
@@ -194,6 +195,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     kv_offloading_size: float | None = None
     cpu_offload_gb: float | None = None
     mm_processor_cache_gb: float | None = None
+    kv_connector_bytes: float | None = None
+    lmcache_gb: float | None = None
     config: str | None = None
     given: tuple[str, ...] = ()
     command: str = ""

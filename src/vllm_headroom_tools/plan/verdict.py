@@ -7,10 +7,10 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from vllm_headroom.derive.configured import OFFLOAD_HIGH
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.sizing.estimate import (
     LEFT_TO_THE_MACHINE_BYTES,
-    OFFLOAD_HIGH,
     MemoryEstimate,
     Range,
     can_start,

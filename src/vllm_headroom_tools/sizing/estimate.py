@@ -5,6 +5,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from vllm_headroom.derive.configured import OFFLOAD_HIGH
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.sizing.encoder import USUAL_WIDTH
 from vllm_headroom_tools.sizing.footprint import KvLayout, ModelShape, build_kv_layout, count_bytes_per_token
@@ -115,9 +116,6 @@ def estimate_rest(question: Question) -> Range:
 
 HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
 """What server and core of vLLM 0.32 hold on the CPU, 0.6 GiB each (tests/contract); a worker with CUDA holds more."""
-
-OFFLOAD_HIGH: Final = 1.92
-"""Times the size of a tier of the KV cache that it took (vllm#53042); of offloaded weights 1.9 times (vllm#56410)."""
 
 
 def estimate_host(question: Question) -> Range:

@@ -81,6 +81,16 @@ def test_a_tier_of_the_kv_cache_is_the_pages_in_bytes_before_the_configured_size
     assert pools(engine("0"), engine("1"), kv_offloading_size=64.0) == {(HostPart.KV_OFFLOAD, CORE): 128.0}
 
 
+def test_a_connectors_memory_is_of_each_engine_and_lmcaches_of_each_worker() -> None:
+    two = (SERVER, CORE, WORKER, WORKER)
+
+    assert pools(engine("0"), engine("1"), kv_connector_bytes=8.0 * GIB) == {(HostPart.KV_OFFLOAD, CORE): 16.0}
+    assert pools(engine(), roles=two, lmcache_gb=20.5) == {(HostPart.KV_OFFLOAD, WORKER): 41.0}
+    assert pools(engine(), roles=two, lmcache_gb=1.0, kv_connector_bytes=8.0 * GIB) == {
+        (HostPart.KV_OFFLOAD, WORKER): 10.0
+    }
+
+
 def test_offloaded_weights_are_of_each_gpus_process() -> None:
     two = (SERVER, CORE, WORKER, WORKER)
 

@@ -409,6 +409,11 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     assert said.endswith(
         "; 12 GiB of 64 GiB are in use on the machine, 8 GiB of it in /dev/shm, and 3 GiB are swapped out."
     )
+    parts = {"kv_offload": 4.0 * GIB, "weights_offload": GIB, "multimodal_cache": 8.0 * GIB}
+    planned = [Sample(catalog.HOST_MEMORY_PLANNED, (part,), size) for part, size in parts.items()]
+    assert of("host memory", stable, *room, *planned).sentence.endswith(
+        "12 GiB of 64 GiB are in use; offloads of 5 GiB may take up to 1.92 times that."
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,12 @@ _READS: Final[Mapping[object, Callable[[str], Any]]] = {
     str | None: str,
 }
 _VALUES: Final = {name: _READS[kind] for name, kind in get_type_hints(EngineOptions).items() if kind in _READS}
+_CONNECTOR: Final = {
+    "kv_connector_bytes": re.compile(r'"cpu_bytes_to_use"\s*:\s*"?(\d{1,15})(?!\d)'),
+    "lmcache_gb": re.compile(r'"lmcache\.max_local_cpu_size"\s*:\s*"?(\d{1,6}(?:\.\d{1,6})?)(?!\d)'),
+}
+"""Sizes in the JSON of --kv-transfer-config, of any of its connectors (vllm/v1/kv_offload/, LMCache's config.py)."""
+
 _LONGEST_SHOWN: Final = 4096
 """Characters of a command line that are shown: some are megabytes."""
 
@@ -58,6 +64,8 @@ def read_options(command: tuple[str, ...]) -> EngineOptions | None:
     if "model" not in found and "serve" in command[:-1]:
         named = command[command.index("serve") + 1]
         found |= {} if named.startswith("-") else {"model": named}
+    connector = dict(pairs).get("kv_transfer_config", "")
+    found |= {name: sum(map(float, sizes)) for name, each in _CONNECTOR.items() if (sizes := each.findall(connector))}
     given = tuple(dict.fromkeys(name for name, _ in pairs))[:_MOST_NAMES]
     return EngineOptions(**found, given=given, command=star_secrets(command))
 

@@ -52,6 +52,32 @@ def test_all_that_is_used_is_read_by_vllms_names() -> None:
     assert options.given[:3] == ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
+LMCACHE = '{"kv_connector":"LMCacheConnectorV1","kv_connector_extra_config":{"lmcache.max_local_cpu_size": 20.5}}'
+OFFLOADING = '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 17179869184}}'
+BOTH = f'{{"kv_connector": "MultiConnector", "kv_connector_extra_config": {{"connectors": [{LMCACHE}, {OFFLOADING}]}}}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        (OFFLOADING, (16.0 * GIB, None)),
+        (LMCACHE, (None, 20.5)),
+        (BOTH, (16.0 * GIB, 20.5)),
+        ('{"kv_connector": "NixlConnector", "kv_role": "kv_both"}', (None, None)),
+        ('{"kv_connector_extra_config": {"cpu_bytes_to_use": ' + "9" * 400 + "}}", (None, None)),
+        ('{"cpu_bytes_to_use": "many"', (None, None)),
+        ("[" * 100_000, (None, None)),
+    ],
+)
+def test_the_host_memory_of_a_connector_is_read_from_its_configuration(
+    text: str, sizes: tuple[float | None, float | None]
+) -> None:
+    options = read("--kv-transfer-config", text, "--port", "1")
+
+    assert (options.kv_connector_bytes, options.lmcache_gb) == sizes
+    assert read(f"--kv_transfer_config={text}").lmcache_gb == sizes[1]
+
+
 @pytest.mark.parametrize(
     ("text", "length"),
     [("32K", 32_768), ("25.6k", 25_600), ("1M", 2**20), ("auto", None), ("-1", None), ("2.5K", None)],
