@@ -49,6 +49,7 @@ HITS: Final = {
     # 6 times the same 900 tokens
     "vllm-0.32.0-observability/kv-after-prefix-hits": 5 * 7 * BLOCK_TOKENS,
     "vllm-0.32.0-observability/after-n3": 5 * 7 * BLOCK_TOKENS,
+    "vllm-0.33.0/after-prefix-hits": 3 * 2 * 128,  # prompts of 301 tokens, two whole blocks of 128 in common
 }
 
 
