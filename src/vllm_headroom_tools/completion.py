@@ -36,12 +36,6 @@ def write_bash() -> Iterator[str]:
     yield f"complete -o default -F _vllm_headroom {PROGRAM}"
 
 
-def write_zsh() -> Iterator[str]:
-    """Yield a script for zsh, which takes bash's."""
-    yield "autoload -U +X bashcompinit && bashcompinit"
-    yield from write_bash()
-
-
 def write_fish() -> Iterator[str]:
     """Yield a script for fish."""
     for name, (_, summary) in COMMANDS.items():
@@ -61,7 +55,11 @@ def _quote(text: str) -> str:
     return "'{}'".format(" ".join(text.split()).replace("\\", "\\\\").replace("'", "\\'"))
 
 
-SHELLS: Final = {"bash": write_bash, "zsh": write_zsh, "fish": write_fish}
+SHELLS: Final = {
+    "bash": write_bash,
+    "zsh": lambda: ("autoload -U +X bashcompinit && bashcompinit", *write_bash()),
+    "fish": write_fish,
+}
 SHELL: Final = choice(list(SHELLS))
 
 

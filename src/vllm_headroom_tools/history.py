@@ -73,59 +73,54 @@ class Curves:
 
     def __init__(self) -> None:
         self._times = array("d")
-        self._free: dict[str, array[float]] = {}
-        self._held: dict[str, array[float]] = {}
-        self._host = array("d")
-        self._running = array("d")
+        self._curves: dict[tuple[str, str], array[float]] = {}
 
     @property
     def uuids(self) -> tuple[str, ...]:
         """The GPUs, in the order of their first samples."""
-        return tuple(self._free)
+        return tuple(uuid for name, uuid in self._curves if name == "free")
 
     @property
     def host(self) -> list[Point]:
         """The free host memory, empty where the trace never has it."""
-        return [] if all(map(isnan, self._host)) else self._points(self._host)
+        points = self._list_points("host")
+        return points if any(value is not None for _, value in points) else []
 
     @property
     def running(self) -> list[Point]:
         """The running requests."""
-        return self._points(self._running)
+        return self._list_points("running")
 
     def free(self, uuid: str) -> list[Point]:
         """Return the free memory of a GPU; all values are None where the trace lacks the size of the GPUs."""
-        return self._points(self._free[uuid])
+        return self._list_points("free", uuid)
 
     def held(self, uuid: str) -> list[Point]:
         """Return the memory that the engine held."""
-        return self._points(self._held[uuid])
+        return self._list_points("held", uuid)
 
     def step(self, snapshot: Snapshot) -> None:
         """Add a sample; the values of a GPU that it lacks are unknown."""
-        gpus = {gpu.reading.uuid: gpu for gpu in snapshot.devices}
-        for uuid in {**self._held, **gpus}:
-            gpu = gpus.get(uuid)
-            memory = None if gpu is None else gpu.reading.memory
-            _append(self._free.setdefault(uuid, array("d")), None if memory is None else memory.free_bytes)
-            _append(self._held.setdefault(uuid, array("d")), None if gpu is None else gpu.held_bytes)
-        _append(self._host, None if snapshot.host is None else snapshot.host.room_bytes)
-        _append(self._running, count_running(snapshot.page))
+        host, values = snapshot.host, dict[tuple[str, str], float | None]()
+        values["host", ""] = None if host is None else host.room_bytes
+        values["running", ""] = count_running(snapshot.page)
+        for gpu in snapshot.devices:
+            memory = gpu.reading.memory
+            values["free", gpu.reading.uuid] = None if memory is None else memory.free_bytes
+            values["held", gpu.reading.uuid] = gpu.held_bytes
+        for key in {**self._curves, **values}:
+            value = values.get(key)
+            self._curves.setdefault(key, array("d")).append(nan if value is None else value)
         self._times.append(snapshot.time_seconds)
 
-    def _points(self, values: array[float]) -> list[Point]:
+    def _list_points(self, name: str, uuid: str = "") -> list[Point]:
+        values = self._curves.get((name, uuid), array("d"))
         times = self._times[len(self._times) - len(values) :]
         return [(seconds, None if isnan(value) else value) for seconds, value in zip(times, values, strict=True)]
 
 
-def _append(curve: array[float], value: float | None) -> None:
-    curve.append(nan if value is None else value)
-
-
 Interval = tuple[float, float | None]
 """Begin and end, in the trace's seconds; the end is None where the state lasts to the end of the trace."""
-
-COLLECTED: Final = (LeakState.GROWING, LeakState.LEAKING)
 
 
 class Moment(Struct, frozen=True, kw_only=True):
@@ -146,8 +141,8 @@ class Moment(Struct, frozen=True, kw_only=True):
 class Course:
     """The states of one series.
 
-    `first` and `last` are the first and newest sample in state leaking; `settled` is whether the detector ever had
-    enough readings to rule out growth.
+    `growing` are the intervals of the early warning, `leaking` of the alarm; `first` and `last` the first and newest
+    sample of the latter. `settled` is whether the detector ever had enough readings to rule out growth.
     """
 
     def __init__(self) -> None:
@@ -158,22 +153,18 @@ class Course:
         self._warning: Moment | None = None
         self._cut_off = False
         self._known = LeakState.UNKNOWN
-        self._intervals: dict[LeakState, list[Interval]] = {state: [] for state in COLLECTED}
-
-    @property
-    def growing(self) -> tuple[Interval, ...]:
-        """The intervals of the early warning."""
-        return tuple(self._intervals[LeakState.GROWING])
-
-    @property
-    def leaking(self) -> tuple[Interval, ...]:
-        """The intervals of the alarm."""
-        return tuple(self._intervals[LeakState.LEAKING])
+        self.growing: list[Interval] = []
+        self.leaking: list[Interval] = []
 
     @property
     def warning(self) -> Moment | None:
         """The newest sample of an early warning that is still open."""
         return self._warning if self._known is LeakState.GROWING else None
+
+    @property
+    def newest(self) -> Moment | None:
+        """The newest sample of the alarm, else of an open early warning."""
+        return self.last or self.warning
 
     @property
     def is_undecided(self) -> bool:
@@ -192,10 +183,11 @@ class Course:
             self.last = moment
         if state in (LeakState.UNKNOWN, self._known):
             return
-        if left := self._intervals.get(self._known):
+        intervals = {LeakState.GROWING: self.growing, LeakState.LEAKING: self.leaking}
+        if left := intervals.get(self._known):
             left[-1] = (left[-1][0], moment.seconds)
-        if state in COLLECTED:
-            self._intervals[state].append((moment.seconds, None))
+        if state in intervals:
+            intervals[state].append((moment.seconds, None))
         self._known = state
 
 
@@ -237,17 +229,17 @@ _SeriesName = str
 class LeakReplay:
     """The detector's verdicts on every GPU and host role.
 
-    `events` are the exits and stalls of the engine. `memory` is the fullest reading of the host memory. `residues` has
-    the memory kept on each GPU, by its labels and by the start of the sleep; `stranded` the highest share of an
-    engine's KV cache that no request held.
+    `span` is the first and the last time of the trace; the second may be lower after a clock step. `run` is the state
+    of the engine's runs at the newest sample, `events` are its exits and stalls. `memory` is the fullest reading of the
+    host memory. `residues` has the memory kept on each GPU, by its labels and by the start of the sleep; `stranded` the
+    highest share of an engine's KV cache that no request held.
     """
 
     def __init__(self) -> None:
         self.samples = 0
-        self._first_seconds = 0.0
-        self._last_seconds = 0.0
+        self.span = (0.0, 0.0)
+        self.run = RunState()
         self._memory = LEAK.initial
-        self._run = RunState()
         self._now = self._shift = 0.0
         self.events: list[Ending] = []
         self._indices: dict[str, int] = {}
@@ -256,11 +248,6 @@ class LeakReplay:
         self.memory: HostMemory | None = None
         self.residues: dict[tuple[str, str], dict[float, float]] = {}
         self.stranded: dict[tuple[str, str], float] = {}
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """The first and the last time of the trace; the second may be lower after a clock step."""
-        return self._first_seconds, self._last_seconds
 
     @property
     def gpus(self) -> tuple[tuple[int, str, Course], ...]:
@@ -273,19 +260,9 @@ class LeakReplay:
         return tuple((role, self._host[role]) for role in Role if role in self._host)
 
     @property
-    def has_leaked(self) -> bool:
-        """Whether there was an alarm."""
-        return any(course.leaking for course in (*self._gpus.values(), *self._host.values()))
-
-    @property
-    def run(self) -> RunState:
-        """The state of the engine's runs at the newest sample."""
-        return self._run
-
-    @property
     def runs(self) -> EngineRuns:
         """The runs of the engine up to the newest sample."""
-        return self._run.lives
+        return self.run.lives
 
     def course(self, series: _SeriesName) -> Course:
         """Return the course of a GPU, by UUID, or of a host role; an empty one before its first sample."""
@@ -301,11 +278,9 @@ class LeakReplay:
 
         A series without a verdict is unknown now.
         """
-        if not self.samples:
-            self._first_seconds = snapshot.time_seconds
+        self.span = self.span[0] if self.samples else snapshot.time_seconds, snapshot.time_seconds
         self.samples += 1
-        self._last_seconds = snapshot.time_seconds
-        self._run, snapshot = update_run(self._run, self._steady_clock(snapshot))
+        self.run, snapshot = update_run(self.run, self._steady_clock(snapshot))
         if snapshot.life is not None and snapshot.life.event is not None:
             self.events.append(snapshot.life.event)
         self.memory = _merge_host(self.memory, snapshot.host)
@@ -346,25 +321,22 @@ class LeakReplay:
         restarted = old is not None and track is not None and track.seconds < old.seconds
         inside, asleep = (self._memory.inside.get(name), self._memory.asleep.get(name)) if place else (None, None)
         estimate = None if track is None else sharpen_track(track, asleep, inside).estimate
-        course.step(
-            LeakState(state),
-            _build_moment(self._last_seconds, estimate, find_location(estimate, inside)),
-            restarted=restarted,
-        )
+        moment = _build_moment(self.span[1], estimate, find_location(estimate, inside))
+        course.step(LeakState(state), moment, restarted=restarted)
 
 
 def _merge_host(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
     """Return the fullest reading of the newest scope: a use belongs to the limit of the same sample."""
     if now is None or before is None:
         return now or before
-    most = now if now.basis not in (None, before.basis) else max(before, now, key=_measure_fullness)
+
+    def measure_fullness(memory: HostMemory) -> tuple[float, int]:
+        return (memory.used_bytes or 0) / (memory.limit_bytes or inf), memory.used_bytes or 0
+
+    most = now if now.basis not in (None, before.basis) else max(before, now, key=measure_fullness)
     shm = max(before, now, key=lambda each: each.shm_used_bytes or 0)
     kills = max((each.oom_kills for each in (before, now) if each.oom_kills is not None), default=None)
     return replace(most, shm_used_bytes=shm.shm_used_bytes, shm_limit_bytes=shm.shm_limit_bytes, oom_kills=kills)
-
-
-def _measure_fullness(memory: HostMemory) -> tuple[float, int]:
-    return (memory.used_bytes or 0) / (memory.limit_bytes or inf), memory.used_bytes or 0
 
 
 def _build_moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:

@@ -215,7 +215,12 @@ class Parser(argparse.ArgumentParser):
         sound, mistakes = self._sound(typed)
         mistakes += [f"{word!r}: not an option, see --help" for word in loose[len(places) :]]
         sound += [(str(place.metavar), place, word) for place, word in zip(places, loose, strict=False)]
-        given = argparse.Namespace(**{action.dest: _default(action) for action in self._actions})
+        given = argparse.Namespace(
+            **{
+                each.dest: _kind(each)(each.default) if isinstance(each.default, str) else each.default
+                for each in self._actions
+            }
+        )
         for name, action, word in sound:
             if action not in self._of_settings:
                 mistakes += _take(name, action, word, given)
@@ -300,8 +305,3 @@ def _take(name: str, action: argparse.Action, word: str, given: argparse.Namespa
 
 def _kind(action: argparse.Action) -> Value[Any]:
     return action.type if isinstance(action.type, Value) else TEXT
-
-
-def _default(action: argparse.Action) -> object:
-    """Return a default; one that is a text is read as if it were given."""
-    return _kind(action)(action.default) if isinstance(action.default, str) else action.default

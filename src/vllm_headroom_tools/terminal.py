@@ -117,7 +117,14 @@ def draw_bars(
 
     `ends` are the values of the lowest and the highest bar; without them zero, and the highest there is.
     """
-    columns = _reduce_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
+    curve = sorted(curve, key=lambda point: float(point[0]))
+    columns: list[float | None] = []
+    if curve:
+        times = [float(seconds) for seconds, _ in curve]
+        edges = [bisect_right(times, times[0] + (times[-1] - times[0]) * place / width) for place in range(width)]
+        stretches = (curve[min(first, last - 1) : last] for first, last in pairwise((0, *edges[1:], len(curve))))
+        known = ([float(value) for _, value in stretch if value is not None] for stretch in stretches)
+        columns = [pick(values) if values else None for values in known]
     low, high = ends or (0.0, max((value for value in columns if value is not None), default=0.0))
     span = (high - low) or 1.0
     heights = [
@@ -127,15 +134,3 @@ def draw_bars(
         "".join(BLOCKS[min(8, max(0, height - 8 * row))] for height in heights).rstrip()
         for row in reversed(range(rows))
     ]
-
-
-def _reduce_columns(curve: Sequence[Point], width: int, pick: Pick) -> list[float | None]:
-    if not curve:
-        return []
-    begin, span = float(curve[0][0]), float(curve[-1][0]) - float(curve[0][0])
-    times = [float(seconds) for seconds, _ in curve]
-    edges = [bisect_right(times, begin + span * place / width) for place in range(width)] + [len(curve)]
-    edges[0] = 0
-    stretches = (curve[min(first, last - 1) : last] for first, last in pairwise(edges))
-    known = ([float(value) for _, value in stretch if value is not None] for stretch in stretches)
-    return [pick(values) if values else None for values in known]

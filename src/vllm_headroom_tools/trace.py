@@ -131,7 +131,9 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
     for number, line in enumerate(rest, start=1):
         record = _parse_record(line)
         if number == 1 and not _is_header(record):
-            raise BadInput(f"line 1: {NO_TRACE}; this {_describe_start(line)}")
+            known = next((name for mark, name in FOREIGN.items() if line.startswith(mark)), None)
+            quoted = line[:MOST_QUOTED].decode(errors="replace").strip()
+            raise BadInput(f"line 1: {NO_TRACE}; this {f'is {known}' if known else f'begins with {quoted!r}'}")
         if isinstance(record, str):
             if line.endswith(b"\n") or next(rest, None) is not None:
                 raise BadInput(f"line {number}: {record}")
@@ -145,12 +147,6 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
             yield snapshot
     if number == 0:
         raise BadInput(f"line 1: {NO_TRACE}; this is empty")
-
-
-def _describe_start(line: bytes) -> str:
-    """Return the type or the start of a file that is no trace."""
-    known = next((name for mark, name in FOREIGN.items() if line.startswith(mark)), None)
-    return f"is {known}" if known else f"begins with {line[:MOST_QUOTED].decode(errors='replace').strip()!r}"
 
 
 def _is_header(record: object) -> bool:
@@ -186,8 +182,10 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)
+    time: Any = record.get("t")  # which every record has
+    if type(time) not in (int, float) or not 0 <= time < YEAR_10000:
+        raise BadInput(str(WrongFieldError("t", time, "seconds since the epoch")))
     try:
-        time = _parse_time(record)
         gpus = read_each(record, "gpus", parse_gpu)
         engines = read_each(record, "engines", parse_engine)
         processes = read_each(record, "processes", parse_process)
@@ -198,33 +196,21 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
         raise BadInput(str(wrong)) from None
     if gpus is not None and len({gpu.reading.uuid for gpu in gpus}) < len(gpus):
         raise BadInput("gpus: the same GPU twice")
+    # without the memory of one, a sum would be wrong
+    known = tuple(process for process in processes or () if process is not None)
     reason = next((reason for reason in REASONS[Source.ENGINE] if reason == named), Reason.UNREACHABLE)
     return Snapshot(
-        time_seconds=time,
-        monotonic_seconds=time,
+        time_seconds=float(time),
+        monotonic_seconds=float(time),
         engines=Failure(source=Source.ENGINE, reason=reason, message=_NO_ENGINES)
         if engines is None
         else EnginePage(profile="vllm", engines=engines, inputs=()),
         gpus=_GPUS_FAILED if gpus is None else gpus,
-        processes=_check_processes(processes),
+        processes=_PROCESSES_FAILED if processes is None or len(known) < len(processes) else known,
         host=host,
         has_silent_core=has_silent_core,
         pools=tuple(pool for pool in pools if pool is not None),
     )
-
-
-def _parse_time(record: Mapping[str, Any]) -> float:
-    """Return `t`, which every record has."""
-    value = record.get("t")
-    if (type(value) is int or type(value) is float) and 0 <= value < YEAR_10000:
-        return float(value)
-    raise WrongFieldError("t", value, "seconds since the epoch")
-
-
-def _check_processes(processes: tuple[EngineProcess | None, ...] | None) -> tuple[EngineProcess, ...] | Failure:
-    """Return the processes, or a failure where the memory of one is unknown: a sum without it would be wrong."""
-    known = tuple(process for process in processes or () if process is not None)
-    return _PROCESSES_FAILED if processes is None or len(known) < len(processes) else known
 
 
 _KINDS: Final = get_type_hints(EngineReading)

@@ -26,17 +26,10 @@ def parse_version(text: str) -> Version | None:
     found = _VERSION.fullmatch(text.strip())
     if found is None:
         return None
-    version = (int(found[1]), int(found[2]), int(found[3] or 0))
+    version = major, minor, patch = (int(found[1]), int(found[2]), int(found[3] or 0))
     if _EARLIER.match(found[4]):
-        version = _find_release_before(version)
+        version = (major, minor, patch - 1) if patch else (major, max(0, minor - 1), 0)
     return version if version >= OLDEST else None
-
-
-def _find_release_before(version: Version) -> Version:
-    major, minor, patch = version
-    if patch:
-        return (major, minor, patch - 1)
-    return (major, minor - 1, 0) if minor else (major, 0, 0)
 
 
 def format_version(version: Version) -> str:

@@ -170,41 +170,33 @@ def draw_frame(found: Document | str, title: str, width: int) -> Iterator[Text]:
     """Yield what is said, then free memory of each GPU of the engine's down to zero, then the load; or why not."""
     if isinstance(found, str):
         yield _draw("bold red", found)
-    else:
-        yield from _draw_document(found, title, width)
-
-
-def _draw_document(document: Document, title: str, width: int) -> Iterator[Text]:
-    age = document["age_seconds"]
+        return
+    age = found["age_seconds"]
     seen = "nothing seen yet" if age is None else f"seen {format_duration(age)} ago"
     yield _draw("bold", f"{title}  {seen}", whole=False)
-    for verdict in document["verdicts"]:
+    for verdict in found["verdicts"]:
         yield wrap_line(describe_verdict(verdict), width)
-    history = document["history"]
-    for gpu in document["gpus"]:
+    history = found["history"]
+    for gpu in found["gpus"]:
         curve: list[Point] = next((each["free_bytes"] for each in history["gpus"] if each["uuid"] == gpu["uuid"]), [])
         if (gpu["info"] or {}).get("attribution"):
             yield from _draw_room(name_device(gpu["gpu"], gpu["uuid"]), gpu, curve, width)
-    yield from _draw_room("host memory", _find_host_facts(document), history.get("host_free_bytes", []), width)
-    if document["history"]["running"]:
+    limit, used = found["host_memory_limit_bytes"], found["host_memory_used_bytes"]
+    host = {
+        "memory_free_bytes": None if limit is None or used is None else max(0, limit - used),
+        "time_to_oom_seconds": found["host_time_to_oom_seconds"],
+        "leak_state": "leaking" if "leaking" in (found["host_leak_state"] or {}).values() else None,
+    }
+    yield from _draw_room("host memory", host, history.get("host_free_bytes", []), width)
+    if found["history"]["running"]:
         yield _draw("dim", "running requests, the last day at most", whole=False)
-        yield from (_draw("blue", line) for line in draw_bars(document["history"]["running"], width, 1, pick=max))
+        yield from (_draw("blue", line) for line in draw_bars(found["history"]["running"], width, 1, pick=max))
 
 
 def _draw(style: str, text: str, *, whole: bool = True) -> Text:
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
     return Text(text.translate(CONTROLS), style, no_wrap=not whole, overflow=None if whole else "ellipsis")
-
-
-def _find_host_facts(document: Document) -> dict[str, Any]:
-    """Return what is known of the host under the names of a GPU's facts."""
-    limit, used = document["host_memory_limit_bytes"], document["host_memory_used_bytes"]
-    return {
-        "memory_free_bytes": None if limit is None or used is None else max(0, limit - used),
-        "time_to_oom_seconds": document["host_time_to_oom_seconds"],
-        "leak_state": "leaking" if "leaking" in (document["host_leak_state"] or {}).values() else None,
-    }
 
 
 def _draw_room(name: str, facts: dict[str, Any], curve: list[Point], width: int) -> Iterator[Text]:

@@ -22,10 +22,10 @@ from vllm_headroom.derive.verdicts import (
     NEIGHBOUR_BYTES,
     STRANDED,
 )
-from vllm_headroom_tools.advise.engine_history import WAITING_REQUESTS
 from vllm_headroom_tools.advise.facts import PEAK_BYTES
+from vllm_headroom_tools.advise.history import WAITING_REQUESTS
+from vllm_headroom_tools.advise.rules.capacity import PAYING_RATIO, PREFIX_TOKENS_PER_SECOND
 from vllm_headroom_tools.advise.rules.leaks import LOST_RATIO, LOST_RISES
-from vllm_headroom_tools.advise.rules.prefixes import PAYING_RATIO, PREFIX_TOKENS_PER_SECOND
 from vllm_headroom_tools.advise.verdict import STALE_SECONDS
 from vllm_headroom_tools.replay.command import WORTH_A_WORD
 

@@ -5,6 +5,8 @@ from argparse import Namespace
 from collections.abc import Coroutine, Iterator
 from typing import Any, Final
 
+from msgspec.structs import asdict
+
 from vllm_headroom_tools.advise.facts import Facts, Origin
 from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
@@ -38,20 +40,17 @@ def build_report(answer: Assessment) -> Report:
 
 
 def _render_text(answer: Assessment) -> list[str]:
-    lines = [_describe_source(answer.facts)]
+    facts = answer.facts
+    version = "" if facts.settings.version is None else f"; vLLM {format_version(facts.settings.version)}"
+    seen = "The sidecar's page, now"
+    if facts.origin is Origin.TRACE and facts.begin_seconds is not None and facts.end_seconds is not None:
+        seen = describe_span(facts.samples, facts.begin_seconds, facts.end_seconds)
+    lines = [f"{seen}{version}."]
     for number, advice in enumerate(answer.advice, start=1):
         lines += ["", *_format_advice(number, advice)]
     end = [*_format_end(answer), *(line for note in answer.notes for line in wrap_headed("note", note))]
     lines += ["", *end] if answer.advice and end else end
     return lines
-
-
-def _describe_source(facts: Facts) -> str:
-    version = "" if facts.settings.version is None else f"; vLLM {format_version(facts.settings.version)}"
-    if facts.origin is Origin.PAGE or facts.begin_seconds is None or facts.end_seconds is None:
-        return f"The sidecar's page, now{version}."
-    begin, end = facts.begin_seconds, facts.end_seconds
-    return f"{describe_span(facts.samples, begin, end)}{version}."
 
 
 def _format_advice(number: int, advice: Advice) -> Iterator[str]:
@@ -66,22 +65,19 @@ def _format_advice(number: int, advice: Advice) -> Iterator[str]:
 
 
 def write_advice(change: Change) -> str:
-    """Return what to do, with the option where there is one."""
-    return change.text if change.flag is None else f"{write_change(change)}: {change.text}"
-
-
-def write_change(change: Change) -> str:
-    """Return an option with its value, or by how much to change it."""
-    flag = "" if change.flag is None else str(change.flag)
+    """Return what to do, with the option and its value, or by how much to change it, where there is one."""
+    flag = change.flag
+    if flag is None:
+        return change.text
     if change.difference is not None:
         word = "lower" if change.difference < 0 else "higher"
-        return f"{flag} {_format_number(abs(change.difference), change.flag)} {word} than it is"
-    value = "" if change.value is None else f" {_format_number(change.value, change.flag)}"
-    now = "" if change.now is None else f" (now {_format_number(change.now, change.flag)})"
-    return f"{flag}{value}{now}"
+        return f"{flag} {_format_number(abs(change.difference), flag)} {word} than it is: {change.text}"
+    value = "" if change.value is None else f" {_format_number(change.value, flag)}"
+    now = "" if change.now is None else f" (now {_format_number(change.now, flag)})"
+    return f"{flag}{value}{now}: {change.text}"
 
 
-def _format_number(value: float, flag: Flag | None) -> str:
+def _format_number(value: float, flag: Flag) -> str:
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
         return f"{value:.0f}"
     return f"{value:.2f}" if round(value, 2) == value else f"{value:.4g}"
@@ -101,40 +97,32 @@ def _format_end(answer: Assessment) -> Iterator[str]:
 def _build_data(answer: Assessment) -> dict[str, Any]:
     facts = answer.facts
     version = facts.settings.version
+    advice = [
+        {
+            **asdict(advice),
+            "evidence": {evidence.name: evidence.value for evidence in advice.evidence},
+            "changes": [
+                {
+                    name: int(value)
+                    if isinstance(value, float) and change.flag is not Flag.GPU_MEMORY_UTILIZATION
+                    else value
+                    for name, value in asdict(change).items()
+                }
+                for change in advice.changes
+            ],
+        }
+        for advice in answer.advice
+    ]
     return {
         "origin": facts.origin,
         "samples": facts.samples,
         "span_seconds": facts.span_seconds,
         "vllm_version": None if version is None else format_version(version),
         "vllm_version_at_least": format_version(facts.settings.known),
-        "advice": [_build_advice(advice) for advice in answer.advice],
+        "advice": advice,
         "missing": list(answer.missing),
         "notes": list(answer.notes),
     }
-
-
-def _build_advice(advice: Advice) -> dict[str, Any]:
-    return {
-        "cause": advice.cause,
-        "summary": advice.summary,
-        "evidence": {evidence.name: evidence.value for evidence in advice.evidence},
-        "changes": [
-            {
-                "flag": change.flag,
-                "value": _round_value(change.value, change.flag),
-                "difference": _round_value(change.difference, change.flag),
-                "now": _round_value(change.now, change.flag),
-                "text": change.text,
-                "cost": change.cost,
-            }
-            for change in advice.changes
-        ],
-        "remark": advice.remark,
-    }
-
-
-def _round_value(value: float | None, flag: Flag | None) -> float | None:
-    return value if value is None or flag is Flag.GPU_MEMORY_UTILIZATION else int(value)
 
 
 def add_options(parser: Parser) -> None:

@@ -131,9 +131,12 @@ class Extent(Struct, frozen=True):
     least: float
     most: float
 
-    def widen(self, now: float) -> "Extent":
-        """Add a reading."""
-        return Extent(now, min(now, self.least), max(now, self.most))
+
+def measure_others(used_bytes: float, engine_bytes: float | None) -> float | None:
+    """Return the memory of others on a GPU, 0 up to SOMEBODY_BYTES; None where the engine's share is unknown."""
+    if engine_bytes is None:
+        return None
+    return float(used_bytes - engine_bytes) if used_bytes - engine_bytes > SOMEBODY_BYTES else 0.0
 
 
 class GpuFacts(Device, frozen=True, kw_only=True):

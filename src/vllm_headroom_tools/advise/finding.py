@@ -1,9 +1,11 @@
 """The findings of a rule: a cause, its evidence, and what to change."""
 
 from enum import StrEnum
+from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.units import format_duration, format_size
 from vllm_headroom_tools.advise.facts import EngineFacts, Facts
 from vllm_headroom_tools.advise.settings import Flag
 
@@ -62,6 +64,30 @@ class Advice(Struct, frozen=True, kw_only=True):
     remark: str | None = None
 
 
+def format_percent(ratio: float) -> str:
+    """Format a ratio in percent."""
+    return f"{100 * ratio:.3g} %"
+
+
+FORMATS: Final = {
+    "bytes": format_size,
+    "second": format_size,
+    "seconds": format_duration,
+    "ratio": format_percent,
+}
+"""How a figure is shown, by the unit that its name ends in; others are numbers."""
+
+
+def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Evidence, ...]:
+    """Return the evidence of the figures that are known, with the figure in place of {} in its text."""
+    found = []
+    for name, value, text in figures:
+        if value is not None:
+            shown = FORMATS.get(name.rpartition("_")[2], "{:,.0f}".format)
+            found.append(Evidence(name, value, text if isinstance(value, str) else text.replace("{}", shown(value))))
+    return tuple(found)
+
+
 def lower_option(facts: Facts, flag: Flag, value: float, *, text: str, cost: str) -> Change | None:
     """Return an option with a lower value; None where it is not lower than the current one, or not above 0."""
     now = facts.settings.now(flag)
@@ -73,11 +99,6 @@ def lower_option(facts: Facts, flag: Flag, value: float, *, text: str, cost: str
 def drop_none(*changes: Change | None) -> tuple[Change, ...]:
     """Return the changes that exist."""
     return tuple(change for change in changes if change is not None)
-
-
-def format_percent(ratio: float) -> str:
-    """Format a ratio in percent."""
-    return f"{100 * ratio:.3g} %"
 
 
 def name_engine(facts: Facts, engine: EngineFacts) -> str:

@@ -21,7 +21,6 @@ from vllm_headroom.vocabulary import LeakLocation, LeakState
 from vllm_headroom_tools.advise.facts import (
     FULL_RATIO,
     PEAK_BYTES,
-    SOMEBODY_BYTES,
     EngineFacts,
     Extent,
     Facts,
@@ -34,6 +33,7 @@ from vllm_headroom_tools.advise.facts import (
     Shortage,
     Spell,
     StrandedFacts,
+    measure_others,
 )
 from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs, add_page_settings
 from vllm_headroom_tools.history import Moment
@@ -72,12 +72,17 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts | str:
     engines = tuple(page.of(catalog.ENGINE_INFO))
     if {profile for *_, profile in engines} - {"vllm"}:
         return "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
+    running = sum_known(page.value(catalog.ENGINE_RUNNING, *engine) for *engine, _ in engines)
     host = ((fact, page.value(metric)) for metric, fact in FACTS)
     return Facts(
         origin=Origin.PAGE,
         settings=_read_settings(page, settings),
         age_seconds=page.value(catalog.SAMPLE_AGE),
-        gpus=tuple(_read_gpus(page)),
+        gpus=tuple(
+            _read_gpu(page, (index, uuid), running)
+            for index, uuid, _, attribution in page.of(catalog.GPU_INFO)
+            if attribution
+        ),
         engines=tuple(_read_engine(page, model_name, engine) for model_name, engine, _ in engines),
         hosts=tuple(
             HostFacts(
@@ -99,32 +104,20 @@ def _parse_samples(text: str) -> Iterator[Sample]:
 
 
 def _read_settings(page: Values, given: EngineArgs) -> EngineArgs:
-    """Fill in settings from the page; the operator's stay."""
+    """Fill in settings from the page; the operator's stay. The budget's share is of the GPU's total."""
     offered = (field for field in FIELD_VERSIONS if page.value(catalog.INPUT_AVAILABLE, INPUTS[field].name))
     sized = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
+    ratios = {
+        round(budget / total, 4)
+        for (*gpu, basis), budget in page.of(catalog.MEMORY_REPORTED).items()
+        if basis == "budget" and (total := page.value(catalog.GPU_MEMORY_TOTAL, *gpu))
+    }
     return replace(
         given,
         at_least=max((given.at_least, *(FIELD_VERSIONS[field] for field in offered))),
         sizes_cache_in_bytes=given.sizes_cache_in_bytes or sized,
-        gpu_memory_utilization=given.gpu_memory_utilization or _compute_utilization(page),
+        gpu_memory_utilization=given.gpu_memory_utilization or (ratios.pop() if len(ratios) == 1 else None),
     )
-
-
-def _compute_utilization(page: Values) -> float | None:
-    """Return the budget's share of the GPU's total (derive/discrepancy.py); None without a budget."""
-    ratios = set()
-    for (*gpu, basis), budget in page.of(catalog.MEMORY_REPORTED).items():
-        total = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
-        if total and basis == "budget":
-            ratios.add(round(budget / total, 4))
-    return ratios.pop() if len(ratios) == 1 else None
-
-
-def _read_gpus(page: Values) -> Iterator[GpuFacts]:
-    running = sum_known(page.value(catalog.ENGINE_RUNNING, *engine) for *engine, _ in page.of(catalog.ENGINE_INFO))
-    for index, uuid, _, attribution in page.of(catalog.GPU_INFO):
-        if attribution:
-            yield _read_gpu(page, (index, uuid), running)
 
 
 def _read_gpu(page: Values, gpu: Labels, running: float | None) -> GpuFacts:
@@ -134,28 +127,20 @@ def _read_gpu(page: Values, gpu: Labels, running: float | None) -> GpuFacts:
         return facts
     usable = total - (page.value(catalog.GPU_MEMORY_RESERVED, *gpu) or 0.0)
     peak = max(used, page.value(catalog.GPU_MEMORY_USED_PEAK, *gpu) or 0.0)
-    others = _measure_others(page, gpu, used)
+    others = measure_others(used, page.value(catalog.GPU_MEMORY_HELD, *gpu, "engine"))
+    room, room_at_peak = usable - used + (others or 0.0), usable - peak + (others or 0.0)
+    spells: tuple[Spell, ...] = ()
+    if room < LOW_BYTES:
+        spells = (Spell(kind=Shortage.LEVEL, least_bytes=max(0.0, room_at_peak), running=running),)
+    elif room_at_peak < PEAK_BYTES:
+        spells = (Spell(kind=Shortage.PEAK, least_bytes=max(0.0, room_at_peak)),)
     return replace(
         facts,
         usable_bytes=usable,
         least_room_bytes=max(0.0, usable - peak),
         others=None if others is None else Extent(others, others, others),
-        spells=tuple(_find_spells(usable - used + (others or 0.0), usable - peak + (others or 0.0), running)),
+        spells=spells,
     )
-
-
-def _measure_others(page: Values, gpu: Labels, used: float) -> float | None:
-    engine = page.value(catalog.GPU_MEMORY_HELD, *gpu, "engine")
-    if engine is None:
-        return None
-    return used - engine if used - engine > SOMEBODY_BYTES else 0.0
-
-
-def _find_spells(room: float, room_at_peak: float, running: float | None) -> Iterator[Spell]:
-    if room < LOW_BYTES:
-        yield Spell(kind=Shortage.LEVEL, least_bytes=max(0.0, room_at_peak), running=running)
-    elif room_at_peak < PEAK_BYTES:
-        yield Spell(kind=Shortage.PEAK, least_bytes=max(0.0, room_at_peak))
 
 
 def _read_leak(page: Values, state: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]) -> Leak:
@@ -166,41 +151,39 @@ def _read_leak(page: Values, state: Metric, labels: tuple[str, ...], figures: Ma
     return Leak(state=is_in, alarm=Moment(seconds=0.0, location=where, **read) if is_in is LeakState.LEAKING else None)
 
 
-def _read_engine(page: Values, *engine: str) -> EngineFacts:
-    used = page.value(catalog.ENGINE_KV_USED, *engine)
-    running, lost = page.value(catalog.ENGINE_RUNNING, *engine), page.value(catalog.ENGINE_KV_STRANDED, *engine)
+def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
+    def read(metric: Metric) -> float | None:
+        return page.value(metric, model_name, engine)
+
+    used, running, lost = read(catalog.ENGINE_KV_USED), read(catalog.ENGINE_RUNNING), read(catalog.ENGINE_KV_STRANDED)
+    finished, preemptions = read(catalog.ENGINE_FINISHED), read(catalog.ENGINE_PREEMPTIONS)
+    queries, hits = read(catalog.ENGINE_PREFIX_QUERIES), read(catalog.ENGINE_PREFIX_HITS)
+    full, prefix = None, None
+    if used is not None and used > FULL_RATIO and running:
+        full = FullFacts(
+            seconds=None,
+            finished=finished or 0.0,
+            preemptions=preemptions or 0.0,
+            running=running,
+            tokens=read(catalog.ENGINE_KV_TOKENS_PER_REQUEST),
+        )
+    if queries is not None and hits is not None:
+        blocked = bool(read(catalog.ENGINE_WAITING) or preemptions)
+        recent = read(catalog.ENGINE_PREFIX_HIT_RATIO)
+        prefix = PrefixFacts(queries=queries, hits=hits, seconds=None, blocked_ratio=blocked, recent_ratio=recent)
     return EngineFacts(
-        model_name=engine[0],
-        engine=engine[1],
-        capacity_tokens=page.value(catalog.ENGINE_KV_CAPACITY_TOKENS, *engine),
-        capacity_bytes=page.value(catalog.ENGINE_KV_CAPACITY_BYTES, *engine),
+        model_name=model_name,
+        engine=engine,
+        capacity_tokens=read(catalog.ENGINE_KV_CAPACITY_TOKENS),
+        capacity_bytes=read(catalog.ENGINE_KV_CAPACITY_BYTES),
         kv_known=used is not None,
-        preemptions_known=page.value(catalog.ENGINE_PREEMPTIONS, *engine) is not None,
+        preemptions_known=preemptions is not None,
         most_running=running,
-        finished=page.value(catalog.ENGINE_FINISHED, *engine),
-        full=_read_full_cache(page, *engine) if used is not None and used > FULL_RATIO and running else None,
-        prefix=_read_prefix_cache(page, *engine),
+        finished=finished,
+        full=full,
+        prefix=prefix,
         stranded=None if lost is None else StrandedFacts(ratio=lost, first_ratio=lost, rises=0),
     )
-
-
-def _read_full_cache(page: Values, *engine: str) -> FullFacts:
-    return FullFacts(
-        seconds=None,
-        finished=page.value(catalog.ENGINE_FINISHED, *engine) or 0.0,
-        preemptions=page.value(catalog.ENGINE_PREEMPTIONS, *engine) or 0.0,
-        running=page.value(catalog.ENGINE_RUNNING, *engine) or 0.0,
-        tokens=page.value(catalog.ENGINE_KV_TOKENS_PER_REQUEST, *engine),
-    )
-
-
-def _read_prefix_cache(page: Values, *engine: str) -> PrefixFacts | None:
-    queries, hits = page.value(catalog.ENGINE_PREFIX_QUERIES, *engine), page.value(catalog.ENGINE_PREFIX_HITS, *engine)
-    recent = page.value(catalog.ENGINE_PREFIX_HIT_RATIO, *engine)
-    if queries is None or hits is None:
-        return None
-    blocked = bool(page.value(catalog.ENGINE_WAITING, *engine) or page.value(catalog.ENGINE_PREEMPTIONS, *engine))
-    return PrefixFacts(queries=queries, hits=hits, seconds=None, blocked_ratio=float(blocked), recent_ratio=recent)
 
 
 TIMEOUT_SECONDS: Final = 20.0

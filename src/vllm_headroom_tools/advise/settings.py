@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -84,14 +84,15 @@ def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
 
 def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
     """Fill in settings from the engine's page; known ones stay."""
-    ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
-    sizes = {engine.kv_cache_memory_bytes for engine in page.engines}
-    batches = {engine.max_num_seqs for engine in page.engines}
-    batch = batches.pop() if len(batches) == 1 else None
-    size = sizes.pop() if len(sizes) == 1 else None
+
+    def read_common(field: str) -> Any:  # noqa: ANN401 - of any field
+        values = {getattr(engine, field) for engine in page.engines}
+        return values.pop() if len(values) == 1 else None
+
+    size, batch = read_common("kv_cache_memory_bytes"), read_common("max_num_seqs")
     return replace(
         settings,
-        gpu_memory_utilization=settings.gpu_memory_utilization or (ratios.pop() if len(ratios) == 1 else None),
+        gpu_memory_utilization=settings.gpu_memory_utilization or read_common("gpu_memory_utilization_ratio"),
         max_num_seqs=settings.max_num_seqs or (None if batch is None else int(batch)),
         at_least=max(settings.at_least, find_oldest_version(page.engines)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or size is not None,

@@ -1,6 +1,7 @@
 """The verdict of all rules on the facts."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Final
 
 from msgspec import Struct
@@ -8,10 +9,10 @@ from msgspec.structs import replace
 
 from vllm_headroom.units import GIB, format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.advise.facts import EngineFacts, Facts, Leak, Origin
+from vllm_headroom_tools.advise.facts import Facts, Leak, Origin, Shortage
 from vllm_headroom_tools.advise.finding import Advice, format_percent, name_engine
-from vllm_headroom_tools.advise.rules import capacity, leaks, prefixes, starts
-from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST, Flag
+from vllm_headroom_tools.advise.rules import capacity, leaks, starts
+from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.versions import format_version
 
@@ -30,8 +31,9 @@ STALE_SECONDS: Final = 120.0
 
 Rule = Callable[[Facts], Advice | None]
 
-LEAKS: Final[tuple[Rule, ...]] = (leaks.find_gpu_leak, leaks.find_host_leak)
 EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (
+    leaks.find_gpu_leak,
+    leaks.find_host_leak,
     starts.find_leftovers,
     starts.find_other_tenant,
     starts.find_failing_starts,
@@ -42,13 +44,11 @@ EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     starts.find_crash,
     starts.find_host_shortage,
-    leaks.find_configuration_overshoot,
-    leaks.find_chronic_shortage,
-    leaks.find_burst,
+    *(partial(leaks.find_shortage, kind=kind) for kind in Shortage),
     capacity.find_full_cache,
     capacity.find_unused_memory,
     capacity.find_too_few_requests,
-    prefixes.find_poor_prefix_cache,
+    capacity.find_poor_prefix_cache,
 )
 """In the order of the answer: what can end the engine before what slows it down."""
 
@@ -72,12 +72,11 @@ def judge(facts: Facts) -> Assessment:
     """Apply every rule; the verdict is good only where nothing important is unknown."""
     all_leaks = (*(gpu.leak for gpu in facts.gpus), *(host.leak for host in facts.hosts))
     growing = any(leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in all_leaks)
-    found = _apply_rules(LEAKS, facts)
-    always = _apply_rules(EVEN_WITH_A_LEAK, facts)
+    found = _apply_rules(EVEN_WITH_A_LEAK, facts)
     if growing:
-        found += [replace(each, changes=tuple(change for change in each.changes if not change.flag)) for each in always]
+        found = [replace(each, changes=tuple(change for change in each.changes if not change.flag)) for each in found]
     else:
-        found += always + _apply_rules(WITHOUT_A_LEAK, facts)
+        found += _apply_rules(WITHOUT_A_LEAK, facts)
     advice, left_out = _drop_absent_options(found, facts)
     unknown = tuple(list_missing(facts))
     verdict = Conclusion.NOT_GOOD if advice else Conclusion.CANNOT_TELL if unknown else Conclusion.GOOD
@@ -86,32 +85,23 @@ def judge(facts: Facts) -> Assessment:
 
 
 def _apply_rules(rules: tuple[Rule, ...], facts: Facts) -> list[Advice]:
-    return [advice for advice in (rule(facts) for rule in rules) if advice is not None]
+    return [advice for rule in rules if (advice := rule(facts)) is not None]
 
 
-def _drop_absent_options(found: list[Advice], facts: Facts) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
-    """Leave out the options that this version may lack; return the notes on them as well."""
-    known, advice = facts.settings.known, []
-    absent: dict[Flag, None] = {}
-    for each in found:
-        absent |= {
-            change.flag: None
-            for change in each.changes
-            if change.flag is not None and FIRST_VERSIONS[change.flag] > known
-        }
-        changes = tuple(change for change in each.changes if change.flag is None or change.flag not in absent)
-        advice.append(replace(each, changes=changes))
-    return tuple(advice), tuple(_explain_left_out(flag, facts) for flag in absent)
-
-
-def _explain_left_out(flag: Flag, facts: Facts) -> str:
-    """Name an option that is left out, without the dashes: it is not to be copied."""
-    version, name, first = facts.settings.version, flag.removeprefix("--"), format_version(FIRST_VERSIONS[flag])
-    if version is not None:
-        return f"Left out: {name} is no option of vLLM {format_version(version)}; {first} is the first that has it."
-    return (
-        f"Left out: {name}, which vLLM has since {first}, because this may be an older one; --vllm-version says which."
+def _drop_absent_options(found: list[Advice], facts: Facts) -> tuple[tuple[Advice, ...], list[str]]:
+    """Leave out the options that this version may lack; return the notes on them, without their dashes, as well."""
+    version, known = facts.settings.version, facts.settings.known
+    flags = dict.fromkeys(change.flag for each in found for change in each.changes if change.flag is not None)
+    absent = {flag: format_version(FIRST_VERSIONS[flag]) for flag in flags if FIRST_VERSIONS[flag] > known}
+    advice = (
+        replace(each, changes=tuple(change for change in each.changes if change.flag not in absent)) for each in found
     )
+    why = "which vLLM has since {}, because this may be an older one; --vllm-version says which."
+    notes = [f"Left out: {flag.removeprefix('--')}, {why.format(first)}" for flag, first in absent.items()]
+    if version is not None:
+        why = f"is no option of vLLM {format_version(version)}; {{}} is the first that has it."
+        notes = [f"Left out: {flag.removeprefix('--')} {why.format(first)}" for flag, first in absent.items()]
+    return tuple(advice), notes
 
 
 WHY: Final = {
@@ -188,9 +178,10 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
         remarks.append(f"The engine exited at {format_instant(crashes[0].seconds)} while requests ran{left}: {EXITED}")
     if not facts.hosts:
         remarks.append("The engine's processes were not seen, so that host memory is not judged.")
-    remarks += {note: None for engine in facts.engines if (note := _explain_prefix_cache(facts, engine)) is not None}
+    judged = (capacity.judge_prefix_cache(facts, engine) for engine in facts.engines)
+    remarks += dict.fromkeys(each for each in judged if isinstance(each, str))
     version = facts.settings.version
-    if version is not None and version > NEWEST and any(isinstance(change.flag, Flag) for change in changes):
+    if version is not None and version > NEWEST and any(change.flag for change in changes):
         remarks.append(
             f"vLLM {format_version(version)} is newer than {format_version(NEWEST)}, the newest"
             f" whose options were checked."
@@ -221,21 +212,3 @@ def _note_waste(facts: Facts) -> Iterator[str]:
             f"At most {most} of the KV cache was in use in {span}: a"
             " smaller card, or a smaller share of this one, would do; vllm-headroom plan computes which."
         )
-
-
-def _explain_prefix_cache(facts: Facts, engine: EngineFacts) -> str | None:
-    """Return why a prefix cache that seems to hit rarely is not judged; None where it is, or has little to gain."""
-    prefix = engine.prefix
-    if prefix is None or not prefixes.has_few_hits(prefix) or not prefixes.is_busy(prefix):
-        return None
-    if not prefixes.has_enough_lookups(prefix):
-        return (
-            f"Too little was looked up in the prefix cache to judge it:"
-            f" {format_duration(prefixes.PREFIX_SECONDS)} of traffic do."
-        )
-    if not prefixes.has_reliable_counts(facts, prefix):
-        return (
-            "The prefix cache's low hit ratio is not reliable: before vLLM 0.27 waiting requests are counted again in"
-            " each step."
-        )
-    return None

@@ -68,6 +68,7 @@ def sum_up(judgements: Sequence[Judgement]) -> str:
 
 def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> list[str]:
     """Return a line for each trace, a row for each judgement with its reason below it, and the summary."""
+    heads: list[str] = []
     rows: list[tuple[str, ...]] = [HEADS]
     rows += [(MARKS[each.verdict], each.limit, each.of, *each.words) for each in judgements]
     rows = rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
@@ -77,14 +78,12 @@ def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence
     shown = [lines[0]]
     for judgement, line in zip(judgements, lines[1:], strict=True):
         shown += [line, *wrap_text(INDENT, judgement.why)]
-    heads = [f"{name}: {_describe_trace(record)}" for name, record in traces]
+    for name, record in traces:
+        done = record.finished.total
+        requests = "requests unknown" if done is None else f"{done:,.0f} requests finished"
+        seen = f"{record.replay.samples:,} samples over {format_duration(record.span_seconds)}"
+        heads.append(f"{name}: {seen}, {requests}")
     return [*heads, "", *shown, "", sum_up(judgements)]
-
-
-def _describe_trace(record: TraceRecord) -> str:
-    done = record.finished.total
-    requests = "requests unknown" if done is None else f"{done:,.0f} requests finished"
-    return f"{record.replay.samples:,} samples over {format_duration(record.span_seconds)}, {requests}"
 
 
 def build_report(
@@ -117,14 +116,9 @@ def _build_data(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[
         "baseline": others[0] if others else None,
         "limits": [
             {
-                "limit": judgement.limit,
+                **{name: getattr(judgement, name) for name in ("limit", "unit", "value", "most", "least", "baseline")},
                 "of": judgement.of or None,
                 "outcome": OUTCOMES[judgement.verdict],
-                "unit": judgement.unit,
-                "value": judgement.value,
-                "most": judgement.most,
-                "least": judgement.least,
-                "baseline": judgement.baseline,
                 "why": judgement.why or None,
             }
             for judgement in judgements
@@ -208,9 +202,9 @@ JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
 """Each limit by its option: name, judge, and the option's metavar, type and help."""
 
 
-def judge(limits: Mapping[str, float], record: TraceRecord, before: TraceRecord | None) -> Iterator[Judgement]:
+def judge(given: Mapping[str, float], record: TraceRecord, before: TraceRecord | None) -> Iterator[Judgement]:
     """Yield the judgements on each limit, by option; what the trace lacks cannot be judged."""
-    for key, most in limits.items():
+    for key, most in given.items():
         name, judged, *_ = JUDGES[key]
         why = f"the trace has no {'process' if name == HOST_LEAK else 'GPU'} of the engine's"
         nothing = Judgement(limit=name, verdict=Conclusion.CANNOT_TELL, why=why)
@@ -219,11 +213,10 @@ def judge(limits: Mapping[str, float], record: TraceRecord, before: TraceRecord 
 
 def read_limits(given: Namespace) -> dict[str, float]:
     """Return the limits that were given, by option; raises BadOptions where options conflict."""
-    limits = {key: most for key in JUDGES if (most := getattr(given, key)) is not None}
+    most = {key: value for key in JUDGES if (value := getattr(given, key)) is not None}
     problems = {
-        "needs a limit, such as --max-leak-per-thousand-requests 1MiB": not limits,
-        "--max-growth-over-baseline needs a --baseline": "max_growth_over_baseline" in limits
-        and given.baseline is None,
+        "needs a limit, such as --max-leak-per-thousand-requests 1MiB": not most,
+        "--max-growth-over-baseline needs a --baseline": "max_growth_over_baseline" in most and given.baseline is None,
         "--trace and --baseline cannot both be standard input": given.trace == given.baseline == "-",
         "--json and --format cannot both be given": given.json and given.format is not None,
         "--gpu-memory-utilization and --reported-bytes cannot both be given": given.gpu_memory_utilization is not None
@@ -231,7 +224,7 @@ def read_limits(given: Namespace) -> dict[str, float]:
     }
     if any(problems.values()):
         raise BadOptions(*(problem for problem, is_there in problems.items() if is_there))
-    return {"max_restarts": 0, **limits}
+    return {"max_restarts": 0, **most}
 
 
 def add_options(parser: Parser) -> None:
@@ -239,9 +232,9 @@ def add_options(parser: Parser) -> None:
     traces = parser.add_argument_group("traces")
     traces.add_argument("--trace", metavar="FILE", required=True, type=TRACE, help="what is judged; - for stdin")
     traces.add_argument("--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load")
-    limits = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
+    limit = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
     for name, (_, _, word, kind, text) in JUDGES.items():
-        limits(option(name), metavar=word, type=kind, help=text)
+        limit(option(name), metavar=word, type=kind, help=text)
     budget = parser.add_argument_group("the engine's budget on each GPU, for --max-discrepancy").add_argument
     budget("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
     budget("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
@@ -252,19 +245,16 @@ def add_options(parser: Parser) -> None:
 
 
 def _run(given: Namespace) -> Report:
-    limits = read_limits(given)
+    given_limits = read_limits(given)
+    sources = (("--trace", given.trace), ("--baseline", given.baseline))
     try:
-        traces = [
-            (name, _read(flag, name, given))
-            for flag, name in (("--trace", given.trace), ("--baseline", given.baseline))
-            if name is not None
-        ]
+        traces = [(name, _read(flag, name, given)) for flag, name in sources if name is not None]
     except BadInput as error:
         # in place of the report of an earlier build
         save(given.junit, _build_suite([("trace", Conclusion.CANNOT_TELL, str(error), "")]))
         raise
     records = [record for _, record in traces]
-    judgements = tuple(judge(limits, records[0], records[1] if records[1:] else None))
+    judgements = tuple(judge(given_limits, records[0], records[1] if records[1:] else None))
     save(given.junit, build_junit(judgements))
     return build_report(traces, judgements, for_github=given.format == "github")
 

@@ -42,7 +42,7 @@ def _judge_leak(
         of=series.name,
         verdict=Conclusion.CANNOT_TELL,
         most=most,
-        baseline=None if past is None else _compute_per_thousand(_find_newest(past.course)),
+        baseline=None if past is None else _compute_per_thousand(past.course.newest),
         found=NONE_SEEN,
         before=None if past is None else _describe_course(past.course),
     )
@@ -52,10 +52,11 @@ def _judge_leak(
 
 def _judge_alarm(draft: Judgement, found: Moment, most: float) -> Judgement:
     """Judge an alarm: it fails by its estimate, and passes only if its whole interval is below the limit."""
-    value, ends = _compute_per_thousand(found), _compute_interval(found)
-    if value is None or ends is None or found.leaked_bytes is None:
+    value, rate = _compute_per_thousand(found), found.bytes_per_second or 0.0
+    low, high = found.bytes_per_second_lower, found.bytes_per_second_upper
+    if value is None or rate <= 0 or low is None or high is None or found.leaked_bytes is None:
         return replace(draft, verdict=Conclusion.NOT_GOOD, found="a leak", why=NO_RATE)
-    low, high = ends
+    low, high = value * low / rate, value * high / rate
     why = (
         f"the detector's alarm; 95 %: {format_size(low)} to {format_size(high)},"
         f" {format_size(found.leaked_bytes)} in all"
@@ -66,19 +67,11 @@ def _judge_alarm(draft: Judgement, found: Moment, most: float) -> Judgement:
     return replace(draft, verdict=verdict, value=value, found=None, why=why)
 
 
-def _compute_interval(found: Moment) -> tuple[float, float] | None:
-    rate, low, high = found.bytes_per_second, found.bytes_per_second_lower, found.bytes_per_second_upper
-    value = _compute_per_thousand(found)
-    if value is None or rate is None or rate <= 0 or low is None or high is None:
-        return None
-    return value * low / rate, value * high / rate
-
-
 def _judge_quiet(draft: Judgement, record: TraceRecord, series: MemorySeries, most: float) -> Judgement:
     """Judge a series without an alarm: it passes if the detector would have found a leak at the limit."""
     if series.course.is_undecided:
         why = f"an early warning; steady growth takes an hour or more to become an alarm: {LONGER}"
-        value = _compute_per_thousand(_find_newest(series.course))
+        value = _compute_per_thousand(series.course.newest)
         return replace(draft, value=value, found=_describe_course(series.course), why=why)
     missing = find_doubt(record, series.coverage, series.name)
     if missing is not None:
@@ -97,15 +90,12 @@ def _judge_quiet(draft: Judgement, record: TraceRecord, series: MemorySeries, mo
 
 
 def _describe_course(course: Course) -> str:
-    value = _compute_per_thousand(_find_newest(course))
+    value = _compute_per_thousand(course.newest)
     if course.last is None and not course.is_undecided:
         return NONE_SEEN
-    word = "growing" if course.last is None else "a leak"
-    return word if value is None else format_size(value) if course.last else f"{word}, {format_size(value)}"
-
-
-def _find_newest(course: Course) -> Moment | None:
-    return course.last or course.warning
+    if course.last is None:
+        return "growing" if value is None else f"growing, {format_size(value)}"
+    return "a leak" if value is None else format_size(value)
 
 
 def _compute_per_thousand(found: Moment | None) -> float | None:

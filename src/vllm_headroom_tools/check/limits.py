@@ -13,7 +13,6 @@ from vllm_headroom.vocabulary import IncidentKind, MemoryPart
 from vllm_headroom_tools.check.record import (
     LEAST_REQUESTS,
     Cost,
-    Excess,
     MemorySeries,
     TraceRecord,
     find_doubt,
@@ -118,6 +117,11 @@ def judge_discrepancies(record: TraceRecord, before: TraceRecord | None, most: f
     for gpu, past in pair_gpus(record, before):
         value = None if gpu.excess is None else gpu.excess.ratio
         missing = find_doubt(record, gpu.budgeted, gpu.name) if record.has_budget else NO_REPORT
+        why = ""
+        if gpu.excess is not None:
+            most_bytes, side = abs(gpu.excess.n_bytes), "over" if gpu.excess.n_bytes > 0 else "under"
+            at = format_instant(gpu.excess.seconds)
+            why = f"at the highest {format_size(most_bytes)} {side} what was reported, at {at}"
         yield Judgement(
             limit=DISCREPANCY,
             of=gpu.name,
@@ -127,16 +131,8 @@ def judge_discrepancies(record: TraceRecord, before: TraceRecord | None, most: f
             most=most,
             baseline=None if past is None or past.excess is None else past.excess.ratio,
             allowed=f"{100 * most:.3g}%",
-            why=missing or _describe_excess(gpu.excess),
+            why=missing or why,
         )
-
-
-def _describe_excess(excess: Excess | None) -> str:
-    if excess is None:
-        return ""
-    side = "over" if excess.n_bytes > 0 else "under"
-    most = f"{format_size(abs(excess.n_bytes))} {side} what was reported"
-    return f"at the highest {most}, at {format_instant(excess.seconds)}"
 
 
 def judge_costs(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
@@ -226,7 +222,12 @@ def judge_growths(record: TraceRecord, before: TraceRecord | None, ratio: float)
     """
     if before is None:
         return
-    unlike = _find_difference(record, before)
+    unlike = None
+    if record.models != before.models:
+        other, this = (", ".join(sorted(each.models)) or "none" for each in (before, record))
+        unlike = f"the baseline is of another model: {other} there, {this} here"
+    elif len(record.gpus) != len(before.gpus):
+        unlike = f"the baseline has {len(before.gpus)} GPUs, this trace {len(record.gpus)}"
     for gpu, past in pair_gpus(record, before):
         missing = unlike or _find_doubt(record, gpu, before, past)
         yield _judge_growth(GROWTH, gpu.name, gpu, past, ratio=ratio, missing=missing)
@@ -240,18 +241,6 @@ def judge_growths(record: TraceRecord, before: TraceRecord | None, ratio: float)
         )
     for gpu, past in pair_gpus(record, before):
         yield from () if past is None else _judge_parts(gpu, past, ratio)
-
-
-def _find_difference(record: TraceRecord, before: TraceRecord) -> str | None:
-    if record.models != before.models:
-        return f"the baseline is of another model: {_list_models(before)} there, {_list_models(record)} here"
-    if len(record.gpus) != len(before.gpus):
-        return f"the baseline has {len(before.gpus)} GPUs, this trace {len(record.gpus)}"
-    return None
-
-
-def _list_models(record: TraceRecord) -> str:
-    return ", ".join(sorted(record.models)) or "none"
 
 
 def _find_doubt(
@@ -272,7 +261,11 @@ def _judge_growth(
     limit: str, name: str, series: MemorySeries | None, past: MemorySeries | None, *, ratio: float, missing: str | None
 ) -> Judgement:
     """Judge the largest growth of a series among the loads that both traces have."""
-    pair = None if missing else _find_greatest(series, past)
+    pairs: list[tuple[Cost, Cost]] = []
+    if series is not None and past is not None and missing is None:
+        here, there = series.costs, past.costs
+        pairs = [(here[band], there[band]) for band in here.keys() & there.keys()]
+    pair = max(pairs, key=lambda each: (each[0].held_bytes / each[1].held_bytes, each[0].running), default=None)
     if pair is None and missing is None:
         missing = f"no load in common: {_describe_loads(series)} here, {_describe_loads(past)} in the baseline"
     now, then = (None, None) if pair is None else (pair[0].held_bytes, pair[1].held_bytes)
@@ -290,17 +283,9 @@ def _judge_growth(
     )
 
 
-def _find_greatest(series: MemorySeries | None, past: MemorySeries | None) -> tuple[Cost, Cost] | None:
-    here, there = ({} if each is None else each.costs for each in (series, past))
-    pairs = [(here[band], there[band]) for band in here.keys() & there.keys()]
-    return max(pairs, key=lambda pair: (pair[0].held_bytes / pair[1].held_bytes, pair[0].running), default=None)
-
-
 def _describe_loads(series: MemorySeries | None) -> str:
-    running = [] if series is None else [cost.running for cost in series.costs.values()]
-    if not running:
-        return "none that lasted"
-    return f"{running[0]:.3g} to {running[-1]:.3g} running" if len(running) > 1 else f"{running[0]:.3g} running"
+    running = [] if series is None else [f"{cost.running:.3g}" for cost in series.costs.values()]
+    return " to ".join(dict.fromkeys((running[0], running[-1]))) + " running" if running else "none that lasted"
 
 
 def _judge_capacity(engine: str, now: float | None, then: float | None, ratio: float, unlike: str | None) -> Judgement:
@@ -329,7 +314,7 @@ def _format_change(now: float | None, then: float | None, unit: Unit) -> str | N
 
 def _judge_parts(gpu: MemorySeries, past: MemorySeries, ratio: float) -> Iterator[Judgement]:
     """Judge each part that both traces have; the share is of all parts together, since a single part may be small."""
-    here, there = gpu.parts.of(), past.parts.of()
+    here, there = gpu.parts, past.parts
     for part in (part for part in COMPARED if part in here and part in there):
         now, then = here[part], there[part]
         most = then + ratio * sum(there.values())

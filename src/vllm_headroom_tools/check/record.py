@@ -1,8 +1,8 @@
 """The figures of a trace that limits are set on."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from typing import Final, Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -15,12 +15,11 @@ from vllm_headroom.derive.leak.witnesses import GROWING_SECONDS
 from vllm_headroom.derive.life.signs import keep_service
 from vllm_headroom.derive.per_request import READINGS, WARM_REQUESTS, find_load_band
 from vllm_headroom.derive.readings import count_finished, count_running, list_named, sum_known
-from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import format_duration
 from vllm_headroom.vocabulary import MemoryPart, Role
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, Course, LeakReplay, Rise
 
-Key = TypeVar("Key", int, MemoryPart)
 DetectorInput = tuple[Observation, float]
 """An observation that the detector was given, and the requests finished by then, as the detector counts them."""
 
@@ -32,8 +31,8 @@ class Budget(Struct, frozen=True, kw_only=True):
     utilization_ratio: float | None = None
 
 
-class Excess(Struct, frozen=True, kw_only=True):
-    """A signed discrepancy and its time."""
+class Excess(Struct, frozen=True):
+    """A signed discrepancy, its ratio first, and its time."""
 
     ratio: float
     n_bytes: float
@@ -41,26 +40,22 @@ class Excess(Struct, frozen=True, kw_only=True):
 
 
 def find_excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Excess]]:
-    """Yield the discrepancy of each GPU that has a budget, by UUID, from the daemon's derivation."""
-    found = derive_discrepancy(_apply_budget(snapshot, budget), configured_bytes=budget.reported_bytes)
+    """Yield the discrepancy of each GPU that has a budget, by UUID, from the daemon's derivation.
+
+    The operator's budget goes on the engine's page, where a live engine has its own.
+    """
+    if budget != Budget() and not isinstance(snapshot.engines, Failure):
+        own = {"kv_cache_memory_bytes": None, "memory_bytes": None}
+        engines = tuple(
+            replace(engine, gpu_memory_utilization_ratio=budget.utilization_ratio, **own)
+            for engine in snapshot.engines.engines
+        )
+        snapshot = replace(snapshot, engines=replace(snapshot.engines, engines=engines))
+    found = derive_discrepancy(snapshot, configured_bytes=budget.reported_bytes)
     in_bytes = {sample.labels: sample.value for sample in found if sample.metric is catalog.MEMORY_DISCREPANCY}
     for sample in found:
         if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO:
-            n_bytes = in_bytes[sample.labels]
-            yield sample.labels[1], Excess(ratio=sample.value, n_bytes=n_bytes, seconds=snapshot.time_seconds)
-
-
-def _apply_budget(snapshot: Snapshot, budget: Budget) -> Snapshot:
-    """Put the operator's budget on the engine's page, where a live engine has its own."""
-    if budget == Budget() or isinstance(snapshot.engines, Failure):
-        return snapshot
-    engines = tuple(
-        replace(
-            engine, gpu_memory_utilization_ratio=budget.utilization_ratio, kv_cache_memory_bytes=None, memory_bytes=None
-        )
-        for engine in snapshot.engines.engines
-    )
-    return replace(snapshot, engines=replace(snapshot.engines, engines=engines))
+            yield sample.labels[1], Excess(sample.value, in_bytes[sample.labels], snapshot.time_seconds)
 
 
 class Coverage:
@@ -89,23 +84,6 @@ class Cost(Struct, frozen=True, kw_only=True):
         return self.held_bytes / self.running
 
 
-class Means(Generic[Key]):
-    """The means of a figure, by key."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[Key] = Counter()
-        self._sums: defaultdict[Key, float] = defaultdict(float)
-
-    def step(self, key: Key, value: float) -> None:
-        """Add a reading."""
-        self._counts[key] += 1
-        self._sums[key] += value
-
-    def of(self, least: int = 1) -> dict[Key, float]:
-        """Return the means in the order of their keys, without those of fewer than `least` readings."""
-        return {key: self._sums[key] / count for key, count in sorted(self._counts.items()) if count >= least}
-
-
 class MemorySeries:
     """The memory of one GPU or one role, which `key` names in the trace.
 
@@ -117,9 +95,11 @@ class MemorySeries:
         self.key, self.name = key, name
         self.course = course
         self.coverage, self.budgeted = Coverage(), Coverage()
-        self.parts: Means[MemoryPart] = Means()
-        self._held: Means[int] = Means()
-        self._ran: Means[int] = Means()
+        self._parts: Counter[MemoryPart] = Counter()
+        self._part_readings: Counter[MemoryPart] = Counter()
+        self._held: defaultdict[int, float] = defaultdict(float)
+        self._ran: defaultdict[int, float] = defaultdict(float)
+        self._load_readings: Counter[int] = Counter()
         self.readings: list[DetectorInput] = []
         self.total_bytes: int | None = None
         self.excess: Excess | None = None
@@ -133,25 +113,34 @@ class MemorySeries:
             return
         self.coverage.step(seen.seconds)
         if running and seen.held_bytes:  # held is 0 where the engine died between the two readings
-            self._held.step(find_load_band(running), seen.held_bytes)
-            self._ran.step(find_load_band(running), running)
+            band = find_load_band(running)
+            self._load_readings[band] += 1
+            self._held[band] += seen.held_bytes
+            self._ran[band] += running
+
+    def add_parts(self, parts: Iterable[tuple[MemoryPart, int]]) -> None:
+        """Add a reading of the probe."""
+        self._parts.update(dict(parts))
+        self._part_readings.update(dict.fromkeys(dict(parts), 1))
+
+    @property
+    def parts(self) -> dict[MemoryPart, float]:
+        """The means of the probe's parts."""
+        return {part: self._parts[part] / count for part, count in self._part_readings.items()}
 
     @property
     def costs(self) -> dict[int, Cost]:
         """The costs by the daemon's load bands, from the lowest load to the highest."""
-        held, ran = self._held.of(READINGS), self._ran.of(READINGS)
-        return {band: Cost(held_bytes=held[band], running=ran[band]) for band in held}
+        return {
+            band: Cost(held_bytes=self._held[band] / count, running=self._ran[band] / count)
+            for band, count in sorted(self._load_readings.items())
+            if count >= READINGS
+        }
 
     @property
     def busiest(self) -> Cost | None:
         """The cost at the highest load with enough readings; None without one."""
         return next(reversed(self.costs.values()), None)
-
-    def add_excess(self, excess: Excess) -> None:
-        """Add a discrepancy."""
-        self.budgeted.step(excess.seconds)
-        if self.excess is None or excess.ratio > self.excess.ratio:
-            self.excess = excess
 
 
 class TraceRecord:
@@ -197,21 +186,21 @@ class TraceRecord:
             self._add_page(page, now)
         running = None if (count_finished(page) or 0.0) < WARM_REQUESTS else count_running(page)
         for gpu, seen in observe_gpus(snapshot, snapshot.devices):
-            self._add_gpu(gpu, seen, given.get(gpu.reading.uuid), running)
+            reading, uuid = gpu.reading, gpu.reading.uuid
+            new = MemorySeries(uuid, reading.called, self.replay.course(uuid), keeps=self._keeps_gpus)
+            series = self._gpus.setdefault(uuid, new)
+            series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
+            series.step(seen, given.get(uuid), self.replay.requests(uuid), running)
+            if running is not None and gpu.inside is not None:
+                series.add_parts(gpu.inside.parts)
         for uuid, excess in find_excesses(snapshot, self._budget):
-            self._gpus[uuid].add_excess(excess)
+            series = self._gpus[uuid]
+            series.budgeted.step(excess.seconds)
+            if series.excess is None or excess.ratio > series.excess.ratio:
+                series.excess = excess
         for role, seen in observe_host(snapshot):
             new = MemorySeries(role, role, self.replay.course(role), keeps=self._keeps_host)
             self.host.setdefault(role, new).step(seen, given.get(role), self.replay.requests(role), running)
-
-    def _add_gpu(self, gpu: Gpu, seen: Observation, given: Observation | None, running: float | None) -> None:
-        reading, uuid = gpu.reading, gpu.reading.uuid
-        new = MemorySeries(uuid, reading.called, self.replay.course(uuid), keeps=self._keeps_gpus)
-        series = self._gpus.setdefault(uuid, new)
-        series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
-        series.step(seen, given, self.replay.requests(uuid), running)
-        for part, part_bytes in () if running is None or gpu.inside is None else gpu.inside.parts:
-            series.parts.step(part, part_bytes)
 
     def _add_page(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)

@@ -147,33 +147,26 @@ def list_numbers(end: Ending, known: Incident) -> Iterator[Line]:
         yield gpu.called, ", ".join(_describe_gpu(gpu))
     for holder in known.before.holders[-MOST_HOLDERS:]:
         yield "held by", f"{holder.uuid} pid {holder.pid} {format_amount(holder.used)}"
-    yield from (("held by torch", each) for each in islice(_list_torch_memory(known), MOST_HOLDERS))
+    devices = ((process, each) for process in known.before.probe for each in process.devices)
+    for process, each in islice(devices, MOST_HOLDERS):
+        sizes = (("allocated", each.allocated_bytes), ("reserved", each.reserved_bytes))
+        held = ", ".join(f"{word} {format_size(n_bytes)}" for word, n_bytes in sizes if n_bytes is not None)
+        yield "held by torch", f"{each.uuid} pid {process.pid} {process.role}: {held}"
     if known.version is not None:
         yield "vllm-headroom", known.version
 
 
-def _list_torch_memory(known: Incident) -> Iterator[str]:
-    for process in known.before.probe:
-        for each in process.devices:
-            sizes = (("allocated", each.allocated_bytes), ("reserved", each.reserved_bytes))
-            held = ", ".join(f"{word} {format_size(n_bytes)}" for word, n_bytes in sizes if n_bytes is not None)
-            yield f"{each.uuid} pid {process.pid} {process.role}: {held}"
-
-
 def _describe_engine(engine: EngineReading) -> Iterator[str]:
-    counted = (
-        ("running", engine.running),
-        ("waiting", engine.waiting),
-        ("finished", engine.finished_total),
-        ("preemptions", engine.preemptions_total),
+    figures = (
+        ("{:,.0f} running", engine.running),
+        ("{:,.0f} waiting", engine.waiting),
+        ("{:,.0f} finished", engine.finished_total),
+        ("{:,.0f} preemptions", engine.preemptions_total),
+        ("KV cache {:.0f} % used", engine.kv_used_ratio and 100 * engine.kv_used_ratio),
+        ("of {:,.0f} tokens", engine.kv_capacity_tokens),
+        ("gpu_memory_utilization {:.3g}", engine.gpu_memory_utilization_ratio),
     )
-    yield from (f"{value:,.0f} {word}" for word, value in counted if value is not None)
-    if engine.kv_used_ratio is not None:
-        yield f"KV cache {100 * engine.kv_used_ratio:.0f} % used"
-    if engine.kv_capacity_tokens is not None:
-        yield f"of {engine.kv_capacity_tokens:,.0f} tokens"
-    if engine.gpu_memory_utilization_ratio is not None:
-        yield f"gpu_memory_utilization {engine.gpu_memory_utilization_ratio:.3g}"
+    yield from (text.format(value) for text, value in figures if value is not None)
 
 
 def _describe_gpu(gpu: GpuAtEnd) -> Iterator[str]:
@@ -212,9 +205,11 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 
 def build_report(found: Postmortem) -> Report:
     """Return the report on one end; it does not judge, so its exit status is 0."""
+    when = "" if found.ending is None else f"{format_instant(found.ending.seconds)}: "
+    headline = f"{when}{found.answer.sentence} ({found.answer.sureness})"
     return Report(
         verdict=_conclude(found.answer),
-        headline=_build_headline(found),
+        headline=headline,
         findings=[
             Finding(
                 each.cause,
@@ -225,7 +220,7 @@ def build_report(found: Postmortem) -> Report:
             for each in found.findings
         ],
         data=_build_data(found),
-        lines=_render_text(found),
+        lines=_render_text(found, headline),
         exit_status=0,
     )
 
@@ -236,16 +231,11 @@ def _conclude(found: Diagnosis) -> Conclusion:
     return Conclusion.CANNOT_TELL if found.cause is EndCause.UNKNOWN else Conclusion.NOT_GOOD
 
 
-def _build_headline(report: Postmortem) -> str:
-    when = "" if report.ending is None else f"{format_instant(report.ending.seconds)}: "
-    return f"{when}{report.answer.sentence} ({report.answer.sureness})"
-
-
-def _render_text(report: Postmortem) -> Iterator[str]:
+def _render_text(report: Postmortem, headline: str) -> Iterator[str]:
+    seen = (line for each in report.answer.evidence for line in wrap_headed("seen", each))
     also = (line for each in report.findings[1:] for line in wrap_headed("or", f"{each.sentence} ({each.sureness})"))
-    yield from join_paragraphs(
-        (_format_answer(report), also, *(_format_section(*each) for each in list_sections(report, LAST_LINES)))
-    )
+    sections = (_format_section(*each) for each in list_sections(report, LAST_LINES))
+    yield from join_paragraphs(((*wrap_text("", headline, indent=2), *seen), also, *sections))
 
 
 def list_sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
@@ -264,12 +254,6 @@ def _format_section(title: str, lines: list[Line]) -> Iterator[str]:
     columns = max((len(head) for head, _ in lines), default=0)
     for head, body in lines:
         yield from wrap_text(f"  {head:<{columns}}  ", body) if head else (f"  {body}",)
-
-
-def _format_answer(report: Postmortem) -> Iterator[str]:
-    yield from wrap_text("", _build_headline(report), indent=2)
-    for evidence in report.answer.evidence:
-        yield from wrap_headed("seen", evidence)
 
 
 def _build_data(report: Postmortem) -> dict[str, Any]:

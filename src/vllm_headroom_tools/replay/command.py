@@ -5,6 +5,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import chain
 from math import inf
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from msgspec.structs import asdict
 
 from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
-from vllm_headroom.model import HostMemory, Snapshot, name_device
+from vllm_headroom.model import name_device
 from vllm_headroom.trace.entries import build_host_entry
 from vllm_headroom.units import NUMBER, format_duration, format_instant, format_size, parse_duration
 from vllm_headroom_tools.cli import Command, save
@@ -48,10 +49,18 @@ def format_verdict(watch: LeakReplay) -> Iterator[str]:
     begin, end = watch.span
     yield f"{describe_span(watch.samples, begin, end)}."
     for name, course in _name_series(watch):
-        yield from _format_series(name, course, begin, end)
-    if watch.memory is not None:
-        yield from _describe_host(watch.memory)
-    yield from _describe_sleeps(watch)
+        if course.growing or course.leaking:
+            yield ""
+        yield _describe_series(name, course, end - begin)
+        yield from _format_intervals("early warning", course.growing)
+        yield from _format_intervals("alarm", course.leaking)
+        if course.first is not None:
+            yield f"  at the first alarm, {format_duration(course.first.seconds - begin)} after the trace begins:"
+            yield from _format_moment(course.first)
+        if course.last is not None and course.last is not course.first:
+            yield f"  at the last, {format_instant(course.last.seconds)}:"
+            yield from _format_moment(course.last)
+    yield from _describe_host(watch)
     if not watch.gpus:
         yield NO_GPU
 
@@ -63,15 +72,14 @@ def _name_series(watch: LeakReplay) -> Iterator[tuple[str, Course]]:
         yield f"Host memory of {role}", course
 
 
-def _describe_host(memory: HostMemory) -> Iterator[str]:
-    if memory.used_bytes is not None:
+def _describe_host(watch: LeakReplay) -> Iterator[str]:
+    """Yield the lines on host memory, on sleeps, and on the KV cache of an idle engine."""
+    memory = watch.memory
+    if memory is not None and memory.used_bytes is not None:
         of = "" if memory.limit_bytes is None else f" of {format_size(memory.limit_bytes)}"
         yield f"Host memory: at most {format_size(memory.used_bytes)}{of} in use{SCOPES.get(memory.basis, '')}."
-    if memory.oom_kills:
+    if memory is not None and memory.oom_kills:
         yield f"Out-of-memory kills by the kernel: {memory.oom_kills}."
-
-
-def _describe_sleeps(watch: LeakReplay) -> Iterator[str]:
     for gpu, sleeps in watch.residues.items():
         kept = tuple(sleeps.values())
         grown = "" if len(kept) == 1 else f" in the first sleep, {format_size(kept[-1])} in the last of {len(kept)}"
@@ -81,27 +89,13 @@ def _describe_sleeps(watch: LeakReplay) -> Iterator[str]:
             yield f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by no request."
 
 
-def _format_series(name: str, course: Course, begin: float, end: float) -> Iterator[str]:
-    if course.growing or course.leaking:
-        yield ""
-    yield _describe_series(name, course, end - begin)
-    yield from _format_intervals("early warning", course.growing)
-    yield from _format_intervals("alarm", course.leaking)
-    if course.first is not None:
-        yield f"  at the first alarm, {format_duration(course.first.seconds - begin)} after the trace begins:"
-        yield from _format_moment(course.first)
-    if course.last is not None and course.last is not course.first:
-        yield f"  at the last, {format_instant(course.last.seconds)}:"
-        yield from _format_moment(course.last)
-
-
 def _describe_series(name: str, course: Course, span_seconds: float) -> str:
     verdict, reason = judge_course(course, span_seconds)
     said = {LeakVerdict.LEAKING: "LEAKING", LeakVerdict.GROWING: reason, LeakVerdict.NO_LEAK: "no leak"}
     return f"{name}: {said.get(verdict, f'cannot tell, {reason}')}; {course.state} at the end."
 
 
-def _format_intervals(name: str, intervals: tuple[Interval, ...]) -> Iterator[str]:
+def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
     for begin, end in intervals[:MOST_INTERVALS]:
         until = "to the end" if end is None else f"to {format_instant(end)}, {format_duration(end - begin)}"
         yield f"  {name:<14} {format_instant(begin)} {until}"
@@ -111,7 +105,10 @@ def _format_intervals(name: str, intervals: tuple[Interval, ...]) -> Iterator[st
 
 def _format_moment(moment: Moment) -> Iterator[str]:
     if moment.bytes_per_second is not None:
-        yield f"    how fast     {_format_rate(moment)}"
+        lower, upper, each = moment.bytes_per_second_lower, moment.bytes_per_second_upper, moment.bytes_per_request
+        bounds = "" if lower is None or upper is None else f" (95 %: {format_size(lower)}/s to {format_size(upper)}/s)"
+        rate = "" if each is None else f", {format_size(1000 * each)} per thousand requests"
+        yield f"    how fast     {format_size(moment.bytes_per_second)}/s{bounds}{rate}"
     if moment.by_requests is not None:
         yield f"    driven by    {'requests' if moment.by_requests else 'time'}"
     if moment.location is not None:
@@ -122,17 +119,6 @@ def _format_moment(moment: Moment) -> Iterator[str]:
         least = moment.time_to_oom_seconds_lower
         bound = "" if least is None else f", at the earliest {format_duration(least)}"
         yield f"    time to OOM  about {format_duration(moment.time_to_oom_seconds)}{bound}"
-
-
-def _format_rate(moment: Moment) -> str:
-    text = f"{format_size(moment.bytes_per_second or 0.0)}/s"
-    if moment.bytes_per_second_lower is not None and moment.bytes_per_second_upper is not None:
-        text += (
-            f" (95 %: {format_size(moment.bytes_per_second_lower)}/s to {format_size(moment.bytes_per_second_upper)}/s)"
-        )
-    if moment.bytes_per_request is not None:
-        text += f", {format_size(1000 * moment.bytes_per_request)} per thousand requests"
-    return text
 
 
 def _build_data(watch: LeakReplay) -> dict[str, Any]:
@@ -260,13 +246,15 @@ def build_report(watch: LeakReplay, curves: Curves, *, fails: bool = False) -> R
         for name, course in _name_series(watch)
     ]
     worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
+    columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
+    has_leaked = any(course.leaking for _, course in _name_series(watch))
     return Report(
         verdict=worst,
         headline=next((each.text for each in findings if each.verdict is worst), NO_GPU),
         findings=findings,
         data=_build_data(watch),
-        lines=_render_text(watch, curves),
-        exit_status=LEAK_FOUND if fails and watch.has_leaked else 0,
+        lines=chain(format_verdict(watch), draw_charts(watch, curves, columns=columns)),
+        exit_status=LEAK_FOUND if fails and has_leaked else 0,
     )
 
 
@@ -274,28 +262,19 @@ def _run(given: Namespace) -> Report:
     if (given.trace is None) == (given.from_prometheus is None):
         raise BadOptions(ONE_SOURCE)
     watch, curves = LeakReplay(), Curves()
-    for snapshot in _read_snapshots(given):
+    if given.from_prometheus is None:
+        snapshots = read_trace(given.trace, track_lines)
+    else:
+        from vllm_headroom_tools.replay.prometheus.records import read_records  # noqa: PLC0415 - a trace needs no HTTP client
+
+        snapshots = map(parse_snapshot, read_records(given))
+    for snapshot in snapshots:
         watch.step(snapshot)
         if given.svg or not given.json:
             curves.step(snapshot)
     if given.svg:
         save(given.svg, draw_picture(watch, curves), "--svg ")
     return build_report(watch, curves, fails=given.fail_on_leak)
-
-
-def _read_snapshots(given: Namespace) -> Iterator[Snapshot]:
-    if given.from_prometheus is not None:
-        from vllm_headroom_tools.replay.prometheus.records import read_records  # noqa: PLC0415 - a trace needs no HTTP client
-
-        yield from map(parse_snapshot, read_records(given))
-    else:
-        yield from read_trace(given.trace, track_lines)
-
-
-def _render_text(watch: LeakReplay, curves: Curves) -> Iterator[str]:
-    yield from format_verdict(watch)
-    columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
-    yield from draw_charts(watch, curves, columns=columns)
 
 
 COMMAND: Final[Command] = Command(

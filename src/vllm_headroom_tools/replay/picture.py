@@ -1,6 +1,6 @@
 """Drawings of memory and load over a trace, as SVG and for a terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Final
@@ -29,9 +29,19 @@ def draw_picture(watch: LeakReplay, curves: Curves) -> str:
     forecasts = [_build_forecast(course, curves.free(uuid)) for _, uuid, course in watch.gpus]
     ahead = max((MARGIN * each.seconds for each in forecasts if each is not None), default=0.0)
     span = begin, end + min(ahead, AHEAD * (end - begin))
-    rooms = [_draw_gpu(gpu, curves, span, forecast) for gpu, forecast in zip(watch.gpus, forecasts, strict=True)]
-    host = [_draw_box(HOST, curves.host, span, sized=True, to_zero=True)] if curves.host else []
-    boxes = [*rooms, *host, _draw_box("running requests", curves.running, span)]
+    boxes = []
+    for (index, uuid, course), forecast in zip(watch.gpus, forecasts, strict=True):
+        points = curves.free(uuid)
+        to_zero = any(value is not None for _, value in points)
+        what = "free memory, down to zero" if to_zero else "memory held by the engine"
+        full = "" if forecast is None else f", out of memory {format_instant(forecast.begin + forecast.seconds)}"
+        title = f"{name_device(index, uuid)}: {what}; {course.state} at the end{full}"
+        marks = [seconds for seconds, _ in course.leaking]
+        points = points if to_zero else curves.held(uuid)
+        boxes.append(_draw_box(title, points, span, marks, forecast, sized=True, to_zero=to_zero))
+    if curves.host:
+        boxes.append(_draw_box(HOST, curves.host, span, sized=True, to_zero=True))
+    boxes.append(_draw_box("running requests", curves.running, span))
     height = len(boxes) * (ABOVE + HEIGHT + BELOW)
     placed = "".join(
         f'<g transform="translate(0 {place * (ABOVE + HEIGHT + BELOW) + ABOVE:.0f})">{box}</g>'
@@ -39,23 +49,10 @@ def draw_picture(watch: LeakReplay, curves: Curves) -> str:
     )
     ground = '<rect width="100%" height="100%" fill="var(--ground)"/>'
     frame = Frame(begin=begin, end=end, top=1.0, width=WIDTH, height=height)
-    title = f"{len(rooms)} GPUs from {format_instant(begin)} to {format_instant(end)}"
+    title = f"{len(watch.gpus)} GPUs from {format_instant(begin)} to {format_instant(end)}"
     return drawing.draw_picture(
         frame, (f"<style>{escape(STYLE, quote=False)}</style>", ground, placed), title=title, stretch=False
     )
-
-
-def _draw_gpu(
-    gpu: tuple[int, str, Course], curves: Curves, span: tuple[float, float], forecast: Forecast | None
-) -> str:
-    index, uuid, course = gpu
-    free = curves.free(uuid)
-    known = any(value is not None for _, value in free)
-    what = "free memory, down to zero" if known else "memory held by the engine"
-    full = "" if forecast is None else f", out of memory {format_instant(forecast.begin + forecast.seconds)}"
-    marks = tuple(interval[0] for interval in course.leaking)
-    title = f"{name_device(index, uuid)}: {what}; {course.state} at the end{full}"
-    return _draw_box(title, free if known else curves.held(uuid), span, marks, forecast, sized=True, to_zero=known)
 
 
 def _build_forecast(course: Course, points: list[Point]) -> Forecast | None:
@@ -70,7 +67,7 @@ def _draw_box(
     title: str,
     points: list[Point],
     span: tuple[float, float],
-    marks: tuple[float, ...] = (),
+    marks: Sequence[float] = (),
     forecast: Forecast | None = None,
     *,
     sized: bool = False,
@@ -109,32 +106,24 @@ def draw_charts(watch: LeakReplay, curves: Curves, *, columns: int) -> Iterator[
     """Yield the lines of a chart for each GPU, one for the host and one for the load."""
     width = columns - AXIS
     for index, uuid, course in watch.gpus:
-        yield from _draw_gpu_chart(name_device(index, uuid), course, curves.free(uuid), curves.held(uuid), width)
+        alarm = None if course.first is None else course.first.seconds
+        name, unit = name_device(index, uuid), "GiB" if alarm is None else "GiB; ▲ is the first alarm"
+        free = _convert_to_gib(curves.free(uuid))
+        if any(value is not None for _, value in free):
+            title = f"{name}: free memory, down to zero, {unit}"
+            yield from _draw_chart(title, free, width, MEMORY_LINES, alarm=alarm)
+            continue
+        held, title = _convert_to_gib(curves.held(uuid)), f"{name}: memory held by the engine, {unit}"
+        values = [value for _, value in held if value is not None] or [0.0]
+        # on the scale of the whole GPU, growth would not show
+        floor = max(0.0, min(values) - (0.05 * (max(values) - min(values)) or 0.01 * max(values)))
+        yield from _draw_chart(title, held, width, MEMORY_LINES, alarm=alarm, pick=max, floor=floor)
     yield from _draw_chart(f"{HOST}, GiB", _convert_to_gib(curves.host), width, MEMORY_LINES)
     yield from _draw_chart("running requests", curves.running, width, LOAD_LINES, pick=max)
 
 
-def _draw_gpu_chart(name: str, course: Course, free: list[Point], held: list[Point], width: int) -> Iterator[str]:
-    alarm = None if course.first is None else course.first.seconds
-    mark = "" if alarm is None else "; ▲ is the first alarm"
-    title = f"{name}: {{}}, GiB{mark}"
-    if any(value is not None for _, value in free):
-        yield from _draw_chart(
-            title.format("free memory, down to zero"), _convert_to_gib(free), width, MEMORY_LINES, alarm=alarm
-        )
-    else:
-        held, what = _convert_to_gib(held), title.format("memory held by the engine")
-        yield from _draw_chart(what, held, width, MEMORY_LINES, alarm=alarm, pick=max, floor=_find_floor(held))
-
-
 def _convert_to_gib(points: list[Point]) -> list[Point]:
     return [(seconds, None if value is None else value / GIB) for seconds, value in points]
-
-
-def _find_floor(points: list[Point]) -> float:
-    """Return the begin of the axis of held memory: on the scale of the whole GPU, growth would not show."""
-    values = [value for _, value in points if value is not None] or [0.0]
-    return max(0.0, min(values) - (0.05 * (max(values) - min(values)) or 0.01 * max(values)))
 
 
 def _draw_chart(
@@ -151,29 +140,17 @@ def _draw_chart(
     if not values:
         return
     top = find_top(values) if pick is min else max(values)
-    levels = [f"{level:9.{_count_decimals(top - floor)}f}" for level in (top, floor)]
-    times = [seconds for seconds, _ in points]
+    decimals = next((digits for digits, least in ((0, 20.0), (1, 2.0), (2, 0.2)) if top - floor >= least), 3)
+    levels = [f"{level:9.{decimals}f}" for level in (top, floor)]
+    begin, end = (pick_time(seconds for seconds, _ in points) for pick_time in (min, max))
     yield from ("", title)
     for place, line in enumerate(draw_bars(points, width, lines, ends=(floor, top), pick=pick)):
         yield f"{'' if place else levels[0]:>9} │{line}"
-    yield f"{levels[1]} └{_draw_axis(times, alarm, width)}"
-    first, last = (_format_clock(time, times) for time in (min(times), max(times)))
+    axis = "─" * width
+    if alarm is not None:
+        place = min(width - 1, int(width * (alarm - begin) / (end - begin or 1.0)))
+        axis = f"{axis[:place]}▲{axis[place + 1 :]}"
+    yield f"{levels[1]} └{axis}"
+    form = "%H:%M" if end - begin <= DAY_SECONDS else "%m-%d %H:%M"
+    first, last = (datetime.fromtimestamp(seconds, UTC).strftime(form) for seconds in (begin, end))
     yield f"{'':{AXIS}}{first:<{width // 2}}{last:>{width - width // 2}}"
-
-
-def _draw_axis(times: list[float], alarm: float | None, width: int) -> str:
-    line = "─" * width
-    if alarm is None:
-        return line
-    place = min(width - 1, int(width * (alarm - min(times)) / (max(times) - min(times) or 1.0)))
-    return f"{line[:place]}▲{line[place + 1 :]}"
-
-
-def _format_clock(seconds: float, times: list[float]) -> str:
-    form = "%H:%M" if max(times) - min(times) <= DAY_SECONDS else "%m-%d %H:%M"
-    return datetime.fromtimestamp(seconds, UTC).strftime(form)
-
-
-def _count_decimals(span: float) -> int:
-    """Return the decimals that distinguish the levels of an axis."""
-    return next((digits for digits, least in ((0, 20.0), (1, 2.0), (2, 0.2)) if span >= least), 3)

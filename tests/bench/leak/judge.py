@@ -87,7 +87,7 @@ def _alarms(course: Course, truth: dict[str, Any], readings: list[plain.Reading]
     return row
 
 
-def _edges(intervals: tuple[Any, ...], apart: float) -> list[float]:
+def _edges(intervals: list[Any], apart: float) -> list[float]:
     edges, last = [], None
     for begin, end in intervals:
         if last is None or begin - last > apart:

@@ -1,7 +1,6 @@
 """Rules on the KV cache, which vLLM allocates at its start: a full one makes requests wait, not run out of memory."""
 
-from collections.abc import Iterator
-from math import ceil, floor
+from math import ceil, floor, inf
 from typing import Final
 
 from vllm_headroom.units import MIB, format_duration, format_size
@@ -9,7 +8,6 @@ from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
     FULL_RATIO,
     LASTING_SECONDS,
-    CappedFacts,
     EngineFacts,
     Facts,
     FullFacts,
@@ -20,13 +18,13 @@ from vllm_headroom_tools.advise.finding import (
     Advice,
     Cause,
     Change,
-    Evidence,
     drop_none,
     format_percent,
+    list_evidence,
     lower_option,
     name_engine,
 )
-from vllm_headroom_tools.advise.settings import Flag
+from vllm_headroom_tools.advise.settings import COUNTS_PREFIXES_ONCE, Flag
 
 HURTING_PREEMPTIONS: Final = 0.1
 """Preemptions for each finished request: 0.01 is nothing, above this it hurts (runbook HeadroomKvCacheThrashing)."""
@@ -50,26 +48,37 @@ _EXACT: Final = 1e-9
 """Tolerance for binary fractions such as 0.92 * 100."""
 
 
+def change_share(facts: Facts, usable_bytes: float, n_bytes: float, text: str, cost: str) -> Change | None:
+    """Return the change of vLLM's share by so many bytes, rounded down; None where it would be none, or leave none."""
+    settings, highest = facts.settings, HIGHEST_UTILIZATION
+    flag, now, per, change = Flag.GPU_MEMORY_UTILIZATION, settings.gpu_memory_utilization, 100.0, n_bytes / usable_bytes
+    if settings.sizes_cache_in_bytes:
+        flag, now, per, change = Flag.KV_CACHE_MEMORY_BYTES, settings.kv_cache_memory_bytes, 1 / MIB, n_bytes
+        highest = inf
+    if now is None:
+        difference = floor(change * per + _EXACT) / per
+        text = f"{text}; not above {highest:g}" if change > 0 and highest < inf else text
+        return Change(flag=flag, difference=difference, text=text, cost=cost) if difference else None
+    value = floor(min(now + change, max(now, highest)) * per + _EXACT) / per
+    if value <= 0 or (value - now) * change <= 0:
+        return None
+    return Change(flag=flag, value=value, now=now, text=text, cost=cost)
+
+
 def take_less(facts: Facts, gpu: GpuFacts, n_bytes: float) -> Change | None:
     """Return the change that leaves this much more of the GPU free; None where its size is unknown."""
     if not gpu.usable_bytes:
         return None
+    tokens = ""
+    for engine in facts.engines:
+        if engine.capacity_bytes and engine.capacity_tokens and not tokens:
+            on_all = n_bytes * len(facts.gpus) / len(facts.engines)
+            lost = on_all / engine.capacity_bytes * engine.capacity_tokens
+            if lost < engine.capacity_tokens:
+                tokens = f" ({lost:,.0f} of {engine.capacity_tokens:,.0f} tokens)"
     text = f"leaves {format_size(n_bytes)} more outside of what vLLM takes at its start"
-    cost = f"the KV cache of each GPU shrinks by about as much{_format_tokens(facts, n_bytes)}; a restart"
-    if facts.settings.sizes_cache_in_bytes:
-        return _change_bytes(facts, -ceil(n_bytes / MIB) * MIB, text, cost)
-    share, now = n_bytes / gpu.usable_bytes, facts.settings.gpu_memory_utilization
-    lower = None if now is None else floor((now - share) * 100 + _EXACT) / 100
-    if lower is not None and lower <= 0:
-        return None
-    return Change(
-        flag=Flag.GPU_MEMORY_UTILIZATION,
-        value=lower,
-        difference=-ceil(share * 100 - _EXACT) / 100 if lower is None else None,
-        now=now,
-        text=text,
-        cost=cost,
-    )
+    cost = f"the KV cache of each GPU shrinks by about as much{tokens}; a restart"
+    return change_share(facts, gpu.usable_bytes, -n_bytes, text, cost)
 
 
 def take_more(facts: Facts) -> Change | None:
@@ -81,58 +90,16 @@ def take_more(facts: Facts) -> Change | None:
     least, usable = facts.least_room_bytes, [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
     if facts.origin is Origin.PAGE or facts.span_seconds < USUAL_SECONDS or least is None or not usable:
         return None
-    if facts.failed_starts or has_run_short(facts):
+    if facts.failed_starts or has_run_short(facts) or least <= AIM_BYTES:
         return None
-    spare = least - AIM_BYTES
-    steps = floor(spare / max(usable) * 100)
     text = f"{format_size(least)} were left at the highest peak; at least {format_size(AIM_BYTES)} stay"
     cost = "less room for a burst larger than all so far; a restart"
-    if spare <= 0 or steps < 1:
-        return None
-    if facts.settings.sizes_cache_in_bytes:
-        return _change_bytes(facts, floor(spare / MIB) * MIB, text, cost)
-    now = facts.settings.gpu_memory_utilization
-    highest = None if now is None else floor(min(now + steps / 100, HIGHEST_UTILIZATION) * 100 + _EXACT) / 100
-    if highest is not None and now is not None and highest <= now:
-        return None
-    return Change(
-        flag=Flag.GPU_MEMORY_UTILIZATION,
-        value=highest,
-        difference=steps / 100 if highest is None else None,
-        now=now,
-        text=text if highest is not None else f"{text}; not above {HIGHEST_UTILIZATION:g}",
-        cost=cost,
-    )
+    return change_share(facts, max(usable), least - AIM_BYTES, text, cost)
 
 
 def has_run_short(facts: Facts) -> bool:
     """Return whether memory ran short, or others took memory of the engine's GPUs."""
     return any(gpu.spells or (gpu.others and gpu.others.most) for gpu in facts.gpus)
-
-
-def _change_bytes(facts: Facts, difference: int, text: str, cost: str) -> Change | None:
-    now = facts.settings.kv_cache_memory_bytes
-    if now is not None and now + difference <= 0:
-        return None
-    return Change(
-        flag=Flag.KV_CACHE_MEMORY_BYTES,
-        value=None if now is None else int(now + difference),
-        difference=difference if now is None else None,
-        now=now,
-        text=text,
-        cost=cost,
-    )
-
-
-def _format_tokens(facts: Facts, n_bytes: float) -> str:
-    """Return the share of the KV cache in tokens, where the bytes of a token are known."""
-    for engine in facts.engines:
-        if engine.capacity_bytes and engine.capacity_tokens:
-            on_all = n_bytes * len(facts.gpus) / len(facts.engines)
-            tokens = on_all / engine.capacity_bytes * engine.capacity_tokens
-            if tokens < engine.capacity_tokens:
-                return f" ({tokens:,.0f} of {engine.capacity_tokens:,.0f} tokens)"
-    return ""
 
 
 KEPT_RATIO: Final = 0.9
@@ -146,7 +113,6 @@ REPLICA: Final = Change(text="Add a replica, or send part of the traffic elsewhe
 NOT_OUT_OF_MEMORY: Final = (
     "A full KV cache is slow, not out of memory. A lower share of the GPU for vLLM would make the cache smaller."
 )
-PressedEngine = tuple[EngineFacts, FullFacts]
 
 
 def find_full_cache(facts: Facts) -> Advice | None:
@@ -155,21 +121,33 @@ def find_full_cache(facts: Facts) -> Advice | None:
     if found is None:
         return None
     engine, full = found
-    name, remark = name_engine(facts, engine), NOT_OUT_OF_MEMORY
-    if _is_too_small(engine, full):
+    name, remark, usual = name_engine(facts, engine), NOT_OUT_OF_MEMORY, engine.usual_tokens
+    if (engine.capacity_tokens or inf) < FEWEST_REQUESTS * ((full.tokens if usual is None else usual) or 0.0):
         cause, changes = Cause.MODEL_DOES_NOT_FIT, drop_none(take_more(facts), split_model(facts))
         summary = f"The model leaves too little of the GPU for the KV cache of {name}."
         remark = "vllm-headroom plan computes what fits with other weights, another KV cache type or more GPUs."
-    elif _has_larger_requests(engine, full):
+    elif full.tokens is not None and usual is not None and full.tokens >= LARGER_REQUESTS * usual:
         cause = Cause.KV_CACHE_BLOW_OUT
-        changes = drop_none(take_more(facts), _shorten_requests(facts, engine, full), REPLICA)
+        changes = drop_none(take_more(facts), _shorten_requests(facts, engine, full.tokens), REPLICA)
         summary = f"Requests that are longer than usual fill the KV cache of {name}, and it preempts."
     else:
         now = " now" if facts.origin is Origin.PAGE else ""
         cause = Cause.CONCURRENCY_MISJUDGED
         changes = drop_none(take_more(facts), _run_fewer(facts, engine, full), REPLICA)
         summary = f"More requests run at once than the KV cache of {name} holds{now}, and it preempts."
-    evidence = tuple(_list_cache_evidence(engine, full))
+    lasted = "now" if full.seconds is None else f"for {format_duration(full.seconds)}"
+    when = " since the engine's start" if full.seconds is None else " meanwhile"
+    often = f"{full.preemptions:,.0f} and no request finished"
+    if full.finished:
+        often = f"{full.preemptions / full.finished:.2g} for each finished request"
+    usually = "" if usual is None else f", {usual:,.0f} usually"
+    evidence = list_evidence(
+        ("full_seconds", full.seconds or 0.0, f"more than {format_percent(FULL_RATIO)} in use {lasted}"),
+        ("preemptions", full.preemptions, f"preemptions{when}: {often}"),
+        ("running", full.running, "{} requests running then"),
+        ("tokens_per_request", full.tokens, f"{{}} tokens of the cache for each{usually}"),
+        _measure_capacity(engine),
+    )
     return Advice(cause=cause, summary=summary, evidence=evidence, changes=changes, remark=remark)
 
 
@@ -183,70 +161,55 @@ def find_unused_memory(facts: Facts) -> Advice | None:
     if more is None or find_pressed(facts) is not None or least < UNUSED_RATIO * usable:
         return None
     for engine in facts.engines:
-        if engine.full is not None and engine.full.queued_seconds >= LASTING_SECONDS:
+        full = engine.full
+        if full is not None and full.queued_seconds >= LASTING_SECONDS:
+            waited = f"{full.waiting or 0:,.0f} requests waited with a full cache, for {{}}"
             return Advice(
                 cause=Cause.UNUSED_MEMORY,
                 summary=f"Requests wait for the KV cache of {name_engine(facts, engine)}, and GPU memory is unused.",
-                evidence=tuple(_list_queue_evidence(facts, engine, engine.full)),
+                evidence=list_evidence(
+                    ("queued_seconds", full.queued_seconds, waited),
+                    ("least_room_bytes", least, "at least {} of each GPU were left all the time"),
+                    _measure_capacity(engine),
+                ),
                 changes=(more, REPLICA),
                 remark=NOT_OUT_OF_MEMORY,
             )
     return None
 
 
-def _list_queue_evidence(facts: Facts, engine: EngineFacts, full: FullFacts) -> Iterator[Evidence]:
-    text = f"{full.waiting or 0:,.0f} requests waited with a full cache, for {format_duration(full.queued_seconds)}"
-    yield Evidence("queued_seconds", full.queued_seconds, text)
-    least = facts.least_room_bytes or 0.0
-    yield Evidence("least_room_bytes", least, f"at least {format_size(least)} of each GPU were left all the time")
-    yield from (each for each in _list_cache_evidence(engine, full) if each.name == "capacity_tokens")
-
-
-def split_model(facts: Facts) -> Change | None:
+def split_model(
+    facts: Facts, text: str = "spreads the weights, and leaves each GPU more for the KV cache"
+) -> Change | None:
     """Return the model spread over twice as many GPUs; None where the GPUs of an engine are not known."""
-    engines = max(1, len(facts.engines))
-    each, rest = divmod(len(facts.gpus), engines)
+    each, rest = divmod(len(facts.gpus), max(1, len(facts.engines)))
     if rest or not each:
         return None
-    return Change(
-        flag=Flag.TENSOR_PARALLEL_SIZE,
-        value=2 * each,
-        now=each,
-        text="spreads the weights, and leaves each GPU more for the KV cache",
-        cost="twice the GPUs; a restart",
-    )
+    return Change(flag=Flag.TENSOR_PARALLEL_SIZE, value=2 * each, now=each, text=text, cost="twice the GPUs; a restart")
 
 
-def find_pressed(facts: Facts) -> PressedEngine | None:
+def find_pressed(facts: Facts) -> tuple[EngineFacts, FullFacts] | None:
     """Return the engine with the most harmful preemptions per request while full, or None.
 
     In a trace they have to last for LASTING_SECONDS; a page has the present and the counts since the start.
     """
-    hurt = [(engine, engine.full) for engine in facts.engines if engine.full is not None and _is_hurt(engine.full)]
+    hurt = [
+        (engine, full)
+        for engine in facts.engines
+        if (full := engine.full) is not None
+        and (full.seconds is None or full.seconds >= LASTING_SECONDS)
+        and full.preemptions > 0
+        and full.preemptions >= HURTING_PREEMPTIONS * full.finished
+    ]
     return max(hurt, key=lambda each: each[1].preemptions / max(1.0, each[1].finished), default=None)
 
 
-def _is_hurt(full: FullFacts) -> bool:
-    lasts = full.seconds is None or full.seconds >= LASTING_SECONDS
-    return lasts and full.preemptions > 0 and full.preemptions >= HURTING_PREEMPTIONS * full.finished
-
-
-def _has_larger_requests(engine: EngineFacts, full: FullFacts) -> bool:
-    usual = engine.usual_tokens
-    return full.tokens is not None and usual is not None and full.tokens >= LARGER_REQUESTS * usual
-
-
-def _is_too_small(engine: EngineFacts, full: FullFacts) -> bool:
-    usual = engine.usual_tokens if engine.usual_tokens is not None else full.tokens
-    return bool(engine.capacity_tokens and usual) and (engine.capacity_tokens or 0) < FEWEST_REQUESTS * (usual or 0)
-
-
-def _shorten_requests(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | None:
+def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Change | None:
     """Return a limit above the 99th percentile of tokens per request; None where it would have no effect."""
-    if engine.high_tokens is None or full.tokens is None:
+    if engine.high_tokens is None:
         return None
     value = ceil(LENGTH_MARGIN * engine.high_tokens / LENGTH_STEP) * LENGTH_STEP
-    if value >= full.tokens:
+    if value >= tokens:
         return None
     return lower_option(
         facts,
@@ -261,34 +224,16 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, full: FullFacts) -> Cha
 
 def _run_fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | None:
     """Return the load that ran without preemption, or KEPT_RATIO of what filled the cache if that is less."""
-    value = floor(KEPT_RATIO * full.running)
-    calm = engine.calm_running is not None and engine.calm_running < value + 1
-    return lower_option(
-        facts,
-        Flag.MAX_NUM_SEQS,
-        floor(engine.calm_running) if calm and engine.calm_running is not None else value,
-        text="the most that ran without preemption" if calm else f"{100 * KEPT_RATIO:.3g} % of what fills the cache",
-        cost="the rest waits in the queue, where no work is lost; a restart",
-    )
+    value, text = floor(KEPT_RATIO * full.running), f"{100 * KEPT_RATIO:.3g} % of what fills the cache"
+    if engine.calm_running is not None and engine.calm_running < value + 1:
+        value, text = floor(engine.calm_running), "the most that ran without preemption"
+    cost = "the rest waits in the queue, where no work is lost; a restart"
+    return lower_option(facts, Flag.MAX_NUM_SEQS, value, text=text, cost=cost)
 
 
-def _list_cache_evidence(engine: EngineFacts, full: FullFacts) -> Iterator[Evidence]:
-    lasted = "now" if full.seconds is None else f"for {format_duration(full.seconds)}"
-    yield Evidence("full_seconds", full.seconds or 0.0, f"more than {format_percent(FULL_RATIO)} in use {lasted}")
-    often = f"{full.preemptions:,.0f} and no request finished"
-    if full.finished:
-        often = f"{full.preemptions / full.finished:.2g} for each finished request"
-    when = " since the engine's start" if full.seconds is None else " meanwhile"
-    yield Evidence("preemptions", full.preemptions, f"preemptions{when}: {often}")
-    yield Evidence("running", full.running, f"{full.running:,.0f} requests running then")
-    if full.tokens is not None:
-        usual = "" if engine.usual_tokens is None else f", {engine.usual_tokens:,.0f} usually"
-        text = f"{full.tokens:,.0f} tokens of the cache for each{usual}"
-        yield Evidence("tokens_per_request", full.tokens, text)
-    if engine.capacity_tokens is not None:
-        in_bytes = "" if engine.capacity_bytes is None else f", {format_size(engine.capacity_bytes)}"
-        text = f"the cache holds {engine.capacity_tokens:,.0f} tokens{in_bytes}"
-        yield Evidence("capacity_tokens", engine.capacity_tokens, text)
+def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
+    in_bytes = "" if engine.capacity_bytes is None else f", {format_size(engine.capacity_bytes)}"
+    return "capacity_tokens", engine.capacity_tokens, f"the cache holds {{}} tokens{in_bytes}"
 
 
 MOST_RAISED: Final = 2.0
@@ -302,41 +247,99 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     Not where a peak left less than AIM_BYTES, since more requests also take more memory outside of the cache, nor where
     the cache of another rank preempts.
     """
-    least = facts.least_room_bytes
-    if find_pressed(facts) is not None or has_run_short(facts):
+    least, now = facts.least_room_bytes, facts.settings.max_num_seqs
+    if find_pressed(facts) is not None or has_run_short(facts) or least is None or least < AIM_BYTES:
         return None
     for engine in facts.engines:
-        if engine.capped is None or engine.capped.seconds < LASTING_SECONDS or least is None or least < AIM_BYTES:
+        capped = engine.capped
+        if capped is None or capped.seconds < LASTING_SECONDS or (now is not None and now > capped.running):
             continue
-        change = _run_more(facts, engine.capped)
-        if change is not None:
+        fitting = capped.running * RAISED_RATIO / capped.kv_used_ratio if capped.kv_used_ratio else inf
+        value = floor(min(MOST_RAISED * capped.running, fitting))
+        if value > capped.running:
+            filled = format_percent(value / capped.running * capped.kv_used_ratio)
             return Advice(
                 cause=Cause.CONCURRENCY_MISJUDGED,
                 summary=f"Requests wait for {name_engine(facts, engine)} while its KV cache has room.",
-                evidence=tuple(_list_cap_evidence(engine.capped)),
-                changes=(change,),
+                evidence=list_evidence(
+                    ("waiting_seconds", capped.seconds, "requests waited for {} with room in the KV cache"),
+                    ("running", capped.running, "never more than {} ran: probably the value of --max-num-seqs"),
+                    ("kv_used_ratio", capped.kv_used_ratio, "{} of the KV cache in use meanwhile"),
+                ),
+                changes=(
+                    Change(
+                        flag=Flag.MAX_NUM_SEQS,
+                        value=value,
+                        now=now,
+                        text=f"would fill {filled} of the KV cache",
+                        cost="each answer comes a little slower; a restart",
+                    ),
+                ),
             )
     return None
 
 
-def _run_more(facts: Facts, capped: CappedFacts) -> Change | None:
-    fitting = capped.running * RAISED_RATIO / capped.kv_used_ratio if capped.kv_used_ratio else float("inf")
-    value, now = floor(min(MOST_RAISED * capped.running, fitting)), facts.settings.max_num_seqs
-    if value <= capped.running or (now is not None and now > capped.running):
+PAYING_RATIO: Final = 0.3
+"""Below this hit ratio, lookups cost about what they save (alert HeadroomPrefixCacheNotPaying)."""
+
+PREFIX_SECONDS: Final = 6 * 3600.0
+PREFIX_TOKENS_PER_SECOND: Final = 100.0
+"""It takes six hours of at least this traffic to judge a prefix cache; less has little to gain (the same alert)."""
+
+BLOCKED_RATIO: Final = 0.05
+"""Ours: before vLLM 0.27 a waiting request is looked up again in each step (vllm-project/vllm#43736), so the hit ratio
+means nothing where requests wait for more than this share of the time."""
+
+
+def find_poor_prefix_cache(facts: Facts) -> Advice | None:
+    """Fit where less than PAYING_RATIO of enough lookups hit, and the counts are reliable."""
+    found = (judge_prefix_cache(facts, engine) for engine in facts.engines)
+    return next((each for each in found if isinstance(each, Advice)), None)
+
+
+def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None:
+    """Return the advice on a cache that rarely hits, or why it is not judged; None where nothing is to gain.
+
+    A page has the counts since the engine's start; the last five minutes have to agree.
+    """
+    prefix = engine.prefix
+    if prefix is None or not prefix.hits < PAYING_RATIO * prefix.queries:
         return None
-    return Change(
-        flag=Flag.MAX_NUM_SEQS,
-        value=value,
-        now=now,
-        text=f"would fill {format_percent(value / capped.running * capped.kv_used_ratio)} of the KV cache",
-        cost="each answer comes a little slower; a restart",
+    if prefix.recent_ratio is not None and prefix.recent_ratio >= PAYING_RATIO:
+        return None
+    if prefix.seconds is not None and prefix.queries < PREFIX_TOKENS_PER_SECOND * prefix.seconds:
+        return None
+    judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND if prefix.seconds is None else prefix.seconds
+    if judged_seconds < PREFIX_SECONDS:
+        return (
+            "Too little was looked up in the prefix cache to judge it:"
+            f" {format_duration(PREFIX_SECONDS)} of traffic do."
+        )
+    if facts.settings.known < COUNTS_PREFIXES_ONCE and prefix.blocked_ratio > BLOCKED_RATIO:
+        return (
+            "The prefix cache's low hit ratio is not reliable: before vLLM 0.27 waiting requests are counted again in"
+            " each step."
+        )
+    ratio, recent = prefix.hits / prefix.queries, prefix.recent_ratio
+    over = "since the engine's start" if prefix.seconds is None else f"over {format_duration(prefix.seconds)}"
+    return Advice(
+        cause=Cause.PREFIX_CACHE,
+        summary=f"The prefix cache of {name_engine(facts, engine)} rarely hits.",
+        evidence=list_evidence(
+            ("hit_ratio", ratio, f"hits over queries {ratio:.2f} {over}"),
+            ("recent_hit_ratio", recent, f"{recent or 0.0:.2f} in the last five minutes"),
+            ("queries", prefix.queries, "{} tokens looked up"),
+        ),
+        changes=(
+            Change(
+                text="Look at the prompts: what changes (a date, an id) belongs at their end, not at their beginning",
+                cost="none to this engine",
+            ),
+            Change(
+                flag=Flag.NO_ENABLE_PREFIX_CACHING,
+                text="if prompts have no common beginnings: saves the lookups",
+                cost="the few hits are computed again; a restart",
+            ),
+        ),
+        remark="This frees no memory: vLLM evicts unused cached blocks before any request waits.",
     )
-
-
-def _list_cap_evidence(capped: CappedFacts) -> Iterator[Evidence]:
-    text = f"requests waited for {format_duration(capped.seconds)} with room in the KV cache"
-    yield Evidence("waiting_seconds", capped.seconds, text)
-    text = f"never more than {capped.running:,.0f} ran: probably the value of --max-num-seqs"
-    yield Evidence("running", capped.running, text)
-    used = capped.kv_used_ratio
-    yield Evidence("kv_used_ratio", used, f"{format_percent(used)} of the KV cache in use meanwhile")

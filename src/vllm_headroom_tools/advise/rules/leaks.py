@@ -1,6 +1,6 @@
 """Rules on leaks of memory or cache blocks, and on shortages: a restart frees leaks, an upgrade fixes them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from math import floor
 from typing import Final
 
@@ -8,7 +8,7 @@ from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.verdicts import LOW_BYTES, STRANDED
 from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakLocation, LeakState
-from vllm_headroom_tools.advise.facts import AIM_BYTES, EngineFacts, Facts, GpuFacts, Leak, Origin, Shortage, Spell
+from vllm_headroom_tools.advise.facts import AIM_BYTES, Facts, GpuFacts, Leak, Origin, Shortage, Spell
 from vllm_headroom_tools.advise.finding import (
     Advice,
     Cause,
@@ -16,6 +16,7 @@ from vllm_headroom_tools.advise.finding import (
     Evidence,
     drop_none,
     format_percent,
+    list_evidence,
     lower_option,
     name_engine,
 )
@@ -47,9 +48,6 @@ FRAGMENTS: Final = "No option of vLLM fixes fragmentation: a smaller share for v
 
 LIMIT: Final = "before the container's memory limit is reached"
 
-LeakFound = tuple[str, Leak, Moment]
-"""A series, its leak verdict, and its alarm."""
-
 CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
     LeakLocation.FRAGMENTATION: (EXPANDABLE, VERSION),
     LeakLocation.OUTSIDE_TORCH: (OUTSIDE,),
@@ -61,101 +59,94 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
 
 def find_gpu_leak(facts: Facts) -> Advice | None:
     """Fit where the leak detector raised its alarm on a GPU (docs/leaks.md)."""
-    leaks = [(gpu.called, gpu.leak, gpu.leak.alarm) for gpu in facts.gpus if gpu.leak.alarm is not None]
-    if not leaks:
+    found = _pick_worst_leak((gpu.called, gpu.leak) for gpu in facts.gpus)
+    if found is None:
         return None
-    name, leak, alarm = _pick_worst_leak(leaks)
-    soon = _find_time_left(alarm)
-    when = (
-        "in a quiet hour"
-        if soon is None
-        else f"within {format_duration(soon)}, the lower bound of the time to out of memory"
-    )
+    names, name, leak, alarm = found
     return Advice(
         cause=Cause.GPU_LEAK,
-        summary=f"The engine leaks GPU memory on {', '.join(name for name, *_ in leaks)}{_describe_end(leak)}.",
-        evidence=tuple(_list_leak_evidence(name, leak.state, alarm)),
-        changes=_list_remedies(leak, when, *CURES[alarm.location]),
+        summary=f"The engine leaks GPU memory on {names}.",
+        evidence=_list_leak_evidence(name, leak, alarm),
+        changes=_list_remedies(leak, alarm, "in a quiet hour", "out of memory", CURES[alarm.location]),
         remark=FRAGMENTS if alarm.location is LeakLocation.FRAGMENTATION else NO_FLAG,
     )
 
 
 def find_host_leak(facts: Facts) -> Advice | None:
     """Fit where the detector raised its alarm on the host memory of a role of processes."""
-    leaks = [(host.process, host.leak, host.leak.alarm) for host in facts.hosts if host.leak.alarm is not None]
-    if not leaks:
+    found = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
+    if found is None:
         return None
-    name, leak, alarm = _pick_worst_leak(leaks)
+    names, name, leak, alarm = found
     held = next((host.held_bytes for host in facts.hosts if host.process == name), None)
-    evidence = list(_list_leak_evidence(name, leak.state, alarm))
-    if held is not None:
-        evidence.append(Evidence("held_bytes", held, f"{name} holds {format_size(held)} of host memory"))
     version = facts.settings.version
     known = [fault.cure for fault in FAULTS if fault.role == name and version and fault.is_in(version)]
-    soon = _find_time_left(alarm)
-    when = (
-        LIMIT
-        if soon is None
-        else f"within {format_duration(soon)}, the lower bound of the time to a kill by the kernel"
-    )
     return Advice(
         cause=Cause.HOST_LEAK,
-        summary=f"The engine's processes leak host memory:"
-        f" {', '.join(name for name, *_ in leaks)}{_describe_end(leak)}.",
-        evidence=tuple(evidence),
-        changes=_list_remedies(leak, when, *(known or ["Upgrade vLLM"])),
+        summary=f"The engine's processes leak host memory: {names}.",
+        evidence=(
+            *_list_leak_evidence(name, leak, alarm),
+            *list_evidence(("held_bytes", held, f"{name} holds {{}} of host memory")),
+        ),
+        changes=_list_remedies(leak, alarm, LIMIT, "a kill by the kernel", known or ["Upgrade vLLM"]),
         remark="No option that sizes GPU memory affects it.",
     )
 
 
-def _find_time_left(alarm: Moment) -> float | None:
+def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> tuple[str, str, Leak, Moment] | None:
+    """Return the names of all that leaked, and the fastest leak, one that goes on before one that ended."""
+    alarms = [(name, leak, leak.alarm) for name, leak in leaks if leak.alarm is not None]
+    if not alarms:
+        return None
+    names = ", ".join(name for name, *_ in alarms)
+    worst = max(alarms, key=lambda each: (each[1].ended_seconds is None, each[2].bytes_per_second or 0.0))
+    end = worst[1].ended_seconds
+    return names if end is None else f"{names}; it ended at {format_instant(end)}, as with a restart", *worst
+
+
+def _list_remedies(leak: Leak, alarm: Moment, quiet: str, end: str, cures: Iterable[str]) -> tuple[Change, ...]:
+    upgrades = tuple(Change(text=text, cost="a test of another version; a restart") for text in cures)
+    if leak.ended_seconds is not None:
+        return upgrades
     lower = alarm.time_to_oom_seconds_lower
-    return alarm.time_to_oom_seconds if lower is None else lower
+    soon = alarm.time_to_oom_seconds if lower is None else lower
+    when = quiet if soon is None else f"within {format_duration(soon)}, the lower bound of the time to {end}"
+    return (Change(text=f"Restart the engine {when}. {EVIDENCE_FIRST}", cost=RESTART), *upgrades)
 
 
-def _list_remedies(leak: Leak, when: str, *texts: str) -> tuple[Change, ...]:
-    restart = Change(text=f"Restart the engine {when}. {EVIDENCE_FIRST}", cost=RESTART)
-    upgrades = tuple(Change(text=text, cost="a test of another version; a restart") for text in texts)
-    return (restart, *upgrades) if leak.ended_seconds is None else upgrades
-
-
-def _pick_worst_leak(leaks: list[LeakFound]) -> LeakFound:
-    """Return the fastest leak, one that goes on before one that ended."""
-    return max(leaks, key=lambda each: (each[1].ended_seconds is None, each[2].bytes_per_second or 0.0))
-
-
-def _describe_end(leak: Leak) -> str:
-    return (
-        "" if leak.ended_seconds is None else f"; it ended at {format_instant(leak.ended_seconds)}, as with a restart"
+def _list_leak_evidence(name: str, leak: Leak, alarm: Moment) -> tuple[Evidence, ...]:
+    thousand = format_size(1000 * (alarm.bytes_per_request or 0.0))
+    where = "" if alarm.location is None else PLACES[alarm.location]
+    left = alarm.time_to_oom_seconds if leak.state is LeakState.LEAKING else None
+    return list_evidence(
+        ("series", name, f"the leak detector's alarm on {name}; {leak.state} now"),
+        ("location", alarm.location, f"it grows in {where}, by the probe inside the engine"),
+        ("bytes_per_second", alarm.bytes_per_second, "{} per second"),
+        ("bytes_per_request", alarm.bytes_per_request, f"{thousand} per thousand requests"),
+        ("leaked_bytes", alarm.leaked_bytes, "{} since it began"),
+        ("time_to_oom_seconds", left, "out of memory in about {}"),
     )
-
-
-def _list_leak_evidence(name: str, state: LeakState, alarm: Moment) -> Iterator[Evidence]:
-    yield Evidence("series", name, f"the leak detector's alarm on {name}; {state} now")
-    if alarm.location is not None:
-        where = f"it grows in {PLACES[alarm.location]}, by the probe inside the engine"
-        yield Evidence("location", alarm.location, where)
-    if alarm.bytes_per_second is not None:
-        yield Evidence("bytes_per_second", alarm.bytes_per_second, f"{format_size(alarm.bytes_per_second)} per second")
-    if alarm.bytes_per_request is not None:
-        rate = format_size(1000 * alarm.bytes_per_request)
-        yield Evidence("bytes_per_request", alarm.bytes_per_request, f"{rate} per thousand requests")
-    if alarm.leaked_bytes is not None:
-        yield Evidence("leaked_bytes", alarm.leaked_bytes, f"{format_size(alarm.leaked_bytes)} since it began")
-    if alarm.time_to_oom_seconds is not None and state is LeakState.LEAKING:
-        left = alarm.time_to_oom_seconds
-        yield Evidence("time_to_oom_seconds", left, f"out of memory in about {format_duration(left)}")
 
 
 def find_kv_block_leak(facts: Facts) -> Advice | None:
     """Fit where an idle engine holds more of its KV cache each time, or more than a twentieth of it."""
-    lost = [engine for engine in facts.engines if _has_lost_blocks(engine)]
+    lost = [
+        (engine, held)
+        for engine in facts.engines
+        if (held := engine.stranded) is not None
+        and (held.ratio > STRANDED or (held.rises >= LOST_RISES and held.ratio > LOST_RATIO))
+    ]
     if not lost:
         return None
+    evidence: list[Evidence] = []
+    for _, held in lost:
+        rose = f"it was more at {held.rises} idle times, after {format_percent(held.first_ratio)} at the first"
+        stayed = "{} of the KV cache stayed in use a minute after the last request"
+        evidence += list_evidence(("stranded_ratio", held.ratio, stayed), ("rises", held.rises or None, rose))
     return Advice(
         cause=Cause.KV_BLOCK_LEAK,
-        summary=f"Blocks of the KV cache are lost: {', '.join(name_engine(facts, engine) for engine in lost)}.",
-        evidence=tuple(each for engine in lost for each in _list_block_evidence(engine)),
+        summary=f"Blocks of the KV cache are lost: {', '.join(name_engine(facts, engine) for engine, _ in lost)}.",
+        evidence=tuple(evidence),
         changes=(
             Change(text=f"Restart the engine in a quiet hour. {EVIDENCE_FIRST}", cost=RESTART),
             Change(
@@ -168,111 +159,52 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
     )
 
 
-def _has_lost_blocks(engine: EngineFacts) -> bool:
-    lost = engine.stranded
-    if lost is None:
-        return False
-    return lost.ratio > STRANDED or (lost.rises >= LOST_RISES and lost.ratio > LOST_RATIO)
+SHORTAGES: Final = {
+    Shortage.LEVEL: (Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {} than it can spare"),
+    Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
+    Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
+}
+"""The cause and the summary of each kind, not counting the memory of others.
+
+From the start on, vLLM's share leaves too little for what is outside of it: CUDA context, NCCL, late kernels
+(DESIGN.md, 7). After a rise, these are high-water marks of the allocator, which keeps what a request once needed
+(DESIGN.md, 20).
+"""
 
 
-def _list_block_evidence(engine: EngineFacts) -> tuple[Evidence, ...]:
-    lost = engine.stranded
-    if lost is None:
-        return ()
-    held = f"{format_percent(lost.ratio)} of the KV cache stayed in use a minute after the last request"
-    rose = f"it was more at {lost.rises} idle times, after {format_percent(lost.first_ratio)} at the first"
-    return (
-        Evidence("stranded_ratio", lost.ratio, held),
-        *((Evidence("rises", lost.rises, rose),) if lost.rises else ()),
-    )
+def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
+    """Fit where a time of this kind left too little room, without a leak.
 
-
-ShortageFound = tuple[GpuFacts, Spell]
-
-
-def find_configuration_overshoot(facts: Facts) -> Advice | None:
-    """Fit where less than LOW_BYTES were left since the start, not counting the memory of others.
-
-    vLLM's share leaves too little for what is outside of it: CUDA context, NCCL, late kernels (DESIGN.md, 7).
+    The changes for bursts are those of the runbook HeadroomGpuMemoryPeak, in its order.
     """
-    return _find_shortage(
-        facts, Shortage.LEVEL, Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {gpu} than it can spare"
-    )
-
-
-def find_chronic_shortage(facts: Facts) -> Advice | None:
-    """Fit where the room fell below LOW_BYTES after the start and stayed there without a leak.
-
-    These are high-water marks of the allocator, which keeps what a request once needed (DESIGN.md, 20).
-    """
-    return _find_shortage(facts, Shortage.RISEN, Cause.CHRONIC, "Memory of {gpu} filled up after the start")
-
-
-def find_burst(facts: Facts) -> Advice | None:
-    """Fit where a moment left less than PEAK_BYTES, or the engine exited in a moment with less than LOW_BYTES.
-
-    The changes are those of the runbook HeadroomGpuMemoryPeak, in its order.
-    """
-    found = _find_spells(facts, Shortage.PEAK)
+    found = [(gpu, spell) for gpu in facts.gpus for spell in gpu.spells if spell.kind is kind]
     if not found:
         return None
-    gpu, spell = _pick_worst_shortage(found)
-    ended = sum(spell.ended_engine for _, spell in found)
-    summary = f"Bursts nearly fill {gpu.called}" if not ended else f"Bursts fill {gpu.called}, and the engine exits"
-    return Advice(
-        cause=Cause.BURST,
-        summary=f"{summary}.",
-        evidence=tuple(_list_shortage_evidence(facts, found)),
-        changes=drop_none(_halve_steps(facts), _run_fewer(facts, gpu, spell), _take_less(facts, gpu, spell)),
-        remark="A lower share for vLLM makes room for bursts and shrinks the KV cache; a full KV cache is no shortage.",
-    )
-
-
-def _find_shortage(facts: Facts, kind: Shortage, cause: Cause, summary: str) -> Advice | None:
-    found = _find_spells(facts, kind)
-    if not found:
-        return None
-    gpu, spell = _pick_worst_shortage(found)
-    return Advice(
-        cause=cause,
-        summary=f"{summary.format(gpu=gpu.called)}{' now' if facts.origin is Origin.PAGE else ''}.",
-        evidence=tuple(_list_shortage_evidence(facts, found)),
-        changes=drop_none(_take_less(facts, gpu, spell)),
-        remark="The share in use means little, since vLLM takes most of the GPU at its start; what is left counts.",
-    )
-
-
-def _find_spells(facts: Facts, kind: Shortage) -> list[ShortageFound]:
-    return [(gpu, spell) for gpu in facts.gpus for spell in gpu.spells if spell.kind is kind]
-
-
-def _pick_worst_shortage(found: list[ShortageFound]) -> ShortageFound:
-    return min(found, key=lambda each: each[1].least_bytes)
-
-
-def _list_shortage_evidence(facts: Facts, found: list[ShortageFound]) -> Iterator[Evidence]:
-    gpu, spell = _pick_worst_shortage(found)
-    left = format_size(spell.least_bytes)
+    gpu, spell = min(found, key=lambda each: each[1].least_bytes)
+    cause, text = SHORTAGES[kind]
+    ended = sum(each.ended_engine for _, each in found)
+    summary = text.format(gpu.called) + (" now" if facts.origin is Origin.PAGE else "")
+    changes = drop_none(take_less(facts, gpu, AIM_BYTES - spell.least_bytes))
+    remark = "The share in use means little, since vLLM takes most of the GPU at its start; what is left counts."
+    if kind is Shortage.PEAK:
+        summary = f"Bursts fill {gpu.called}, and the engine exits" if ended else text.format(gpu.called)
+        changes = (*drop_none(_halve_steps(facts), _run_fewer(facts, gpu, spell)), *changes)
+        remark = (
+            "A lower share for vLLM makes room for bursts and shrinks the KV cache; a full KV cache is no shortage."
+        )
     seconds = "" if spell.seconds is None else f", for {format_duration(spell.seconds)}"
     at = "" if spell.began_seconds is None else f" from {format_instant(spell.began_seconds)}"
-    yield Evidence("least_room_bytes", spell.least_bytes, f"{left} were left on {gpu.called}{at}{seconds}")
-    if len(found) > 1:
-        yield Evidence("times", len(found), f"{len(found)} times less than {format_size(LOW_BYTES)}")
-    yield Evidence("leak_state", gpu.leak.state, f"the leak detector's state is {gpu.leak.state}")
-    ended = sum(spell.ended_engine for _, spell in found)
-    if ended:
-        yield Evidence("engine_ended", ended, f"the engine released its memory after {ended} of them")
-    if spell.running is not None:
-        ran = f"{spell.running:,.0f} requests ran then"
-        roomy = "" if gpu.roomy_running is None else f", at most {gpu.roomy_running:,.0f} while more was left"
-        yield Evidence("running", spell.running, ran + roomy)
-    if facts.settings.gpu_memory_utilization is not None:
-        now = facts.settings.gpu_memory_utilization
-        yield Evidence("gpu_memory_utilization", now, f"vLLM may take {now:.3g} of the GPU")
-
-
-def _take_less(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
-    return take_less(facts, gpu, AIM_BYTES - spell.least_bytes)
+    roomy = "" if gpu.roomy_running is None else f", at most {gpu.roomy_running:,.0f} while more was left"
+    now, times = facts.settings.gpu_memory_utilization, len(found) if len(found) > 1 else None
+    evidence = list_evidence(
+        ("least_room_bytes", spell.least_bytes, f"{{}} were left on {gpu.called}{at}{seconds}"),
+        ("times", times, f"{{}} times less than {format_size(LOW_BYTES)}"),
+        ("leak_state", gpu.leak.state, f"the leak detector's state is {gpu.leak.state}"),
+        ("engine_ended", ended or None, "the engine released its memory after {} of them"),
+        ("running", spell.running, f"{{}} requests ran then{roomy}"),
+        ("gpu_memory_utilization", now, f"vLLM may take {now or 0.0:.3g} of the GPU"),
+    )
+    return Advice(cause=cause, summary=f"{summary}.", evidence=evidence, changes=changes, remark=remark)
 
 
 def _halve_steps(facts: Facts) -> Change | None:

@@ -1,21 +1,24 @@
 """Rules on starts, crashes, host memory and other processes on the GPU."""
 
-from collections.abc import Iterator
 from math import floor, inf
 from statistics import median
 from typing import Final
 
-from msgspec.structs import replace
-
 from vllm_headroom.derive.attribution import describe_leftover
 from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
-from vllm_headroom.model import Ending, HostMemory
+from vllm_headroom.model import Ending
 from vllm_headroom.units import MIB, format_instant, format_size
 from vllm_headroom.vocabulary import EndCause
 from vllm_headroom_tools.advise.facts import AIM_BYTES, Extent, Facts, GpuFacts, Origin
-from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, lower_option
-from vllm_headroom_tools.advise.rules.capacity import HIGHEST_UTILIZATION, has_run_short, split_model, take_less
+from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, list_evidence, lower_option
+from vllm_headroom_tools.advise.rules.capacity import (
+    HIGHEST_UTILIZATION,
+    change_share,
+    has_run_short,
+    split_model,
+    take_less,
+)
 from vllm_headroom_tools.advise.settings import Flag
 
 HOST_LOW_RATIO: Final = 0.05
@@ -55,7 +58,7 @@ def find_failing_starts(facts: Facts) -> Advice | None:
         return Advice(
             cause=Cause.MODEL_DOES_NOT_FIT,
             summary="The engine loads its model and exits before it serves, with GPU memory left.",
-            evidence=tuple(_list_start_evidence(loaded)),
+            evidence=_list_start_evidence(loaded),
             changes=drop_none(_raise_share(facts, loaded), split_model(facts)),
             remark="vllm-headroom plan computes what fits; a lower --max-model-len is enough where vLLM's log says so.",
         )
@@ -64,7 +67,7 @@ def find_failing_starts(facts: Facts) -> Advice | None:
         summary="The engine runs out of GPU memory while it starts."
         if not taken
         else "The engine exits while it starts, on a GPU that others already use.",
-        evidence=tuple(_list_start_evidence(starts)),
+        evidence=_list_start_evidence(starts),
         changes=_avoid_others(facts) if taken else _shrink_engine(facts),
         remark='vLLM\'s log shows the step: look for "memory" in it.',
     )
@@ -78,11 +81,12 @@ def _advise_on_shared_memory(facts: Facts, starts: tuple[Ending, ...]) -> Advice
     room_bytes = host.shm_limit_bytes - host.shm_used_bytes
     if room_bytes >= LEAST_SHM_BYTES:
         return None
-    text = f"{format_size(max(0, room_bytes))} of the {format_size(host.shm_limit_bytes)} of /dev/shm were left"
+    limit = format_size(host.shm_limit_bytes)
+    room = list_evidence(("shm_room_bytes", float(max(0, room_bytes)), f"{{}} of the {limit} of /dev/shm were left"))
     return Advice(
         cause=Cause.START_UP,
         summary="The engine exits while it starts, with /dev/shm full.",
-        evidence=(*_list_start_evidence(starts), Evidence("shm_room_bytes", float(room_bytes), text)),
+        evidence=(*_list_start_evidence(starts), *room),
         changes=(
             Change(
                 text="Remove what a killed run left in /dev/shm (vllm_*, psm_*, nccl-*)", cost="none to this engine"
@@ -105,22 +109,17 @@ def _list_rooms(starts: tuple[Ending, ...]) -> list[int]:
     return [start.worst.last_room_bytes or 0 for start in starts if start.worst is not None]
 
 
-def _list_rooms_before(starts: tuple[Ending, ...]) -> list[int]:
-    """Return what each start found free, on the GPU with the least."""
-    found = [
-        [gpu.first_room_bytes + (gpu.first_held_bytes or 0) for gpu in start.gpus if gpu.first_room_bytes is not None]
-        for start in starts
-    ]
-    return [min(rooms) for rooms in found if rooms]
-
-
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     move = Change(
         text="Find them with nvidia-smi on the node, and have their owner move or stop them; end a left-over process of"
         " this engine with kill",
         cost="none to this engine",
     )
-    rooms = _list_rooms_before(facts.failed_starts)
+    rooms = [
+        min((gpu.first_room_bytes or 0) + (gpu.first_held_bytes or 0) for gpu in known)
+        for start in facts.failed_starts
+        if (known := [gpu for gpu in start.gpus if gpu.first_room_bytes is not None])
+    ]
     usable = [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
     if not rooms or not usable or facts.settings.sizes_cache_in_bytes:
         return (move,)
@@ -153,48 +152,29 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
         text="captures no CUDA graphs, if it exits while it captures them",
         cost="every token comes slower; a restart",
     )
-    wider = split_model(facts)
-    if wider is not None:
-        wider = replace(wider, text="if it exits while it loads the weights, which then do not fit")
+    wider = split_model(facts, "if it exits while it loads the weights, which then do not fit")
     return drop_none(lower, fewer, eager, wider)
 
 
 def _raise_share(facts: Facts, starts: tuple[Ending, ...]) -> Change | None:
     """Return a larger share where all of these starts left more than AIM_BYTES."""
-    rooms = _list_rooms(starts)
-    now = facts.settings.gpu_memory_utilization
-    if (
-        not rooms
-        or min(rooms) <= AIM_BYTES
-        or facts.settings.sizes_cache_in_bytes
-        or now is None
-        or has_run_short(facts)
-    ):
+    rooms, settings = _list_rooms(starts), facts.settings
+    if not rooms or settings.sizes_cache_in_bytes or settings.gpu_memory_utilization is None or has_run_short(facts):
         return None
-    usable = max(gpu.usable_bytes or 0.0 for gpu in facts.gpus)
-    spare = (min(rooms) - AIM_BYTES) / usable
-    value = floor(min(HIGHEST_UTILIZATION, now + spare) * 100) / 100
-    if value <= now:
+    least, usable = min(rooms), max(gpu.usable_bytes or 0.0 for gpu in facts.gpus)
+    if least <= AIM_BYTES:
         return None
-    return Change(
-        flag=Flag.GPU_MEMORY_UTILIZATION,
-        value=value,
-        now=now,
-        text=f"{format_size(min(rooms))} were left when it exited",
-        cost="less room for bursts; a restart",
+    text = f"{format_size(least)} were left when it exited"
+    return change_share(facts, usable, least - AIM_BYTES, text, "less room for bursts; a restart")
+
+
+def _list_start_evidence(starts: tuple[Ending, ...]) -> tuple[Evidence, ...]:
+    return list_evidence(
+        ("failed_starts", len(starts), "{} starts exited before they served"),
+        ("most_held_bytes", max(map(_find_held, starts)), "it held at most {} of a GPU"),
+        ("least_room_bytes", min(_list_rooms(starts), default=None), "at least {} were left"),
+        ("most_others_bytes", max(map(_find_others, starts)) or None, "others held {}"),
     )
-
-
-def _list_start_evidence(starts: tuple[Ending, ...]) -> Iterator[Evidence]:
-    yield Evidence("failed_starts", len(starts), f"{len(starts)} starts exited before they served")
-    held = max(map(_find_held, starts))
-    yield Evidence("most_held_bytes", held, f"it held at most {format_size(held)} of a GPU")
-    rooms = _list_rooms(starts)
-    if rooms:
-        yield Evidence("least_room_bytes", min(rooms), f"at least {format_size(min(rooms))} were left")
-    others = max(map(_find_others, starts))
-    if others > 0:
-        yield Evidence("most_others_bytes", others, f"others held {format_size(others)}")
 
 
 REMARK: Final = (
@@ -208,12 +188,20 @@ def find_crash(facts: Facts) -> Advice | None:
     found = tuple(end for end in find_crashes(facts) if end.worst is not None)
     if len(found) < FAILED_STARTS and not any(end.orphan_bytes for end in found):
         return None
-    when = format_instant(found[-1].seconds)
+    last, times = found[-1], "once," if len(found) == 1 else f"{len(found)} times, the last"
+    when = format_instant(last.seconds)
     look = f"Read vLLM's log up to {when} (kubectl logs --previous), and the kernel's log for an Xid"
+    room = 0 if last.worst is None else last.worst.last_room_bytes or 0
+    orphans = max(end.orphan_bytes for end in found) or None
     return Advice(
         cause=Cause.CRASH,
         summary="The engine crashed, and not because GPU memory ran out.",
-        evidence=tuple(_list_crash_evidence(found)),
+        evidence=list_evidence(
+            ("crashes", len(found), f"it exited {times} at {when}"),
+            ("running", last.running, "{} requests ran just before"),
+            ("room_bytes", room, "{} were left then"),
+            ("orphan_bytes", orphans, "its left-over processes still held {}"),
+        ),
         changes=(Change(text=look, cost="none to this engine"),),
         remark=REMARK,
     )
@@ -230,29 +218,25 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
     )
 
 
-def _list_crash_evidence(found: tuple[Ending, ...]) -> Iterator[Evidence]:
-    last = found[-1]
-    times = "once," if len(found) == 1 else f"{len(found)} times, the last"
-    yield Evidence("crashes", len(found), f"it exited {times} at {format_instant(last.seconds)}")
-    if last.running is not None:
-        yield Evidence("running", last.running, f"{last.running:,.0f} requests ran just before")
-    room = 0 if last.worst is None else last.worst.last_room_bytes or 0
-    yield Evidence("room_bytes", room, f"{format_size(room)} were left then")
-    orphans = max(end.orphan_bytes for end in found)
-    if orphans:
-        text = f"its left-over processes still held {format_size(orphans)}"
-        yield Evidence("orphan_bytes", orphans, text)
-
-
 def find_host_shortage(facts: Facts) -> Advice | None:
     """Fit where the kernel counted an out-of-memory kill, or the peak left little of the limit."""
     host = facts.host
-    if host is None or not (host.oom_kills or _is_low(host)):
+    if host is None:
         return None
+    room_bytes, limit = host.room_bytes, host.limit_bytes
+    is_low = room_bytes is not None and limit is not None and room_bytes < HOST_LOW_RATIO * limit
+    if not (host.oom_kills or is_low):
+        return None
+    used = None if limit is None else host.used_bytes
+    of = f"at most {{}} of {format_size(limit or 0)} were in use, without the cache of files"
     return Advice(
         cause=Cause.HOST_MEMORY,
         summary="Host memory, not the GPU's, is too small for this engine.",
-        evidence=tuple(_list_host_evidence(host)),
+        evidence=list_evidence(
+            ("oom_kills", host.oom_kills or None, f"out-of-memory kills in its container: {host.oom_kills}"),
+            ("host_used_bytes", used, of),
+            ("shm_used_bytes", host.shm_used_bytes or None, "{} of it in /dev/shm"),
+        ),
         changes=(
             Change(
                 text="Keep fewer processed images and videos; no gain without any in the traffic",
@@ -271,42 +255,36 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     )
 
 
-def _is_low(host: HostMemory) -> bool:
-    room_bytes = host.room_bytes
-    return room_bytes is not None and host.limit_bytes is not None and room_bytes < HOST_LOW_RATIO * host.limit_bytes
-
-
-def _list_host_evidence(host: HostMemory) -> Iterator[Evidence]:
-    if host.oom_kills:
-        text = f"out-of-memory kills in its container: {host.oom_kills}"
-        yield Evidence("oom_kills", host.oom_kills, text)
-    if host.used_bytes is not None and host.limit_bytes is not None:
-        text = (
-            f"at most {format_size(host.used_bytes)} of {format_size(host.limit_bytes)} were in"
-            f" use, without the cache of files"
-        )
-        yield Evidence("host_used_bytes", host.used_bytes, text)
-    if host.shm_used_bytes:
-        yield Evidence("shm_used_bytes", host.shm_used_bytes, f"{format_size(host.shm_used_bytes)} of it in /dev/shm")
-
-
 def find_other_tenant(facts: Facts) -> Advice | None:
     """Fit where others took more than NEIGHBOUR_BYTES during the trace, or hold it and leave less than AIM_BYTES.
 
     A page has no history, so what others hold now counts. Constant memory of others beside an engine with room is no
     problem (runbook HeadroomNeighbourGrowing, "Do nothing when").
     """
-    known = ((gpu, gpu.others) for gpu in facts.gpus if gpu.others is not None)
-    found = [(gpu, others) for gpu, others in known if _is_relevant(gpu, others, facts.origin)]
+    found = [
+        (gpu, others)
+        for gpu in facts.gpus
+        if (others := gpu.others) is not None
+        and others.most > NEIGHBOUR_BYTES
+        and (
+            facts.origin is Origin.PAGE
+            or others.most - others.least > NEIGHBOUR_BYTES
+            or (gpu.least_room_bytes is not None and gpu.least_room_bytes < AIM_BYTES)
+        )
+    ]
     if not found:
         return None
     gpu, others = max(found, key=lambda each: each[1].most)
     share = _fit_both(facts, gpu, others)
-    now = " now" if facts.origin is Origin.PAGE else ""
+    now, most = (" now", None) if facts.origin is Origin.PAGE else ("", others.most)
     return Advice(
         cause=Cause.ANOTHER_TENANT,
         summary=f"Another process takes memory of {gpu.called}{now}.",
-        evidence=tuple(_list_tenant_evidence(gpu, others, facts.origin)),
+        evidence=list_evidence(
+            ("others_bytes", others.now, f"processes that are not the engine's hold {{}} of {gpu.called}"),
+            ("most_others_bytes", most, f"between {format_size(others.least)} and {{}}"),
+            ("least_room_bytes", gpu.least_room_bytes, "{} were left at the highest peak"),
+        ),
         changes=drop_none(
             Change(
                 text="Find it with nvidia-smi on the node, and have its owner move it to another GPU or stop it",
@@ -332,26 +310,17 @@ def _fit_both(facts: Facts, gpu: GpuFacts, others: Extent) -> Change | None:
     return take_less(facts, gpu, max(needs)) if max(needs) > 0 else None
 
 
-def _is_relevant(gpu: GpuFacts, others: Extent, origin: Origin) -> bool:
-    takes = origin is Origin.PAGE or others.most - others.least > NEIGHBOUR_BYTES
-    short = gpu.least_room_bytes is not None and gpu.least_room_bytes < AIM_BYTES
-    return others.most > NEIGHBOUR_BYTES and (takes or short)
-
-
-def _list_tenant_evidence(gpu: GpuFacts, others: Extent, origin: Origin) -> Iterator[Evidence]:
-    text = f"processes that are not the engine's hold {format_size(others.now)} of {gpu.called}"
-    yield Evidence("others_bytes", others.now, text)
-    if origin is Origin.TRACE:
-        most = f"between {format_size(others.least)} and {format_size(others.most)}"
-        yield Evidence("most_others_bytes", others.most, most)
-    if gpu.least_room_bytes is not None:
-        left = format_size(gpu.least_room_bytes)
-        yield Evidence("least_room_bytes", gpu.least_room_bytes, f"{left} were left at the highest peak")
-
-
 def find_leftovers(facts: Facts) -> Advice | None:
     """Fit where a trace ends with left-over processes of an exited engine on its GPUs; a page names none."""
-    evidence = tuple(_list_leftovers(facts))
+    evidence = tuple(
+        Evidence(
+            "left_behind_bytes",
+            "unknown" if leftover.used_bytes is None else leftover.used_bytes,
+            f"{gpu.called}: {describe_leftover(leftover)}",
+        )
+        for gpu in facts.gpus
+        for leftover in gpu.leftovers
+    )
     if not evidence:
         return None
     return Advice(
@@ -365,10 +334,3 @@ def find_leftovers(facts: Facts) -> Advice | None:
             ),
         ),
     )
-
-
-def _list_leftovers(facts: Facts) -> Iterator[Evidence]:
-    for gpu in facts.gpus:
-        for leftover in gpu.leftovers:
-            known = "unknown" if leftover.used_bytes is None else leftover.used_bytes
-            yield Evidence("left_behind_bytes", known, f"{gpu.called}: {describe_leftover(leftover)}")

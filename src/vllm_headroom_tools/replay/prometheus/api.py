@@ -57,11 +57,6 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
     end_ms: int
     step_ms: int
 
-    @property
-    def length_ms(self) -> int:
-        """The length of the span."""
-        return self.end_ms - self.start_ms
-
     def times(self) -> range:
         """Return every time of the span."""
         return range(self.start_ms, self.end_ms + 1, self.step_ms)

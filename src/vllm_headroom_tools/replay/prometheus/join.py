@@ -114,20 +114,17 @@ def _merge_series(kind: Exporter, found: Iterable[Series], handover: int) -> lis
     for series in found:
         own = sorted(item for item in series.labels.items() if item[0] in kind.identity)
         groups.setdefault((series.name, *(text for item in own for text in item)), []).append(series)
-    return [
-        _join_series(kind, sorted(group, key=lambda each: min(each.values, default=0)), handover)
-        for group in groups.values()
-    ]
-
-
-def _join_series(kind: Exporter, group: Sequence[Series], handover: int) -> Series:
-    values: dict[int, float] = {}
-    for series in group:
-        if len(values.keys() & series.values.keys()) > handover:
-            raise BadInput(_explain_ambiguity(kind, group))
-        values.update(series.values)
-    labels = {name: text for name, text in group[0].labels.items() if name in kind.identity}
-    return Series(name=group[0].name, labels=labels, values=values)
+    joined = []
+    for group in groups.values():
+        group.sort(key=lambda each: min(each.values, default=0))
+        values: dict[int, float] = {}
+        for series in group:
+            if len(values.keys() & series.values.keys()) > handover:
+                raise BadInput(_explain_ambiguity(kind, group))
+            values |= series.values
+        labels = {name: text for name, text in group[0].labels.items() if name in kind.identity}
+        joined.append(Series(name=group[0].name, labels=labels, values=values))
+    return joined
 
 
 def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
@@ -137,15 +134,15 @@ def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     if not differing:
         return f"{len(group)} series of {group[0].name} do not differ in any label: query a single Prometheus"
     own = ", ".join(f'{name}="{text}"' for name, text in group[0].labels.items() if name in kind.identity)
-    shown = "; ".join(f"{name} is {_format_some(texts)}" for name, texts in differing.items())
+    some = {
+        name: " or ".join(f'"{text}"' for text in texts[:_MOST_VALUES])
+        + (f" and {len(texts) - _MOST_VALUES} more" if len(texts) > _MOST_VALUES else "")
+        for name, texts in differing.items()
+    }
+    shown = "; ".join(f"{name} is {texts}" for name, texts in some.items())
     name, texts = next(iter(differing.items()))
     choice = f"{kind.option} '{name}=\"{texts[-1]}\"'"
     return f"{len(group)} series of {group[0].name}{{{own}}} at once: choose one, as with {choice} ({shown})"
-
-
-def _format_some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _MOST_VALUES} more" if len(texts) > _MOST_VALUES else ""
-    return " or ".join(f'"{text}"' for text in texts[:_MOST_VALUES]) + more
 
 
 _MIB: Final = 2**20
@@ -154,15 +151,12 @@ _MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
 
 def _sample_own_gpus(values: Iterable[Value]) -> Side:
     """Return the devices that this exporter attributed to the engine."""
-    ours: dict[str, bool] = {}
-    memory: list[Value] = []
-    for series, value in values:
-        if series.name == catalog.GPU_INFO.name:
-            uuid = series.labels.get("uuid", "")
-            ours[uuid] = ours.get(uuid, False) or bool(series.labels.get("attribution"))
-        else:
-            memory.append((series, value))
-    return [device for device in _sample_own_memory(memory) if ours.get(device["uuid"], True)]
+    values = list(values)
+    infos = [series.labels for series, _ in values if series.name == catalog.GPU_INFO.name]
+    ours = {labels.get("uuid", "") for labels in infos if labels.get("attribution")}
+    others = {labels.get("uuid", "") for labels in infos} - ours
+    memory = [(series, value) for series, value in values if series.name != catalog.GPU_INFO.name]
+    return [device for device in _sample_own_memory(memory) if device["uuid"] not in others]
 
 
 def _build_sampler(

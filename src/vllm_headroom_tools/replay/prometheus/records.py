@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -10,7 +10,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from vllm_headroom_tools.progress import track
-from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan, build_span
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, TimeSpan, build_span
 from vllm_headroom_tools.replay.prometheus.join import (
     DCGM_GPUS,
     ENGINES,
@@ -44,7 +44,9 @@ def find_sources(
 ) -> list[Scraped]:
     """Find the sources of the best history in the span, GPUs first; raises BadInput where a side is missing."""
     look = TimeSpan(
-        start_ms=span.end_ms - span.length_ms // _STRIDE_MS * _STRIDE_MS, end_ms=span.end_ms, step_ms=_STRIDE_MS
+        start_ms=span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS,
+        end_ms=span.end_ms,
+        step_ms=_STRIDE_MS,
     )
     gpu_names = _find_present(api, look, _GPUS, gpu_matchers)
     engine_names = _find_present(api, look, (*_ENGINES, OWN_PROCESSES), engine_matchers)
@@ -55,7 +57,11 @@ def find_sources(
             if engines is OWN_ENGINES and engine_names.intersection(OWN_PROCESSES.lead):
                 sources.append(_build_source(api, look, OWN_PROCESSES, engine_names, engine_matchers))
             return sources
-    between = f"in {api.shown} from {_format_time(span.start_ms)} to {_format_time(span.end_ms)}"
+    begin, end = (
+        datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        for time_ms in (span.start_ms, span.end_ms)
+    )
+    between = f"in {api.shown} from {begin} to {end}"
     if gpu_names:
         raise BadInput(
             f"{_explain_missing('engine', between, _ENGINES, engine_matchers)}, beside {', '.join(sorted(gpu_names))}"
@@ -90,10 +96,6 @@ def _explain_missing(side: str, between: str, kinds: tuple[Exporter, ...], match
     return f"no {side} {between} with {', '.join(matchers)} ({advice}): looked for {wanted}"
 
 
-def _format_time(time_ms: int) -> str:
-    return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
 _LONGEST_PAGE_MS: Final = 6 * 3600 * 1000
 """A page is held in memory: 8 GPUs and their engine at steps of 15 s are 5 MB of JSON."""
 
@@ -117,14 +119,10 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         pages = span.pages(min(MOST_STEPS, _LONGEST_PAGE_MS // span.step_ms))
         shown = track(pages, "Reading history", len(pages), lambda _: 1, patience_seconds=0.0)
         for page in shown:
-            yield from _build_records(page, [(source, read_series(api, source, page)) for source in sources])
-
-
-def _build_records(page: TimeSpan, sides: Iterable[tuple[Scraped, Sequence[Series]]]) -> Iterator[dict[str, Any]]:
-    sides = tuple(sides)
-    for time_ms in page.times():
-        record: dict[str, Any] = {"t": time_ms / 1000, "gpus": None, "engines": None, "processes": None}
-        for source, found in sides:
-            values = [(series, series.values[time_ms]) for series in found if time_ms in series.values]
-            record[source.kind.side] = source.kind.sample(values) or None
-        yield record
+            sides = [(source.kind, read_series(api, source, page)) for source in sources]
+            for time_ms in page.times():
+                record: dict[str, Any] = {"t": time_ms / 1000, "gpus": None, "engines": None, "processes": None}
+                for kind, found in sides:
+                    values = [(series, series.values[time_ms]) for series in found if time_ms in series.values]
+                    record[kind.side] = kind.sample(values) or None
+                yield record

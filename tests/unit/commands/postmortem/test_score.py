@@ -14,8 +14,7 @@ from tests.unit.commands.postmortem.spoiled import Spoil
 from vllm_headroom.model import Diagnosis
 from vllm_headroom.trace.incident import read_incident
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.postmortem.command import judge
-from vllm_headroom_tools.postmortem.follow import Follower
+from vllm_headroom_tools.postmortem.command import Follower, judge
 from vllm_headroom_tools.trace import parse_snapshot
 
 EACH = 20
