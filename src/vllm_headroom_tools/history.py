@@ -65,7 +65,7 @@ class Histogram:
 
 
 class Curves:
-    """Free and held memory of each GPU, free host memory, and the running requests.
+    """Free and held memory of each GPU, free memory of the host, and the running requests.
 
     A sample takes eight bytes a curve, since a trace may last weeks; NaN is an unknown value. The curves of a GPU begin
     with the first sample that has it.
@@ -80,24 +80,13 @@ class Curves:
         """The GPUs, in the order of their first samples."""
         return tuple(uuid for name, uuid in self._curves if name == "free")
 
-    @property
-    def host(self) -> list[Point]:
-        """The free host memory, empty where the trace never has it."""
-        points = self._list_points("host")
-        return points if any(value is not None for _, value in points) else []
-
-    @property
-    def running(self) -> list[Point]:
-        """The running requests."""
-        return self._list_points("running")
-
-    def free(self, uuid: str) -> list[Point]:
-        """Return the free memory of a GPU; all values are None where the trace lacks the size of the GPUs."""
-        return self._list_points("free", uuid)
-
-    def held(self, uuid: str) -> list[Point]:
-        """Return the memory that the engine held."""
-        return self._list_points("held", uuid)
+    def of(self, name: str, uuid: str = "") -> list[Point]:
+        """Return `host`, `running`, or `free` or `held` of a GPU; empty where no value is known."""
+        values = self._curves.get((name, uuid), array("d"))
+        if all(map(isnan, values)):
+            return []
+        times = self._times[len(self._times) - len(values) :]
+        return [(seconds, None if isnan(value) else value) for seconds, value in zip(times, values, strict=True)]
 
     def step(self, snapshot: Snapshot) -> None:
         """Add a sample; the values of a GPU that it lacks are unknown."""
@@ -112,11 +101,6 @@ class Curves:
             value = values.get(key)
             self._curves.setdefault(key, array("d")).append(nan if value is None else value)
         self._times.append(snapshot.time_seconds)
-
-    def _list_points(self, name: str, uuid: str = "") -> list[Point]:
-        values = self._curves.get((name, uuid), array("d"))
-        times = self._times[len(self._times) - len(values) :]
-        return [(seconds, None if isnan(value) else value) for seconds, value in zip(times, values, strict=True)]
 
 
 Interval = tuple[float, float | None]
@@ -222,9 +206,6 @@ STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name
 LONGEST_STEP_SECONDS: Final = 300.0
 """The longest sampling interval that can be set: a longer step is a gap in the trace."""
 
-_SeriesName = str
-"""The UUID of a GPU, or the role of processes on the host."""
-
 
 class LeakReplay:
     """The detector's verdicts on every GPU and host role.
@@ -243,8 +224,8 @@ class LeakReplay:
         self._now = self._shift = 0.0
         self.events: list[Ending] = []
         self._indices: dict[str, int] = {}
-        self._gpus: dict[_SeriesName, Course] = {}
-        self._host: dict[_SeriesName, Course] = {}
+        self._gpus: dict[str, Course] = {}
+        self._host: dict[str, Course] = {}
         self.memory: HostMemory | None = None
         self.residues: dict[tuple[str, str], dict[float, float]] = {}
         self.stranded: dict[tuple[str, str], float] = {}
@@ -264,11 +245,11 @@ class LeakReplay:
         """The runs of the engine up to the newest sample."""
         return self.run.lives
 
-    def course(self, series: _SeriesName) -> Course:
+    def course(self, series: str) -> Course:
         """Return the course of a GPU, by UUID, or of a host role; an empty one before its first sample."""
         return self._gpus.get(series) or self._host.get(series) or Course()
 
-    def requests(self, series: _SeriesName) -> float:
+    def requests(self, series: str) -> float:
         """Return the requests that finished since the detector began with a series in this run of the engine."""
         track = self._memory.gpus.get(series) or self._memory.host.get(series)
         return 0.0 if track is None else track.work.requests
@@ -329,11 +310,11 @@ def _merge_host(before: HostMemory | None, now: HostMemory | None) -> HostMemory
     """Return the fullest reading of the newest scope: a use belongs to the limit of the same sample."""
     if now is None or before is None:
         return now or before
-
-    def measure_fullness(memory: HostMemory) -> tuple[float, int]:
-        return (memory.used_bytes or 0) / (memory.limit_bytes or inf), memory.used_bytes or 0
-
-    most = now if now.basis not in (None, before.basis) else max(before, now, key=measure_fullness)
+    most = now
+    if now.basis in (None, before.basis):
+        most = max(
+            before, now, key=lambda each: ((each.used_bytes or 0) / (each.limit_bytes or inf), each.used_bytes or 0)
+        )
     shm = max(before, now, key=lambda each: each.shm_used_bytes or 0)
     kills = max((each.oom_kills for each in (before, now) if each.oom_kills is not None), default=None)
     return replace(most, shm_used_bytes=shm.shm_used_bytes, shm_limit_bytes=shm.shm_limit_bytes, oom_kills=kills)

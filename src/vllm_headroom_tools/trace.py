@@ -38,9 +38,10 @@ from vllm_headroom.parse.fields import (
     read_within,
     refuse_number,
 )
-from vllm_headroom.trace.entries import FACTS, HEADER, HOST, LONGEST_LINE, YEAR_10000
+from vllm_headroom.trace.entries import FACTS, HEADER, HOST, LONGEST_LINE, PROCESS, YEAR_10000
 from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, HostPart, MemoryPart, Reason, Role, Source
+from vllm_headroom_tools.progress import track_lines
 
 
 class BadInput(Exception):  # noqa: N818 - it describes the input
@@ -73,12 +74,11 @@ _PROCESSES_FAILED: Final = Failure(
     source=Source.PROCESS, reason=Reason.UNAVAILABLE, message="the trace has no reading of the processes here"
 )
 
-LineWatcher = Callable[[Iterator[bytes], int | None], Iterator[bytes]]
-"""Passes the lines of a trace on; the second argument is its size in bytes, None where unknown."""
 
-
-def read_trace(trace: str, watched: LineWatcher = lambda lines, _: lines) -> Iterator[Snapshot]:
-    """Yield the snapshots of a file, or of standard input for "-", as `snapshots` does."""
+def read_trace(
+    trace: str, watched: Callable[[Iterator[bytes], int | None], Iterator[bytes]] = track_lines
+) -> Iterator[Snapshot]:
+    """Yield the snapshots of a file, or of standard input for "-"; `watched` gets the lines and their size in bytes."""
     if trace == "-":
         lines = read_lines(cast(BufferedReader, sys.stdin.buffer))
         yield from _note_clock_steps(parse_trace(watched(lines, None), STDIN), STDIN)
@@ -213,25 +213,40 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     )
 
 
-_KINDS: Final = get_type_hints(EngineReading)
 _READS: Final[Mapping[object, Any]] = {
     str: read_text,
+    int: read_size,
+    float: read_number,
+    int | None: read_size,
     float | None: read_number,
     str | None: read_text,
     bool | None: read_truth,
 }
+_KINDS: Final = {kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)}
+_INSIDE: Final = (
+    ("granted_bytes", "granted"),
+    ("allocated_bytes", "allocated"),
+    ("reserved_bytes", "reserved_by_torch"),
+)
+
+
+def _read_facts(entry: Mapping[str, Any], kind: type, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return the known facts of a model, by their names in the entry."""
+    return {
+        fact: value
+        for fact, name in names
+        if name in entry and (value := _READS[_KINDS[kind][fact]](entry, name)) is not None
+    }
+
+
 NO_PID: Final = 0
 """In a trace, processes are identified by their start only."""
 
 
 def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
     """Return an engine; without a name it is identified by its place in the list."""
-    facts = {
-        fact: value
-        for fact, name in FACTS
-        if name in entry and (value := _READS[_KINDS[fact]](entry, name)) is not None
-    }
-    return EngineReading(**{"model_name": "unknown", "engine": str(place)} | facts)
+    named = {"model_name": "unknown", "engine": str(place)}
+    return EngineReading(**named | _read_facts(entry, EngineReading, FACTS))
 
 
 def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
@@ -270,12 +285,8 @@ def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
     parts = (
         read_within(entry, "parts", lambda parts: tuple((part, read_size(parts, part)) for part in MemoryPart)) or ()
     )
-    found = Inside(
-        granted_bytes=read_size(entry, "granted"),
-        allocated_bytes=read_size(entry, "allocated"),
-        reserved_bytes=read_size(entry, "reserved_by_torch"),
-        parts=tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None),
-    )
+    known = tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None)
+    found = Inside(parts=known, **_read_facts(entry, Inside, _INSIDE))
     return None if found == Inside() else found
 
 
@@ -297,22 +308,8 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
     role = Role.OTHER if name is None else next((role for role in Role if role == name), None)
     if role is None:
         raise WrongFieldError("role", name, ", ".join(Role))
-    rss, started = read_size(entry, "rss"), read_number(entry, "started_at")
-    if rss is None:
-        return None
-    return EngineProcess(
-        pid=NO_PID,
-        role=role,
-        rss_bytes=rss,
-        started_at_seconds=started or 0.0,
-        anonymous_bytes=read_size(entry, "anonymous"),
-        file_bytes=read_size(entry, "file"),
-        state=read_text(entry, "state"),
-        cpu_seconds=read_number(entry, "cpu"),
-        cpu_pressure_ratio=read_number(entry, "cpu_pressure"),
-        wait_seconds=read_number(entry, "wait"),
-        swap_bytes=read_size(entry, "swap"),
-    )
+    facts: dict[str, Any] = {"started_at_seconds": 0.0, **_read_facts(entry, EngineProcess, PROCESS)}
+    return EngineProcess(pid=NO_PID, role=role, **facts) if "rss_bytes" in facts else None
 
 
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
@@ -326,7 +323,6 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:
     """Return the host memory; a basis that this version does not know is none."""
     named = read_text(entry, "basis")
-    facts: dict[str, Any] = {
-        fact: (read_number if fact.endswith("_ratio") else read_size)(entry, name) for fact, name in HOST
-    }
-    return HostMemory(basis=next((basis for basis in HostBasis if basis == named), None), **facts)
+    return HostMemory(
+        basis=next((basis for basis in HostBasis if basis == named), None), **_read_facts(entry, HostMemory, HOST)
+    )

@@ -16,6 +16,13 @@ FACTS: Final = tuple((fact, _NAMES.get(fact, fact)) for fact in EngineReading.__
 HOST: Final = tuple((fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis")
 """Each figure of HostMemory, and its name in a trace."""
 
+PROCESS: Final = tuple(
+    (fact, fact.removesuffix("_bytes").removesuffix("_seconds").removesuffix("_ratio"))
+    for fact in EngineProcess.__struct_fields__
+    if fact not in {"pid", "role", "since_boot_seconds"}
+)
+"""Each fact of EngineProcess but its role, and its name in a trace."""
+
 
 def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
     """Return all facts of an engine."""
@@ -48,10 +55,7 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
 
 def build_process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
-    entry = {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
-    entry |= {"anonymous": process.anonymous_bytes, "file": process.file_bytes, "swap": process.swap_bytes}
-    entry |= {"state": process.state, "cpu": process.cpu_seconds, "cpu_pressure": process.cpu_pressure_ratio}
-    return drop_unreadable({**entry, "wait": process.wait_seconds})
+    return drop_unreadable({"role": process.role, **{name: getattr(process, fact) for fact, name in PROCESS}})
 
 
 def build_host_entry(host: HostMemory) -> dict[str, Any]:

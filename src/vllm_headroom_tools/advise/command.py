@@ -8,7 +8,7 @@ from typing import Any, Final
 from msgspec.structs import asdict
 
 from vllm_headroom_tools.advise.facts import Facts, Origin
-from vllm_headroom_tools.advise.finding import Advice, Change
+from vllm_headroom_tools.advise.finding import Change
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import Assessment, judge
@@ -16,7 +16,6 @@ from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import describe_span
 from vllm_headroom_tools.options import RATIO, TRACE, BadOptions, Parser, Value, page_url, tokens, whole
-from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
 from vllm_headroom_tools.trace import read_trace
 from vllm_headroom_tools.versions import Version, format_version, parse_version
@@ -47,21 +46,15 @@ def _render_text(answer: Assessment) -> list[str]:
         seen = describe_span(facts.samples, facts.begin_seconds, facts.end_seconds)
     lines = [f"{seen}{version}."]
     for number, advice in enumerate(answer.advice, start=1):
-        lines += ["", *_format_advice(number, advice)]
+        lines += ["", *wrap_text("", f"{number}. {advice.summary}", indent=3)]
+        lines += (line for evidence in advice.evidence for line in wrap_headed("seen", evidence.text))
+        for place, change in enumerate(advice.changes):
+            lines += wrap_headed("then" if place else "first", write_advice(change))
+            lines += wrap_headed("", f"costs {change.cost}")
+        lines += [] if advice.remark is None else wrap_headed("mind", advice.remark)
     end = [*_format_end(answer), *(line for note in answer.notes for line in wrap_headed("note", note))]
     lines += ["", *end] if answer.advice and end else end
     return lines
-
-
-def _format_advice(number: int, advice: Advice) -> Iterator[str]:
-    yield from wrap_text("", f"{number}. {advice.summary}", indent=3)
-    for evidence in advice.evidence:
-        yield from wrap_headed("seen", evidence.text)
-    for place, change in enumerate(advice.changes):
-        yield from wrap_headed("then" if place else "first", write_advice(change))
-        yield from wrap_headed("", f"costs {change.cost}")
-    if advice.remark is not None:
-        yield from wrap_headed("mind", advice.remark)
 
 
 def write_advice(change: Change) -> str:
@@ -187,7 +180,7 @@ async def _judge_live(given: Namespace) -> Report:
 
 def _read_trace(given: Namespace, settings: EngineArgs) -> Facts:
     past = TraceHistory()
-    for snapshot in read_trace(given.trace or given.trace_option, track_lines):
+    for snapshot in read_trace(given.trace or given.trace_option):
         past.step(snapshot)
     return past.facts(settings)
 

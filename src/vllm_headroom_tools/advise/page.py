@@ -61,17 +61,21 @@ ON_THE_HOST: Final = {
 }
 
 
-def parse_facts(text: str, settings: EngineArgs) -> Facts | str:
-    """Parse the facts of an engine with these settings; return why in one line where the page cannot be used."""
+def parse_facts(text: str, settings: EngineArgs) -> Facts:
+    """Parse the facts of an engine with these settings; raises BadInput where the page cannot be used."""
     try:
         page = Values(_parse_samples(text))
     except (ValueError, IndexError):
-        return "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
+        raise BadInput(
+            "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
+        ) from None
     if len(page.of(catalog.BUILD_INFO)) != 1 or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES:
-        return "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
+        raise BadInput(
+            "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
+        )
     engines = tuple(page.of(catalog.ENGINE_INFO))
     if {profile for *_, profile in engines} - {"vllm"}:
-        return "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
+        raise BadInput("the engine behind this page is not vLLM, and vLLM's options are all that is known here")
     running = sum_known(page.value(catalog.ENGINE_RUNNING, *engine) for *engine, _ in engines)
     host = ((fact, page.value(metric)) for metric, fact in FACTS)
     return Facts(
@@ -195,10 +199,7 @@ async def fetch_facts(url: str, settings: EngineArgs) -> Facts:
     page = await fetch_once(_build_reader(url))
     if isinstance(page, Failure):
         raise BadInput(f"{strip_advice(page)}: {NO_SIDECAR}")
-    facts = parse_facts(page, settings)
-    if isinstance(facts, str):
-        raise BadInput(facts)
-    return facts
+    return parse_facts(page, settings)
 
 
 async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:

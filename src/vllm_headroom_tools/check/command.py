@@ -40,7 +40,6 @@ from vllm_headroom_tools.options import (
     size,
     whole,
 )
-from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.terminal import wrap_text
 from vllm_headroom_tools.trace import BadInput, read_trace
 
@@ -268,7 +267,7 @@ def _read(flag: str, name: str, given: Namespace) -> TraceRecord:
         keeps_host=given.max_host_leak_per_thousand_requests is not None,
     )
     try:
-        for snapshot in read_trace(name, track_lines):
+        for snapshot in read_trace(name):
             record.step(snapshot)
     except BadInput as error:
         raise BadInput(f"{flag}: {error}") from error

@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, Observation, Track
+from vllm_headroom.derive.leak.facts import MIB, Track
 from vllm_headroom.derive.leak.facts import Certainty as Detected
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import format_duration, format_size
@@ -138,15 +138,13 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
 def _can_see(readings: Sequence[DetectorInput], bytes_per_request: float) -> bool:
     track = Track(clock=readings[0][0].seconds)
     for seen, done in readings:
-        track = observe(track, _add_leak(seen, ceil(done * bytes_per_request / STEP_BYTES) * STEP_BYTES))
+        leaked_bytes = ceil(done * bytes_per_request / STEP_BYTES) * STEP_BYTES
+        leaking = replace(
+            seen,
+            held_bytes=None if seen.held_bytes is None else seen.held_bytes + leaked_bytes,
+            room_bytes=None if seen.room_bytes is None else seen.room_bytes - leaked_bytes,
+        )
+        track = observe(track, leaking)
         if track.verdict is Detected.LEAKING:
             return True
     return track.verdict is Detected.GROWING
-
-
-def _add_leak(seen: Observation, leaked_bytes: int) -> Observation:
-    return replace(
-        seen,
-        held_bytes=None if seen.held_bytes is None else seen.held_bytes + leaked_bytes,
-        room_bytes=None if seen.room_bytes is None else seen.room_bytes - leaked_bytes,
-    )

@@ -12,6 +12,7 @@ from vllm_headroom.units import format_instant, format_size
 from vllm_headroom.vocabulary import IncidentKind, MemoryPart
 from vllm_headroom_tools.check.record import (
     LEAST_REQUESTS,
+    Budget,
     Cost,
     MemorySeries,
     TraceRecord,
@@ -114,9 +115,10 @@ NO_REPORT: Final = "the trace does not contain the engine's budget: give --gpu-m
 
 def judge_discrepancies(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
     """Judge the highest discrepancy of each GPU; without a budget it cannot be judged."""
+    has_budget = record.budget != Budget() or any(gpu.excess for gpu in record.gpus)
     for gpu, past in pair_gpus(record, before):
         value = None if gpu.excess is None else gpu.excess.ratio
-        missing = find_doubt(record, gpu.budgeted, gpu.name) if record.has_budget else NO_REPORT
+        missing = find_doubt(record, gpu.budgeted, gpu.name) if has_budget else NO_REPORT
         why = ""
         if gpu.excess is not None:
             most_bytes, side = abs(gpu.excess.n_bytes), "over" if gpu.excess.n_bytes > 0 else "under"

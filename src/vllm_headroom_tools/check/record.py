@@ -152,7 +152,7 @@ class TraceRecord:
         self.host: dict[Role, MemorySeries] = {}
         self.capacity_tokens: dict[str, float] = {}
         self.models: set[str] = set()
-        self._budget = budget
+        self.budget = budget
         self._keeps_gpus, self._keeps_host = keeps_gpus, keeps_host
         self._gpus: dict[str, MemorySeries] = {}
         self.replay = LeakReplay()
@@ -168,11 +168,6 @@ class TraceRecord:
     def gpus(self) -> tuple[MemorySeries, ...]:
         """The GPUs, by index."""
         return tuple(self._gpus[uuid] for _, uuid, _ in self.replay.gpus if uuid in self._gpus)
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether the operator or the engine has given a budget."""
-        return self._budget != Budget() or any(gpu.excess for gpu in self._gpus.values())
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample."""
@@ -193,7 +188,7 @@ class TraceRecord:
             series.step(seen, given.get(uuid), self.replay.requests(uuid), running)
             if running is not None and gpu.inside is not None:
                 series.add_parts(gpu.inside.parts)
-        for uuid, excess in find_excesses(snapshot, self._budget):
+        for uuid, excess in find_excesses(snapshot, self.budget):
             series = self._gpus[uuid]
             series.budgeted.step(excess.seconds)
             if series.excess is None or excess.ratio > series.excess.ratio:
@@ -225,7 +220,6 @@ def pair_gpus(record: TraceRecord, before: TraceRecord | None) -> Iterator[tuple
         yield gpu, same.get(gpu.key) or (old[place] if place < len(old) else None)
 
 
-LEAST_SECONDS: Final = GROWING_SECONDS
 LEAST_REQUESTS: Final = WARM_REQUESTS
 """Kernels have been used for the first time by then; earlier memory does not predict later memory."""
 
@@ -243,8 +237,8 @@ def find_shortfall(record: TraceRecord) -> str | None:
     if not record.replay.samples:
         return "the trace has no samples"
     watched, done = record.watched.seconds, record.finished.total
-    if watched < LEAST_SECONDS:
-        return f"the trace is too short: {format_duration(watched)}, and a limit needs {LEAST_SECONDS / 60:.0f} min"
+    if watched < GROWING_SECONDS:
+        return f"the trace is too short: {format_duration(watched)}, and a limit needs {GROWING_SECONDS / 60:.0f} min"
     if done is None:
         return "the engine does not report how many requests it finished"
     if done < LEAST_REQUESTS:

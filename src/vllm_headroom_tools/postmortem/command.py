@@ -18,7 +18,6 @@ from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.history import Curves, LeakReplay, Moment
 from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
 from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, Timeline, build_report
-from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.trace import BadInput, read_lines, read_trace
 
 SAME_SECONDS: Final = 0.5
@@ -164,7 +163,7 @@ def read_postmortem(file: Path) -> Postmortem:
     """Read the post-mortem of a trace; raises BadInput."""
     incident = read_facts(file)
     follower, timeline, curves = Follower(incident), Timeline(), Curves()
-    for snapshot in read_trace(str(file), track_lines):
+    for snapshot in read_trace(str(file)):
         timeline.step(follower.step(snapshot), follower.watch)
         curves.step(snapshot)
     if incident is None and not follower.watch.samples:

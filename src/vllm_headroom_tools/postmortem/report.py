@@ -3,7 +3,7 @@
 import re
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final
 
 from msgspec import Struct, to_builtins
@@ -234,7 +234,11 @@ def _conclude(found: Diagnosis) -> Conclusion:
 def _render_text(report: Postmortem, headline: str) -> Iterator[str]:
     seen = (line for each in report.answer.evidence for line in wrap_headed("seen", each))
     also = (line for each in report.findings[1:] for line in wrap_headed("or", f"{each.sentence} ({each.sureness})"))
-    sections = (_format_section(*each) for each in list_sections(report, LAST_LINES))
+    sections = []
+    for title, lines in list_sections(report, LAST_LINES):
+        columns = max((len(head) for head, _ in lines), default=0)
+        shown = [wrap_text(f"  {head:<{columns}}  ", body) if head else [f"  {body}"] for head, body in lines]
+        sections.append([title, *chain(*shown)] if lines else [])
     yield from join_paragraphs(((*wrap_text("", headline, indent=2), *seen), also, *sections))
 
 
@@ -246,14 +250,6 @@ def list_sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str
     steps = enumerate(TODO[report.answer.cause])
     yield "What to do", [("then" if place else "first", ": ".join(filter(None, step))) for place, step in steps]
     yield "The sidecar's log then", [("", each) for each in report.known.log[-most_log_lines:]]
-
-
-def _format_section(title: str, lines: list[Line]) -> Iterator[str]:
-    if lines:
-        yield title
-    columns = max((len(head) for head, _ in lines), default=0)
-    for head, body in lines:
-        yield from wrap_text(f"  {head:<{columns}}  ", body) if head else (f"  {body}",)
 
 
 def _build_data(report: Postmortem) -> dict[str, Any]:
@@ -324,11 +320,11 @@ def _draw_figures(report: Postmortem) -> Iterator[str]:
     for uuid in report.curves.uuids:
         gpu = gpus.get(uuid)
         what = f"Free memory of {uuid if gpu is None else gpu.called}"
-        yield _draw_figure(f"{what}, down to zero", report.curves.free(uuid), at, sized=True)
+        yield _draw_figure(f"{what}, down to zero", report.curves.of("free", uuid), at, sized=True)
         if gpu is not None and gpu.usable_bytes is not None:
             free: list[Point] = [(seconds, gpu.usable_bytes - n_bytes) for seconds, n_bytes in used.get(uuid, ())]
             yield _draw_figure(f"{what} in the last minutes, second by second", free, at, sized=True)
-    yield _draw_figure("Running requests", report.curves.running, at, sized=False)
+    yield _draw_figure("Running requests", report.curves.of("running"), at, sized=False)
 
 
 def _draw_figure(title: str, points: list[Point], at: float | None, *, sized: bool) -> str:

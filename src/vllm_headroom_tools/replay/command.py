@@ -29,7 +29,6 @@ from vllm_headroom_tools.history import (
     judge_course,
 )
 from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, Value, bounded, url
-from vllm_headroom_tools.progress import track_lines
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
 from vllm_headroom_tools.trace import name_by_index, parse_snapshot, read_trace
 
@@ -263,7 +262,7 @@ def _run(given: Namespace) -> Report:
         raise BadOptions(ONE_SOURCE)
     watch, curves = LeakReplay(), Curves()
     if given.from_prometheus is None:
-        snapshots = read_trace(given.trace, track_lines)
+        snapshots = read_trace(given.trace)
     else:
         from vllm_headroom_tools.replay.prometheus.records import read_records  # noqa: PLC0415 - a trace needs no HTTP client
 

@@ -26,22 +26,22 @@ AHEAD: Final = 0.5
 def draw_picture(watch: LeakReplay, curves: Curves) -> str:
     """Draw a box for each GPU, of free memory or else of the engine's memory, one for the host and one for the load."""
     begin, end = watch.span
-    forecasts = [_build_forecast(course, curves.free(uuid)) for _, uuid, course in watch.gpus]
+    forecasts = [_build_forecast(course, curves.of("free", uuid)) for _, uuid, course in watch.gpus]
     ahead = max((MARGIN * each.seconds for each in forecasts if each is not None), default=0.0)
     span = begin, end + min(ahead, AHEAD * (end - begin))
     boxes = []
     for (index, uuid, course), forecast in zip(watch.gpus, forecasts, strict=True):
-        points = curves.free(uuid)
-        to_zero = any(value is not None for _, value in points)
+        points = curves.of("free", uuid)
+        to_zero = bool(points)
         what = "free memory, down to zero" if to_zero else "memory held by the engine"
         full = "" if forecast is None else f", out of memory {format_instant(forecast.begin + forecast.seconds)}"
         title = f"{name_device(index, uuid)}: {what}; {course.state} at the end{full}"
         marks = [seconds for seconds, _ in course.leaking]
-        points = points if to_zero else curves.held(uuid)
+        points = points if to_zero else curves.of("held", uuid)
         boxes.append(_draw_box(title, points, span, marks, forecast, sized=True, to_zero=to_zero))
-    if curves.host:
-        boxes.append(_draw_box(HOST, curves.host, span, sized=True, to_zero=True))
-    boxes.append(_draw_box("running requests", curves.running, span))
+    if host := curves.of("host"):
+        boxes.append(_draw_box(HOST, host, span, sized=True, to_zero=True))
+    boxes.append(_draw_box("running requests", curves.of("running"), span))
     height = len(boxes) * (ABOVE + HEIGHT + BELOW)
     placed = "".join(
         f'<g transform="translate(0 {place * (ABOVE + HEIGHT + BELOW) + ABOVE:.0f})">{box}</g>'
@@ -108,18 +108,18 @@ def draw_charts(watch: LeakReplay, curves: Curves, *, columns: int) -> Iterator[
     for index, uuid, course in watch.gpus:
         alarm = None if course.first is None else course.first.seconds
         name, unit = name_device(index, uuid), "GiB" if alarm is None else "GiB; ▲ is the first alarm"
-        free = _convert_to_gib(curves.free(uuid))
-        if any(value is not None for _, value in free):
+        free = _convert_to_gib(curves.of("free", uuid))
+        if free:
             title = f"{name}: free memory, down to zero, {unit}"
             yield from _draw_chart(title, free, width, MEMORY_LINES, alarm=alarm)
             continue
-        held, title = _convert_to_gib(curves.held(uuid)), f"{name}: memory held by the engine, {unit}"
+        held, title = _convert_to_gib(curves.of("held", uuid)), f"{name}: memory held by the engine, {unit}"
         values = [value for _, value in held if value is not None] or [0.0]
         # on the scale of the whole GPU, growth would not show
         floor = max(0.0, min(values) - (0.05 * (max(values) - min(values)) or 0.01 * max(values)))
         yield from _draw_chart(title, held, width, MEMORY_LINES, alarm=alarm, pick=max, floor=floor)
-    yield from _draw_chart(f"{HOST}, GiB", _convert_to_gib(curves.host), width, MEMORY_LINES)
-    yield from _draw_chart("running requests", curves.running, width, LOAD_LINES, pick=max)
+    yield from _draw_chart(f"{HOST}, GiB", _convert_to_gib(curves.of("host")), width, MEMORY_LINES)
+    yield from _draw_chart("running requests", curves.of("running"), width, LOAD_LINES, pick=max)
 
 
 def _convert_to_gib(points: list[Point]) -> list[Point]:

@@ -43,9 +43,9 @@ def test_a_gpu_that_comes_later_or_goes_is_unknown_meanwhile() -> None:
     curves.step(snapshot(at=3, gpus=failure(Source.NVML), engines=failure(Source.ENGINE)))
     curves.step(snapshot(at=4, gpus=(), engines=page(engine("0", running=1), engine("1"))))
 
-    assert [value for _, value in curves.held("GPU-a")] == [5, None, None, None]
-    assert [value for _, value in curves.held("GPU-b")] == [6, None, None]
-    assert [value for _, value in curves.running] == [None, 3, None, None]
+    assert [value for _, value in curves.of("held", "GPU-a")] == [5, None, None, None]
+    assert [value for _, value in curves.of("held", "GPU-b")] == [6, None, None]
+    assert [value for _, value in curves.of("running")] == [None, 3, None, None]
 
 
 def test_a_clock_that_was_set_back_loses_no_point() -> None:

@@ -10,7 +10,7 @@ from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
 from vllm_headroom.model import Ending
 from vllm_headroom.units import MIB, format_instant, format_size
 from vllm_headroom.vocabulary import EndCause
-from vllm_headroom_tools.advise.facts import AIM_BYTES, Extent, Facts, GpuFacts, Origin
+from vllm_headroom_tools.advise.facts import AIM_BYTES, Facts, Origin
 from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, list_evidence, lower_option
 from vllm_headroom_tools.advise.rules.capacity import (
     HIGHEST_UTILIZATION,
@@ -275,7 +275,13 @@ def find_other_tenant(facts: Facts) -> Advice | None:
     if not found:
         return None
     gpu, others = max(found, key=lambda each: each[1].most)
-    share = _fit_both(facts, gpu, others)
+    needs = [0.0]  # AIM_BYTES at peaks, and its share free, without which vLLM refuses to start (worker/utils.py)
+    if gpu.least_room_bytes is not None:
+        needs.append(AIM_BYTES - gpu.least_room_bytes)
+    utilization = facts.settings.gpu_memory_utilization
+    if utilization is not None and gpu.usable_bytes is not None:
+        needs.append(others.most - (1.0 - utilization) * gpu.usable_bytes)
+    share = take_less(facts, gpu, max(needs)) if max(needs) > 0 else None
     now, most = (" now", None) if facts.origin is Origin.PAGE else ("", others.most)
     return Advice(
         cause=Cause.ANOTHER_TENANT,
@@ -294,20 +300,6 @@ def find_other_tenant(facts: Facts) -> Advice | None:
         ),
         remark=None if share is None else "A smaller share for vLLM is right only if both have to stay on this GPU.",
     )
-
-
-def _fit_both(facts: Facts, gpu: GpuFacts, others: Extent) -> Change | None:
-    """Return the smaller share with which both fit: AIM_BYTES at peaks, and what vLLM needs free to start.
-
-    vLLM refuses to start with less free than its share of the GPU (vllm/v1/worker/utils.py).
-    """
-    needs = [0.0]
-    if gpu.least_room_bytes is not None:
-        needs.append(AIM_BYTES - gpu.least_room_bytes)
-    utilization = facts.settings.gpu_memory_utilization
-    if utilization is not None and gpu.usable_bytes is not None:
-        needs.append(others.most - (1.0 - utilization) * gpu.usable_bytes)
-    return take_less(facts, gpu, max(needs)) if max(needs) > 0 else None
 
 
 def find_leftovers(facts: Facts) -> Advice | None:

@@ -114,26 +114,23 @@ class PrometheusApi:
             "end": f"{span.end_ms / 1000:.3f}",
             "step": f"{span.step_ms / 1000:.3f}",
         }
+        body = bytearray()
         try:
             with self._client.stream("POST", self._address, data=form) as response:
-                body = self._body(response)
+                if response.headers.get("Content-Encoding", "").strip().lower() not in _ENCODINGS:
+                    raise httpx.DecodingError("it is not gzip")
+                for part in response.iter_bytes():
+                    body += part
+                    if len(body) > _MOST_BYTES:
+                        most = format_size(_MOST_BYTES)
+                        raise BadInput(f"{self.shown} answers a query with more than {most}: {_LESS}")
         except (httpx.HTTPError, ssl.SSLError) as error:
             raise BadInput(self._explain_error(error)) from error
-        return self._series(response, body)
+        return self._series(response, bytes(body))
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
-
-    def _body(self, response: httpx.Response) -> bytes:
-        if response.headers.get("Content-Encoding", "").strip().lower() not in _ENCODINGS:
-            raise httpx.DecodingError("it is not gzip")
-        body = bytearray()
-        for part in response.iter_bytes():
-            body += part
-            if len(body) > _MOST_BYTES:
-                raise BadInput(f"{self.shown} answers a query with more than {format_size(_MOST_BYTES)}: {_LESS}")
-        return bytes(body)
 
     def _series(self, response: httpx.Response, body: bytes) -> list[Series]:
         answer = parse_object(body)

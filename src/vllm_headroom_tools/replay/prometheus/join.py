@@ -149,31 +149,21 @@ _MIB: Final = 2**20
 _MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
 
 
-def _sample_own_gpus(values: Iterable[Value]) -> Side:
-    """Return the devices that this exporter attributed to the engine."""
-    values = list(values)
-    infos = [series.labels for series, _ in values if series.name == catalog.GPU_INFO.name]
-    ours = {labels.get("uuid", "") for labels in infos if labels.get("attribution")}
-    others = {labels.get("uuid", "") for labels in infos} - ours
-    memory = [(series, value) for series, value in values if series.name != catalog.GPU_INFO.name]
-    return [device for device in _sample_own_memory(memory) if device["uuid"] not in others]
-
-
-def _build_sampler(
-    fields: Mapping[str, str], *, uuid_label: str, unit_bytes: int = 1
-) -> Callable[[Iterable[Value]], Side]:
-    """Return what makes devices of values; where a series has a holder, that is its field."""
-
-    def sample(values: Iterable[Value]) -> Side:
-        devices: dict[str, dict[str, float]] = {}
-        for series, value in values:
-            facts = devices.setdefault(series.labels.get(uuid_label, ""), {})
-            facts[series.labels.get("holder", fields[series.name])] = value
-            if (index := series.labels.get("gpu", "")).isdecimal():
-                facts["gpu"] = int(index)
-        return [_build_device(uuid, facts, unit_bytes) for uuid, facts in sorted(devices.items())]
-
-    return sample
+def _sample_gpus(fields: Mapping[str, str], uuid_label: str, unit_bytes: int, values: Iterable[Value]) -> Side:
+    """Return the devices, of this exporter those that it attributed to the engine; a holder is a field."""
+    devices: dict[str, dict[str, float]] = {}
+    ours: dict[str, bool] = {}
+    for series, value in values:
+        uuid, index = series.labels.get(uuid_label, ""), series.labels.get("gpu", "")
+        if series.name == catalog.GPU_INFO.name:
+            ours[uuid] = ours.get(uuid, False) or bool(series.labels.get("attribution"))
+            continue
+        facts = devices.setdefault(uuid, {})
+        facts[series.labels.get("holder", fields[series.name])] = value
+        if index.isdecimal():
+            facts["gpu"] = int(index)
+    known = ((uuid, facts) for uuid, facts in sorted(devices.items()) if ours.get(uuid, True))
+    return [_build_device(uuid, facts, unit_bytes) for uuid, facts in known]
 
 
 def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
@@ -184,51 +174,45 @@ def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dic
     known = {fact: round(facts[fact] * unit_bytes) for fact in (*_MEMORY_FACTS, "free") if fact in facts}
     if "used" in known and "free" in known:
         known.setdefault("total", known["used"] + known["free"] + known.get("reserved", 0))
-    index = facts.get("gpu")
-    device: dict[str, Any] = {"gpu": None if index is None else int(index), "uuid": uuid}
+    device: dict[str, Any] = {"gpu": int(facts["gpu"]) if "gpu" in facts else None, "uuid": uuid}
     return device | {fact: known.get(fact) for fact in _MEMORY_FACTS}
 
 
-_OWN_MEMORY_FIELDS: Final = {
-    catalog.GPU_MEMORY_TOTAL.name: "total",
-    catalog.GPU_MEMORY_USED.name: "used",
-    catalog.GPU_MEMORY_RESERVED.name: "reserved",
-    catalog.GPU_MEMORY_HELD.name: "held",
-}
-_sample_own_memory: Final = _build_sampler(_OWN_MEMORY_FIELDS, uuid_label="uuid")
-OWN_GPUS: Final = Exporter(
-    side="gpus",
-    lead=(catalog.GPU_MEMORY_USED.name,),
-    names=(*_OWN_MEMORY_FIELDS, catalog.GPU_INFO.name),
-    identity=frozenset(("gpu", "uuid", "holder", "attribution")),
-    sample=_sample_own_gpus,
+def _describe_gpus(fields: Mapping[str, str], *identity: str, unit_bytes: int = 1) -> Exporter:
+    """Return an exporter of GPUs with these fields by the names of its series."""
+    uuid_label = next(label for label in identity if label.lower() == "uuid")
+    return Exporter(
+        side="gpus",
+        lead=tuple(name for name, field in fields.items() if field == "used"),
+        names=tuple(fields),
+        identity=frozenset(identity),
+        sample=partial(_sample_gpus, fields, uuid_label, unit_bytes),
+    )
+
+
+OWN_GPUS: Final = _describe_gpus(
+    {
+        catalog.GPU_MEMORY_TOTAL.name: "total",
+        catalog.GPU_MEMORY_USED.name: "used",
+        catalog.GPU_MEMORY_RESERVED.name: "reserved",
+        catalog.GPU_MEMORY_HELD.name: "held",
+        catalog.GPU_INFO.name: "info",
+    },
+    *("gpu", "uuid", "holder", "attribution"),
 )
-_DCGM_FIELDS: Final = {
-    "DCGM_FI_DEV_FB_USED": "used",
-    "DCGM_FI_DEV_FB_FREE": "free",
-    "DCGM_FI_DEV_FB_RESERVED": "reserved",
-}
-DCGM_GPUS: Final = Exporter(
-    side="gpus",
-    lead=("DCGM_FI_DEV_FB_USED",),
-    names=tuple(_DCGM_FIELDS),
-    identity=frozenset(("gpu", "UUID")),
-    sample=_build_sampler(
-        _DCGM_FIELDS, uuid_label="UUID", unit_bytes=_MIB
-    ),  # dcgm-exporter, default-counters.csv: in MiB
+DCGM_GPUS: Final = _describe_gpus(
+    {"DCGM_FI_DEV_FB_USED": "used", "DCGM_FI_DEV_FB_FREE": "free", "DCGM_FI_DEV_FB_RESERVED": "reserved"},
+    *("gpu", "UUID"),
+    unit_bytes=_MIB,  # dcgm-exporter, default-counters.csv
 )
-_SMI_FIELDS: Final = {
-    "nvidia_smi_memory_used_bytes": "used",
-    "nvidia_smi_memory_total_bytes": "total",
-    "nvidia_smi_memory_reserved_bytes": "reserved",
-    "nvidia_smi_index": "gpu",
-}
-SMI_GPUS: Final = Exporter(
-    side="gpus",
-    lead=("nvidia_smi_memory_used_bytes",),
-    names=tuple(_SMI_FIELDS),
-    identity=frozenset(("uuid",)),
-    sample=_build_sampler(_SMI_FIELDS, uuid_label="uuid"),
+SMI_GPUS: Final = _describe_gpus(
+    {
+        "nvidia_smi_memory_used_bytes": "used",
+        "nvidia_smi_memory_total_bytes": "total",
+        "nvidia_smi_memory_reserved_bytes": "reserved",
+        "nvidia_smi_index": "gpu",
+    },
+    "uuid",
 )
 
 
