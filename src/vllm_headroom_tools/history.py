@@ -18,7 +18,6 @@ from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.witnesses import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.life.lives import RunState, update_run
-from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.derive.readings import count_running
 from vllm_headroom.expose.drawing import Point
 from vllm_headroom.model import Ending, HostMemory, Sample, Snapshot
@@ -224,8 +223,7 @@ class LeakReplay:
         self._now = self._shift = 0.0
         self.events: list[Ending] = []
         self._indices: dict[str, int] = {}
-        self._gpus: dict[str, Course] = {}
-        self._host: dict[str, Course] = {}
+        self._courses: dict[str, Course] = {}
         self.memory: HostMemory | None = None
         self.residues: dict[tuple[str, str], dict[float, float]] = {}
         self.stranded: dict[tuple[str, str], float] = {}
@@ -233,21 +231,16 @@ class LeakReplay:
     @property
     def gpus(self) -> tuple[tuple[int, str, Course], ...]:
         """Index, UUID and course of each GPU, by index."""
-        return tuple(sorted((self._indices[uuid], uuid, course) for uuid, course in self._gpus.items()))
+        return tuple(sorted((index, uuid, self._courses[uuid]) for uuid, index in self._indices.items()))
 
     @property
     def host(self) -> tuple[tuple[Role, Course], ...]:
         """The course of each role's resident memory."""
-        return tuple((role, self._host[role]) for role in Role if role in self._host)
-
-    @property
-    def runs(self) -> EngineRuns:
-        """The runs of the engine up to the newest sample."""
-        return self.run.lives
+        return tuple((role, self._courses[role]) for role in Role if role in self._courses)
 
     def course(self, series: str) -> Course:
         """Return the course of a GPU, by UUID, or of a host role; an empty one before its first sample."""
-        return self._gpus.get(series) or self._host.get(series) or Course()
+        return self._courses.get(series) or Course()
 
     def requests(self, series: str) -> float:
         """Return the requests that finished since the detector began with a series in this run of the engine."""
@@ -269,7 +262,7 @@ class LeakReplay:
             self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
         before = self._memory
         self._memory, samples = answer(LEAK, before, snapshot)
-        for course in (*self._gpus.values(), *self._host.values()):
+        for course in self._courses.values():
             course.state = LeakState.UNKNOWN
         sleep = self._memory.sleep
         for sample in samples:
@@ -293,7 +286,7 @@ class LeakReplay:
         *place, name, state = sample.labels
         if place:
             self._indices[name] = int(place[0])
-        course = (self._gpus if place else self._host).setdefault(name, Course())
+        course = self._courses.setdefault(name, Course())
         old, track = (
             (memory.gpus if place else memory.host).get(name)  # none before the engine has worked
             for memory in (before, self._memory)

@@ -222,7 +222,9 @@ _READS: Final[Mapping[object, Any]] = {
     str | None: read_text,
     bool | None: read_truth,
 }
-_KINDS: Final = {kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)}
+_KINDS: Final[Mapping[type, Any]] = {
+    kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)
+}
 _INSIDE: Final = (
     ("granted_bytes", "granted"),
     ("allocated_bytes", "allocated"),
@@ -254,12 +256,16 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     index = read_size(entry, "gpu")
     index = place if index is None else index
     used, engine, other = read_size(entry, "used"), read_size(entry, "engine"), read_size(entry, "other")
+    total, reserved, memory = read_size(entry, "total"), read_size(entry, "reserved"), None
+    if used is not None and total is not None:
+        free = max(0, total - used - (reserved or 0))
+        memory = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved)
     return Gpu(
         reading=GpuReading(
             index=index,
             uuid=read_text(entry, "uuid") or name_by_index(index),
             name="",
-            memory=_build_memory(used, read_size(entry, "total"), read_size(entry, "reserved")),
+            memory=memory,
             used_peak_bytes=read_size(entry, "used_peak"),
         ),
         attribution=Attribution.UUID if engine is None else Attribution.PROCESS,
@@ -288,13 +294,6 @@ def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
     known = tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None)
     found = Inside(parts=known, **_read_facts(entry, Inside, _INSIDE))
     return None if found == Inside() else found
-
-
-def _build_memory(used: int | None, total: int | None, reserved: int | None) -> GpuMemory | None:
-    if used is None or total is None:
-        return None
-    free = max(0, total - used - (reserved or 0))
-    return GpuMemory(total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved)
 
 
 def name_by_index(index: int) -> str:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterator
-from enum import StrEnum
 from typing import Final
 
 from msgspec import Struct
@@ -37,25 +36,15 @@ def format_version(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-class Effect(StrEnum):
-    """What a fault harms."""
-
-    HOST = "host memory"
-    GPU = "GPU memory"
-    KV = "KV cache"
-    FIGURES = "figures"
-    START = "start"
-
-
 class Fault(Struct, frozen=True):
-    """A fault of vLLM: issues of vllm-project/vllm, when it was reported, and what happens.
+    """A fault of vLLM: issues of vllm-project/vllm, what it harms, what happens, and when it was reported.
 
     It is in the versions from `first` to before `mended`, and was seen up to `last`; None where that is not known. With
     `options` it needs one of them. `role` is whose host memory grows, `cure` what to do about it.
     """
 
     issues: str
-    effect: Effect
+    effect: str
     text: str
     options: tuple[str, ...] = ()
     reported: str = ""
@@ -76,7 +65,7 @@ _OFFLOADS: Final = ("kv_offloading_size", *_CONNECTOR)
 
 FAULTS: Final = (
     Fault(
-        *("#44490", Effect.HOST, "the engine core never empties a list of block ids: 0.6 GiB in 12 h"),
+        *("#44490", "host memory", "the engine core never empties a list of block ids: 0.6 GiB in 12 h"),
         reported="2026-06",
         first=(0, 18, 0),
         mended=(0, 26, 0),
@@ -85,7 +74,7 @@ FAULTS: Final = (
         " (vllm-project/vllm#44490)",
     ),
     Fault(
-        *("#50150", Effect.HOST, "without CUDA graphs, workers grow to the container's limit", ("enforce_eager",)),
+        *("#50150", "host memory", "without CUDA graphs, workers grow to the container's limit", ("enforce_eager",)),
         first=(0, 24, 0),
         last=(0, 27, 1),
         role=Role.WORKER,
@@ -94,38 +83,42 @@ FAULTS: Final = (
     ),
     Fault(
         "#24264",
-        Effect.HOST,
+        "host memory",
         "mmap hooks of UCX leak below NIXL, between prefill and decode engines",
         _CONNECTOR,
         "2026-01",
     ),
-    Fault("#42207, #54839", Effect.HOST, "an unloaded adapter keeps its host copy and its GPU slot", ("enable_lora",)),
-    Fault("#53042", Effect.HOST, "a tier of the KV cache takes up to 1.92 times its size, as shared memory", _OFFLOADS),
-    Fault("#56410", Effect.HOST, "offloaded weights take up to 1.9 times their size", ("cpu_offload_gb",)),
     Fault(
-        *("#51317, #51579, #54002", Effect.START),
+        "#42207, #54839", "host memory", "an unloaded adapter keeps its host copy and its GPU slot", ("enable_lora",)
+    ),
+    Fault(
+        "#53042", "host memory", "a tier of the KV cache takes up to 1.92 times its size, as shared memory", _OFFLOADS
+    ),
+    Fault("#56410", "host memory", "offloaded weights take up to 1.9 times their size", ("cpu_offload_gb",)),
+    Fault(
+        *("#51317, #51579, #54002", "start"),
         *("vllm_offload_*.mmap stays in /dev/shm after a kill, and the next start fails", _OFFLOADS),
     ),
     Fault(
         *(
             "#45178, #57936",
-            Effect.START,
+            "start",
             "the estimate for CUDA graphs is too large: a smaller KV cache than could be",
         ),
         first=(0, 21, 0),
     ),
     Fault(
-        *("#53787", Effect.GPU, "without its check of free memory, a version that needs more fails in a request"),
+        *("#53787", "GPU memory", "without its check of free memory, a version that needs more fails in a request"),
         options=("kv_cache_memory_bytes",),
     ),
-    Fault("#46283", Effect.KV, "with NixlPush, blocks of loads that were aborted are never freed", _CONNECTOR),
+    Fault("#46283", "KV cache", "with NixlPush, blocks of loads that were aborted are never freed", _CONNECTOR),
     Fault(
-        *("#43736", Effect.FIGURES, "a blocked request counts in the prefix cache's queries and hits at every step"),
+        *("#43736", "figures", "a blocked request counts in the prefix cache's queries and hits at every step"),
         first=(0, 7, 3),
         mended=(0, 27, 0),
     ),
     Fault(
-        *("#25780", Effect.FIGURES, "requests computed again after a preemption count as prefix-cache hits"),
+        *("#25780", "figures", "requests computed again after a preemption count as prefix-cache hits"),
         mended=(0, 11, 1),
     ),
 )

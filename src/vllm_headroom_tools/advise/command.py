@@ -153,12 +153,9 @@ def _read_version(text: str) -> Version:
     return version
 
 
-ONE_SOURCE: Final = "needs a TRACE or --headroom-url, and not both"
-
-
 def _run(given: Namespace) -> Report | Coroutine[Any, Any, Report]:
     if sum(source is not None for source in (given.trace, given.trace_option, given.headroom_url)) != 1:
-        raise BadOptions(ONE_SOURCE)
+        raise BadOptions("needs a TRACE or --headroom-url, and not both")
     if given.engine_url is None and given.headroom_url is None:
         return build_report(judge(_read_trace(given, read_settings(given))))
     return _judge_live(given)

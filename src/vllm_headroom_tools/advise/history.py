@@ -301,7 +301,7 @@ class TraceHistory:
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
         running = count_running(snapshot.page)
         ended = snapshot.life is not None and snapshot.life.ended is not None
-        serving = self._watch.runs.present.ready and is_page_awake(snapshot.page) is not False
+        serving = self._watch.run.lives.present.ready and is_page_awake(snapshot.page) is not False
         for history in self._gpus.values() if ended or not serving else ():
             history.close_spell(self._now, ended_engine=ended)
         for gpu in snapshot.devices:

@@ -19,13 +19,12 @@ from vllm_headroom_tools.check.limits import (
     judge_costs,
     judge_discrepancies,
     judge_growths,
-    judge_overall,
     judge_preemptions,
     judge_restarts,
 )
 from vllm_headroom_tools.check.record import Budget, TraceRecord
 from vllm_headroom_tools.cli import Command, save
-from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.options import (
     FILE,
     RATIO,
@@ -54,15 +53,13 @@ INDENT: Final = " " * 13
 
 def sum_up(judgements: Sequence[Judgement]) -> str:
     """Summarise the judgements in a line."""
-    verdict = judge_overall(judgements)
-    counts = {each: sum(judgement.verdict is each for judgement in judgements) for each in Conclusion}
-    if verdict is Conclusion.GOOD:
-        return f"Passed: all {len(judgements)} limits kept."
-    failed, unknown = counts[Conclusion.NOT_GOOD], counts[Conclusion.CANNOT_TELL]
-    if verdict is Conclusion.CANNOT_TELL:
-        return f"Cannot tell: {unknown} of {len(judgements)} limits cannot be judged, {counts[Conclusion.GOOD]} kept."
-    also = f", {unknown} cannot be judged" if unknown else ""
-    return f"FAILED: {failed} of {len(judgements)} limits exceeded{also}."
+    kept, failed, unknown = (sum(each.verdict is verdict for each in judgements) for verdict in Conclusion)
+    if failed:
+        also = f", {unknown} cannot be judged" if unknown else ""
+        return f"FAILED: {failed} of {len(judgements)} limits exceeded{also}."
+    if unknown:
+        return f"Cannot tell: {unknown} of {len(judgements)} limits cannot be judged, {kept} kept."
+    return f"Passed: all {len(judgements)} limits kept."
 
 
 def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> list[str]:
@@ -90,7 +87,7 @@ def build_report(
 ) -> Report:
     """Return the report on the traces, of which the first was judged."""
     return Report(
-        verdict=judge_overall(judgements),
+        verdict=find_worst(each.verdict for each in judgements),
         headline=sum_up(judgements),
         findings=[Finding(each.name, each.verdict, format_message(each)) for each in judgements],
         data=_build_data(traces, judgements),
@@ -105,12 +102,12 @@ def _build_data(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[
             "samples": record.replay.samples,
             "span_seconds": record.span_seconds,
             "requests_finished": record.finished.total,
-            "engine_restarts": record.replay.runs.restarts,
+            "engine_restarts": record.replay.run.lives.restarts,
         }
         for name, record in traces
     ]
     return {
-        "outcome": OUTCOMES[judge_overall(judgements)],
+        "outcome": OUTCOMES[find_worst(each.verdict for each in judgements)],
         "trace": trace,
         "baseline": others[0] if others else None,
         "limits": [
@@ -169,18 +166,17 @@ def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
 
     GitHub shows ten of a kind and step, so all limits that are kept share a notice.
     """
-    for judgement in judgements:
-        if level := LEVELS.get(judgement.verdict):
-            why = f" ({judgement.why})" if judgement.why else ""
-            yield _format_annotation(level, f"{format_message(judgement)}{why}")
-    if judge_overall(judgements) is Conclusion.GOOD:
-        yield _format_annotation("notice", sum_up(judgements))
-
-
-def _format_annotation(level: str, text: str) -> str:
-    """Build a workflow command, escaped as GitHub's toolkit does (actions/toolkit, command.ts)."""
-    escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return f"::{level} title={SUITE}::{escaped}"
+    found = [
+        (level, format_message(each) + (f" ({each.why})" if each.why else ""))
+        for each in judgements
+        if (level := LEVELS.get(each.verdict))
+    ]
+    if not found:
+        found.append(("notice", sum_up(judgements)))
+    for level, text in found:
+        # escaped as GitHub's toolkit does (actions/toolkit, command.ts)
+        escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        yield f"::{level} title={SUITE}::{escaped}"
 
 
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]

@@ -18,7 +18,6 @@ from vllm_headroom_tools.history import Course, Moment
 
 THOUSAND: Final = 1000
 NONE_SEEN: Final = "none seen"
-NO_RATE: Final = "the detector's alarm: it grows while no requests finish"
 LONGER: Final = "record for longer, or send more requests"
 
 
@@ -55,7 +54,12 @@ def _judge_alarm(draft: Judgement, found: Moment, most: float) -> Judgement:
     value, rate = _compute_per_thousand(found), found.bytes_per_second or 0.0
     low, high = found.bytes_per_second_lower, found.bytes_per_second_upper
     if value is None or rate <= 0 or low is None or high is None or found.leaked_bytes is None:
-        return replace(draft, verdict=Conclusion.NOT_GOOD, found="a leak", why=NO_RATE)
+        return replace(
+            draft,
+            verdict=Conclusion.NOT_GOOD,
+            found="a leak",
+            why="the detector's alarm: it grows while no requests finish",
+        )
     low, high = value * low / rate, value * high / rate
     why = (
         f"the detector's alarm; 95 %: {format_size(low)} to {format_size(high)},"

@@ -1,6 +1,6 @@
 """Limits on a trace, and how each is judged."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Final
 
@@ -21,7 +21,7 @@ from vllm_headroom_tools.check.record import (
     find_shortfall,
     pair_gpus,
 )
-from vllm_headroom_tools.conclusion import Conclusion, find_worst
+from vllm_headroom_tools.conclusion import Conclusion
 
 
 class Unit(StrEnum):
@@ -94,11 +94,6 @@ def format_figure(figure: float | None, unit: Unit) -> str:
             return f"{figure:,.0f} tokens"
         case Unit.COUNT:
             return f"{figure:.3g}" if figure < 1000 else f"{figure:,.0f}"  # noqa: PLR2004 - from there on 1e+03
-
-
-def judge_overall(judgements: Iterable[Judgement]) -> Conclusion:
-    """Return not good if a limit is exceeded, else cannot tell if one cannot be judged, else good."""
-    return find_worst(judgement.verdict for judgement in judgements)
 
 
 def compare(value: float | None, most: float | None, doubt: str | None) -> Conclusion:
@@ -201,11 +196,11 @@ def judge_restarts(record: TraceRecord, before: TraceRecord | None, most: float)
     causes = (judge_ending(end)[0].sentence for end in record.replay.events if end.what is IncidentKind.ENDED)
     yield Judgement(
         limit=RESTARTS,
-        verdict=compare(record.replay.runs.restarts, most, missing),
+        verdict=compare(record.replay.run.lives.restarts, most, missing),
         unit=Unit.COUNT,
-        value=float(record.replay.runs.restarts),
+        value=float(record.replay.run.lives.restarts),
         most=most,
-        baseline=None if before is None else float(before.replay.runs.restarts),
+        baseline=None if before is None else float(before.replay.run.lives.restarts),
         why=missing or " ".join(dict.fromkeys(causes)),
     )
 

@@ -199,7 +199,7 @@ class TraceRecord:
 
     def _add_page(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)
-        restarted, self._restarts = self.replay.runs.restarts != self._restarts, self.replay.runs.restarts
+        restarted, self._restarts = self.replay.run.lives.restarts != self._restarts, self.replay.run.lives.restarts
         self.finished.step(count_finished(page), restarted=restarted)
         self.preemptions.step(sum_known(engine.preemptions_total for engine in list_named(page)), restarted=restarted)
         for engine in list_named(page):

@@ -19,9 +19,6 @@ from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import Curves, LeakReplay
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
 
-Remedy = tuple[str, str | None]
-"""What to do, and a link."""
-
 CONSERVE: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
 TROUBLE: Final = "https://docs.vllm.ai/en/latest/usage/troubleshooting.html"
 REPORT: Final = "https://github.com/vllm-project/vllm/issues/new/choose"
@@ -29,7 +26,7 @@ XIDS: Final = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 OOM: Final = "https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/"
 LOGS: Final = "Read vLLM's log up to the end: kubectl logs --previous"
 
-TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
+TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
     EndCause.LEAK: (
         ("No option fixes a leak: restart before the GPU is full, and upgrade vLLM", None),
         ("Report it to vLLM, with the figures above", REPORT),
@@ -66,6 +63,7 @@ TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
     EndCause.UNKNOWN: ((LOGS, TROUBLE),),
     EndCause.NOTHING: (),
 }
+"""What to do, each with a link or None."""
 
 NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
 """The facts beside the samples of a trace that is no incident."""

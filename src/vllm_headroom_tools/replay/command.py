@@ -226,7 +226,6 @@ def add_options(parser: Parser) -> None:
     add("--ca-file", metavar="FILE", type=FILE, help="the CA of its certificate, PEM")
 
 
-LEAK_FOUND: Final = 1
 VERDICTS: Final = {
     LeakVerdict.LEAKING: Conclusion.NOT_GOOD,
     LeakVerdict.GROWING: Conclusion.CANNOT_TELL,
@@ -234,7 +233,6 @@ VERDICTS: Final = {
     LeakVerdict.CANNOT_TELL: Conclusion.CANNOT_TELL,
 }
 NARROWEST, WIDEST = 20, 160
-ONE_SOURCE: Final = "needs a TRACE or --from-prometheus, and not both"
 
 
 def build_report(watch: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
@@ -253,13 +251,13 @@ def build_report(watch: LeakReplay, curves: Curves, *, fails: bool = False) -> R
         findings=findings,
         data=_build_data(watch),
         lines=chain(format_verdict(watch), draw_charts(watch, curves, columns=columns)),
-        exit_status=LEAK_FOUND if fails and has_leaked else 0,
+        exit_status=int(fails and has_leaked),
     )
 
 
 def _run(given: Namespace) -> Report:
     if (given.trace is None) == (given.from_prometheus is None):
-        raise BadOptions(ONE_SOURCE)
+        raise BadOptions("needs a TRACE or --from-prometheus, and not both")
     watch, curves = LeakReplay(), Curves()
     if given.from_prometheus is None:
         snapshots = read_trace(given.trace)

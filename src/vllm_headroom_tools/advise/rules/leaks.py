@@ -29,28 +29,25 @@ LOST_RATIO: Final = 0.01
 LOST_RISES: Final = 3
 """The share of the KV cache that no request holds, and its rises (alert HeadroomKvBlocksLeak)."""
 
-NO_FLAG: Final = "No option fixes a leak: a smaller share for vLLM only delays the next restart."
+ONLY_DELAYS: Final = "a smaller share for vLLM only delays the next restart."
 RESTART: Final = "a restart: drain the engine first, while another replica serves"
 EVIDENCE_FIRST: Final = "Save the trace and the engine's log first: a report needs them, and a restart deletes them"
-
-
 VERSION: Final = "Upgrade vLLM, or go back to the version before the leak"
-OUTSIDE: Final = (
-    "Look for it in the release notes of NCCL and of the driver, by the versions in the engine's log, and try newer"
-    " ones: it grows outside torch, where neither vLLM nor torch can free it"
-)
-EXPANDABLE: Final = (
-    "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the engine's environment, unless sleep mode is on, which"
-    " refuses it: what grows is fragmented memory that torch has reserved and cannot use"
-)
-FRAGMENTS: Final = "No option of vLLM fixes fragmentation: a smaller share for vLLM only delays the next restart."
-
-
-LIMIT: Final = "before the container's memory limit is reached"
 
 CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
-    LeakLocation.FRAGMENTATION: (EXPANDABLE, VERSION),
-    LeakLocation.OUTSIDE_TORCH: (OUTSIDE,),
+    LeakLocation.FRAGMENTATION: (
+        (
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the engine's environment, unless sleep mode is on,"
+            " which refuses it: what grows is fragmented memory that torch has reserved and cannot use"
+        ),
+        VERSION,
+    ),
+    LeakLocation.OUTSIDE_TORCH: (
+        (
+            "Look for it in the release notes of NCCL and of the driver, by the versions in the engine's log, and try"
+            " newer ones: it grows outside torch, where neither vLLM nor torch can free it"
+        ),
+    ),
     LeakLocation.TENSORS: (f"{VERSION}; the growth is tensors that nobody frees: report it to vLLM with the trace",),
     None: (VERSION,),
 }
@@ -68,7 +65,9 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
         summary=f"The engine leaks GPU memory on {names}.",
         evidence=_list_leak_evidence(name, leak, alarm),
         changes=_list_remedies(leak, alarm, "in a quiet hour", "out of memory", CURES[alarm.location]),
-        remark=FRAGMENTS if alarm.location is LeakLocation.FRAGMENTATION else NO_FLAG,
+        remark=f"No option of vLLM fixes fragmentation: {ONLY_DELAYS}"
+        if alarm.location is LeakLocation.FRAGMENTATION
+        else f"No option fixes a leak: {ONLY_DELAYS}",
     )
 
 
@@ -80,6 +79,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
     names, name, leak, alarm = found
     held = next((host.held_bytes for host in facts.hosts if host.process == name), None)
     version = facts.settings.version
+    quiet = "before the container's memory limit is reached"
     known = [fault.cure for fault in FAULTS if fault.role == name and version and fault.is_in(version)]
     return Advice(
         cause=Cause.HOST_LEAK,
@@ -88,7 +88,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
             *_list_leak_evidence(name, leak, alarm),
             *list_evidence(("held_bytes", held, f"{name} holds {{}} of host memory")),
         ),
-        changes=_list_remedies(leak, alarm, LIMIT, "a kill by the kernel", known or ["Upgrade vLLM"]),
+        changes=_list_remedies(leak, alarm, quiet, "a kill by the kernel", known or ["Upgrade vLLM"]),
         remark="No option that sizes GPU memory affects it.",
     )
 

@@ -177,12 +177,6 @@ def _list_start_evidence(starts: tuple[Ending, ...]) -> tuple[Evidence, ...]:
     )
 
 
-REMARK: Final = (
-    "No option that sizes GPU memory affects it. Planned restarts during requests look the same where no process was"
-    " left over."
-)
-
-
 def find_crash(facts: Facts) -> Advice | None:
     """Fit where an engine left processes over, or crashed at least FAILED_STARTS times with memory left."""
     found = tuple(end for end in find_crashes(facts) if end.worst is not None)
@@ -203,7 +197,8 @@ def find_crash(facts: Facts) -> Advice | None:
             ("orphan_bytes", orphans, "its left-over processes still held {}"),
         ),
         changes=(Change(text=look, cost="none to this engine"),),
-        remark=REMARK,
+        remark="No option that sizes GPU memory affects it. Planned restarts during requests look the same where no"
+        " process was left over.",
     )
 
 

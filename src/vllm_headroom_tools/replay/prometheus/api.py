@@ -125,7 +125,12 @@ class PrometheusApi:
                         most = format_size(_MOST_BYTES)
                         raise BadInput(f"{self.shown} answers a query with more than {most}: {_LESS}")
         except (httpx.HTTPError, ssl.SSLError) as error:
-            raise BadInput(self._explain_error(error)) from error
+            if isinstance(error, httpx.DecodingError):
+                unpacked = f"the answer of {self.shown} cannot be unpacked ({_shorten(error)})"
+                raise BadInput(f"{unpacked}: check the proxy in front of it") from error
+            failed = explain_no_answer(error, self.shown, _TIMEOUT.read or 0.0)
+            advice = _ADVICE.get(failed.reason, "check that it runs there")
+            raise BadInput(f"{strip_advice(failed)}: {advice}") from error
         return self._series(response, bytes(body))
 
     def close(self) -> None:
@@ -144,12 +149,6 @@ class PrometheusApi:
             raise BadInput(
                 f"{self.shown} does not answer a range query with a range: check that it is Prometheus"
             ) from None
-
-    def _explain_error(self, error: Exception) -> str:
-        if isinstance(error, httpx.DecodingError):
-            return f"the answer of {self.shown} cannot be unpacked ({_shorten(error)}): check the proxy in front of it"
-        failed = explain_no_answer(error, self.shown, _TIMEOUT.read or 0.0)
-        return f"{strip_advice(failed)}: {_ADVICE.get(failed.reason, 'check that it runs there')}"
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
         answered = f"{self.shown} answers {response.status_code} {response.reason_phrase}".strip()

@@ -40,11 +40,6 @@ class Exporter(Struct, frozen=True, kw_only=True):
     sample: Callable[[Iterable[Value]], Side]
     has_start_time: bool = False
 
-    @property
-    def option(self) -> str:
-        """The option that selects series of this side."""
-        return "--match-gpu" if self.side == "gpus" else "--match-engine"
-
 
 _MAY_BE_LATE: Final = 1.5
 """The highest age of a value, in scrape intervals: a late scrape is jitter, a missing one a gap."""
@@ -141,7 +136,8 @@ def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     }
     shown = "; ".join(f"{name} is {texts}" for name, texts in some.items())
     name, texts = next(iter(differing.items()))
-    choice = f"{kind.option} '{name}=\"{texts[-1]}\"'"
+    option = "--match-gpu" if kind.side == "gpus" else "--match-engine"
+    choice = f"{option} '{name}=\"{texts[-1]}\"'"
     return f"{len(group)} series of {group[0].name}{{{own}}} at once: choose one, as with {choice} ({shown})"
 
 

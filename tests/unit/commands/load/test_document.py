@@ -90,7 +90,7 @@ def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False
 def watched(state: LeakState, *series: str) -> LeakReplay:
     made = LeakReplay()
     for name in series:
-        course = made._host[name] = Course()
+        course = made._courses[name] = Course()
         course.step(state, Moment(seconds=1.0, bytes_per_request=500.0))
     return made
 
