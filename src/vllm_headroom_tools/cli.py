@@ -16,14 +16,13 @@ from msgspec import Struct
 
 from vllm_headroom.inputs import describe_unknown
 from vllm_headroom.vocabulary import CONTROLS
-from vllm_headroom_tools.conclusion import Conclusion, Report, report_mistakes
+from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.early import no_collection
 from vllm_headroom_tools.options import BadOptions, Parser, Printed
 from vllm_headroom_tools.terminal import render_line
 from vllm_headroom_tools.trace import BadInput
 
 PROGRAM: Final = "vllm-headroom"
-BAD_INPUT: Final = 2
 HEADLINES: Final = {
     Conclusion.GOOD: "bold green",
     Conclusion.NOT_GOOD: "bold red",
@@ -116,7 +115,8 @@ def refuse(mistakes: Sequence[str], who: str, argv: Sequence[str]) -> int:
     """Show the mistakes that keep a command from running, as an envelope too where --json was given."""
     for line in mistakes:
         tell(f"{who}: {line}")
-    report = report_mistakes(mistakes)
+    findings = [Finding("input", Conclusion.CANNOT_TELL, each) for each in mistakes]
+    report = Report(verdict=Conclusion.CANNOT_TELL, headline=mistakes[0], findings=findings)
     if "--json" in argv:
         _say_envelope(report, who.rpartition(" ")[2])
     return report.status
@@ -174,7 +174,7 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             tell(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
-            raise SystemExit(BAD_INPUT) from None  # not 1, with which `check` and others report a bad result
+            raise SystemExit(2) from None  # not 1, with which `check` and others report a bad result
 
 
 def tell(line: str) -> None:

@@ -7,12 +7,9 @@ from typing import Final
 from vllm_headroom_tools.cli import COMMANDS, PROGRAM, Command, find_command, parser_of, say
 from vllm_headroom_tools.options import BadOptions, Parser, choice
 
-Described = tuple[Action, str, list[str]]
-"""An option, its help, and its values where they are a closed set."""
 
-
-def list_options(name: str) -> list[Described]:
-    """Return the options of a command, and its words."""
+def list_options(name: str) -> list[tuple[Action, str, list[str]]]:
+    """Return the options of a command and its words, with their help, and their values where they are a closed set."""
     parser = parser_of(find_command(name), name)
     return [(each, parser.explain(each), parser.list_values(each)) for each in parser._actions]  # noqa: SLF001
 

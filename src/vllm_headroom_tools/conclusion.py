@@ -68,9 +68,3 @@ class Report(Struct, frozen=True, kw_only=True):
             "findings": to_builtins(list(self.findings)),
             "data": self.data,
         }
-
-
-def report_mistakes(mistakes: Sequence[str]) -> Report:
-    """Return the report of a command that cannot use its input."""
-    findings = tuple(Finding("input", Conclusion.CANNOT_TELL, each) for each in mistakes)
-    return Report(verdict=Conclusion.CANNOT_TELL, headline=mistakes[0], findings=findings)

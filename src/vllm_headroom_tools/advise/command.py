@@ -118,8 +118,7 @@ def _build_data(answer: Assessment) -> dict[str, Any]:
     }
 
 
-def add_options(parser: Parser) -> None:
-    """Add the options to the parser."""
+def _options(parser: Parser) -> None:
     parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
     parser.add_argument("--trace", dest="trace_option", metavar="TRACE", type=TRACE, help="the same")
     page = page_url("http://gpu-7:9839")
@@ -200,6 +199,6 @@ Example:
   vllm-headroom advise trace.jsonl --engine-url http://127.0.0.1:8000
   vllm-headroom advise --headroom-url http://gpu-7:9839 --json
 """,
-    options=add_options,
+    options=_options,
     run=_run,
 )

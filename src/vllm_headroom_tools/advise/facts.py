@@ -207,10 +207,8 @@ PEAK_BYTES: Final = 256 * MIB
 AIM_BYTES: Final = GIB
 """The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
 
-
 LASTING_SECONDS: Final = 600.0
 """What lasts for so long is no burst (`for: 10m` of HeadroomGpuMemoryLow and HeadroomKvCacheThrashing)."""
-
 
 SOMEBODY_BYTES: Final = 200 * MIB
 """Up to this, memory without a visible process is the driver's (runbook HeadroomGpuMemoryLow)."""

@@ -43,10 +43,6 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 from vllm_headroom_tools.trace import BadInput
 from vllm_headroom_tools.versions import parse_version
 
-Labels = tuple[str, str]
-"""Index and UUID of a GPU."""
-
-INDICES: Final = frozenset(map(str, range(1024)))
 OF_A_GPU: Final = {
     "bytes_per_second": catalog.LEAK_RATE,
     "bytes_per_request": catalog.LEAK_PER_REQUEST,
@@ -69,7 +65,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
         raise BadInput(
             "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
         ) from None
-    if len(page.of(catalog.BUILD_INFO)) != 1 or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES:
+    if len(page.of(catalog.BUILD_INFO)) != 1 or not all(index.isdecimal() for index, *_ in page.of(catalog.GPU_INFO)):
         raise BadInput(
             "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
         )
@@ -124,7 +120,7 @@ def _read_settings(page: Values, given: EngineArgs) -> EngineArgs:
     )
 
 
-def _read_gpu(page: Values, gpu: Labels, running: float | None) -> GpuFacts:
+def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuFacts:
     total, used = page.value(catalog.GPU_MEMORY_TOTAL, *gpu), page.value(catalog.GPU_MEMORY_USED, *gpu)
     facts = GpuFacts(index=int(gpu[0]), uuid=gpu[1], leak=_read_leak(page, catalog.LEAK_STATE, gpu, OF_A_GPU))
     if total is None or used is None:

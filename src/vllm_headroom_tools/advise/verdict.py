@@ -162,13 +162,11 @@ def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
 def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
     """Return what else to know about the answer."""
     changes = [change for each in advice for change in each.changes]
-    remarks = [A_MOMENT] if facts.origin is Origin.PAGE else [] if changes else [BETWEEN_SAMPLES]
+    remarks = []
     if facts.since_seconds is not None:
-        remarks.insert(
-            0,
-            f"Judged since {format_instant(facts.since_seconds)}, when the KV cache was of another"
-            f" size for the first time.",
-        )
+        since = format_instant(facts.since_seconds)
+        remarks.append(f"Judged since {since}, when the KV cache was of another size for the first time.")
+    remarks += [A_MOMENT] if facts.origin is Origin.PAGE else [] if changes else [BETWEEN_SAMPLES]
     if any(change.difference is not None for change in changes):
         remarks.append(SET_NOW)
     remarks += [*_compare_ranks(facts), *_note_waste(facts)]
@@ -182,10 +180,8 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
     remarks += dict.fromkeys(each for each in judged if isinstance(each, str))
     version = facts.settings.version
     if version is not None and version > NEWEST and any(change.flag for change in changes):
-        remarks.append(
-            f"vLLM {format_version(version)} is newer than {format_version(NEWEST)}, the newest"
-            f" whose options were checked."
-        )
+        newer = f"vLLM {format_version(version)} is newer than {format_version(NEWEST)}"
+        remarks.append(f"{newer}, the newest whose options were checked.")
     return tuple(remarks)
 
 

@@ -222,8 +222,7 @@ def read_limits(given: Namespace) -> dict[str, float]:
     return {"max_restarts": 0, **most}
 
 
-def add_options(parser: Parser) -> None:
-    """Add the options to the parser."""
+def _options(parser: Parser) -> None:
     traces = parser.add_argument_group("traces")
     traces.add_argument("--trace", metavar="FILE", required=True, type=TRACE, help="what is judged; - for stdin")
     traces.add_argument("--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load")
@@ -240,34 +239,25 @@ def add_options(parser: Parser) -> None:
 
 
 def _run(given: Namespace) -> Report:
-    given_limits = read_limits(given)
-    sources = (("--trace", given.trace), ("--baseline", given.baseline))
-    try:
-        traces = [(name, _read(flag, name, given)) for flag, name in sources if name is not None]
-    except BadInput as error:
-        # in place of the report of an earlier build
-        save(given.junit, _build_suite([("trace", Conclusion.CANNOT_TELL, str(error), "")]))
-        raise
+    given_limits, traces = read_limits(given), []
+    for flag, name in (("--trace", given.trace), ("--baseline", given.baseline)):
+        record = TraceRecord(
+            Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization),
+            keeps_gpus=given.max_leak_per_thousand_requests is not None,
+            keeps_host=given.max_host_leak_per_thousand_requests is not None,
+        )
+        try:
+            for snapshot in () if name is None else read_trace(name):
+                record.step(snapshot)
+        except BadInput as error:
+            wrong = f"{flag}: {error}"
+            save(given.junit, _build_suite([("trace", Conclusion.CANNOT_TELL, wrong, "")]))  # not an earlier build's
+            raise BadInput(wrong) from error
+        traces += [] if name is None else [(name, record)]
     records = [record for _, record in traces]
     judgements = tuple(judge(given_limits, records[0], records[1] if records[1:] else None))
     save(given.junit, build_junit(judgements))
     return build_report(traces, judgements, for_github=given.format == "github")
-
-
-def _read(flag: str, name: str, given: Namespace) -> TraceRecord:
-    """Read the trace of an option; raises BadInput, which names the option."""
-    expected = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
-    record = TraceRecord(
-        expected,
-        keeps_gpus=given.max_leak_per_thousand_requests is not None,
-        keeps_host=given.max_host_leak_per_thousand_requests is not None,
-    )
-    try:
-        for snapshot in read_trace(name):
-            record.step(snapshot)
-    except BadInput as error:
-        raise BadInput(f"{flag}: {error}") from error
-    return record
 
 
 COMMAND: Final[Command] = Command(
@@ -285,6 +275,6 @@ Example:
   vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB \\
     --baseline old.jsonl --max-growth-over-baseline 5% --junit report.xml
 """,
-    options=add_options,
+    options=_options,
     run=_run,
 )

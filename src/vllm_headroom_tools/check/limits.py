@@ -40,9 +40,6 @@ COST: Final = "bytes per running request"
 PREEMPTIONS: Final = "preemptions per thousand requests"
 RESTARTS: Final = "engine restarts"
 GROWTH: Final = "GPU memory over baseline"
-HOST_GROWTH: Final = "host memory over baseline"
-CAPACITY: Final = "KV cache against baseline"
-PART_GROWTH: Final = "part over baseline"
 """The names of the limits."""
 
 
@@ -105,15 +102,13 @@ def compare(value: float | None, most: float | None, doubt: str | None) -> Concl
     return Conclusion.GOOD if doubt is None else Conclusion.CANNOT_TELL
 
 
-NO_REPORT: Final = "the trace does not contain the engine's budget: give --gpu-memory-utilization or --reported-bytes"
-
-
 def judge_discrepancies(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
     """Judge the highest discrepancy of each GPU; without a budget it cannot be judged."""
+    no_budget = "the trace does not contain the engine's budget: give --gpu-memory-utilization or --reported-bytes"
     has_budget = record.budget != Budget() or any(gpu.excess for gpu in record.gpus)
     for gpu, past in pair_gpus(record, before):
         value = None if gpu.excess is None else gpu.excess.ratio
-        missing = find_doubt(record, gpu.budgeted, gpu.name) if has_budget else NO_REPORT
+        missing = find_doubt(record, gpu.budgeted, gpu.name) if has_budget else no_budget
         why = ""
         if gpu.excess is not None:
             most_bytes, side = abs(gpu.excess.n_bytes), "over" if gpu.excess.n_bytes > 0 else "under"
@@ -231,7 +226,7 @@ def judge_growths(record: TraceRecord, before: TraceRecord | None, ratio: float)
     for role in sorted(record.host.keys() | before.host.keys()):
         here, there = record.host.get(role), before.host.get(role)
         missing = unlike or _find_doubt(record, here, before, there)
-        yield _judge_growth(HOST_GROWTH, role, here, there, ratio=ratio, missing=missing)
+        yield _judge_growth("host memory over baseline", role, here, there, ratio=ratio, missing=missing)
     for engine in sorted(record.capacity_tokens.keys() | before.capacity_tokens.keys()):
         yield _judge_capacity(
             engine, record.capacity_tokens.get(engine), before.capacity_tokens.get(engine), ratio, unlike
@@ -292,7 +287,7 @@ def _judge_capacity(engine: str, now: float | None, then: float | None, ratio: f
         missing = missing or ("only the baseline has it" if now is None else "the baseline does not have it")
     least = None if missing or then is None else then * (1 - ratio)
     return Judgement(
-        limit=CAPACITY,
+        limit="KV cache against baseline",
         of=f"engine {engine}",
         verdict=compare(None if now is None else -now, None if least is None else -least, missing),
         unit=Unit.TOKENS,
@@ -316,7 +311,7 @@ def _judge_parts(gpu: MemorySeries, past: MemorySeries, ratio: float) -> Iterato
         now, then = here[part], there[part]
         most = then + ratio * sum(there.values())
         yield Judgement(
-            limit=PART_GROWTH,
+            limit="part over baseline",
             of=f"{gpu.name}, {part}",
             verdict=compare(now, most, None),
             value=now,

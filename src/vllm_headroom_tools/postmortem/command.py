@@ -80,24 +80,6 @@ class Follower:
         return replace(gpu, leak=state, leak_bytes_per_request=None if moment is None else moment.bytes_per_request)
 
 
-DESCRIPTION: Final = """\
-Shows on one page what happened before the engine exited, why, and how sure that
-is: out of GPU memory by a leak, by a burst or by a neighbour; killed by the
-kernel; a crash with GPU memory left; a start that never fitted; a hang; an exit
-while idle.
-
-FILE is an incident that the daemon saved, or any trace, whose last exit counts;
-FOLDER means its newest incident. Without either, it uses HEADROOM_STATE_DIR.
-"""
-
-EXAMPLES: Final = """\
-The exit status is 0, or 2 if it cannot use its input.
-
-Example:
-  vllm-headroom postmortem
-  vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
-"""
-
 NOTHING: Final = Diagnosis(
     cause=EndCause.NOTHING, sureness=Sureness.LIKELY, sentence="There is no exit of an engine here, and no stall."
 )
@@ -114,8 +96,7 @@ def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ..
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
 
 
-def add_options(parser: Parser) -> None:
-    """Add the options to the parser."""
+def _options(parser: Parser) -> None:
     parser.add_argument(
         "place",
         metavar="FILE",
@@ -172,7 +153,7 @@ def read_postmortem(file: Path) -> Postmortem:
         file=str(file),
         findings=judge(follower.ending, has_ended=incident is not None or follower.silent),
         ending=follower.ending,
-        incident=incident,
+        known=incident or NO_INCIDENT,
         timeline=timeline.list_entries(incident or NO_INCIDENT),
         curves=curves,
     )
@@ -192,8 +173,22 @@ def _run(given: Namespace) -> Report:
 
 COMMAND: Final[Command] = Command(
     usage="%(prog)s [OPTION]... [FILE or FOLDER]",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
-    options=add_options,
+    description="""\
+Shows on one page what happened before the engine exited, why, and how sure that
+is: out of GPU memory by a leak, by a burst or by a neighbour; killed by the
+kernel; a crash with GPU memory left; a start that never fitted; a hang; an exit
+while idle.
+
+FILE is an incident that the daemon saved, or any trace, whose last exit counts;
+FOLDER means its newest incident. Without either, it uses HEADROOM_STATE_DIR.
+""",
+    epilog="""\
+The exit status is 0, or 2 if it cannot use its input.
+
+Example:
+  vllm-headroom postmortem
+  vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
+""",
+    options=_options,
     run=_run,
 )

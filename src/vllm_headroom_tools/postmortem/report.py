@@ -71,8 +71,6 @@ NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
 MOST: Final = 40
 """Enough for a person; the newest stay."""
 
-TimelineEntry = tuple[float, str]
-
 STATES: Final = {
     EngineState.UNKNOWN: "the state of the engine is not known",
     EngineState.DOWN: "the engine is down",
@@ -87,7 +85,7 @@ class Timeline:
     """The changes of the engine's state, of its leak states and of the memory of others."""
 
     def __init__(self) -> None:
-        self._moments: deque[TimelineEntry] = deque(maxlen=MOST)
+        self._moments: deque[tuple[float, str]] = deque(maxlen=MOST)
         self._state: EngineState | None = None
         self._leaks: dict[str, LeakState] = {}
         self._others: dict[str, int] = {}
@@ -111,7 +109,7 @@ class Timeline:
             if gpu.other_bytes is not None:
                 self._add_neighbour(now, gpu.reading, gpu.other_bytes)
 
-    def list_entries(self, known: Incident) -> tuple[TimelineEntry, ...]:
+    def list_entries(self, known: Incident) -> tuple[tuple[float, str], ...]:
         """Return the entries, with the XIDs of the incident."""
         xids = [(each.t, f"the driver reported XID {each.xid} on {each.uuid}") for each in known.xids]
         return tuple(sorted((*self._moments, *xids[-MOST_SHOWN:])))
@@ -181,19 +179,14 @@ def _describe_gpu(gpu: GpuAtEnd) -> Iterator[str]:
 
 
 class Postmortem(Struct, frozen=True, kw_only=True):
-    """The findings in a file, the surest first, and their evidence."""
+    """The findings in a file, the surest first, and their evidence; `known` are the facts beside the samples."""
 
     file: str
     findings: tuple[Diagnosis, ...]
     ending: Ending | None
-    incident: Incident | None
-    timeline: tuple[TimelineEntry, ...]
+    known: Incident
+    timeline: tuple[tuple[float, str], ...]
     curves: Curves
-
-    @property
-    def known(self) -> Incident:
-        """The facts beside the samples."""
-        return self.incident or NO_INCIDENT
 
     @property
     def answer(self) -> Diagnosis:
@@ -252,26 +245,21 @@ def list_sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str
 
 def _build_data(report: Postmortem) -> dict[str, Any]:
     end = report.ending
+    answer, *also = (
+        {"cause": each.cause, "sure": each.sureness, "sentence": each.sentence, "evidence": list(each.evidence)}
+        for each in report.findings
+    )
     return {
         "file": report.file,
         "t": None if end is None else end.seconds,
         "what": None if end is None else end.what,
         "reason": None if end is None else end.reason,
-        **_build_finding(report.answer),
-        "also": [_build_finding(each) for each in report.findings[1:]],
+        **answer,
+        "also": also,
         "timeline": [{"t": seconds, "text": what} for seconds, what in report.timeline],
         "numbers": {} if end is None else dict(list_numbers(end, report.known)),
         "todo": [{"text": what, "link": link} for what, link in TODO[report.answer.cause]],
-        "known": None if report.incident is None else to_builtins(report.incident),
-    }
-
-
-def _build_finding(finding: Diagnosis) -> dict[str, Any]:
-    return {
-        "cause": finding.cause,
-        "sure": finding.sureness,
-        "sentence": finding.sentence,
-        "evidence": list(finding.evidence),
+        "known": None if report.known is NO_INCIDENT else to_builtins(report.known),
     }
 
 

@@ -208,8 +208,7 @@ STEP: Final = Value(read=bounded(parse_duration, 1, inf), accepts="a duration fr
 MATCHER: Final = Value(read=_parse_matcher, accepts='label="value", with =, !=, =~ or !~')
 
 
-def add_options(parser: Parser) -> None:
-    """Add the options to the parser."""
+def _options(parser: Parser) -> None:
     parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
     parser.add_argument("--fail-on-leak", action="store_true", help="exit with status 1 if there was an alarm")
     parser.add_argument("--svg", metavar="FILE", type=FILE, help="draw memory and load into a file")
@@ -226,12 +225,7 @@ def add_options(parser: Parser) -> None:
     add("--ca-file", metavar="FILE", type=FILE, help="the CA of its certificate, PEM")
 
 
-VERDICTS: Final = {
-    LeakVerdict.LEAKING: Conclusion.NOT_GOOD,
-    LeakVerdict.GROWING: Conclusion.CANNOT_TELL,
-    LeakVerdict.NO_LEAK: Conclusion.GOOD,
-    LeakVerdict.CANNOT_TELL: Conclusion.CANNOT_TELL,
-}
+VERDICTS: Final = {LeakVerdict.LEAKING: Conclusion.NOT_GOOD, LeakVerdict.NO_LEAK: Conclusion.GOOD}
 NARROWEST, WIDEST = 20, 160
 
 
@@ -239,7 +233,11 @@ def build_report(watch: LeakReplay, curves: Curves, *, fails: bool = False) -> R
     """Return the detector's verdicts on a trace; the times are the trace's, None is unknown."""
     begin, end = watch.span
     findings = [
-        Finding(name, VERDICTS[judge_course(course, end - begin)[0]], _describe_series(name, course, end - begin))
+        Finding(
+            name,
+            VERDICTS.get(judge_course(course, end - begin)[0], Conclusion.CANNOT_TELL),
+            _describe_series(name, course, end - begin),
+        )
         for name, course in _name_series(watch)
     ]
     worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
@@ -291,6 +289,6 @@ Example:
   vllm-headroom replay trace.jsonl
   cat trace.jsonl.1 trace.jsonl | vllm-headroom replay - --json
 """,
-    options=add_options,
+    options=_options,
     run=_run,
 )

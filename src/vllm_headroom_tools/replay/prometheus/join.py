@@ -44,7 +44,6 @@ class Exporter(Struct, frozen=True, kw_only=True):
 _MAY_BE_LATE: Final = 1.5
 """The highest age of a value, in scrape intervals: a late scrape is jitter, a missing one a gap."""
 
-_TARGET: Final = ("job", "instance")
 _START_TIME: Final = "process_start_time_seconds"
 _MOST_VALUES: Final = 5
 
@@ -87,7 +86,7 @@ def _select_latest(selected: str, window_ms: int) -> str:
 
 def _read_start_times(api: PrometheusApi, source: Scraped, page: TimeSpan, leads: Sequence[Series]) -> list[Series]:
     """Read the start time of each engine's process; every target of Prometheus has that series."""
-    targets = {label: sorted({each.labels.get(label, "") for each in leads}) for label in _TARGET}
+    targets = {label: sorted({each.labels.get(label, "") for each in leads}) for label in ("job", "instance")}
     if not leads:
         return []
     matchers = [f"{label}=~{json.dumps('|'.join(map(re.escape, values)))}" for label, values in targets.items()]

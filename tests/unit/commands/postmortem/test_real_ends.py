@@ -20,6 +20,7 @@ from vllm_headroom.trace.flight import INCIDENT
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, Role
 from vllm_headroom_tools.history import LeakReplay
 from vllm_headroom_tools.postmortem.command import read_postmortem
+from vllm_headroom_tools.postmortem.report import NO_INCIDENT
 from vllm_headroom_tools.trace import read_trace
 
 CORE, WORKER, SERVER = Role.ENGINE_CORE, Role.WORKER, Role.API_SERVER
@@ -142,8 +143,8 @@ def test_an_incident_of_the_version_before_is_read(name: str) -> None:
     assert "cause" not in read_header(name)
     assert report.ending is not None
     assert (report.findings[0].cause, report.ending.reason) == OLD[name]
-    assert report.incident is not None
-    assert report.incident.before.leaks
+    assert report.known is not NO_INCIDENT
+    assert report.known.before.leaks
 
 
 def test_every_capture_is_judged() -> None:
