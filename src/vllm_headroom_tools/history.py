@@ -8,7 +8,7 @@ from enum import StrEnum
 from math import inf, isfinite, isnan, nan
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
@@ -25,28 +25,26 @@ from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 
-class Rise:
+class Rise(Struct):
     """The rise of a counter; `total` is None until the first reading. A counter that fell has started again from 0."""
 
-    def __init__(self) -> None:
-        self.total: float | None = None
-        self._last = 0.0
+    total: float | None = None
+    last: float = 0.0
 
     def step(self, value: float | None, *, restarted: bool = False) -> float:
         """Add a reading (None: unknown) and return the rise; after a restart of the engine the counter began at 0."""
         if value is None:
             return 0.0
-        since = 0.0 if restarted or value < self._last else self._last
+        since = 0.0 if restarted or value < self.last else self.last
         rise = 0.0 if self.total is None else value - since
-        self.total, self._last = (self.total or 0.0) + rise, value
+        self.total, self.last = (self.total or 0.0) + rise, value
         return rise
 
 
-class Histogram:
+class Histogram(Struct):
     """The distribution of a value; rounding to three digits bounds its size to some thousand entries."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[float] = Counter()
+    counts: Counter[float] = field(default_factory=Counter)
 
     def add(self, value: float | None) -> None:
         """Count a value unless it is None."""
@@ -121,23 +119,22 @@ class Moment(Struct, frozen=True, kw_only=True):
     location: LeakLocation | None = None
 
 
-class Course:
+class Course(Struct):
     """The states of one series.
 
     `growing` are the intervals of the early warning, `leaking` of the alarm; `first` and `last` the first and newest
     sample of the latter. `settled` is whether the detector ever had enough readings to rule out growth.
     """
 
-    def __init__(self) -> None:
-        self.state = LeakState.UNKNOWN
-        self.first: Moment | None = None
-        self.last: Moment | None = None
-        self.settled = False
-        self._warning: Moment | None = None
-        self._cut_off = False
-        self._known = LeakState.UNKNOWN
-        self.growing: list[Interval] = []
-        self.leaking: list[Interval] = []
+    state: LeakState = LeakState.UNKNOWN
+    first: Moment | None = None
+    last: Moment | None = None
+    settled: bool = False
+    growing: list[Interval] = []
+    leaking: list[Interval] = []
+    _warning: Moment | None = None
+    _cut_off: bool = False
+    _known: LeakState = LeakState.UNKNOWN
 
     @property
     def warning(self) -> Moment | None:

@@ -100,10 +100,7 @@ class Shortage(StrEnum):
 
 
 class Leak(Struct, frozen=True, kw_only=True):
-    """The leak detector's verdict on one GPU or role of processes.
-
-    `alarm` is the newest moment of its alarm; `ended_seconds` is None while the alarm lasts.
-    """
+    """The leak detector's verdict, with the newest moment of its alarm; `ended_seconds` is None while that lasts."""
 
     state: LeakState
     alarm: Moment | None = None

@@ -96,11 +96,10 @@ def _drop_absent_options(found: list[Advice], facts: Facts) -> tuple[tuple[Advic
     advice = (
         replace(each, changes=tuple(change for change in each.changes if change.flag not in absent)) for each in found
     )
-    why = "which vLLM has since {}, because this may be an older one; --vllm-version says which."
-    notes = [f"Left out: {flag.removeprefix('--')}, {why.format(first)}" for flag, first in absent.items()]
+    why = ", which vLLM has since {}, because this may be an older one; --vllm-version says which."
     if version is not None:
-        why = f"is no option of vLLM {format_version(version)}; {{}} is the first that has it."
-        notes = [f"Left out: {flag.removeprefix('--')} {why.format(first)}" for flag, first in absent.items()]
+        why = f" is no option of vLLM {format_version(version)}; {{}} is the first that has it."
+    notes = [f"Left out: {flag.removeprefix('--')}{why.format(first)}" for flag, first in absent.items()]
     return tuple(advice), notes
 
 

@@ -58,18 +58,17 @@ def find_excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Exc
             yield sample.labels[1], Excess(sample.value, in_bytes[sample.labels], snapshot.time_seconds)
 
 
-class Coverage:
-    """The time that something was read without a gap."""
+class Coverage(Struct):
+    """The time that something was read without a gap; `last` is its newest reading."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._last: float | None = None
+    seconds: float = 0.0
+    last: float | None = None
 
     def step(self, now: float) -> None:
         """Add a reading; after a step back of the clock the count goes on from there."""
-        if self._last is not None and 0 < now - self._last <= LONGEST_STEP_SECONDS:
-            self.seconds += now - self._last
-        self._last = now
+        if self.last is not None and 0 < now - self.last <= LONGEST_STEP_SECONDS:
+            self.seconds += now - self.last
+        self.last = now
 
 
 class Cost(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from msgspec.structs import asdict, replace
 
 from vllm_headroom.derive.life.case import build_ending, describe_gpus
 from vllm_headroom.derive.life.judge import UNKNOWN, judge_ending
+from vllm_headroom.derive.life.lives import RunState
 from vllm_headroom.model import Diagnosis, Ending, GpuAtEnd, Snapshot
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_known
 from vllm_headroom.trace.incident import Incident, add_evidence, find_decisive, read_incident
@@ -43,14 +44,8 @@ class Follower:
         before = self.watch.run
         snapshot = self.watch.step(snapshot)
         event = None if snapshot.life is None else snapshot.life.event
-        if self._incident is not None and (event := self._find_due(snapshot, event)) is not None:
-            is_stall, now = event.what is IncidentKind.STALLED, self.watch.run
-            run = now.lives.present if is_stall else before.lives.newest or before.lives.present
-            age = None if snapshot.life is None or not is_stall else snapshot.life.progress_age_seconds
-            gpus = describe_gpus(before.case, run, snapshot)
-            event = build_ending(
-                before.case, run, snapshot, event.what, reason=event.reason, gpus=gpus, age_seconds=age
-            )
+        if self._incident is not None:
+            event = self._build_due(self._incident, snapshot, event, before)
         if event is not None:
             found = replace(event, gpus=tuple(map(self._add_leak, event.gpus)))
             self.ending = found if self._incident is None else add_evidence(found, self._incident)
@@ -63,17 +58,18 @@ class Follower:
         self.silent = self._was_read and snapshot.page is None
         return snapshot
 
-    def _find_due(self, snapshot: Snapshot, event: Ending | None) -> Ending | None:
-        """Return the kind and reason of the incident's event at its time, or at the first sample after it."""
-        known = self._incident
-        assert known is not None  # noqa: S101 - the caller looks
+    def _build_due(self, known: Incident, snapshot: Snapshot, event: Ending | None, before: RunState) -> Ending | None:
+        """Return the incident's event at its time, or at the first sample after it; else None."""
         late = snapshot.time_seconds - known.t
         if not (abs(late) <= SAME_SECONDS or (self.ending is None and late > 0)):
             return None
+        run, age = before.lives.newest or before.lives.present, None
         reason = known.reason or (None if event is None else event.reason)
-        return Ending(
-            what=known.what, seconds=snapshot.time_seconds, reason=reason if known.what is IncidentKind.ENDED else None
-        )
+        if known.what is IncidentKind.STALLED:
+            run, reason = self.watch.run.lives.present, None
+            age = None if snapshot.life is None else snapshot.life.progress_age_seconds
+        gpus = describe_gpus(before.case, run, snapshot)
+        return build_ending(before.case, run, snapshot, known.what, reason=reason, gpus=gpus, age_seconds=age)
 
     def _add_leak(self, gpu: GpuAtEnd) -> GpuAtEnd:
         state, moment = self._leaks.get(gpu.uuid, (LeakState.UNKNOWN, None))

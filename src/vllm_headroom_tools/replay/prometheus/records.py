@@ -52,11 +52,10 @@ def find_sources(
     engine_names = _find_present(api, look, (*_ENGINES, OWN_PROCESSES), engine_matchers)
     for gpus, engines in _HISTORIES:
         if gpu_names.intersection(gpus.lead) and engine_names.intersection(engines.lead):
-            sources = [_build_source(api, look, gpus, gpu_names, gpu_matchers)]
-            sources.append(_build_source(api, look, engines, engine_names, engine_matchers))
+            sides = [(gpus, gpu_names, gpu_matchers), (engines, engine_names, engine_matchers)]
             if engines is OWN_ENGINES and engine_names.intersection(OWN_PROCESSES.lead):
-                sources.append(_build_source(api, look, OWN_PROCESSES, engine_names, engine_matchers))
-            return sources
+                sides.append((OWN_PROCESSES, engine_names, engine_matchers))
+            return [_build_source(api, look, *side) for side in sides]
     begin, end = (
         datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         for time_ms in (span.start_ms, span.end_ms)
