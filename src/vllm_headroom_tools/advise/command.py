@@ -1,6 +1,5 @@
 """The command `advise`."""
 
-import argparse
 from argparse import Namespace
 from collections.abc import Coroutine, Iterator
 from typing import Any, Final
@@ -134,17 +133,6 @@ def _options(parser: Parser) -> None:
         add(f"--max-{name}", metavar="N", type=kind, help="as vLLM's")
 
 
-def read_settings(given: argparse.Namespace) -> EngineArgs:
-    """Return the engine's options that the operator gave."""
-    return EngineArgs(
-        version=given.vllm_version,
-        gpu_memory_utilization=given.gpu_memory_utilization,
-        max_num_seqs=given.max_num_seqs,
-        max_model_len=given.max_model_len,
-        max_num_batched_tokens=given.max_num_batched_tokens,
-    )
-
-
 def _read_version(text: str) -> Version:
     version = parse_version(text)
     if version is None:
@@ -155,23 +143,26 @@ def _read_version(text: str) -> Version:
 def _run(given: Namespace) -> Report | Coroutine[Any, Any, Report]:
     if sum(source is not None for source in (given.trace, given.trace_option, given.headroom_url)) != 1:
         raise BadOptions("needs a TRACE or --headroom-url, and not both")
-    if given.engine_url is None and given.headroom_url is None:
-        return build_report(judge(_read_trace(given, read_settings(given))))
-    return _judge_live(given)
-
-
-async def _judge_live(given: Namespace) -> Report:
-    from vllm_headroom_tools.advise.page import (  # noqa: PLC0415 - a trace alone needs no HTTP client
-        add_engine_settings,
-        fetch_facts,
+    settings = EngineArgs(
+        version=given.vllm_version,
+        gpu_memory_utilization=given.gpu_memory_utilization,
+        max_num_seqs=given.max_num_seqs,
+        max_model_len=given.max_model_len,
+        max_num_batched_tokens=given.max_num_batched_tokens,
     )
+    if given.engine_url is None and given.headroom_url is None:
+        return build_report(judge(_read_trace(given, settings)))
+    return _judge_live(given, settings)
 
-    settings = read_settings(given)
+
+async def _judge_live(given: Namespace, settings: EngineArgs) -> Report:
+    from vllm_headroom_tools.advise import page  # noqa: PLC0415 - a trace alone needs no HTTP client
+
     if given.engine_url is not None:
-        settings = await add_engine_settings(settings, given.engine_url)
-    if given.headroom_url is not None:
-        return build_report(judge(await fetch_facts(given.headroom_url, settings)))
-    return build_report(judge(_read_trace(given, settings)))
+        settings = await page.add_engine_settings(settings, given.engine_url)
+    if given.headroom_url is None:
+        return build_report(judge(_read_trace(given, settings)))
+    return build_report(judge(await page.fetch_facts(given.headroom_url, settings)))
 
 
 def _read_trace(given: Namespace, settings: EngineArgs) -> Facts:

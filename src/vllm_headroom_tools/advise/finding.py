@@ -69,12 +69,7 @@ def format_percent(ratio: float) -> str:
     return f"{100 * ratio:.3g} %"
 
 
-FORMATS: Final = {
-    "bytes": format_size,
-    "second": format_size,
-    "seconds": format_duration,
-    "ratio": format_percent,
-}
+FORMATS: Final = {"bytes": format_size, "second": format_size, "seconds": format_duration, "ratio": format_percent}
 """How a figure is shown, by the unit that its name ends in; others are numbers."""
 
 
@@ -88,9 +83,9 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Eviden
     return tuple(found)
 
 
-def lower_option(facts: Facts, flag: Flag, value: float, *, text: str, cost: str) -> Change | None:
+def lower_option(facts: Facts, flag: Flag, value: float, text: str, cost: str) -> Change | None:
     """Return an option with a lower value; None where it is not lower than the current one, or not above 0."""
-    now = facts.settings.now(flag)
+    now: float | None = getattr(facts.settings, flag.removeprefix("--").replace("-", "_"))
     if value <= 0 or (now is not None and value >= now):
         return None
     return Change(flag=flag, value=value, now=now, text=text, cost=cost)

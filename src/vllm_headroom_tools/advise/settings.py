@@ -65,11 +65,6 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
 
-    def now(self, flag: Flag) -> float | None:
-        """Return the current value of an option."""
-        value: float | None = getattr(self, flag.removeprefix("--").replace("-", "_"))
-        return value
-
     @property
     def known(self) -> Version:
         """The version, or its lower bound."""

@@ -240,12 +240,10 @@ def _options(parser: Parser) -> None:
 
 def _run(given: Namespace) -> Report:
     given_limits, traces = read_limits(given), []
+    budget = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
+    keeps = any(JUDGES[key][0] in (LEAK, HOST_LEAK) for key in given_limits)
     for flag, name in (("--trace", given.trace), ("--baseline", given.baseline)):
-        record = TraceRecord(
-            Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization),
-            keeps_gpus=given.max_leak_per_thousand_requests is not None,
-            keeps_host=given.max_host_leak_per_thousand_requests is not None,
-        )
+        record = TraceRecord(budget, keeps=keeps)
         try:
             for snapshot in () if name is None else read_trace(name):
                 record.step(snapshot)

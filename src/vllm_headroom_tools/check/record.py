@@ -145,14 +145,14 @@ class MemorySeries:
 class TraceRecord:
     """The figures of a whole trace; `host` is by role, `capacity_tokens` (the lowest) by engine."""
 
-    def __init__(self, budget: Budget, *, keeps_gpus: bool, keeps_host: bool) -> None:
+    def __init__(self, budget: Budget, *, keeps: bool) -> None:
         self.watched, self.engine = Coverage(), Coverage()
         self.finished, self.preemptions = Rise(), Rise()
         self.host: dict[Role, MemorySeries] = {}
         self.capacity_tokens: dict[str, float] = {}
         self.models: set[str] = set()
         self.budget = budget
-        self._keeps_gpus, self._keeps_host = keeps_gpus, keeps_host
+        self._keeps = keeps
         self._gpus: dict[str, MemorySeries] = {}
         self.replay = LeakReplay()
         self._restarts = 0
@@ -181,7 +181,7 @@ class TraceRecord:
         running = None if (count_finished(page) or 0.0) < WARM_REQUESTS else count_running(page)
         for gpu, seen in observe_gpus(snapshot, snapshot.devices):
             reading, uuid = gpu.reading, gpu.reading.uuid
-            new = MemorySeries(uuid, reading.called, self.replay.course(uuid), keeps=self._keeps_gpus)
+            new = MemorySeries(uuid, reading.called, self.replay.course(uuid), keeps=self._keeps)
             series = self._gpus.setdefault(uuid, new)
             series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
             series.step(seen, given.get(uuid), self.replay.requests(uuid), running)
@@ -193,7 +193,7 @@ class TraceRecord:
             if series.excess is None or excess.ratio > series.excess.ratio:
                 series.excess = excess
         for role, seen in observe_host(snapshot):
-            new = MemorySeries(role, role, self.replay.course(role), keeps=self._keeps_host)
+            new = MemorySeries(role, role, self.replay.course(role), keeps=self._keeps)
             self.host.setdefault(role, new).step(seen, given.get(role), self.replay.requests(role), running)
 
     def _add_page(self, page: EnginePage, now: float) -> None:

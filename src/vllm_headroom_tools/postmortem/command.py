@@ -18,7 +18,7 @@ from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.history import Curves, LeakReplay, Moment
 from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
-from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, Timeline, build_report
+from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, Timeline, build_page, build_report
 from vllm_headroom_tools.trace import BadInput, read_lines, read_trace
 
 SAME_SECONDS: Final = 0.5
@@ -161,8 +161,6 @@ def _run(given: Namespace) -> Report:
         raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment")
     found = read_postmortem(find_trace(Path(place)))
     if given.html is not None:
-        from vllm_headroom_tools.postmortem.report import build_page  # noqa: PLC0415 - only here is a page's style needed
-
         save(given.html, build_page(found), "--html ")
     return build_report(found)
 

@@ -215,9 +215,9 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
         facts,
         Flag.MAX_MODEL_LEN,
         value,
-        text=f"while the cache was not full, running requests held {engine.high_tokens:,.0f} tokens each or fewer in"
+        f"while the cache was not full, running requests held {engine.high_tokens:,.0f} tokens each or fewer in"
         " 99 % of the time, on average",
-        cost="longer requests are refused, and single ones may be longer than the average of those that run together:"
+        "longer requests are refused, and single ones may be longer than the average of those that run together:"
         " look at vllm:request_prompt_tokens first; a restart",
     )
 
@@ -228,7 +228,7 @@ def _run_fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | N
     if engine.calm_running is not None and engine.calm_running < value + 1:
         value, text = floor(engine.calm_running), "the most that ran without preemption"
     cost = "the rest waits in the queue, where no work is lost; a restart"
-    return lower_option(facts, Flag.MAX_NUM_SEQS, value, text=text, cost=cost)
+    return lower_option(facts, Flag.MAX_NUM_SEQS, value, text, cost)
 
 
 def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:

@@ -212,13 +212,8 @@ def _halve_steps(facts: Facts) -> Change | None:
     now = facts.settings.max_num_batched_tokens
     if now is None or now < 1024:  # noqa: PLR2004 - below, prompts take more steps than that saves
         return None
-    return lower_option(
-        facts,
-        Flag.MAX_NUM_BATCHED_TOKENS,
-        now // 2,
-        text="halves what one step computes, and with it the memory of its peak",
-        cost="long prompts take more steps; a restart",
-    )
+    text = "halves what one step computes, and with it the memory of its peak"
+    return lower_option(facts, Flag.MAX_NUM_BATCHED_TOKENS, now // 2, text, "long prompts take more steps; a restart")
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
@@ -226,10 +221,6 @@ def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
     engines = len(facts.engines)
     if not engines or not gpu.roomy_running or spell.running is None or gpu.roomy_running >= spell.running:
         return None
-    return lower_option(
-        facts,
-        Flag.MAX_NUM_SEQS,
-        floor(gpu.roomy_running / engines),
-        text=f"as many as ran with {format_size(LOW_BYTES)} and more left",
-        cost="in a burst requests wait in the queue; a restart",
-    )
+    text = f"as many as ran with {format_size(LOW_BYTES)} and more left"
+    cost = "in a burst requests wait in the queue; a restart"
+    return lower_option(facts, Flag.MAX_NUM_SEQS, floor(gpu.roomy_running / engines), text, cost)

@@ -126,27 +126,17 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     value = floor((min(rooms) - AIM_BYTES) / max(usable) * 100) / 100
     if facts.settings.gpu_memory_utilization is None and value >= HIGHEST_UTILIZATION:
         return (move,)
-    share = lower_option(
-        facts,
-        Flag.GPU_MEMORY_UTILIZATION,
-        value,
-        text=f"{format_size(min(rooms))} were free before the start, and vLLM refuses to start with"
-        f" less than its share",
-        cost="a smaller KV cache, or none at all if the model does not fit; a restart",
-    )
+    text = f"{format_size(min(rooms))} were free before the start, and vLLM refuses to start with less than its share"
+    cost = "a smaller KV cache, or none at all if the model does not fit; a restart"
+    share = lower_option(facts, Flag.GPU_MEMORY_UTILIZATION, value, text, cost)
     return drop_none(move, share)
 
 
 def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
     rooms = _list_rooms(facts.failed_starts)
     lower = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
-    fewer = lower_option(
-        facts,
-        Flag.MAX_NUM_SEQS,
-        (facts.settings.max_num_seqs or 0) // 2,
-        text="warming up the sampler and the graphs take less",
-        cost="in a burst requests wait in the queue; a restart",
-    )
+    half, text = (facts.settings.max_num_seqs or 0) // 2, "warming up the sampler and the graphs take less"
+    fewer = lower_option(facts, Flag.MAX_NUM_SEQS, half, text, "in a burst requests wait in the queue; a restart")
     eager = Change(
         flag=Flag.ENFORCE_EAGER,
         text="captures no CUDA graphs, if it exits while it captures them",
