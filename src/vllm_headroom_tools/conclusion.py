@@ -25,9 +25,8 @@ class Conclusion(StrEnum):
 
 def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
     """Return the worst verdict: not good, then cannot tell, then good."""
-    return min(
-        verdicts, key=[Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.GOOD].index, default=Conclusion.GOOD
-    )
+    worst_first = [Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.GOOD]
+    return min(verdicts, key=worst_first.index, default=Conclusion.GOOD)
 
 
 class Finding(Struct, frozen=True):

@@ -66,12 +66,10 @@ GZIP: Final = b"\x1f\x8b"
 MOST_QUOTED: Final = 60
 """Characters of a file that is no trace, in its error message."""
 
-_GPUS_FAILED: Final = Failure(
-    source=Source.NVML, reason=Reason.UNKNOWN, message="the trace has no reading of the GPUs here"
-)
-_NO_ENGINES: Final = "the trace has no reading of the engines here"
+_UNREAD: Final = "the trace has no reading of the {} here"
+_GPUS_FAILED: Final = Failure(source=Source.NVML, reason=Reason.UNKNOWN, message=_UNREAD.format("GPUs"))
 _PROCESSES_FAILED: Final = Failure(
-    source=Source.PROCESS, reason=Reason.UNAVAILABLE, message="the trace has no reading of the processes here"
+    source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=_UNREAD.format("processes")
 )
 
 
@@ -202,7 +200,7 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     return Snapshot(
         time_seconds=float(time),
         monotonic_seconds=float(time),
-        engines=Failure(source=Source.ENGINE, reason=reason, message=_NO_ENGINES)
+        engines=Failure(source=Source.ENGINE, reason=reason, message=_UNREAD.format("engines"))
         if engines is None
         else EnginePage(profile="vllm", engines=engines, inputs=()),
         gpus=_GPUS_FAILED if gpus is None else gpus,
@@ -225,11 +223,7 @@ _READS: Final[Mapping[object, Any]] = {
 _KINDS: Final[Mapping[type, Any]] = {
     kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)
 }
-_INSIDE: Final = (
-    ("granted_bytes", "granted"),
-    ("allocated_bytes", "allocated"),
-    ("reserved_bytes", "reserved_by_torch"),
-)
+_INSIDE: Final = {"granted_bytes": "granted", "allocated_bytes": "allocated", "reserved_bytes": "reserved_by_torch"}
 
 
 def _read_facts(entry: Mapping[str, Any], kind: type, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -292,7 +286,7 @@ def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
         read_within(entry, "parts", lambda parts: tuple((part, read_size(parts, part)) for part in MemoryPart)) or ()
     )
     known = tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None)
-    found = Inside(parts=known, **_read_facts(entry, Inside, _INSIDE))
+    found = Inside(parts=known, **_read_facts(entry, Inside, _INSIDE.items()))
     return None if found == Inside() else found
 
 
@@ -322,6 +316,5 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:
     """Return the host memory; a basis that this version does not know is none."""
     named = read_text(entry, "basis")
-    return HostMemory(
-        basis=next((basis for basis in HostBasis if basis == named), None), **_read_facts(entry, HostMemory, HOST)
-    )
+    basis = next((basis for basis in HostBasis if basis == named), None)
+    return HostMemory(basis=basis, **_read_facts(entry, HostMemory, HOST))

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 HERE: Final = "http://127.0.0.1:9839"
 EVERY_SECONDS: Final = 2.0
 TIMEOUT_SECONDS: Final = 5.0
-PATH: Final = "/snapshot.json"
 STALE_SECONDS: Final = 900.0
 """Three times the longest sample interval."""
 
@@ -69,7 +68,7 @@ def _options(parser: Parser) -> None:
 async def _run(given: Namespace) -> Report | int:
     if given.url and given.headroom_url:
         raise BadOptions("URL and --headroom-url cannot both be given")
-    where = (given.url or given.headroom_url or httpx.URL(HERE)).copy_with(path=PATH, query=None)
+    where = (given.url or given.headroom_url or httpx.URL(HERE)).copy_with(path="/snapshot.json", query=None)
     reader = PageReader(url=str(where), timeout_seconds=TIMEOUT_SECONDS, ca_file=given.ca_file)
     try:
         if given.json or given.exit_code is not None:

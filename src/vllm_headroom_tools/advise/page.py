@@ -62,9 +62,8 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
     try:
         page = Values(_parse_samples(text))
     except (ValueError, IndexError):
-        raise BadInput(
-            "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
-        ) from None
+        wrong = "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
+        raise BadInput(wrong) from None
     if len(page.of(catalog.BUILD_INFO)) != 1 or not all(index.isdecimal() for index, *_ in page.of(catalog.GPU_INFO)):
         raise BadInput(
             "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"

@@ -124,8 +124,6 @@ def _build_data(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[
 
 LEVELS: Final = {Conclusion.NOT_GOOD: "error", Conclusion.CANNOT_TELL: "warning"}
 SUITE: Final = "vllm-headroom check"
-HEAD: Final = '<?xml version="1.0" encoding="utf-8"?>'
-CLASS: Final = "vllm_headroom_tools.check"
 ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
 """What cannot be judged is an error: a skipped test would count as good."""
 
@@ -148,7 +146,7 @@ def _build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", {"name": SUITE, "skipped": "0"})
     for name, verdict, text, why in cases:
-        case = ET.SubElement(suite, "testcase", {"classname": CLASS, "name": name})
+        case = ET.SubElement(suite, "testcase", {"classname": "vllm_headroom_tools.check", "name": name})
         if verdict is Conclusion.GOOD:
             ET.SubElement(case, "system-out").text = f"{text}\n{why}".rstrip()
         else:
@@ -158,7 +156,7 @@ def _build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
         for count, element in (("failures", "failure"), ("errors", "error")):
             each.set(count, str(len(suite.findall(f"testcase/{element}"))))
     ET.indent(root)
-    return f"{HEAD}\n{ET.tostring(root, encoding='unicode')}\n"
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
 
 
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
@@ -179,13 +177,10 @@ def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
         yield f"::{level} title={SUITE}::{escaped}"
 
 
-Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
-"""Judges a trace by its baseline and the limit; yields a judgement for each GPU, role or engine."""
-
 SIZE: Final = size("1MiB")
 NUMBER: Final = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
 SAME_LOAD: Final = "GPU and host memory at the same load; the KV cache may be as much smaller"
-JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
+JUDGES: Final[dict[str, tuple[str, Callable[..., Iterator[Judgement]], str, Value[Any], str]]] = {
     "max_leak_per_thousand_requests": (LEAK, judge_gpu_leaks, "SIZE", SIZE, "GPU memory, by the leak detector"),
     "max_host_leak_per_thousand_requests": (HOST_LEAK, judge_host_leaks, "SIZE", SIZE, "host memory, in the same way"),
     "max_discrepancy": (DISCREPANCY, judge_discrepancies, "SHARE", SHARE, "GPU memory held beyond the engine's budget"),
@@ -194,7 +189,7 @@ JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
     "max_growth_over_baseline": (GROWTH, judge_growths, "SHARE", SHARE, SAME_LOAD),
     "max_restarts": (RESTARTS, judge_restarts, "N", whole(0), "of the engine during the trace; 0 if not given"),
 }
-"""Each limit by its option: name, judge, and the option's metavar, type and help."""
+"""Each limit by its option: name, judge of each GPU, role or engine, and the option's metavar, type and help."""
 
 
 def judge(given: Mapping[str, float], record: TraceRecord, before: TraceRecord | None) -> Iterator[Judgement]:

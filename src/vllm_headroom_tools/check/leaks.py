@@ -54,17 +54,11 @@ def _judge_alarm(draft: Judgement, found: Moment, most: float) -> Judgement:
     value, rate = _compute_per_thousand(found), found.bytes_per_second or 0.0
     low, high = found.bytes_per_second_lower, found.bytes_per_second_upper
     if value is None or rate <= 0 or low is None or high is None or found.leaked_bytes is None:
-        return replace(
-            draft,
-            verdict=Conclusion.NOT_GOOD,
-            found="a leak",
-            why="the detector's alarm: it grows while no requests finish",
-        )
+        why = "the detector's alarm: it grows while no requests finish"
+        return replace(draft, verdict=Conclusion.NOT_GOOD, found="a leak", why=why)
     low, high = value * low / rate, value * high / rate
-    why = (
-        f"the detector's alarm; 95 %: {format_size(low)} to {format_size(high)},"
-        f" {format_size(found.leaked_bytes)} in all"
-    )
+    bounds = f"{format_size(low)} to {format_size(high)}"
+    why = f"the detector's alarm; 95 %: {bounds}, {format_size(found.leaked_bytes)} in all"
     verdict = Conclusion.NOT_GOOD if value > most else Conclusion.GOOD if high <= most else Conclusion.CANNOT_TELL
     if verdict is Conclusion.CANNOT_TELL:
         why += f"; {LONGER}"
@@ -84,9 +78,8 @@ def _judge_quiet(draft: Judgement, record: TraceRecord, series: MemorySeries, mo
     seen = find_smallest_visible(series.readings, limit)
     done = f"in {format_duration(record.watched.seconds)} and {record.finished.total:,.0f} requests"
     if seen == limit:
-        return replace(
-            draft, verdict=Conclusion.GOOD, why=f"one of {format_size(most)} or more would have been seen {done}"
-        )
+        why = f"one of {format_size(most)} or more would have been seen {done}"
+        return replace(draft, verdict=Conclusion.GOOD, why=why)
     why = f"one at the limit would not have been seen {done}"
     if seen is not None:
         why += f", only one of {format_size(THOUSAND * seen)} or more: record about {seen / limit:.0f} times as many"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
+from statistics import fmean
 from typing import Final
 
 from msgspec import Struct
@@ -306,7 +307,7 @@ def _format_change(now: float | None, then: float | None, unit: Unit) -> str | N
 
 def _judge_parts(gpu: MemorySeries, past: MemorySeries, ratio: float) -> Iterator[Judgement]:
     """Judge each part that both traces have; the share is of all parts together, since a single part may be small."""
-    here, there = gpu.parts, past.parts
+    here, there = ({part: fmean(read) for part, read in each.parts.items()} for each in (gpu, past))
     for part in (part for part in COMPARED if part in here and part in there):
         now, then = here[part], there[part]
         most = then + ratio * sum(there.values())

@@ -1,7 +1,9 @@
 """The figures of a trace that limits are set on."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import fmean
 from typing import Final
 
 from msgspec import Struct
@@ -87,18 +89,15 @@ class MemorySeries:
     """The memory of one GPU or one role, which `key` names in the trace.
 
     `course` has the detector's verdicts; `readings`, the detector's input, is filled only with `keeps`. Only a GPU has
-    a size `total_bytes` and a highest discrepancy `excess`, known for the time in `budgeted`.
+    `parts` by the probe, a size `total_bytes` and a highest discrepancy `excess`, known for the time in `budgeted`.
     """
 
     def __init__(self, key: str, name: str, course: Course, *, keeps: bool) -> None:
         self.key, self.name = key, name
         self.course = course
         self.coverage, self.budgeted = Coverage(), Coverage()
-        self._parts: Counter[MemoryPart] = Counter()
-        self._part_readings: Counter[MemoryPart] = Counter()
-        self._held: defaultdict[int, float] = defaultdict(float)
-        self._ran: defaultdict[int, float] = defaultdict(float)
-        self._load_readings: Counter[int] = Counter()
+        self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
+        self._loads: defaultdict[int, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
         self.readings: list[DetectorInput] = []
         self.total_bytes: int | None = None
         self.excess: Excess | None = None
@@ -112,28 +111,17 @@ class MemorySeries:
             return
         self.coverage.step(seen.seconds)
         if running and seen.held_bytes:  # held is 0 where the engine died between the two readings
-            band = find_load_band(running)
-            self._load_readings[band] += 1
-            self._held[band] += seen.held_bytes
-            self._ran[band] += running
-
-    def add_parts(self, parts: Iterable[tuple[MemoryPart, int]]) -> None:
-        """Add a reading of the probe."""
-        self._parts.update(dict(parts))
-        self._part_readings.update(dict.fromkeys(dict(parts), 1))
-
-    @property
-    def parts(self) -> dict[MemoryPart, float]:
-        """The means of the probe's parts."""
-        return {part: self._parts[part] / count for part, count in self._part_readings.items()}
+            held, ran = self._loads[find_load_band(running)]
+            held.append(seen.held_bytes)
+            ran.append(running)
 
     @property
     def costs(self) -> dict[int, Cost]:
         """The costs by the daemon's load bands, from the lowest load to the highest."""
         return {
-            band: Cost(held_bytes=self._held[band] / count, running=self._ran[band] / count)
-            for band, count in sorted(self._load_readings.items())
-            if count >= READINGS
+            band: Cost(held_bytes=fmean(held), running=fmean(ran))
+            for band, (held, ran) in sorted(self._loads.items())
+            if len(held) >= READINGS
         }
 
     @property
@@ -185,8 +173,8 @@ class TraceRecord:
             series = self._gpus.setdefault(uuid, new)
             series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
             series.step(seen, given.get(uuid), self.replay.requests(uuid), running)
-            if running is not None and gpu.inside is not None:
-                series.add_parts(gpu.inside.parts)
+            for part, n_bytes in () if running is None or gpu.inside is None else gpu.inside.parts:
+                series.parts[part].append(n_bytes)
         for uuid, excess in find_excesses(snapshot, self.budget):
             series = self._gpus[uuid]
             series.budgeted.step(excess.seconds)

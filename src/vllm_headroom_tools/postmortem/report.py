@@ -117,9 +117,8 @@ class Timeline:
     def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
         before = self._others.setdefault(gpu.uuid, other_bytes)
         if abs(other_bytes - before) >= GIB:
-            self._moments.append(
-                (now, f"others hold {format_size(other_bytes)} of {gpu.called}, {format_size(before)} before")
-            )
+            text = f"others hold {format_size(other_bytes)} of {gpu.called}, {format_size(before)} before"
+            self._moments.append((now, text))
             self._others[gpu.uuid] = other_bytes
 
 
@@ -197,23 +196,22 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 def build_report(found: Postmortem) -> Report:
     """Return the report on one end; it does not judge, so its exit status is 0."""
     when = "" if found.ending is None else f"{format_instant(found.ending.seconds)}: "
-    headline = f"{when}{found.answer.sentence} ({found.answer.sureness})"
+    headline = f"{when}{_describe(found.answer)}"
     return Report(
         verdict=_conclude(found.answer),
         headline=headline,
         findings=[
-            Finding(
-                each.cause,
-                _conclude(each),
-                f"{each.sentence} ({each.sureness})",
-                tuple(what for what, _ in TODO[each.cause]),
-            )
+            Finding(each.cause, _conclude(each), _describe(each), tuple(what for what, _ in TODO[each.cause]))
             for each in found.findings
         ],
         data=_build_data(found),
         lines=_render_text(found, headline),
         exit_status=0,
     )
+
+
+def _describe(found: Diagnosis) -> str:
+    return f"{found.sentence} ({found.sureness})"
 
 
 def _conclude(found: Diagnosis) -> Conclusion:
@@ -224,7 +222,7 @@ def _conclude(found: Diagnosis) -> Conclusion:
 
 def _render_text(report: Postmortem, headline: str) -> Iterator[str]:
     seen = (line for each in report.answer.evidence for line in wrap_headed("seen", each))
-    also = (line for each in report.findings[1:] for line in wrap_headed("or", f"{each.sentence} ({each.sureness})"))
+    also = (line for each in report.findings[1:] for line in wrap_headed("or", _describe(each)))
     sections = []
     for title, lines in list_sections(report, LAST_LINES):
         columns = max((len(head) for head, _ in lines), default=0)

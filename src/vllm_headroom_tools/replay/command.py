@@ -50,7 +50,7 @@ def format_verdict(watch: LeakReplay) -> Iterator[str]:
     for name, course in _name_series(watch):
         if course.growing or course.leaking:
             yield ""
-        yield _describe_series(name, course, end - begin)
+        yield _judge_series(name, course, end - begin).text
         yield from _format_intervals("early warning", course.growing)
         yield from _format_intervals("alarm", course.leaking)
         if course.first is not None:
@@ -88,10 +88,11 @@ def _describe_host(watch: LeakReplay) -> Iterator[str]:
             yield f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by no request."
 
 
-def _describe_series(name: str, course: Course, span_seconds: float) -> str:
+def _judge_series(name: str, course: Course, span_seconds: float) -> Finding:
     verdict, reason = judge_course(course, span_seconds)
     said = {LeakVerdict.LEAKING: "LEAKING", LeakVerdict.GROWING: reason, LeakVerdict.NO_LEAK: "no leak"}
-    return f"{name}: {said.get(verdict, f'cannot tell, {reason}')}; {course.state} at the end."
+    text = f"{name}: {said.get(verdict, f'cannot tell, {reason}')}; {course.state} at the end."
+    return Finding(name, VERDICTS.get(verdict, Conclusion.CANNOT_TELL), text)
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
@@ -166,12 +167,6 @@ def _build_figures(moment: Moment | None) -> dict[str, float | None] | None:
     return {"t": figures.pop("seconds"), **figures}
 
 
-HISTORY: Final = """\
-Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with
-vLLM's. A history is as coarse as its scrape interval and lacks what happened
-between two scrapes."""
-
-
 _MATCHER: Final = re.compile(r"\s*([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*(.*?)\s*", re.DOTALL)
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
 
@@ -212,7 +207,11 @@ def _options(parser: Parser) -> None:
     parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
     parser.add_argument("--fail-on-leak", action="store_true", help="exit with status 1 if there was an alarm")
     parser.add_argument("--svg", metavar="FILE", type=FILE, help="draw memory and load into a file")
-    add = parser.add_argument_group("history", HISTORY).add_argument
+    about = """\
+Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with
+vLLM's. A history is as coarse as its scrape interval and lacks what happened
+between two scrapes."""
+    add = parser.add_argument_group("history", about).add_argument
     add("--from-prometheus", metavar="URL", type=url("http://prometheus:9090"), help="Prometheus")
     add("--start", metavar="TIME", type=TIME, help="2026-01-31T08:00:00Z, seconds since the epoch, or -24h")
     add("--end", metavar="TIME", type=TIME, default="now", help="the same, or now, which is the default")
@@ -232,14 +231,7 @@ NARROWEST, WIDEST = 20, 160
 def build_report(watch: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
     """Return the detector's verdicts on a trace; the times are the trace's, None is unknown."""
     begin, end = watch.span
-    findings = [
-        Finding(
-            name,
-            VERDICTS.get(judge_course(course, end - begin)[0], Conclusion.CANNOT_TELL),
-            _describe_series(name, course, end - begin),
-        )
-        for name, course in _name_series(watch)
-    ]
+    findings = [_judge_series(name, course, end - begin) for name, course in _name_series(watch)]
     worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
     columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
     has_leaked = any(course.leaking for _, course in _name_series(watch))

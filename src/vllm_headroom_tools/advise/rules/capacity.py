@@ -257,7 +257,9 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
         fitting = capped.running * RAISED_RATIO / capped.kv_used_ratio if capped.kv_used_ratio else inf
         value = floor(min(MOST_RAISED * capped.running, fitting))
         if value > capped.running:
-            filled = format_percent(value / capped.running * capped.kv_used_ratio)
+            text = f"would fill {format_percent(value / capped.running * capped.kv_used_ratio)} of the KV cache"
+            cost = "each answer comes a little slower; a restart"
+            change = Change(flag=Flag.MAX_NUM_SEQS, value=value, now=now, text=text, cost=cost)
             return Advice(
                 cause=Cause.CONCURRENCY_MISJUDGED,
                 summary=f"Requests wait for {name_engine(facts, engine)} while its KV cache has room.",
@@ -266,15 +268,7 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
                     ("running", capped.running, "never more than {} ran: probably the value of --max-num-seqs"),
                     ("kv_used_ratio", capped.kv_used_ratio, "{} of the KV cache in use meanwhile"),
                 ),
-                changes=(
-                    Change(
-                        flag=Flag.MAX_NUM_SEQS,
-                        value=value,
-                        now=now,
-                        text=f"would fill {filled} of the KV cache",
-                        cost="each answer comes a little slower; a restart",
-                    ),
-                ),
+                changes=(change,),
             )
     return None
 
@@ -311,10 +305,8 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
         return None
     judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND if prefix.seconds is None else prefix.seconds
     if judged_seconds < PREFIX_SECONDS:
-        return (
-            "Too little was looked up in the prefix cache to judge it:"
-            f" {format_duration(PREFIX_SECONDS)} of traffic do."
-        )
+        least = format_duration(PREFIX_SECONDS)
+        return f"Too little was looked up in the prefix cache to judge it: {least} of traffic do."
     if facts.settings.known < COUNTS_PREFIXES_ONCE and prefix.blocked_ratio > BLOCKED_RATIO:
         return (
             "The prefix cache's low hit ratio is not reliable: before vLLM 0.27 waiting requests are counted again in"

@@ -29,7 +29,6 @@ LOST_RATIO: Final = 0.01
 LOST_RISES: Final = 3
 """The share of the KV cache that no request holds, and its rises (alert HeadroomKvBlocksLeak)."""
 
-ONLY_DELAYS: Final = "a smaller share for vLLM only delays the next restart."
 RESTART: Final = "a restart: drain the engine first, while another replica serves"
 EVIDENCE_FIRST: Final = "Save the trace and the engine's log first: a report needs them, and a restart deletes them"
 VERSION: Final = "Upgrade vLLM, or go back to the version before the leak"
@@ -60,14 +59,13 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     if found is None:
         return None
     names, name, leak, alarm = found
+    what = "of vLLM fixes fragmentation" if alarm.location is LeakLocation.FRAGMENTATION else "fixes a leak"
     return Advice(
         cause=Cause.GPU_LEAK,
         summary=f"The engine leaks GPU memory on {names}.",
         evidence=_list_leak_evidence(name, leak, alarm),
         changes=_list_remedies(leak, alarm, "in a quiet hour", "out of memory", CURES[alarm.location]),
-        remark=f"No option of vLLM fixes fragmentation: {ONLY_DELAYS}"
-        if alarm.location is LeakLocation.FRAGMENTATION
-        else f"No option fixes a leak: {ONLY_DELAYS}",
+        remark=f"No option {what}: a smaller share for vLLM only delays the next restart.",
     )
 
 
@@ -78,16 +76,13 @@ def find_host_leak(facts: Facts) -> Advice | None:
         return None
     names, name, leak, alarm = found
     held = next((host.held_bytes for host in facts.hosts if host.process == name), None)
-    version = facts.settings.version
+    version, holds = facts.settings.version, f"{name} holds {{}} of host memory"
     quiet = "before the container's memory limit is reached"
     known = [fault.cure for fault in FAULTS if fault.role == name and version and fault.is_in(version)]
     return Advice(
         cause=Cause.HOST_LEAK,
         summary=f"The engine's processes leak host memory: {names}.",
-        evidence=(
-            *_list_leak_evidence(name, leak, alarm),
-            *list_evidence(("held_bytes", held, f"{name} holds {{}} of host memory")),
-        ),
+        evidence=(*_list_leak_evidence(name, leak, alarm), *list_evidence(("held_bytes", held, holds))),
         changes=_list_remedies(leak, alarm, quiet, "a kill by the kernel", known or ["Upgrade vLLM"]),
         remark="No option that sizes GPU memory affects it.",
     )

@@ -24,9 +24,6 @@ from vllm_headroom_tools.advise.settings import Flag
 HOST_LOW_RATIO: Final = 0.05
 """Ours: with less than a twentieth of the limit left, one request with a large video can be the last."""
 
-LESS_CACHE_GB: Final = 1.0
-"""Ours: a quarter of the default."""
-
 FAILED_STARTS: Final = 2
 """Ours: a single one may be an operator who stopped it."""
 
@@ -137,10 +134,9 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
     lower = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
     half, text = (facts.settings.max_num_seqs or 0) // 2, "warming up the sampler and the graphs take less"
     fewer = lower_option(facts, Flag.MAX_NUM_SEQS, half, text, "in a burst requests wait in the queue; a restart")
+    slower = "every token comes slower; a restart"
     eager = Change(
-        flag=Flag.ENFORCE_EAGER,
-        text="captures no CUDA graphs, if it exits while it captures them",
-        cost="every token comes slower; a restart",
+        flag=Flag.ENFORCE_EAGER, text="captures no CUDA graphs, if it exits while it captures them", cost=slower
     )
     wider = split_model(facts, "if it exits while it loads the weights, which then do not fit")
     return drop_none(lower, fewer, eager, wider)
@@ -227,7 +223,7 @@ def find_host_shortage(facts: Facts) -> Advice | None:
                 text="Keep fewer processed images and videos; no gain without any in the traffic",
                 cost="more to process again; the default is 4 for each API server and each data-parallel rank",
                 flag=Flag.MM_PROCESSOR_CACHE_GB,
-                value=LESS_CACHE_GB,
+                value=1.0,  # ours: a quarter of the default
             ),
             Change(
                 text="Keep less on the host where it is configured: offloaded weights, an offloaded KV cache, unused"
@@ -289,14 +285,16 @@ def find_other_tenant(facts: Facts) -> Advice | None:
 
 def find_leftovers(facts: Facts) -> Advice | None:
     """Fit where a trace ends with left-over processes of an exited engine on its GPUs; a page names none."""
-    evidence = tuple(
-        Evidence(
-            "left_behind_bytes",
-            "unknown" if leftover.used_bytes is None else leftover.used_bytes,
-            f"{gpu.called}: {describe_leftover(leftover)}",
+    evidence = list_evidence(
+        *(
+            (
+                "left_behind_bytes",
+                "unknown" if left.used_bytes is None else left.used_bytes,
+                f"{gpu.called}: {describe_leftover(left)}",
+            )
+            for gpu in facts.gpus
+            for left in gpu.leftovers
         )
-        for gpu in facts.gpus
-        for leftover in gpu.leftovers
     )
     if not evidence:
         return None

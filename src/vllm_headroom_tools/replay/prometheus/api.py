@@ -144,11 +144,17 @@ class PrometheusApi:
         if warnings := answer.get("warnings"):
             raise BadInput(f"{self.shown} has only part of this history: {_shorten(json.dumps(warnings))}")
         try:
-            return [_parse_row(row) for row in answer["data"]["result"]]
+            found = []
+            for row in answer["data"]["result"]:
+                labels = dict(row["metric"])
+                pairs = ((round(float(at) * 1000), float(text)) for at, text in row["values"])
+                values = {at_ms: value for at_ms, value in pairs if math.isfinite(value)}
+                found.append(Series(name=labels.pop("__name__", ""), labels=labels, values=values))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # JSON of another shape
             raise BadInput(
                 f"{self.shown} does not answer a range query with a range: check that it is Prometheus"
             ) from None
+        return found
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
         answered = f"{self.shown} answers {response.status_code} {response.reason_phrase}".strip()
@@ -162,13 +168,6 @@ class PrometheusApi:
         if response.has_redirect_location:
             return f"{answered}, a redirect to a login or another address: give the address of Prometheus itself"
         return f"{answered} and not as Prometheus does: --from-prometheus takes the URL in front of /api/v1/query_range"
-
-
-def _parse_row(row: dict[str, Any]) -> Series:
-    labels = dict(row["metric"])
-    pairs = ((round(float(at) * 1000), float(text)) for at, text in row["values"])
-    values = {at_ms: value for at_ms, value in pairs if math.isfinite(value)}
-    return Series(name=labels.pop("__name__", ""), labels=labels, values=values)
 
 
 def _shorten(text: object) -> str:

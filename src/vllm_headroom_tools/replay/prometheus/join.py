@@ -220,24 +220,14 @@ PARTS: Final = frozenset({"finished_reason", "is_streaming"})
 _OWN_FIELDS: Final = {each.metric: field for field, each in INPUTS.items() if each.metric and field in _FACTS}
 
 
-def _sample_own_engines(values: Iterable[Value]) -> Side:
-    engines: dict[tuple[str, str], dict[str, Any]] = {}
+def _sample_own(labels: Mapping[str, str], fields: Mapping[str, str], values: Iterable[Value]) -> Side:
+    """Return the engines or processes: of each series, the fields by its labels, and one by its name."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
     for series, value in values:
-        key = (series.labels.get("model_name", ""), series.labels.get("engine", "0"))
-        field = _OWN_FIELDS[series.name]
-        engines.setdefault(key, {})[field] = value > 0 if field == "awake" else value
-    return [{"model_name": model, "engine": rank, **facts} for (model, rank), facts in sorted(engines.items())]
-
-
-_PROCESS_FIELDS: Final = {catalog.HOST_MEMORY.name: "rss", catalog.HOST_SWAP.name: "swap"}
-
-
-def _sample_own_processes(values: Iterable[Value]) -> Side:
-    roles: dict[str, dict[str, Any]] = {}
-    for series, value in values:
-        role = series.labels.get("process", "")
-        roles.setdefault(role, {"role": role})[_PROCESS_FIELDS[series.name]] = round(value)
-    return list(roles.values())
+        key, field = tuple(series.labels.get(label, "") for label in labels), fields[series.name]
+        entry = found.setdefault(key, dict(zip(labels.values(), key, strict=True)))
+        entry[field] = value > 0 if field == "awake" else value
+    return [found[key] for key in sorted(found)]
 
 
 def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
@@ -263,14 +253,14 @@ OWN_ENGINES: Final = Exporter(
     lead=(catalog.ENGINE_RUNNING.name,),
     names=tuple(_OWN_FIELDS),
     identity=frozenset(catalog.ENGINE),
-    sample=_sample_own_engines,
+    sample=partial(_sample_own, {"model_name": "model_name", "engine": "engine"}, _OWN_FIELDS),
 )
 OWN_PROCESSES: Final = Exporter(
     side="processes",
     lead=(catalog.HOST_MEMORY.name,),
-    names=tuple(_PROCESS_FIELDS),
+    names=(catalog.HOST_MEMORY.name, catalog.HOST_SWAP.name),
     identity=frozenset(catalog.HOST_MEMORY.labels),
-    sample=_sample_own_processes,
+    sample=partial(_sample_own, {"process": "role"}, {catalog.HOST_MEMORY.name: "rss", catalog.HOST_SWAP.name: "swap"}),
 )
 ENGINES: Final = tuple(
     Exporter(

@@ -43,11 +43,8 @@ def find_sources(
     api: PrometheusApi, span: TimeSpan, gpu_matchers: tuple[str, ...], engine_matchers: tuple[str, ...]
 ) -> list[Scraped]:
     """Find the sources of the best history in the span, GPUs first; raises BadInput where a side is missing."""
-    look = TimeSpan(
-        start_ms=span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS,
-        end_ms=span.end_ms,
-        step_ms=_STRIDE_MS,
-    )
+    start_ms = span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS
+    look = TimeSpan(start_ms=start_ms, end_ms=span.end_ms, step_ms=_STRIDE_MS)
     gpu_names = _find_present(api, look, _GPUS, gpu_matchers)
     engine_names = _find_present(api, look, (*_ENGINES, OWN_PROCESSES), engine_matchers)
     for gpus, engines in _HISTORIES:
@@ -109,9 +106,8 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     span = build_span(args.start, args.end, args.step, time.time())
     both, gpu, engine = (tuple(each) for each in (args.match, args.match_gpu, args.match_engine))
-    with closing(
-        PrometheusApi(args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file)
-    ) as api:
+    api = PrometheusApi(args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file)
+    with closing(api):
         sources = find_sources(api, span, both + gpu, both + engine)
         if sources[0].interval_ms > span.step_ms * _NEARLY:
             span = replace(span, step_ms=sources[0].interval_ms)
