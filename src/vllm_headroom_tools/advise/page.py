@@ -1,7 +1,7 @@
 """Facts from a sidecar's page: the present, and counters since the engine's start."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any, Final
 from urllib.parse import urljoin
@@ -60,7 +60,12 @@ ON_THE_HOST: Final = {
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
     """Parse the facts of an engine with these settings; raises BadInput where the page cannot be used."""
     try:
-        page = Values(_parse_samples(text))
+        page = Values(
+            Sample(metric, tuple(sample.labels.get(label, "") for label in metric.labels), sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if (metric := catalog.BY_NAME.get(sample.name)) is not None and isfinite(sample.value)
+        )
     except (ValueError, IndexError):
         wrong = "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
         raise BadInput(wrong) from None
@@ -91,15 +96,6 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
         ),
         host=HostMemory(basis=None, **{fact: int(value) for fact, value in host if value is not None}),
     )
-
-
-def _parse_samples(text: str) -> Iterator[Sample]:
-    """Yield the daemon's metrics on a page; raises ValueError where the text is not in Prometheus's format."""
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            metric = catalog.BY_NAME.get(sample.name)
-            if metric is not None and isfinite(sample.value):
-                yield Sample(metric, tuple(sample.labels.get(label, "") for label in metric.labels), sample.value)
 
 
 def _read_settings(page: Values, given: EngineArgs) -> EngineArgs:

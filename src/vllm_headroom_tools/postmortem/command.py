@@ -129,9 +129,8 @@ def read_facts(file: Path) -> Incident | None:
         return None
     found = read_incident(known)
     if found is None:
-        raise BadInput(
-            f"{file}: line 1: the header of an incident has a time `t`, and `what`: {' or '.join(IncidentKind)}"
-        )
+        needed = f"a time `t`, and `what`: {' or '.join(IncidentKind)}"
+        raise BadInput(f"{file}: line 1: the header of an incident has {needed}")
     decisive = find_decisive((found, *found.events))
     return replace(found, **asdict(decisive)) if decisive is not found else found
 

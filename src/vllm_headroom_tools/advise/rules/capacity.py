@@ -308,10 +308,8 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
         least = format_duration(PREFIX_SECONDS)
         return f"Too little was looked up in the prefix cache to judge it: {least} of traffic do."
     if facts.settings.known < COUNTS_PREFIXES_ONCE and prefix.blocked_ratio > BLOCKED_RATIO:
-        return (
-            "The prefix cache's low hit ratio is not reliable: before vLLM 0.27 waiting requests are counted again in"
-            " each step."
-        )
+        why = "before vLLM 0.27 waiting requests are counted again in each step."
+        return f"The prefix cache's low hit ratio is not reliable: {why}"
     ratio, recent = prefix.hits / prefix.queries, prefix.recent_ratio
     over = "since the engine's start" if prefix.seconds is None else f"over {format_duration(prefix.seconds)}"
     return Advice(

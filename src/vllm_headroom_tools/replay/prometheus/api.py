@@ -151,9 +151,8 @@ class PrometheusApi:
                 values = {at_ms: value for at_ms, value in pairs if math.isfinite(value)}
                 found.append(Series(name=labels.pop("__name__", ""), labels=labels, values=values))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # JSON of another shape
-            raise BadInput(
-                f"{self.shown} does not answer a range query with a range: check that it is Prometheus"
-            ) from None
+            wrong = f"{self.shown} does not answer a range query with a range: check that it is Prometheus"
+            raise BadInput(wrong) from None
         return found
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:

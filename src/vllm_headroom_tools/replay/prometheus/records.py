@@ -59,9 +59,8 @@ def find_sources(
     )
     between = f"in {api.shown} from {begin} to {end}"
     if gpu_names:
-        raise BadInput(
-            f"{_explain_missing('engine', between, _ENGINES, engine_matchers)}, beside {', '.join(sorted(gpu_names))}"
-        )
+        missing = _explain_missing("engine", between, _ENGINES, engine_matchers)
+        raise BadInput(f"{missing}, beside {', '.join(sorted(gpu_names))}")
     raise BadInput(_explain_missing("GPU", between, _GPUS, gpu_matchers))
 
 
