@@ -46,12 +46,12 @@ class Change(Struct, frozen=True, kw_only=True):
     current value `now`, which is unknown.
     """
 
-    text: str
-    cost: str
     flag: Flag | None = None
     value: float | None = None
     difference: float | None = None
     now: float | None = None
+    text: str
+    cost: str
 
 
 class Advice(Struct, frozen=True, kw_only=True):

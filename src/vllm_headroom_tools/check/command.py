@@ -112,9 +112,10 @@ def _build_data(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[
         "baseline": others[0] if others else None,
         "limits": [
             {
-                **{name: getattr(judgement, name) for name in ("limit", "unit", "value", "most", "least", "baseline")},
+                "limit": judgement.limit,
                 "of": judgement.of or None,
                 "outcome": OUTCOMES[judgement.verdict],
+                **{name: getattr(judgement, name) for name in ("unit", "value", "most", "least", "baseline")},
                 "why": judgement.why or None,
             }
             for judgement in judgements
