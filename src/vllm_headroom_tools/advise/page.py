@@ -43,6 +43,7 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 from vllm_headroom_tools.trace import BadInput
 from vllm_headroom_tools.versions import parse_version
 
+INDICES: Final = frozenset(map(str, range(1024)))
 OF_A_GPU: Final = {
     "bytes_per_second": catalog.LEAK_RATE,
     "bytes_per_request": catalog.LEAK_PER_REQUEST,
@@ -69,7 +70,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
     except (ValueError, IndexError):
         wrong = "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
         raise BadInput(wrong) from None
-    if len(page.of(catalog.BUILD_INFO)) != 1 or not all(index.isdecimal() for index, *_ in page.of(catalog.GPU_INFO)):
+    if len(page.of(catalog.BUILD_INFO)) != 1 or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES:
         raise BadInput(
             "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
         )
