@@ -46,29 +46,17 @@ def check_page(page: str) -> Failure | None:
 
     A page is metrics if any line looks so, and is truncated if its last line is not terminated.
     """
-    last_line = page[page.rfind("\n") + 1 :]  # partitioning would copy the page
     if not page.strip():
-        reason = Reason.NOT_METRICS
         problem = "is empty: look at the engine's log, and for a proxy that answers in its place."
-    elif not _EXPOSITION.search(page):
-        reason, problem = (
-            Reason.NOT_METRICS,
-            (
-                f"is not metrics, it starts with {_cut_excerpt(page)!r}: "
-                "point HEADROOM_ENGINE_URL at vLLM's own /metrics, past any proxy that wants a login."
-            ),
-        )
-    elif last_line.strip() not in ("", "# EOF"):
-        reason, problem = (
-            Reason.INCOMPLETE,
-            (
-                f"is cut off, it ends with {_cut_excerpt(last_line)!r}: "
-                "look for a proxy that limits the answer, or an engine that died in the middle of it."
-            ),
-        )
-    else:
-        return None
-    return refuse_page(problem, reason)
+        return refuse_page(problem, Reason.NOT_METRICS)
+    if not _EXPOSITION.search(page):
+        advice = "point HEADROOM_ENGINE_URL at vLLM's own /metrics, past any proxy that wants a login."
+        return refuse_page(f"is not metrics, it starts with {_cut_excerpt(page)!r}: {advice}", Reason.NOT_METRICS)
+    last_line = page[page.rfind("\n") + 1 :]  # partitioning would copy the page
+    if last_line.strip() not in ("", "# EOF"):
+        advice = "look for a proxy that limits the answer, or an engine that died in the middle of it."
+        return refuse_page(f"is cut off, it ends with {_cut_excerpt(last_line)!r}: {advice}", Reason.INCOMPLETE)
+    return None
 
 
 def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
@@ -85,11 +73,9 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
         for line in lines:
             samples += _parse_line(line)
     except (ValueError, IndexError):  # the parser's own complaint names neither the line nor the column
-        return refuse_page(
-            f"has a line that is not Prometheus text, {_cut_excerpt(lines[len(samples)])!r}: "
-            "look for a proxy that rewrites the page, and report the line if there is none.",
-            Reason.MALFORMED,
-        )
+        problem = f"has a line that is not Prometheus text, {_cut_excerpt(lines[len(samples)])!r}"
+        advice = "look for a proxy that rewrites the page, and report the line if there is none."
+        return refuse_page(f"{problem}: {advice}", Reason.MALFORMED)
     return samples
 
 

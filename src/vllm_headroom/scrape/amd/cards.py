@@ -35,7 +35,7 @@ def read_number(path: str) -> int | None:
 def list_names(folder: str) -> list[str]:
     """Return the sorted names in a folder, none where it cannot be listed."""
     try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - no Path, as in start_of
+        return sorted(os.listdir(folder))  # noqa: PTH208 - no Path per file
     except OSError:
         return []
 

@@ -1,7 +1,7 @@
 """Read the files of one /proc, with no state between two reads."""
 
 import os
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
@@ -62,9 +62,8 @@ def read_content(file: Path | str, most_bytes: int | None = None) -> bytes:
     """Return a kernel file's content or start, without a buffer (a host may have 10,000 processes); raise OSError."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        return (
-            os.read(descriptor, most_bytes) if most_bytes else b"".join(iter(lambda: os.read(descriptor, 2**16), b""))
-        )
+        read = partial(os.read, descriptor, most_bytes or 2**16)
+        return read() if most_bytes else b"".join(iter(read, b""))
     finally:
         os.close(descriptor)
 
