@@ -62,8 +62,9 @@ def read_content(file: Path | str, most_bytes: int | None = None) -> bytes:
     """Return a kernel file's content or start, without a buffer (a host may have 10,000 processes); raise OSError."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        read = partial(os.read, descriptor, most_bytes or 2**16)
-        return read() if most_bytes else b"".join(iter(read, b""))
+        if most_bytes is not None:
+            return os.read(descriptor, most_bytes)
+        return b"".join(iter(partial(os.read, descriptor, 2**16), b""))
     finally:
         os.close(descriptor)
 
@@ -101,7 +102,11 @@ def read_entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engin
         process, state, _ = _read_stat(proc, pid)
         if state == "Z":
             return None
-        if known is not None and replace(process, command=known.command) == known:
+        if known is not None and (process.name, process.called, process.family) == (
+            known.name,
+            known.called,
+            known.family,
+        ):
             is_bare = known.command == (known.name,) and known.parent_pid != KERNEL_THREADS
             if not (is_bare or known.name.startswith(_MAY_BE_VLLM)):
                 return known
