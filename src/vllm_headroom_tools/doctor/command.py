@@ -1,10 +1,13 @@
 """The command `doctor`: looks at everything at once."""
 
 import asyncio
+import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
@@ -14,7 +17,7 @@ from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.doctor import engine, gpus, port
-from vllm_headroom_tools.doctor.fixes import Check, Status, look
+from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, look
 from vllm_headroom_tools.look import PROC, SYS
 from vllm_headroom_tools.settings import ModelSettings
 from vllm_headroom_tools.terminal import wrap_text
@@ -25,8 +28,24 @@ INDENT: Final = " " * 9
 """The width of the marks: what follows is aligned with the name."""
 
 
-def build_report(checks: Mapping[str, Check], version: str) -> Report:
-    """Return the report on the checks by name; `ok` is null where it is not known or does not apply."""
+def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
+    """Return the words that fixes have for where this runs: in a pod, in another container, on a host."""
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        return ("pod",)
+    is_container = any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
+    return ("compose",) if is_container else ("machine", "systemd")
+
+
+def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ...] = ()) -> Report:
+    """Return the report on the checks by name; `ok` is null where it is not known or does not apply.
+
+    Fixes for where it runs, by the words in `place`, come first.
+    """
+
+    def is_elsewhere(fix: Fix) -> bool:
+        return not any(word in fix.where for word in place)
+
+    checks = {name: replace(each, fixes=tuple(sorted(each.fixes, key=is_elsewhere))) for name, each in checks.items()}
     findings = [
         Finding(
             name,
@@ -59,12 +78,12 @@ def build_report(checks: Mapping[str, Check], version: str) -> Report:
         headline=headline,
         findings=findings,
         data={"ok": is_all, "version": version, "checks": described},
-        lines=_render_text(checks, headline),
+        lines=_render_text(checks, headline, is_elsewhere),
         exit_status=int(not is_all),
     )
 
 
-def _render_text(checks: Mapping[str, Check], headline: str) -> Iterator[str]:
+def _render_text(checks: Mapping[str, Check], headline: str, is_elsewhere: Callable[[Fix], bool]) -> Iterator[str]:
     is_apart = False
     for name, check in checks.items():
         yield from wrap_text(f"{MARKS[check.state]:<8} {name:<16} ", check.text)
@@ -73,7 +92,8 @@ def _render_text(checks: Mapping[str, Check], headline: str) -> Iterator[str]:
         if check.absent:
             yield from wrap_text(f"{INDENT}absent   ", ", ".join(check.absent))
         for index, fix in enumerate(check.fixes):
-            yield from wrap_text(f"{INDENT}{'or' if index else 'fix':<8} ", f"{fix.where}:")
+            word = "or" if index else "fix" if is_elsewhere(fix) else "fix here"
+            yield from wrap_text(f"{INDENT}{word:<8} ", f"{fix.where}:")
             yield from (f"{INDENT}{'':<8}   {line}" for line in fix.lines)
         if is_apart := bool(check.absent or check.fixes):
             yield ""
@@ -82,7 +102,7 @@ def _render_text(checks: Mapping[str, Check], headline: str) -> Iterator[str]:
 
 async def _run(given: Namespace) -> Report:
     logs.configure(given.settings.log_format, "error")  # the readers log what the checks report
-    return build_report(await examine(given.settings), read_version())
+    return build_report(await examine(given.settings), read_version(), find_place(os.environ))
 
 
 async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:

@@ -10,6 +10,7 @@ from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.plan.verdict import (
+    SMALLEST_LENGTH,
     Saving,
     explain_verdict,
     find_changes,
@@ -192,7 +193,7 @@ def _format_answer(found: MemoryEstimate, changes: Sequence[Saving]) -> Iterator
     if changes:
         yield "Any of these would make it fit:"
     elif not list_unknown(found):
-        yield "No change of one or two settings would make it fit."
+        yield f"No change of one or two settings would make it fit for {SMALLEST_LENGTH} tokens or more."
     written = [(" ".join(map(" ".join, change.settings)), change.price) for change in changes]
     width = max((len(settings) for settings, _ in written), default=0)
     for settings, price in written:

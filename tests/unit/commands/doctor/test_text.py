@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from vllm_headroom_tools.doctor.command import build_report
+from vllm_headroom_tools.doctor.command import build_report, find_place
 from vllm_headroom_tools.doctor.fixes import Check, Fix, Status
 from vllm_headroom_tools.terminal import WIDTH
 
@@ -40,6 +42,26 @@ def test_each_finding_is_a_line_with_its_mark_and_the_fix_below() -> None:
         "",
         "1 missing and 1 unknown, of 4.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "marker", "first"),
+    [
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ".dockerenv", "         fix here in the pod's spec:"),
+        ({}, ".dockerenv", "         fix here with compose:"),
+        ({}, "other", "         fix      in the pod's spec:"),
+    ],
+)
+def test_the_fix_for_where_it_runs_is_marked_and_comes_first(
+    environ: dict[str, str], marker: str, first: str, tmp_path: Path
+) -> None:
+    (tmp_path / marker).touch()
+    found = build_report(ALL, "0.1.0", find_place(environ, tmp_path))
+
+    fixes = [line for line in found.lines if line.startswith(("         fix", "         or "))]
+    assert fixes[0] == first
+    assert [line[9:11] for line in fixes] == ["fi", "or"]
+    assert found.data["checks"][1]["fix"][0]["where"] == first[18:-1]
 
 
 def test_that_nothing_is_missing_is_said() -> None:

@@ -363,3 +363,22 @@ def test_a_length_that_makes_it_fit_is_named_where_the_model_gives_none(capsys: 
     assert answer.status == 2
     assert "No change" not in answer.out
     assert "--max-model-len 111232" in answer.out
+
+
+def test_that_nothing_would_make_it_fit_is_said_of_useful_lengths_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = (
+        "--layers",
+        "80",
+        "--kv-heads",
+        "8",
+        "--head-size",
+        "128",
+        "--hidden-size",
+        "8192",
+        "--vocabulary",
+        "128256",
+    )
+    answer = plan(capsys, *sizes, "--parameters", "9000B", "--max-model-len", "8192", "--gpu-memory", "8GiB")
+
+    assert answer.status == 1
+    assert "No change of one or two settings would make it fit for 256 tokens or more." in answer.out
