@@ -5,6 +5,7 @@ import os
 import ssl
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -80,21 +81,13 @@ async def _check_locked(failure: Failure, host: str, port: int, web_config: Path
             )
         except OSError:  # TimeoutError is one
             return None
-        if web_config is not None and _is_own_certificate(shown, web_config):
-            text = f"a daemon is running here: {found} with the certificate of HEADROOM_WEB_CONFIG_FILE"
-            return Check(Status.OK, text)
+        with suppress(OSError, ValueError, WebConfigError):
+            tls = None if web_config is None else read_web_config(web_config).tls
+            if tls is not None and "".join(shown.split()) in "".join(tls.cert_file.read_text().split()):
+                text = f"a daemon is running here: {found} with the certificate of HEADROOM_WEB_CONFIG_FILE"
+                return Check(Status.OK, text)
     text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one is not known"
     return Check(Status.UNKNOWN, text)
-
-
-def _is_own_certificate(shown: str, web_config: Path) -> bool:
-    """Return whether a certificate in PEM is in the file that `web_config` names."""
-    try:
-        tls = read_web_config(web_config).tls
-        own = "" if tls is None else tls.cert_file.read_text()
-    except (OSError, ValueError, WebConfigError):
-        return False
-    return "".join(shown.split()) in "".join(own.split())
 
 
 FILE_SECONDS: Final = 2.0

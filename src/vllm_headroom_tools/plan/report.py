@@ -19,7 +19,6 @@ from vllm_headroom_tools.plan.verdict import (
     list_unknown,
 )
 from vllm_headroom_tools.sizing.estimate import MemoryEstimate, Range, can_start, list_longest, list_most
-from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.question import UTILIZATION
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 from vllm_headroom_tools.trace import BadInput
@@ -39,7 +38,15 @@ def build_report(found: MemoryEstimate, measured: EngineParts | None) -> Report:
     verdict = Conclusion.CANNOT_TELL if fits is None else Conclusion.GOOD if fits else Conclusion.NOT_GOOD
     headline = explain_verdict(found)
     changes = () if fits else find_changes(found)
-    pairs = () if measured is None else _pair_parts(found, measured)
+    pairs: tuple[Pair, ...] = ()
+    if measured is not None:
+        pairs = (
+            ("budget", found.budget, measured.requested_bytes),
+            ("weights", found.weights, measured.weights_bytes),
+            ("activations", found.activations, measured.activation_peak_bytes),
+            ("CUDA graphs", found.graphs, measured.cuda_graphs_bytes),
+            ("KV cache", found.kv_cache, measured.kv_cache_bytes),
+        )
     fix = tuple(" ".join(map(" ".join, each.settings)) for each in changes)
     notes = (Finding("note", Conclusion.GOOD, each) for each in list_notes(found))
     measured_bytes = {f"{name.replace(' ', '_').lower()}_bytes": value for name, _, value in pairs}
@@ -79,7 +86,18 @@ def _render_text(found: MemoryEstimate, changes: Sequence[Saving], pairs: Iterab
 
 def _format_heading(found: MemoryEstimate) -> Iterator[str]:
     question, shape = found.question, found.question.shape
-    yield f"The model: {', '.join(_describe_model(shape))}."
+    model = [f"{shape.layers} layers"]
+    if shape.attention_heads is not None:
+        model.append(f"{shape.attention_heads} attention heads")
+    if shape.latent_width is not None:
+        model.append(f"latent attention of {shape.latent_width} values")
+    else:
+        model.append(f"{shape.heads.count} KV heads of {shape.heads.key_size}")
+    if shape.windowed_layers:
+        model.append(f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens")
+    if shape.stateful_layers:
+        model.append(f"{shape.stateful_layers} layers with a state")
+    yield f"The model: {', '.join(model)}, {shape.quantisation or f'{shape.dtype_bytes * 8:.0f} bits'}."
     spread = (
         ("tensor", question.tensor_parallel_size),
         ("pipeline", question.pipeline_parallel_size),
@@ -88,21 +106,6 @@ def _format_heading(found: MemoryEstimate) -> Iterator[str]:
     ways = ", ".join(f"{name} parallel {count}" for name, count in spread if count > 1)
     card = "size not given" if question.gpu_memory_bytes is None else format_gib(question.gpu_memory_bytes)
     yield f"On {question.gpus} GPU{'s' if question.gpus > 1 else ''}, {card}{f' each, {ways}' if ways else ''}."
-
-
-def _describe_model(shape: ModelShape) -> Iterator[str]:
-    yield f"{shape.layers} layers"
-    if shape.attention_heads is not None:
-        yield f"{shape.attention_heads} attention heads"
-    if shape.latent_width is not None:
-        yield f"latent attention of {shape.latent_width} values"
-    else:
-        yield f"{shape.heads.count} KV heads of {shape.heads.key_size}"
-    if shape.windowed_layers:
-        yield f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens"
-    if shape.stateful_layers:
-        yield f"{shape.stateful_layers} layers with a state"
-    yield shape.quantisation or f"{shape.dtype_bytes * 8:.0f} bits"
 
 
 def _format_memory(found: MemoryEstimate) -> Iterator[str]:
@@ -276,13 +279,3 @@ def read_parts(file: Path) -> EngineParts:
             f"--probe {file}: it is of a process without a GPU; take the file of a worker, whose role is worker"
         )
     return found[0].parts
-
-
-def _pair_parts(planned: MemoryEstimate, measured: EngineParts) -> tuple[Pair, ...]:
-    return (
-        ("budget", planned.budget, measured.requested_bytes),
-        ("weights", planned.weights, measured.weights_bytes),
-        ("activations", planned.activations, measured.activation_peak_bytes),
-        ("CUDA graphs", planned.graphs, measured.cuda_graphs_bytes),
-        ("KV cache", planned.kv_cache, measured.kv_cache_bytes),
-    )

@@ -105,8 +105,11 @@ def report_failure(failure: Failure, gpu: int | None = None) -> Finding:
     return Finding(Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=failure.reason is Reason.TIMEOUT)
 
 
-def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str) -> Iterator[Finding]:
-    """Compare the free memory with what vLLM requests and takes besides; `held_by` says who has the rest."""
+def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str, swap_bytes: int | None) -> Iterator[Finding]:
+    """Compare the free memory with what vLLM requests and takes besides; `held_by` says who has the rest.
+
+    Swap, zram included, is no room for a GPU that works on the machine's memory.
+    """
     if device.failure is not None:
         yield report_failure(device.failure, device.index)
     elif device.memory is None:
@@ -123,6 +126,9 @@ def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str) -> Iterat
             yield _report_memory(device, Conclusion.GOOD, text, "if vLLM refuses to start, request a little less")
         if device.memory.machine_available_bytes is not None:
             yield from _check_machine(device, device.memory, ask, device.memory.machine_available_bytes)
+    if device.memory is not None and device.memory.is_unified and swap_bytes:
+        swap = f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room"
+        yield Finding(Kind.HOST, Conclusion.GOOD, f"{swap}: it would hang before they are full", gpu=device.index)
 
 
 def _check_machine(
@@ -149,13 +155,6 @@ def _check_machine(
         highest = compute_highest_utilization(ask, memory)
         less = "stop what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
         yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
-
-
-def check_swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
-    """Note that swap, zram included, is no room for a GPU that works on the machine's memory."""
-    if device.memory is not None and device.memory.is_unified and swap_bytes:
-        swap = f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room"
-        yield Finding(Kind.HOST, Conclusion.GOOD, f"{swap}: it would hang before they are full", gpu=device.index)
 
 
 def _report_shortage(device: GpuReading, memory: GpuMemory, ask: MemoryRequest, held_by: str) -> Finding:

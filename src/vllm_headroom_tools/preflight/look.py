@@ -55,41 +55,30 @@ async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeo
     if isinstance(readings, Failure):
         return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
     faults = await gpus.faults(timeout_seconds)
-    listed = await processes.read(PROCESSES_SECONDS)
-    found = Conditions(
-        readings=readings,
-        faults=faults,
-        holders=await _find_holders(readings, listed, proc),
-        shm=read_shm(shm),
-        host=read_host_here(proc),
-    )
+    listed, host = await processes.read(PROCESSES_SECONDS), None
+    with suppress(OSError, ValueError):
+        here = read_host(proc, read_own_pid(proc))
+        alone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False, host=here)
+        host = update_container(ContainerState(), alone, limit_bytes=None)[1]
+    holders = await _find_holders(readings, listed, proc)
+    found = Conditions(readings=readings, faults=faults, holders=holders, shm=read_shm(shm), host=host)
     if isinstance(listed, Failure):
         return found
     return replace(
         found,
-        left={} if listed.engine or listed.neighbours else find_left(shm),
+        left={} if listed.engine or listed.neighbours else _find_left(shm),
         swap_bytes=listed.host.machine and listed.host.machine.swap_bytes,
         engine_pids=frozenset(process.pid for process in listed.engine),
     )
 
 
-def find_left(shm: Path) -> dict[str, int]:
+def _find_left(shm: Path) -> dict[str, int]:
     """Return the files that offloading of a KV cache makes in /dev/shm, and their sizes."""
     found = {}
     for file in sorted(shm.glob("vllm_offload_*")):
         with suppress(OSError):
             found[str(file)] = file.stat().st_size
     return found
-
-
-def read_host_here(proc: Path) -> HostMemory | None:
-    """Return the memory of the container that this runs in, or of the machine where that has no limit."""
-    try:
-        reading = read_host(proc, read_own_pid(proc))
-    except (OSError, ValueError):
-        return None
-    alone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False, host=reading)
-    return update_container(ContainerState(), alone, limit_bytes=None)[1]
 
 
 async def _find_holders(

@@ -69,8 +69,7 @@ def judge(conditions: Conditions, ask: MemoryRequest, wanted: GpuChoice, ignored
     gpus = tuple(build_gpu_report(device, conditions, ask) for device in devices)
     findings = [*problems]
     for gpu, device in zip(gpus, devices, strict=True):
-        findings += checks.check_memory(device, ask, describe_holders(gpu))
-        findings += checks.check_swap(device, conditions.swap_bytes)
+        findings += checks.check_memory(device, ask, describe_holders(gpu), conditions.swap_bytes)
         if device.failure is None:
             found = next((faults for faults in conditions.faults if faults.index == device.index), None)
             findings += checks.check_faults(device, found)
