@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from vllm_headroom.config import from_text, setting
+from vllm_headroom.config import AUTO, from_text, setting
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.demo.world import TABLE
 from vllm_headroom_tools.options import choice
@@ -14,6 +14,7 @@ from vllm_headroom_tools.settings import ModelSettings
 SCENARIOS: Final = tuple(TABLE)
 SCENARIO: Final = choice(SCENARIOS)
 FASTEST: Final = 1000
+MOST_GPUS: Final = 64
 
 
 class DemoSettings(ModelSettings):
@@ -35,17 +36,21 @@ async def _run(given: Namespace) -> int:
 
     settings: DemoSettings = given.settings
     logs.configure(settings.log_format, settings.log_level)
-    return await run(settings, scenario=TABLE[settings.scenario], speed=settings.speed)
+    named, gpus = settings.gpus, 1
+    if isinstance(named, tuple) and len(named) == 1 and named[0].isdecimal() and named[0] != "0":
+        settings, gpus = settings.model_copy(update={"gpus": AUTO}), min(int(named[0]), MOST_GPUS)
+    return await run(settings, scenario=TABLE[settings.scenario], speed=settings.speed, gpus=gpus)
 
 
 COMMAND: Final[Command] = Command(
     usage="vllm-headroom demo [OPTION VALUE]...",
     description="""\
 Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
+With a number --gpus is how many GPUs there are.
 """,
     epilog="""\
 Example:
-  vllm-headroom demo --scenario burst --speed 10
+  vllm-headroom demo --scenario burst --speed 10 --gpus 8
   curl http://127.0.0.1:9839/metrics
 """,
     options=lambda parser: parser.add_settings(DemoSettings),

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from math import exp
 from typing import Final
 
+from msgspec.structs import replace
+
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app
@@ -79,6 +81,7 @@ def render_page(engine: EngineRun, epoch_seconds: float) -> str:
 
 
 UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
+MIG_UUID: Final = "MIG-{}0000000-0000-5000-8000-000000000000"
 PAGE_BYTES: Final = 4_096
 RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
     (Role.API_SERVER, 1_090),
@@ -97,35 +100,50 @@ SETTLING_SECONDS: Final = 900.0
 
 
 class SimulatedGpus(Simulated):
-    """One GPU."""
+    """GPUs that are alike, or two MIG instances of one, of which the engine has the first."""
+
+    def __init__(self, now: Callable[[], World], count: int = 1) -> None:
+        super().__init__(now)
+        self._count = count
 
     async def read(self, timeout_seconds: float) -> GpuReadings:  # noqa: ARG002 - it never takes long
-        """Return one reading of the device."""
+        """Return one reading of each."""
         world = self._look()
         used_bytes, power_watts = world.used_bytes, IDLE_WATTS
         if world.busy:
             power_watts += 230.0 + 380.0 * min(1.0, world.busy / MOST_RUNNING)
+        free_bytes = TOTAL_BYTES - RESERVED_BYTES
+        memory = GpuMemory(
+            total_bytes=TOTAL_BYTES,
+            used_bytes=used_bytes,
+            free_bytes=free_bytes - used_bytes,
+            reserved_bytes=RESERVED_BYTES,
+        )
         device = GpuReading(
             index=0,
             uuid=UUID,
             name="Simulated H100 80GB",
-            memory=GpuMemory(
-                total_bytes=TOTAL_BYTES,
-                used_bytes=used_bytes,
-                free_bytes=TOTAL_BYTES - RESERVED_BYTES - used_bytes,
-                reserved_bytes=RESERVED_BYTES,
-            ),
+            memory=memory,
             used_peak_bytes=self._peak.highest_bytes(world.seconds),
             utilization_ratio=world.busy / (world.busy + 8.0),
             temperature_celsius=float(round(IDLE_CELSIUS + CELSIUS_PER_WATT * (power_watts - IDLE_WATTS))),
             power_watts=round(power_watts, 1),
             processes=tuple(_list_gpu_processes(world)),
         )
-        return GpuReadings(driver_version="580.00", devices=(device,))
+        devices = [replace(device, index=index, uuid=uuid) for index, uuid in enumerate(self._list_uuids(world))]
+        if world.has_mig:
+            empty = replace(memory, used_bytes=0, free_bytes=free_bytes)
+            devices.append(replace(device, uuid=MIG_UUID.format(2), memory=empty, used_peak_bytes=0, processes=()))
+        return GpuReadings(driver_version="580.00", devices=tuple(devices))
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:  # noqa: ARG002 - it never takes long
         """Return the memory in use by UUID, and note it for the peak of the last 60 s."""
-        return {UUID: self._look().used_bytes}
+        world = self._look()
+        return dict.fromkeys(self._list_uuids(world), world.used_bytes)
+
+    def _list_uuids(self, world: World) -> list[str]:
+        """Return the UUIDs of what the engine uses."""
+        return [MIG_UUID.format(1)] if world.has_mig else [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
 
     def _look(self) -> World:
         world = self._now()
@@ -197,15 +215,15 @@ def bind_world(world: World, clock: Clock) -> Callable[[], World]:
     return now
 
 
-async def run(settings: Settings, *, scenario: Scenario, speed: float) -> int:
-    """Run the daemon over the simulated `scenario`; return the exit status."""
+async def run(settings: Settings, *, scenario: Scenario, speed: float, gpus: int) -> int:
+    """Run the daemon over the simulated `scenario` on so many GPUs; return the exit status."""
     log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
     clock = ScaledClock(speed)
     epoch_seconds = clock.time()
     now = bind_world(World(scenario), clock)
     parts = Parts(
         engine=SimulatedEngine(now, epoch_seconds),
-        gpus=SimulatedGpus(now),
+        gpus=SimulatedGpus(now, gpus),
         processes=SimulatedProcesses(now, epoch_seconds).read,
         clock=clock,
         notice=f"simulated: scenario {scenario.name} at {speed:g}\N{MULTIPLICATION SIGN}",

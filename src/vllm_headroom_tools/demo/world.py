@@ -24,7 +24,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """What happens besides healthy serving; the size of a burst is a factor on the load, of a neighbour bytes.
 
     With `cold` the engine starts with the demo, else it has served for an hour. While it hangs it takes no step, and
-    its page keeps its last values.
+    its page keeps its last values. With `has_mig` the engine has the first of two MIG instances.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     cold: bool = False
     hangs: Visits | None = None
     sleeps: Visits | None = None
+    has_mig: bool = False
 
 
 TABLE: Final[dict[str, Scenario]] = {
@@ -53,6 +54,7 @@ TABLE: Final[dict[str, Scenario]] = {
             name="slow-start", cold=True, loading_seconds=(720.0, 1_800.0), restart_after_seconds=(7_200.0, 10_800.0)
         ),
         Scenario(name="sleep", sleeps=Visits((900.0, 1_500.0), (600.0, 1_200.0))),
+        Scenario(name="mig", has_mig=True),
     )
 }
 
@@ -243,6 +245,7 @@ class World:
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
         self.seconds = -WARM_SECONDS
         self.busy = 0
+        self.has_mig = scenario.has_mig
         self.neighbours = Recurring(make_random(seed, "neighbours"), scenario.neighbours)
         self._scenario = scenario
         self._seed = seed

@@ -99,6 +99,24 @@ def test_the_gpu_is_the_engines_by_its_processes(scenario: str) -> None:
     assert gpu.engine_bytes == world.engine_bytes
 
 
+def test_an_engine_of_eight_gpus_is_on_all_of_them() -> None:
+    world = world_at("leak", 30)
+    readings = asyncio.run(SimulatedGpus(lambda: world, 8).read(TIMEOUT_SECONDS))
+    _, gpus = attribute(AttributionState(), readings, processes(world), Selection())
+
+    assert len({gpu.reading.uuid for gpu in gpus}) == 8
+    assert [gpu.reading.index for gpu in gpus if gpu.engine_bytes == world.engine_bytes] == list(range(8))
+
+
+def test_of_two_mig_instances_the_engine_has_one() -> None:
+    world = world_at("mig", 30)
+    readings = asyncio.run(SimulatedGpus(lambda: world).read(TIMEOUT_SECONDS))
+    _, gpus = attribute(AttributionState(), readings, processes(world), Selection())
+
+    assert [gpu.reading.uuid[:4] for gpu in gpus] == ["MIG-", "MIG-"]
+    assert [gpu.attribution for gpu in gpus] == [Attribution.PROCESS, None]
+
+
 def test_another_process_is_another_holder() -> None:
     world = while_neighboured()
     gpu = attributed(world)

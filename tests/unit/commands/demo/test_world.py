@@ -54,7 +54,7 @@ def engine_memory_of_a_day(scenario: str, seed: int) -> tuple[int, ...]:
 def test_the_scenarios_are_those_of_the_command_line() -> None:
     first = ("healthy", "leak", "burst", "neighbour", "restart")
 
-    assert (*first, "crash", "hang", "slow-start", "sleep") == SCENARIOS
+    assert (*first, "crash", "hang", "slow-start", "sleep", "mig") == SCENARIOS
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
