@@ -9,14 +9,17 @@ from itertools import pairwise
 from statistics import stdev
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.fakes.streaming_server import StreamingServer, Way
+from tests.fakes.streaming_server import MODEL, StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
 from vllm_headroom_tools.load.clients import PAUSE_SECONDS, Clients
 from vllm_headroom_tools.load.stream import Outcome, Tally
+from vllm_headroom_tools.load.target import PATHS, CompletionApi, build_request_body
 
 LONG_SECONDS = 3600.0
+ASKED = (CompletionApi.COMPLETIONS, MODEL, "word " * 7, 3)
 
 
 def make(
@@ -160,3 +163,27 @@ def test_a_client_whose_request_did_not_succeed_waits_before_the_next() -> None:
 
         assert server.ways.total() == counted.outcomes[Outcome.REJECTED]
     assert 2 <= counted.began <= 2 * 3
+
+
+def test_the_rate_that_is_achieved_is_that_of_an_independent_client() -> None:
+    """The server's pauses bound both, so that neither depends on the speed of the machine."""
+    requests, at_once = 24, 4
+    with StreamingServer(interval_seconds=0.1) as server:
+        (counted,) = step(server, at_once, LONG_SECONDS, most_requests=requests)
+        url, body = f"{server.url}{PATHS[CompletionApi.COMPLETIONS]}", build_request_body(*ASKED)
+
+        async def ask_by_httpx() -> float:
+            began = time.monotonic()
+            async with httpx.AsyncClient(trust_env=False, timeout=LONG_SECONDS) as client:
+
+                async def one() -> None:
+                    for _ in range(requests // at_once):
+                        (await client.post(url, content=body)).raise_for_status()
+
+                await asyncio.gather(*(one() for _ in range(at_once)))
+            return requests / (time.monotonic() - began)
+
+        independent = run(ask_by_httpx)
+
+    assert counted.outcomes[Outcome.SUCCEEDED] == requests
+    assert counted.outcomes[Outcome.SUCCEEDED] / counted.served_seconds == pytest.approx(independent, rel=0.5)
