@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.samples import gpu, probed
+from tests.samples import gpu, probed, snapshot
 from tests.unit.derive.attribution_ticks import GIB, MIB, OLD_DRIVER, device, engine, gpus, last, ledger
 from vllm_headroom.derive.inside import add_inside
-from vllm_headroom.derive.leak.facts import find_room
+from vllm_headroom.derive.leak.facts import observe_gpus
 from vllm_headroom.model import AllocatorReading, Gpu, Inside, ProbeReadings, Vendor
 from vllm_headroom.vocabulary import Attribution
 
@@ -66,7 +66,9 @@ def sliced(engine_bytes: int | None, granted: int | None) -> Gpu:
     ],
 )
 def test_an_engine_runs_out_of_its_share_before_the_card_is_full(seen: Gpu, left: int) -> None:
-    assert find_room(seen) == left
+    [(_, observed)] = observe_gpus(snapshot(), (seen,))
+
+    assert observed.room_bytes == left
 
 
 def test_what_is_granted_is_the_least_that_a_process_was_told() -> None:

@@ -153,6 +153,7 @@ class Track(Struct, frozen=True, kw_only=True):
     asleep: bool = False
     neighbours: int | None = None
     crowded_since: float | None = None
+    block: Block | None = None
     rings: tuple[Ring, ...] = ()
     held_bytes: float | None = None
     steps: tuple[Step, ...] = ()
@@ -162,23 +163,16 @@ class Track(Struct, frozen=True, kw_only=True):
     estimate: Estimate | None = None
 
 
-def find_room(gpu: Gpu) -> int | None:
-    """Return what is left to the engine on a device: free memory, limited to what it may still take."""
-    memory = gpu.reading.memory
-    if memory is None:
-        return None
-    granted_bytes = None if gpu.inside is None else gpu.inside.granted_bytes
-    if granted_bytes is None or gpu.engine_bytes is None:
-        return memory.left_bytes
-    return min(memory.left_bytes, max(0, granted_bytes - gpu.engine_bytes))
-
-
 def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gpu, Observation]]:
-    """Yield each GPU with its observation."""
+    """Yield each GPU with its observation; the room is free memory, limited to what the engine may still take."""
     page = snapshot.page
     finished_total, running = count_finished(page), count_running(page)
     named, is_awake = identify_run(page), is_page_awake(page)
     for gpu in gpus:
+        room_bytes = None if gpu.reading.memory is None else gpu.reading.memory.left_bytes
+        granted_bytes = None if gpu.inside is None else gpu.inside.granted_bytes
+        if room_bytes is not None and granted_bytes is not None and gpu.engine_bytes is not None:
+            room_bytes = min(room_bytes, max(0, granted_bytes - gpu.engine_bytes))
         seen = Observation(
             seconds=snapshot.monotonic_seconds,
             held_bytes=gpu.held_bytes,
@@ -187,7 +181,7 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
             life=named,
             neighbours=gpu.process_count if gpu.engine_bytes is None else None,
             awake=is_awake,
-            room_bytes=find_room(gpu),
+            room_bytes=room_bytes,
             bound_bytes=sum(pool.size_bytes for pool in snapshot.pools if pool.role is None),
         )
         yield gpu, seen

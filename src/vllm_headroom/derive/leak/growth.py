@@ -88,7 +88,7 @@ def survey(ring: Ring, first: Point) -> Course | None:
     which shows in the floor of the next block.
     """
     points = ring.points
-    kept = find_retained(points)
+    kept = tuple(accumulate((point.floor_bytes for point in reversed(points)), min))[::-1]
     oldest = bisect_left(points, first.seconds, key=lambda point: point.seconds)
     highest = tuple(accumulate((point.floor_bytes for point in points), max, initial=ring.highest_bytes))[1:]
     if len(points) - oldest < LENGTHS[0] + 1 or kept[-1] - highest[oldest] < LEAST_GROWTH_BYTES:
@@ -145,12 +145,6 @@ def find_windows(course: Course) -> Iterator[Growth]:
         found = cut_window(course, begin)
         if found.count >= LEAST_RISES:
             yield found
-
-
-def find_retained(points: tuple[Point, ...]) -> tuple[float, ...]:
-    """Return the floors less what later floors gave back: running minima from the end."""
-    least = accumulate((point.floor_bytes for point in reversed(points)), min)
-    return tuple(reversed(tuple(least)))
 
 
 def has_ended(grown: Growth) -> bool:

@@ -95,7 +95,9 @@ def _judge_rings(track: Track, first: Point, room_bytes: float | None) -> tuple[
     verdict = max(ring.verdict for ring in rings)
     track = replace(track, rings=tuple(rings), verdict=verdict)
     if verdict is Certainty.LEAKING and grown is not None:
-        track = replace(track, incident=_open_incident(grown))
+        began = replace(grown.points[0], floor_bytes=grown.kept_bytes[0])
+        newest = replace(grown.points[-1], floor_bytes=grown.kept_bytes[-1])
+        track = replace(track, incident=Incident(began=began, newest=newest, rises=grown.count))
     return track, grown if best is verdict or track.estimate is None else None
 
 
@@ -133,11 +135,6 @@ def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certain
     if lasted < GROWING_SECONDS:
         return Certainty.NONE
     return Certainty.LEAKING if left is not None and lasted >= left else Certainty.GROWING
-
-
-def _open_incident(grown: Growth) -> Incident:
-    began = replace(grown.points[0], floor_bytes=grown.kept_bytes[0])
-    return Incident(began=began, newest=replace(grown.points[-1], floor_bytes=grown.kept_bytes[-1]), rises=grown.count)
 
 
 def _update_incident(track: Track, incident: Incident, now: Point, room_bytes: float | None) -> Track:

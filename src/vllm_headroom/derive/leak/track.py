@@ -52,7 +52,9 @@ RESET_SECONDS: Final = 600.0
 
 def observe(track: Track, seen: Observation) -> Track:
     """Return the track with one more reading; takes microseconds, and a millisecond when growth is judged."""
-    if _is_doubtful(track, seen):
+    doubted = None if track.doubted_clock is None else seen.seconds - track.doubted_clock
+    is_confirmed = doubted is not None and 0 <= doubted < DOUBTED_SECONDS
+    if not is_confirmed and not 0 <= seen.seconds - track.clock < DOUBTED_SECONDS:
         return replace(track, doubted_clock=seen.seconds)
     work = track.work
     another = is_new_run(work.life, seen.life, work.finished_total, seen.finished_total)
@@ -78,14 +80,6 @@ def observe(track: Track, seen: Observation) -> Track:
         return track
     track = _update_rest(track, seen.held_bytes)
     return track if track.resting_since is not None else _gather(track, float(seen.held_bytes), seen.room_bytes)
-
-
-def _is_doubtful(track: Track, seen: Observation) -> bool:
-    """Return whether a time is far off while the reading before was not equally far off."""
-    if 0 <= seen.seconds - track.clock < DOUBTED_SECONDS:
-        return False
-    doubted = track.doubted_clock
-    return doubted is None or not 0 <= seen.seconds - doubted < DOUBTED_SECONDS
 
 
 def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
@@ -147,9 +141,7 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
 
 def _pause(track: Track) -> Track:
     """Return the track without its open block, so that a pause never falls within a block."""
-    if not track.rings:
-        return track
-    return replace(track, rings=(replace(track.rings[0], block=None), *track.rings[1:]), held_bytes=None)
+    return replace(track, block=None, held_bytes=None)
 
 
 def _update_rest(track: Track, held_bytes: int) -> Track:
@@ -175,7 +167,7 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         before_bytes = held_bytes if track.held_bytes is None else track.held_bytes
         steps = add_step(track.steps, track.seconds, before_bytes, held_bytes)
         track = replace(track, held_bytes=held_bytes, steps=steps, top_bytes=max(track.top_bytes, held_bytes))
-    block = track.rings[0].block
+    block = track.block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
         track = judge_track(_close_block(track, block), room_bytes)
         track = anchor_track(track) if _is_given_back(track) else track
@@ -186,7 +178,7 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         block = replace(block, floor_bytes=held_bytes)
     else:
         return track
-    return replace(track, rings=(replace(track.rings[0], block=block), *track.rings[1:]))
+    return replace(track, block=block)
 
 
 def _is_given_back(track: Track) -> bool:
@@ -206,17 +198,21 @@ def _close_block(track: Track, block: Block) -> Track:
     newest = track.rings[0].points[-1] if track.rings[0].points else None
     idle = track.work.finished_total is not None and track.work.requests <= block.requests
     if idle and newest is not None and block.floor_bytes < newest.floor_bytes + RISE_BYTES:
-        return replace(track, rings=(replace(track.rings[0], block=None), *track.rings[1:]))
+        return replace(track, block=None)
     busy_seconds = track.busy_seconds + track.seconds - block.seconds
     now = Point(track.seconds, track.work.requests, busy_seconds, block.floor_bytes, track.load)
     rings = list(track.rings)
-    for number, ring in enumerate(rings):
+    for number, ring in enumerate(track.rings):
         if number:
-            block = _join_block(ring.block, block)
+            whole = ring.block or replace(block, parts=0)
+            block = replace(whole, floor_bytes=min(whole.floor_bytes, block.floor_bytes), parts=whole.parts + 1)
             if block.parts < PARTS[number]:
                 rings[number] = replace(ring, block=block)
                 break
-        rings[number] = _add_point(ring, replace(now, floor_bytes=block.floor_bytes))
+        points, highest_bytes = (*ring.points, replace(now, floor_bytes=block.floor_bytes)), ring.highest_bytes
+        if len(points) > RING_POINTS:
+            points, highest_bytes = points[1:], max(highest_bytes, points[0].floor_bytes)
+        rings[number] = Ring(points=points, highest_bytes=highest_bytes, verdict=ring.verdict)
     leaps = track.first is None or (track.load > LEAP * track.first_load and track.incident is None)
     assert track.anchor is not None  # noqa: S101 - blocks are gathered after it is set
     anchor = track.anchor if track.first is not None else replace(track.anchor, floor_bytes=now.floor_bytes)
@@ -228,15 +224,3 @@ def _close_block(track: Track, block: Block) -> Track:
         first=now if leaps else track.first,
         first_load=track.load if leaps else track.first_load,
     )
-
-
-def _join_block(whole: Block | None, part: Block) -> Block:
-    first = whole or replace(part, parts=0)
-    return replace(first, floor_bytes=min(first.floor_bytes, part.floor_bytes), parts=first.parts + 1)
-
-
-def _add_point(ring: Ring, point: Point) -> Ring:
-    full = len(ring.points) == RING_POINTS
-    highest_bytes = max(ring.highest_bytes, ring.points[0].floor_bytes) if full else ring.highest_bytes
-    points = (*ring.points[1:], point) if full else (*ring.points, point)
-    return Ring(points=points, highest_bytes=highest_bytes, verdict=ring.verdict)
