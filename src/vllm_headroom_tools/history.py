@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from vllm_headroom import catalog
 from vllm_headroom.derive import LEAK, answer
 from vllm_headroom.derive.leak.facts import Estimate
+from vllm_headroom.derive.leak.growth import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.derive.leak.witnesses import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.derive.readings import count_running
 from vllm_headroom.expose.drawing import Point

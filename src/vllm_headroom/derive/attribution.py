@@ -6,11 +6,11 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from vllm_headroom.derive.readings import sum_known
 from vllm_headroom.model import (
     Failure,
     Fate,
     Gpu,
-    GpuProcess,
     GpuReading,
     GpuReadings,
     Leftover,
@@ -133,6 +133,9 @@ def attribute(
     for device in readings.devices:
         engine_bytes, other_bytes = _split_memory(device, ledger, engine_pids)
         attribution = _attribute_device(device, state, selection, devices=len(readings.devices))
+        held_bytes, memory = engine_bytes, device.memory
+        if engine_bytes is None and not knowable and memory is not None:
+            held_bytes = None if memory.is_unified else memory.used_bytes - (other_bytes or 0)
         left = [
             Leftover(pid=process.pid, fate=fate, used_bytes=process.used_bytes if memory_is_true else None)
             for process in device.processes or ()
@@ -143,7 +146,7 @@ def attribute(
             attribution=attribution,
             engine_bytes=engine_bytes,
             other_bytes=other_bytes,
-            held_bytes=_find_held_bytes(device, engine_bytes, other_bytes, knowable=knowable) if attribution else None,
+            held_bytes=held_bytes if attribution else None,
             process_count=None if device.processes is None else len(device.processes),
             leftovers=tuple(left),
         )
@@ -222,9 +225,9 @@ def _split_memory(
     """Return the bytes held by the engine's processes and by other live ones; the rest is unattributed."""
     if not isinstance(processes, ProcessReadings) or device.processes is None or device.memory is None:
         return None, None
-    engine_bytes = _sum_memory(process for process in device.processes if process.pid in engine_pids)
-    others = (process for process in device.processes if process.pid not in engine_pids)
-    other_bytes = _sum_memory(process for process in others if is_alive(process.pid, processes))
+    others = [each for each in device.processes if each.pid not in engine_pids and is_alive(each.pid, processes)]
+    engine_bytes = sum_known((0, *(each.used_bytes for each in device.processes if each.pid in engine_pids)))
+    other_bytes = sum_known((0, *(each.used_bytes for each in others)))
     used_bytes = device.memory.used_bytes
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _RACE_BYTES:
         return None, None
@@ -233,22 +236,3 @@ def _split_memory(
     if other_bytes is not None:
         other_bytes = min(other_bytes, used_bytes - (engine_bytes or 0))
     return engine_bytes, other_bytes
-
-
-def _find_held_bytes(
-    device: GpuReading, engine_bytes: int | None, other_bytes: int | None, *, knowable: bool
-) -> int | None:
-    if engine_bytes is not None or knowable or device.memory is None:
-        return engine_bytes
-    if device.memory.is_unified:
-        return None
-    return device.memory.used_bytes - (other_bytes or 0)
-
-
-def _sum_memory(processes: Iterable[GpuProcess]) -> int | None:
-    total = 0
-    for process in processes:
-        if process.used_bytes is None:
-            return None
-        total += process.used_bytes
-    return total

@@ -1,17 +1,15 @@
 """What vLLM was configured to do, where its page does not show it: settings of each engine, pools in host memory."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from vllm_headroom.derive.readings import label_engine, list_engines, list_named
 from vllm_headroom.model import (
     EngineOptions,
     EnginePage,
     EngineProcess,
-    EngineReading,
     Failure,
     Pool,
     ProbedProcess,
@@ -59,20 +57,16 @@ def complete_page(
     if isinstance(page, Failure):
         return page
     known = find_schedulers(page, probe.present + probe.silent) if isinstance(probe, ProbeReadings) else {}
-    return replace(
-        page, engines=tuple(_complete(each, known.get(label_engine(each)), options) for each in page.engines)
-    )
-
-
-def _complete(
-    engine: EngineReading, scheduler: SchedulerReading | None, options: EngineOptions | None
-) -> EngineReading:
-    inside = {} if scheduler is None else {name: getattr(scheduler, name) for name in scheduler.__struct_fields__}
-    facts: dict[str, Any] = {name: float(value) for name, value in inside.items() if value is not None}
-    for fact, option in _OPTIONS.items():
-        if getattr(engine, fact) is None and (value := getattr(options, option, None)):
-            facts.setdefault(fact, value)
-    return replace(engine, **facts) if facts else engine
+    engines = []
+    for engine in page.engines:
+        scheduler = known.get(label_engine(engine))
+        inside = {} if scheduler is None else asdict(scheduler)
+        facts: dict[str, Any] = {name: float(value) for name, value in inside.items() if value is not None}
+        for fact, option in _OPTIONS.items():
+            if getattr(engine, fact) is None and (value := getattr(options, option, None)):
+                facts.setdefault(fact, value)
+        engines.append(replace(engine, **facts) if facts else engine)
+    return replace(page, engines=tuple(engines))
 
 
 def list_pools(
@@ -85,10 +79,6 @@ def list_pools(
     """
     counts = {} if isinstance(processes, Failure) else Counter(process.role for process in processes)
     options = options or EngineOptions()
-    return tuple(pool for pool in _list_pools(page, counts, options) if 0 < pool.size_bytes <= MOST_BYTES)
-
-
-def _list_pools(page: EnginePage | Failure, counts: Mapping[Role, int], options: EngineOptions) -> Iterator[Pool]:
     engines = {} if isinstance(page, Failure) else {engine.engine: engine for engine in list_engines(page)}
     core = Role.ENGINE_CORE if counts.get(Role.ENGINE_CORE) else Role.API_SERVER
     worker = Role.WORKER if counts.get(Role.WORKER) else core
@@ -96,12 +86,13 @@ def _list_pools(page: EnginePage | Failure, counts: Mapping[Role, int], options:
     tier_bytes = (options.kv_offloading_size or 0) * GIB or options.kv_connector_bytes or 0
     offload_bytes = offload_bytes or tier_bytes * max(1, len(engines))
     offload_bytes += (options.lmcache_gb or 0) * GIB * counts.get(worker, 1)
-    yield Pool(part=HostPart.KV_OFFLOAD, role=worker, size_bytes=int(offload_bytes))
     weights_bytes = (options.cpu_offload_gb or 0) * GIB * counts.get(worker, 1)
-    yield Pool(part=HostPart.WEIGHTS_OFFLOAD, role=worker, size_bytes=int(weights_bytes))
+    sizes = [(HostPart.KV_OFFLOAD, worker, offload_bytes), (HostPart.WEIGHTS_OFFLOAD, worker, weights_bytes)]
     cache_gb = options.mm_processor_cache_gb
     if cache_gb is None and any(engine.multimodal_cache_queries_total for engine in engines.values()):
         cache_gb = None if options.config else MULTIMODAL_CACHE_GB
     for role in dict.fromkeys((Role.API_SERVER, core)):
         caches = options.api_server_count or counts.get(role, 1) if role is Role.API_SERVER else counts[role]
-        yield Pool(part=HostPart.MULTIMODAL_CACHE, role=role, size_bytes=int((cache_gb or 0) * GIB * caches))
+        sizes.append((HostPart.MULTIMODAL_CACHE, role, (cache_gb or 0) * GIB * caches))
+    pools = (Pool(part=part, role=role, size_bytes=int(n_bytes)) for part, role, n_bytes in sizes)
+    return tuple(pool for pool in pools if 0 < pool.size_bytes <= MOST_BYTES)

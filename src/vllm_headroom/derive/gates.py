@@ -1,7 +1,6 @@
 """Whether traffic should stay away from the engine, the answer of /gate/ready, and whether its pod is to be evicted."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Final
 
 from msgspec import Struct
@@ -42,28 +41,23 @@ def build_gate(least_seconds: float | None, values: Values, guardrail: Guardrail
     The gate closes where the engine is stalled, and, for the holder of the Lease alone, where it may be out of memory
     within `least_seconds`, by the lower bound. Unknown values never close it; without configuration it is always open.
     """
-    return Derivation(name=GATE, initial=Gate(), step=partial(_step, least_seconds, values, guardrail))
 
+    def step(_: Gate, snapshot: Snapshot) -> tuple[Gate, tuple[Sample, ...]]:
+        reason, due, samples = None, None, []
+        if least_seconds is not None:
+            is_holder = guardrail is not None and guardrail.is_holder
+            within = least_seconds if is_holder else 0.0
+            left, whose = min(_list_times(values), default=(within, ""))
+            reason = f"{whose} may be out of memory in {format_duration(left)}" if left < within else None
+            if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
+                reason = "the engine should make progress and makes none"
+            samples.append(Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)))
+        if guardrail is not None:
+            due = _find_leak(values, snapshot, guardrail)
+            samples += [Sample(catalog.EVICTION_REQUESTS, (result,), float(n)) for result, n in guardrail.requests]
+        return Gate(reason, due), tuple(samples)
 
-def _step(
-    least_seconds: float | None, values: Values, guardrail: Guardrail | None, gate: Gate, snapshot: Snapshot
-) -> tuple[Gate, tuple[Sample, ...]]:
-    reason, due, samples = None, None, []
-    if least_seconds is not None:
-        is_holder = guardrail is not None and guardrail.is_holder
-        reason = _find_danger(values, snapshot, least_seconds if is_holder else 0.0)
-        samples.append(Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)))
-    if guardrail is not None:
-        due = _find_leak(values, snapshot, guardrail)
-        samples += [Sample(catalog.EVICTION_REQUESTS, (result,), float(n)) for result, n in guardrail.requests]
-    return Gate(reason, due), tuple(samples)
-
-
-def _find_danger(values: Values, snapshot: Snapshot, least_seconds: float) -> str | None:
-    if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
-        return "the engine should make progress and makes none"
-    left, whose = min(_list_times(values), default=(least_seconds, ""))
-    return f"{whose} may be out of memory in {format_duration(left)}" if left < least_seconds else None
+    return Derivation(name=GATE, initial=Gate(), step=step)
 
 
 def _find_leak(values: Values, snapshot: Snapshot, guardrail: Guardrail) -> str | None:

@@ -1,14 +1,13 @@
 """The state of each source: whether and when it could be read, and how long it took."""
 
-from collections.abc import Iterator
 from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.model import Gpu, ReadingTime, Sample, Snapshot
-from vllm_headroom.vocabulary import REASONS, Attribution, Reason, Source
+from vllm_headroom.model import Gpu, Sample, Snapshot
+from vllm_headroom.vocabulary import REASONS, Attribution, Source
 
 
 class HealthState(Struct, frozen=True, kw_only=True):
@@ -18,12 +17,10 @@ class HealthState(Struct, frozen=True, kw_only=True):
     last_success_seconds: dict[Source, float]
 
 
-def _zero_counts(source: Source) -> dict[tuple[str, str], int]:
-    return {(str(source), str(reason)): 0 for reason in REASONS[source]}
-
+ZEROS: Final = {source: {(str(source), str(reason)): 0 for reason in REASONS[source]} for source in REASONS}
 
 INITIAL: Final = HealthState(
-    failures={labels: 0 for source in REASONS if source is not Source.PROBE for labels in _zero_counts(source)},
+    failures={labels: 0 for source in ZEROS if source is not Source.PROBE for labels in ZEROS[source]},
     last_success_seconds={},
 )
 """The probe's failures start when its folder is first read: without a folder there are none."""
@@ -32,30 +29,25 @@ INITIAL: Final = HealthState(
 def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
     """Return the health series of every source that was read in this snapshot."""
     failed = {failure.source: failure.reason for failure in snapshot.failures}
-    failures = {**({} if snapshot.probe is None else _zero_counts(Source.PROBE)), **state.failures}
+    failures = {**({} if snapshot.probe is None else ZEROS[Source.PROBE]), **state.failures}
     for source, reason in failed.items():
         failures[str(source), str(reason)] = failures.get((source, reason), 0) + 1
     succeeded = {
         reading.source: snapshot.time_seconds for reading in snapshot.reading_times if reading.source not in failed
     }
-    following = HealthState(failures=failures, last_success_seconds=state.last_success_seconds | succeeded)
-    return following, tuple(_make_samples(following, snapshot.reading_times, failed))
-
-
-def _make_samples(
-    state: HealthState, reading_times: tuple[ReadingTime, ...], failed: dict[Source, Reason]
-) -> Iterator[Sample]:
-    for reading in reading_times:
-        source_labels = (str(reading.source),)
-        yield Sample(catalog.SOURCE_UP, source_labels, float(reading.source not in failed))
-        yield Sample(catalog.SOURCE_READ_SECONDS, source_labels, reading.seconds)
-    for labels, count in state.failures.items():
-        yield Sample(catalog.SOURCE_FAILURES, labels, float(count))
-    for source, seconds in state.last_success_seconds.items():
-        yield Sample(catalog.SOURCE_LAST_SUCCESS, (str(source),), seconds)
-    ends = {each.source: each.ended_monotonic_seconds for each in reading_times if each.source not in failed}
+    state = HealthState(failures=failures, last_success_seconds=state.last_success_seconds | succeeded)
+    samples, ends = [], dict[Source, float]()
+    for reading in snapshot.reading_times:
+        labels, is_up = (str(reading.source),), reading.source not in failed
+        samples.append(Sample(catalog.SOURCE_UP, labels, float(is_up)))
+        samples.append(Sample(catalog.SOURCE_READ_SECONDS, labels, reading.seconds))
+        ends |= {reading.source: reading.ended_monotonic_seconds} if is_up else {}
+    samples += [Sample(catalog.SOURCE_FAILURES, labels, float(count)) for labels, count in failures.items()]
+    known = state.last_success_seconds.items()
+    samples += [Sample(catalog.SOURCE_LAST_SUCCESS, (str(source),), seconds) for source, seconds in known]
     if Source.ENGINE in ends and Source.NVML in ends:
-        yield Sample(catalog.SAMPLE_SKEW, (), abs(ends[Source.ENGINE] - ends[Source.NVML]))
+        samples.append(Sample(catalog.SAMPLE_SKEW, (), abs(ends[Source.ENGINE] - ends[Source.NVML])))
+    return state, tuple(samples)
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:

@@ -138,9 +138,8 @@ def _choose_memory(
     own_bytes = sum_known(process.anonymous_bytes for process in engine)  # without the files that they map
     if own_bytes is None:
         return HostMemory()
-    used_bytes = int(own_bytes) + (0 if reading.shm is None else reading.shm.used_bytes)  # shared memory counts once
-    swap = sum_known(process.swap_bytes for process in engine)
-    swap_bytes = None if swap is None else int(swap)
+    used_bytes = own_bytes + (0 if reading.shm is None else reading.shm.used_bytes)  # shared memory counts once
+    swap_bytes = sum_known(process.swap_bytes for process in engine)
     return HostMemory(basis=HostBasis.PROCESSES, used_bytes=used_bytes, limit_bytes=limit_bytes, swap_bytes=swap_bytes)
 
 

@@ -1,6 +1,5 @@
 """What the engine uses its memory on a GPU for."""
 
-from collections.abc import Iterable
 from typing import Final, Literal
 
 from msgspec import Struct, field
@@ -63,12 +62,12 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     if not found or gpu.attribution is None:
         return None
     sums = Sums(
-        allocated=_sum_whole(device.allocated_bytes for device, _ in found),
-        reserved=_sum_whole(device.reserved_bytes for device, _ in found),
-        split=_sum_whole(device.inactive_split_bytes for device, _ in found),
-        weights=_sum_whole(_find_current(parts, "weights_bytes") for _, parts in found),
-        kv_cache=_sum_whole(_find_current(parts, "kv_cache_bytes") for _, parts in found),
-        graphs=_sum_whole(None if parts is None else parts.cuda_graphs_bytes for _, parts in found),
+        allocated=sum_known(device.allocated_bytes for device, _ in found),
+        reserved=sum_known(device.reserved_bytes for device, _ in found),
+        split=sum_known(device.inactive_split_bytes for device, _ in found),
+        weights=sum_known(_find_current(parts, "weights_bytes") for _, parts in found),
+        kv_cache=sum_known(_find_current(parts, "kv_cache_bytes") for _, parts in found),
+        graphs=sum_known(None if parts is None else parts.cuda_graphs_bytes for _, parts in found),
     )
     if memory is not None and max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0) > memory.total_bytes:
         return None
@@ -79,11 +78,6 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
         reserved_bytes=sums.reserved,
         parts=tuple((part, parts[part]) for part in MemoryPart if part in parts),
     )
-
-
-def _sum_whole(values: Iterable[int | None]) -> int | None:
-    total = sum_known(values)
-    return None if total is None else int(total)
 
 
 def _find_current(parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_bytes"]) -> int | None:

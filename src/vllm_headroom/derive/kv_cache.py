@@ -24,7 +24,11 @@ def derive_kv_cache(
     model = model or snapshot.token_bytes
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
     gpus = -(-len(snapshot.owned) // max(1, len(ranks))) or None  # the most that one engine can have
-    known = _measure_token_bytes(snapshot) if bytes_per_token is None else bytes_per_token
+    inside = [gpu.inside or Inside() for gpu in snapshot.owned]  # a cache that sleep has dropped is unknown, not free
+    held_bytes = sum_known(dict(each.parts).get(MemoryPart.KV_CACHE) for each in inside)
+    tokens = sum_known(engine.kv_capacity_tokens for engine in list_named(snapshot.page))
+    measured = held_bytes / tokens if held_bytes and tokens else None
+    known = measured if bytes_per_token is None else bytes_per_token
     samples: list[Sample] = []
     for engine in list_named(snapshot.page):
         n_bytes = known
@@ -33,23 +37,12 @@ def derive_kv_cache(
         labels, capacity_tokens = label_engine(engine), engine.kv_capacity_tokens
         if capacity_tokens is not None and n_bytes is not None:
             samples.append(Sample(catalog.ENGINE_KV_CAPACITY_BYTES, labels, capacity_tokens * n_bytes))
-        tokens = count_tokens_per_request(engine)
-        if tokens is not None:
-            samples.append(Sample(catalog.ENGINE_KV_TOKENS_PER_REQUEST, labels, tokens))
-        if tokens is not None and n_bytes is not None:
-            samples.append(Sample(catalog.ENGINE_KV_BYTES_PER_REQUEST, labels, tokens * n_bytes))
+        each = count_tokens_per_request(engine)
+        if each is not None:
+            samples.append(Sample(catalog.ENGINE_KV_TOKENS_PER_REQUEST, labels, each))
+        if each is not None and n_bytes is not None:
+            samples.append(Sample(catalog.ENGINE_KV_BYTES_PER_REQUEST, labels, each * n_bytes))
     return tuple(samples)
-
-
-def _measure_token_bytes(snapshot: Snapshot) -> float | None:
-    """Return the size of all KV caches over their capacity in tokens; None where one is unknown.
-
-    A cache that sleep has dropped is unknown, not free.
-    """
-    inside = [gpu.inside or Inside() for gpu in snapshot.owned]
-    held_bytes = sum_known(dict(each.parts).get(MemoryPart.KV_CACHE) for each in inside)
-    tokens = sum_known(engine.kv_capacity_tokens for engine in list_named(snapshot.page))
-    return held_bytes / tokens if held_bytes and tokens else None
 
 
 def count_tokens_per_request(engine: EngineReading) -> float | None:

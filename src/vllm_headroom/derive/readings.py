@@ -9,6 +9,8 @@ from vllm_headroom.model import INPUTS, EnginePage, EngineReading, Gpu, Metric, 
 
 RESTART_SHARE: Final = 0.5
 
+N = TypeVar("N", int, float)
+
 
 def list_engines(page: EnginePage | None) -> tuple[EngineReading, ...]:
     """Return the engines of the page; none where it could not be read."""
@@ -20,9 +22,9 @@ def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
     return tuple(engine for engine in list_engines(page) if engine.model_name)
 
 
-def sum_known(values: Iterable[float | None]) -> float | None:
+def sum_known(values: Iterable[N | None]) -> N | None:
     """Return the sum; None where one value is unknown, or without values."""
-    known: list[float] = []
+    known: list[N] = []
     for value in values:
         if value is None:
             return None

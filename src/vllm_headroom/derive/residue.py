@@ -35,12 +35,8 @@ def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tup
     A new run has not slept yet.
     """
     state = _update_sleep(state, snapshot)
-    samples = tuple(
-        Sample(catalog.SLEEP_RESIDUE, label_gpu(gpu), float(state.least_bytes[gpu.reading.uuid]))
-        for gpu in snapshot.owned
-        if gpu.reading.uuid in state.least_bytes
-    )
-    return state, samples
+    kept = ((label_gpu(gpu), state.least_bytes.get(gpu.reading.uuid)) for gpu in snapshot.owned)
+    return state, tuple(Sample(catalog.SLEEP_RESIDUE, labels, float(n)) for labels, n in kept if n is not None)
 
 
 def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:

@@ -35,25 +35,21 @@ class LoadState(Struct, frozen=True, kw_only=True):
 
 def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
     """Return whether the engine's requests stayed level for ten minutes, and each GPU's change since then."""
-    requests = _count_requests(snapshot)
-    if requests is None:
+    engines = () if snapshot.page is None else list_named(snapshot.page)
+    running = sum_known(engine.running for engine in engines)
+    if running is None:
         return LoadState(), ()
+    requests = running + sum(engine.waiting or 0.0 for engine in engines)
     state = _gather_minute(state, requests, snapshot.monotonic_seconds)
     if state.stable is None:
         return state, ()
-    held = _find_held(snapshot) if state.stable else {}
+    known = [(gpu, gpu.held_bytes) for gpu in snapshot.devices if state.stable]
+    held = {gpu.reading.uuid: (label_gpu(gpu), n_bytes) for gpu, n_bytes in known if n_bytes is not None}
     first = {uuid: state.held_bytes.get(uuid, now) for uuid, (_, now) in held.items()}
     if first != state.held_bytes:
         state = replace(state, held_bytes=first)
     deltas = [Sample(catalog.MEMORY_DELTA, labels, now - first[uuid]) for uuid, (labels, now) in held.items()]
     return state, (Sample(catalog.LOAD_STABLE, (), 1.0 if state.stable else 0.0), *deltas)
-
-
-def _count_requests(snapshot: Snapshot) -> float | None:
-    """Return the requests running and waiting in all engines; None where the running ones are unknown."""
-    engines = () if snapshot.page is None else list_named(snapshot.page)
-    running = sum_known(engine.running for engine in engines)
-    return None if running is None else running + sum(engine.waiting or 0.0 for engine in engines)
 
 
 def _gather_minute(state: LoadState, requests: float, now: float) -> LoadState:
@@ -62,15 +58,7 @@ def _gather_minute(state: LoadState, requests: float, now: float) -> LoadState:
     if now - began < MINUTE_SECONDS:
         return state
     minutes = (*state.minutes, state.total / state.count)[-WINDOW_MINUTES:]
-    stable = _is_level(minutes) if len(minutes) == WINDOW_MINUTES else None
-    return replace(state, minutes=minutes, began_seconds=now, total=0.0, count=0, stable=stable)
-
-
-def _is_level(minutes: tuple[float, ...]) -> bool:
     mean = fmean(minutes)
-    return all(abs(minute - mean) <= max(BAND * mean, SLACK_REQUESTS) for minute in minutes)
-
-
-def _find_held(snapshot: Snapshot) -> dict[str, tuple[tuple[str, str], int]]:
-    held = ((gpu, gpu.held_bytes) for gpu in snapshot.devices)
-    return {gpu.reading.uuid: (label_gpu(gpu), held_bytes) for gpu, held_bytes in held if held_bytes is not None}
+    level = all(abs(minute - mean) <= max(BAND * mean, SLACK_REQUESTS) for minute in minutes)
+    stable = level if len(minutes) == WINDOW_MINUTES else None
+    return replace(state, minutes=minutes, began_seconds=now, total=0.0, count=0, stable=stable)

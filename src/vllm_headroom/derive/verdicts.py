@@ -339,27 +339,23 @@ def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
         known = host.room_bytes is not None and first is not None
         least = min(LOW_HOST_BYTES, LOW_HOST_SHARE * (host.limit_bytes or 0), LOW_SHARE * (first or 0))
         low = known and (host.room_bytes or 0) < least
+        used, limit = values.value(catalog.HOST_MEMORY_USED), values.value(catalog.HOST_MEMORY_LIMIT)
+        use = f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}"
+        if used is not None and limit is not None:
+            use = f"{format_size(used)} of {format_size(limit)} are in use{SCOPES.get(host.basis, '')}"
+        shared = host.shm_used_bytes or 0
+        use += f", {format_size(shared)} of it in /dev/shm" if shared > NEIGHBOUR_BYTES else ""
+        use += f", and {format_size(host.swap_bytes)} are swapped out" if host.swap_bytes else ""
+        planned = values.of(catalog.HOST_MEMORY_PLANNED)
+        offloads = sum(planned.get((part,), 0.0) for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD))
+        use += f"; offloads of {format_size(offloads)} may take up to {OFFLOAD_HIGH} times that" if offloads else ""
         yield Verdict(
             subject="host memory",
             level=Level.WARNING if low else level,
-            sentence=f"Host memory: {text}; {_describe_use(snapshot, values)}.",
+            sentence=f"Host memory: {text}; {use}.",
             alert="HeadroomHostMemoryLow" if low else None,
             situation=Situation.LOW_MEMORY if low else Situation.HEALTHY,
         )
-
-
-def _describe_use(snapshot: Snapshot, values: Values) -> str:
-    used, limit = values.value(catalog.HOST_MEMORY_USED), values.value(catalog.HOST_MEMORY_LIMIT)
-    host = snapshot.host or HostMemory()
-    shared = host.shm_used_bytes or 0
-    more = f", {format_size(shared)} of it in /dev/shm" if shared > NEIGHBOUR_BYTES else ""
-    more += f", and {format_size(host.swap_bytes)} are swapped out" if host.swap_bytes else ""
-    planned = values.of(catalog.HOST_MEMORY_PLANNED)
-    offloads = sum(planned.get((part,), 0.0) for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD))
-    more += f"; offloads of {format_size(offloads)} may take up to {OFFLOAD_HIGH} times that" if offloads else ""
-    if used is None or limit is None:
-        return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}{more}"
-    return f"{format_size(used)} of {format_size(limit)} are in use{SCOPES.get(host.basis, '')}{more}"
 
 
 def _end_sentence(text: str) -> str:

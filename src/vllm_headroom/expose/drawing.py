@@ -113,19 +113,15 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
 
 def draw_line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
     """Return the curve, of class `kind` in STYLE; a stretch of one point is a dot."""
-    path = "".join(_draw_path(frame, stretch) + ("h.1" if len(stretch) == 1 else "") for stretch in stretches)
+    path = "".join(_draw_path(frame, stretch) for stretch in stretches)
     return f'<path class="{kind}" d="{path}"/>' if path else ""
 
 
 def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
     """Return the curve, with the area below it shaded."""
-    drawn = list(stretches)
-    if not drawn:
-        return ""
-    areas = "".join(
-        f"{_draw_path(frame, stretch)}V{frame.height:.0f}H{frame.x(stretch[0][0]):.1f}Z" for stretch in drawn
-    )
-    return f'<path class="area" d="{areas}"/>{draw_line(frame, drawn, kind="line")}'
+    paths = [_draw_path(frame, stretch) for stretch in stretches]
+    areas = [f"{path}V{frame.height:.0f}H{path[1 : path.index(' ')]}Z" for path in paths]
+    return f'<path class="area" d="{"".join(areas)}"/><path class="line" d="{"".join(paths)}"/>' if paths else ""
 
 
 def draw_zero(frame: Frame) -> str:
@@ -161,7 +157,9 @@ def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, 
 
 
 def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join([f"{frame.x(seconds):.1f} {frame.y(value):.1f}" for seconds, value in stretch])
+    x, y = frame.x, frame.y
+    path = "M" + "L".join([f"{x(seconds):.1f} {y(value):.1f}" for seconds, value in stretch])
+    return path if len(stretch) > 1 else f"{path}h.1"
 
 
 def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:

@@ -17,19 +17,18 @@ from judge import judge
 from score import share
 from traces import MAKERS, NAMES, RECORDED, Labelled, is_held_out
 
-from vllm_headroom.derive.leak import growth, steps
+from vllm_headroom.derive.leak import growth
 from vllm_headroom.derive.leak import judge as verdicts
-from vllm_headroom.derive.leak.facts import Certainty
 
 Row = dict[str, Any]
 OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "nothing": (verdicts, "MOST", verdicts.MOST),
-    "how often it rises": (growth, "compute_chance", lambda *_: growth.LEAST_CHANCE),
+    "how often it rises": (growth, "RECORDS", 0.0),
     "pace": (verdicts, "weigh_pace", lambda *_: verdicts.MOST),
-    "shape": (verdicts, "judge_evenness", lambda _: Certainty.LEAKING),
+    "shape": (verdicts, "is_even", lambda _: True),
     "patience": (verdicts, "compute_patience", lambda _: verdicts.GROWING_SECONDS),
     "large steps": (verdicts, "find_step_windows", lambda *_: ()),
-    "sizes of steps": (steps, "score_likeness", lambda *_: 6.0),
+    "sizes of steps": (growth, "score_likeness", lambda *_: 6.0),
 }
 """What is replaced, so that a witness says nothing against a leak; without large steps nothing is said of them."""
 

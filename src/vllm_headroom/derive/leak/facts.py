@@ -6,6 +6,7 @@ from math import log
 from typing import Final
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom.derive.readings import count_finished, count_running, identify_run, is_page_awake
 from vllm_headroom.model import Gpu, Snapshot
@@ -30,8 +31,7 @@ class Certainty(IntEnum):
 class Observation(Struct, frozen=True, kw_only=True):
     """One reading: monotonic seconds, bytes held (None: unknown now), finished requests and who is observed.
 
-    `finished_total` is the engine's counter and `running` its requests, None while its page fails or has none. `life`
-    identifies the run of the engine, `neighbours` is the number of processes where their memory cannot be
+    `life` identifies the run of the engine, `neighbours` is the number of processes where their memory cannot be
     distinguished. `room_bytes` is what is left on the device, `bound_bytes` what configured pools may fill in all.
     """
 
@@ -49,8 +49,7 @@ class Observation(Struct, frozen=True, kw_only=True):
 class Point(Struct, frozen=True, gc=False):
     """A closed block of readings: its end, the requests, busy seconds and peak load until then, the least held in it.
 
-    Time without work or growth is not busy. There are hundreds, of plain numbers: gc=False saves the collector's
-    overhead.
+    Time without work or growth is not busy. There are hundreds: gc=False saves the collector's overhead.
     """
 
     seconds: float
@@ -60,19 +59,14 @@ class Point(Struct, frozen=True, gc=False):
     load: float = 0.0
 
 
-class Block(Struct, frozen=True, gc=False):
-    """Readings being gathered: where the block began, the least held, and the parts so far."""
-
-    seconds: float
-    requests: float
-    floor_bytes: float
-    parts: int
-
-
 class Ring(Struct, frozen=True, kw_only=True):
-    """The newest blocks of one length, the highest floor before them, and the verdict when the last one ended."""
+    """The newest blocks of one length, the highest floor before them, and the verdict when the last one ended.
 
-    block: Block | None = None
+    `parts` are the blocks of the ring below in the present block, and `floor_bytes` the least held in them.
+    """
+
+    parts: int = 0
+    floor_bytes: float = 0.0
     points: tuple[Point, ...] = ()
     highest_bytes: float = 0.0
     verdict: Certainty = Certainty.NONE
@@ -113,10 +107,10 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, frozen=True, gc=False):
-    """A large rise between two readings: when it was seen, and what was held before and after."""
+    """A large rise between two readings: when it was seen, its size, and what was held after it."""
 
     seconds: float
-    bottom_bytes: float
+    size_bytes: float
     top_bytes: float
 
 
@@ -134,8 +128,9 @@ class Track(Struct, frozen=True, kw_only=True):
     `seconds` is the track's time, which only moves forward; `clock` is the snapshot time of the last move, and
     `doubted_clock` a distant one that is not trusted yet. `anchor` is where this stretch of comparable readings began,
     `first` the block from which work is counted: the first one, or the last in which the most requests that ever ran at
-    once reached twice the `first_load` of the one before. `most_bytes` is the most the engine could hold if others did
-    not change, `bound_bytes` what configured pools may fill. `crowded_since` is when a neighbour came.
+    once reached twice those of the one before. `block` is the present one, with the time and requests of its begin.
+    `most_bytes` is the most the engine could hold if others did not change, `bound_bytes` what configured pools may
+    fill. `crowded_since` is when a neighbour came.
     """
 
     clock: float
@@ -144,7 +139,6 @@ class Track(Struct, frozen=True, kw_only=True):
     work: Work = field(default_factory=Work)
     anchor: Point | None = None
     first: Point | None = None
-    first_load: float = 0.0
     load: float = 0.0
     busy_seconds: float = 0.0
     top_bytes: float = 0.0
@@ -153,7 +147,7 @@ class Track(Struct, frozen=True, kw_only=True):
     asleep: bool = False
     neighbours: int | None = None
     crowded_since: float | None = None
-    block: Block | None = None
+    block: Point | None = None
     rings: tuple[Ring, ...] = ()
     held_bytes: float | None = None
     steps: tuple[Step, ...] = ()
@@ -163,36 +157,31 @@ class Track(Struct, frozen=True, kw_only=True):
     estimate: Estimate | None = None
 
 
+def observe_page(snapshot: Snapshot) -> Observation:
+    """Return the observation of a snapshot's engine, without any memory."""
+    page = snapshot.page
+    return Observation(
+        seconds=snapshot.monotonic_seconds,
+        held_bytes=None,
+        finished_total=count_finished(page),
+        running=count_running(page),
+        life=identify_run(page),
+        awake=is_page_awake(page),
+    )
+
+
 def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gpu, Observation]]:
     """Yield each GPU with its observation; the room is free memory, limited to what the engine may still take."""
-    page = snapshot.page
-    finished_total, running = count_finished(page), count_running(page)
-    named, is_awake = identify_run(page), is_page_awake(page)
+    seen = observe_page(snapshot)
+    bound_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is None)
     for gpu in gpus:
         room_bytes = None if gpu.reading.memory is None else gpu.reading.memory.left_bytes
         granted_bytes = None if gpu.inside is None else gpu.inside.granted_bytes
         if room_bytes is not None and granted_bytes is not None and gpu.engine_bytes is not None:
             room_bytes = min(room_bytes, max(0, granted_bytes - gpu.engine_bytes))
-        seen = Observation(
-            seconds=snapshot.monotonic_seconds,
-            held_bytes=gpu.held_bytes,
-            finished_total=finished_total,
-            running=running,
-            life=named,
-            neighbours=gpu.process_count if gpu.engine_bytes is None else None,
-            awake=is_awake,
-            room_bytes=room_bytes,
-            bound_bytes=sum(pool.size_bytes for pool in snapshot.pools if pool.role is None),
-        )
-        yield gpu, seen
-
-
-BLOCK_SECONDS: Final = 30.0
-PARTS: Final = (1, 4, 8)
-"""How many blocks of the ring below make one: 30 s, 2 and 16 minutes."""
-
-RING_POINTS: Final = 62
-"""Half an hour, two hours and 16 hours."""
+        neighbours = gpu.process_count if gpu.engine_bytes is None else None
+        memory = {"held_bytes": gpu.held_bytes, "room_bytes": room_bytes, "bound_bytes": bound_bytes}
+        yield gpu, replace(seen, neighbours=neighbours, **memory)
 
 
 def count_folds(first: Point, before: Point, after: Point) -> float:

@@ -1,36 +1,29 @@
-"""The growth in a window of blocks: what was retained above all that was held before, and how often it rose."""
+"""The witnesses: growth in a window of blocks, how often it rose, at what pace, in what shape, in what large steps."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from math import exp, log
+from math import log
 from statistics import median
 from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.leak.facts import MIB, RISE_BYTES, Point, Ring, count_folds
+from vllm_headroom.derive.leak.facts import MIB, RISE_BYTES, Certainty, Point, Ring, Step, Track, count_folds
 
 LENGTHS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
 """Blocks of the windows that are compared."""
 
-LEAST_RISES: Final = 6
-"""Least rises for a verdict: fewer are indistinguishable from first uses of kernels."""
-
 LEAST_GROWTH_BYTES: Final = 48 * MIB
 """Least growth for a verdict: a few of the allocator's 20 MiB segments (c10 kLargeBuffer) are no leak."""
 
-CLIP: Final = 3.0
-"""A rise counts at most this many median rises: one large step must not make a trend."""
-
 RECORDS: Final = 6.0
-"""Independent sources of records and first uses: the chance of one in a block is at most this times ln(n1/n0)."""
+"""Independent sources of records and first uses. The n-th of exchangeable demands is a record with chance 1/n (Rényi),
+and an event of log-uniform rarity is first seen at rate 1/n: so many sources give at most this times ln(n1/n0)."""
 
-CHANCE_IN_A_LEAK: Final = 0.8
-LEAST_CHANCE: Final = 0.10
+CHANCE_IN_A_LEAK, LEAST_CHANCE = 0.8, 0.10
 """Real benign steps come in clusters, so no rise is assumed to be rarer than this."""
 
-BACKGROUND_PER_SECOND: Final = 0.15 / 3600
 USELESS_CHANCE: Final = 0.75
 """Blocks in which a rise is this likely anyway are no evidence: this covers the warm-up."""
 
@@ -42,13 +35,12 @@ QUIET_SECONDS, QUIET_GAPS = 1800.0, 1.5
 class Course(Struct, frozen=True):
     """A ring's points with what all its windows share: the floors kept, the highest floor until each, and the evidence.
 
-    `folds` are the e-folds of work of each block, `rose` and `stayed` the log likelihood ratios of a rise and of none.
+    `rose` and `stayed` are the log likelihood ratios of a rise and of none in each block.
     """
 
     points: tuple[Point, ...]
     kept_bytes: tuple[float, ...]
     highest_bytes: tuple[float, ...]
-    folds: tuple[float, ...]
     rose: tuple[float, ...]
     stayed: tuple[float, ...]
 
@@ -56,29 +48,18 @@ class Course(Struct, frozen=True):
 class Growth(Struct, frozen=True, kw_only=True):
     """The blocks of a window, from the one before it; the memory retained above all that was held before it.
 
-    `rises` are those of its blocks, `total_bytes` is their sum if none counts more than CLIP medians, `typical_bytes`
-    the size of its steps if they were equal, `score` the log likelihood ratio of a leak against records and first uses.
+    `rises` are those of its blocks, `typical_bytes` is the size of its steps if they were equal, `lasted` its length in
+    seconds, `score` the log likelihood ratio of a leak against records and first uses.
     """
 
     points: tuple[Point, ...]
-    folds: tuple[float, ...]
     kept_bytes: tuple[float, ...]
     rises: tuple[float, ...]
-    clipped: tuple[float, ...]
-    total_bytes: float
+    grown_bytes: float
     typical_bytes: float
+    lasted: float
     count: int
     score: float
-
-    @property
-    def grown_bytes(self) -> float:
-        """The growth, with all of each rise."""
-        return self.kept_bytes[-1] - self.kept_bytes[0]
-
-    @property
-    def lasted(self) -> float:
-        """The length of the window in seconds."""
-        return self.points[-1].seconds - self.points[0].seconds
 
 
 def survey(ring: Ring, first: Point) -> Course | None:
@@ -88,20 +69,19 @@ def survey(ring: Ring, first: Point) -> Course | None:
     which shows in the floor of the next block.
     """
     points = ring.points
-    kept = tuple(accumulate((point.floor_bytes for point in reversed(points)), min))[::-1]
+    kept = find_retained(points)
     oldest = bisect_left(points, first.seconds, key=lambda point: point.seconds)
     highest = tuple(accumulate((point.floor_bytes for point in points), max, initial=ring.highest_bytes))[1:]
     if len(points) - oldest < LENGTHS[0] + 1 or kept[-1] - highest[oldest] < LEAST_GROWTH_BYTES:
         return None
-    folds, rose, stayed, load = [], [], [], first.load
+    rose, stayed, load = [], [], first.load
     for one, two in pairwise(points[oldest:]):
-        folds.append(count_folds(first, one, two))
-        chance = compute_chance(folds[-1], two.seconds - one.seconds)
+        chance = max(RECORDS * count_folds(first, one, two), LEAST_CHANCE)
         useful = chance < USELESS_CHANCE and two.load <= load
         rose.append(log(CHANCE_IN_A_LEAK / chance) if useful else 0.0)
         stayed.append(log((1 - CHANCE_IN_A_LEAK) / (1 - chance)) if useful else 0.0)
         load = one.load
-    return Course(points[oldest:], kept[oldest:], highest[oldest:], tuple(folds), tuple(rose), tuple(stayed))
+    return Course(points[oldest:], kept[oldest:], highest[oldest:], tuple(rose), tuple(stayed))
 
 
 def cut_window(course: Course, begin: int) -> Growth:
@@ -109,42 +89,23 @@ def cut_window(course: Course, begin: int) -> Growth:
     least = course.highest_bytes[begin]
     kept = tuple(max(least, floor) for floor in course.kept_bytes[begin:])
     rises = tuple([after - before for before, after in pairwise(kept)])
-    rising = [rise for rise in rises if rise >= RISE_BYTES]
-    most = CLIP * median(rising or [0.0])
-    clipped = tuple([min(most, rise) for rise in rises]) if max(rises) > most else rises
-    whole = kept[-1] - kept[0]
+    rising, whole = [rise for rise in rises if rise >= RISE_BYTES], kept[-1] - kept[0]
     evidence = zip(rises, course.rose[begin:], course.stayed[begin:], strict=True)
     return Growth(
         points=course.points[begin:],
-        folds=course.folds[begin:],
         kept_bytes=kept,
         rises=rises,
-        clipped=clipped,
-        total_bytes=sum(clipped),
+        grown_bytes=whole,
         typical_bytes=sum([rise * rise for rise in rising]) / whole,
+        lasted=course.points[-1].seconds - course.points[begin].seconds,
         count=len(rising),
         score=sum([up if rise >= RISE_BYTES else down for rise, up, down in evidence]),
     )
 
 
-def compute_chance(folds: float, seconds: float) -> float:
-    """Return the chance that a healthy engine's floor rises in a block.
-
-    The n-th of exchangeable demands is a record with chance 1/n (Rényi), and an event of log-uniform rarity is first
-    seen at rate 1/n, so J sources give at most J ln(n1/n0); idle processes age by time instead.
-    """
-    return max(RECORDS * folds, LEAST_CHANCE, 1.0 - exp(-BACKGROUND_PER_SECOND * seconds))
-
-
-def find_windows(course: Course) -> Iterator[Growth]:
-    """Yield each window that grew enough for a verdict, the longest first."""
-    for length in reversed(LENGTHS):
-        begin = len(course.points) - 1 - length
-        if begin < 0 or course.kept_bytes[-1] - course.highest_bytes[begin] < LEAST_GROWTH_BYTES:
-            continue
-        found = cut_window(course, begin)
-        if found.count >= LEAST_RISES:
-            yield found
+def find_retained(points: tuple[Point, ...]) -> tuple[float, ...]:
+    """Return the floors less what later floors gave back: running minima from the end."""
+    return tuple(accumulate((point.floor_bytes for point in reversed(points)), min))[::-1]
 
 
 def has_ended(grown: Growth) -> bool:
@@ -165,3 +126,166 @@ def is_over(began: Point, risen: Point, now: Point, count: float, quiet: tuple[f
     gap, done = (risen.seconds - began.seconds) / between, (risen.requests - began.requests) / between
     paused = now.seconds - risen.seconds > max(seconds, gaps * gap)
     return paused and now.requests - risen.requests >= gaps * done
+
+
+EVEN_SHARE, LEAST_EVEN_SHARE = 0.45, 0.35
+"""The later half's least share of the growth, on the axis where it is larger and on the other one."""
+
+FIRST_QUARTER, LAST_QUARTER = 0.05, 0.10
+"""Least shares of the first and last quarter: growth that began or ended within the stretch is not even."""
+
+
+def weigh_pace(grown: Growth, first: Point) -> float:
+    """Return the log likelihood ratio of growth at a constant rate against growth by all the folds of work.
+
+    Records and first uses come at a constant or falling rate per e-fold of work, a leak by time or by requests:
+    Poisson's law with steps of the typical size. One more step, the largest, is attributed to the time before, since
+    the window was chosen to begin with a step.
+    """
+    opened, now = grown.points[0], grown.points[-1]
+    before = max(0.0, grown.kept_bytes[0] - first.floor_bytes) + max(grown.rises)
+    pace = (before + grown.grown_bytes) / count_folds(first, first, now)
+    by_folds = log(before / count_folds(first, first, opened) / pace)
+    if by_folds >= 0:
+        return 0.0
+    total = slow = slow_requests = 0.0
+    for one, two, rise in zip(grown.points, grown.points[1:], grown.rises, strict=False):
+        if rise > 0:
+            folds = count_folds(first, one, two)
+            total += rise
+            slow += rise * log((two.seconds - one.seconds) / folds)
+            slow_requests += rise * log(max(two.requests - one.requests, 1e-3) / folds)
+    at_a_rate = log(grown.grown_bytes / grown.lasted / pace) + slow / total
+    done = now.requests - opened.requests
+    if done > 0:
+        at_a_rate = max(at_a_rate, log(grown.grown_bytes / done / pace) + slow_requests / total)
+    return (before * by_folds + grown.grown_bytes * at_a_rate) / grown.typical_bytes
+
+
+CLIP: Final = 3.0
+"""A rise counts at most this many median rises: one large step must not make a trend."""
+
+
+def is_even(grown: Growth) -> bool:
+    """Return whether the growth has its shares in the later half and in the quarters, by requests or by busy time."""
+    most = CLIP * median(rise for rise in grown.rises if rise >= RISE_BYTES)
+    clipped = [min(most, rise) for rise in grown.rises]
+    late, unceasing = [], False
+    for axis in ([point.requests for point in grown.points], [point.busy_seconds for point in grown.points]):
+        length, shares = axis[-1] - axis[0], [0.0] * 4
+        if length > 0:
+            for before, after, rise in zip(axis, axis[1:], clipped, strict=False):
+                shares[min(3, int(2 * (before + after - 2 * axis[0]) / length))] += rise / sum(clipped)
+            late.append(shares[2] + shares[3])
+            unceasing |= shares[0] >= FIRST_QUARTER and min(shares[1:3]) > 0 and shares[3] >= LAST_QUARTER
+    return unceasing and max(late) >= EVEN_SHARE and min(late) >= LEAST_EVEN_SHARE
+
+
+GROWING_SECONDS: Final = 600.0
+LEAKING_SECONDS: Final = 3600.0
+"""Least length of a stretch. Bounded ramps (caches, LoRA slots) are linear until they end: only time distinguishes
+them."""
+
+HASTE, HASTE_SECONDS = 0.25, 180.0
+"""An alarm may come after this share of the time left until out-of-memory, if that is sooner."""
+
+PATIENCE, MOST_PATIENCE_SECONDS = 0.05, 12 * 3600.0
+"""If out-of-memory is far, the alarm waits for this share of it, at most half a day: what is days away wakes nobody,
+and slow ramps mostly end."""
+
+
+def compute_patience(left: float | None) -> float:
+    """Return how many seconds certain growth must have lasted, given the time left."""
+    if left is None:
+        return LEAKING_SECONDS
+    late = min(max(PATIENCE * left, LEAKING_SECONDS), MOST_PATIENCE_SECONDS)
+    return min(max(HASTE * left, HASTE_SECONDS), late)
+
+
+LEAST_BYTES, LEAST_STEPS = 512 * MIB, 1.8
+"""Least growth for a projection, and how many equal steps it must be worth: one step is no pace."""
+
+ODDS, LEAST_ODDS = log(12), log(8)
+"""Twelve to one that growth continues by time, and not by folds of work as before; for an alarm eight to one is
+enough if the steps look like a leak's."""
+
+SURE: Final = 9.0
+"""For an alarm: the odds plus the steps' likeness to a leak."""
+
+SURE_WHERE_FULL, ODDS_WHERE_FULL = 6.0, log(3)
+"""If a step as large as the largest no longer fits, three to one: few engines with bounded growth fill up so far."""
+
+ALIKE_BYTES, NEARLY_ALIKE, REPEATED_BYTES = 2 * MIB, 1.04, 96 * MIB
+REPEATED, MOST_REPEATED, SMALLER, RECORD = 2.0, 6.0, 0.5, -1.0
+"""The score of a repeated size, per e-fold above 96 MiB and at most; of one smaller than some before; and of one
+above all before. Slots, graphs and kernels repeat too, but are smaller. Fitted to simulated days."""
+
+STEP_SHARE: Final = 0.05
+"""Steps of at least a twentieth of the growth are compared."""
+
+YOUNG_SECONDS: Final = 4 * 3600.0
+"""No alarm so early in a run: slots and caches fill as evenly as a leak, and many are full by then."""
+
+ROOM_SHARE, ENOUGH_BYTES = 0.25, 1536 * MIB
+"""For an alarm, a quarter of the room must be gone, or so much that few caches are as large."""
+
+ALIKE_LOAD: Final = 0.85
+"""Load below this share of the peak is no precedent for the present."""
+
+DAY_SECONDS: Final = 86_400.0
+GROWING_SHARE: Final = 0.25
+"""For a warning: the time it has lasted, as a share of the time left."""
+
+
+def find_step_windows(course: Course, load: float) -> Iterator[Growth]:
+    """Yield each window that begins with a step, at a load like the highest, and is worth two, the shortest first."""
+    total = squares = 0.0
+    for begin in range(len(course.points) - 2, -1, -1):
+        if course.points[begin].load < ALIKE_LOAD * load:
+            return
+        rise = course.kept_bytes[begin + 1] - course.kept_bytes[begin]
+        total, squares = total + rise, squares + rise * rise
+        grown = course.kept_bytes[-1] - course.highest_bytes[begin]
+        if rise > 0 and grown >= LEAST_BYTES and total * total >= LEAST_STEPS * squares:
+            yield cut_window(course, begin)
+
+
+def score_likeness(steps: tuple[Step, ...], since: float, least_bytes: float) -> float:
+    """Return how much the sizes of the steps after a time, of at least so many bytes, indicate a leak.
+
+    As a log likelihood ratio. Records exceed all before them: the allocator takes a new segment for a demand that fits
+    into no cached one. A leak has one kind and size.
+    """
+    earlier, total = list[float](), 0.0
+    for step in (step for step in steps if step.size_bytes >= least_bytes):
+        size, most = step.size_bytes, max(earlier, default=0.0)
+        is_again = size <= most and any(abs(size - other) <= ALIKE_BYTES for other in earlier)
+        if step.seconds > since and is_again:
+            total += min(MOST_REPEATED, max(0.0, REPEATED * log(size / REPEATED_BYTES)))
+        elif step.seconds > since:
+            total += SMALLER if size < most else RECORD if size > NEARLY_ALIKE * most else 0.0
+        earlier.append(size)
+    return total
+
+
+def judge_steps(grown: Growth, track: Track, first: Point, room_bytes: float | None) -> tuple[Certainty, float]:
+    """Return the verdict on a window that begins with a step, and its evidence.
+
+    Growing: the device would be full within a day. Leaking: steps at a pace that does not slow down, with repeated
+    rather than growing sizes, once a quarter of the room is gone. If the room is unknown it is taken as what was held
+    at first.
+    """
+    odds, lasted = weigh_pace(grown, first), grown.lasted
+    room = first.floor_bytes if room_bytes is None else max(1.0, room_bytes)
+    left = room / grown.grown_bytes * lasted
+    is_full = room_bytes is not None and room <= max(grown.rises)
+    enough = grown.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + grown.grown_bytes))
+    old = track.seconds - first.seconds >= YOUNG_SECONDS
+    least_odds, least_sure = (ODDS_WHERE_FULL, SURE_WHERE_FULL) if is_full else (LEAST_ODDS, SURE)
+    if odds >= least_odds and enough and old and lasted >= compute_patience(left):
+        steps = tuple(step for step in track.steps if step.seconds > first.seconds)
+        sure = odds + score_likeness(steps, grown.points[0].seconds, STEP_SHARE * grown.grown_bytes)
+        if sure >= least_sure:
+            return Certainty.LEAKING, sure
+    growing = odds >= ODDS and left <= DAY_SECONDS and lasted >= GROWING_SHARE * left
+    return Certainty.GROWING if growing else Certainty.NONE, odds

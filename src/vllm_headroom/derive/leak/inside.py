@@ -118,9 +118,8 @@ PLACES: Final = {
 def find_location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
     """Return where memory grows: where most was added in every sixth of the leak's time.
 
-    First uses come in steps, and a sixth without one excludes them. If almost nothing grew in every sixth, as with a
-    leak in lumps or a new one, the whole time counts. Cache left over from peak demand is no location: torch gives it
-    back.
+    First uses come in steps, and a sixth without one excludes them. If almost nothing grew in every sixth, the whole
+    time counts. Cache left over from peak demand is no location: torch gives it back.
     """
     if found is None or inside is None or found.bytes_per_second <= 0:
         return None

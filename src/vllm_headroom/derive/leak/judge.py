@@ -1,42 +1,48 @@
-"""The judge: adds the evidence of the witnesses, and holds an alarm until its growth has ended."""
+"""The judge: adds the evidence of the witnesses, holds an alarm until its growth has ended, and measures it."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import combinations, pairwise
+from math import inf, sqrt
+from statistics import fmean, median, stdev
 from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, RISE_BYTES, Certainty, Incident, Point, Ring, Track
-from vllm_headroom.derive.leak.growth import Course, Growth, cut_window, find_windows, has_ended, is_over, survey
-from vllm_headroom.derive.leak.rate import estimate, set_time_left
-from vllm_headroom.derive.leak.steps import find_step_windows, judge_steps
-from vllm_headroom.derive.leak.witnesses import (
+from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, RISE_BYTES, Certainty, Estimate, Incident, Point, Track
+from vllm_headroom.derive.leak.growth import (
     GROWING_SECONDS,
+    LEAST_GROWTH_BYTES,
+    LENGTHS,
+    Course,
+    Growth,
     compute_patience,
-    find_time_left,
-    judge_evenness,
+    cut_window,
+    find_retained,
+    find_step_windows,
+    has_ended,
+    is_even,
+    is_over,
+    judge_steps,
+    survey,
     weigh_pace,
 )
 
-LEAST_RARE: Final = 10.0
-LIKELY, SURE, MOST = 12.0, 14.0, 12.0
-"""The least evidence of the rises, and with the pace for a warning and for an alarm, as logarithms of odds. Each
-counts at most 12, so that neither is enough alone."""
+LEAST_RISES, LEAST_RARE = 6, 10.0
+"""Least rises for a verdict, fewer are indistinguishable from first uses of kernels, and their least evidence."""
 
-LARGEST_STEP: Final = 0.40
-"""A stretch with one rise above this share may be growing; it is not called a leak."""
+LIKELY, SURE, MOST = 12.0, 14.0, 12.0
+"""The least evidence of rises and pace for a warning and for an alarm, as logarithms of odds. Each counts at most 12,
+so that neither is enough alone."""
 
 OVERHEAD: Final = 1.15
 """What a configured pool may take beyond its size."""
 
-HELD_SECONDS, HELD_GAPS = 2700.0, 3.0
-FULL_FACTOR: Final = 4.0
-"""An alarm is held for so long without a rise, and so many usual gaps; longer by a factor while little room is left."""
+HELD: Final = (2700.0, 3.0)
+"""An alarm is held for so many seconds without a rise, and so many usual gaps."""
 
-FULL_BYTES: Final = 1024 * MIB
-FULL_SHARE: Final = 0.25
-"""With no more room than this, or than this share of the growth, the card is full."""
-
-LOWER_BYTES: Final = 64 * MIB
+LOWER_BYTES: Final = 64 * 2**20
+FULL_BYTES: Final = 2**30
 KEPT_SHARE, KEPT_OF_FULL_SHARE = 0.5, 0.15
 """After a fall growth is compared with what is left; an alarm ends when that is less than a share of the growth. On a
 full card, where torch's allocator gives back its cache, a leak keeps less."""
@@ -54,22 +60,25 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
     if room_bytes is not None:
         track = replace(track, most_bytes=max(track.most_bytes, (track.held_bytes or 0.0) + room_bytes))
     own_room = None if room_bytes is None else track.most_bytes - now.floor_bytes
-    track = track if track.incident is None else _update_incident(track, track.incident, now, own_room)
-    if track.rings[1].block is not None:
+    track = track if track.incident is None else _update_incident(track, track.incident, now)
+    if track.rings[1].parts:
         return track
     if track.incident is not None:
-        grown = _follow_incident(track, track.incident)
+        since = track.incident.began
+        reach = (each for each in track.rings if each.points and each.points[0].seconds <= since.seconds)
+        ring = next(reach, track.rings[-1])  # the shortest blocks that reach back so far
+        is_new = bool(ring.points) and ring.points[-1].seconds == track.seconds
+        course = survey(ring, since) if is_new else None
+        grown = None if course is None else cut_window(course, 0)
     else:
         track, grown = _judge_rings(track, first, own_room)
-    if track.verdict is Certainty.NONE:
-        return track if track.estimate is None else replace(track, estimate=None)
-    return track if grown is None and track.estimate is None else _update_estimate(track, grown, room_bytes)
+    return _update_estimate(track, grown, room_bytes)
 
 
 def _update_estimate(track: Track, grown: Growth | None, room_bytes: int | None) -> Track:
     """Return the track with a new estimate; with its old one if the new one, in a valley, shows no growth."""
-    found = track.estimate
-    if grown is not None:
+    found = track.estimate if track.verdict else None
+    if grown is not None and track.verdict:
         began_bytes = grown.kept_bytes[0] if track.incident is None else track.incident.began.floor_bytes
         new = estimate(grown, began_bytes=began_bytes, track=track, room_bytes=room_bytes)
         found = new if found is None or new.pace is not None else found
@@ -81,17 +90,15 @@ def _update_estimate(track: Track, grown: Growth | None, room_bytes: int | None)
 def _judge_rings(track: Track, first: Point, room_bytes: float | None) -> tuple[Track, Growth | None]:
     """Return the track with the verdict of each ring whose block has ended, and the growth behind the surest."""
     rings, best, grown = [], Certainty.NONE, None
-    for each in track.rings:
-        ring = each
+    for ring in track.rings:
+        verdict = ring.verdict
         if ring.points and ring.points[-1].seconds == track.seconds:
-            course, judged = survey(ring, first), []
-            if course is not None:
-                judged = list(_judge_windows(course, track, first, room_bytes, whole=each is track.rings[-1]))
+            course, whole = survey(ring, first), ring is track.rings[-1]
+            judged = () if course is None else _judge_windows(course, track, first, room_bytes, whole=whole)
             verdict, _, found = max(judged, key=lambda judgement: judgement[:2], default=(Certainty.NONE, 0.0, None))
-            ring = replace(ring, verdict=verdict)
             if found is not None and verdict >= max(best, Certainty.GROWING):
                 best, grown = verdict, found
-        rings.append(ring)
+        rings.append(replace(ring, verdict=verdict))
     verdict = max(ring.verdict for ring in rings)
     track = replace(track, rings=tuple(rings), verdict=verdict)
     if verdict is Certainty.LEAKING and grown is not None:
@@ -108,8 +115,12 @@ def _judge_windows(
     assert track.anchor is not None  # noqa: S101 - it is set before the first block
     beyond = course.kept_bytes[-1] >= track.anchor.floor_bytes + OVERHEAD * track.bound_bytes
     most = Certainty.LEAKING if beyond else Certainty.GROWING
-    for grown in find_windows(course):
-        if grown.score >= LEAST_RARE and not has_ended(grown):
+    for length in reversed(LENGTHS):
+        begin = len(course.points) - 1 - length
+        if begin < 0 or course.kept_bytes[-1] - course.highest_bytes[begin] < LEAST_GROWTH_BYTES:
+            continue
+        grown = cut_window(course, begin)
+        if grown.count >= LEAST_RISES and grown.score >= LEAST_RARE and not has_ended(grown):
             odds = min(MOST, grown.score) + min(MOST, weigh_pace(grown, first))
             yield min(most, _judge_even(grown, odds, room_bytes)), odds, grown
     for grown in find_step_windows(course, track.load) if whole else ():
@@ -121,23 +132,20 @@ def _judge_windows(
 def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certainty:
     """Return the verdict on even growth, given the odds.
 
-    Whatever its cause, growth that has lasted longer than the time left until the device is full is an alarm. Large
-    single steps are not an even pace: the larger their share, the longer the wait.
+    Whatever its cause, growth that has lasted longer than the time left until the device is full is an alarm.
     """
-    even, lasted = judge_evenness(grown), grown.lasted
-    if even is Certainty.NONE or odds < LIKELY:
+    if odds < LIKELY or not is_even(grown):
         return Certainty.NONE
-    left = find_time_left(grown.grown_bytes, lasted, room_bytes)
-    left_evenly = find_time_left(grown.total_bytes**2 / grown.grown_bytes, lasted, room_bytes)
-    sure = even is Certainty.LEAKING and odds >= SURE and max(grown.rises) <= LARGEST_STEP * grown.grown_bytes
-    if sure and lasted >= compute_patience(left_evenly):
+    pace = grown.grown_bytes / grown.lasted
+    left = None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
+    if odds >= SURE and grown.lasted >= compute_patience(left):
         return Certainty.LEAKING
-    if lasted < GROWING_SECONDS:
+    if grown.lasted < GROWING_SECONDS:
         return Certainty.NONE
-    return Certainty.LEAKING if left is not None and lasted >= left else Certainty.GROWING
+    return Certainty.LEAKING if left is not None and grown.lasted >= left else Certainty.GROWING
 
 
-def _update_incident(track: Track, incident: Incident, now: Point, room_bytes: float | None) -> Track:
+def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
     """Return the track with its incident after a block; it ends when its growth has, or most was given back.
 
     Then the evidence starts over. Growth continues beneath what was given back.
@@ -145,24 +153,124 @@ def _update_incident(track: Track, incident: Incident, now: Point, room_bytes: f
     began, newest = incident.began, incident.newest
     if now.floor_bytes >= newest.floor_bytes + RISE_BYTES:
         return replace(track, incident=replace(incident, newest=now, rises=incident.rises + 1))
-    grown = newest.floor_bytes - began.floor_bytes
-    full = room_bytes is not None and track.most_bytes - newest.floor_bytes <= FULL_BYTES
-    kept_bytes = began.floor_bytes + (KEPT_OF_FULL_SHARE if full else KEPT_SHARE) * grown
+    full = 0 < track.most_bytes <= newest.floor_bytes + FULL_BYTES
+    share = KEPT_OF_FULL_SHARE if full else KEPT_SHARE
+    kept_bytes = began.floor_bytes + share * (newest.floor_bytes - began.floor_bytes)
     if kept_bytes <= now.floor_bytes < newest.floor_bytes - LOWER_BYTES:
         return replace(track, incident=replace(incident, newest=now))
-    near = room_bytes is not None and room_bytes <= FULL_SHARE * grown
-    held = (HELD_SECONDS * (FULL_FACTOR if near else 1.0), HELD_GAPS)
-    if now.floor_bytes >= kept_bytes and not is_over(began, newest, now, incident.rises, held):
+    if now.floor_bytes >= kept_bytes and not is_over(began, newest, now, incident.rises, HELD):
         return track
-    rings = tuple(Ring(points=ring.points[-1:], highest_bytes=newest.floor_bytes) for ring in track.rings)
+    over = {"parts": 0, "highest_bytes": newest.floor_bytes, "verdict": Certainty.NONE}
+    rings = tuple(replace(ring, points=ring.points[-1:], **over) for ring in track.rings)
     return replace(track, incident=None, rings=rings, verdict=Certainty.NONE)
 
 
-def _follow_incident(track: Track, incident: Incident) -> Growth | None:
-    """Return the growth since the incident began, in the shortest blocks that reach back so far; None between them."""
-    since = incident.began.seconds
-    ring = next((each for each in track.rings if each.points and each.points[0].seconds <= since), track.rings[-1])
-    if not ring.points or ring.points[-1].seconds != track.seconds:
-        return None
-    course = survey(ring, incident.began)
-    return None if course is None else cut_window(course, 0)
+BATCHES: Final = 5
+T_95: Final = 2.776
+"""Student's t for 95 % with 4 degrees of freedom."""
+
+SLOPE_POINTS: Final = 16
+"""Points for slopes: the cost is quadratic, and more points gave no better rates."""
+
+LARGEST_STEP_BYTES: Final = 64 * 2**20
+UNLIKE: Final = 1.4
+"""Requests drive the growth unless their batches vary this much more than those of time."""
+
+DAY_SECONDS: Final = 86_400.0
+UNSEEN_SHARE: Final = 0.6
+"""Load has a daily cycle: before a day was seen, it may rise so much that only this share of the time is left."""
+
+LAST_SECONDS: Final = 3600.0
+"""The load of the last hour may continue, whatever the night before was like."""
+
+SHORT_SECONDS: Final = 900.0
+MARGIN_SECONDS: Final = 300.0
+"""An estimate is up to two minutes old, and peaks of some minutes are in no block's floor."""
+
+
+def estimate(grown: Growth, *, began_bytes: float, track: Track, room_bytes: float | None) -> Estimate:
+    """Return rates from the later half of the stretch, and the paces at the expected request rate.
+
+    The slope is Theil and Sen's, which single benign steps do not move. Its interval comes from five batches of the
+    later three quarters, because rises are not independent, widened by one median rise, because the true amount is
+    known only to the allocator's step. It does not reach below zero: a leak gives nothing back.
+    """
+    seconds = [point.seconds for point in grown.points]
+    requests = [point.requests for point in grown.points]
+    step = min(LARGEST_STEP_BYTES, median(rise for rise in grown.rises if rise > 0))
+    per_second, half_width, spread = measure_rate(seconds, grown.kept_bytes, step)
+    per_request, request_half_width, request_spread = measure_rate(requests, grown.kept_bytes, step)
+    by_requests = per_request > 0 and track.work.rate > 0 and request_spread <= UNLIKE * spread
+    pace, fastest = per_second, per_second + half_width if per_second > 0 else 0.0
+    if room_bytes is not None and by_requests:
+        horizon = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / (per_request * track.work.rate)
+        pace = per_request * forecast_rate(track, horizon)
+        most = max(forecast_rate(track, span) for span in (LAST_SECONDS, horizon / 4, horizon))
+        fastest = 1.1 * most * (per_request + request_half_width)
+    is_known = track.seconds >= DAY_SECONDS or not (by_requests or track.work.finished_total is None)
+    if room_bytes is not None and not is_known and fastest * track.seconds / 2 < room_bytes:
+        fastest /= UNSEEN_SHARE
+    return Estimate(
+        bytes_per_second=per_second,
+        lower=max(min(0.0, per_second), per_second - half_width),
+        upper=per_second + half_width,
+        bytes_per_request=per_request if requests[-1] > requests[0] else None,
+        by_requests=by_requests,
+        leaked_bytes=max(grown.grown_bytes, grown.points[-1].floor_bytes - began_bytes),
+        pace=pace if pace > 0 else None,
+        fastest=fastest if fastest > 0 else None,
+    )
+
+
+def set_time_left(found: Estimate, track: Track, room_bytes: float) -> Estimate:
+    """Return the estimate with the time left now.
+
+    Out-of-memory happens at the next peak, not in the present valley. Memory that follows load, and the sawtooth of a
+    garbage collector, return to their old height plus what leaked since; a demand as large as the largest recent one
+    may come on top. The lower bound is the time until then.
+    """
+    newest, swing_bytes = [point.floor_bytes for point in track.rings[0].points], 0.0
+    for ring in track.rings:
+        for point, least in zip(ring.points, find_retained(ring.points), strict=True):
+            again = point.floor_bytes - newest[-1] + found.bytes_per_second * (track.seconds - point.seconds)
+            swing_bytes = max(swing_bytes, min(point.floor_bytes - min(least, newest[-1]), again))
+    largest_bytes = max((after - before for before, after in pairwise(newest)), default=0.0)
+    demand_bytes = max(swing_bytes + largest_bytes, OUT_OF_MEMORY_BYTES)
+    room, least = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES), max(0.0, room_bytes - demand_bytes)
+    return replace(
+        found,
+        oom_seconds=room / found.pace if found.pace else None,
+        oom_seconds_lower=max(0.0, least / found.fastest - MARGIN_SECONDS) if found.fastest else None,
+    )
+
+
+def measure_rate(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tuple[float, float, float]:
+    """Return slope, half width of its 95 % interval and relative spread of its batches on one axis.
+
+    Where the later half has no slope, growth was in a few large steps, and the slope is that of the whole.
+    """
+    length = axis[-1] - axis[0]
+    if length <= 0:
+        return 0.0, 0.0, inf
+    half, size = len(axis) // 2, (len(axis) - 1 - len(axis) // 4) // BATCHES
+    every = -(-(len(axis) - half) // SLOPE_POINTS)
+    late = zip(axis[half::every], values[half::every], strict=True)
+    slopes = [(y - before) / (x - since) for (since, before), (x, y) in combinations(late, 2) if x > since]
+    slope = (median(slopes) if slopes else 0.0) or (values[-1] - values[0]) / length
+    cuts = pairwise(len(axis) - 1 - size * number for number in range(BATCHES, -1, -1))
+    batches = [(values[end] - values[at]) / (axis[end] - axis[at]) for at, end in cuts if axis[end] > axis[at]]
+    if len(batches) < BATCHES:
+        return slope, abs(slope), inf
+    spread = stdev(batches)
+    half_width = T_95 * spread / sqrt(BATCHES) + step_bytes / (axis[-1] - axis[half])
+    return slope, half_width, spread / max(abs(fmean(batches)), 1e-9)
+
+
+def forecast_rate(track: Track, horizon_seconds: float) -> float:
+    """Return the expected requests per second over a horizon: the mean of an equally long past, as far as is known."""
+    points: tuple[Point, ...] = track.rings[-1].points
+    then = bisect_right(points, track.seconds - horizon_seconds, key=lambda point: point.seconds) - 1
+    since = points[max(0, then)] if points else None
+    if since is None or horizon_seconds < SHORT_SECONDS or track.seconds - since.seconds < SHORT_SECONDS:
+        return track.work.rate
+    return (track.work.requests - since.requests) / (track.seconds - since.seconds)

@@ -7,19 +7,19 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Certainty, Estimate, Observation, Track, observe_gpus
+from vllm_headroom.derive.leak.facts import (
+    OUT_OF_MEMORY_BYTES,
+    Certainty,
+    Estimate,
+    Observation,
+    Track,
+    observe_gpus,
+    observe_page,
+)
 from vllm_headroom.derive.leak.inside import InsideTracks, find_location, sharpen_track, update_insides
 from vllm_headroom.derive.leak.track import is_warming_up, observe
 from vllm_headroom.derive.life.signs import derive_out_of_service, keep_service
-from vllm_headroom.derive.readings import (
-    count_finished,
-    count_running,
-    is_page_awake,
-    label_gpu,
-    limit_remembered,
-    make_facts,
-    make_states,
-)
+from vllm_headroom.derive.readings import label_gpu, limit_remembered, make_facts, make_states
 from vllm_headroom.derive.residue import SleepState, derive_sleep
 from vllm_headroom.derive.stability import LoadState, derive_load
 from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
@@ -103,9 +103,8 @@ def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
 def update_residues(asleep: Tracks, least_bytes: Mapping[str, int], seen: Iterable[tuple[Gpu, Observation]]) -> Tracks:
     """Return the tracks of the memory kept in sleep, by UUID, after one more sample; `least_bytes` are the residues.
 
-    A track starts in an observed sleep of a run that has worked: earlier residues say less than its work. It sees the
-    residue until the next sleep; nothing during sleep, when the room is different, nor where another process may hold a
-    part of it.
+    A track starts in an observed sleep of a run that has worked. It sees the residue until the next sleep; nothing
+    during sleep, when the room is different, nor where another process may hold a part of it.
     """
     found = {uuid: track for uuid, track in asleep.items() if uuid in least_bytes}
     for gpu, each in seen:
@@ -139,11 +138,9 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
         if track.estimate is not None and is_in in SHOWN:
             samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second))
             growing += [track.estimate] if seen.room_bytes is not None else []
-    for metric, times in (
-        (catalog.HOST_TIME_TO_OOM, [found.oom_seconds for found in growing]),
-        (catalog.HOST_TIME_TO_OOM_LOWER, [found.oom_seconds_lower for found in growing]),
-    ):
-        if known := [seconds for seconds in times if seconds is not None]:
+    times = {catalog.HOST_TIME_TO_OOM: "oom_seconds", catalog.HOST_TIME_TO_OOM_LOWER: "oom_seconds_lower"}
+    for metric, name in times.items():
+        if known := [seconds for found in growing if (seconds := getattr(found, name)) is not None]:
             left = 1 / sum(1 / seconds for seconds in known) if min(known) > 0 else 0.0
             samples.append(Sample(metric, (), left))
     return tracks, tuple(samples)
@@ -152,28 +149,20 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
 def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
     """Yield the observation of each role with processes.
 
-    Mapped files, such as weights, do not count: the kernel reclaims them before it kills. Swapped-out memory counts, or
-    a leak would end where swapping begins. Unlike a GPU's, the room can be used to the last page, while the detector
-    reserves some.
+    Mapped files do not count: the kernel reclaims them before it kills. Swapped-out memory counts, or a leak would end
+    where swapping begins. Unlike a GPU's, the room can be used to the last page, while the detector reserves some.
     """
     all_of_them = () if isinstance(snapshot.processes, Failure) else snapshot.processes
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
-    page = snapshot.page
+    room_bytes = None if room_bytes is None else room_bytes + OUT_OF_MEMORY_BYTES
     for role in Role:
         processes = tuple(process for process in all_of_them if process.role is role)
-        if not processes:
-            continue
-        seen = Observation(
-            seconds=snapshot.monotonic_seconds,
-            held_bytes=sum(each.rss_bytes - (each.file_bytes or 0) + (each.swap_bytes or 0) for each in processes),
-            finished_total=None if page is None else count_finished(page),
-            running=None if page is None else count_running(page),
-            life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
-            awake=None if page is None else is_page_awake(page),
-            room_bytes=None if room_bytes is None else room_bytes + OUT_OF_MEMORY_BYTES,
-            bound_bytes=sum(pool.size_bytes for pool in snapshot.pools if pool.role is role),
-        )
-        yield role, seen
+        if processes:
+            held = (each.rss_bytes - (each.file_bytes or 0) + (each.swap_bytes or 0) for each in processes)
+            names = sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)
+            bound_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is role)
+            memory = {"held_bytes": sum(held), "room_bytes": room_bytes, "bound_bytes": bound_bytes}
+            yield role, replace(observe_page(snapshot), life=",".join(names), **memory)
 
 
 class LeakMemory(Struct, frozen=True, kw_only=True):

@@ -5,30 +5,22 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import (
-    BLOCK_SECONDS,
-    MIB,
-    PARTS,
-    RING_POINTS,
-    RISE_BYTES,
-    Block,
-    Observation,
-    Point,
-    Ring,
-    Track,
-    Work,
-    count_folds,
-)
-from vllm_headroom.derive.leak.growth import USELESS_CHANCE, compute_chance
+from vllm_headroom.derive.leak.facts import MIB, RISE_BYTES, Observation, Point, Ring, Step, Track, Work, count_folds
+from vllm_headroom.derive.leak.growth import RECORDS, USELESS_CHANCE
 from vllm_headroom.derive.leak.judge import judge_track
-from vllm_headroom.derive.leak.steps import add_step
 from vllm_headroom.derive.readings import is_new_run
+
+BLOCK_SECONDS: Final = 30.0
+PARTS: Final = (1, 4, 8)
+"""How many blocks of the ring below make one: 30 s, 2 and 16 minutes."""
+
+RING_POINTS: Final = 62
+"""Half an hour, two hours and 16 hours."""
 
 DOUBTED_SECONDS: Final = 86_400.0
 """A time this far ahead, or an earlier one, is trusted once a second reading confirms it."""
 
-REST_SHARE: Final = 0.5
-WAKE_SHARE: Final = 0.8
+REST_SHARE, WAKE_SHARE = 0.5, 0.8
 """Half of the memory gone is a sleep or a stop; it is back at four fifths. Between them nothing is decided."""
 
 REST_MOST_SECONDS: Final = 1800.0
@@ -41,9 +33,10 @@ LEAP: Final = 2.0
 """Load this many times as high as ever before creates new demands. Steady load exceeds its first minutes by up to a
 half."""
 
-GIVEN_BACK_BYTES: Final = 8 * MIB
-GIVEN_BACK_POINTS: Final = 11
-"""Memory that stays this far below its highest floor for so many blocks of 16 minutes was given back."""
+LEAST_STEP_BYTES: Final = 24 * MIB
+"""More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
+
+NEWEST_STEPS: Final = 32
 
 AVERAGE_SECONDS: Final = 300.0
 RESET_SECONDS: Final = 600.0
@@ -56,12 +49,11 @@ def observe(track: Track, seen: Observation) -> Track:
     is_confirmed = doubted is not None and 0 <= doubted < DOUBTED_SECONDS
     if not is_confirmed and not 0 <= seen.seconds - track.clock < DOUBTED_SECONDS:
         return replace(track, doubted_clock=seen.seconds)
-    work = track.work
+    work, elapsed = track.work, max(0.0, seen.seconds - track.clock)
     another = is_new_run(work.life, seen.life, work.finished_total, seen.finished_total)
-    if another or seen.seconds - track.clock >= DOUBTED_SECONDS:
+    if another or elapsed >= DOUBTED_SECONDS:
         life = work.life if seen.life is None else seen.life
         return observe(Track(clock=seen.seconds), replace(seen, life=life))
-    elapsed = max(0.0, seen.seconds - track.clock)
     now = track.seconds + elapsed
     track = replace(
         track,
@@ -108,7 +100,7 @@ def is_warming_up(track: Track) -> bool:
         return True
     now = Point(track.seconds, track.work.requests)
     soon = Point(now.seconds + BLOCK_SECONDS, now.requests + BLOCK_SECONDS * track.work.rate)
-    return compute_chance(count_folds(track.anchor, now, soon), BLOCK_SECONDS) >= USELESS_CHANCE
+    return RECORDS * count_folds(track.anchor, now, soon) >= USELESS_CHANCE
 
 
 def anchor_track(track: Track) -> Track:
@@ -126,22 +118,18 @@ def anchor_track(track: Track) -> Track:
 
 
 def _update_neighbours(track: Track, neighbours: int | None) -> Track:
-    """Return the track, paused while another process is on the device, and restarted if it stays."""
+    """Return the track, paused while another process is on the device, and restarted if it stays.
+
+    A pause drops the open block, so that it never falls within one.
+    """
     if not neighbours or neighbours == track.neighbours:
         return track if track.crowded_since is None else replace(track, crowded_since=None)
-    if track.neighbours is None or neighbours < track.neighbours:
-        anchor = track.anchor if track.neighbours is None else None
-        return replace(track, neighbours=neighbours, anchor=anchor, crowded_since=None)
-    if track.crowded_since is None:
-        return _pause(replace(track, crowded_since=track.seconds))
-    if track.seconds - track.crowded_since < CROWDED_MOST_SECONDS:
-        return track
+    if track.neighbours is None:
+        return replace(track, neighbours=neighbours)
+    since = track.seconds if track.crowded_since is None else track.crowded_since
+    if neighbours > track.neighbours and track.seconds - since < CROWDED_MOST_SECONDS:
+        return replace(track, crowded_since=since, block=None, held_bytes=None)
     return replace(track, neighbours=neighbours, anchor=None, crowded_since=None)
-
-
-def _pause(track: Track) -> Track:
-    """Return the track without its open block, so that a pause never falls within a block."""
-    return replace(track, block=None, held_bytes=None)
 
 
 def _update_rest(track: Track, held_bytes: int) -> Track:
@@ -151,29 +139,29 @@ def _update_rest(track: Track, held_bytes: int) -> Track:
     """
     if track.anchor is None:
         track = anchor_track(track)
-    if track.resting_since is None:
-        if track.asleep or held_bytes < REST_SHARE * track.top_bytes:
-            return _pause(replace(track, resting_since=track.seconds))
-        return track
-    if track.asleep:
-        return track
-    if held_bytes >= WAKE_SHARE * track.top_bytes:
-        return replace(track, resting_since=None)
-    return anchor_track(track) if track.seconds - track.resting_since >= REST_MOST_SECONDS else track
+    since = track.resting_since
+    if not track.asleep and held_bytes >= (REST_SHARE if since is None else WAKE_SHARE) * track.top_bytes:
+        return track if since is None else replace(track, resting_since=None)
+    since = track.seconds if since is None else since
+    if not track.asleep and track.seconds - since >= REST_MOST_SECONDS:
+        return anchor_track(track)
+    return replace(track, resting_since=since, block=None, held_bytes=None)
 
 
 def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     if held_bytes != track.held_bytes:
-        before_bytes = held_bytes if track.held_bytes is None else track.held_bytes
-        steps = add_step(track.steps, track.seconds, before_bytes, held_bytes)
+        rise, steps = held_bytes - (track.held_bytes or held_bytes), track.steps
+        if rise < 0:
+            steps = tuple(step for step in steps if step.top_bytes <= held_bytes)
+        elif rise >= LEAST_STEP_BYTES:
+            steps = (*steps, Step(track.seconds, rise, held_bytes))[-NEWEST_STEPS:]
         track = replace(track, held_bytes=held_bytes, steps=steps, top_bytes=max(track.top_bytes, held_bytes))
     block = track.block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
         track = judge_track(_close_block(track, block), room_bytes)
-        track = anchor_track(track) if _is_given_back(track) else track
         block = None
     if block is None:
-        block = Block(track.seconds, track.work.requests, held_bytes, 0)
+        block = Point(track.seconds, track.work.requests, floor_bytes=held_bytes)
     elif held_bytes < block.floor_bytes:
         block = replace(block, floor_bytes=held_bytes)
     else:
@@ -181,15 +169,7 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     return replace(track, block=block)
 
 
-def _is_given_back(track: Track) -> bool:
-    """Return whether memory has stayed lower for long: then the comparison starts over, unless a verdict stands."""
-    newest, points = track.rings[0], track.rings[-1].points[-GIVEN_BACK_POINTS:]
-    if track.verdict or len(points) < GIVEN_BACK_POINTS or points[-1].seconds != track.seconds:
-        return False
-    return max(point.floor_bytes for point in (*points, *newest.points)) < newest.highest_bytes - GIVEN_BACK_BYTES
-
-
-def _close_block(track: Track, block: Block) -> Track:
+def _close_block(track: Track, block: Point) -> Track:
     """End the shortest block and add it to the next ring's block, which may end too.
 
     An idle block without a rise is left out: it is no evidence against a leak by requests. Demands are comparable only
@@ -201,26 +181,19 @@ def _close_block(track: Track, block: Block) -> Track:
         return replace(track, block=None)
     busy_seconds = track.busy_seconds + track.seconds - block.seconds
     now = Point(track.seconds, track.work.requests, busy_seconds, block.floor_bytes, track.load)
-    rings = list(track.rings)
+    rings, floor_bytes = list(track.rings), block.floor_bytes
     for number, ring in enumerate(track.rings):
-        if number:
-            whole = ring.block or replace(block, parts=0)
-            block = replace(whole, floor_bytes=min(whole.floor_bytes, block.floor_bytes), parts=whole.parts + 1)
-            if block.parts < PARTS[number]:
-                rings[number] = replace(ring, block=block)
-                break
-        points, highest_bytes = (*ring.points, replace(now, floor_bytes=block.floor_bytes)), ring.highest_bytes
+        floor_bytes = min(floor_bytes, ring.floor_bytes) if ring.parts else floor_bytes
+        if ring.parts + 1 < PARTS[number]:
+            rings[number] = replace(ring, parts=ring.parts + 1, floor_bytes=floor_bytes)
+            break
+        points, highest_bytes = (*ring.points, replace(now, floor_bytes=floor_bytes)), ring.highest_bytes
         if len(points) > RING_POINTS:
             points, highest_bytes = points[1:], max(highest_bytes, points[0].floor_bytes)
         rings[number] = Ring(points=points, highest_bytes=highest_bytes, verdict=ring.verdict)
-    leaps = track.first is None or (track.load > LEAP * track.first_load and track.incident is None)
+    first = track.first
+    leaps = first is None or (track.load > LEAP * first.load and track.incident is None)
     assert track.anchor is not None  # noqa: S101 - blocks are gathered after it is set
-    anchor = track.anchor if track.first is not None else replace(track.anchor, floor_bytes=now.floor_bytes)
-    return replace(
-        track,
-        anchor=anchor,
-        rings=tuple(rings),
-        busy_seconds=busy_seconds,
-        first=now if leaps else track.first,
-        first_load=track.load if leaps else track.first_load,
-    )
+    anchor = track.anchor if first is not None else replace(track.anchor, floor_bytes=now.floor_bytes)
+    first = now if leaps else first
+    return replace(track, anchor=anchor, rings=tuple(rings), busy_seconds=busy_seconds, first=first)

@@ -26,9 +26,9 @@ from tests.unit.derive.leak.stretches import (
     records,
     segments,
 )
-from vllm_headroom.derive.leak.facts import MIB, OUT_OF_MEMORY_BYTES, RING_POINTS, Certainty, Observation
+from vllm_headroom.derive.leak.facts import MIB, OUT_OF_MEMORY_BYTES, Certainty, Observation
 from vllm_headroom.derive.leak.leak import find_leak_state
-from vllm_headroom.derive.leak.track import is_warming_up
+from vllm_headroom.derive.leak.track import RING_POINTS, is_warming_up
 from vllm_headroom.vocabulary import LeakState
 
 
