@@ -21,7 +21,7 @@ from vllm_headroom.derive.leak.track import NEWEST_STEPS
     ],
 )
 def test_a_step_is_a_large_rise_that_was_not_given_back_and_the_newest_are_kept(
-    held: tuple[float, ...], sizes: tuple[int, ...]
+    held: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
     seen = (Observation(seconds=60.0 * at, held_bytes=BASE + mib * MIB) for at, mib in enumerate(held))
 
