@@ -168,10 +168,11 @@ def test_this_tree_passes_the_check_of_a_dry_run() -> None:
 
 def test_the_package_builds_with_the_locked_tools_twice_the_same(tmp_path: Path) -> None:
     """What the job `package` and the Dockerfile do, without a registry of images."""
-    venv.create(tmp_path / "tools", with_pip=True)
+    venv.create(tmp_path / "tools")
     python = str(tmp_path / "tools" / "bin" / "python")
     locked = ["--quiet", "--disable-pip-version-check", "--require-hashes", "--requirement", "requirements/build.txt"]
-    installed = subprocess.run([python, "-m", "pip", "install", *locked], cwd=ROOT, capture_output=True, check=False)
+    install = [sys.executable, "-m", "pip", "--python", python, "install", *locked]
+    installed = subprocess.run(install, cwd=ROOT, capture_output=True, check=False)
     if installed.returncode:
         pytest.skip("no package index answers: the build tools are not installed")
     digests = []

@@ -1,12 +1,14 @@
 """Run Helm's steps, on an API server that keeps every object: install, install beside it, upgrade, uninstall.
 
-Run by the tests with a Python that has helm-sdkpy. Reads a list of steps as JSON; prints their answers and the objects.
+Run by the tests with a Python that has helm-sdkpy. Each line that it reads is a list of steps, as JSON, on an empty
+server; it prints their answers and the objects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import faulthandler
 import gzip
 import importlib
 import json
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import parse_qs, urlsplit
 
+MOST_SECONDS: Final = 120
 KINDS: Final = {
     "v1": {"configmaps": "ConfigMap", "secrets": "Secret", "serviceaccounts": "ServiceAccount"},
     "apps/v1": {"deployments": "Deployment"},
@@ -159,16 +162,20 @@ def take(helm: Any, kubeconfig: Path, step: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Take the steps and print their answers, and the objects at the end."""
+    """Take the steps of each line and print their answers, and the objects at the end."""
     helm = importlib.import_module("helm_sdkpy")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Kept)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
         kubeconfig = Path(folder) / "config"
         kubeconfig.write_text(configuration(server.server_port), encoding="utf-8")
-        answers = [take(helm, kubeconfig, step) for step in json.load(sys.stdin)]
-    objects = [each for each in Kept.objects.values() if each["kind"] != "Secret"]
-    json.dump({"answers": answers, "objects": objects}, sys.stdout)
+        for line in sys.stdin:
+            faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
+            Kept.objects.clear()
+            answers = [take(helm, kubeconfig, step) for step in json.loads(line)]
+            objects = [each for each in Kept.objects.values() if each["kind"] != "Secret"]
+            sys.stdout.write(json.dumps({"answers": answers, "objects": objects}) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
