@@ -35,7 +35,7 @@ def test_a_login_that_is_none_is_refused(folder: Path, login: bytes) -> None:
 
 
 def test_a_check_that_gives_way_to_a_crowd_costs_its_connection_and_no_other(folder: Path) -> None:
-    write(folder, cost=14)  # a second, in which the crowd comes
+    write(folder, cost=13)  # half a second, in which the crowd comes
     guess = base64.b64encode(b"prometheus:guess")
     with guarded(folder) as running, contextlib.ExitStack() as crowd, secured(folder, running) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: Basic " + guess + b"\r\n\r\n")
