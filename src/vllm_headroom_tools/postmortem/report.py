@@ -14,7 +14,7 @@ from vllm_headroom.expose.page import PAGE_STYLE
 from vllm_headroom.model import Diagnosis, Ending, EngineReading, GpuAtEnd, GpuReading, Snapshot, name_device
 from vllm_headroom.trace.incident import MOST_SHOWN, Incident, format_amount
 from vllm_headroom.units import GIB, format_duration, format_instant, format_size
-from vllm_headroom.vocabulary import EndCause, EngineState, IncidentKind, LeakState, Level, Sureness
+from vllm_headroom.vocabulary import EndCause, EngineState, IncidentKind, LeakState, Level, Situation, Sureness
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import Curves, LeakReplay
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
@@ -64,6 +64,16 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
     EndCause.NOTHING: (),
 }
 """What to do, each with a link or None."""
+
+SITUATIONS: Final = {
+    EndCause.LEAK: Situation.LEAKING,
+    EndCause.BURST: Situation.LOW_MEMORY,
+    EndCause.NEIGHBOUR: Situation.NEIGHBOUR,
+    EndCause.KILLED: Situation.LOW_MEMORY,
+    EndCause.HANG: Situation.STALLED,
+    EndCause.NOTHING: None,
+}
+"""The situation that a cause is (docs/situations.md): that the engine is down, where it is no other."""
 
 NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
 """The facts beside the samples of a trace that is no incident."""
@@ -239,6 +249,8 @@ def list_sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str
     steps = enumerate(TODO[report.answer.cause])
     yield "What to do", [("then" if place else "first", ": ".join(filter(None, step))) for place, step in steps]
     yield "The sidecar's log then", [("", each) for each in report.known.log[-most_log_lines:]]
+    situation = SITUATIONS.get(report.answer.cause, Situation.DOWN)
+    yield "Situation", [] if situation is None else [("", situation.replace("_", " "))]
 
 
 def _build_data(report: Postmortem) -> dict[str, Any]:
@@ -253,6 +265,7 @@ def _build_data(report: Postmortem) -> dict[str, Any]:
         "what": None if end is None else end.what,
         "reason": None if end is None else end.reason,
         **answer,
+        "situation": SITUATIONS.get(report.answer.cause, Situation.DOWN),
         "also": also,
         "timeline": [{"t": seconds, "text": what} for seconds, what in report.timeline],
         "numbers": {} if end is None else dict(list_numbers(end, report.known)),

@@ -104,6 +104,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
     ):
         assert part in out, part
     assert len(out.splitlines()) <= 60
+    assert out.endswith("\n\nSituation\n  leaking\n"), "the last line"
     assert "\x1b" not in out
 
 
@@ -113,6 +114,7 @@ def test_the_object_has_the_same(run: Run, leaked: Path) -> None:
 
     assert status == 0
     assert (found["cause"], found["sure"], found["what"]) == ("out_of_memory_leak", "sure", "ended")
+    assert found["situation"] == "leaking"
     assert found["known"]["version"] == "1.2.3"
     assert found["also"] == []
     assert [each["t"] for each in found["timeline"]] == sorted(each["t"] for each in found["timeline"])
