@@ -9,7 +9,7 @@ from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
 from vllm_headroom.model import Ending
 from vllm_headroom.units import MIB, format_instant, format_size
-from vllm_headroom.vocabulary import EndCause
+from vllm_headroom.vocabulary import EndCause, Sureness
 from vllm_headroom_tools.advise.facts import AIM_BYTES, Facts, Origin
 from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, list_evidence, lower_option
 from vllm_headroom_tools.advise.rules.capacity import (
@@ -173,9 +173,11 @@ def find_crash(facts: Facts) -> Advice | None:
     look = f"Read vLLM's log up to {when} (kubectl logs --previous), and the kernel's log for an Xid"
     room = 0 if last.worst is None else last.worst.last_room_bytes or 0
     orphans = max(end.orphan_bytes for end in found) or None
+    is_sure = orphans or any(judge_ending(end)[0].sureness is not Sureness.POSSIBLE for end in found)
+    what = "crashed" if is_sure else "exited at work, by a crash or on purpose"
     return Advice(
         cause=Cause.CRASH,
-        summary="The engine crashed, and not because GPU memory ran out.",
+        summary=f"The engine {what}, and not because GPU memory ran out.",
         evidence=list_evidence(
             ("crashes", len(found), f"it exited {times} at {when}"),
             ("running", last.running, "{} requests ran just before"),

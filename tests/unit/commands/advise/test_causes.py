@@ -47,6 +47,7 @@ HEALTHY: tuple[Trace, ...] = (
     traces.healthy_and_full,
     traces.healthy_beside_a_neighbour,
     traces.healthy_after_a_restart,
+    traces.restarts_on_purpose,
 )
 
 CAUSES: tuple[tuple[Trace, Cause], ...] = (
@@ -240,6 +241,13 @@ def test_what_a_crashed_engine_left_behind_is_no_tenant() -> None:
 
     assert evidence(advice)["orphan_bytes"] == (traces.HEALTHY_MIB - 500) * traces.MIB
     assert flags(advice) == []
+
+
+def test_ends_that_may_be_restarts_are_not_called_crashes() -> None:
+    may_be, is_one = only(traces.crashes), only(traces.crash_with_an_orphan)
+
+    assert may_be.summary == "The engine exited at work, by a crash or on purpose, and not because GPU memory ran out."
+    assert is_one.summary == "The engine crashed, and not because GPU memory ran out."
 
 
 def test_one_end_while_requests_ran_is_told_and_called_nothing() -> None:

@@ -155,6 +155,17 @@ def healthy_after_a_restart() -> Iterator[Record]:
             yield sample(step, life=life if t >= life else BEGAN)
 
 
+def restarts_on_purpose() -> Iterator[Record]:
+    """Every two hours the server closes its port with requests running, its core exits, and it waits a minute."""
+    for step in steps(8):
+        life, within = BEGAN + step // 240 * 240 * STEP, step % 240
+        if within < 234 or step >= 720:
+            yield sample(step, life=life, running=5)
+        else:
+            record = down(step, life=life)
+            yield {**record, "processes": record["processes"][: within < 237], "engines_failure": "unreachable"}
+
+
 def gpu_leak() -> Iterator[Record]:
     """12.8 MB for each thousand requests."""
     for step in steps(3):
