@@ -39,35 +39,34 @@ def find_failing_starts(facts: Facts) -> Advice | None:
 
     With less than LOW_BYTES left, or on a GPU that others use, the changes are those of the runbooks' README, branch A.
     With room left after the model was loaded, vLLM found none for its KV cache: "No available memory for the cache
-    blocks", or a cache too small for the longest request.
+    blocks", or a cache too small for the longest request. Before that, memory is not the cause.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    taken = median(map(_find_others, starts)) > NEIGHBOUR_BYTES
-    if not taken and (full := _advise_on_shared_memory(facts, starts)) is not None:
+    rooms, cause, remark = _list_rooms(starts), Cause.START_UP, 'vLLM\'s log shows the step: look for "memory" in it.'
+    usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
+    loaded = tuple(start for start in starts if _find_held(start) >= LOADED_RATIO * usable)
+    if median(map(_find_others, starts)) > NEIGHBOUR_BYTES:
+        summary, changes = "The engine exits while it starts, on a GPU that others already use.", _avoid_others(facts)
+    elif (full := _advise_on_shared_memory(facts, starts)) is not None or not (rooms or len(loaded) >= FAILED_STARTS):
         return full
-    if not taken and min(_list_rooms(starts), default=LOW_BYTES) >= LOW_BYTES:
-        usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
-        loaded = tuple(start for start in starts if _find_held(start) >= LOADED_RATIO * usable)
-        if len(loaded) < FAILED_STARTS:
-            return None
-        return Advice(
-            cause=Cause.MODEL_DOES_NOT_FIT,
-            summary="The engine loads its model and exits before it serves, with GPU memory left.",
-            evidence=_list_start_evidence(loaded),
-            changes=drop_none(_raise_share(facts, loaded), split_model(facts)),
-            remark="vllm-headroom plan computes what fits; a lower --max-model-len is enough where vLLM's log says so.",
+    elif min(rooms, default=LOW_BYTES) < LOW_BYTES:
+        summary, changes = "The engine runs out of GPU memory while it starts.", _shrink_engine(facts)
+    elif len(loaded) >= FAILED_STARTS:
+        cause, starts = Cause.MODEL_DOES_NOT_FIT, loaded
+        summary = "The engine loads its model and exits before it serves, with GPU memory left."
+        changes = drop_none(_raise_share(facts, loaded), split_model(facts))
+        remark = "vllm-headroom plan computes what fits; a lower --max-model-len is enough where vLLM's log says so."
+    else:
+        summary, remark = (
+            "The engine exits early in its start, with GPU memory left.",
+            "No option that sizes memory affects it.",
         )
-    return Advice(
-        cause=Cause.START_UP,
-        summary="The engine runs out of GPU memory while it starts."
-        if not taken
-        else "The engine exits while it starts, on a GPU that others already use.",
-        evidence=_list_start_evidence(starts),
-        changes=_avoid_others(facts) if taken else _shrink_engine(facts),
-        remark='vLLM\'s log shows the step: look for "memory" in it.',
-    )
+        look = "Read vLLM's log for NCCL, CUDA and the driver, and the kernel's log for an Xid (dmesg -T | grep -i xid)"
+        changes = (Change(text=look, cost="none to this engine"),)
+    evidence = _list_start_evidence(starts)
+    return Advice(cause=cause, summary=summary, evidence=evidence, changes=changes, remark=remark)
 
 
 def _advise_on_shared_memory(facts: Facts, starts: tuple[Ending, ...]) -> Advice | None:

@@ -60,6 +60,7 @@ CAUSES: tuple[tuple[Trace, Cause], ...] = (
     (traces.start_up_runs_out, Cause.START_UP),
     (traces.start_up_beside_others, Cause.START_UP),
     (traces.model_does_not_fit, Cause.MODEL_DOES_NOT_FIT),
+    (traces.starts_without_nccl, Cause.START_UP),
     (traces.configuration_overshoot, Cause.CONFIGURATION_OVERSHOOT),
     (traces.chronic, Cause.CHRONIC),
     (traces.burst, Cause.BURST),
@@ -424,6 +425,14 @@ def test_a_prefix_cache_that_hits_12_percent_over_a_day() -> None:
     assert flags(advice) == [(Flag.NO_ENABLE_PREFIX_CACHING, None)]
     assert advice.remark is not None
     assert advice.remark.startswith("This frees no memory")
+
+
+def test_starts_that_exit_before_the_model_is_loaded_are_no_matter_of_memory() -> None:
+    advice = only(traces.starts_without_nccl)
+
+    assert advice.summary == "The engine exits early in its start, with GPU memory left."
+    assert "NCCL" in advice.changes[0].text
+    assert flags(advice) == []
 
 
 def test_starts_that_run_out_take_less_and_then_go_without_graphs() -> None:

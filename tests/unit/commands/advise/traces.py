@@ -245,6 +245,11 @@ def model_does_not_fit() -> Iterator[Record]:
     yield from _starts(lambda minute: [20_000, 40_000, 70_000, 72_000][minute], other_mib=0)
 
 
+def starts_without_nccl() -> Iterator[Record]:
+    """Three starts that end before a weight is loaded, on an empty GPU."""
+    yield from _starts(lambda _: 900, other_mib=0)
+
+
 def _starts(held_mib: Callable[[int], int], *, other_mib: int) -> Iterator[Record]:
     for step in range(3 * 20):
         within = step % 20
