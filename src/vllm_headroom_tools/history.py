@@ -245,10 +245,7 @@ class LeakReplay:
         return 0.0 if track is None else track.work.requests
 
     def step(self, snapshot: Snapshot) -> Snapshot:
-        """Run one snapshot through the detector; return it with the state of the engine added.
-
-        A series without a verdict is unknown now.
-        """
+        """Run a snapshot through the detector; return it with the engine's state. A series not judged is unknown."""
         self.span = self.span[0] if self.samples else snapshot.time_seconds, snapshot.time_seconds
         self.samples += 1
         self.run, snapshot = update_run(self.run, self._steady_clock(snapshot))

@@ -66,11 +66,9 @@ GZIP: Final = b"\x1f\x8b"
 MOST_QUOTED: Final = 60
 """Characters of a file that is no trace, in its error message."""
 
-_UNREAD: Final = "the trace has no reading of the {} here"
-_GPUS_FAILED: Final = Failure(source=Source.NVML, reason=Reason.UNKNOWN, message=_UNREAD.format("GPUs"))
-_PROCESSES_FAILED: Final = Failure(
-    source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=_UNREAD.format("processes")
-)
+_LACKS: Final = "the trace has no reading of the {} here"
+_GPUS_FAILED: Final = Failure(source=Source.NVML, reason=Reason.UNKNOWN, message=_LACKS.format("GPUs"))
+_PROCESSES_FAILED: Final = Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=_LACKS.format("processes"))
 
 
 def read_trace(
@@ -200,7 +198,7 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     return Snapshot(
         time_seconds=float(time),
         monotonic_seconds=float(time),
-        engines=Failure(source=Source.ENGINE, reason=reason, message=_UNREAD.format("engines"))
+        engines=Failure(source=Source.ENGINE, reason=reason, message=_LACKS.format("engines"))
         if engines is None
         else EnginePage(profile="vllm", engines=engines, inputs=()),
         gpus=_GPUS_FAILED if gpus is None else gpus,

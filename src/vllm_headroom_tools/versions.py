@@ -60,12 +60,13 @@ class Fault(Struct, frozen=True):
         return self.first <= version and not is_mended and (self.last is None or version <= self.last)
 
 
+_HOST: Final = "host memory"
 _CONNECTOR: Final = ("kv_transfer_config",)
 _OFFLOADS: Final = ("kv_offloading_size", *_CONNECTOR)
 
 FAULTS: Final = (
     Fault(
-        *("#44490", "host memory", "the engine core never empties a list of block ids: 0.6 GiB in 12 h"),
+        *("#44490", _HOST, "the engine core never empties a list of block ids: 0.6 GiB in 12 h"),
         reported="2026-06",
         first=(0, 18, 0),
         mended=(0, 26, 0),
@@ -74,7 +75,7 @@ FAULTS: Final = (
         " (vllm-project/vllm#44490)",
     ),
     Fault(
-        *("#50150", "host memory", "without CUDA graphs, workers grow to the container's limit", ("enforce_eager",)),
+        *("#50150", _HOST, "without CUDA graphs, workers grow to the container's limit", ("enforce_eager",)),
         first=(0, 24, 0),
         last=(0, 27, 1),
         role=Role.WORKER,
@@ -83,18 +84,14 @@ FAULTS: Final = (
     ),
     Fault(
         "#24264",
-        "host memory",
+        _HOST,
         "mmap hooks of UCX leak below NIXL, between prefill and decode engines",
         _CONNECTOR,
         "2026-01",
     ),
-    Fault(
-        "#42207, #54839", "host memory", "an unloaded adapter keeps its host copy and its GPU slot", ("enable_lora",)
-    ),
-    Fault(
-        "#53042", "host memory", "a tier of the KV cache takes up to 1.92 times its size, as shared memory", _OFFLOADS
-    ),
-    Fault("#56410", "host memory", "offloaded weights take up to 1.9 times their size", ("cpu_offload_gb",)),
+    Fault("#42207, #54839", _HOST, "an unloaded adapter keeps its host copy and its GPU slot", ("enable_lora",)),
+    Fault("#53042", _HOST, "a tier of the KV cache takes up to 1.92 times its size, as shared memory", _OFFLOADS),
+    Fault("#56410", _HOST, "offloaded weights take up to 1.9 times their size", ("cpu_offload_gb",)),
     Fault(
         *("#51317, #51579, #54002", "start"),
         *("vllm_offload_*.mmap stays in /dev/shm after a kill, and the next start fails", _OFFLOADS),

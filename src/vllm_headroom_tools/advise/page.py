@@ -71,9 +71,8 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
         wrong = "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
         raise BadInput(wrong) from None
     if len(page.of(catalog.BUILD_INFO)) != 1 or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES:
-        raise BadInput(
-            "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
-        )
+        ours = "--headroom-url takes its address, port 9839 unless it is set otherwise"
+        raise BadInput(f"the page is not vllm-headroom's: {ours}")
     engines = tuple(page.of(catalog.ENGINE_INFO))
     if {profile for *_, profile in engines} - {"vllm"}:
         raise BadInput("the engine behind this page is not vLLM, and vLLM's options are all that is known here")

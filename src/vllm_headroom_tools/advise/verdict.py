@@ -116,7 +116,6 @@ A_MOMENT: Final = (
     " a trace (HEADROOM_TRACE_FILE)."
 )
 BETWEEN_SAMPLES: Final = "A peak between two samples is not judged here; headroom_gpu_memory_used_peak_bytes has it."
-EXITED: Final = "a planned restart, or a crash that vLLM's log explains."
 SET_NOW: Final = (
     "The current settings are not in this trace: --engine-url, or the options of those names, turn differences into"
     " values."
@@ -172,7 +171,8 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
     crashes = starts.find_crashes(facts)
     if crashes and starts.find_crash(facts) is None:
         left = "" if crashes[0].worst is None else ", with memory left"
-        remarks.append(f"The engine exited at {format_instant(crashes[0].seconds)} while requests ran{left}: {EXITED}")
+        exited = f"The engine exited at {format_instant(crashes[0].seconds)} while requests ran{left}"
+        remarks.append(f"{exited}: a planned restart, or a crash that vLLM's log explains.")
     if not facts.hosts:
         remarks.append("The engine's processes were not seen, so that host memory is not judged.")
     judged = (capacity.judge_prefix_cache(facts, engine) for engine in facts.engines)

@@ -82,10 +82,7 @@ NOTHING: Final = Diagnosis(
 
 
 def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit, the surest first, at least one.
-
-    `has_ended` is whether the engine exited although nothing is known of its end.
-    """
+    """Return the causes that fit, the surest first; `has_ended` is whether it exited, and nothing is known of it."""
     return judge_ending(end) if end is not None else (UNKNOWN if has_ended else NOTHING,)
 
 

@@ -50,9 +50,8 @@ def draw_picture(watch: LeakReplay, curves: Curves) -> str:
     ground = '<rect width="100%" height="100%" fill="var(--ground)"/>'
     frame = Frame(begin=begin, end=end, top=1.0, width=WIDTH, height=height)
     title = f"{len(watch.gpus)} GPUs from {format_instant(begin)} to {format_instant(end)}"
-    return drawing.draw_picture(
-        frame, (f"<style>{escape(STYLE, quote=False)}</style>", ground, placed), title=title, stretch=False
-    )
+    style = f"<style>{escape(STYLE, quote=False)}</style>"
+    return drawing.draw_picture(frame, (style, ground, placed), title=title, stretch=False)
 
 
 def _build_forecast(course: Course, points: list[Point]) -> Forecast | None:
