@@ -56,10 +56,8 @@ class Worker(Generic[T]):
             return await self.call(function, timeout_seconds), None
         except TimeoutError:
             return None, f"the file system does not answer within {timeout_seconds:g} s"
-        except OSError as error:
-            return None, error.strerror or str(error)
-        except ValueError as error:
-            return None, str(error)
+        except (OSError, ValueError) as error:
+            return None, getattr(error, "strerror", None) or str(error)
 
     def stop(self) -> None:
         """End the thread after the calls made so far, without waiting for it; call nothing after it."""

@@ -80,7 +80,6 @@ _MOST_FORMATS: Final = 3
 8 MiB for the largest page that an engine's names can produce."""
 
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
-_GZIP_HEADERS: Final = (*_HEADERS, ("Content-Encoding", "gzip"))
 
 
 class MetricsPage:
@@ -101,10 +100,10 @@ class MetricsPage:
             body = encode(_Families(each for each in families if each.samples[0].name in names))
         else:
             body = self._page(encode, content_type)
-        if not _is_gzip_accepted(request.headers.get("accept-encoding", "")):
-            return Response(status=200, body=body, content_type=content_type, headers=_HEADERS)
-        packed = gzip.compress(body, _FASTEST, mtime=0)
-        return Response(status=200, body=packed, content_type=content_type, headers=_GZIP_HEADERS)
+        headers = _HEADERS
+        if _is_gzip_accepted(request.headers.get("accept-encoding", "")):
+            body, headers = gzip.compress(body, _FASTEST, mtime=0), (*_HEADERS, ("Content-Encoding", "gzip"))
+        return Response(status=200, body=body, content_type=content_type, headers=headers)
 
     def _page(self, encode: Encode, content_type: str) -> bytes:
         """Return the page; families that have not changed since the last one stay as they were encoded then."""

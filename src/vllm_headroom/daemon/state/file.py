@@ -164,11 +164,8 @@ class FolderLock:
             if not is_same:
                 os.close(self._descriptor)
                 self.is_ours, self._descriptor = False, None
-        if not self.is_ours:
-            self._lock(folder)
-        return self.is_ours
-
-    def _lock(self, folder: Path) -> None:
+        if self.is_ours:
+            return True
         self.is_ours = True
         with suppress(OSError):
             make_folder(folder)
@@ -180,6 +177,7 @@ class FolderLock:
                 self.is_ours = not isinstance(error, BlockingIOError)
             else:
                 self._descriptor = descriptor  # stays open: closing it would unlock
+        return self.is_ours
 
 
 MOST_BYTES: Final = 64 * 2**20

@@ -169,8 +169,6 @@ class Door:
     def add_headers(self, answer: Response) -> Response:
         """Return the answer with the file's headers."""
         headers = self.loaded.config.headers
-        if not headers:
-            return answer
         others = (each for each in answer.headers if each[0] not in headers)
         return replace(answer, headers=(*others, *headers.items()))
 
