@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from math import ceil, inf
 from operator import itemgetter
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -36,7 +36,7 @@ STYLE: Final = (
 
 def escape_text(text: str) -> str:
     """Return text escaped for HTML and SVG; control characters show as codes."""
-    return escape(text.translate(CONTROLS))
+    return escape(text if text.isprintable() else text.translate(CONTROLS))
 
 
 MARGIN: Final = 1.15
@@ -101,11 +101,12 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
     start = bisect_left(times, begin)
     size = max(1, ceil((len(values) - start) / columns))
     stretches: list[Stretch] = [[]]
+    has_gaps = None in values
     for first in range(start, len(values), size):
-        part = values[first : first + size]
-        if known := [value for value in part if value is not None]:
-            found = {(times[first + part.index(value)], value) for value in (min(known), max(known))}
-            stretches[-1] += sorted(found)
+        part: Sequence[Any] = values[first : first + size]
+        if known := [value for value in part if value is not None] if has_gaps else part:
+            places = {part.index(min(known)), part.index(max(known))}
+            stretches[-1] += [(times[first + place], part[place]) for place in sorted(places)]
         elif stretches[-1]:
             stretches.append([])
     return [stretch for stretch in stretches if stretch]

@@ -16,7 +16,7 @@ from vllm_headroom.vocabulary import Level
 MOST_COLUMNS: Final = 480
 """Of all curves together: two points of 10 characters each are 10 kB, and the page stays below 60 kB."""
 
-LEAST_COLUMNS: Final = 40
+LEAST_COLUMNS: Final = 32
 MOST_GPUS: Final = 16
 HOUR_SECONDS: Final = 3600.0
 _Figure = tuple[Frame, str]
@@ -29,28 +29,29 @@ LEGEND: Final = (
 def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield a figure of the room on each of the engine's GPUs and the host, and one of the load over the same time."""
     curve, value, owned, host = view.history.curve, view.values.value, snapshot.owned[:MOST_GPUS], snapshot.host
-    columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned) + bool(curve("host")[0])))
+    host_curve, running = curve("host"), curve("running")
+    columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned) + bool(host_curve[0])))
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
     drawn: list[tuple[int, _Figure]] = []
     for reading in (gpu.reading for gpu in owned):
-        if not curve(f"free {reading.uuid}")[0]:
+        curves = curve(f"free {reading.uuid}"), curve(f"peak {reading.uuid}")
+        if not curves[0][0]:
             continue
         room = None if reading.memory is None else (reading.memory.free_bytes, reading.memory.total_bytes)
         labels, name = (str(reading.index), reading.uuid), reading.name.removesuffix(find_part(reading.uuid)).rstrip()
         left = value(catalog.TIME_TO_OOM, *labels), value(catalog.TIME_TO_OOM_LOWER, *labels)
-        curves = curve(f"free {reading.uuid}"), curve(f"peak {reading.uuid}")
         figure = _draw_room(view, (reading.called, name), curves, room, left, columns=columns)
         drawn.append((places.get(reading.called, len(places)), figure))
-    if curve("host")[0]:
+    if host_curve[0]:
         room = None if host is None or host.room_bytes is None else (host.room_bytes, host.limit_bytes or 0)
         left = value(catalog.HOST_TIME_TO_OOM), value(catalog.HOST_TIME_TO_OOM_LOWER)
-        figure = _draw_room(view, ("Host memory", ""), (curve("host"), ((), ())), room, left, columns=columns)
+        figure = _draw_room(view, ("Host memory", ""), (host_curve, ((), ())), room, left, columns=columns)
         drawn.append((0 if places.get("host memory") == 0 else len(places), figure))
     rooms = [figure for _, figure in sorted(drawn, key=itemgetter(0))]
     if rooms:
         yield f"{rooms[0][1]}<p class=key>{LEGEND}</p>"
-    if len(curve("running")[0]) > 1:
-        yield _draw_load(curve("running"), columns, snapshot.time_seconds, rooms[0][0] if rooms else None)
+    if len(running[0]) > 1:
+        yield _draw_load(running, columns, snapshot.time_seconds, rooms[0][0] if rooms else None)
     if rooms[1:]:
         yield f"<div class=rooms>{''.join(room for _, room in rooms[1:])}</div>"
 
