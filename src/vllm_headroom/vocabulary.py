@@ -197,7 +197,7 @@ class Situation(StrEnum):
 
     action: str
 
-    def __new__(cls, name: str, action: str) -> Self:
+    def __new__(cls, name: str, action: str = "") -> Self:
         """Return the situation of this name."""
         situation = str.__new__(cls, name)
         situation._value_, situation.action = name, action

@@ -172,7 +172,9 @@ def draw_frame(found: Document | str, title: str, width: int) -> Iterator[Text]:
         return
     age = found["age_seconds"]
     seen = "nothing seen yet" if age is None else f"seen {format_duration(age)} ago"
-    yield _draw("bold", f"{title}  {seen}", whole=False)
+    first = found["verdicts"][0]
+    situation = f"{WORDS.get(first['level'], '')}: {first['subject']} {first.get('situation', '').replace('_', ' ')}"
+    yield _draw("bold", f"{title}  {seen}  {situation}", whole=False)
     for verdict in found["verdicts"]:
         yield wrap_line(describe_verdict(verdict), width)
     history = found["history"]
