@@ -70,6 +70,17 @@ def runs(prometheus: Prometheus, labels: Mapping[str, str]) -> Iterator[tuple[Si
         yield situation, list(times)
 
 
+def test_leaks_neighbours_and_crash_loops_last_somewhere(prometheus: Prometheus) -> None:
+    lasted = {
+        situation
+        for target in TARGETS.values()
+        for situation, times in runs(prometheus, target.labels)
+        if times[-1] - times[0] > 2 * WINDOW_SECONDS
+    }
+
+    assert lasted >= {Situation.LEAKING, Situation.NEIGHBOUR, Situation.CRASH_LOOP}
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_situation_that_lasts_has_an_alert_that_fires(prometheus: Prometheus, target: str) -> None:
     labels = TARGETS[target].labels

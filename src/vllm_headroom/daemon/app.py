@@ -126,7 +126,7 @@ class Daemon:
         pause, canary_seconds = max(LONGEST_TICK_SECONDS, 3 * self._interval_seconds), settings.canary_interval_seconds
         self._canary = None
         if parts.asked is not None and canary_seconds is not None:
-            self._canary = Canary(parts.asked.ask, canary_seconds, clock, most_pause_seconds=pause)
+            self._canary = Canary(parts.asked.ask, canary_seconds, clock, pause_seconds=pause)
         self._sampler = Sampler(
             sources=parts,
             parse=partial(parse_engines, profile=None if settings.engine_profile == AUTO else settings.engine_profile),

@@ -18,7 +18,6 @@ from vllm_headroom.scrape.proc.served_model import ServedModel
 GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
 
-HEALTH_SECONDS: Final = 10.0
 TOKEN_SECONDS: Final = 60.0
 """For one token of an idle engine; beyond it the request is abandoned and sent again."""
 
@@ -71,7 +70,7 @@ def build_canary_request(settings: Settings) -> CanaryRequest:
         return build_page_reader(settings, str(url.join(path)), timeout_seconds=seconds)
 
     return CanaryRequest(
-        health=reader("health", HEALTH_SECONDS),
+        health=reader("health", 10.0),
         sleep=reader("is_sleeping", TOKEN_SECONDS),
         completion=reader("v1/completions", TOKEN_SECONDS),
     )

@@ -55,7 +55,7 @@ class Canary:
     """Sends one request at a time, on a separate task, and only while the engine is awake and idle.
 
     `since_seconds` is the monotonic time since when there is no answer; None while there is. With more than
-    `most_pause_seconds` between two ticks the daemon itself was stopped, and could have received no answer.
+    `pause_seconds` between two ticks the daemon itself was stopped, and could have received no answer.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Canary:
         interval_seconds: float,
         clock: Clock,
         *,
-        most_pause_seconds: float,
+        pause_seconds: float,
     ) -> None:
         self.since_seconds: float | None = None
-        self._most_pause_seconds = most_pause_seconds
+        self._pause_seconds = pause_seconds
         self._ticked_seconds = clock.monotonic()
         self._ask = ask
         self._interval_seconds = interval_seconds
@@ -86,7 +86,7 @@ class Canary:
         """Return, once a tick, since when there is no answer, without pauses of the daemon itself."""
         before, self._ticked_seconds = self._ticked_seconds, self._clock.monotonic()
         pause = self._ticked_seconds - before
-        if self.since_seconds is not None and pause > self._most_pause_seconds:
+        if self.since_seconds is not None and pause > self._pause_seconds:
             self.since_seconds = min(self.since_seconds + pause, self._ticked_seconds)
         return self.since_seconds
 
@@ -150,9 +150,8 @@ async def close_all(*opened: Closable | None) -> None:
     """Close the resources, within CLOSE_SECONDS."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
-            for each in opened:
-                if each is not None:
-                    await each.close()
+            for each in filter(None, opened):
+                await each.close()
 
 
 class Sources(Struct, frozen=True, kw_only=True):

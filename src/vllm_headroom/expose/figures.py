@@ -20,6 +20,8 @@ LEAST_COLUMNS: Final = 32
 MOST_GPUS: Final = 16
 HOUR_SECONDS: Final = 3600.0
 _Figure = tuple[Frame, str]
+_Room = tuple[int, int]
+_Left = tuple[float | None, float | None]
 LEGEND: Final = (
     "<span><i class=free></i>free memory</span><span><i class=low></i>its lowest value per minute</span>"
     "<span><i class=to></i>forecast to zero, with its earliest time</span><span><i class=at></i>an alarm, or now</span>"
@@ -57,13 +59,7 @@ def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _draw_room(
-    view: View,
-    names: tuple[str, str],
-    curves: tuple[Curve, Curve],
-    room: tuple[int, int] | None,
-    left: tuple[float | None, float | None],
-    *,
-    columns: int,
+    view: View, names: tuple[str, str], curves: tuple[Curve, Curve], room: _Room | None, left: _Left, *, columns: int
 ) -> _Figure:
     """Return the frame and the figure of free memory and its peaks.
 

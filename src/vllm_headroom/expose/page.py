@@ -138,6 +138,8 @@ def render_page(view: View) -> str:
     """Return the HTML page, which one script keeps up to date."""
     notice = f'<p class="notice">{escape_text(view.notice)}</p>' if view.notice else ""
     first, seconds = view.shown[0], max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))
+    seen = "the start" if view.snapshot is None else format_instant(view.snapshot.time_seconds)
+    age = "" if view.snapshot is None else f"seen {seen}, {format_duration(view.age_seconds)} ago; "
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in PATHS)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -145,7 +147,8 @@ def render_page(view: View) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"<title>{_render_headline(first)}{DOT}vllm-headroom</title>"
         f'<link rel="icon" href="{build_icon(first.level)}"><style>{PAGE_STYLE}</style></head>'
-        f"<body data-seconds={seconds}><header><p>{escape_text(DOT.join(_list_names(view)))}</p>{_render_age(view)}"
+        f"<body data-seconds={seconds}><header><p>{escape_text(DOT.join(_list_names(view)))}</p>"
+        f'<p class=dim id=age data-seen="{seen}">{age}version {escape_text(view.version)}</p>'
         "<noscript><p>Without scripts this page does not change: load it again for newer figures.</p></noscript>"
         f"{notice}</header><main>{_render_hero(view, first)}{_render_verdicts(view)}"
         f"{''.join(_render_rest(view))}</main><footer><p>{links}</p></footer><script>{SCRIPT}</script></body></html>\n"
@@ -159,14 +162,6 @@ def _list_names(view: View) -> Iterator[str]:
     owned = () if view.snapshot is None else view.snapshot.owned
     for name, count in Counter(gpu.reading.name for gpu in owned if gpu.reading.name).items():
         yield f"{count} \N{MULTIPLICATION SIGN} {name}" if count > 1 else name
-
-
-def _render_age(view: View) -> str:
-    if view.snapshot is None:
-        return f'<p class=dim id=age data-seen="the start">version {escape_text(view.version)}</p>'
-    seen, age = format_instant(view.snapshot.time_seconds), format_duration(view.age_seconds)
-    text = f"seen {seen}, {age} ago; version {escape_text(view.version)}"
-    return f'<p class=dim id=age data-seen="{seen}">{text}</p>'
 
 
 def _render_headline(verdict: Verdict) -> str:

@@ -211,7 +211,11 @@ class Server:
         finally:
             tasks[0].cancel()
             try:
-                await self._shutdown()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SHUTDOWN_SECONDS):
+                        await asyncio.sleep(0)  # the accepting task ends
+                        while any(each.phase in (Phase.TURN, Phase.SENDING) for each in self.connections):  # noqa: ASYNC110 - no event exists
+                            await asyncio.sleep(0.01)
             finally:
                 listener.close()
                 for task in (*tasks, *self._guests):
@@ -253,14 +257,6 @@ class Server:
         task = asyncio.create_task(work)
         self._guests[task] = None
         task.add_done_callback(lambda done: self._guests.pop(done, None))
-
-    async def _shutdown(self) -> None:
-        """Let the accepting task end, and answer the received requests."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SHUTDOWN_SECONDS):
-                await asyncio.sleep(0)
-                while any(connection.phase in (Phase.TURN, Phase.SENDING) for connection in self.connections):  # noqa: ASYNC110 - no event exists
-                    await asyncio.sleep(0.01)
 
     def add(self, connection: Connection) -> None:
         """Add a connection; where there are too many, drop the one that is idle longest."""

@@ -11,7 +11,6 @@ from vllm_headroom.expose.answers import Response
 from vllm_headroom.expose.view import STEP_SECONDS, View
 from vllm_headroom.model import Metric, Values, find_worst
 
-FORMAT: Final = 1
 STATE: Final = "state"
 MANY: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": catalog.ENGINE}
 """The lists of the document, by the labels that identify their entries."""
@@ -30,7 +29,7 @@ def build_document(view: View) -> dict[str, Any]:
     values, snapshot, history, last = view.values, view.snapshot, view.history, view.last_incident
     incident = {} if last is None else asdict(last)
     return {
-        "headroom_snapshot": FORMAT,
+        "headroom_snapshot": 1,
         "version": view.version,
         "t": None if snapshot is None else snapshot.time_seconds,
         "age_seconds": None if snapshot is None else view.age_seconds,

@@ -68,7 +68,7 @@ def test_an_idle_engine_that_may_hang_is_asked() -> None:
     asked = Engine([True])
     doubted = EngineStatus(state=EngineState.UNKNOWN, hang_signs=(HangSign.STUCK,))
 
-    turned(Canary(asked.ask, INTERVAL_SECONDS, Clock(), most_pause_seconds=15), replace(seen(), life=doubted))
+    turned(Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15), replace(seen(), life=doubted))
 
     assert asked.models == ["m"]
 
@@ -79,7 +79,7 @@ def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bo
     asked = Engine([True])
 
     turned(
-        Canary(asked.ask, INTERVAL_SECONDS, Clock(), most_pause_seconds=15),
+        Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15),
         seen(replace(RESTING, awake=awake), state=state),
     )
 
@@ -105,7 +105,7 @@ def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bo
 )
 def test_any_other_is_not_and_owes_nothing(other: Snapshot | None) -> None:
     asked = Engine([False])
-    canary = Canary(asked.ask, INTERVAL_SECONDS, Clock(), most_pause_seconds=15)
+    canary = Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15)
     turned(canary, seen())
     assert canary.since_seconds == 1000.0
 
@@ -122,7 +122,7 @@ def test_a_request_is_owed_an_answer_from_when_it_is_asked() -> None:
         async def ask(_: str) -> bool | None:
             return await answer
 
-        canary = Canary(ask, INTERVAL_SECONDS, Clock(), most_pause_seconds=15)
+        canary = Canary(ask, INTERVAL_SECONDS, Clock(), pause_seconds=15)
         turn = asyncio.create_task(canary.turn(seen()))
         await asyncio.sleep(0)
         pending = canary.since_seconds
@@ -135,7 +135,7 @@ def test_a_request_is_owed_an_answer_from_when_it_is_asked() -> None:
 
 def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time() -> None:
     clock, asked = Clock(waits=5), Engine([True, False, False, True, None])
-    canary, owed = Canary(asked.ask, INTERVAL_SECONDS, clock, most_pause_seconds=15), list[float | None]()
+    canary, owed = Canary(asked.ask, INTERVAL_SECONDS, clock, pause_seconds=15), list[float | None]()
 
     def newest() -> Snapshot:
         owed.append(canary.since_seconds)
@@ -155,7 +155,7 @@ def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time(
 
 def test_while_the_daemon_stood_still_nobody_owed_it_an_answer() -> None:
     clock, asked = Clock(), Engine([False])
-    canary = Canary(asked.ask, INTERVAL_SECONDS, clock, most_pause_seconds=15)
+    canary = Canary(asked.ask, INTERVAL_SECONDS, clock, pause_seconds=15)
     turned(canary, seen())
     clock.now += 5
     assert canary.unanswered_since() == 1000.0

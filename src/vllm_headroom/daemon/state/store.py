@@ -58,7 +58,12 @@ class StateKeeper:
         """Return the saved states by derivation, once, when the snapshot shows that they are this engine's."""
         if not self._owned:
             await self._lock_state()
-        runs = {} if self._owned is None else await self._read_files()
+        runs: dict[str, Any] = {}
+        if self._owned is not None:  # a file that cannot be read is tried again at the next tick
+            lives, history = await self._read(RUNS), await self._read(HISTORY)
+            self._saved = await self._read(STATE) or self._saved
+            found = {ENGINE_RUN: None if lives is None else RunState(lives=lives), HISTORY.name: history}
+            runs = {name: state for name, state in found.items() if state is not None}
         self._identity = identify_engine(snapshot.engines) or self._identity
         saved = self._saved
         if saved is None:
@@ -111,13 +116,6 @@ class StateKeeper:
             log.warning("another daemon keeps its state here: nothing is kept until it ends", folder=str(self._folder))
         elif self._owned and before is False:
             log.info("the other daemon has ended: state is kept from now on", folder=str(self._folder))
-
-    async def _read_files(self) -> dict[str, Any]:
-        """Return runs and history once they are read; a file that cannot be read is tried again at the next tick."""
-        runs, history = await self._read(RUNS), await self._read(HISTORY)
-        self._saved = await self._read(STATE) or self._saved
-        found = {ENGINE_RUN: None if runs is None else RunState(lives=runs), HISTORY.name: history}
-        return {name: state for name, state in found.items() if state is not None}
 
     async def _read(self, file: StateFile[T]) -> T | None:
         """Return the content of a file that was not read before, None without a usable one."""
