@@ -156,11 +156,8 @@ class Flight:
 
     def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str, lock: FolderLock) -> None:
         self.last: Incident | None = None
-        self._folder = folder
+        self._folder, self._lines, self._version, self._lock = folder, lines, version, lock
         self._writing = FileWriter("flight record", folder / FLIGHT)
-        self._lines = lines
-        self._lock = lock
-        self._version = version
         self._state = EngineState.UNKNOWN
         self._written: float | None = None
         self._before: Mapping[str, Any] = {}

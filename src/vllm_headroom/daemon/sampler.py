@@ -66,12 +66,10 @@ class Canary:
         *,
         pause_seconds: float,
     ) -> None:
-        self.since_seconds: float | None = None
-        self._pause_seconds = pause_seconds
+        self._ask, self._clock = ask, clock
+        self._interval_seconds, self._pause_seconds = interval_seconds, pause_seconds
         self._ticked_seconds = clock.monotonic()
-        self._ask = ask
-        self._interval_seconds = interval_seconds
-        self._clock = clock
+        self.since_seconds: float | None = None
         self._said: bool | None = True
 
     async def run(self, snapshot: Callable[[], Snapshot | None]) -> None:
@@ -180,9 +178,8 @@ Timed = tuple[T, ReadingTime]
 
 
 class Sampler:
-    """Owns the `states` of all derivations and the engine's run, by name, and what is published.
+    """Owns the `states` of all derivations and the engine's run, by name, and what is published, None before a tick.
 
-    `published` and `snapshot` are None before the first tick.
     `recall` returns, at any snapshot, the states of an earlier process, by derivation, to continue from.
     `host_limit_bytes` is the operator's limit of the engine's container. `judges` build the last derivations, from the
     values and states of those before.
@@ -205,25 +202,18 @@ class Sampler:
         self.published: Published | None = None
         self.snapshot: Snapshot | None = None
         self.values = Values(())
-        self._sources = sources
-        self._parse = parse
+        self._sources, self._parse, self._clock, self._recall = sources, parse, clock, recall
+        self._selection, self._derivations, self._judges, self._canary = selection, derivations, judges, canary
+        self._gpu_timeout_seconds, self._host_limit_bytes = gpu_timeout_seconds, host_limit_bytes
         self._parser = Worker[EnginePage | Failure]("parse")
-        self._selection = selection
+        self._transitions = Transitions(selection)
         self._attribution = AttributionState()
         self._container = ContainerState()
-        self._host_limit_bytes = host_limit_bytes
-        self._derivations = derivations
         self.states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
         self.states[ENGINE_RUN] = RunState()
-        self._clock = clock
-        self._gpu_timeout_seconds = gpu_timeout_seconds
-        self._transitions = Transitions(selection)
-        self._recall = recall
-        self._judges = judges
         for build in judges:
             last = build(self.values, self.states)
             self.states[last.name] = last.initial
-        self._canary = canary
 
     async def tick(self) -> Snapshot:
         """Read all sources at once, derive, publish and return the snapshot; a fault costs only its part."""

@@ -43,12 +43,9 @@ class StateKeeper:
     """
 
     def __init__(self, *, folder: Path, clock: Clock, version: str, lock: FolderLock) -> None:
-        self._lock = lock
+        self._folder, self._clock, self._version, self._lock = folder, clock, version, lock
         self._owned: bool | None = None
-        self._folder = folder
         self._worker = Worker[Any]("state")
-        self._clock = clock
-        self._version = version
         self._unread = {RUNS.name, HISTORY.name, STATE.name}
         self._saved: SavedState | None = None
         self._identity: Identity | None = None
