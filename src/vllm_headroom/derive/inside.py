@@ -198,7 +198,11 @@ def classify_probe(
     dated = sorted(files, key=lambda each: each.written_at_seconds)  # names are not trusted: the newest file counts
     dated = [each for each in dated if each.written_at_seconds <= now + AHEAD_SECONDS]
     for each in {(each.pid, each.started_at_seconds): each for each in dated}.values():
-        alive = any(_is_of(each, process) for process in shown)
+        alive = any(
+            each.since_boot_seconds == process.since_boot_seconds is not None
+            or abs(each.started_at_seconds - process.started_at_seconds) <= SAME_START_SECONDS
+            for process in shown
+        )
         lasts = min(max(LEAST_SECONDS, INTERVALS * each.interval_seconds), MOST_SECONDS)
         if each.stopped is None and (alive or not shown) and now - each.written_at_seconds <= lasts:
             present.append(each)
@@ -207,9 +211,3 @@ def classify_probe(
         else:
             others.append(each)
     return ProbeReadings(present=tuple(present), silent=tuple(silent), others=tuple(others))
-
-
-def _is_of(file: ProbedProcess, process: EngineProcess) -> bool:
-    if file.since_boot_seconds is not None and file.since_boot_seconds == process.since_boot_seconds:
-        return True
-    return abs(file.started_at_seconds - process.started_at_seconds) <= SAME_START_SECONDS

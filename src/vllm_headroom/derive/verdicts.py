@@ -92,8 +92,6 @@ QUIET: Final[dict[str | None, tuple[Level, str]]] = {
 }
 """The sentence where nothing grows; the most informative state comes first."""
 
-NOT_KNOWN: Final = (Level.UNKNOWN, "whether it leaks is not known")
-
 HOUR_SECONDS: Final = 3600.0
 DAY_SECONDS: Final = 24 * HOUR_SECONDS
 """HeadroomOutOfMemorySoon pages, and HeadroomGpuMemoryLeak is critical, below these times left."""
@@ -106,8 +104,6 @@ SURE_SECONDS: Final = 4 * HOUR_SECONDS
 """A leak in large steps is an alarm after four hours, an even one mostly sooner: until then none is only not seen."""
 
 VERDICTS: Final = "verdicts"
-
-BAD: Final = (Level.WARNING, Level.ALARM)
 
 SERVING: Final = "serving"
 PLANNED: Final = ("swapped", "shared-gpu")  # others use their GPU by plan
@@ -148,7 +144,11 @@ def judge_snapshot(
 
     def rank(verdict: Verdict) -> tuple[int, int, int]:
         level = tuple(Level).index(verdict.level)
-        return -level if verdict.level in BAD else 0, tuple(Situation).index(verdict.situation), -level
+        return (
+            -level if verdict.level in (Level.WARNING, Level.ALARM) else 0,
+            tuple(Situation).index(verdict.situation),
+            -level,
+        )
 
     return tuple(sorted(said, key=rank))
 
@@ -157,7 +157,7 @@ def _describe_quiet(states: Collection[str | None], watches: Iterable[float]) ->
     state = next((state for state in QUIET if state in states), None)
     watched = min(watches, default=SURE_SECONDS)
     if state != LeakState.STABLE or watched >= SURE_SECONDS:
-        return QUIET.get(state, NOT_KNOWN)
+        return QUIET.get(state, (Level.UNKNOWN, "whether it leaks is not known"))
     return Level.GOOD, f"watched for {format_duration(watched)}, no leak seen"
 
 
@@ -253,8 +253,9 @@ def _judge_growth(
     known = sure or alone
     verdict = partial(Verdict, subject="host memory" if role else name)
     bound = values.value(catalog.LEAK_BOUND, *labels)
+    pools = [pool for pool in snapshot.pools if (pool.role or "") == role]
+    pool_bytes = sum(pool.size_bytes for pool in pools)
     if not sure and bound:
-        pool_bytes = sum(pool.size_bytes for pool in snapshot.pools if (pool.role or "") == role)
         filled = f"filling, {format_size(pool_bytes - bound)} of {format_size(pool_bytes)}"
         text = f"{name} grows as its configured pools do: {filled}."
         return verdict(level=Level.GOOD, sentence=text, situation=Situation.FILLING)
@@ -277,6 +278,10 @@ def _judge_growth(
     elif left is not None:
         earliest = "" if least is None or not known else f", at the earliest in {format_duration(least)}"
         said += f": out of memory in about {format_duration(left)}{earliest}"
+    if bound == 0 and any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in pools):
+        said += (
+            f"; its pools of {format_size(pool_bytes)} are full: offloads are known to take {OFFLOAD_HIGH} times that"
+        )
     soon = left is not None and left < HOUR_SECONDS
     near = known and left is not None and left < (DAY_SECONDS if sure else HOUR_SECONDS)
     alert = alerts[0] if sure and soon else alerts[1] if near else alerts[2]

@@ -35,16 +35,21 @@ def judge(trace: Labelled) -> dict[str, Any]:
             course = _course(watch, trace.truth["series"])
             before_end = course.last if course is not None else None
     course = _course(watch, trace.truth["series"]) or Course()
-    readings = _readings(trace)
-    row = {key: trace.truth[key] for key in ("scenario", "seed", "group", "leak", "ambiguous")}
-    row |= _alarms(course, trace.truth, readings)
-    if trace.truth["leak"]:
-        row |= _figures("first", course.first, trace.truth) | _figures("last", before_end or course.last, trace.truth)
-        where = trace.truth.get("location")
+    readings = read_series(trace)
+    return score(course, before_end, trace.truth, readings) | judge_plain_rules(trace.truth, readings)
+
+
+def score(course: Course, before_end: Moment | None, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
+    """Return the row of a trace with this course; `before_end` is the last moment long enough before out-of-memory."""
+    row = {key: truth[key] for key in ("scenario", "seed", "group", "leak", "ambiguous")}
+    row |= _alarms(course, truth, readings)
+    if truth["leak"]:
+        row |= _figures("first", course.first, truth) | _figures("last", before_end or course.last, truth)
+        where, ends = truth.get("location"), truth["oom_at"]
         if where is not None and course.first is not None:
             row["placed"] = course.first.location == where
         row["held"] = None if ends is None or not row["found"] else course.last.seconds >= ends - END_SECONDS
-    return row | _others(trace.truth, readings)
+    return row
 
 
 def _course(watch: LeakReplay, series: str) -> Course | None:
@@ -53,7 +58,7 @@ def _course(watch: LeakReplay, series: str) -> Course | None:
     return next((course for role, course in watch.host if role == series), None)
 
 
-def _readings(trace: Labelled) -> list[plain.Reading]:
+def read_series(trace: Labelled) -> list[plain.Reading]:
     """Return the readings of the series in question."""
     found = []
     for sample in trace.samples:
@@ -131,10 +136,16 @@ def _figures(which: str, said: Moment | None, truth: dict[str, Any]) -> dict[str
     return row
 
 
-def _others(truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
+def judge_plain_rules(truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
     """Return what the plain rules would have said."""
     row = {}
-    for name, rule in (("linear", plain.extrapolated), ("trend", plain.trending)):
+    rules = {
+        "linear": plain.extrapolated,
+        "trend": plain.trending,
+        "squares": plain.significant,
+        "challenger": plain.challenge,
+    }
+    for name, rule in rules.items():
         told = rule(readings)
         false = told is not None and (not truth["leak"] or told < truth["onset"])
         row |= {f"{name}_found": told is not None and not false, f"{name}_false": false}

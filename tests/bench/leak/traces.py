@@ -44,6 +44,15 @@ def replayed(
     return Labelled(list(recorded.drop_fields(samples, unknown)), truth | ({} if probe else {"location": None}))
 
 
+def thin(samples: list[dict[str, Any]], interval: float) -> list[dict[str, Any]]:
+    kept, last = [], float("-inf")
+    for sample in samples:
+        if sample["t"] - last >= interval - 0.01 or sample is samples[-1]:
+            kept.append(sample)
+            last = sample["t"]
+    return kept
+
+
 RECORDED = "real allocator"
 MAKERS: dict[str, Callable[..., Labelled]] = {"curves": generated, "mechanisms": simulated, RECORDED: replayed}
 NAMES = {"curves": (*generate.BENIGN, *generate.LEAK), "mechanisms": tuple(SCENARIOS), RECORDED: recorded.NAMES}

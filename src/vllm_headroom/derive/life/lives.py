@@ -118,11 +118,8 @@ ENOUGH_SECONDS: Final = 1.0
 competes for cores still gets its share: ten seconds a minute of two cores at a load of 42."""
 
 
-class Computing(Struct, frozen=True, kw_only=True):
-    """The CPU time of all API servers when they last used enough of it, and the time of that."""
-
-    cpu_seconds: float
-    at_seconds: float
+Computing = tuple[float, float]
+"""The CPU time of all API servers when they last used enough of it, and the time of that, both in seconds."""
 
 
 def update_computing(
@@ -136,9 +133,9 @@ def update_computing(
     taken = sum_known(each.cpu_seconds for each in processes or () if each.role is Role.API_SERVER)
     if taken is None:
         return before
-    if before is None or taken >= before.cpu_seconds + ENOUGH_SECONDS:
-        return Computing(cpu_seconds=taken, at_seconds=now)
-    return replace(before, cpu_seconds=min(before.cpu_seconds, taken))  # less: one of several has ended
+    if before is None or taken >= before[0] + ENOUGH_SECONDS:
+        return taken, now
+    return min(before[0], taken), before[1]  # less: one of several has ended
 
 
 Hint = tuple[HangSign, ProcessName | None]
@@ -285,7 +282,7 @@ def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) ->
     since = state.blind_seconds if seen.blind else state.silent_seconds
     if since is not None and now - since < STALLED_SECONDS:
         return state.state
-    computes = state.computing is not None and now - state.computing.at_seconds < STALLED_SECONDS
+    computes = state.computing is not None and now - state.computing[1] < STALLED_SECONDS
     is_late = since is not None and now - since < SPINNING_SECONDS
     may_serve = computes and (is_late or is_starved(seen.snapshot.processes) or seen.answer is not Answer.SILENT)
     is_unknown = seen.blind or may_serve or seen.answer is Answer.UNREADABLE

@@ -62,6 +62,18 @@ def test_the_sentence_says_how_much_of_the_pools_is_filled() -> None:
     assert verdict.sentence.startswith("Host memory of worker grows as its configured pools do: filling, ")
 
 
+def test_beyond_the_pools_the_sentence_says_that_offloads_are_known_to_take_more() -> None:
+    change = with_pool(0.7 * FILLED)
+    *_, last = run(2, leak, change)
+    worker = EngineProcess(pid=7, role=Role.WORKER, rss_bytes=BASE, started_at_seconds=1.0)
+    seen = replace(change(seen_last(), 0.0), processes=(worker,))
+
+    (verdict,) = (each for each in judge_snapshot(seen, Values(last)) if each.subject == "host memory")
+
+    assert verdict.level is Level.ALARM
+    assert verdict.sentence.endswith(" are full: offloads are known to take 1.92 times that.")
+
+
 def unknown_holders(seen: Snapshot, _seconds: float) -> Snapshot:
     return replace(seen, gpus=tuple(unattribute(gpu, None) for gpu in seen.devices))
 

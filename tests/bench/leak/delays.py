@@ -1,0 +1,116 @@
+"""How long a steady leak takes to be seen, and what the pager sees, by its rate, the room and the sampling interval.
+
+usage: delays.py [--seeds 3] [--write docs/leaks.md]
+A leak by time at ten requests a second, in segments of 2 MiB, beneath 200 MiB of slack and the high-water marks of a new
+engine. It is followed until it is out of memory, at most two days.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from rent import write_table
+
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Track
+from vllm_headroom.derive.leak.track import observe
+from vllm_headroom.derive.verdicts import DAY_SECONDS, HOUR_SECONDS
+
+RATES = (10e3, 50e3, 200e3, 1e6, 5e6)
+ROOMS = (4, 16, 60)
+INTERVALS = (5.0, 30.0)
+REQUESTS_PER_SECOND = 10.0
+SLACK_BYTES = 200 * MIB
+MOST_SECONDS = 2 * DAY_SECONDS
+MARKS = ("<!-- delays: begin -->", "<!-- delays: end -->")
+HEAD = (
+    "| rate | room | read each | `growing` after | `leaking` after | leaked by then | critical before OOM | page before OOM |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def read_memory(rate: float, room: float, interval: float, seed: int) -> Iterator[Observation]:
+    rng = np.random.default_rng(seed)
+    marks, total = np.zeros(3), 70e9 + room
+    for seconds in np.arange(0.0, MOST_SECONDS, interval):
+        demands = rng.gumbel(size=3) + np.log(REQUESTS_PER_SECOND * interval)
+        marks = np.maximum(marks, demands)
+        leaked = max(0.0, rate * seconds - SLACK_BYTES) // (2 * MIB) * 2 * MIB
+        held = int(70e9 + 40 * MIB * float(marks.sum()) + leaked)
+        yield Observation(
+            seconds=float(seconds),
+            held_bytes=held,
+            finished_total=REQUESTS_PER_SECOND * seconds,
+            running=30.0,
+            life="a",
+            room_bytes=int(total - held),
+        )
+        if held >= total - 100 * MIB:
+            return
+
+
+def follow(rate: float, room: float, interval: float, seed: int) -> dict[str, float]:
+    """Return the seconds of each first verdict and alert, and of the end."""
+    track, found = Track(clock=0.0), dict[str, float]()
+    for seen in read_memory(rate, room, interval, seed):
+        track = observe(track, seen)
+        left = track.estimate.oom_seconds if track.estimate is not None else None
+        is_leaking = track.verdict is Certainty.LEAKING
+        events = {
+            "growing": track.verdict is not Certainty.NONE,
+            "leaking": is_leaking,
+            "critical": is_leaking and left is not None and left < DAY_SECONDS,
+            "page": is_leaking and left is not None and left < HOUR_SECONDS,
+        }
+        found = {event: seen.seconds for event, now in events.items() if now} | found
+        found["end"] = seen.seconds
+    return found
+
+
+def show(values: list[float | None], unit: float, name: str) -> str:
+    """Return median and worst; a value that never came is the worst."""
+    known = [value / unit for value in values if value is not None]
+    if not known:
+        return "never"
+    worst = "never" if len(known) < len(values) else f"{max(known):,.0f}"
+    return f"{median(known):,.0f} {name} ({worst})"
+
+
+def make_row(rate: float, room: int, interval: float, seeds: int) -> str:
+    runs = [follow(rate, room * 1e9, interval, seed) for seed in range(seeds)]
+    is_over = all(run["end"] < MOST_SECONDS - interval for run in runs)
+    leads = {
+        event: [run["end"] - run[event] if event in run else None for run in runs] for event in ("critical", "page")
+    }
+    cells = [
+        f"{rate / 1e3:,.0f} kB/s",
+        f"{room} GB",
+        f"{interval:.0f} s",
+        show([run.get("growing") for run in runs], 60, "min"),
+        show([run.get("leaking") for run in runs], 60, "min"),
+        show([rate * run["leaking"] if "leaking" in run else None for run in runs], 1e6, "MB"),
+    ]
+    for event in ("critical", "page"):
+        known = [lead for lead in leads[event] if lead is not None]
+        least = f"{median(known) / 60:,.0f} min ({min(known) / 60:,.0f})" if known else "never"
+        cells.append(least if is_over else "")
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    rows = (make_row(rate, room, interval, given.seeds) for rate, room, interval in product(RATES, ROOMS, INTERVALS))
+    lines = [HEAD, *rows]
+    print(*lines, sep="\n")
+    write_table(given.write, MARKS, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The detector alone on the series that leaks or might: its observations once, then their course as often as wanted.
+
+A tenth of the cost of a replay. The memory in use that a probe shows, and what is kept in sleep, are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from judge import END_SECONDS, read_series, score
+from msgspec.structs import replace
+from traces import Labelled
+
+from vllm_headroom.derive.leak.facts import Certainty, Observation, Track, observe_gpus
+from vllm_headroom.derive.leak.leak import find_leak_state, is_alone, observe_host
+from vllm_headroom.derive.leak.track import observe
+from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.derive.life.signs import keep_service
+from vllm_headroom.derive.stability import LoadState, derive_load
+from vllm_headroom.model import Snapshot
+from vllm_headroom.vocabulary import LeakState
+from vllm_headroom_tools.history import Course, _build_moment
+from vllm_headroom_tools.trace import parse_snapshot
+
+
+class Seen(NamedTuple):
+    """One sample: its time, the observation, whether load is settled, the surest verdict, whether the engine serves."""
+
+    seconds: float
+    observation: Observation | None
+    settled: bool
+    most: Certainty
+    in_service: bool
+
+
+Row = dict[str, Any]
+Watched = tuple[list[Seen], Row, list[tuple[float, float, float]]]
+"""What was observed of a trace, its truth, and its readings for the plain rules."""
+
+
+def watch(trace: Labelled) -> Watched:
+    state, load, found = RunState(), LoadState(), []
+    for sample in trace.samples:
+        snapshot = parse_snapshot(sample)
+        assert isinstance(snapshot, Snapshot), snapshot
+        state, snapshot = update_run(state, snapshot)
+        served = keep_service(snapshot)
+        load, _ = derive_load(load, served)
+        observation, most = None, Certainty.LEAKING
+        if trace.truth["series"] != "gpu":
+            observation = dict(observe_host(served)).get(trace.truth["series"])
+        else:
+            for gpu, observation in observe_gpus(served, served.owned[:1]):
+                most = Certainty.LEAKING if is_alone(gpu) else Certainty.GROWING
+        found.append(Seen(sample["t"], observation, load.stable is not False, most, bool(snapshot.in_service)))
+    return found, trace.truth, read_series(trace)
+
+
+def follow(watched: Watched) -> Row:
+    """Return the trace's row, as `judge` does."""
+    samples, truth, readings = watched
+    course, track, before_end = Course(), None, None
+    for seen in samples:
+        state, known, again = LeakState.UNKNOWN, None, False
+        if seen.observation is not None:
+            old = track or Track(clock=seen.observation.seconds)
+            track = observe(old, seen.observation)
+            again, known = track.seconds < old.seconds, track.estimate
+            own = replace(track, verdict=min(track.verdict, seen.most))
+            if seen.in_service:
+                state = find_leak_state(own, known=seen.observation.held_bytes is not None, settled=seen.settled)
+        course.step(state, _build_moment(seen.seconds, known, None), restarted=again)
+        if truth["oom_at"] is not None and seen.seconds <= truth["oom_at"] - END_SECONDS:
+            before_end = course.last
+    return score(course, before_end, truth, readings)
