@@ -35,8 +35,6 @@ from vllm_headroom_tools.trace import BadInput
 FORMAT: Final = "headroom_record"
 VERSION: Final = 1
 MOST_STACKS: Final = 20
-MOST_FRAMES: Final = 16
-
 Recording = dict[str, Any]
 """A process's answer, as --json has it: a `note`, the `cost`, and the stacks of `host` and `gpu` that hold most.
 
@@ -70,7 +68,7 @@ def _parse_stack(entry: dict[str, Any], _place: int) -> dict[str, Any]:
     return {
         "bytes": fields.read_size(entry, "bytes") or 0,
         "count": fields.read_size(entry, "count") or 0,
-        "stack": frames[:MOST_FRAMES],
+        "stack": frames[:16],
     }
 
 
@@ -149,7 +147,7 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
         return read_mappings(PROC, process.pid) if is_same else None
 
     with contextlib.suppress(TimeoutError, OSError):
-        return await Worker[dict[str, int] | None]("mappings").call(read, MAPPINGS_SECONDS)
+        return await Worker[dict[str, int] | None]("mappings").call(read, 10.0)
     return None
 
 
@@ -216,7 +214,6 @@ def install(folder: Path) -> tuple[str, ...]:
     return PACKAGE, info.name
 
 
-MAPPINGS_SECONDS: Final = 10.0
 WORTH_A_LINE_BYTES: Final = 2**20
 MOST_SHOWN: Final = 3
 """Stacks of each kind and callers of each, of the many that --json has."""

@@ -91,12 +91,6 @@ RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
 """The engine's processes, in the order of their pids, with the memory each has when it starts to serve."""
 
 IDLE_WATTS: Final = 70.0
-IDLE_CELSIUS: Final = 31.0
-CELSIUS_PER_WATT: Final = 0.06
-
-SETTLING_MIB: Final = 45.0
-SETTLING_SECONDS: Final = 900.0
-"""How resident memory grows after the start, and how fast that fades."""
 
 
 class SimulatedGpus(Simulated):
@@ -126,7 +120,7 @@ class SimulatedGpus(Simulated):
             memory=memory,
             used_peak_bytes=self._peak.highest_bytes(world.seconds),
             utilization_ratio=world.busy / (world.busy + 8.0),
-            temperature_celsius=float(round(IDLE_CELSIUS + CELSIUS_PER_WATT * (power_watts - IDLE_WATTS))),
+            temperature_celsius=float(round(31.0 + 0.06 * (power_watts - IDLE_WATTS))),
             power_watts=round(power_watts, 1),
             processes=tuple(_list_gpu_processes(world)),
         )
@@ -159,7 +153,7 @@ class SimulatedProcesses(Simulated):
         world = self._now()
         engine = world.engine
         served_seconds = max(0.0, world.seconds - engine.serving_seconds)
-        grown_mib = SETTLING_MIB * (1.0 - exp(-served_seconds / SETTLING_SECONDS))
+        grown_mib = 45.0 * (1.0 - exp(-served_seconds / 900.0))  # resident memory grows after the start, and that fades
         processes = tuple(
             EngineProcess(
                 pid=engine.first_pid + place,

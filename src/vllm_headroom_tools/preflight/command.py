@@ -31,8 +31,6 @@ PATIENCE_SECONDS: Final = 15.0
 
 PROC: Final = Path("/proc")
 SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
-POLL_SECONDS: Final = 1.0
-SAY_SECONDS: Final = 10.0
 IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
 """What vLLM may start with all the same."""
 
@@ -71,8 +69,8 @@ async def wait_until_settled(
         if now() >= say_at:
             reasons = "; ".join(f"GPU {each.gpu}: {each.text}" for each in report.hindrances)
             say(f"waiting, {ends - now():.0f} s left: {reasons}")
-            say_at = now() + SAY_SECONDS
-        await asyncio.sleep(min(POLL_SECONDS, ends - now()))
+            say_at = now() + 10.0
+        await asyncio.sleep(min(1.0, ends - now()))
         report = await look()
     return replace(report, waited_seconds=now() - began)
 

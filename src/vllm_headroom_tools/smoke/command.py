@@ -147,7 +147,6 @@ def _read_completion(answer: Reply | Failure, address: str) -> int | str:
     return f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
 
 
-COUNT_POLL_SECONDS: Final = 0.5
 COUNTED_SECONDS: Final = 15.0
 """vLLM counts a request as it finishes; its web server may be busy, and gauges of several of them lag."""
 
@@ -174,7 +173,7 @@ async def check_counters(
         more = count_finished(page) - finished_before
         if more >= 1 or now() >= ends:
             break
-        await asyncio.sleep(COUNT_POLL_SECONDS)
+        await asyncio.sleep(0.5)
     found = _check_inputs(page, NO_COUNTERS)
     if found.verdict is Conclusion.GOOD and more >= 1:
         found = Step(Conclusion.GOOD, f"{found.text}; finished requests rose by {more:.0f}")
@@ -264,9 +263,6 @@ class SmokeSettings(Settings):
 
 
 PATH: Final = "health"
-ANSWER_SECONDS: Final = 5.0
-POLL_SECONDS: Final = 1.0
-SAY_SECONDS: Final = 30.0
 
 
 async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]) -> Step:
@@ -275,7 +271,7 @@ async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: 
     began = say_at = now()
     ends, said = began + deadline_seconds, ""
     while True:
-        answer = await reach.text(PATH, min(ANSWER_SECONDS, deadline_seconds))  # the last question's time as well
+        answer = await reach.text(PATH, min(5.0, deadline_seconds))  # the last question's time as well
         if not isinstance(answer, Failure):
             return Step(Conclusion.GOOD, f"healthy after {format_duration(now() - began)}")
         if answer.reason is Reason.CREDENTIALS:
@@ -287,9 +283,9 @@ async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: 
                 Conclusion.NOT_GOOD, f"not healthy within {format_duration(deadline_seconds)}: {answer.message}"
             )
         if answer.message != said or now() >= say_at:
-            said, say_at = answer.message, now() + SAY_SECONDS
+            said, say_at = answer.message, now() + 30.0
             say(f"waiting, {format_duration(ends - now())} left: {said}")
-        await asyncio.sleep(min(POLL_SECONDS, max(0.0, ends - now())))
+        await asyncio.sleep(min(1.0, max(0.0, ends - now())))
 
 
 STATES: Final = {Conclusion.GOOD: "ok", Conclusion.NOT_GOOD: "failed", Conclusion.CANNOT_TELL: "skipped"}
