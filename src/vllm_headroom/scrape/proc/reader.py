@@ -47,8 +47,8 @@ HIDDEN: Final = Failure(
     source=Source.PROCESS,
     reason=Reason.UNAVAILABLE,
     message=(
-        "no process but the daemon's own can be seen, though the engine's page is served on this machine: share the"
-        " pod's processes (shareProcessNamespace: true), or mount /proc without hidepid"
+        "no process but the daemon's own can be seen, though the engine's URL is of this machine: share the pod's"
+        " processes (shareProcessNamespace: true), or mount /proc without hidepid"
     ),
 )
 """An empty list would mean that the engine is down: so it does once the engine was visible, and pid 1 still is."""
