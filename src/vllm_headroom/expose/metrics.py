@@ -74,7 +74,6 @@ _ZERO: Final = re.compile(r"q\s*=\s*0(\.0*)?")
 _FASTEST: Final = 1
 """Of gzip's levels; a page of eight GPUs takes 60 us, and becomes a sixth."""
 
-_END: Final = b"# EOF\n"
 _MOST_FORMATS: Final = 3
 """Formats kept per sample: there are two, times a version and an escaping scheme that a scraper chooses. Each takes
 8 MiB for the largest page that an engine's names can produce."""
@@ -118,7 +117,7 @@ class MetricsPage:
             for metric, samples in self._collector.groups():
                 before, encoded = known.get(metric.name, ([], b""))
                 if before != samples:
-                    encoded = encode(_Families([_build_family(metric, samples)])).removesuffix(_END)
+                    encoded = encode(_Families([_build_family(metric, samples)])).removesuffix(b"# EOF\n")
                     known[metric.name] = samples, encoded
                 parts.append(encoded)
             self._formats[content_type] = b"".join((*parts, encode(self._process)))

@@ -66,8 +66,7 @@ class Recorder:
     """Appends snapshots to `file`; at `max_bytes` it is renamed to `file`.1, and a new one begins."""
 
     def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
-        self._file = file
-        self._max_bytes = max_bytes
+        self._file, self._max_bytes = file, max_bytes
         self._writing = FileWriter("trace", file, seconds)
 
     async def record(self, snapshot: Snapshot) -> None:

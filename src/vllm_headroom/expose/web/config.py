@@ -49,13 +49,10 @@ _KEYS: Final = {
     "tls_server_config": (*_FILES, *_CHOICES, "client_allowed_sans"),
     "http_server_config": ("http2", "headers"),
 }
+_OPENSSL: Final = "those of OpenSSL's default are offered"
 _REFUSED: Final = {
-    "cert": "put it into a file and name that in cert_file",
-    "key": "put it into a file and name that in key_file",
-    "client_ca": "put it into a file and name that in client_ca_file",
-    "cipher_suites": "those of OpenSSL's default are offered",
-    "curve_preferences": "those of OpenSSL's default are offered",
-    "prefer_server_cipher_suites": "those of OpenSSL's default are offered",
+    **{name: f"put it into a file and name that in {name}_file" for name in ("cert", "key", "client_ca")},
+    **dict.fromkeys(("cipher_suites", "curve_preferences", "prefer_server_cipher_suites"), _OPENSSL),
     "rate_limit": "the number of connections is bounded in any case",
 }
 """Keys of the toolkit that are not supported: refused, since protection must not be weaker than requested."""
