@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tests.assets.console import ROOT
 from tests.conftest import Golden
-from vllm_headroom.expose.snapshot import MANY, STATE, WHOLE, build_key, list_metrics
+from vllm_headroom.expose.snapshot import MANY, METRICS, STATE, WHOLE, build_key
 from vllm_headroom.model import Metric
 from vllm_headroom.vocabulary import Level, Situation
 
@@ -49,7 +49,7 @@ def schema() -> dict[str, Any]:
     level = {"enum": list(Level)}
     curve = {"type": "array", "description": "pairs of seconds since the epoch and a value, null for a gap"}
     lists = {
-        name: listed(closed({**dict.fromkeys(labels, TEXT), **facts(list_metrics(name), name, labels)}))
+        name: listed(closed({**dict.fromkeys(labels, TEXT), **facts(METRICS[name], name, labels)}))
         for name, labels in MANY.items()
     }
     verdict = {"subject": TEXT, "level": level, "sentence": TEXT, "alert": MAYBE, "runbook": MAYBE}

@@ -15,8 +15,16 @@ STATE: Final = "state"
 MANY: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": catalog.ENGINE}
 """The lists of the document, by the labels that identify their entries."""
 
+METRICS: Final = {
+    name: tuple(metric for metric in catalog.METRICS if metric.labels[:2] == labels) for name, labels in MANY.items()
+}
+"""The metrics of each list's entries."""
+
 AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE, catalog.LAST_INCIDENT, catalog.WEB_CONFIG_RELOAD)
 """On the metrics page only: `version`, `age_seconds` and `last_incident` contain the first three."""
+
+_OTHERS: Final = (metric for metric in catalog.METRICS if metric.labels[:2] not in MANY.values())
+WHOLE: Final = tuple(metric for metric in _OTHERS if metric not in AT_THE_SCRAPE)
 
 
 def respond_snapshot(view: View) -> Response:
@@ -40,8 +48,8 @@ def build_document(view: View) -> dict[str, Any]:
         **_collect_facts(values, WHOLE, ()),
         **{
             name: [
-                {**dict(zip(labels, each, strict=True)), **_collect_facts(values, list_metrics(name), each, name)}
-                for each in dict.fromkeys(each[:2] for metric in list_metrics(name) for each in values.of(metric))
+                {**dict(zip(labels, each, strict=True)), **_collect_facts(values, METRICS[name], each, name)}
+                for each in dict.fromkeys(each[:2] for metric in METRICS[name] for each in values.of(metric))
             ]
             for name, labels in MANY.items()
         },
@@ -60,18 +68,6 @@ def build_document(view: View) -> dict[str, Any]:
             "events": [{"t": event.seconds, "level": event.level, "text": event.text} for event in history.events],
         },
     }
-
-
-def _find_list(metric: Metric) -> str | None:
-    return next((name for name, labels in MANY.items() if metric.labels[:2] == labels), None)
-
-
-WHOLE: Final = tuple(metric for metric in catalog.METRICS if _find_list(metric) is None and metric not in AT_THE_SCRAPE)
-
-
-def list_metrics(name: str) -> tuple[Metric, ...]:
-    """Return the metrics of a list's entries."""
-    return tuple(metric for metric in catalog.METRICS if _find_list(metric) == name)
 
 
 def build_key(metric: Metric, name: str | None) -> str:
