@@ -49,7 +49,7 @@ def test_a_state_that_could_not_be_read_at_first_is_not_written_over_and_taken_u
         stuck.touch()
         with daemon(ENGINE_URL=engine.url, **settings, **volume) as running:
             running.sees(answers, "the engine answers")
-            eventually(lambda: "the volume does not answer" in running.log(), "it is told")
+            eventually(lambda: "the file system does not answer" in running.log(), "it is told")
             assert (state / STATE.name).read_bytes() == before
 
             stuck.unlink()
