@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,20 +11,12 @@ from typing import Final
 
 from prometheus_client import Metric, ProcessCollector
 
-from tests.dashboards.recorded import RecordedEngine
+from tests.played import SAMPLE_SECONDS, play
 from vllm_headroom.daemon.app import read_build
-from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import LEAK, build_derivations
-from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.leak.leak import measure_watches
-from vllm_headroom.derive.verdicts import build_verdicts
+from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.expose.metrics import HeadroomCollector
-from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
-from vllm_headroom_tools.demo.world import TABLE, Scenario, World
-
-SAMPLE_SECONDS: Final = 30
-"""Between two samples: with the daemon's own 5 s it would take four times as long, for the same states."""
+from vllm_headroom_tools.demo.run import SimulatedGpus
+from vllm_headroom_tools.demo.world import TABLE, Scenario
 
 Scrape = tuple[float, list[Metric]]
 """When, and what the page had."""
@@ -34,22 +25,6 @@ Series = dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, float]]
 """The points of each series, by its name and its own labels."""
 
 BARE_METAL: Final = {"job": "vllm-headroom", "instance": "10.0.0.7:9839"}
-
-
-class SteppedClock:
-    """Shows the time it was set to."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def time(self) -> float:
-        return self.seconds
-
-    def monotonic(self) -> float:
-        return self.seconds
-
-    async def sleep_until(self, monotonic_seconds: float) -> None:
-        self.seconds = monotonic_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,28 +58,15 @@ def scrapes(
 ) -> Iterator[Scrape]:
     """Yield each scrape of a daemon that samples `scenario` from its start on."""
     began = ends_seconds - hours * 3600
-    clock = SteppedClock(began)
-    now = bind_world(World(scenario, seed), clock)
-    engine = SimulatedEngine(now, began) if page is None else RecordedEngine(page)
-    sampler = Sampler(
-        sources=Sources(engine=engine, gpus=gpus(now), processes=SimulatedProcesses(now, began).read),
-        parse=parse_engines,
-        selection=Selection(),
-        derivations=build_derivations(
-            reported_bytes=None, kv_bytes_per_token=131_072.0, baseline_bytes_per_request=None
-        ),
-        clock=clock,
-        gpu_timeout_seconds=2,
-        judges=(lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name])),),
-    )
-    process = ProcessCollector(registry=None)
-    shown = HeadroomCollector(lambda: sampler.published, clock.monotonic, read_build())
-    with asyncio.Runner() as runner:
-        for step in range(int(hours * 3600 / SAMPLE_SECONDS)):
-            clock.seconds = began + step * SAMPLE_SECONDS
-            runner.run(sampler.tick())
-            if step * SAMPLE_SECONDS % scrape_seconds == 0:
-                yield clock.seconds, [*shown.collect(), *process.collect()]
+    process, seconds = ProcessCollector(registry=None), began
+    for sampler in play(scenario, hours, began=began, seed=seed, gpus=gpus, page=page):
+        if (seconds - began) % scrape_seconds == 0:
+            yield seconds, [*_collect(sampler, seconds), *process.collect()]
+        seconds += SAMPLE_SECONDS
+
+
+def _collect(sampler: Sampler, seconds: float) -> Iterator[Metric]:
+    return HeadroomCollector(lambda: sampler.published, lambda: seconds, read_build()).collect()
 
 
 def open_metrics(

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from itertools import chain
 
 import pytest
 
 from tests.unit.commands.advise import traces
 from vllm_headroom_tools.advise.finding import Advice, Cause, Change
-from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.conclusion import Conclusion
 
 AS_SET = EngineArgs(gpu_memory_utilization=0.92)
-Trace = Callable[[], Iterator[traces.Record]]
 
 
-@cache
-def seen(trace: Trace) -> TraceHistory:
-    return traces.history(trace())
+def answer(trace: traces.Trace, settings: EngineArgs = AS_SET) -> Assessment:
+    return judge(traces.seen(trace).facts(settings))
 
 
-def answer(trace: Trace, settings: EngineArgs = AS_SET) -> Assessment:
-    return judge(seen(trace).facts(settings))
-
-
-def only(trace: Trace, settings: EngineArgs = AS_SET) -> Advice:
+def only(trace: traces.Trace, settings: EngineArgs = AS_SET) -> Advice:
     (advice,) = answer(trace, settings).advice
     return advice
 
@@ -41,7 +33,7 @@ def evidence(advice: Advice) -> dict[str, float | str]:
     return {each.name: each.value for each in advice.evidence}
 
 
-HEALTHY: tuple[Trace, ...] = (
+HEALTHY: tuple[traces.Trace, ...] = (
     traces.healthy,
     traces.healthy_with_high_water_marks,
     traces.healthy_and_full,
@@ -50,7 +42,7 @@ HEALTHY: tuple[Trace, ...] = (
     traces.restarts_on_purpose,
 )
 
-CAUSES: tuple[tuple[Trace, Cause], ...] = (
+CAUSES: tuple[tuple[traces.Trace, Cause], ...] = (
     (traces.gpu_leak, Cause.GPU_LEAK),
     (traces.host_leak, Cause.HOST_LEAK),
     (traces.crash_with_an_orphan, Cause.CRASH),
@@ -79,7 +71,7 @@ CAUSES: tuple[tuple[Trace, Cause], ...] = (
 
 @pytest.mark.parametrize("trace", HEALTHY)
 @pytest.mark.parametrize("settings", [AS_SET, EngineArgs()])
-def test_a_healthy_engine_is_told_nothing(trace: Trace, settings: EngineArgs) -> None:
+def test_a_healthy_engine_is_told_nothing(trace: traces.Trace, settings: EngineArgs) -> None:
     told = answer(trace, settings)
 
     assert (told.verdict, told.advice, told.missing) == (Conclusion.GOOD, (), ())
@@ -87,7 +79,7 @@ def test_a_healthy_engine_is_told_nothing(trace: Trace, settings: EngineArgs) ->
 
 @pytest.mark.parametrize(("trace", "cause"), CAUSES)
 @pytest.mark.parametrize("settings", [AS_SET, EngineArgs()])
-def test_each_cause_is_found_and_no_other(trace: Trace, cause: Cause, settings: EngineArgs) -> None:
+def test_each_cause_is_found_and_no_other(trace: traces.Trace, cause: Cause, settings: EngineArgs) -> None:
     told = answer(trace, settings)
 
     assert told.verdict is Conclusion.NOT_GOOD

@@ -65,7 +65,7 @@ def test_the_options_are_those_of_vllm() -> None:
 def test_an_option_that_a_version_does_not_have_is_left_out_and_told(
     version: Version | None, flags: list[Flag], note: str | None
 ) -> None:
-    told = judge(traces.facts(traces.prefix_cache(), EngineArgs(version=version)))
+    told = judge(traces.seen(traces.prefix_cache).facts(EngineArgs(version=version)))
 
     (advice,) = told.advice
     assert [change.flag for change in advice.changes if change.flag] == flags

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.commands.advise import traces
-from tests.unit.commands.advise.test_causes import AS_SET, Trace, answer, only
+from tests.unit.commands.advise.test_causes import AS_SET, answer, only
 from vllm_headroom_tools.advise.facts import AIM_BYTES
 from vllm_headroom_tools.advise.finding import Change
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 
-MEMORY: tuple[Trace, ...] = (
+MEMORY: tuple[traces.Trace, ...] = (
     traces.configuration_overshoot,
     traces.chronic,
     traces.burst,
@@ -21,13 +21,13 @@ MEMORY: tuple[Trace, ...] = (
 )
 
 
-def find_change(trace: Trace, flag: Flag) -> Change:
+def find_change(trace: traces.Trace, flag: Flag) -> Change:
     (change,) = (change for change in only(trace).changes if change.flag is flag)
     return change
 
 
 @pytest.mark.parametrize("trace", MEMORY, ids=lambda trace: trace.__name__)
-def test_an_advised_share_of_the_gpu_leaves_a_gib_at_the_highest_peak(trace: Trace) -> None:
+def test_an_advised_share_of_the_gpu_leaves_a_gib_at_the_highest_peak(trace: traces.Trace) -> None:
     change = find_change(trace, Flag.GPU_MEMORY_UTILIZATION)
     assert change.value is not None
     assert change.now is not None

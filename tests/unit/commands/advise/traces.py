@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from random import Random
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from vllm_headroom_tools.trace import parse_trace
 
 Record = dict[str, Any]
 Records = Iterable[Record]
+Trace = Callable[[], Iterator[Record]]
 
 UNTOLD: Final = EngineArgs()
 BEGAN: Final = 1_760_000_000.0
@@ -42,6 +44,12 @@ def history(records: Records) -> TraceHistory:
     for snapshot in parse_trace(text(records).encode().splitlines()):
         seen.step(snapshot)
     return seen
+
+
+@cache
+def seen(trace: Trace) -> TraceHistory:
+    """Return the history of a trace, which several tests look at."""
+    return history(trace())
 
 
 def sample(step: int, *, life: float = BEGAN, **known: Any) -> Record:

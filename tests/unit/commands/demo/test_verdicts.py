@@ -2,69 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
+from tests.played import play
 from tests.samples import values
 from vllm_headroom import catalog
-from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Sample
-from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses
-from vllm_headroom_tools.demo.world import TABLE, World
+from vllm_headroom_tools.demo.world import TABLE
 
 EPOCH = 1_760_000_000.0
-INTERVAL = 15.0
-
-
-class Simulated:
-    """A world on a clock that is moved by hand."""
-
-    def __init__(self, scenario: str) -> None:
-        self.seconds = 0.0
-        self.world = World(TABLE[scenario])
-
-    def now(self) -> World:
-        self.world.advance(self.seconds)
-        return self.world
-
-    def time(self) -> float:
-        return EPOCH + self.seconds
-
-    def monotonic(self) -> float:
-        return self.seconds
-
-    async def sleep_until(self, monotonic_seconds: float) -> None:
-        raise AssertionError(monotonic_seconds)
 
 
 def played(scenario: str, hours: float) -> list[tuple[Sample, ...]]:
-    async def play() -> list[tuple[Sample, ...]]:
-        simulated = Simulated(scenario)
-        sampler = Sampler(
-            sources=Sources(
-                engine=SimulatedEngine(simulated.now, EPOCH),
-                gpus=SimulatedGpus(simulated.now),
-                processes=SimulatedProcesses(simulated.now, EPOCH).read,
-            ),
-            parse=parse_engines,
-            selection=Selection(),
-            derivations=build_derivations(),
-            clock=simulated,
-            gpu_timeout_seconds=1.0,
-        )
-        pages = []
-        while simulated.seconds < hours * 3600:
-            await sampler.tick()
-            assert sampler.published is not None
-            pages.append(sampler.published.samples)
-            simulated.seconds += INTERVAL
-        return pages
-
-    return asyncio.run(play())
+    return [found.samples for each in play(TABLE[scenario], hours, began=EPOCH) if (found := each.published)]
 
 
 def states(samples: tuple[Sample, ...]) -> set[str]:

@@ -1,0 +1,65 @@
+"""Hours of the daemon over a demo scenario without waiting: its sampler, on a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+from tests.dashboards.recorded import RecordedEngine
+from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.derive import LEAK, build_derivations
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.leak.leak import measure_watches
+from vllm_headroom.derive.verdicts import build_verdicts
+from vllm_headroom.parse.engines import parse_engines
+from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
+from vllm_headroom_tools.demo.world import Scenario, World
+
+SAMPLE_SECONDS: Final = 30
+"""Between two samples: with the daemon's own 5 s it would take four times as long, for the same states."""
+
+
+class SteppedClock:
+    """Shows the time it was set to."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def time(self) -> float:
+        return self.seconds
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    async def sleep_until(self, monotonic_seconds: float) -> None:
+        self.seconds = monotonic_seconds
+
+
+def play(
+    scenario: Scenario,
+    hours: float,
+    *,
+    began: float,
+    seed: int = 0,
+    gpus: type[SimulatedGpus] = SimulatedGpus,
+    page: str | None = None,
+) -> Iterator[Sampler]:
+    """Yield the sampler after each of its samples of a scenario from its start on; with `page` the engine shows it."""
+    clock = SteppedClock(began)
+    now = bind_world(World(scenario, seed), clock)
+    engine = SimulatedEngine(now, began) if page is None else RecordedEngine(page)
+    sampler = Sampler(
+        sources=Sources(engine=engine, gpus=gpus(now), processes=SimulatedProcesses(now, began).read),
+        parse=parse_engines,
+        selection=Selection(),
+        derivations=build_derivations(kv_bytes_per_token=131_072.0),
+        clock=clock,
+        gpu_timeout_seconds=2,
+        judges=(lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name])),),
+    )
+    with asyncio.Runner() as runner:
+        for step in range(int(hours * 3600 / SAMPLE_SECONDS)):
+            clock.seconds = began + step * SAMPLE_SECONDS
+            runner.run(sampler.tick())
+            yield sampler
