@@ -40,25 +40,21 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
     if running is None:
         return LoadState(), ()
     requests = running + sum(engine.waiting or 0.0 for engine in engines)
-    state = _gather_minute(state, requests, snapshot.monotonic_seconds)
+    now = snapshot.monotonic_seconds
+    began = now if state.began_seconds is None or now < state.began_seconds else state.began_seconds
+    state = replace(state, began_seconds=began, total=state.total + requests, count=state.count + 1)
+    if now - began >= MINUTE_SECONDS:
+        minutes = (*state.minutes, state.total / state.count)[-WINDOW_MINUTES:]
+        mean = fmean(minutes)
+        level = all(abs(minute - mean) <= max(BAND * mean, SLACK_REQUESTS) for minute in minutes)
+        stable = level if len(minutes) == WINDOW_MINUTES else None
+        state = LoadState(minutes=minutes, began_seconds=now, stable=stable, held_bytes=state.held_bytes)
     if state.stable is None:
         return state, ()
     known = [(gpu, gpu.held_bytes) for gpu in snapshot.devices if state.stable]
     held = {gpu.reading.uuid: (label_gpu(gpu), n_bytes) for gpu, n_bytes in known if n_bytes is not None}
-    first = {uuid: state.held_bytes.get(uuid, now) for uuid, (_, now) in held.items()}
+    first = {uuid: state.held_bytes.get(uuid, n_bytes) for uuid, (_, n_bytes) in held.items()}
     if first != state.held_bytes:
         state = replace(state, held_bytes=first)
-    deltas = [Sample(catalog.MEMORY_DELTA, labels, now - first[uuid]) for uuid, (labels, now) in held.items()]
+    deltas = [Sample(catalog.MEMORY_DELTA, labels, n - first[uuid]) for uuid, (labels, n) in held.items()]
     return state, (Sample(catalog.LOAD_STABLE, (), 1.0 if state.stable else 0.0), *deltas)
-
-
-def _gather_minute(state: LoadState, requests: float, now: float) -> LoadState:
-    began = now if state.began_seconds is None or now < state.began_seconds else state.began_seconds
-    state = replace(state, began_seconds=began, total=state.total + requests, count=state.count + 1)
-    if now - began < MINUTE_SECONDS:
-        return state
-    minutes = (*state.minutes, state.total / state.count)[-WINDOW_MINUTES:]
-    mean = fmean(minutes)
-    level = all(abs(minute - mean) <= max(BAND * mean, SLACK_REQUESTS) for minute in minutes)
-    stable = level if len(minutes) == WINDOW_MINUTES else None
-    return replace(state, minutes=minutes, began_seconds=now, total=0.0, count=0, stable=stable)
