@@ -58,6 +58,7 @@ def engine_config(path: Path) -> VllmConfig:
         enforce_eager=True,
         load_format="dummy",
         block_size=32,
+        mamba_ssm_cache_dtype="float32",  # so does vLLM by itself, on CPUs with AVX512_BF16 alone
         max_num_batched_tokens=MOST_TOKENS,
         max_num_seqs=256,
     ).create_engine_config()
