@@ -23,9 +23,9 @@ from tests.process import Daemon, Page, daemon, eventually
 pytestmark = pytest.mark.engine
 
 GIB: Final = 2**30
-BYTES_PER_SECOND: Final = 16_000_000
-LASTS_SECONDS: Final = 510
-"""From the first request on: six minutes until the detector is sure, two until the page, and half a minute to spare."""
+BYTES_PER_SECOND: Final = 8_000_000
+LASTS_SECONDS: Final = 1020
+"""From the first request on: twelve minutes until the detector is sure, two until the page, and three to spare."""
 
 NEAR_SECONDS, FOR_SECONDS = 3600.0, 120.0
 """HeadroomHostOutOfMemorySoon: leaking, and less than this left, for so long."""
