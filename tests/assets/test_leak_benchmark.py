@@ -18,7 +18,7 @@ from vllm_headroom_tools.trace import parse_trace
 
 INTERVAL_SECONDS: Final = 30.0
 DENSE_SECONDS: Final = 15.0
-"""For figures of how soon and how exact, and for the one benign trace of which an early warning is known."""
+"""For figures of how soon and how exact, and for the one benign trace on which an early warning was once seen."""
 
 HOURS: Final = 6.0
 HOURS_OF: Final = {"leak_restarts": 19.0, "leak_late_onset": 18.0}
@@ -67,11 +67,10 @@ def test_a_leak_is_found_and_not_before_it_began(name: str, seed: int, *, attrib
 @with_and_without_attribution
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ORDINARY)
-def test_what_is_no_leak_does_not_leak_and_seldom_grows(name: str, seed: int, *, attributed: bool) -> None:
+def test_what_is_no_leak_neither_leaks_nor_grows(name: str, seed: int, *, attributed: bool) -> None:
     judged = verdict(name, seed, attributed=attributed)
 
-    assert judged["false"] == 0
-    assert judged["early_false"] == (name == "staircase_saturating" and seed == 1)
+    assert judged["false"] == judged["early_false"] == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
