@@ -358,6 +358,11 @@ TIGHT: Final[Sequence[Situation]] = (
         fires={"HeadroomGpuMemoryTight": (50, 1)},
     ),
     Situation(
+        name="a neighbour has 1.5 GiB of what the engine's budget keeps for its largest batch",
+        engines=replicas(1, at_work(outside=-4, others=CARD_LEFT + 1.5)),
+        fires={"HeadroomGpuMemoryTight": (50, 1)},
+    ),
+    Situation(
         name="it grows by 4 GiB after it served",
         engines=replicas(1, at_work(120, outside=2), at_work(WHOLE - 120, outside=6.1)),
         fires={
