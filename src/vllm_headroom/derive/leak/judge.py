@@ -51,8 +51,9 @@ full card, where torch's allocator gives back its cache, a leak keeps less."""
 def judge_track(track: Track, room_bytes: int | None) -> Track:
     """Return the track with its verdict, its incident and its estimate, when the shortest block has ended.
 
-    It is judged every two minutes, when a block of the second ring ends: judging costs more than the rest. The verdict
-    uses the room that would be left if other processes had not changed, the time left the actual room.
+    It is judged every two minutes, when a block of the second ring ends: judging costs more than the rest. Between them
+    the time left counts down. The verdict uses the room that would be left if other processes had not changed, the time
+    left the actual room.
     """
     first, now = track.first, track.rings[0].points[-1] if track.rings[0].points else None
     if first is None or now is None or now.seconds != track.seconds:
@@ -62,7 +63,7 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
     own_room = None if room_bytes is None else track.most_bytes - now.floor_bytes
     track = track if track.incident is None else _update_incident(track, track.incident, now)
     if track.rings[1].parts:
-        return track
+        return _update_estimate(track, None, room_bytes)
     if track.incident is not None:
         since = track.incident.began
         reach = (each for each in track.rings if each.points and each.points[0].seconds <= since.seconds)
@@ -185,7 +186,7 @@ LAST_SECONDS: Final = 3600.0
 
 SHORT_SECONDS: Final = 900.0
 MARGIN_SECONDS: Final = 300.0
-"""An estimate is up to two minutes old, and peaks of some minutes are in no block's floor."""
+"""An estimate is made every two minutes, and peaks of some minutes are in no block's floor."""
 
 
 def estimate(grown: Growth, *, began_bytes: float, track: Track, room_bytes: float | None) -> Estimate:

@@ -95,14 +95,27 @@ def test_the_time_until_the_kernel_kills_is_told_where_the_limit_is_known() -> N
     assert values(unknown, catalog.HOST_LEAK_RATE)
 
 
-def test_the_time_left_is_of_the_last_two_minutes() -> None:
-    """An estimate is made every two minutes, with the room of then; the margin of the lower bound covers them."""
+def test_the_time_left_counts_down_between_two_estimates() -> None:
+    """An estimate is made every two minutes; each block of half a minute takes its time from it."""
     said = list(run(2, leak, on_host(TOTAL)))
 
     for metric in (catalog.TIME_TO_OOM, catalog.HOST_TIME_TO_OOM):
-        times = [left for samples in said[-30:-1] for left in values(samples, metric).values()]
-        assert len(times) == 29, "there is one in each sample"
-        assert times[0] - times[-1] == pytest.approx(28 * STEP, abs=150)
+        times = [left for samples in said[-30:] for left in values(samples, metric).values()]
+        assert len(times) == 30, "there is one in each sample"
+        assert times[0] - times[-1] == pytest.approx(29 * STEP, abs=150)
+        assert len(set(times)) >= 30 * STEP / 30 - 1
+
+
+def test_the_time_left_is_there_soon_after_the_room_is_known() -> None:
+    """A reading of the host that failed when the estimate was made does not cost the time until the next one."""
+
+    def fails(seen: Snapshot, seconds: float) -> Snapshot:
+        is_lost = seconds % 120 < 30  # every estimate is made within these
+        return replace(on_host(TOTAL)(seen, seconds), **({"host": None} if is_lost else {}))
+
+    told = [bool(values(samples, catalog.HOST_TIME_TO_OOM)) for samples in run(2, leak, fails)][-16:]
+
+    assert sum(told) >= 8
 
 
 def test_the_kernel_kills_at_the_last_page() -> None:
