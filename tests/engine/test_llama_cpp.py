@@ -105,7 +105,7 @@ def test_more_requests_than_slots_wait(url: str, beside: Daemon) -> None:
 def test_the_doctor_says_what_it_does_not_tell(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     execute(COMMAND, "doctor", ["--engine-url", url])
 
-    assert "llama.cpp does not report requests_finished" in " ".join(capsys.readouterr().out.split())
+    assert "llama.cpp does not export requests_finished" in " ".join(capsys.readouterr().out.split())
 
 
 def test_another_profile_finds_nothing_and_says_what_it_looked_for(url: str, tmp_path: Path) -> None:
