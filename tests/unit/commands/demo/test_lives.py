@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from tests.played import SAMPLE_SECONDS
 from tests.samples import values
 from tests.unit.commands.demo.test_verdicts import played, states
 from vllm_headroom import catalog
@@ -56,7 +57,7 @@ def test_an_engine_that_hangs_is_stalled_until_it_goes_on() -> None:
 def test_a_slow_start_is_starting_and_says_nothing_of_a_leak_before_it_serves() -> None:
     assert course("slow-start")[:2] == ["starting", "serving"]
     loading = [samples for samples in hours("slow-start") if state(samples) == "starting"]
-    assert len(loading) * 15 >= 720
+    assert len(loading) * SAMPLE_SECONDS >= 720
     assert set().union(*map(states, loading)) == {"warming_up"}
 
 
