@@ -169,7 +169,7 @@ def test_a_leak_is_told_with_its_rate_and_the_least_time_that_is_left() -> None:
 
     assert evidence(advice)["bytes_per_request"] == pytest.approx(12_800, rel=0.1)
     assert evidence(advice)["bytes_per_second"] == pytest.approx(128_000, rel=0.1)
-    assert "within 4 h 59 min" in advice.changes[0].text
+    assert "within 4 h 58 min" in advice.changes[0].text
     assert 10 * 3600 < float(evidence(advice)["time_to_oom_seconds"]) < 12 * 3600
 
 
