@@ -104,6 +104,17 @@ def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
     }
 
 
+def count_requests(core: object) -> dict[str, int | None]:
+    """Return how many requests run and wait."""
+    scheduler = read_own(core, "scheduler")
+    running = read_own(scheduler, "running")
+    queues = [read_own(scheduler, name) for name in ("waiting", "kv_holding_waiting", "skipped_waiting")]
+    return {
+        "running": None if running is None else len(running),
+        "waiting": None if queues[0] is None else sum(len(queue) for queue in queues if queue is not None),
+    }
+
+
 def read_scheduler(core: object) -> dict[str, int | None] | None:
     """Return the state and the limits of the scheduler; None where there is none yet."""
     scheduler = read_own(core, "scheduler")
@@ -111,18 +122,15 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
-    running = read_own(scheduler, "running")
     live = _find_live_blocks(scheduler)
     free = to_whole(read_own(pool, "free_block_queue.num_free_blocks"))
     later = _find_live_blocks(scheduler)  # the scheduler goes on meanwhile: what it moved is in one of the two
-    queues = [read_own(scheduler, name) for name in ("waiting", "kv_holding_waiting", "skipped_waiting")]
     return {
         "kv_blocks_total": to_whole(read_own(pool, "num_gpu_blocks")),
         "kv_blocks_free": free,
         "kv_blocks_live": None if live is None or later is None else len(live | later),
         "block_size": to_whole(read_own(scheduler, "block_size")),
-        "running": None if running is None else len(running),
-        "waiting": None if queues[0] is None else sum(len(queue) for queue in queues if queue is not None),
+        **count_requests(core),
         "steps_total": to_whole(read_own(scheduler, "current_step")),
         "max_num_seqs": to_whole(read_own(config, "scheduler_config.max_num_seqs")),
         "max_model_len": to_whole(read_own(config, "model_config.max_model_len")),

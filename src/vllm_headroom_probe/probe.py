@@ -75,7 +75,7 @@ class Probe:
         worker = self.engine.worker
         on_it = getattr(vllm.read_own(worker, "device"), "index", None) == device
         gpu = try_look(lambda: self.gpu.device(worker) if on_it else None) or {}
-        scheduler = try_look(lambda: vllm.read_scheduler(self.engine.core)) or {}
+        requests = try_look(lambda: vllm.count_requests(self.engine.core)) or {}
         self._oom = {
             "t": time.time(),
             "uuid": gpu.get("uuid"),
@@ -83,7 +83,7 @@ class Probe:
             "free": free,
             "total": total,
             **{name: gpu.get(name) for name in ("allocated", "reserved")},
-            **{name: scheduler.get(name) for name in ("running", "waiting")},
+            **{name: requests.get(name) for name in ("running", "waiting")},
             "seen": 1 + (self._oom or {}).get("seen", 0),
         }
         self._written.clear()
