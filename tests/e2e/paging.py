@@ -63,13 +63,26 @@ class Alertmanager:
     def __init__(self, address: str) -> None:
         self._url = f"http://{address}/api/v2/alerts"
 
-    def post(self, **labels: str) -> None:
-        """Let an alert fire that Prometheus knows nothing of."""
-        httpx.post(self._url, json=[{"labels": labels}], timeout=10, verify=NO_TLS).raise_for_status()
+    def post(self, *alerts: Mapping[str, str]) -> None:
+        """Let alerts with these labels fire that Prometheus knows nothing of."""
+        found = [{"labels": labels} for labels in alerts]
+        httpx.post(self._url, json=found, timeout=60, verify=NO_TLS).raise_for_status()
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """Return all alerts."""
+        return self._ask("")
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of alerts, by receiver."""
+        return self._ask("/groups")
+
+    def _ask(self, path: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = httpx.get(f"{self._url}{path}", timeout=60, verify=NO_TLS).json()
+        return found
 
     def muted(self, **labels: str) -> set[str]:
         """Return the names of the alerts that mute the one with these labels now."""
-        alerts: list[dict[str, Any]] = httpx.get(self._url, timeout=10, verify=NO_TLS).json()
+        alerts = self.alerts()
         names = {alert["fingerprint"]: alert["labels"]["alertname"] for alert in alerts}
         return {
             names[by]
@@ -86,7 +99,6 @@ def paging(
 ) -> Iterator[Alertmanager]:
     """Run both until the end, from when Prometheus knows its Alertmanager; `by_workload` as shipped, else by engine."""
     assert PROMETHEUS
-    assert ALERTMANAGER
     address, alertmanager_address = free_addresses()
     text = (ALERTS / "alertmanager" / "alertmanager.yml").read_text()
     text = text if by_workload else grouped_by_engine(text)
@@ -97,16 +109,7 @@ def paging(
     config = CONFIG.replace("TARGETS", groups).replace("ADDRESS", alertmanager_address)
     (folder / "prometheus.yml").write_text(config)
     with ExitStack() as stack:
-        stack.enter_context(
-            running(
-                alertmanager_address,
-                folder / "alertmanager.log",
-                ALERTMANAGER,
-                f"--config.file={folder / 'alertmanager.yml'}",
-                f"--storage.path={folder / 'alertmanager'}",
-                "--cluster.listen-address=",
-            )
-        )
+        alertmanager = stack.enter_context(run_alertmanager(alertmanager_address, folder))
         stack.enter_context(
             running(
                 address,
@@ -119,7 +122,20 @@ def paging(
             )
         )
         eventually(lambda: knows_its_alertmanager(address), "Prometheus finds Alertmanager", DEADLINE_SECONDS)
-        yield Alertmanager(alertmanager_address)
+        yield alertmanager
+
+
+@contextmanager
+def run_alertmanager(address: str, folder: Path) -> Iterator[Alertmanager]:
+    """Run an Alertmanager until the end, with the alertmanager.yml in the folder."""
+    assert ALERTMANAGER
+    options = (
+        f"--config.file={folder / 'alertmanager.yml'}",
+        f"--storage.path={folder / 'alertmanager'}",
+        "--cluster.listen-address=",
+    )
+    with running(address, folder / "alertmanager.log", ALERTMANAGER, *options):
+        yield Alertmanager(address)
 
 
 def free_addresses() -> tuple[str, str]:

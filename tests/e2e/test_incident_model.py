@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import httpx
 import pytest
 
 from tests.assets.alerts import rules
 from tests.assets.situations import Fired, count_incidents, mutes
-from tests.e2e.paging import ALERTMANAGER, ALERTS, free_addresses, hurried_alertmanager, running
-from tests.process import NO_TLS, eventually
+from tests.e2e.paging import ALERTMANAGER, ALERTS, free_addresses, hurried_alertmanager, run_alertmanager
+from tests.process import eventually
 
 ENGINE: Final = {
     "namespace": "llm",
@@ -39,24 +38,17 @@ PAIRS: Final = {
 pytestmark = pytest.mark.skipif(ALERTMANAGER is None, reason="apt-get install prometheus-alertmanager")
 
 
-def ask(address: str, path: str) -> Any:
-    return httpx.get(f"http://{address}/api/v2/{path}", timeout=60, verify=NO_TLS).json()
-
-
 def test_alertmanager_mutes_and_groups_each_pair_of_alerts_as_the_model_does(tmp_path: Path) -> None:
-    assert ALERTMANAGER
     address, _ = free_addresses()
     text = (ALERTS / "alertmanager" / "alertmanager.yml").read_text("utf-8")
     (tmp_path / "alertmanager.yml").write_text(
         hurried_alertmanager(text, tmp_path, "http://127.0.0.1:1").replace("group_wait: 2s", "group_wait: 1h"), "utf-8"
     )
-    command = [f"--config.file={tmp_path / 'alertmanager.yml'}", f"--storage.path={tmp_path}"]
-    log = tmp_path / "alertmanager.log"
-    with running(address, log, ALERTMANAGER, *command, "--cluster.listen-address="):
-        alerts = [{"labels": labels} for pair in PAIRS.values() for labels in pair]
-        httpx.post(f"http://{address}/api/v2/alerts", json=alerts, timeout=60, verify=NO_TLS).raise_for_status()
-        eventually(lambda: len(ask(address, "alerts")) == len(alerts), "Alertmanager has every alert")
-        groups = ask(address, "alerts/groups")
+    alerts = [labels for pair in PAIRS.values() for labels in pair]
+    with run_alertmanager(address, tmp_path) as alertmanager:
+        alertmanager.post(*alerts)
+        eventually(lambda: len(alertmanager.alerts()) == len(alerts), "Alertmanager has every alert")
+        groups = alertmanager.groups()
 
     heard: dict[str, set[str]] = {name: set() for name in PAIRS}
     muted = set()

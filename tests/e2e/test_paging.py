@@ -146,7 +146,7 @@ def test_each_kind_of_problem_reaches_its_team(bench: Bench) -> None:
 
 
 def test_an_alert_with_few_labels_and_no_annotations_is_told_too(bench: Bench) -> None:
-    bench.alertmanager.post(alertname="HeadroomDown", severity="warning", area="sidecar")
+    bench.alertmanager.post({"alertname": "HeadroomDown", "severity": "warning", "area": "sidecar"})
 
     told = first(bench.pagerduty, source="vllm-headroom", severity="warning")
 
@@ -158,8 +158,8 @@ def test_an_alert_with_few_labels_and_no_annotations_is_told_too(bench: Bench) -
 
 def test_an_information_reaches_nobody(bench: Bench) -> None:
     labels = {"area": "engine", "pod": "llama-2"}
-    bench.alertmanager.post(alertname="HeadroomPrefixCacheNotPaying", severity="info", **labels)
-    bench.alertmanager.post(alertname="HeadroomQueueBacklog", severity="warning", **labels)
+    bench.alertmanager.post({"alertname": "HeadroomPrefixCacheNotPaying", "severity": "info", **labels})
+    bench.alertmanager.post({"alertname": "HeadroomQueueBacklog", "severity": "warning", **labels})
 
     first(bench.pagerduty, source="llama-2")
 

@@ -12,7 +12,7 @@ from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import in_process
 from tests.fakes.proc_tree import PAGE_BYTES, ProcTree
 from tests.samples import values
-from tests.unit.commands.doctor.looking import RECORDED
+from tests.unit.daemon.test_sampler_amd import Page
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler, Sources
@@ -28,14 +28,6 @@ from vllm_headroom.vocabulary import Situation
 GIB = 2**30
 LABELS = ("0", "GPU-gb10")
 BEFORE_GIB, AFTER_GIB, SECONDS = 29.0, 2.5, 9
-
-
-class Page:
-    async def fetch(self) -> str:
-        return RECORDED
-
-    async def close(self) -> None:
-        """Have nothing to let go of."""
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.unit.derive.leak.stretches import BASE, TOTAL, leak
 from tests.unit.derive.leak.test_derivation import run, states
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import judge_snapshot
-from vllm_headroom.model import EngineProcess, Failure, Gpu, HostMemory, Pool, Snapshot, Values
+from vllm_headroom.model import EngineProcess, Failure, Gpu, HostMemory, Pool, Snapshot, Values, Verdict
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import HostPart, Level, Role, Situation
 
@@ -28,6 +28,16 @@ def with_pool(size_bytes: float, role: Role | None = Role.WORKER) -> Change:
         return replace(seen, pools=(pool,), host=HostMemory(used_bytes=process.rss_bytes, limit_bytes=TOTAL))
 
     return change
+
+
+def judge_worker(size_bytes: float) -> Verdict:
+    """Return the verdict on host memory after two hours in which a worker with a pool of this size grew."""
+    change = with_pool(size_bytes)
+    *_, last = run(2, leak, change)
+    worker = EngineProcess(pid=7, role=Role.WORKER, rss_bytes=BASE, started_at_seconds=1.0)
+    seen = replace(change(seen_last(), 0.0), processes=(worker,))
+    (verdict,) = (each for each in judge_snapshot(seen, Values(last)) if each.subject == "host memory")
+    return verdict
 
 
 @pytest.mark.parametrize(("share", "state"), [(1.0, "growing"), (0.7, "leaking")], ids=["within", "beyond"])
@@ -50,12 +60,7 @@ def test_a_pool_on_the_gpu_bounds_it_and_none_known_is_absent() -> None:
 
 
 def test_the_sentence_says_how_much_of_the_pools_is_filled() -> None:
-    change = with_pool(2 * FILLED)
-    *_, last = run(2, leak, change)
-    worker = EngineProcess(pid=7, role=Role.WORKER, rss_bytes=BASE, started_at_seconds=1.0)
-    seen = replace(change(seen_last(), 0.0), processes=(worker,))
-
-    (verdict,) = (each for each in judge_snapshot(seen, Values(last)) if each.subject == "host memory")
+    verdict = judge_worker(2 * FILLED)
 
     assert verdict.situation is Situation.FILLING
     assert verdict.level is Level.GOOD
@@ -63,12 +68,7 @@ def test_the_sentence_says_how_much_of_the_pools_is_filled() -> None:
 
 
 def test_beyond_the_pools_the_sentence_says_that_offloads_are_known_to_take_more() -> None:
-    change = with_pool(0.7 * FILLED)
-    *_, last = run(2, leak, change)
-    worker = EngineProcess(pid=7, role=Role.WORKER, rss_bytes=BASE, started_at_seconds=1.0)
-    seen = replace(change(seen_last(), 0.0), processes=(worker,))
-
-    (verdict,) = (each for each in judge_snapshot(seen, Values(last)) if each.subject == "host memory")
+    verdict = judge_worker(0.7 * FILLED)
 
     assert verdict.level is Level.ALARM
     assert verdict.sentence.endswith(" are full: offloads are known to take 1.92 times that.")
