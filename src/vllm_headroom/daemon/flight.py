@@ -61,7 +61,7 @@ def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
     probe = snapshot.probe
-    return (*probe.present, *probe.silent, *probe.others) if isinstance(probe, ProbeReadings) else ()
+    return probe.known if isinstance(probe, ProbeReadings) else ()
 
 
 def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON

@@ -108,6 +108,11 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
     others: tuple[ProbedProcess, ...] = ()
 
     @property
+    def known(self) -> tuple[ProbedProcess, ...]:
+        """All of them, including exited ones."""
+        return self.present + self.silent + self.others
+
+    @property
     def has_silent_core(self) -> bool:
         """Whether the probe in a live core is silent and another writes: without one the folder may be the cause."""
         return bool(self.present) and any(each.scheduler for each in self.silent)

@@ -52,10 +52,8 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         raise fields.WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
     pid, written_at_seconds = int(_read_needed(document, "pid")), _read_needed(document, "t")
     name = fields.read_text(document, "role")
-    interval_seconds, oom = (
-        fields.read_number(document, "interval_seconds"),
-        fields.read_within(document, "oom", _read_oom),
-    )
+    interval_seconds = fields.read_number(document, "interval_seconds")
+    oom = fields.read_within(document, "oom", _read_oom)
     return ProbedProcess(
         pid=pid,
         started_at_seconds=_read_needed(document, "started_at"),

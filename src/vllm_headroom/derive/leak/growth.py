@@ -209,7 +209,7 @@ ODDS, LEAST_ODDS = log(12), log(8)
 """Twelve to one that growth continues by time, and not by folds of work as before; for an alarm eight to one is
 enough if the steps look like a leak's."""
 
-SURE: Final = 9.0
+SURE_OF_STEPS: Final = 9.0
 """For an alarm: the odds plus the steps' likeness to a leak."""
 
 SURE_WHERE_FULL, ODDS_WHERE_FULL = 6.0, log(3)
@@ -281,7 +281,7 @@ def judge_steps(grown: Growth, track: Track, first: Point, room_bytes: float | N
     is_full = room_bytes is not None and room <= max(grown.rises)
     enough = grown.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + grown.grown_bytes))
     old = track.seconds - first.seconds >= YOUNG_SECONDS
-    least_odds, least_sure = (ODDS_WHERE_FULL, SURE_WHERE_FULL) if is_full else (LEAST_ODDS, SURE)
+    least_odds, least_sure = (ODDS_WHERE_FULL, SURE_WHERE_FULL) if is_full else (LEAST_ODDS, SURE_OF_STEPS)
     if odds >= least_odds and enough and old and lasted >= compute_patience(left):
         steps = tuple(step for step in track.steps if step.seconds > first.seconds)
         sure = odds + score_likeness(steps, grown.points[0].seconds, STEP_SHARE * grown.grown_bytes)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, RISE_BYTES, Certainty, Estimate, Incident, Point, Track
 from vllm_headroom.derive.leak.growth import (
+    DAY_SECONDS,
     GROWING_SECONDS,
     LEAST_GROWTH_BYTES,
     LENGTHS,
@@ -177,7 +178,6 @@ LARGEST_STEP_BYTES: Final = 64 * 2**20
 UNLIKE: Final = 1.4
 """Requests drive the growth unless their batches vary this much more than those of time."""
 
-DAY_SECONDS: Final = 86_400.0
 UNSEEN_SHARE: Final = 0.6
 """Load has a daily cycle: before a day was seen, it may rise so much that only this share of the time is left."""
 

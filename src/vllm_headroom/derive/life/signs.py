@@ -167,7 +167,7 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
         was_weighed = run.top_bytes > 0 or (run is runs.newest and not run.ready)
         blind = alive is None and was_weighed and not is_weighed
     probe, failed = snapshot.probe, snapshot.engines
-    files = (*probe.present, *probe.silent, *probe.others) if isinstance(probe, ProbeReadings) else ()
+    files = probe.known if isinstance(probe, ProbeReadings) else ()
     ooms = [(each.oom.at_seconds, each.written_at_seconds) for each in files if each.oom is not None]
     peaks = [(gpu.reading, memory) for gpu in gpus if (memory := gpu.reading.memory) is not None]
     return Signs(
