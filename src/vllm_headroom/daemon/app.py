@@ -19,6 +19,7 @@ from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon import logs, loop
 from vllm_headroom.daemon.evict import TURN_SECONDS
 from vllm_headroom.daemon.flight import Flight
+from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
 from vllm_headroom.daemon.sampler import Canary, Sampler, close_all
 from vllm_headroom.daemon.state.file import HISTORY, FolderLock
@@ -119,7 +120,10 @@ class Daemon:
         self._grace = loop.GraceTime(settings.gpu_fatal_grace_seconds)
         self._history = History()
         lines = partial(tuple, logs.RecentLines().lines)
-        self._flight = None if folder is None else Flight(folder=folder, lines=lines, version=version, lock=lock)
+        self._flight = None
+        if folder is not None:
+            mappings = None if parts.mappings is None else Mappings(parts.mappings)
+            self._flight = Flight(folder=folder, lines=lines, version=version, lock=lock, mappings=mappings)
         self._keeper = None if folder is None else StateKeeper(folder=folder, clock=clock, version=version, lock=lock)
         trace = settings.trace_file
         self._recorder = None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)

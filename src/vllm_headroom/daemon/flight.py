@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from vllm_headroom import catalog
+from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.expose.view import Incident
@@ -150,13 +151,23 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 class Flight:
     """Owns the record in `folder` once `lock` is this daemon's; `lines` returns the daemon's last log lines.
 
+    `mappings` reads what grows in the engine's processes; None where they are simulated.
     `last` is the newest incident on disk, `recent` takes what is read between ticks. Errors of the volume are logged
     when they begin and end, and affect the record only.
     """
 
-    def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str, lock: FolderLock) -> None:
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        lines: Callable[[], Sequence[str]],
+        version: str,
+        lock: FolderLock,
+        mappings: Mappings | None = None,
+    ) -> None:
         self.last: Incident | None = None
         self._folder, self._lines, self._version, self._lock = folder, lines, version, lock
+        self._mappings = mappings
         self._writing = FileWriter("flight record", folder / FLIGHT)
         self._state = EngineState.UNKNOWN
         self._written: float | None = None
@@ -170,6 +181,8 @@ class Flight:
         """Record one tick."""
         now = snapshot.monotonic_seconds
         self.recent.note(snapshot)
+        if self._mappings is not None:
+            self._mappings.step(snapshot, values)
         self._ooms = list_ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._take_event(snapshot.life)
         if not self._lock.is_ours:
@@ -180,7 +193,8 @@ class Flight:
             self._begin(event, snapshot)
         elif not self._served or snapshot.life is None or snapshot.in_service:
             self._served = self._served or snapshot.in_service
-            self._before = build_context(snapshot, verdicts, values)
+            grown = [] if self._mappings is None else self._mappings.describe()
+            self._before = {**build_context(snapshot, verdicts, values), "mappings": grown}
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now
             await self._writing.do(lambda: keep(self._folder, encode_line(build_record(snapshot))))

@@ -1,5 +1,8 @@
 """The daemon's parts that read the outside: the real engine, GPUs and processes."""
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 import httpx
@@ -14,6 +17,7 @@ from vllm_headroom.scrape.http.reader import CanaryRequest, PageReader, find_por
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.proc.served_model import ServedModel
+from vllm_headroom.scrape.proc.smaps import read_mappings
 
 GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
@@ -23,12 +27,16 @@ TOKEN_SECONDS: Final = 60.0
 
 
 class Parts(Sources, frozen=True, kw_only=True):
-    """What differs between the daemon and the demo: `notice` is for people, `asked` sends the canary's requests."""
+    """What differs between the daemon and the demo: `notice` is for people, `asked` sends the canary's requests.
+
+    `mappings` returns a process's resident bytes by kind of mapping, None where they are not visible.
+    """
 
     clock: Clock
     notice: str = ""
     asked: CanaryRequest | None = None
     evictor: Evictor | None = None
+    mappings: Callable[[int], dict[str, int] | None] | None = None
 
 
 def build_real_parts(settings: Settings) -> Parts:
@@ -47,6 +55,7 @@ def build_real_parts(settings: Settings) -> Parts:
         model=None if settings.parse_model is None else ServedModel(settings.parse_model).find,
         asked=None if settings.canary_interval_seconds is None else build_canary_request(settings),
         evictor=build_evictor(settings, clock),
+        mappings=partial(read_mappings, Path("/proc")),
     )
 
 

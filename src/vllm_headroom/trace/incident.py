@@ -75,6 +75,16 @@ class Probed(Struct, frozen=True, kw_only=True):
     devices: tuple[TorchMemory, ...] = ()
 
 
+class MappingGrowth(Struct, frozen=True, kw_only=True):
+    """By how much the resident memory of a process's mappings grew by kind, between two readings, in bytes."""
+
+    pid: int
+    role: str | None = None
+    since: Seconds | None = None
+    t: Seconds | None = None
+    kinds: dict[str, Size] = field(default_factory=dict)
+
+
 class Before(Struct, frozen=True, kw_only=True):
     """What was known at the last sample in service; `used` has time and memory in use between samples, by UUID."""
 
@@ -82,6 +92,7 @@ class Before(Struct, frozen=True, kw_only=True):
     leaks: tuple[GpuLeak, ...] = ()
     holders: tuple[Holder, ...] = ()
     probe: tuple[Probed, ...] = ()
+    mappings: tuple[MappingGrowth, ...] = ()
     used: dict[str, tuple[tuple[Seconds, Size], ...]] = field(default_factory=dict)
 
 
@@ -156,7 +167,7 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
         return tuple(fitting for each in items if (fitting := _fit(each, inner[0])) is not None)
     if get_origin(kind) is dict:
         named = value.items() if isinstance(value, dict) else ()
-        return {name: _fit(each, inner[1]) for name, each in named}
+        return {name: fitting for name, each in named if (fitting := _fit(each, inner[1])) is not None}
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:

@@ -157,8 +157,16 @@ def list_numbers(end: Ending, known: Incident) -> Iterator[Line]:
         sizes = (("allocated", each.allocated_bytes), ("reserved", each.reserved_bytes))
         held = ", ".join(f"{word} {format_size(n_bytes)}" for word, n_bytes in sizes if n_bytes is not None)
         yield "held by torch", f"{each.uuid} pid {process.pid} {process.role}: {held}"
+    yield from _list_grown(known)
     if known.version is not None:
         yield "vllm-headroom", known.version
+
+
+def _list_grown(known: Incident) -> Iterator[Line]:
+    for each in known.before.mappings[-MOST_HOLDERS:]:
+        kinds = ", ".join(f"{format_size(n_bytes)} in {kind}" for kind, n_bytes in each.kinds.items())
+        taken = "" if each.since is None or each.t is None else f" in {format_duration(max(0, each.t - each.since))}"
+        yield "host growth", f"{each.role or 'process'} pid {each.pid}{taken}: {kinds or 'no kind of mapping'}"
 
 
 def _describe_engine(engine: EngineReading) -> Iterator[str]:

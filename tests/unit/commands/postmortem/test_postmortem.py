@@ -60,6 +60,9 @@ def leaked(tmp_path: Path) -> Path:
     scene.header["before"]["holders"] = [{"uuid": "GPU-a", "pid": pid, "used": used} for pid, used in held]
     torch = {"uuid": "GPU-a", "allocated_bytes": 3, "reserved_bytes": 4}
     scene.header["before"]["probe"] = [{"pid": 8, "role": "worker", "devices": [torch]}, {"devices": 1}]
+    kinds = {"anonymous mmap": 3 * 2**30, "libucs.so.0": 2**20, "\x1b[2J": 5, "less": -5, "more": 1e30}
+    grown = {"pid": 8, "role": "worker", "since": 100.0, "t": 4000.0, "kinds": kinds}
+    scene.header["before"]["mappings"] = [grown, {"pid": 9, "kinds": 3}, {"role": "worker"}]
     return write(tmp_path, scene)
 
 
@@ -95,6 +98,8 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
         "GPU-a pid 9 73 GiB",
         "GPU-a pid 10 an amount not known",
         "GPU-a pid 8 worker: allocated 3 B, reserved 4 B",
+        "worker pid 8 in 1 h 5 min: 3 GiB in anonymous mmap, 1 MiB in libucs.so.0, 5 B in \\x1b[2J",
+        "process pid 9: no kind of mapping",
         "80 GiB in all",
         "GiB left at first",
         "the record begins: the engine serves",

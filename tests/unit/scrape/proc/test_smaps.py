@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,20 +10,16 @@ from uuid import uuid4
 
 import pytest
 
+from tests.fakes.leaks import build_leaks
 from vllm_headroom.scrape.proc.smaps import find_growth, read_mappings
 
 MIB = 2**20
 PROC = Path("/proc")
-SOURCE = Path(__file__).parents[3] / "fakes" / "leaks.c"
 
 
 @pytest.fixture(scope="module")
 def leaks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
-    program = tmp_path_factory.mktemp("leaks") / "leaks"
-    subprocess.run(["cc", "-O0", "-o", str(program), str(SOURCE)], check=True)
-    return program
+    return build_leaks(tmp_path_factory.mktemp("leaks"))
 
 
 @pytest.fixture
@@ -88,6 +83,14 @@ def test_libraries_have_their_names_and_what_is_swapped_out_is_apart(tmp_path: P
 def test_a_file_that_lies_says_nothing(tmp_path: Path, text: bytes) -> None:
     assert read_mappings(write(tmp_path, text), 7) is None
     assert read_mappings(tmp_path, 8) is None
+
+
+def test_of_many_files_those_beyond_a_thousand_are_one_kind(tmp_path: Path) -> None:
+    text = b"".join(b"7f00-7f10 rw-p 00000000 08:01 5 /tmp/%d\nRss: 4 kB\n" % number for number in range(40_000))
+    found = read_mappings(write(tmp_path, text), 7)
+
+    assert found is not None
+    assert (len(found), found["other files"], sum(found.values())) == (1001, 39_000 * 4096, 40_000 * 4096)
 
 
 def test_forty_thousand_mappings_are_read_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
