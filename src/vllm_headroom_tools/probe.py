@@ -30,6 +30,7 @@ from vllm_headroom_tools.cli import Command, tell
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.look import PROC
 from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, Value, bounded, choice
+from vllm_headroom_tools.perf import Faults, record_faults
 from vllm_headroom_tools.trace import BadInput
 
 FORMAT: Final = "headroom_record"
@@ -114,7 +115,11 @@ async def record(
         _write_request(folder, request, until, kinds)
         say(f"{len(before)} processes record for {format_duration(seconds)}")
         try:
-            answers = await _collect_answers(folder, before, request, until + ANSWER_SECONDS)
+            visible = [process.pid for process, was in before.items() if was]
+            answers, (faults, no_faults) = await asyncio.gather(
+                _collect_answers(folder, before, request, until + ANSWER_SECONDS),
+                record_faults(visible, seconds) if "host" in kinds else _skip_faults(),
+            )
         finally:
             with contextlib.suppress(FileNotFoundError):
                 (folder / REQUEST).unlink()
@@ -132,9 +137,14 @@ async def record(
                 "problem": answer if isinstance(answer, str) else None,
                 **(dict.fromkeys(("note", "cost", "host", "gpu")) if isinstance(answer, str) else answer),
                 "mappings": grown.get(process),
+                "native": faults.get(process.pid),
             }
         )
-    return {"folder": str(folder), "seconds": seconds, "processes": recorded}
+    return {"folder": str(folder), "seconds": seconds, "processes": recorded, "no_native": no_faults}
+
+
+async def _skip_faults() -> tuple[Faults, str | None]:
+    return {}, None
 
 
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
@@ -229,6 +239,8 @@ def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
     for process in sorted(recorded["processes"], key=most, reverse=True):
         yield ""
         yield from _format_process(process)
+    if recorded.get("no_native") is not None:
+        yield from ("", f"No native stacks: {recorded['no_native']}")
 
 
 def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
@@ -252,9 +264,17 @@ def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{'':>13}called from {caller}" for caller in callers[:MOST_SHOWN])
     if not process["host"] and not process["gpu"]:
         yield "  nothing"
+    yield from _format_native(process)
+
+
+def _format_native(process: Mapping[str, Any]) -> Iterator[str]:
     for kind, size in list((process.get("mappings") or {}).items())[:MOST_SHOWN]:
         if size >= WORTH_A_LINE_BYTES:
             yield f"  {format_size(size):>10} more resident in {kind}, by the kernel's account of its mappings"
+    for stack in (process.get("native") or ())[:MOST_SHOWN]:
+        line, *callers = stack["stack"]
+        yield f"  {stack['faults']:>10,} first uses of a page  {line}"
+        yield from (f"{'':>13}called from {caller}" for caller in callers[:MOST_SHOWN])
 
 
 INSTALL, RECORD = "install", "record"
@@ -328,9 +348,10 @@ image unchanged. It reports to the sidecar what only vLLM's processes know about
 their memory, through files in HEADROOM_PROBE_DIR, which both can use.
 
 record asks the probes of a running vLLM who allocates, for a time, what is
-kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
-vLLM meanwhile, host memory up to tenfold, and is never done unasked. For a leak
-of GPU memory use --only gpu. See docs/probe.md.
+kept: host memory by tracemalloc, native code too by perf where it is installed,
+GPU memory by torch's memory history. It slows vLLM meanwhile, host memory up to
+tenfold, and is never done unasked. For a leak of GPU memory use --only gpu. See
+docs/probe.md.
 """,
     epilog="""\
 It ends with status 0, and with 2 when the folder cannot be written or no probe

@@ -35,7 +35,13 @@ BUDGET: Final = ("--gpu-memory-utilization", "0.9")
 NOBODY: Final = "http://127.0.0.1:9"
 STACK: Final = {"bytes": 5, "count": 1, "stack": ["a.py:1"]}
 PROCESS: Final = {"pid": 7, "role": "worker", "data_parallel_rank": 0, "problem": None}
-RECORDED: Final = {"cost": {"pause_seconds": 0.1, "cpu_seconds": None, "memory_bytes": 3}, "host": [STACK], "gpu": []}
+RECORDED: Final = {
+    "cost": {"pause_seconds": 0.1, "cpu_seconds": None, "memory_bytes": 3},
+    "host": [STACK],
+    "gpu": [],
+    "mappings": {"heap": 5},
+    "native": [{"faults": 256, "stack": ["f (g.so)"]}],
+}
 UNRECORDED: Final = dict.fromkeys(("note", "cost", "host", "gpu"))
 
 
@@ -72,7 +78,12 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
         case "probe":
             yield printed(name, "install", str(folder / "probe"))
             processes = [PROCESS | {"note": "short"} | RECORDED, PROCESS | UNRECORDED | {"problem": "no answer"}]
-            recorded = {"folder": "f", "seconds": 2.0, "processes": processes}
+            recorded = {
+                "folder": "f",
+                "seconds": 2.0,
+                "processes": processes,
+                "no_native": "perf is not installed here",
+            }
             yield json.loads(json.dumps(report_recorded(recorded).build_envelope(name)))
         case "doctor":
             yield printed(name, "--engine-url", NOBODY)
