@@ -76,6 +76,7 @@ class Worker(Generic[T]):
             self._begun = future
             made = capture_outcome(function)
             self._begun = None  # before the loop marks it done: done while begun is given up
+            del job, function  # with the page that it parses: else 16 MiB wait for the next call
             if isinstance(made, Exception):
                 done.set_exception(made)
             else:

@@ -2,6 +2,7 @@
 
 import re
 from functools import lru_cache
+from itertools import chain
 from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -83,8 +84,10 @@ def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
     """Return the lines to parse, or the bound they exceed: the cost of a page is limited before it is parsed."""
     lines: list[str] = []
     characters = 0
+    wanted = rf"((?:{names_pattern})[{{ \t].*)"
+    first = re.match(wanted, page)
     # A pattern that starts with a line feed skips from line to line, 3.5 times as fast as `^`.
-    for found in re.finditer(rf"\n((?:{names_pattern})[{{ \t].*)", f"\n{page}"):
+    for found in chain([first] if first else [], re.finditer(rf"\n{wanted}", page)):
         line = found[1]
         lines.append(line)
         characters += len(line)

@@ -148,7 +148,7 @@ def test_no_page_that_is_read_takes_the_daemon_over_its_memory_limit(text: str) 
         before = len(engine.requests)
         running.sees(lambda _: len(engine.requests) >= before + 3, "it was read again and again")
 
-        assert peak_bytes(running.process.pid) < 128 * MIB
+        assert peak_bytes(running.process.pid) < 112 * MIB
 
 
 def virtual_bytes(pid: int) -> int:
@@ -197,7 +197,7 @@ def test_names_that_are_new_at_every_look_do_not_take_the_daemon_over_its_memory
         eventually(lambda: len(engine.requests) >= 100, "a hundred looks", deadline_seconds=300)
 
         assert running.page().value("source_up", source="engine") == 1
-        assert peak_bytes(running.process.pid) < 128 * MIB
+        assert peak_bytes(running.process.pid) < 112 * MIB
 
 
 def test_formats_that_scrapers_make_up_do_not_take_it_there_either() -> None:
@@ -208,4 +208,4 @@ def test_formats_that_scrapers_make_up_do_not_take_it_there_either() -> None:
             answer = running.get("/metrics", Accept=f"application/openmetrics-text;version=1.0.{version}")
             assert len(answer.content) > 2 * MIB
 
-        assert peak_bytes(running.process.pid) < 128 * MIB
+        assert peak_bytes(running.process.pid) < 112 * MIB
