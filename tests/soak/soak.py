@@ -67,8 +67,11 @@ class Figures:
         self.rss.append(int(status["VmRSS"].split()[0]) * 1024)
         self.threads = max(self.threads, int(status["Threads"]))
         self.fds = max(self.fds, len([*Path(f"/proc/{pid}/fd").iterdir()]))
-        sizes = (each.stat().st_size for each in state.rglob("*") if each.is_file() and "trace" not in each.name)
-        self.state = max(self.state, sum(sizes))
+        total = 0
+        for each in state.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a file that replaces another
+                total += each.stat().st_size if each.is_file() and "trace" not in each.name else 0
+        self.state = max(self.state, total)
 
 
 def measure_wait(*pids: int) -> float:
