@@ -39,16 +39,17 @@ async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
     """
     if response.headers.get("Content-Encoding", "").strip().lower() not in {"", "identity"}:
         return Reason.MALFORMED
-    body, parts, began = bytearray(), 0, thread_time()
+    body, parts, began = bytearray(), 0, 0.0
     try:
         async for part in response.aiter_raw():
             body += part
             parts += 1
             if len(body) > max_bytes:
                 return Reason.TOO_LARGE
-            if thread_time() - began > _MOST_CPU_SECONDS:
-                return Reason.OUT_OF_BOUNDS
             if parts % _TURN_PARTS == 0:
+                began = began or thread_time()
+                if thread_time() - began > _MOST_CPU_SECONDS:
+                    return Reason.OUT_OF_BOUNDS
                 await asyncio.sleep(0)
     except (httpx.ReadError, httpx.RemoteProtocolError):
         return Reason.INCOMPLETE
