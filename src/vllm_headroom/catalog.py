@@ -242,6 +242,12 @@ HOST_SWAP: Final = _gauge(
     "Swapped-out memory of the engine's processes, by role; the leak detector counts it with their resident memory.",
 )
 
+HOST_MEMORY_KIND: Final = _gauge(
+    "host_memory_kind_bytes",
+    ("process", "kind"),
+    "The resident memory by kind: anonymous; file, which the kernel reclaims; shared, which has what CUDA pins. What"
+    " several processes map counts in each.",
+)
 HOST_MEMORY_PLANNED: Final = _gauge(
     "host_memory_planned_bytes",
     ("part",),

@@ -151,6 +151,14 @@ class HostPart(StrEnum):
     MULTIMODAL_CACHE = "multimodal_cache"
 
 
+class HostKind(StrEnum):
+    """The kinds of a process's resident memory; the values of the label `kind`."""
+
+    ANONYMOUS = "anonymous"
+    FILE = "file"
+    SHARED = "shared"
+
+
 class MemoryPart(StrEnum):
     """The uses of the engine's GPU memory; the values of the label `part`."""
 

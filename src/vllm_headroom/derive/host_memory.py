@@ -1,6 +1,6 @@
 """The engine's host memory: its container or machine, and how much is in use."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Final
 
@@ -23,7 +23,7 @@ from vllm_headroom.model import (
     Shm,
     Snapshot,
 )
-from vllm_headroom.vocabulary import HostBasis, HostPart, Role
+from vllm_headroom.vocabulary import HostBasis, HostKind, HostPart, Role
 
 FULL_SHARE: Final = 0.5
 """A container that was less full than this when it ended was not killed for memory: between two samples, 5 s, the
@@ -138,9 +138,22 @@ def _choose_memory(
     own_bytes = sum_known(process.anonymous_bytes for process in engine)  # without the files that they map
     if own_bytes is None:
         return HostMemory()
-    used_bytes = own_bytes + (0 if reading.shm is None else reading.shm.used_bytes)  # shared memory counts once
+    shm_bytes = None if reading.shm is None else reading.shm.used_bytes
+    used_bytes = own_bytes + max(shm_bytes or 0, count_shared(engine, shm_bytes))
     swap_bytes = sum_known(process.swap_bytes for process in engine)
     return HostMemory(basis=HostBasis.PROCESSES, used_bytes=used_bytes, limit_bytes=limit_bytes, swap_bytes=swap_bytes)
+
+
+def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> int:
+    """Return the least shared memory that these processes can hold, where so much of /dev/shm is in use.
+
+    What is there counts once, however many of them map it. What CUDA pins is another process's never
+    (vllm-project/vllm#53042: four workers had 192 GiB each, the machine 769).
+    """
+    shared = [each.shared_bytes or 0 for each in processes]
+    if shm_bytes is None:
+        return max(shared, default=0)
+    return min(sum(shared), shm_bytes + sum(max(0, n_bytes - shm_bytes) for n_bytes in shared))
 
 
 def _count_kills(
@@ -179,14 +192,19 @@ FACTS: Final[tuple[tuple[Metric, str], ...]] = (
 
 
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return resident and swapped-out bytes by role and the container's memory; unknown values have no sample."""
+    """Return the memory of each role's processes and of the container; unknown values have no sample."""
     processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
+    facts: list[tuple[Metric, tuple[str, ...], str]] = [
+        (catalog.HOST_MEMORY, (), "rss_bytes"),
+        (catalog.HOST_SWAP, (), "swap_bytes"),
+    ]
+    facts += [(catalog.HOST_MEMORY_KIND, (str(kind),), f"{kind}_bytes") for kind in HostKind]
     sums = (
-        (metric, role, sum_known(getattr(each, fact) for each in processes if each.role is role))
-        for metric, fact in ((catalog.HOST_MEMORY, "rss_bytes"), (catalog.HOST_SWAP, "swap_bytes"))
+        (metric, (str(role), *kind), sum_known(getattr(each, fact) for each in processes if each.role is role))
+        for metric, kind, fact in facts
         for role in Role
     )
-    roles = (Sample(metric, (str(role),), float(known)) for metric, role, known in sums if known is not None)
+    roles = (Sample(metric, labels, float(known)) for metric, labels, known in sums if known is not None)
     pools = (
         (part, [each.size_bytes for each in snapshot.pools if each.role and each.part is part]) for part in HostPart
     )

@@ -12,7 +12,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive import Derivation
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.derive.configured import OFFLOAD_HIGH
-from vllm_headroom.derive.host_memory import SCOPES
+from vllm_headroom.derive.host_memory import SCOPES, count_shared
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.leak import is_alone
 from vllm_headroom.derive.life.signs import is_starved
@@ -24,6 +24,9 @@ from vllm_headroom.vocabulary import EngineState, HostPart, LeakLocation, LeakSt
 NEIGHBOUR_BYTES: Final = 2**30
 """Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller. Files
 in /dev/shm too, as in HeadroomHostMemoryLow."""
+
+OVERSHOT: Final = 1.15
+"""Times the planned size of offloads from which they take more: buffers and queues of vLLM are shared memory too."""
 
 LOW_BYTES: Final = 512 * 2**20
 LOW_SHARE: Final = 0.5
@@ -351,9 +354,7 @@ def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
         shared = host.shm_used_bytes or 0
         use += f", {format_size(shared)} of it in /dev/shm" if shared > NEIGHBOUR_BYTES else ""
         use += f", and {format_size(host.swap_bytes)} are swapped out" if host.swap_bytes else ""
-        planned = values.of(catalog.HOST_MEMORY_PLANNED)
-        offloads = sum(planned.get((part,), 0.0) for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD))
-        use += f"; offloads of {format_size(offloads)} may take up to {OFFLOAD_HIGH} times that" if offloads else ""
+        use += _describe_offloads(snapshot, values)
         yield Verdict(
             subject="host memory",
             level=Level.WARNING if low else level,
@@ -361,6 +362,23 @@ def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
             alert="HeadroomHostMemoryLow" if low else None,
             situation=Situation.LOW_MEMORY if low else Situation.HEALTHY,
         )
+
+
+def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
+    """Return what offloads were planned to take, and what is known to be taken: they are shared memory.
+
+    Beside another engine, which may use the same /dev/shm, the largest process alone counts.
+    """
+    planned = values.of(catalog.HOST_MEMORY_PLANNED)
+    offloads = sum(planned.get((part,), 0.0) for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD))
+    processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
+    host = HostMemory() if snapshot.host is None or snapshot.neighbours else snapshot.host
+    taken = count_shared(processes, host.shm_used_bytes)
+    if not offloads or taken < offloads:
+        return f"; offloads of {format_size(offloads)} may take up to {OFFLOAD_HIGH} times that" if offloads else ""
+    is_over = taken > OVERSHOT * offloads and taken > offloads + NEIGHBOUR_BYTES
+    times = f", {taken / offloads:.2f} times that (vllm-project/vllm#53042, #56410)" if is_over else ""
+    return f"; offloads of {format_size(offloads)} take {format_size(taken)}{times}"
 
 
 def _end_sentence(text: str) -> str:

@@ -153,11 +153,11 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """A process of the engine found in /proc.
 
     `started_at_seconds` is seconds since the epoch, `since_boot_seconds` since the boot. `cpu_seconds` is the CPU time
-    of all its threads. Of `rss_bytes`, `anonymous_bytes` is its private memory and `file_bytes` its mapped files, which
-    the kernel can reclaim; the rest is shared memory. `swap_bytes` is its swapped-out private memory, which is in none
-    of them. `state` is the letter of its main thread in /proc. The first server has two more: `cpu_pressure_ratio`, the
-    share of the last minute in which a task of the machine waited for a CPU, and `wait_seconds`, how long its newest
-    slow request has waited. None where unknown.
+    of all its threads. Of `rss_bytes`, `anonymous_bytes` is its private memory, `file_bytes` its mapped files, which
+    the kernel can reclaim, `shared_bytes` what is in tmpfs, in a memfd or pinned by CUDA. `swap_bytes` is its
+    swapped-out private memory, which is in none of them. `state` is the letter of its main thread in /proc. The first
+    server has two more: `cpu_pressure_ratio`, the share of the last minute in which a task of the machine waited for a
+    CPU, and `wait_seconds`, how long its newest slow request has waited. None where unknown.
     """
 
     pid: int
@@ -172,6 +172,7 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     cpu_pressure_ratio: float | None = None
     wait_seconds: float | None = None
     swap_bytes: int | None = None
+    shared_bytes: int | None = None
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):

@@ -134,6 +134,24 @@ def test_a_limit_that_nobody_tells_is_unknown_and_not_the_machines() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shm", "shared", "counted"),
+    [
+        (Shm(total_bytes=8 * GIB, free_bytes=7 * GIB), (5, 4), 8),
+        (Shm(total_bytes=8 * GIB, free_bytes=2 * GIB), (5, 4), 6),
+        (None, (5, 4), 5),
+    ],
+)
+def test_what_the_processes_pin_counts_and_what_they_share_counts_once(
+    shm: Shm | None, shared: tuple[int, int], counted: int
+) -> None:
+    processes = (replace(each, shared_bytes=n * GIB) for each, n in zip((SERVER, CORE), shared, strict=True))
+    found = host(readings(*processes, shm=shm))
+
+    assert found is not None
+    assert found.used_bytes == (5 + counted) * GIB
+
+
+@pytest.mark.parametrize(
     "seen",
     [
         readings(),
@@ -295,6 +313,12 @@ def test_resident_and_swapped_out_memory_are_summed_by_role() -> None:
         ("engine_core",): 18.0 * GIB,
     }
     assert values(derive_host_memory(seen), catalog.HOST_SWAP) == {("engine_core",): 7.0}
+    assert values(derive_host_memory(seen), catalog.HOST_MEMORY_KIND) == {
+        ("api_server", "anonymous"): 2.0 * GIB,
+        ("api_server", "file"): 6.0 * GIB,
+        ("engine_core", "anonymous"): 6.0 * GIB,
+        ("engine_core", "file"): 12.0 * GIB,
+    }
 
 
 def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:
@@ -313,7 +337,8 @@ def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:
     assert [values(derive_host_memory(seen), metric).get(()) for metric in metrics] == [5, 9, 0, 4, 0]
     unknown = replace(seen, host=HostMemory(used_bytes=5))
     assert [values(derive_host_memory(unknown), metric).get(()) for metric in metrics] == [5, None, None, None, None]
-    assert {sample.metric for sample in derive_host_memory(replace(seen, host=None))} == {catalog.HOST_MEMORY}
+    found = {sample.metric for sample in derive_host_memory(replace(seen, host=None))}
+    assert found == {catalog.HOST_MEMORY, catalog.HOST_MEMORY_KIND}
 
 
 def test_the_pressure_is_the_containers_else_the_machines() -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
-from tests.unit.derive.life.watch import NO_GPU, REFUSED, SERVER, UNSEEN, Watch, serving, working
+from tests.unit.derive.life.watch import NO_GPU, REFUSED, SERVER, UNSEEN, WORKER, Watch, serving, working
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import build_verdicts, judge_snapshot
 from vllm_headroom.model import (
@@ -414,6 +414,35 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     assert of("host memory", stable, *room, *planned).sentence.endswith(
         "12 GiB of 64 GiB are in use; offloads of 5 GiB may take up to 1.92 times that."
     )
+
+
+GB200 = (192.2, 192.2, 192.2, 192.2)
+"""The shared memory of four workers, of 769 GiB in all, where 400 were planned (vllm-project/vllm#53042)."""
+
+
+@pytest.mark.parametrize(
+    ("planned", "shm", "workers", "others", "said"),
+    [
+        (400, 1.0, GB200, (), "400 GiB take 766 GiB, 1.91 times that (vllm-project/vllm#53042, #56410)"),
+        (400, None, GB200, (), "400 GiB may take up to 1.92 times that"),
+        (400, 1.0, GB200, ((5, 1.0),), "400 GiB may take up to 1.92 times that"),
+        (40, 41.0, (40, 40, 40, 40), (), "40 GiB take 41 GiB"),
+        (40, 46.5, (12, 12, 12, 12), (), "40 GiB take 46.5 GiB, 1.16 times that (vllm-project/vllm#53042, #56410)"),
+        (40, 90.0, (40, 1), (), "40 GiB take 41 GiB"),
+        (1, 1.9, (1.9,), (), "1 GiB take 1.9 GiB"),
+        (40, 90.0, (), (), "40 GiB may take up to 1.92 times that"),
+    ],
+)
+def test_what_offloads_really_take_is_said_beside_what_was_planned(
+    planned: float, shm: float | None, workers: tuple[float, ...], others: tuple[tuple[int, float], ...], said: str
+) -> None:
+    stable = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
+    processes = tuple(replace(WORKER, pid=pid, shared_bytes=int(shared * GIB)) for pid, shared in enumerate(workers))
+    host = HostMemory(shm_used_bytes=None if shm is None else int(shm * GIB))
+    at = replace(seen(), processes=processes, host=host, neighbours=frozenset(others))
+    offload = Sample(catalog.HOST_MEMORY_PLANNED, ("kv_offload",), planned * GIB)
+
+    assert of("host memory", stable, offload, at=at).sentence.endswith(f"; offloads of {said}.")
 
 
 @pytest.mark.parametrize(

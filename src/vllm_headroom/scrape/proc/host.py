@@ -158,14 +158,14 @@ def read_boot_time(proc: Path) -> float:
 
 
 def read_parts(proc: Path, pid: int) -> dict[str, int]:
-    """Return a process's anonymous, file-mapped and swapped-out bytes, without those that the kernel does not count.
+    """Return a process's anonymous, file-mapped, shared and swapped-out bytes, without what the kernel does not count.
 
     Not from smaps_rollup, which walks the page tables under the lock that the engine's own mappings need, for seconds
     where weights are mapped.
     """
     status = _read(proc / str(pid) / "status")
-    names = {"anonymous_bytes": b"RssAnon:", "file_bytes": b"RssFile:", "swap_bytes": b"VmSwap:"}
-    found = {name: find_number(status, field) for name, field in names.items()}
+    names = {"anonymous": b"RssAnon:", "file": b"RssFile:", "shared": b"RssShmem:", "swap": b"VmSwap:"}
+    found = {f"{name}_bytes": find_number(status, field) for name, field in names.items()}
     return {name: kib * _KIB for name, kib in found.items() if kib is not None}
 
 

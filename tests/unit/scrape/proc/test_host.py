@@ -185,6 +185,7 @@ def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> 
     program = (
         "import mmap, sys; held = b'x' * (16 * 2**20); file = open(sys.argv[1], 'rb');"
         " mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ); sum(mapped[::4096]);"
+        " shared = mmap.mmap(-1, 8 * 2**20); shared.write(b's' * (8 * 2**20));"
         " print('mapped', flush=True); sys.stdin.read()"
     )
     pipe = subprocess.PIPE
@@ -196,11 +197,14 @@ def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> 
 
     assert found["file_bytes"] >= 32 * MIB
     assert 16 * MIB <= found["anonymous_bytes"] < 40 * MIB
+    assert 8 * MIB <= found["shared_bytes"] < 9 * MIB
 
 
 def test_a_kernel_that_does_not_tell_the_parts_leaves_them_unknown(tree: ProcTree) -> None:
     assert read_parts(tree.path, 20) == {}
     (tree.path / "20" / "status").write_text("Name:\tvllm\nVmRSS:\t  40 kB\nVmSwap:\tmany kB\n")
     assert read_parts(tree.path, 20) == {}
-    (tree.path / "20" / "status").write_text("Name:\tvllm\nRssAnon:\t 40 kB\nRssFile:\t 8 kB\nVmSwap:\t 7 kB\n")
-    assert read_parts(tree.path, 20) == {"anonymous_bytes": 40960, "file_bytes": 8192, "swap_bytes": 7168}
+    status = "Name:\tvllm\nRssAnon:\t 40 kB\nRssFile:\t 8 kB\nRssShmem:\t 3 kB\nVmSwap:\t 7 kB\n"
+    (tree.path / "20" / "status").write_text(status)
+    found = read_parts(tree.path, 20)
+    assert found == {"anonymous_bytes": 40960, "file_bytes": 8192, "shared_bytes": 3072, "swap_bytes": 7168}
