@@ -10,7 +10,7 @@ from msgspec.structs import fields
 from vllm_headroom.inputs import show_url
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
-from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_lengths
+from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_image_size, parse_lengths
 from vllm_headroom_tools.options import DURATION, FILE, FOLDER, GPUS, NUMBER, SHARE, Parser, Value, page_url, whole
 
 PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
@@ -42,6 +42,9 @@ def add_options(parser: Parser) -> None:
     add("--output-tokens", metavar="LENGTHS", type=of_tokens, default="128", help="without it %(default)s")
     shared = "of each prompt, the same in all"
     add("--shared-prefix", dest="shared_ratio", metavar="SHARE", type=SHARE, default="0", help=shared)
+    pixels = Value(read=parse_image_size, accepts="width and height in pixels, such as 1280x720")
+    image = "a new image in each prompt, of so many pixels, by --api chat"
+    add("--image-size", metavar="PIXELS", type=pixels, help=image)
     for name, field, default, of in (
         ("--duration", "seconds", "60s", "of each step"),
         ("--grace", "grace_seconds", "30s", "for what is open then"),
@@ -65,6 +68,8 @@ def add_options(parser: Parser) -> None:
 
 def read_order(given: Namespace) -> LoadOrder:
     """Build the order from the options."""
+    if given.image_size is not None:
+        given.api = CompletionApi.CHAT
     return LoadOrder(**{each.name: getattr(given, each.name) for each in fields(LoadOrder)})
 
 

@@ -32,6 +32,7 @@ from vllm_headroom_tools.load.target import (
     Target,
     build_prompts,
     build_request_body,
+    draw_image,
     fetch_model,
     find_target,
     read_prompts,
@@ -175,6 +176,7 @@ def _make_bodies(order: LoadOrder, model: str, texts: Sequence[str]) -> Callable
 
     def body() -> bytes:
         prompt = random.choice(texts) if texts else make_prompt(order.prompt_tokens.draw(random.random()))
-        return build_request_body(order.api, model, prompt, order.output_tokens.draw(random.random()))
+        image = None if order.image_size is None else draw_image(order.image_size, random)
+        return build_request_body(order.api, model, prompt, order.output_tokens.draw(random.random()), image)
 
     return body

@@ -1,10 +1,13 @@
 """The server under load: its address, its models and its requests."""
 
 import asyncio
+import base64
 import json
 import re
 import socket
 import ssl
+import struct
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
@@ -118,13 +121,50 @@ def build_prompts(shared_ratio: float, random: Random) -> Callable[[int], str]:
     return make
 
 
-def build_request_body(api: CompletionApi, model: str, prompt: str, output_tokens: int) -> bytes:
+MOST_PIXELS: Final = 2**24
+
+
+def parse_image_size(text: str) -> tuple[int, int]:
+    """Return width and height, in pixels, of a text such as `1280x720`; raises ValueError."""
+    width, height = map(int, text.strip().lower().split("x"))
+    if min(width, height) < 1 or width * height > MOST_PIXELS:
+        raise ValueError
+    return width, height
+
+
+BLOCK_PIXELS: Final = 32
+
+
+def draw_image(size: tuple[int, int], random: Random) -> bytes:
+    """Return a PNG of coloured squares, unlike any before, so that no cache of the server has it."""
+    (width, height), rows = size, b""
+    for top in range(0, height, BLOCK_PIXELS):
+        row = b"".join(random.randbytes(3) * BLOCK_PIXELS for _ in range(0, width, BLOCK_PIXELS))[: 3 * width]
+        rows += (b"\0" + row) * min(BLOCK_PIXELS, height - top)
+    parts = (
+        (b"IHDR", struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows, 1)),
+        (b"IEND", b""),
+    )
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def build_request_body(
+    api: CompletionApi, model: str, prompt: str, output_tokens: int, image: bytes | None = None
+) -> bytes:
     """Return the body that asks for exactly so many tokens, streamed, with the server's own count of them at the end.
 
-    `ignore_eos` is vLLM's: without it a model ends its answer when it likes.
+    `ignore_eos` is vLLM's: without it a model ends its answer when it likes. An image, in PNG, needs the chat API.
     """
+    content: object = prompt
+    if image is not None:
+        url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+        content = [{"type": "text", "text": prompt}, {"type": "image_url", "image_url": {"url": url}}]
     asked: dict[str, Any] = (
-        {"prompt": prompt} if api is CompletionApi.COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+        {"prompt": prompt} if api is CompletionApi.COMPLETIONS else {"messages": [{"role": "user", "content": content}]}
     )
     how = {
         "model": model,
@@ -235,6 +275,7 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     prompt_tokens: Lengths
     output_tokens: Lengths
     shared_ratio: float
+    image_size: tuple[int, int] | None
     most_requests: int | None
     requests_per_second: float | None
     bearer_token_file: Path | None
@@ -251,4 +292,5 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         shared = f", {self.shared_ratio:.0%} of them shared" if self.shared_ratio else ""
         asked = f"of about {self.prompt_tokens} tokens{shared}" if self.prompts is None else f"of {self.prompts}"
-        return f"{self.api}, prompts {asked}, answers of {self.output_tokens}"
+        image = "" if self.image_size is None else " and an image of {}x{} pixels".format(*self.image_size)
+        return f"{self.api}, prompts {asked}{image}, answers of {self.output_tokens}"

@@ -44,6 +44,9 @@ def test_everything_can_be_said() -> None:
     assert made.gpus == ("0", "GPU-a")
     assert (made.trace, made.bearer_token_file, made.ca_file) == (Path("t.jsonl"), Path("token"), Path("ca.pem"))
     assert made.probe_dir == Path("/run/headroom-probe")
+    assert str(ordered("--image-size", "64x32")) == (
+        "chat, prompts of about 512 tokens and an image of 64x32 pixels, answers of 128"
+    )
     assert ordered("--gpus", "all").gpus == "all"
     assert ordered("--gpus", "auto").gpus == "auto"
 
@@ -62,6 +65,9 @@ def test_everything_can_be_said() -> None:
         ("gpus", "one", "auto, all, or GPU indices or UUIDs separated by commas"),
         ("metrics-url", "x", "an http or https URL such as http://127.0.0.1:8000"),
         ("api", "talk", "completions or chat"),
+        ("image-size", "1280", "width and height in pixels, such as 1280x720"),
+        ("image-size", "0x9", "width and height in pixels, such as 1280x720"),
+        ("image-size", "99999x99999", "width and height in pixels, such as 1280x720"),
     ],
 )
 def test_what_is_not_understood_is_one_line(option: str, value: str, accepts: str) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -13,6 +15,7 @@ from vllm_headroom_tools.load.target import (
     CompletionApi,
     build_prompts,
     build_request_body,
+    draw_image,
     read_prompts,
 )
 from vllm_headroom_tools.trace import BadInput
@@ -103,3 +106,38 @@ def test_a_dataset_without_a_prompt_is_refused(content: str | None, why: str, tm
 
     with pytest.raises(BadInput, match=f"--prompts {file}: {why}"):
         read_prompts(file)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (32, 32), (70, 33), (640, 480)])
+def test_an_image_is_a_png_of_that_size_that_no_cache_has(size: tuple[int, int]) -> None:
+    random = Random(4)  # noqa: S311 - not for secrets
+    image, other = draw_image(size, random), draw_image(size, random)
+
+    pixels = decode_png(image)
+    assert (len(pixels[0]) // 3, len(pixels)) == size
+    assert image != other
+    assert len({row[:3] for row in pixels}) == -(-size[1] // 32)
+
+
+def decode_png(image: bytes) -> list[bytes]:
+    """Return the rows of an RGB image without filters, after its checksums."""
+    assert image[:8] == b"\x89PNG\r\n\x1a\n"
+    at, data, width = 8, b"", 0
+    while at < len(image):
+        length, kind = int.from_bytes(image[at : at + 4]), image[at + 4 : at + 8]
+        content = image[at + 8 : at + 8 + length]
+        assert zlib.crc32(kind + content) == int.from_bytes(image[at + 8 + length : at + 12 + length])
+        width = int.from_bytes(content[:4]) if kind == b"IHDR" else width
+        data += content if kind == b"IDAT" else b""
+        at += 12 + length
+    lines = zlib.decompress(data)
+    return [lines[begin + 1 : begin + 1 + 3 * width] for begin in range(0, len(lines), 3 * width + 1)]
+
+
+def test_an_image_goes_to_the_chat_api_as_vllm_documents_it() -> None:
+    body = json.loads(build_request_body(CompletionApi.CHAT, "tiny", "what is it", 9, b"png"))
+
+    text, image = body["messages"][0]["content"]
+    assert text == {"type": "text", "text": "what is it"}
+    scheme, _, data = image["image_url"]["url"].partition(",")
+    assert (image["type"], scheme, base64.b64decode(data)) == ("image_url", "data:image/png;base64", b"png")
