@@ -23,12 +23,14 @@ Faults = dict[int, list[dict[str, Any]]]
 """By pid the stacks that used most new pages, with their number of `faults`; the line itself is first."""
 
 
-async def record_faults(pids: Collection[int], seconds: float) -> tuple[Faults, str | None]:
-    """Return where the processes used new pages, and why that is missing, None where it is not.
+async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[Faults, str | None]:
+    """Return where the processes used new pages, and why that is missing, None where it is not, and for no pids at all.
 
     When cancelled, perf is killed and its file removed.
     """
     perf = shutil.which("perf")
+    if pids is None:
+        return {}, None
     if perf is None or not pids:
         return {}, "perf is not installed here" if perf is None else "vLLM's processes are not visible here"
     try:

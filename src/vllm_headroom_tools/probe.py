@@ -30,7 +30,7 @@ from vllm_headroom_tools.cli import Command, tell
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.look import PROC
 from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, Value, bounded, choice
-from vllm_headroom_tools.perf import Faults, record_faults
+from vllm_headroom_tools.perf import record_faults
 from vllm_headroom_tools.trace import BadInput
 
 FORMAT: Final = "headroom_record"
@@ -118,7 +118,7 @@ async def record(
             visible = [process.pid for process, was in before.items() if was]
             answers, (faults, no_faults) = await asyncio.gather(
                 _collect_answers(folder, before, request, until + ANSWER_SECONDS),
-                record_faults(visible, seconds) if "host" in kinds else _skip_faults(),
+                record_faults(visible if "host" in kinds else None, seconds),
             )
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -141,10 +141,6 @@ async def record(
             }
         )
     return {"folder": str(folder), "seconds": seconds, "processes": recorded, "no_native": no_faults}
-
-
-async def _skip_faults() -> tuple[Faults, str | None]:
-    return {}, None
 
 
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:

@@ -75,7 +75,10 @@ def built(path: Path) -> dict[str, Any]:
         type(current_platform).update_block_size_for_backend(told)
         layers = told.compilation_config.static_forward_context
         kept = {n: each.get_kv_cache_spec(told) for n, each in layers.items() if isinstance(each, AttentionLayerBase)}
-        kept = {name: spec for name, spec in kept.items() if spec is not None}
+        shared = {
+            n for n, each in layers.items() if getattr(each, "kv_sharing_target_layer_name", None)
+        }  # keep nothing
+        kept = {name: spec for name, spec in kept.items() if spec is not None and name not in shared}
         groups = kv_cache_utils.get_kv_cache_groups(told, kept)
     weights = dict(model.named_parameters())
     return {

@@ -122,7 +122,7 @@ class Daemon:
         lines = partial(tuple, logs.RecentLines().lines)
         self._flight = None
         if folder is not None:
-            mappings = None if parts.mappings is None else Mappings(parts.mappings)
+            mappings = Mappings(parts.mappings)
             self._flight = Flight(folder=folder, lines=lines, version=version, lock=lock, mappings=mappings)
         self._keeper = None if folder is None else StateKeeper(folder=folder, clock=clock, version=version, lock=lock)
         trace = settings.trace_file

@@ -151,7 +151,6 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 class Flight:
     """Owns the record in `folder` once `lock` is this daemon's; `lines` returns the daemon's last log lines.
 
-    `mappings` reads what grows in the engine's processes; None where they are simulated.
     `last` is the newest incident on disk, `recent` takes what is read between ticks. Errors of the volume are logged
     when they begin and end, and affect the record only.
     """
@@ -163,7 +162,7 @@ class Flight:
         lines: Callable[[], Sequence[str]],
         version: str,
         lock: FolderLock,
-        mappings: Mappings | None = None,
+        mappings: Mappings,
     ) -> None:
         self.last: Incident | None = None
         self._folder, self._lines, self._version, self._lock = folder, lines, version, lock
@@ -181,8 +180,7 @@ class Flight:
         """Record one tick."""
         now = snapshot.monotonic_seconds
         self.recent.note(snapshot)
-        if self._mappings is not None:
-            self._mappings.step(snapshot, values)
+        self._mappings.step(snapshot, values)
         self._ooms = list_ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._take_event(snapshot.life)
         if not self._lock.is_ours:
@@ -193,8 +191,7 @@ class Flight:
             self._begin(event, snapshot)
         elif not self._served or snapshot.life is None or snapshot.in_service:
             self._served = self._served or snapshot.in_service
-            grown = [] if self._mappings is None else self._mappings.describe()
-            self._before = {**build_context(snapshot, verdicts, values), "mappings": grown}
+            self._before = {**build_context(snapshot, verdicts, values), "mappings": self._mappings.describe()}
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now
             await self._writing.do(lambda: keep(self._folder, encode_line(build_record(snapshot))))

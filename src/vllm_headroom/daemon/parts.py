@@ -36,7 +36,7 @@ class Parts(Sources, frozen=True, kw_only=True):
     notice: str = ""
     asked: CanaryRequest | None = None
     evictor: Evictor | None = None
-    mappings: Callable[[int], dict[str, int] | None] | None = None
+    mappings: Callable[[int], dict[str, int] | None] = lambda _: None
 
 
 def build_real_parts(settings: Settings) -> Parts:

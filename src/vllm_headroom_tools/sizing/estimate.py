@@ -96,10 +96,11 @@ def _estimate_forward(question: Question, hidden: int) -> tuple[float, float]:
     longest = question.max_num_seqs * (question.max_model_len or question.max_num_batched_tokens)
     batch_bytes = min(question.max_num_batched_tokens, longest) * shape.dtype_bytes
     attention = 2 * ((shape.attention_heads or 1) + shape.heads.count) * shape.heads.key_size / ranks
+    streams = 2 * hidden + shape.beside_width
     inside = 3 * (shape.mlp_width or USUAL_WIDTH * hidden) / ranks
     if shape.experts_per_token > 1:
-        return batch_bytes * (2 * hidden + attention), batch_bytes * (inside + shape.experts_per_token * hidden)
-    return batch_bytes * (2 * hidden + max(attention, inside)), 0
+        return batch_bytes * (streams + attention), batch_bytes * (inside + shape.experts_per_token * hidden)
+    return batch_bytes * (streams + max(attention, inside)), 0
 
 
 def estimate_rest(question: Question) -> Range:

@@ -18,7 +18,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     since the last multiple of them), and `stateful_layers` keep `state_bytes` of each sequence instead,
     `state_checkpoints` times more than others. `windowed_heads` are those of a layer with a window, where they differ
     from a full one's `heads`. `latent_width` is what multi-head latent
-    attention keeps per token and layer. `mlp_width` is how many values a token takes in the widest MLP, all its experts
+    attention keeps per token and layer. `beside_width` is how many values a token takes beside its hidden state through
+    all layers. `mlp_width` is how many values a token takes in the widest MLP, all its experts
     together. `stored_bytes` is a parameter of the checkpoint, `dtype_bytes` one that is served without quantisation,
     `kv_dtype_bytes` a value in the KV cache without a dtype option for it. `weight_bytes_per_parameter` holds for
     all of `parameters` but the plain ones. `tied_embeddings` also means that there is no output layer.
@@ -39,6 +40,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None
+    beside_width: int = 0
     mlp_width: int | None = None
     experts_per_token: int = 1
     tied_embeddings: bool = False

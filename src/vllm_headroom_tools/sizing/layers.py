@@ -72,8 +72,7 @@ def list_kinds(config: Config, layers: int) -> list[str]:
         raise ValueError(f"it has {layers} layers and describes {len(found)}")
     if not any(kind in STATEFUL for kind in found) and any(name.startswith(("mamba_", "ssm_")) for name in config):
         raise ValueError("which of its layers keep a state is not known here")
-    shared = read_whole(config, "num_kv_shared_layers") or 0  # the last ones read the cache of others (Gemma 3n)
-    return found[: layers - shared]
+    return found
 
 
 def read_window(config: Config) -> int | None:

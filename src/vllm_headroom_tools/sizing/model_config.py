@@ -10,19 +10,19 @@ from vllm_headroom_tools.sizing import layers
 from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.layers import Config, read_needed, read_part, read_whole
-from vllm_headroom_tools.sizing.parameters import LENGTHS, count_layer_parameters, read_mlp
+from vllm_headroom_tools.sizing.parameters import LENGTHS, SHARED, count_beside, count_layer_parameters, read_mlp
 from vllm_headroom_tools.sizing.quantisation import read_kv_dtype_bytes, read_stored_bytes, read_weight_bytes
 
 KNOWN: Final = frozenset(
     {
-        *("arcee", "bert", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe"),
-        *("exaone4", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm"),
-        *("glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite"),
-        *("granitemoe", "helium", "jamba", "kimi_k2", "laguna", "llama", "llama4_text", "mimo_v2_flash"),
-        *("minimax_m2", "ministral3", "mistral", "mixtral", "modernbert", "nemotron_h", "olmo", "olmo2"),
-        *("olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
-        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text"),
-        *("roberta", "seed_oss", "smollm3", "stablelm", "starcoder2", "xlm-roberta"),
+        *("arcee", "bert", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4"),
+        *("exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
+        *("glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj"),
+        *("granite", "granitemoe", "helium", "jamba", "kimi_k2", "laguna", "llama", "llama4_text", "mimo_v2_flash"),
+        *("minimax_m2", "ministral3", "mistral", "mixtral", "modernbert", "nemotron_h", "olmo", "olmo2", "olmo3"),
+        *("olmoe", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text", "roberta", "seed_oss"),
+        *("smollm3", "stablelm", "starcoder2", "xlm-roberta"),
     }
 )
 """The `model_type`s whose KV cache is counted as vLLM counts it: the tests have a recorded model of each."""
@@ -109,8 +109,9 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
     is_whole = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
     whole_text = is_whole or str(kind) in ENCODERS
     found_kinds = layers.list_kinds(config, count)
+    kept = found_kinds[: len(found_kinds) - (read_whole(config, *SHARED) or 0)]
     full, windowed, stateful = (
-        sum(kind in names for kind in found_kinds) for names in (layers.FULL, layers.WINDOWED, layers.STATEFUL)
+        sum(kind in names for kind in kept) for names in (layers.FULL, layers.WINDOWED, layers.STATEFUL)
     )
     if not full + windowed:
         raise ValueError("none of its layers has a KV cache")
@@ -142,6 +143,7 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
         latent_width=latent + (read_whole(config, "qk_rope_head_dim") or 0) if latent else None,
         hidden_size=read_whole(config, *layers.HIDDEN),
         vocabulary=read_whole(config, "vocab_size", "padded_vocab_size"),
+        beside_width=count_beside(config, count),
         mlp_width=found_mlp[0] if found_mlp else None,
         experts_per_token=found_mlp[1] if found_mlp else 1,
         tied_embeddings=is_tied,

@@ -41,10 +41,13 @@ LENGTHS: Final = (
     "max_target_positions",
 )
 
+SHARED: Final = ("num_kv_shared_layers",)
+"""How many of the last layers read the cache of earlier ones, and keep nothing (Gemma 3n)."""
+
 STATES: Final = frozenset({"linear_num_value_heads", "mamba_dt_rank", *MAMBA_2_HEADS})
 """Fields of the kinds of states whose projections are counted here."""
 
-OWN_WAYS: Final = ("ffn_config", "conv_L_cache", "moe_latent_size", "hidden_size_per_layer_input", "zero_expert_num")
+OWN_WAYS: Final = ("ffn_config", "conv_L_cache", "moe_latent_size", "use_double_wide_mlp", "zero_expert_num")
 """Fields of models whose layers are not alike enough to be counted here."""
 
 
@@ -77,17 +80,37 @@ def list_matrices(
     found: list[Matrix] = []
     if config.get("model_type") in ("gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"):  # a weight a place
         found.append(Matrix(name="positions", inputs=read_whole(config, *LENGTHS) or 0, outputs=hidden, router=True))
+    found += _list_per_layer(config, hidden, len(kinds))
     for number, kind in enumerate(kinds):
         place = f"layers.{number}."
         if kind in STATEFUL and state is not None:
             found += _list_stateful(config, f"{place}mixer.", hidden, state)
         elif kind not in NOTHING:
             kept = heads_of_windowed if kind in WINDOWED else heads_of_full
-            found += _list_attention(config, f"{place}self_attn.", (hidden, heads), kept)
+            own = ("k_proj", "v_proj") if number >= len(kinds) - (read_whole(config, *SHARED) or 0) else ()
+            attention = _list_attention(config, f"{place}self_attn.", (hidden, heads), kept)
+            found += [each for each in attention if not each.name.endswith(own)]
         is_second = kind in STATEFUL and config.get("model_type") == "falcon_h1"
         if kind in NOTHING or not (is_second or isinstance(config.get("hybrid_override_pattern"), str)):
             found += _list_mlp(config, f"{place}mlp.", hidden, sparse=_is_sparse(config, number, kind))
     return tuple(found)
+
+
+def _list_per_layer(config: Config, hidden: int, count: int) -> Iterator[Matrix]:
+    """Yield the embedding of a token for each layer, and the alternating updates (vLLM 0.32, models/gemma3n.py)."""
+    if width := read_whole(config, "hidden_size_per_layer_input"):
+        rows = read_whole(config, "vocab_size_per_layer_input", "vocab_size") or 0
+        yield Matrix(name="per_layer_embeddings", inputs=rows, outputs=count * width, router=True)
+        yield Matrix(name="per_layer_projections", inputs=hidden, outputs=width, copies=3 * count, router=True)
+    if streams := read_whole(config, "altup_num_inputs"):
+        yield Matrix(name="altup_projections", inputs=hidden, outputs=hidden, copies=2 * (streams - 1), router=True)
+        yield Matrix(name="laurel", inputs=hidden, outputs=read_whole(config, "laurel_rank") or 0, copies=2 * count)
+
+
+def count_beside(config: Config, count: int) -> int:
+    """Return the values of a token beside its hidden state: those for each layer, further streams before and after."""
+    streams, hidden = read_whole(config, "altup_num_inputs") or 1, read_whole(config, *HIDDEN) or 0
+    return count * (read_whole(config, "hidden_size_per_layer_input") or 0) + 2 * (streams - 1) * hidden
 
 
 def read_width(config: Config) -> int | None:

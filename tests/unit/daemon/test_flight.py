@@ -23,6 +23,7 @@ from tests.samples import gpu, snapshot
 from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import MOST_LOOKS, Flight
+from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.derive.life.lives import RunState
 from vllm_headroom.model import Snapshot, Values, Verdict
@@ -39,7 +40,8 @@ BEGAN = 1_760_000_000.0
 
 
 def flight(folder: Path, lock: FolderLock | None = None) -> Flight:
-    return Flight(folder=folder, lines=lambda: ("a line",), version="1.2.3", lock=lock or free())
+    lines, mappings = ("a line",), Mappings(lambda _: None)
+    return Flight(folder=folder, lines=lambda: lines, version="1.2.3", lock=lock or free(), mappings=mappings)
 
 
 def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
@@ -401,7 +403,7 @@ def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path, m
         await calls(worker, late, 0.05)
 
     monkeypatch.setattr(Worker, "call", call)
-    subject = Flight(folder=tmp_path, lines=tuple, version="1", lock=free())
+    subject = flight(tmp_path)
     (told,) = step(subject, snapshot(at=1), snapshot(at=2))
     answers.set()
 

@@ -66,6 +66,22 @@ def test_a_dense_granite_4_h_has_only_the_shared_mlp() -> None:
     assert found.mlp_width == 8192
 
 
+def test_gemma_3n_by_hand() -> None:
+    """E4B: 20 of 35 layers keep anything; 2.35 of 6.84 billion parameters embed a token for each layer."""
+    attention, mlp = 2 * 2048 * 8 * 256, 3 * 2048 * 16384
+    per_layer = 262144 * 35 * 256 + 35 * 3 * 2048 * 256
+    updates = 35 * 2 * 2048 * 64 + 6 * 2048 * 2048
+
+    found = shape(json.loads(config_text("gemma3n-text-default")))
+
+    assert (found.full_layers, found.windowed_layers, found.window_tokens, found.unknown_type) == (4, 16, 512, None)
+    assert found.parameters is not None
+    assert found.parameters.total == 35 * (attention + mlp) + 20 * 2 * 2048 * 512 + per_layer + updates
+    assert found.embeddings == 262400 * 2048
+    assert found.parameters.plain >= 262144 * 35 * 256, "no method quantises an embedding"
+    assert found.beside_width == 35 * 256 + 6 * 2048
+
+
 def test_a_model_beside_which_its_pooling_lies_has_no_output_matrix(tmp_path: Path) -> None:
     """Qwen3-Embedding names itself Qwen3ForCausalLM: the matrix was 8 % too much."""
     (tmp_path / NAME).write_text(json.dumps({**json.loads(config_text("qwen3-8b")), "tie_word_embeddings": False}))
