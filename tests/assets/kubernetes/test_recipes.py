@@ -29,7 +29,7 @@ pytestmark = needs_kustomize
 
 FOLDER: Final = DEPLOY / "recipes"
 RECIPES: Final = sorted(path.parent for path in FOLDER.glob("*/kustomization.yaml"))
-CUSTOM: Final = {"LeaderWorkerSet", "InferenceService", "RayService"}
+CUSTOM: Final = {"LeaderWorkerSet", "InferenceService", "RayService", "StormService"}
 MONITORS: Final = {"PodMonitor", "PodMonitoring"}
 RESTRICTED_VOLUMES: Final = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -52,7 +52,7 @@ def pods(found: Any) -> Iterator[Pod]:
 def described(found: dict[str, Any]) -> Iterator[Pod]:
     """Yield the pods that this object itself describes."""
     for key in ("template", "leaderTemplate", "workerTemplate"):
-        if "spec" in found.get(key, {}):
+        if "containers" in found.get(key, {}).get("spec", {}):  # a StormService's template describes roles
             yield found[key].get("metadata", {}).get("labels", {}), found[key]["spec"]
     if "predictor" in found:  # KServe puts the container of the model into the pod
         predictor = dict(found["predictor"])
