@@ -94,6 +94,11 @@ ENGINE_GENERATION_TOKENS: Final = _counter("engine_generation_tokens", ENGINE, "
 ENGINE_KV_USED: Final = _gauge(
     "engine_kv_cache_used_ratio", ENGINE, "Share of the KV cache that running requests hold; full means queueing."
 )
+ENGINE_KV_TOKENS_USED: Final = _gauge(
+    "engine_kv_cache_token_used_ratio",
+    ENGINE,
+    "Share of the KV cache that holds tokens, by the probe: less than its blocks in use.",
+)
 ENGINE_KV_CAPACITY_TOKENS: Final = _gauge(
     "engine_kv_cache_capacity_tokens", ENGINE, "Tokens the KV cache of this engine can hold."
 )

@@ -151,12 +151,8 @@ class HostPart(StrEnum):
     MULTIMODAL_CACHE = "multimodal_cache"
 
 
-class HostKind(StrEnum):
-    """The kinds of a process's resident memory; the values of the label `kind`."""
-
-    ANONYMOUS = "anonymous"
-    FILE = "file"
-    SHARED = "shared"
+HOST_KINDS: Final = ("anonymous", "file", "shared")
+"""The kinds of a process's resident memory; the values of the label `kind`."""
 
 
 class MemoryPart(StrEnum):

@@ -122,35 +122,44 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
-    live = _find_live_blocks(scheduler)
+    live, _ = _find_live_blocks(scheduler)
     free = to_whole(read_own(pool, "free_block_queue.num_free_blocks"))
-    later = _find_live_blocks(scheduler)  # the scheduler goes on meanwhile: what it moved is in one of the two
+    later, tokens = _find_live_blocks(scheduler)  # the scheduler goes on meanwhile: what it moved is in one of the two
+    bytes_per_token = _compute_bytes_per_kv_token(
+        read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
+    )
     return {
         "kv_blocks_total": to_whole(read_own(pool, "num_gpu_blocks")),
         "kv_blocks_free": free,
         "kv_blocks_live": None if live is None or later is None else len(live | later),
+        "kv_tokens_live": None if bytes_per_token is None else tokens,  # elsewhere a block may lack its first tokens
         "block_size": to_whole(read_own(scheduler, "block_size")),
         **count_requests(core),
         "steps_total": to_whole(read_own(scheduler, "current_step")),
         "max_num_seqs": to_whole(read_own(config, "scheduler_config.max_num_seqs")),
         "max_model_len": to_whole(read_own(config, "model_config.max_model_len")),
-        "bytes_per_kv_token": _compute_bytes_per_kv_token(
-            read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
-        ),
+        "bytes_per_kv_token": bytes_per_token,
     }
 
 
-def _find_live_blocks(scheduler: object) -> set[int] | None:
-    """Return the ids of the blocks that requests hold; None where they are too many, or before vLLM 0.9.1."""
-    requests = read_own(scheduler, "requests")
+def _find_live_blocks(scheduler: object) -> tuple[set[int] | None, int | None]:
+    """Return the ids of the blocks that requests hold, and the tokens in them: only the end of a request's is empty.
+
+    None where they are too many, or before vLLM 0.9.1, and where the tokens are not known.
+    """
+    requests, size = read_own(scheduler, "requests"), to_whole(read_own(scheduler, "block_size"))
     managers = read_own(scheduler, "kv_cache_manager.coordinator.single_type_managers")
     if requests is None or managers is None:
-        return None
+        return None, None
     held = [entry for manager in managers for entry in list(manager.req_to_blocks.items())]
-    lists = [list(blocks) for request, blocks in held if request in requests]
-    if sum(map(len, lists)) > MOST_BLOCKS:
-        return None
-    return {block.block_id for blocks in lists for block in blocks if not block.is_null}
+    lists = [(requests.get(request), list(blocks)) for request, blocks in held if request in requests]
+    if sum(len(blocks) for _, blocks in lists) > MOST_BLOCKS:
+        return None, None
+    kept = [(request, [block.block_id for block in blocks if not block.is_null]) for request, blocks in lists]
+    found = {block for _, blocks in kept for block in blocks}
+    done = [(to_whole(read_own(request, "num_computed_tokens")), len(blocks)) for request, blocks in kept]
+    empty = [blocks * size - tokens for tokens, blocks in done if size and tokens is not None]
+    return found, max(0, len(found) * size - sum(empty)) if size and len(empty) == len(kept) else None
 
 
 def _compute_bytes_per_kv_token(kv: object, parallel: object) -> int | None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -77,6 +78,21 @@ def test_steps_and_blocks_follow_the_work(engine: Probed) -> None:
 
     assert after["scheduler"]["steps_total"] >= before["scheduler"]["steps_total"] + 20
     assert 0 < after["scheduler"]["kv_blocks_free"] <= after["scheduler"]["kv_blocks_total"]
+
+
+def test_tokens_fill_the_blocks_of_a_request_but_its_last(engine: Probed) -> None:
+    asking = threading.Thread(target=engine.complete, args=("w300 w301", 1900))
+    asking.start()
+
+    def holding() -> Document | None:
+        found: Document = engine.reports()["EngineCore"]["scheduler"]
+        return found if found["kv_blocks_live"] else None
+
+    core = eventually(holding, "a request holds blocks")
+    asking.join()
+
+    sys.stdout.write(f"{core['kv_tokens_live']} tokens in {core['kv_blocks_live']} blocks of {core['block_size']}\n")
+    assert core["kv_blocks_live"] - 1 <= core["kv_tokens_live"] / core["block_size"] <= core["kv_blocks_live"]
 
 
 def test_it_costs_little(engine: Probed) -> None:

@@ -25,9 +25,7 @@ AGAIN_SECONDS: Final = 600.0
 """Between two readings of a process that grows: each takes 10 to 40 ms per GiB of pages of 4 KiB, and 1 ms per GiB of
 huge pages (measured). Meanwhile a thread of the engine that maps memory may wait; one that uses memory does not."""
 
-MOST_PROCESSES: Final = 32
-MOST_KINDS: Final = 8
-WORTH_NAMING_BYTES: Final = MIB
+MOST_PROCESSES, MOST_KINDS = 32, 8
 
 Sizes = dict[str, int]
 """Resident bytes by kind of mapping."""
@@ -37,7 +35,7 @@ class _Growth(Struct, frozen=True, kw_only=True):
     """A process's first reading and its newest, at first the same; the next may follow at `due` (monotonic)."""
 
     role: Role
-    due: float
+    due: float = 0.0
     since: float
     first: Sizes
     newest_seconds: float
@@ -47,7 +45,7 @@ class _Growth(Struct, frozen=True, kw_only=True):
     def kinds(self) -> Sizes:
         """The kinds that have grown, in bytes, the largest growth first."""
         grown = list(find_growth(self.first, self.newest).items())[:MOST_KINDS]
-        return {kind: size for kind, size in grown if size >= WORTH_NAMING_BYTES}
+        return {kind: size for kind, size in grown if size >= MIB}
 
 
 class Mappings:
@@ -95,14 +93,12 @@ class Mappings:
         return next(chain((name for name in largest if name not in self._known), again), None)
 
     def _keep(self, name: ProcessName, role: Role, snapshot: Snapshot, sizes: Sizes) -> None:
-        now, due = round(snapshot.time_seconds, 3), snapshot.monotonic_seconds + AGAIN_SECONDS
-        before = self._known.get(name)
-        if before is None or not before.first:
-            self._known[name] = _Growth(role=role, due=due, since=now, first=sizes, newest_seconds=now, newest=sizes)
-        elif not sizes:
-            self._known[name] = replace(before, due=due)
-        else:
-            self._known[name] = known = replace(before, due=due, newest_seconds=now, newest=sizes)
-            if before.newest is before.first and known.kinds:
+        now, known = round(snapshot.time_seconds, 3), self._known.get(name)
+        if known is None or not known.first:
+            known = _Growth(role=role, since=now, first=sizes, newest_seconds=now, newest=sizes)
+        elif sizes:
+            is_second, known = known.newest is known.first, replace(known, newest_seconds=now, newest=sizes)
+            if is_second and known.kinds:
                 grown = ", ".join(f"{format_size(size)} {kind}" for kind, size in known.kinds.items())
                 log.warning("host memory grew in these mappings", process=role, pid=name[0], grown=grown)
+        self._known[name] = replace(known, due=snapshot.monotonic_seconds + AGAIN_SECONDS)

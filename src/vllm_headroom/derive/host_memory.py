@@ -23,7 +23,7 @@ from vllm_headroom.model import (
     Shm,
     Snapshot,
 )
-from vllm_headroom.vocabulary import HostBasis, HostKind, HostPart, Role
+from vllm_headroom.vocabulary import HOST_KINDS, HostBasis, HostPart, Role
 
 FULL_SHARE: Final = 0.5
 """A container that was less full than this when it ended was not killed for memory: between two samples, 5 s, the
@@ -198,7 +198,7 @@ def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
         (catalog.HOST_MEMORY, (), "rss_bytes"),
         (catalog.HOST_SWAP, (), "swap_bytes"),
     ]
-    facts += [(catalog.HOST_MEMORY_KIND, (str(kind),), f"{kind}_bytes") for kind in HostKind]
+    facts += [(catalog.HOST_MEMORY_KIND, (kind,), f"{kind}_bytes") for kind in HOST_KINDS]
     sums = (
         (metric, (str(role), *kind), sum_known(getattr(each, fact) for each in processes if each.role is role))
         for metric, kind, fact in facts

@@ -35,13 +35,14 @@ def derive_kv_cache(
         if known is None and model is not None and engine.kv_cache_dtype is not None:
             n_bytes = model(engine.kv_cache_dtype, gpus)
         labels, capacity_tokens = label_engine(engine), engine.kv_capacity_tokens
-        if capacity_tokens is not None and n_bytes is not None:
-            samples.append(Sample(catalog.ENGINE_KV_CAPACITY_BYTES, labels, capacity_tokens * n_bytes))
         each = count_tokens_per_request(engine)
-        if each is not None:
-            samples.append(Sample(catalog.ENGINE_KV_TOKENS_PER_REQUEST, labels, each))
-        if each is not None and n_bytes is not None:
-            samples.append(Sample(catalog.ENGINE_KV_BYTES_PER_REQUEST, labels, each * n_bytes))
+        found = (
+            (catalog.ENGINE_KV_TOKENS_USED, engine.kv_token_ratio),
+            (catalog.ENGINE_KV_CAPACITY_BYTES, n_bytes and capacity_tokens and capacity_tokens * n_bytes),
+            (catalog.ENGINE_KV_TOKENS_PER_REQUEST, each),
+            (catalog.ENGINE_KV_BYTES_PER_REQUEST, n_bytes and each and each * n_bytes),
+        )
+        samples += [Sample(metric, labels, value) for metric, value in found if value is not None]
     return tuple(samples)
 
 

@@ -282,9 +282,7 @@ def _judge_growth(
         earliest = "" if least is None or not known else f", at the earliest in {format_duration(least)}"
         said += f": out of memory in about {format_duration(left)}{earliest}"
     if bound == 0 and any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in pools):
-        said += (
-            f"; its pools of {format_size(pool_bytes)} are full: offloads are known to take {OFFLOAD_HIGH} times that"
-        )
+        said += f"; its pools of {format_size(pool_bytes)} are full: offloads can take {OFFLOAD_HIGH} times that"
     soon = left is not None and left < HOUR_SECONDS
     near = known and left is not None and left < (DAY_SECONDS if sure else HOUR_SECONDS)
     alert = alerts[0] if sure and soon else alerts[1] if near else alerts[2]

@@ -122,6 +122,7 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     started_at_seconds: Annotated[float | None, _input("process_start_time")] = None
     max_num_seqs: float | None = None
     kv_stranded_ratio: float | None = None
+    kv_token_ratio: float | None = None
     kv_offload_bytes: float | None = None
     multimodal_cache_queries_total: float | None = None
 

@@ -59,11 +59,12 @@ class EngineParts(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerReading(Struct, frozen=True, kw_only=True):
-    """A core's scheduler; `kv_stranded_ratio` is the share of the KV cache in use that no request holds."""
+    """A core's scheduler: the shares of the KV cache that are in use by no request, and that hold a request's token."""
 
     steps_total: int | None = None
     max_num_seqs: int | None = None
     kv_stranded_ratio: float | None = None
+    kv_token_ratio: float | None = None
 
 
 class OomRecord(Struct, frozen=True, kw_only=True):

@@ -113,13 +113,17 @@ def _read_parts(entry: dict[str, Any]) -> EngineParts:
 def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
     """Read the scheduler's values; vLLM keeps one block of the pool for itself."""
     total, free, live = (fields.read_size(entry, f"kv_blocks_{name}") for name in ("total", "free", "live"))
-    stranded = None
-    if total is not None and total > 1 and free is not None and live is not None:
-        stranded = max(0.0, 1 - (free + live) / (total - 1))
+    tokens, block, usable = fields.read_size(entry, "kv_tokens_live"), fields.read_size(entry, "block_size"), total or 0
+    stranded = filled = None
+    if usable > 1 and free is not None and live is not None:
+        stranded = max(0.0, 1 - (free + live) / (usable - 1))
+    if usable > 1 and tokens is not None and block:
+        filled = min(1.0, tokens / (block * (usable - 1)))
     return SchedulerReading(
         steps_total=fields.read_size(entry, "steps_total"),
         max_num_seqs=fields.read_size(entry, "max_num_seqs"),
         kv_stranded_ratio=stranded,
+        kv_token_ratio=filled,
     )
 
 

@@ -53,7 +53,16 @@ documents = st.fixed_dictionaries(
             pool=block("weights", "kv_cache", "runtime", "workspace"),
         ),
         "scheduler": block(
-            *("kv_blocks_total", "kv_blocks_free", "kv_blocks_live", "block_size", "running", "waiting", "steps_total"),
+            *(
+                "kv_blocks_total",
+                "kv_blocks_free",
+                "kv_blocks_live",
+                "kv_tokens_live",
+                "block_size",
+                "running",
+                "waiting",
+                "steps_total",
+            ),
             *("max_num_seqs", "max_model_len"),
         ),
         "host": block(cgroup=block("used", "file", "limit", "oom_kills"), shm=block("used", "limit")),

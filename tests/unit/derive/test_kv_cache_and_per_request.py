@@ -26,6 +26,13 @@ def test_tokens_and_bytes_per_running_request() -> None:
     }
 
 
+def test_by_tokens_the_cache_is_emptier_than_by_blocks() -> None:
+    """The figures of vllm-project/vllm#57336: prompts of 17 tokens, in blocks of 16."""
+    seen = snapshot(engines=page(engine(kv_used_ratio=0.667, kv_token_ratio=0.365)))
+
+    assert names(derive_kv_cache(seen, bytes_per_token=None)) == {"kv_cache_token_used_ratio": 0.365}
+
+
 def test_without_bytes_per_token_there_are_tokens_and_no_bytes() -> None:
     seen = snapshot(engines=page(engine(running=4.0, kv_used_ratio=0.25, kv_capacity_tokens=1000.0)))
 

@@ -55,6 +55,7 @@ WHOLE: Final[dict[str, Any]] = {
         "kv_blocks_total": 1000,
         "kv_blocks_free": 900,
         "kv_blocks_live": 60,
+        "kv_tokens_live": 799,
         "block_size": 16,
         "running": 3,
         "waiting": 0,
@@ -102,7 +103,9 @@ def test_a_whole_file_is_understood() -> None:
                 asleep=False,
                 pool=EngineParts(weights_bytes=1, kv_cache_bytes=2),
             ),
-            scheduler=SchedulerReading(steps_total=12345, max_num_seqs=256, kv_stranded_ratio=1 - 960 / 999),
+            scheduler=SchedulerReading(
+                steps_total=12345, max_num_seqs=256, kv_stranded_ratio=1 - 960 / 999, kv_token_ratio=799 / (999 * 16)
+            ),
             host=HostReading(
                 cgroup=Cgroup(identity="probe", used_bytes=1, cache_bytes=2, limit_bytes=3, oom_kills=0),
                 shm=Shm(total_bytes=2, free_bytes=1),

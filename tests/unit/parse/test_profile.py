@@ -14,7 +14,9 @@ from vllm_headroom.parse.profiles.llama_cpp import LLAMA_CPP
 STEPS = {"kv_blocks", "kv_block_tokens", "kv_used_tokens"}
 
 
-OPTIONAL = {"max_num_seqs", "kv_stranded_ratio", "kv_offload_bytes", "multimodal_cache_queries_total"}
+OPTIONAL = {
+    *("max_num_seqs", "kv_stranded_ratio", "kv_token_ratio", "kv_offload_bytes", "multimodal_cache_queries_total")
+}
 """What an engine may be configured to do, and is nothing that its page lacks."""
 
 

@@ -48,6 +48,7 @@ def test_every_process_reports_what_it_alone_knows(site: Path, folder: Path, sta
             "kv_blocks_total": 16_384,
             "kv_blocks_free": 16_375,
             "kv_blocks_live": 3,
+            "kv_tokens_live": 300,
             "block_size": 128,
             "running": 3,
             "waiting": 2,
@@ -96,6 +97,7 @@ def test_the_daemon_understands_every_file(site: Path, folder: Path) -> None:
         assert core is not None
         assert core.max_num_seqs == 16
         assert core.kv_stranded_ratio == pytest.approx(5 / 16_383)
+        assert core.kv_token_ratio == pytest.approx(300 / (16_383 * 128))
 
 
 def test_steps_go_on_and_a_stopped_core_says_so_by_its_age(site: Path, folder: Path) -> None:

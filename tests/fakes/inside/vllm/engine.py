@@ -24,7 +24,7 @@ class Scheduler:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
         pool = SimpleNamespace(num_gpu_blocks=16_384, free_block_queue=SimpleNamespace(num_free_blocks=16_375))
         null, *blocks = (SimpleNamespace(block_id=each, is_null=each == 0) for each in range(9))
-        self.requests = {"a": object(), "b": object()}
+        self.requests = {"a": SimpleNamespace(num_computed_tokens=256), "b": SimpleNamespace(num_computed_tokens=300)}
         held = {"a": [null, *blocks[:2]], "b": blocks[:3], "ended": blocks[3:]}  # a and b share a prefix
         coordinator = SimpleNamespace(single_type_managers=(SimpleNamespace(req_to_blocks=held),))
         self.kv_cache_manager = SimpleNamespace(block_pool=pool, coordinator=coordinator)

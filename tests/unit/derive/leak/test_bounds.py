@@ -67,11 +67,11 @@ def test_the_sentence_says_how_much_of_the_pools_is_filled() -> None:
     assert verdict.sentence.startswith("Host memory of worker grows as its configured pools do: filling, ")
 
 
-def test_beyond_the_pools_the_sentence_says_that_offloads_are_known_to_take_more() -> None:
+def test_beyond_the_pools_the_sentence_says_that_offloads_can_take_more() -> None:
     verdict = judge_worker(0.7 * FILLED)
 
     assert verdict.level is Level.ALARM
-    assert verdict.sentence.endswith(" are full: offloads are known to take 1.92 times that.")
+    assert verdict.sentence.endswith(" are full: offloads can take 1.92 times that.")
 
 
 def unknown_holders(seen: Snapshot, _seconds: float) -> Snapshot:
