@@ -35,7 +35,7 @@ class Worker(Generic[T]):
         if (begun := self._begun) is not None and begun.done():
             raise TimeoutError
         self._thread = self._thread or start_thread(self._run, self._name)
-        done = concurrent.futures.Future[T]()
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
         future = asyncio.wrap_future(done)
         self._jobs.put((function, done, future))
         return future

@@ -4,9 +4,9 @@ import asyncio
 import ipaddress
 import socket
 import ssl
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from time import thread_time
 from typing import Any, Final, TypeVar
@@ -99,19 +99,21 @@ class PageReader:
         login = httpx.URL(url)
         self._url = login.copy_with(userinfo=b"")
         self._shown = str(failures.hide_secrets(login))
-        self._auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
         self._token_file = bearer_token_file
         self._ca_file = ca_file
         self._headers = httpx.Headers({"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers})
+        if login.userinfo:
+            user = b64encode(f"{login.username}:{login.password}".encode()).decode()
+            self._headers["Authorization"] = f"Basic {user}"
         self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
         self._headers["Host"] = login.netloc.decode("ascii").rpartition("@")[2]  # requests go to an address of it
         self._server_name = {"sni_hostname": login.host}
         self._question = httpx.Request("GET", self._url, headers=self._headers, extensions=self._server_name)
         self._files = Worker[Any]("credentials")
         self._resolver = Worker[list[Any]]("resolver")
-        self._client: httpx.AsyncClient | None = None
+        self._transport: httpx.AsyncHTTPTransport | None = None
 
     async def fetch(self) -> str | Failure:
         """Return the page within `timeout_seconds`, connecting included, or a failure; never raise.
@@ -143,17 +145,17 @@ class PageReader:
         self._files.stop()
         self._resolver.stop()
         self._files, self._resolver = Worker("credentials"), Worker("resolver")
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.aclose()
 
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
-        client, auth = await self._open_client(), self._auth
+        transport = await self._open_transport()
         if (token_file := self._token_file) is not None:
             trouble = f"the token file {token_file} cannot be read"
             token = await self._read_file(lambda: failures.read_token(token_file), trouble)
-            request.headers["Authorization"], auth = f"Bearer {token}", None
-        response = await self._connect(client, request, auth)
+            request.headers["Authorization"] = f"Bearer {token}"
+        response = await self._connect(transport, request)
         try:
             if is_page and response.status_code != HTTPStatus.OK:
                 return failures.explain_status(response, self._shown)
@@ -164,15 +166,14 @@ class PageReader:
             return failures.explain_broken_body(body, self._shown, self._max_bytes)
         return Reply(status=response.status_code, text=body.decode(errors="replace"))
 
-    async def _connect(
-        self, client: httpx.AsyncClient, request: httpx.Request, auth: httpx.Auth | None
-    ) -> httpx.Response:
+    async def _connect(self, transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
         """Send the request to the first address of its host that accepts a connection."""
         problem: Exception = OSError("the host has no address")
         for address in await self._resolve():
-            request.url = request.url.copy_with(host=address)
+            if request.url.host != address:
+                request.url = request.url.copy_with(host=address)
             try:
-                return await client.send(request, auth=auth, stream=True)
+                return await transport.handle_async_request(request)
             except httpx.ConnectError as error:
                 problem = error
         raise problem
@@ -199,24 +200,18 @@ class PageReader:
             raise failures.UnusableCredentials(problem) from None
         return found
 
-    async def _open_client(self) -> httpx.AsyncClient:
-        if self._client is None:
+    async def _open_transport(self) -> httpx.AsyncHTTPTransport:
+        """Return httpx's connections without its client: no cookies, redirects or proxy; one for each page."""
+        if self._transport is None:
             trust: ssl.SSLContext | bool = False
             if self._url.scheme == "https" and self._ca_file is None:
                 trust = httpx.create_ssl_context(trust_env=False)
             elif self._url.scheme == "https":
                 trouble = f"the CA file {self._ca_file} cannot be used"
                 trust = await self._read_file(lambda: failures.load_trust(self._ca_file), trouble)
-            # No cookies are kept: there is no login, and a cookie would be one more secret to guard.
-            no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
-            self._client = httpx.AsyncClient(
-                verify=trust,
-                limits=httpx.Limits(max_keepalive_connections=0),  # vLLM closes what idles 5 s, the usual interval
-                timeout=None,  # noqa: S113 - fetch limits the whole, httpx would limit each part
-                trust_env=False,  # the engine is a neighbour: no proxy of the environment
-                cookies=no_cookies,
-            )
-        return self._client
+            new = httpx.Limits(max_keepalive_connections=0)  # vLLM closes what idles 5 s, the usual interval
+            self._transport = httpx.AsyncHTTPTransport(verify=trust, trust_env=False, limits=new)
+        return self._transport
 
 
 SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})

@@ -154,9 +154,8 @@ def test_a_page_that_breaks_off_is_incomplete(fail: Fail, answer: Answer) -> Non
         cut(b"HTTP/1.1 200 O"),
         raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
         cut(with_head(b"", "302 Found", headers=("Location: http://h:port/",))),
-        cut(with_head(b"", "302 Found", headers=("Location: javascript:alert(1)",))),
     ],
-    ids=["nothing", "half a head", "no HTTP", "bad redirect", "redirect to nowhere"],
+    ids=["nothing", "half a head", "no HTTP", "bad redirect"],
 )
 def test_an_answer_that_is_no_http_is_incomplete(fail: Fail, answer: Answer) -> None:
     with EngineServer(answer) as server:
