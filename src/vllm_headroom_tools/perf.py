@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import shutil
 import signal
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import Collection, Iterator
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
@@ -14,10 +14,11 @@ EVERY: Final = 256
 RECORD: Final = f"record --quiet --event page-faults:u --count {EVERY} --call-graph dwarf,4096 --max-size 64M"
 """A stack at every 256th first use of a page, 1 MiB of pages of 4 KiB; perf ends by itself after some 15 GiB."""
 SCRIPT: Final = "script --no-inline --fields pid,ip,sym,dso"
+ENDED: Final = (0, 130, -signal.SIGINT)
+"""Statuses of perf after it recorded: by itself, or interrupted."""
 END_SECONDS: Final = 120.0
 """Stacks are unwound at the end."""
-MOST_STACKS: Final = 20
-MOST_FRAMES: Final = 16
+MOST_STACKS, MOST_FRAMES = 20, 16
 
 Faults = dict[int, list[dict[str, Any]]]
 """By pid the stacks that used most new pages, with their number of `faults`; the line itself is first."""
@@ -29,44 +30,36 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
     When cancelled, perf is killed and its file removed.
     """
     perf = shutil.which("perf")
-    if pids is None:
-        return {}, None
-    if perf is None or not pids:
-        return {}, "perf is not installed here" if perf is None else "vLLM's processes are not visible here"
+    if not pids:
+        return {}, None if pids is None else "vLLM's processes are not visible here"
+    if perf is None:
+        return {}, "perf is not installed here"
     try:
         with TemporaryDirectory(prefix="headroom-perf-") as folder:
-            file = f"{folder}/data"
-            watched = ("--output", file, "--pid", ",".join(map(str, pids)))
-            async with _run(perf, *RECORD.split(), *watched) as recording:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(recording.wait(), seconds)
-                failed = recording.returncode
-                if failed is None:
-                    recording.send_signal(signal.SIGINT)
-                said = await _read_answer(recording)
-            if failed:
+            file, watched = f"{folder}/data", ",".join(map(str, pids))
+            status, said = await _run(seconds, perf, *RECORD.split(), "--output", file, "--pid", watched)
+            if status not in ENDED:
                 lines = (line.strip() for line in said.splitlines())
-                return {}, f"perf: {next((line for line in lines if line not in ('', 'Error:')), f'status {failed}')}"
-            async with _run(perf, *SCRIPT.split(), "--input", file) as reading:
-                return count_faults(await _read_answer(reading)), None
+                return {}, f"perf: {next((line for line in lines if line not in ('', 'Error:')), f'status {status}')}"
+            return count_faults((await _run(END_SECONDS, perf, *SCRIPT.split(), "--input", file))[1]), None
     except (OSError, TimeoutError) as error:
         return {}, f"perf: {getattr(error, 'strerror', None) or 'its record took too long to read'}"
 
 
-@contextlib.asynccontextmanager
-async def _run(*words: str) -> AsyncIterator[Process]:
+async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
+    """Run a program, interrupted after this time; return its status and what it wrote."""
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
-        yield process
+        for each in (seconds, END_SECONDS):
+            with contextlib.suppress(TimeoutError):
+                out, said = await asyncio.wait_for(process.communicate(), each)
+                return process.returncode, (out or said).decode(errors="replace")
+            process.send_signal(signal.SIGINT)
+        raise TimeoutError
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-async def _read_answer(process: Process) -> str:
-    out, said = await asyncio.wait_for(process.communicate(), END_SECONDS)
-    return (out or said).decode(errors="replace")
 
 
 def count_faults(script: str) -> Faults:

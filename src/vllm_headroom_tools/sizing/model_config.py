@@ -105,7 +105,7 @@ def _find_language_part(config: Config) -> Config:
 
 
 def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
-    count, kind = read_needed(config, *LAYERS), config.get("model_type")
+    count, kind = read_whole(config, "decoder_layers") or read_needed(config, *LAYERS), config.get("model_type")
     is_whole = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
     whole_text = is_whole or str(kind) in ENCODERS
     found_kinds = layers.list_kinds(config, count)

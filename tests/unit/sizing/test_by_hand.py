@@ -82,6 +82,15 @@ def test_gemma_3n_by_hand() -> None:
     assert found.beside_width == 35 * 256 + 6 * 2048
 
 
+def test_of_a_model_with_an_encoder_the_layers_of_the_decoder_count() -> None:
+    """Whisper large v3 turbo names the encoder's 32 as `num_hidden_layers`; its type stays unknown."""
+    sizes = {"d_model": 1280, "num_hidden_layers": 32, "encoder_layers": 32, "decoder_layers": 4}
+
+    found = shape({"model_type": "whisper", **sizes, "decoder_attention_heads": 20, "vocab_size": 51866})
+
+    assert (found.layers, found.full_layers, found.unknown_type) == (4, 4, "whisper")
+
+
 def test_a_model_beside_which_its_pooling_lies_has_no_output_matrix(tmp_path: Path) -> None:
     """Qwen3-Embedding names itself Qwen3ForCausalLM: the matrix was 8 % too much."""
     (tmp_path / NAME).write_text(json.dumps({**json.loads(config_text("qwen3-8b")), "tie_word_embeddings": False}))
