@@ -64,7 +64,8 @@ def test_the_file_and_the_line_that_leak_are_named(leaking: Vllm) -> None:
 
 
 def test_while_one_records_another_is_refused_and_with_nobody_waiting_it_ends(leaking: Vllm) -> None:
-    first = command("record", "--for", "1h", HEADROOM_PROBE_DIR=str(leaking.folder))
+    here = str(leaking.folder.parent)  # for perf's file, which a command that is killed leaves
+    first = command("record", "--for", "1h", HEADROOM_PROBE_DIR=str(leaking.folder), TMPDIR=here)
     eventually((leaking.folder / "record.json").exists, "it asks")
     second = command("record", "--for", "1s", HEADROOM_PROBE_DIR=str(leaking.folder))
     _, said = second.communicate(timeout=120)
