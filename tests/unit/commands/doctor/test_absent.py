@@ -54,6 +54,7 @@ CONFIGURED = {
     "headroom_allocator_ooms_total",
     "headroom_allocator_reserved_bytes",
     "headroom_allocator_retries_total",
+    "headroom_engine_kv_cache_token_used_ratio",
     "headroom_engine_memory_bytes",
     "headroom_eviction_requests_total",
     "headroom_gate_open",
@@ -93,7 +94,9 @@ def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings
     life, last = RunState(), set[str]()
     for step in range(STEPS):
         held = 40 * GIB + step * 4 * 2**20
-        process = EngineProcess(pid=1, role=Role.ENGINE_CORE, rss_bytes=GIB, swap_bytes=0, started_at_seconds=1.0)
+        process = EngineProcess(
+            pid=1, role=Role.ENGINE_CORE, rss_bytes=GIB, anonymous_bytes=GIB, swap_bytes=0, started_at_seconds=1.0
+        )
         seen = snapshot(
             at=float(step * STEP_SECONDS),
             engines=page(reading(step), inputs=tuple((name, True) for name in FIELDS)),
