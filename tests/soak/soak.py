@@ -29,6 +29,7 @@ from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.preload import preloadable
 from tests.process import Page, daemon
 from tests.soak.faults import FAULTS, MIB, SHUTS_OUT, World
+from vllm_headroom.trace.flight import FLIGHT_BYTES, INCIDENT_BYTES, MOST_INCIDENTS
 from vllm_headroom_tools.trace import read_trace
 
 STUCK_VOLUME: Final = Path(__file__).parents[1] / "fakes" / "stuck_volume.c"
@@ -36,7 +37,17 @@ SAMPLE_SECONDS: Final = 15
 TRACE_BYTES: Final = 8 * MIB
 GRACE_SECONDS: Final = 6.0
 """Of the machine's time: what a change may take until the page shows it, on a machine that others use too."""
-LIMITS: Final = {"rss_mib": 128, "growth_mib": 8, "fds": 320, "threads": 24, "state_mib": 16, "log_kib_per_hour": 512}
+STATE_BYTES: Final = 2 * FLIGHT_BYTES + MOST_INCIDENTS * INCIDENT_BYTES + MIB
+"""Two files of the flight record, the incidents, and the detectors' small states."""
+
+LIMITS: Final = {
+    "rss_mib": 128,
+    "growth_mib": 8,
+    "fds": 320,
+    "threads": 24,
+    "state_mib": STATE_BYTES // MIB,
+    "log_kib_per_hour": 512,
+}
 STARVED_SECONDS: Final = 0.5
 """What daemon and soak, its engine, may wait for a processor between two looks; beyond, the machine is at fault."""
 LEAK_STATES: Final = ("growing", "leaking")
