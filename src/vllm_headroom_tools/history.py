@@ -152,7 +152,7 @@ class Course(Struct):
         return self._cut_off or self.warning is not None
 
     def step(self, state: LeakState, moment: Moment, *, restarted: bool = False) -> None:
-        """Add a sample; an unknown state ends no interval, a restart of the engine leaves a warning undecided."""
+        """Add a sample; neither sleep nor an unknown state ends an interval; a restart leaves a warning undecided."""
         self.state = state
         self.settled = self.settled or state in (LeakState.STABLE, LeakState.UNSETTLED)
         self._cut_off = self._cut_off or (restarted and self._known is LeakState.GROWING)
@@ -161,7 +161,7 @@ class Course(Struct):
         if state is LeakState.LEAKING:
             self.first = self.first or moment
             self.last = moment
-        if state in (LeakState.UNKNOWN, self._known):
+        if state in (LeakState.UNKNOWN, LeakState.ASLEEP, self._known):
             return
         intervals = {LeakState.GROWING: self.growing, LeakState.LEAKING: self.leaking}
         if left := intervals.get(self._known):

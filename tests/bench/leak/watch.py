@@ -24,12 +24,12 @@ from vllm_headroom_tools.trace import parse_snapshot
 
 
 class Seen(NamedTuple):
-    """One sample: its time, the observation, whether load is settled, the surest verdict, whether the engine serves."""
+    """One sample: its time, the observation, whether load is settled, whether growth is the engine's, and it serves."""
 
     seconds: float
     observation: Observation | None
     settled: bool
-    most: Certainty
+    alone: bool
     in_service: bool
 
 
@@ -46,13 +46,13 @@ def watch(trace: Labelled) -> Watched:
         state, snapshot = update_run(state, snapshot)
         served = keep_service(snapshot)
         load, _ = derive_load(load, served)
-        observation, most = None, Certainty.LEAKING
+        observation, alone = None, True
         if trace.truth["series"] != "gpu":
             observation = dict(observe_host(served)).get(trace.truth["series"])
         else:
             for gpu, observation in observe_gpus(served, served.owned[:1]):
-                most = Certainty.LEAKING if is_alone(gpu) else Certainty.GROWING
-        found.append(Seen(sample["t"], observation, load.stable is not False, most, bool(snapshot.in_service)))
+                alone = is_alone(gpu)
+        found.append(Seen(sample["t"], observation, load.stable is not False, alone, bool(snapshot.in_service)))
     return found, trace.truth, read_series(trace)
 
 
@@ -66,7 +66,8 @@ def follow(watched: Watched) -> Row:
             old = track or Track(clock=seen.observation.seconds)
             track = observe(old, seen.observation)
             again, known = track.seconds < old.seconds, track.estimate
-            own = replace(track, verdict=min(track.verdict, seen.most))
+            most = Certainty.LEAKING if seen.alone or track.neighbours == 1 else Certainty.GROWING
+            own = replace(track, verdict=min(track.verdict, most))
             if seen.in_service:
                 state = find_leak_state(own, known=seen.observation.held_bytes is not None, settled=seen.settled)
         course.step(state, _build_moment(seen.seconds, known, None), restarted=again)

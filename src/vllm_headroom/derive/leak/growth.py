@@ -181,6 +181,11 @@ def is_even(grown: Growth) -> bool:
     return unceasing and max(late) >= EVEN_SHARE and min(late) >= LEAST_EVEN_SHARE
 
 
+def is_steady(grown: Growth) -> bool:
+    """Return whether each block rose by nearly the same; variance is 0.8 of the squared mean and more at a warm-up."""
+    return grown.count == len(grown.rises) and grown.typical_bytes * grown.count <= 1.3 * grown.grown_bytes
+
+
 GROWING_SECONDS: Final = 600.0
 LEAKING_SECONDS: Final = 3600.0
 """Least length of a stretch. Bounded ramps (caches, LoRA slots) are linear until they end: only time distinguishes
@@ -233,8 +238,6 @@ ALIKE_LOAD: Final = 0.85
 """Load below this share of the peak is no precedent for the present."""
 
 DAY_SECONDS: Final = 86_400.0
-GROWING_SHARE: Final = 0.25
-"""For a warning: the time it has lasted, as a share of the time left."""
 
 
 def find_step_windows(course: Course, load: float) -> Iterator[Growth]:
@@ -271,9 +274,8 @@ def score_likeness(steps: tuple[Step, ...], since: float, least_bytes: float) ->
 def judge_steps(grown: Growth, track: Track, first: Point, room_bytes: float | None) -> tuple[Certainty, float]:
     """Return the verdict on a window that begins with a step, and its evidence.
 
-    Growing: the device would be full within a day. Leaking: steps at a pace that does not slow down, with repeated
-    rather than growing sizes, once a quarter of the room is gone. If the room is unknown it is taken as what was held
-    at first.
+    Growing: it lasted for a quarter of the time left, at most a day. Leaking: steps at a pace that does not slow down,
+    of repeated sizes, once a quarter of the room is gone; an unknown room is taken as what was held at first.
     """
     odds, lasted = weigh_pace(grown, first), grown.lasted
     room = first.floor_bytes if room_bytes is None else max(1.0, room_bytes)
@@ -287,5 +289,5 @@ def judge_steps(grown: Growth, track: Track, first: Point, room_bytes: float | N
         sure = odds + score_likeness(steps, grown.points[0].seconds, STEP_SHARE * grown.grown_bytes)
         if sure >= least_sure:
             return Certainty.LEAKING, sure
-    growing = odds >= ODDS and left <= DAY_SECONDS and lasted >= GROWING_SHARE * left
+    growing = odds >= ODDS and left <= DAY_SECONDS and lasted >= left / 4
     return Certainty.GROWING if growing else Certainty.NONE, odds

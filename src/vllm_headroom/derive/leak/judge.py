@@ -13,6 +13,7 @@ from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, RISE_BYTES, Cer
 from vllm_headroom.derive.leak.growth import (
     DAY_SECONDS,
     GROWING_SECONDS,
+    LEAKING_SECONDS,
     LEAST_GROWTH_BYTES,
     LENGTHS,
     Course,
@@ -24,6 +25,7 @@ from vllm_headroom.derive.leak.growth import (
     has_ended,
     is_even,
     is_over,
+    is_steady,
     judge_steps,
     survey,
     weigh_pace,
@@ -36,14 +38,16 @@ LIKELY, SURE, MOST = 12.0, 14.0, 12.0
 """The least evidence of rises and pace for a warning and for an alarm, as logarithms of odds. Each counts at most 12,
 so that neither is enough alone."""
 
+SOON_SHARE: Final = 0.75
+"""Steady growth is an alarm without odds after this share of the time left, from five minutes on."""
+
 OVERHEAD: Final = 1.15
 """What a configured pool may take beyond its size."""
 
 HELD: Final = (2700.0, 3.0)
 """An alarm is held for so many seconds without a rise, and so many usual gaps."""
 
-LOWER_BYTES: Final = 64 * 2**20
-FULL_BYTES: Final = 2**30
+LOWER_BYTES, FULL_BYTES = 64 * 2**20, 2**30
 KEPT_SHARE, KEPT_OF_FULL_SHARE = 0.5, 0.15
 """After a fall growth is compared with what is left; an alarm ends when that is less than a share of the growth. On a
 full card, where torch's allocator gives back its cache, a leak keeps less."""
@@ -63,7 +67,8 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
         track = replace(track, most_bytes=max(track.most_bytes, (track.held_bytes or 0.0) + room_bytes))
     own_room = None if room_bytes is None else track.most_bytes - now.floor_bytes
     track = track if track.incident is None else _update_incident(track, track.incident, now)
-    if track.rings[1].parts:
+    recent_bytes = now.floor_bytes - track.rings[0].points[0].floor_bytes
+    if track.rings[1].parts and (own_room is None or recent_bytes < SOON_SHARE * own_room):
         return _update_estimate(track, None, room_bytes)
     if track.incident is not None:
         since = track.incident.began
@@ -122,7 +127,7 @@ def _judge_windows(
         if begin < 0 or course.kept_bytes[-1] - course.highest_bytes[begin] < LEAST_GROWTH_BYTES:
             continue
         grown = cut_window(course, begin)
-        if grown.count >= LEAST_RISES and grown.score >= LEAST_RARE and not has_ended(grown):
+        if grown.count >= LEAST_RISES and not has_ended(grown):
             odds = min(MOST, grown.score) + min(MOST, weigh_pace(grown, first))
             yield min(most, _judge_even(grown, odds, room_bytes)), odds, grown
     for grown in find_step_windows(course, track.load) if whole else ():
@@ -134,12 +139,18 @@ def _judge_windows(
 def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certainty:
     """Return the verdict on even growth, given the odds.
 
-    Whatever its cause, growth that has lasted longer than the time left until the device is full is an alarm.
+    Whatever its cause, growth that has lasted longer than the time left until the device is full is an alarm. In the
+    first minutes of a run, when anything new is likely, it must be steady.
     """
-    if odds < LIKELY or not is_even(grown):
+    if not is_even(grown):
         return Certainty.NONE
     pace = grown.grown_bytes / grown.lasted
     left = None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
+    is_soon = left is not None and max(SOON_SHARE * left, GROWING_SECONDS / 2) <= grown.lasted < LEAKING_SECONDS
+    if is_soon and is_steady(grown):
+        return Certainty.LEAKING
+    if grown.score < LEAST_RARE or odds < LIKELY:
+        return Certainty.NONE
     if odds >= SURE and grown.lasted >= compute_patience(left):
         return Certainty.LEAKING
     if grown.lasted < GROWING_SECONDS:
@@ -148,17 +159,14 @@ def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certain
 
 
 def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
-    """Return the track with its incident after a block; it ends when its growth has, or most was given back.
-
-    Then the evidence starts over. Growth continues beneath what was given back.
-    """
+    """Return the track with its incident after a block, or without it and its evidence: it ended, or was given back."""
     began, newest = incident.began, incident.newest
     if now.floor_bytes >= newest.floor_bytes + RISE_BYTES:
         return replace(track, incident=replace(incident, newest=now, rises=incident.rises + 1))
     full = 0 < track.most_bytes <= newest.floor_bytes + FULL_BYTES
     share = KEPT_OF_FULL_SHARE if full else KEPT_SHARE
     kept_bytes = began.floor_bytes + share * (newest.floor_bytes - began.floor_bytes)
-    if kept_bytes <= now.floor_bytes < newest.floor_bytes - LOWER_BYTES:
+    if kept_bytes <= now.floor_bytes < newest.floor_bytes - LOWER_BYTES:  # growth continues beneath
         return replace(track, incident=replace(incident, newest=now))
     if now.floor_bytes >= kept_bytes and not is_over(began, newest, now, incident.rises, HELD):
         return track
@@ -167,25 +175,16 @@ def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
     return replace(track, incident=None, rings=rings, verdict=Certainty.NONE)
 
 
-BATCHES: Final = 5
-T_95: Final = 2.776
-"""Student's t for 95 % with 4 degrees of freedom."""
+BATCHES, T_95 = 5, 2.776
+"""Batches of an interval, and Student's t for 95 % with 4 degrees of freedom."""
 
-SLOPE_POINTS: Final = 16
-"""Points for slopes: the cost is quadratic, and more points gave no better rates."""
-
-LARGEST_STEP_BYTES: Final = 64 * 2**20
 UNLIKE: Final = 1.4
 """Requests drive the growth unless their batches vary this much more than those of time."""
 
 UNSEEN_SHARE: Final = 0.6
 """Load has a daily cycle: before a day was seen, it may rise so much that only this share of the time is left."""
 
-LAST_SECONDS: Final = 3600.0
-"""The load of the last hour may continue, whatever the night before was like."""
-
-SHORT_SECONDS: Final = 900.0
-MARGIN_SECONDS: Final = 300.0
+SHORT_SECONDS, MARGIN_SECONDS = 900.0, 300.0
 """An estimate is made every two minutes, and peaks of some minutes are in no block's floor."""
 
 
@@ -198,7 +197,7 @@ def estimate(grown: Growth, *, began_bytes: float, track: Track, room_bytes: flo
     """
     seconds = [point.seconds for point in grown.points]
     requests = [point.requests for point in grown.points]
-    step = min(LARGEST_STEP_BYTES, median(rise for rise in grown.rises if rise > 0))
+    step = min(64.0 * 2**20, median(rise for rise in grown.rises if rise > 0))
     per_second, half_width, spread = measure_rate(seconds, grown.kept_bytes, step)
     per_request, request_half_width, request_spread = measure_rate(requests, grown.kept_bytes, step)
     by_requests = per_request > 0 and track.work.rate > 0 and request_spread <= UNLIKE * spread
@@ -206,7 +205,7 @@ def estimate(grown: Growth, *, began_bytes: float, track: Track, room_bytes: flo
     if room_bytes is not None and by_requests:
         horizon = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / (per_request * track.work.rate)
         pace = per_request * forecast_rate(track, horizon)
-        most = max(forecast_rate(track, span) for span in (LAST_SECONDS, horizon / 4, horizon))
+        most = max(forecast_rate(track, span) for span in (3600.0, horizon / 4, horizon))  # the last hour's may go on
         fastest = 1.1 * most * (per_request + request_half_width)
     is_known = track.seconds >= DAY_SECONDS or not (by_requests or track.work.finished_total is None)
     if room_bytes is not None and not is_known and fastest * track.seconds / 2 < room_bytes:
@@ -254,7 +253,7 @@ def measure_rate(axis: list[float], values: tuple[float, ...], step_bytes: float
     if length <= 0:
         return 0.0, 0.0, inf
     half, size = len(axis) // 2, (len(axis) - 1 - len(axis) // 4) // BATCHES
-    every = -(-(len(axis) - half) // SLOPE_POINTS)
+    every = -(-(len(axis) - half) // 16)  # the cost is quadratic, and more points gave no better rates
     late = zip(axis[half::every], values[half::every], strict=True)
     slopes = [(y - before) / (x - since) for (since, before), (x, y) in combinations(late, 2) if x > since]
     slope = (median(slopes) if slopes else 0.0) or (values[-1] - values[0]) / length

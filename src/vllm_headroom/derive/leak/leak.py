@@ -47,14 +47,15 @@ def derive_gpu_leaks(
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series.
 
-    Where the holders of its memory are unknown, growth may be another's: it is at most an early warning.
+    Where the holders of its memory are unknown, growth may be another's: it is at most an early warning. While
+    another process comes and goes, the verdict of the time before waits.
     """
     tracks = keep_recent(state, {gpu.reading.uuid for gpu, _ in seen})
     samples: list[Sample] = []
     for gpu, each in seen:
         uuid, labels = gpu.reading.uuid, label_gpu(gpu)
         tracks[uuid] = observe(tracks.get(uuid) or Track(clock=each.seconds), each)
-        most = Certainty.LEAKING if is_alone(gpu) else Certainty.GROWING
+        most = Certainty.LEAKING if is_alone(gpu) or tracks[uuid].neighbours == 1 else Certainty.GROWING
         own = replace(tracks[uuid], verdict=min(tracks[uuid].verdict, most))
         track = sharpen_track(own, asleep.get(uuid), inside.get(uuid))
         is_in = find_leak_state(track, known=gpu.held_bytes is not None, settled=settled)

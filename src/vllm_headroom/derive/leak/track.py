@@ -33,10 +33,8 @@ LEAP: Final = 2.0
 """Load this many times as high as ever before creates new demands. Steady load exceeds its first minutes by up to a
 half."""
 
-LEAST_STEP_BYTES: Final = 24 * MIB
+LEAST_STEP_BYTES, NEWEST_STEPS = 24 * MIB, 32
 """More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
-
-NEWEST_STEPS: Final = 32
 
 AVERAGE_SECONDS: Final = 300.0
 RESET_SECONDS: Final = 600.0
@@ -90,7 +88,7 @@ def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     if highest is not None and not lower:
         requests = max(requests, base + total - highest)
     if elapsed > 0:
-        rate += (1 - exp(-elapsed / AVERAGE_SECONDS)) * ((requests - work.requests) / elapsed - rate)
+        rate += (1 - exp(-elapsed / min(now, AVERAGE_SECONDS))) * ((requests - work.requests) / elapsed - rate)
     return Work(requests=requests, rate=rate, finished_total=total, base_requests=requests, life=life)
 
 

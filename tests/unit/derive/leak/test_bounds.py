@@ -82,6 +82,19 @@ def only_process(seen: Snapshot, _seconds: float) -> Snapshot:
     return replace(seen, gpus=tuple(unattribute(gpu, 1) for gpu in seen.devices))
 
 
+def with_a_job(seen: Snapshot, seconds: float) -> Snapshot:
+    """Let another process be on the card for six minutes of every forty."""
+    count = 2 if seconds % 2400 >= 2040 else 1
+    return replace(seen, gpus=tuple(unattribute(gpu, count) for gpu in seen.devices))
+
+
+def test_an_alarm_is_held_while_another_process_comes_and_goes() -> None:
+    said = [states(samples) for samples in run(3, leak, with_a_job)]
+
+    assert {"leaking"} in said
+    assert all(state == {"leaking"} for state in said[said.index({"leaking"}) :])
+
+
 def unattribute(gpu: Gpu, count: int | None) -> Gpu:
     return replace(gpu, engine_bytes=None, other_bytes=None, process_count=count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -143,6 +144,28 @@ def test_a_limit_that_is_reached_leaves_no_time() -> None:
     *_, last = run(2, leak, on_host(int(BASE)))
 
     assert values(last, catalog.HOST_TIME_TO_OOM) == {(): 0.0}
+
+
+@pytest.mark.parametrize("late", [0.0, 5.0, 15.0], ids=["in time", "late", "on a busy machine"])
+def test_a_core_that_fills_its_cgroup_in_17_minutes_is_leaking_while_a_third_of_them_is_left(late: float) -> None:
+    """8 MB a second from the first sample on, at one request a second, however late the daemon comes to its samples."""
+    rate, chance, state, seconds, leaks = 8_000_000, random.Random(1), LeakMemory(), 0.0, list[float]()  # noqa: S311 - it plays a scheduler
+    while seconds < 1020:
+        size = int(6e9 + rate * seconds + chance.gauss(0, 2 * MIB))
+        seen = snapshot(
+            at=seconds,
+            engines=page(engine(running=1.0, waiting=0.0, finished_total=float(int(seconds)), started_at_seconds=1.0)),
+            processes=(EngineProcess(pid=7, role=Role.ENGINE_CORE, rss_bytes=size, started_at_seconds=1.0),),
+            host=HostMemory(used_bytes=size, limit_bytes=int(6e9) + 1020 * rate),
+            life=SERVING,
+        )
+        state, samples = derive_leaks(state, seen)
+        if "leaking" in states(samples, catalog.HOST_LEAK_STATE):
+            leaks.append(seconds)
+            assert values(samples, catalog.HOST_TIME_TO_OOM)[()] == pytest.approx(1020 - seconds, rel=0.15, abs=60)
+        seconds += 5 + (chance.expovariate(1 / late) if late else 0)
+
+    assert 300 < leaks[0] < 680
 
 
 def test_a_series_is_watched_from_its_first_reading_on() -> None:

@@ -141,6 +141,27 @@ def test_a_start_and_a_wake_are_not_taken_for_fast_growth(ramp: float) -> None:
     assert follow(every_5_seconds(wake, 1.5)).worst is Certainty.NONE
 
 
+@pytest.mark.parametrize(("rate", "most"), [(5e6, 0.5), (8e6, 0.55), (16e6, 0.95)])
+def test_a_heavy_leak_from_the_start_on_is_an_alarm_before_the_card_is_full(rate: float, most: float) -> None:
+    full_after = (TOTAL - BASE) / rate
+
+    course = follow(every_5_seconds(lambda seconds: seconds * rate, full_after / HOUR))
+
+    assert Certainty.LEAKING in course.verdicts
+    assert course.verdicts.index(Certainty.LEAKING) * 5.0 < most * full_after
+    assert course.alarm is not None
+    assert course.alarm.bytes_per_second == pytest.approx(rate, rel=0.05)
+
+
+def test_a_warm_up_that_takes_half_of_the_room_is_none_though_each_block_rises() -> None:
+    lumps = 30, 30, 900, 30, 30, 200, 30, 600, 30, 30, 700, 30, 30, 400, 30, 300
+
+    def warm_up(seconds: float) -> float:
+        return MIB * sum(lumps[: int(seconds / 30)])
+
+    assert follow(every_5_seconds(warm_up, 1)).worst is Certainty.NONE
+
+
 def test_a_rise_that_slows_down_is_not_fast_growth() -> None:
     def fill(seconds: float) -> float:
         return 1500 * MIB * (1 - float(0.5 ** (max(0.0, seconds - HOUR) / 10)))
