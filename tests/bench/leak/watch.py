@@ -17,10 +17,13 @@ from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.derive.life.signs import keep_service
 from vllm_headroom.derive.stability import LoadState, derive_load
-from vllm_headroom.model import Snapshot
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.model import EngineStatus, Snapshot
+from vllm_headroom.vocabulary import EngineState, LeakState
 from vllm_headroom_tools.history import Course, _build_moment
 from vllm_headroom_tools.trace import parse_snapshot
+
+
+SERVING: Final = EngineStatus(state=EngineState.SERVING)
 
 
 class Seen(NamedTuple):
@@ -40,10 +43,15 @@ Watched = tuple[list[Seen], Row, list[tuple[float, float, float]]]
 
 def watch(trace: Labelled) -> Watched:
     state, load, found = RunState(), LoadState(), []
+    is_up = all(sample["engines"] and sample["gpus"] for sample in trace.samples)
+    is_up = is_up and len({sample["engines"][0].get("started_at") for sample in trace.samples}) == 1
     for sample in trace.samples:
         snapshot = parse_snapshot(sample)
         assert isinstance(snapshot, Snapshot), snapshot
-        state, snapshot = update_run(state, snapshot)
+        if is_up:  # saves half of the time
+            snapshot = replace(snapshot, life=SERVING)
+        else:
+            state, snapshot = update_run(state, snapshot)
         served = keep_service(snapshot)
         load, _ = derive_load(load, served)
         observation, alone = None, True
