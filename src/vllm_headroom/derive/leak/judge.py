@@ -127,7 +127,8 @@ def _judge_windows(
         if begin < 0 or course.kept_bytes[-1] - course.highest_bytes[begin] < LEAST_GROWTH_BYTES:
             continue
         grown = cut_window(course, begin)
-        if grown.count >= LEAST_RISES and not has_ended(grown):
+        likely = grown.score >= LEAST_RARE or is_steady(grown)
+        if grown.count >= LEAST_RISES and likely and not has_ended(grown):
             odds = min(MOST, grown.score) + min(MOST, weigh_pace(grown, first))
             yield min(most, _judge_even(grown, odds, room_bytes)), odds, grown
     for grown in find_step_windows(course, track.load) if whole else ():
@@ -142,16 +143,13 @@ def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certain
     Whatever its cause, growth that has lasted longer than the time left until the device is full is an alarm. In the
     first minutes of a run, when anything new is likely, it must be steady.
     """
-    if not is_even(grown):
-        return Certainty.NONE
     pace = grown.grown_bytes / grown.lasted
     left = None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
     is_soon = left is not None and max(SOON_SHARE * left, GROWING_SECONDS / 2) <= grown.lasted < LEAKING_SECONDS
-    if is_soon and is_steady(grown):
-        return Certainty.LEAKING
-    if grown.score < LEAST_RARE or odds < LIKELY:
+    is_soon = is_soon and is_steady(grown)
+    if not (is_soon or (grown.score >= LEAST_RARE and odds >= LIKELY)) or not is_even(grown):
         return Certainty.NONE
-    if odds >= SURE and grown.lasted >= compute_patience(left):
+    if is_soon or (odds >= SURE and grown.lasted >= compute_patience(left)):
         return Certainty.LEAKING
     if grown.lasted < GROWING_SECONDS:
         return Certainty.NONE
