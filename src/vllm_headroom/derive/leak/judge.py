@@ -230,8 +230,10 @@ def set_time_left(found: Estimate, track: Track, room_bytes: float) -> Estimate:
     newest, swing_bytes = [point.floor_bytes for point in track.rings[0].points], 0.0
     for ring in track.rings:
         for point, least in zip(ring.points, find_retained(ring.points), strict=True):
-            again = point.floor_bytes - newest[-1] + found.bytes_per_second * (track.seconds - point.seconds)
-            swing_bytes = max(swing_bytes, min(point.floor_bytes - min(least, newest[-1]), again))
+            fall = point.floor_bytes - min(least, newest[-1])
+            if fall > swing_bytes:
+                again = point.floor_bytes - newest[-1] + found.bytes_per_second * (track.seconds - point.seconds)
+                swing_bytes = max(swing_bytes, min(fall, again))
     largest_bytes = max((after - before for before, after in pairwise(newest)), default=0.0)
     demand_bytes = max(swing_bytes + largest_bytes, OUT_OF_MEMORY_BYTES)
     room, least = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES), max(0.0, room_bytes - demand_bytes)
