@@ -128,6 +128,7 @@ IN_FULL = frozenset(
     {
         "ACCOUNT",
         "BEGAN",
+        "CLOCK_APART",
         "KUBERNETES_SERVICE_HOST",
         "KUBERNETES_SERVICE_PORT",
         "LD_LIBRARY_PATH",
@@ -154,6 +155,23 @@ def hangups_heard() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
+def launch(
+    log: Path, *arguments: str, module: str = "vllm_headroom", under: Sequence[str] = (), **environment: str
+) -> subprocess.Popen[bytes]:
+    """Start what `daemon` runs, with its output in the file `log`."""
+    settings = {
+        name if name in IN_FULL else f"HEADROOM_{name}": value
+        for name, value in {"LISTEN_HOST": "127.0.0.1", "LISTEN_PORT": "0", **environment}.items()
+    }
+    with log.open("ab") as stream, hangups_heard():
+        return subprocess.Popen(
+            [*under, sys.executable, "-m", module, *arguments],
+            env={**os.environ, **settings},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+
+
 @contextmanager
 def daemon(
     *arguments: str, module: str = "vllm_headroom", under: Sequence[str] = (), **environment: str
@@ -162,19 +180,9 @@ def daemon(
 
     `module` is what is run, the program itself or a test's way of starting it; `under` a command that runs it.
     """
-    settings = {
-        name if name in IN_FULL else f"HEADROOM_{name}": value
-        for name, value in {"LISTEN_HOST": "127.0.0.1", "LISTEN_PORT": "0", **environment}.items()
-    }
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with log.open("wb") as stream, hangups_heard():
-            process = subprocess.Popen(
-                [*under, sys.executable, "-m", module, *arguments],
-                env={**os.environ, **settings},
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
+        process = launch(log, *arguments, module=module, under=under, **environment)
         try:
             yield Daemon(process, log)
         finally:

@@ -20,7 +20,7 @@ TOKEN: Final = "t0ken"  # noqa: S105 - no secret
 class ApiServer(LocalServer):
     """Serves `cluster` on loopback, in the time of this machine; `fault` names what happens to a request of a path.
 
-    "hang" sends no answer before the server is closed, "cut" ends the connection once the request is carried out.
+    "hang" sends no answer before the server is closed, "gone" ends the connection, "cut" once the request is done.
     """
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
@@ -28,8 +28,8 @@ class ApiServer(LocalServer):
         self.fault: Callable[[str], str] = lambda _: ""
         self.token = TOKEN
         self.closing = threading.Event()
-        self._lock = threading.Lock()
-        self._began = time.monotonic()
+        self.lock = threading.Lock()
+        self.began = time.monotonic()
         super().__init__(self._handler())
         certificate, key = write_self_signed(folder, "ca")
         self._server.socket = server_context(certificate, key).wrap_socket(self._server.socket, server_side=True)
@@ -48,8 +48,8 @@ class ApiServer(LocalServer):
     def answer(self, method: str, path: str, body: dict[str, Any] | None, token: str | None) -> tuple[int, object]:
         if token != f"Bearer {self.token}":
             return failure(401, "Unauthorized")
-        with self._lock:
-            self.cluster.advance(time.monotonic() - self._began)
+        with self.lock:
+            self.cluster.advance(time.monotonic() - self.began)
             return self.cluster.request(method, path, body)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -62,6 +62,9 @@ class ApiServer(LocalServer):
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
                 fault = server.fault(self.path)
+                if fault == "gone":
+                    self.close_connection = True
+                    return
                 if fault == "hang":
                     server.closing.wait()
                 status, answer = server.answer(self.command, self.path, body, self.headers.get("Authorization"))
