@@ -14,7 +14,7 @@ from vllm_headroom.config import Settings, key
 from vllm_headroom_tools.cli import COMMANDS
 from vllm_headroom_tools.options import option
 
-SCENARIOS = "healthy, leak, burst, neighbour, restart, crash, hang, slow-start, sleep or mig"
+SCENARIOS = "healthy, leak, burst, neighbour, restart, crash, hang, slow-start, sleep, mig or fleet"
 
 
 @pytest.mark.parametrize("argv", [("--help",), ("-h",), ("run", "--help"), ("--listen-port", "x", "--help")])

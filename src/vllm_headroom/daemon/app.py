@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -77,8 +77,8 @@ def serve(settings: Settings) -> NoReturn:
     os._exit(status)  # without waiting for threads: a resolver that does not answer holds one for 10 s (measured)
 
 
-async def run(parts: Parts, settings: Settings) -> int:
-    """Run the daemon over `parts`, which it closes at the end; return the exit status."""
+async def run(parts: Parts, settings: Settings, make: "Callable[..., Daemon] | None" = None) -> int:
+    """Run the daemon that `make` builds over `parts`, which it closes at the end; return the exit status."""
     try:
         listener = listen(settings.listen_host, settings.listen_port)
         door = None if settings.web_config_file is None else Door(settings.web_config_file)
@@ -101,7 +101,7 @@ async def run(parts: Parts, settings: Settings) -> int:
         try:
             port = listener.getsockname()[1]
             log.info("listening", port=port, version=read_version())
-            daemon = Daemon(parts, settings, home=f"http://localhost:{port}/", ending=ending)
+            daemon = (make or Daemon)(parts, settings, home=f"http://localhost:{port}/", ending=ending)
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:

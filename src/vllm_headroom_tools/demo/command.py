@@ -11,7 +11,8 @@ from vllm_headroom_tools.demo.world import TABLE
 from vllm_headroom_tools.options import choice
 from vllm_headroom_tools.settings import ModelSettings
 
-SCENARIOS: Final = tuple(TABLE)
+FLEET: Final = "fleet"
+SCENARIOS: Final = (*TABLE, FLEET)
 SCENARIO: Final = choice(SCENARIOS)
 FASTEST: Final = 1000
 MOST_GPUS: Final = 64
@@ -32,14 +33,16 @@ class DemoSettings(ModelSettings):
 
 async def _run(given: Namespace) -> int:
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
-    from vllm_headroom_tools.demo.run import run  # noqa: PLC0415 - --help need not wait for a web server
+    from vllm_headroom_tools.demo import fleet, run  # noqa: PLC0415 - --help need not wait for a web server
 
     settings: DemoSettings = given.settings
     logs.configure(settings.log_format, settings.log_level)
     named, gpus = settings.gpus, 1
     if isinstance(named, tuple) and len(named) == 1 and named[0].isdecimal() and named[0] != "0":
         settings, gpus = settings.model_copy(update={"gpus": AUTO}), min(int(named[0]), MOST_GPUS)
-    return await run(settings, scenario=TABLE[settings.scenario], speed=settings.speed, gpus=gpus)
+    if settings.scenario == FLEET:
+        return await fleet.run(settings, speed=settings.speed, gpus=gpus)
+    return await run.run(settings, scenario=TABLE[settings.scenario], speed=settings.speed, gpus=gpus)
 
 
 COMMAND: Final[Command] = Command(

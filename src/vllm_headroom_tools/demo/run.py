@@ -196,6 +196,7 @@ class ScaledClock(SystemClock):
 
 
 log = Log(__name__)
+SIMULATED: Final = "everything here is simulated, no GPU and no vLLM is read"
 
 
 def bind_world(world: World, clock: Clock) -> Callable[[], World]:
@@ -209,17 +210,20 @@ def bind_world(world: World, clock: Clock) -> Callable[[], World]:
     return now
 
 
-async def run(settings: Settings, *, scenario: Scenario, speed: float, gpus: int) -> int:
-    """Run the daemon over the simulated `scenario` on so many GPUs; return the exit status."""
-    log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
-    clock = ScaledClock(speed)
+def build_parts(scenario: Scenario, clock: Clock, speed: float, gpus: int = 1, seed: int = 0) -> Parts:
+    """Return the daemon's parts over the simulated `scenario`, which begins now, on so many GPUs."""
     epoch_seconds = clock.time()
-    now = bind_world(World(scenario), clock)
-    parts = Parts(
+    now = bind_world(World(scenario, seed), clock)
+    return Parts(
         engine=SimulatedEngine(now, epoch_seconds),
         gpus=SimulatedGpus(now, gpus),
         processes=SimulatedProcesses(now, epoch_seconds).read,
         clock=clock,
         notice=f"simulated: scenario {scenario.name} at {speed:g}\N{MULTIPLICATION SIGN}",
     )
-    return await app.run(parts, settings)
+
+
+async def run(settings: Settings, *, scenario: Scenario, speed: float, gpus: int) -> int:
+    """Run the daemon over the simulated `scenario` on so many GPUs; return the exit status."""
+    log.warning(SIMULATED, scenario=scenario.name, speed=speed)
+    return await app.run(build_parts(scenario, ScaledClock(speed), speed, gpus), settings)

@@ -54,10 +54,10 @@ def engine_memory_of_a_day(scenario: str, seed: int) -> tuple[int, ...]:
 def test_the_scenarios_are_those_of_the_command_line() -> None:
     first = ("healthy", "leak", "burst", "neighbour", "restart")
 
-    assert (*first, "crash", "hang", "slow-start", "sleep", "mig") == SCENARIOS
+    assert (*first, "crash", "hang", "slow-start", "sleep", "mig", "fleet") == SCENARIOS
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", list(TABLE))
 def test_the_world_follows_from_scenario_and_seed_however_it_is_asked(scenario: str) -> None:
     in_one_leap, in_small_steps, other_seed = world(scenario, 7), world(scenario, 7), world(scenario, 8)
     in_one_leap.advance(3 * HOUR + 0.9)
