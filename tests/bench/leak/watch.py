@@ -48,7 +48,7 @@ def watch(trace: Labelled) -> Watched:
     for sample in trace.samples:
         snapshot = parse_snapshot(sample)
         assert isinstance(snapshot, Snapshot), snapshot
-        if is_up:  # saves half of the time
+        if is_up and found and found[-1].in_service:  # it will stay so: saves half of the time
             snapshot = replace(snapshot, life=SERVING)
         else:
             state, snapshot = update_run(state, snapshot)
