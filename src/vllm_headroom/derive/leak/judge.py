@@ -48,9 +48,9 @@ HELD: Final = (2700.0, 3.0)
 """An alarm is held for so many seconds without a rise, and so many usual gaps."""
 
 LOWER_BYTES, FULL_BYTES = 64 * 2**20, 2**30
-KEPT_SHARE, KEPT_OF_FULL_SHARE = 0.5, 0.15
+KEPT_SHARE: Final = 0.5
 """After a fall growth is compared with what is left; an alarm ends when that is less than a share of the growth. On a
-full card, where torch's allocator gives back its cache, a leak keeps less."""
+full card it does not."""
 
 
 def judge_track(track: Track, room_bytes: int | None) -> Track:
@@ -161,11 +161,12 @@ def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
     began, newest = incident.began, incident.newest
     if now.floor_bytes >= newest.floor_bytes + RISE_BYTES:
         return replace(track, incident=replace(incident, newest=now, rises=incident.rises + 1))
-    full = 0 < track.most_bytes <= newest.floor_bytes + FULL_BYTES
-    share = KEPT_OF_FULL_SHARE if full else KEPT_SHARE
-    kept_bytes = began.floor_bytes + share * (newest.floor_bytes - began.floor_bytes)
-    if kept_bytes <= now.floor_bytes < newest.floor_bytes - LOWER_BYTES:  # growth continues beneath
-        return replace(track, incident=replace(incident, newest=now))
+    fall, full = newest.floor_bytes - now.floor_bytes, 0 < track.most_bytes <= newest.floor_bytes + FULL_BYTES
+    if full:  # torch's allocator gives back its cache, which says nothing of the growth beneath
+        began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall))
+    kept_bytes = began.floor_bytes + (0.0 if full else KEPT_SHARE) * (newest.floor_bytes - began.floor_bytes)
+    if now.floor_bytes >= kept_bytes and fall > LOWER_BYTES:
+        return replace(track, incident=replace(incident, began=began, newest=now))
     if now.floor_bytes >= kept_bytes and not is_over(began, newest, now, incident.rises, HELD):
         return track
     over = {"parts": 0, "highest_bytes": newest.floor_bytes, "verdict": Certainty.NONE}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Shape, follow, readings
+from tests.unit.derive.leak.stretches import BASE, HOUR, STEP, TOTAL, Shape, follow, readings
 from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Step
 from vllm_headroom.derive.leak.growth import score_likeness
 from vllm_headroom.derive.leak.track import NEWEST_STEPS
@@ -68,15 +68,25 @@ def test_steps_of_any_size_are_told_once_no_further_one_finds_room() -> None:
     assert alarm > 5 * 1.5
 
 
-@pytest.mark.parametrize(("kept", "verdict"), [(0.1, Certainty.NONE), (0.5, Certainty.LEAKING)])
-def test_an_alarm_ends_when_the_allocator_gives_back_most_of_what_has_grown(kept: float, verdict: Certainty) -> None:
-    leaked = TOTAL - BASE - 300 * MIB
+@pytest.mark.parametrize(
+    ("left", "kept", "hours", "verdict"),
+    [
+        pytest.param(2000, 0.1, 8.5, Certainty.NONE, id="most is given back"),
+        pytest.param(2000, 0.6, 8.5, Certainty.LEAKING, id="less than half"),
+        pytest.param(300, 0.1, 8.5, Certainty.LEAKING, id="a full card gives back its cache"),
+        pytest.param(300, 0.1, 9.5, Certainty.NONE, id="and nothing has grown since"),
+    ],
+)
+def test_an_alarm_ends_when_most_is_given_back_and_on_a_full_card_when_nothing_grows(
+    left: int, kept: float, hours: float, verdict: Certainty
+) -> None:
+    leaked = TOTAL - BASE - left * MIB
 
     def shape(seconds: float) -> float:
         grown = min(leaked, seconds / (8 * HOUR) * leaked)
         return grown if seconds < 8.1 * HOUR else kept * grown
 
-    course = follow(readings(shape, 8.5))
+    course = follow(readings(shape, hours))
 
-    assert course.verdicts[-100] is Certainty.LEAKING
+    assert course.verdicts[int(8 * HOUR / STEP)] is Certainty.LEAKING
     assert course.verdicts[-1] is verdict
