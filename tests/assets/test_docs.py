@@ -11,6 +11,7 @@ from typing import Final
 
 import pytest
 
+from tests.assets.alerts import unknown_alerts
 from tests.assets.console import PAGES, ROOT
 from vllm_headroom_tools.cli import COMMANDS
 
@@ -115,6 +116,11 @@ def _help(name: str) -> str:
         check=True,
         timeout=60,
     ).stdout
+
+
+@each_page
+def test_a_page_names_alerts_that_there_are(page: Path) -> None:
+    assert unknown_alerts(page.read_text(encoding="utf-8")) <= {"HeadroomTest"}, "which docs/paging.md sends"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -184,13 +184,15 @@ GROWS: Final = {
     Situation.GROWING: (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER),
     Situation.HOST_LEAK: (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER),
 }
-WITHOUT_ROOM: Final = {Situation.CRASH_LOOP, Situation.DOWN, Situation.BLIND}
+WITHOUT_ROOM: Final = {Situation.DOWN, Situation.BLIND}
 """Situations in which free memory is not what matters."""
 
 
 def _find_number(view: View, first: Verdict) -> tuple[str, str]:
     """Return the number that matters in a situation, and what it is; empty where none is known."""
-    values = view.values
+    values, life = view.values, None if view.snapshot is None else view.snapshot.life
+    if first.situation is Situation.CRASH_LOOP and life is not None:
+        return f"{life.recent_ends} exits", "in the last 90 minutes"
     left, least = (
         min(values.of(each).values(), default=None) for each in GROWS.get(first.situation, GROWS[Situation.LEAKING])
     )

@@ -15,9 +15,9 @@ from tests.unit.expose.views import NOW, day, host_day, view
 from vllm_headroom import catalog
 from vllm_headroom.expose.page import SCRIPT, render_page, respond_html
 from vllm_headroom.expose.view import Event, History, Incident, View
-from vllm_headroom.model import Sample, Verdict
+from vllm_headroom.model import EngineStatus, Sample, Verdict
 from vllm_headroom.units import GIB
-from vllm_headroom.vocabulary import Level, Situation, Source
+from vllm_headroom.vocabulary import EngineState, Level, Situation, Source
 
 GPU = ("0", "GPU-a")
 EMPTY = View(version="1.2.3", interval_seconds=5.0, history=History())
@@ -101,6 +101,12 @@ def test_a_healthy_engine_shows_the_least_free_memory_and_nothing_to_do() -> Non
     hero = shown[shown.index("<section class='hero good'>") : shown.index("</section>")]
     assert "free of 80 GiB on GPU 0, the fullest</small>" in hero
     assert Situation.HEALTHY.action not in hero
+
+
+def test_a_crash_loop_shows_how_often_the_engine_exited() -> None:
+    looping = replace(snapshot(), life=EngineStatus(state=EngineState.STARTING, recent_ends=4))
+
+    assert "<b>4 exits <small>in the last 90 minutes</small></b>" in render_page(view(at=looping))
 
 
 def test_many_quiet_gpus_are_one_line_that_opens() -> None:
