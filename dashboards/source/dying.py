@@ -51,8 +51,8 @@ def about_to_die() -> Row:
     )
 
 
-NOW: Final = query(f"min({situation()}) or vector({GONE_PLACE})")
-"""Without any series the sidecar is gone as well: its pod may be, with its target."""
+NOW: Final = query(f"bottomk(1, {situation()}) or on () vector({GONE_PLACE})", "{{namespace}} {{pod}} {{instance}}")
+"""Named by whose it is. Without any series the sidecar is gone as well: its pod may be, with its target."""
 
 
 def _situation() -> Json:
@@ -66,6 +66,8 @@ def _situation() -> Json:
         height=4,
         noValue=NOTHING,
         mappings=[SITUATION_VALUES],
+        text={"titleSize": 16},
+        named=True,
         background=True,
     )
 

@@ -70,6 +70,9 @@ def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, target:
 def test_the_first_tile_names_the_situation_and_the_next_what_to_do(prometheus: Prometheus, target: str) -> None:
     situation = "leaking" if target in LEAKS else SITUATIONS.get(target, "healthy")
 
+    (whose,) = asked(prometheus, target, "Situation")
+
+    assert whose["metric"].items() >= {**TARGETS[target].labels, "situation": situation.replace(" ", "_")}.items()
     assert shown(prometheus, target, "Situation") == situation
     assert shown(prometheus, target, "What to do first") == FIRST_ACTIONS[situation.replace(" ", "_")]
 
