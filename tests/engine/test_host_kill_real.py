@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 GIB: Final = 2**30
 BYTES_PER_SECOND: Final = 8_000_000
 LASTS_SECONDS: Final = 1020
-"""From the first request on: twelve minutes until the detector is sure, two until the page, and three to spare."""
+"""From the first request on: eight to ten minutes until the detector is sure, two until the page, and five to spare."""
 
 NEAR_SECONDS, FOR_SECONDS = 3600.0, 120.0
 """HeadroomHostOutOfMemorySoon: leaking, and less than this left, for so long."""

@@ -34,6 +34,7 @@ OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "large steps": (verdicts, "find_step_windows", lambda *_: ()),
     "sizes of steps": (growth, "score_likeness", lambda *_: 0.0),
     "load that doubled": (track, "LEAP", 1e9),
+    "steady growth": (verdicts, "is_steady", lambda _: False),
     "kept on a full card": (verdicts, "FULL_BYTES", float("-inf")),
 }
 """What is replaced, so that a witness says nothing against a leak; without large steps nothing is said of them."""
