@@ -182,8 +182,9 @@ def is_even(grown: Growth) -> bool:
 
 
 def is_steady(grown: Growth) -> bool:
-    """Return whether each block rose by nearly the same; variance is 0.8 of the squared mean and more at a warm-up."""
-    return grown.count == len(grown.rises) and grown.typical_bytes * grown.count <= 1.3 * grown.grown_bytes
+    """Return whether 11 blocks rose by nearly the same; variance is 0.8 of the squared mean and more at a warm-up."""
+    is_whole = LENGTHS[2] <= grown.count == len(grown.rises)
+    return is_whole and grown.typical_bytes * grown.count <= 1.3 * grown.grown_bytes
 
 
 GROWING_SECONDS: Final = 600.0

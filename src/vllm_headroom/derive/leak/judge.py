@@ -39,7 +39,7 @@ LIKELY, SURE, MOST = 12.0, 14.0, 12.0
 so that neither is enough alone."""
 
 SOON_SHARE: Final = 0.75
-"""Steady growth is an alarm without odds after this share of the time left, from five minutes on."""
+"""Steady growth is an alarm without odds after this share of the time left, from eleven blocks on."""
 
 OVERHEAD: Final = 1.15
 """What a configured pool may take beyond its size."""
@@ -145,7 +145,7 @@ def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certain
     """
     pace = grown.grown_bytes / grown.lasted
     left = None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
-    is_soon = left is not None and max(SOON_SHARE * left, GROWING_SECONDS / 2) <= grown.lasted < LEAKING_SECONDS
+    is_soon = left is not None and SOON_SHARE * left <= grown.lasted < LEAKING_SECONDS
     is_soon = is_soon and is_steady(grown)
     if not (is_soon or (grown.score >= LEAST_RARE and odds >= LIKELY)) or not is_even(grown):
         return Certainty.NONE
