@@ -73,8 +73,8 @@ def test_steps_of_any_size_are_told_once_no_further_one_finds_room() -> None:
     [
         pytest.param(2000, 0.1, 8.5, Certainty.NONE, id="most is given back"),
         pytest.param(2000, 0.6, 8.5, Certainty.LEAKING, id="less than half"),
-        pytest.param(300, 0.1, 8.5, Certainty.LEAKING, id="a full card gives back its cache"),
-        pytest.param(300, 0.1, 9.5, Certainty.NONE, id="and nothing has grown since"),
+        pytest.param(300, -0.05, 8.5, Certainty.LEAKING, id="a full card gives back its cache"),
+        pytest.param(300, -0.05, 9.5, Certainty.NONE, id="and nothing has grown since"),
     ],
 )
 def test_an_alarm_ends_when_most_is_given_back_and_on_a_full_card_when_nothing_grows(
