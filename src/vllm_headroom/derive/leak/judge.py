@@ -129,7 +129,7 @@ def _judge_windows(
         grown = cut_window(course, begin)
         likely = grown.score >= LEAST_RARE or is_steady(grown)
         if grown.count >= LEAST_RISES and likely and not has_ended(grown):
-            odds = min(MOST, grown.score) + min(MOST, weigh_pace(grown, first))
+            odds = min(MOST, grown.score) + min(MOST, weigh_pace(grown, track.anchor))
             yield min(most, _judge_even(grown, odds, room_bytes)), odds, grown
     for grown in find_step_windows(course, track.load) if whole else ():
         if not has_ended(grown):

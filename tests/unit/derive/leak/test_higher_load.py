@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import exp
+
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.derive.leak.stretches import HOUR, Course, Shape, changed, follow, leak, readings
+from tests.unit.derive.leak.stretches import HOUR, Course, Shape, changed, follow, leak, readings, segments
 from vllm_headroom.derive.leak.facts import MIB, Certainty
 
 DOUBLED = 6 * HOUR
@@ -46,6 +48,23 @@ def test_just_after_load_doubled_growth_proves_as_little_as_after_a_start() -> N
     assert level is not None
     assert doubled is not None
     assert 1 / 60 < doubled - level < 0.2
+
+
+def test_a_warm_up_before_load_doubled_still_counts_against_an_alarm() -> None:
+    """Else a host's heap is a leak whenever load has doubled."""
+
+    def warm_up(seconds: float) -> float:
+        return segments(2_000 * MIB * (1 - exp(-seconds / HOUR / 0.3)) + 40 * MIB * max(0.0, seconds / HOUR - 2))
+
+    def first_alarm(running: float) -> float | None:
+        seen = changed(readings(warm_up, 14.0), lambda _: True, running=80.0)
+        return follow(changed(seen, lambda each: each.seconds >= 2 * HOUR, running=running)).first(Certainty.LEAKING)
+
+    level, doubled = first_alarm(80.0), first_alarm(161.0)
+
+    assert level is not None
+    assert doubled is not None
+    assert doubled >= level
 
 
 def climbing(seconds: float) -> float:

@@ -28,6 +28,14 @@ def test_a_step_is_a_large_rise_that_was_not_given_back_and_the_newest_are_kept(
     assert tuple(round(step.size_bytes / MIB) for step in follow(seen).track.steps) == sizes
 
 
+def test_a_step_of_what_a_sleep_gave_back_is_none_of_memory_that_comes_again() -> None:
+    """Else torch's cache, filled again after each sleep, has the sizes of a leak."""
+    held = [(0, True), (500, True), (0, False), (100, True), (600, True)]
+    seen = [Observation(seconds=60.0 * at, held_bytes=BASE + mib * MIB, awake=up) for at, (mib, up) in enumerate(held)]
+
+    assert [round(step.size_bytes / MIB) for step in follow(seen).track.steps] == [500]
+
+
 def weight(*sizes_mib: float, before: int = 1) -> float:
     steps = tuple(Step(number * HOUR, size * MIB, 0.0) for number, size in enumerate(sizes_mib, start=1))
     return score_likeness(steps, since=before * HOUR, least_bytes=30 * MIB)
