@@ -35,8 +35,7 @@ def judge(trace: Labelled) -> dict[str, Any]:
             course = _course(watch, trace.truth["series"])
             before_end = course.last if course is not None else None
     course = _course(watch, trace.truth["series"]) or Course()
-    readings = read_series(trace)
-    return score(course, before_end, trace.truth, readings) | judge_plain_rules(trace.truth, readings)
+    return score(course, before_end, trace.truth, read_series(trace))
 
 
 def score(course: Course, before_end: Moment | None, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
