@@ -10,7 +10,7 @@ from dashboards.source.colours import BAD, GPU_COLOURS
 from dashboards.source.dashboard import Row, dashboard
 from dashboards.source.grafana import Json, in_turn, query, steps
 from dashboards.source.panels import NOTHING, stat, timeseries
-from dashboards.source.ranking import AND_CHOSEN, BY_MODEL, CHOSEN, NEVER, firing_alerts, ranked
+from dashboards.source.ranking import BY_MODEL, CHOSEN, NEVER, firing_alerts, ranked
 from dashboards.source.series import (
     SITUATION_NAMES,
     TARGET,
@@ -67,8 +67,8 @@ def _counts() -> list[Json]:
         ),
         stat(
             "Engines",
-            "Engines whose sidecar answers.",
-            [query(f"count({READ}{AND_CHOSEN})")],
+            "Of every situation, those whose sidecar is gone included.",
+            [query(f"count({CHOSEN})")],
             unit="locale",
             width=3,
             noValue="none",

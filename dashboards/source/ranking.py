@@ -80,7 +80,7 @@ OPEN: Final = leading(
     f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
 )
 
-GPU_WIDTH: Final = 110
+GPU_WIDTH: Final = 130
 """Enough for a MIG instance's."""
 
 IDENTITY: Final = ("open", "situation", "cluster", "namespace", "pod", "instance", "model_name", "gpu")

@@ -134,7 +134,6 @@ EMPTY: Final = (
             },
             "headroom-fleet": {
                 "Least time to out of memory": (),
-                "Engines": (),
                 "Engines, worst first": ("B", "C", "D", "E", "F", "G", "H"),
             },
         },
