@@ -16,7 +16,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from judge import judge_plain_rules
-from score import share
+from score import middle, share
 from traces import MAKERS, NAMES, RECORDED, Labelled, is_held_out, thin
 from watch import Watched, follow, watch
 
@@ -46,7 +46,10 @@ PLAIN = {
     "trend": "Mann-Kendall",
 }
 MARKS = ("<!-- rent: begin -->", "<!-- rent: end -->")
-HEAD = "| off | leaks found | of large steps | held at OOM | more than two onsets | false `leaking` | ambiguous |\n| --- | --- | --- | --- | --- | --- | --- |"
+HEAD = (
+    "| off | leaks found | of large steps | leaked at `leaking` (median) | held at OOM | more than two onsets | false `leaking` | ambiguous |"
+    "\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+)
 CACHE = Path(__file__).parents[3] / ".cache" / "leak-watched"
 
 
@@ -83,6 +86,7 @@ def line(title: str, rows: list[Row]) -> str:
         title,
         share(leaks, "found"),
         share([row for row in leaks if row["group"] == "large steps"], "found"),
+        middle(leaks, "mb"),
         share(leaks, "held"),
         str(sum(row["onsets"] > 2 for row in leaks)),
         f"{sum(row['false'] for row in ordinary)} in {sum(row['days'] for row in ordinary):.0f} days",
@@ -98,7 +102,7 @@ def plain_line(title: str, key: str, rows: list[Row]) -> str:
         share(each, f"{key}_found") for each in (leaks, [row for row in leaks if row["group"] == "large steps"])
     )
     false, unclear = (sum(row[f"{key}_false"] for row in each) for each in (ordinary, ambiguous))
-    return f"| instead: {title} | {found} | {large} | | | on {false} traces | on {unclear} |"
+    return f"| instead: {title} | {found} | {large} | | | | on {false} traces | on {unclear} |"
 
 
 def write_table(path: Path | None, marks: tuple[str, str], lines: list[str]) -> None:

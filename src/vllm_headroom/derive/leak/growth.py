@@ -109,11 +109,11 @@ def find_retained(points: tuple[Point, ...]) -> tuple[float, ...]:
 
 
 def has_ended(grown: Growth) -> bool:
-    """Return whether a window's growth has ended: at most its last twentieth came since."""
+    """Return whether a window's growth has ended: its last twentieth took twice as long as at an even pace."""
     least = grown.kept_bytes[-1] - LAST_SHARE * grown.grown_bytes
     risen = grown.points[bisect_left(grown.kept_bytes, least)]
-    count = grown.grown_bytes / grown.typical_bytes
-    return is_over(grown.points[0], risen, grown.points[-1], count, (QUIET_SECONDS, QUIET_GAPS))
+    count, seconds = grown.grown_bytes / grown.typical_bytes, max(QUIET_SECONDS, 2 * LAST_SHARE * grown.lasted)
+    return is_over(grown.points[0], risen, grown.points[-1], count, (seconds, QUIET_GAPS))
 
 
 def is_over(began: Point, risen: Point, now: Point, count: float, quiet: tuple[float, float]) -> bool:
@@ -243,15 +243,14 @@ DAY_SECONDS: Final = 86_400.0
 
 def find_step_windows(course: Course, load: float) -> Iterator[Growth]:
     """Yield each window that begins with a step, at a load like the highest, and is worth two, the shortest first."""
-    total = squares = 0.0
     for begin in range(len(course.points) - 2, -1, -1):
         if course.points[begin].load < ALIKE_LOAD * load:
             return
-        rise = course.kept_bytes[begin + 1] - course.kept_bytes[begin]
-        total, squares = total + rise, squares + rise * rise
-        grown = course.kept_bytes[-1] - course.highest_bytes[begin]
-        if rise > 0 and grown >= LEAST_BYTES and total * total >= LEAST_STEPS * squares:
-            yield cut_window(course, begin)
+        begins = course.kept_bytes[begin + 1] > course.kept_bytes[begin]
+        if begins and course.kept_bytes[-1] - course.highest_bytes[begin] >= LEAST_BYTES:
+            grown = cut_window(course, begin)
+            if grown.grown_bytes >= LEAST_STEPS * grown.typical_bytes:
+                yield grown
 
 
 def score_likeness(steps: tuple[Step, ...], since: float, least_bytes: float) -> float:

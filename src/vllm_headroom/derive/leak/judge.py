@@ -34,9 +34,9 @@ from vllm_headroom.derive.leak.growth import (
 LEAST_RISES, LEAST_RARE = 6, 10.0
 """Least rises for a verdict, fewer are indistinguishable from first uses of kernels, and their least evidence."""
 
-LIKELY, SURE, MOST = 12.0, 14.0, 12.0
-"""The least evidence of rises and pace for a warning and for an alarm, as logarithms of odds. Each counts at most 12,
-so that neither is enough alone."""
+LIKELY, SURE, SURE_IF_FAR, MOST = 12.0, 14.0, 18.0, 12.0
+"""The least evidence of rises and pace for a warning, for an alarm and for one of what is full in more than 30 days, as
+logarithms of odds. Each counts at most 12, so that neither is enough alone."""
 
 SOON_SHARE: Final = 0.75
 """Steady growth is an alarm without odds after this share of the time left, from eleven blocks on."""
@@ -149,7 +149,8 @@ def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certain
     is_soon = is_soon and is_steady(grown)
     if not (is_soon or (grown.score >= LEAST_RARE and odds >= LIKELY)) or not is_even(grown):
         return Certainty.NONE
-    if is_soon or (odds >= SURE and grown.lasted >= compute_patience(left)):
+    sure = SURE_IF_FAR if left is not None and left > 30 * DAY_SECONDS else SURE
+    if is_soon or (odds >= sure and grown.lasted >= compute_patience(left)):
         return Certainty.LEAKING
     if grown.lasted < GROWING_SECONDS:
         return Certainty.NONE

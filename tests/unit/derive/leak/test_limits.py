@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, RATE, Course, Shape, follow, readings, segments
+from vllm_headroom.derive.leak import judge
 from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation
 
 QUIET = 3 * HOUR
@@ -91,3 +92,28 @@ def test_growth_by_the_logarithm_of_swinging_work_is_no_alarm_where_each_rise_is
 
     assert follow(seen(by_folds)).worst < Certainty.LEAKING
     assert follow(seen(lambda seconds: by_folds(seconds) + 1500 * finished(seconds))).worst is Certainty.LEAKING
+
+
+def drip(seconds: float) -> float:
+    """Return 60 MiB an hour."""
+    return segments(seconds / HOUR * 60 * MIB)
+
+
+def test_growth_at_an_even_pace_has_not_ended_however_long_its_window() -> None:
+    """The last twentieth of twelve hours takes 36 minutes."""
+    at = follow(on_a_device(drip, 14.0, 50 * 1024 * MIB)).first(Certainty.LEAKING)
+
+    assert at is not None
+    assert 12.0 < at < 13.0
+
+
+@pytest.mark.parametrize(
+    ("pace", "days", "worst"),
+    [(4.0, 25, Certainty.LEAKING), (4.0, 40, Certainty.GROWING), (7.0, 40, Certainty.LEAKING)],
+)
+def test_what_is_full_in_more_than_a_month_must_be_surer(
+    pace: float, days: int, worst: Certainty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "weigh_pace", lambda *_: pace)
+
+    assert follow(on_a_device(drip, 14.0, days * 24 * 60 * MIB)).worst is worst

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, STEP, TOTAL, Shape, follow, readings
-from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Step
-from vllm_headroom.derive.leak.growth import score_likeness
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Point, Ring, Step
+from vllm_headroom.derive.leak.growth import find_step_windows, score_likeness, survey
 from vllm_headroom.derive.leak.track import NEWEST_STEPS
 
 
@@ -34,6 +34,19 @@ def test_a_step_of_what_a_sleep_gave_back_is_none_of_memory_that_comes_again() -
     seen = [Observation(seconds=60.0 * at, held_bytes=BASE + mib * MIB, awake=up) for at, (mib, up) in enumerate(held)]
 
     assert [round(step.size_bytes / MIB) for step in follow(seen).track.steps] == [500]
+
+
+def test_what_fills_again_what_was_held_before_is_no_second_step() -> None:
+    """Two steps of 900 MiB, of which the first only reaches what was held before the valley."""
+
+    def windows(before_mib: int) -> int:
+        floors = [before_mib, *[0] * 8, 900, 1_800]
+        points = tuple(Point(at * 960.0, at * 960.0, at * 960.0, mib * MIB) for at, mib in enumerate(floors, start=1))
+        course = survey(Ring(points=points), points[0])
+        return 0 if course is None else len(tuple(find_step_windows(course, 0.0)))
+
+    assert windows(0) == 1
+    assert windows(900) == 0
 
 
 def weight(*sizes_mib: float, before: int = 1) -> float:
