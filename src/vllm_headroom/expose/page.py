@@ -44,7 +44,7 @@ PAGE_STYLE: Final = (
     ".words td:last-child,tbody th{white-space:normal}.words td:last-child{min-width:16rem}"
     ".figures td,.figures th~th{text-align:right;font-variant-numeric:tabular-nums}"
     ".rooms{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(17rem,100%),1fr));column-gap:1.5rem}"
-    ".rooms figure{margin:.5rem 0}.rooms figure>i{display:none}"
+    ".rooms figure{margin:.5rem 0}.rooms figure>i,.rooms .ahead span:not(:last-child){display:none}"
     ".notice{border:1px solid var(--warning);padding:.4rem .8rem}"
     "@media(max-width:36rem){thead{display:none}tr,th,td{display:block;border:0}tr{border-bottom:1px solid "
     "var(--line);padding:.3rem 0}td,.figures td{text-align:left;white-space:normal}"
@@ -121,7 +121,7 @@ LEAST_REFRESH_SECONDS: Final = 5
 """A person reads for longer than a short interval."""
 
 MANY: Final = 3
-"""From so many quiet GPUs on, they are folded into one line."""
+"""From so many GPUs in the same situation on, they are folded into one line."""
 
 DOT: Final = " \N{MIDDLE DOT} "
 PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
@@ -213,24 +213,30 @@ def _find_number(view: View, first: Verdict) -> tuple[str, str]:
 
 
 def _render_verdicts(view: View) -> str:
-    """Return the verdicts after the first; many quiet GPUs are one line that opens."""
-    rest = view.shown[1:]
-    quiet = [each for each in rest if each.situation is Situation.HEALTHY and each.subject.startswith("GPU ")]
-    folded = ""
-    if len(quiet) >= MANY:
-        rest = tuple(each for each in rest if each not in quiet)
-        names = {each.subject for each in quiet}
-        owned = view.snapshot.owned if view.snapshot else ()
-        rooms = (gpu.reading.memory for gpu in owned if gpu.reading.called in names)
-        free = min((memory.free_bytes for memory in rooms if memory is not None), default=None)
-        least = "" if free is None else f", at least {format_size(free)} free on each GPU"
-        lines = "".join(_render_sentence(view, each) for each in quiet)
-        folded = f"<details><summary>{len(quiet)} GPUs quiet{least}</summary><ul class=verdicts>{lines}</ul></details>"
-    return (
-        f"<ul class=verdicts>{''.join(_render_sentence(view, each) for each in rest)}</ul>{folded}"
-        if rest or folded
-        else ""
-    )
+    """Return the verdicts after the first; many GPUs in its situation, and many quiet ones, are one line that opens."""
+    rest, folded = view.shown[1:], {"alike": "", "quiet": ""}
+    for situation in dict.fromkeys((*(each.situation for each in view.shown[:1]), Situation.HEALTHY)):
+        alike = [each for each in rest if each.situation is situation and each.subject.startswith("GPU ")]
+        if len(alike) >= MANY:
+            rest = tuple(each for each in rest if each not in alike)
+            lines = "".join(_render_sentence(view, each) for each in alike)
+            details = f"<details><summary>{_sum_up(view, alike)}</summary><ul class=verdicts>{lines}</ul></details>"
+            folded["quiet" if situation is Situation.HEALTHY else "alike"] = details
+    lines = "".join(_render_sentence(view, each) for each in rest)
+    return f"{folded['alike']}{lines and f'<ul class=verdicts>{lines}</ul>'}{folded['quiet']}"
+
+
+def _sum_up(view: View, alike: list[Verdict]) -> str:
+    """Return one line for GPUs in the same situation."""
+    first, names = alike[0], {each.subject for each in alike}
+    if first.situation is not Situation.HEALTHY:
+        numbers = ", ".join(each.subject.removeprefix("GPU ") for each in alike)
+        word = first.situation.replace("_", " ")
+        return f"<b class={first.level}>{WORDS[first.level]}</b> {len(alike)} more GPUs {word}: {escape_text(numbers)}"
+    owned = view.snapshot.owned if view.snapshot else ()
+    rooms = (gpu.reading.memory for gpu in owned if gpu.reading.called in names)
+    free = min((memory.free_bytes for memory in rooms if memory is not None), default=None)
+    return f"{len(alike)} GPUs quiet" + ("" if free is None else f", at least {format_size(free)} free on each GPU")
 
 
 def _render_rest(view: View) -> Iterator[str]:

@@ -118,6 +118,17 @@ def test_many_quiet_gpus_are_one_line_that_opens() -> None:
     assert folded.count("<li class=good>") == 7
 
 
+def test_many_gpus_that_leak_alike_are_one_line_that_names_them_and_opens() -> None:
+    shown = render_page(day(gpus=8, leaking=frozenset(range(8))))
+
+    folded = shown[shown.index("<details>") : shown.index("</details>")]
+    first = shown[shown.index("<h1>ALARM: GPU ") + len("<h1>ALARM: GPU ")]
+    others = ", ".join(str(gpu) for gpu in range(8) if str(gpu) != first)
+    assert f"<summary><b class=alarm>ALARM</b> 7 more GPUs leaking: {others}</summary>" in folded
+    assert folded.count("<li class=alarm>") == 7
+    assert shown.index("<details>") < shown.index("<ul class=verdicts><li class=good>")
+
+
 def test_every_situation_has_something_to_do() -> None:
     assert all(each.action.endswith(".") for each in Situation)
 
