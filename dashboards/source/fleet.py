@@ -132,6 +132,7 @@ def _by_model(title: str, description: str, series: str, *, least: bool = False,
     which, over = ("bottomk", "min") if least else ("topk", "max")
     foremost = [f"{which}({n}, {over}_over_time({series}[$__range] @ end()) > 0)" for n in range(1, LINES + 1)]
     places = [foremost[0], *(f"({after} unless {before})" for before, after in pairwise(foremost))]
-    lines = [query(f"{series} and on ({BY_MODEL}) {place}", "{{namespace}} {{model_name}}") for place in places]
+    legend = "{{cluster}} {{namespace}} {{model_name}}"
+    lines = [query(f"{series} and on ({BY_MODEL}) {place}", legend) for place in places]
     text = f"{description} The {LINES} worst of the time shown; from the recording rules."
     return timeseries(title, text, lines, width=8, height=9, overrides=in_turn(GPU_COLOURS[:LINES]), **more)
