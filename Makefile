@@ -11,8 +11,8 @@ IMAGE_FOLDER ?= .image
 BROWSER_FOLDER ?= .browser
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
 SCORE ?=
-# Processes that each take whole files: what a file has started is started once. Six for two cores, since end-to-end tests wait.
-PYTEST := $(BIN)/pytest -n 6 --dist loadfile --no-loadscope-reorder
+# Processes that each take whole files: what a file has started is started once. Five for two cores, since end-to-end tests wait.
+PYTEST := $(BIN)/pytest -n 5 --dist loadfile --no-loadscope-reorder
 
 # Compiled files are kept even where the environment forbids it: else pip, pytest and every process compile again.
 export PYTHONDONTWRITEBYTECODE :=
