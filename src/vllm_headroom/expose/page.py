@@ -213,20 +213,27 @@ def _find_number(view: View, first: Verdict) -> tuple[str, str]:
 
 
 def _render_verdicts(view: View) -> str:
-    """Return the verdicts after the first; many GPUs in its situation, and many quiet ones, are one line that opens."""
-    rest, folded = view.shown[1:], {"alike": "", "quiet": ""}
-    for situation in dict.fromkeys((*(each.situation for each in view.shown[:1]), Situation.HEALTHY)):
-        alike = [each for each in rest if each.situation is situation and each.subject.startswith("GPU ")]
-        if len(alike) >= MANY:
-            rest = tuple(each for each in rest if each not in alike)
-            lines = "".join(_render_sentence(view, each) for each in alike)
-            details = f"<details><summary>{_sum_up(view, alike)}</summary><ul class=verdicts>{lines}</ul></details>"
-            folded["quiet" if situation is Situation.HEALTHY else "alike"] = details
-    lines = "".join(_render_sentence(view, each) for each in rest)
-    return f"{folded['alike']}{lines and f'<ul class=verdicts>{lines}</ul>'}{folded['quiet']}"
+    """Return the verdicts after the first; many quiet GPUs, and many in its situation, are one line that opens."""
+    rest, quiet = _fold(view, view.shown[1:], Situation.HEALTHY)
+    rest, alike = _fold(view, rest, view.shown[0].situation)
+    return f"{alike}{_render_list(view, rest)}{quiet}"
 
 
-def _sum_up(view: View, alike: list[Verdict]) -> str:
+def _fold(view: View, verdicts: tuple[Verdict, ...], situation: Situation) -> tuple[tuple[Verdict, ...], str]:
+    """Return the verdicts that stay, and the line of the GPUs in a situation, empty where they are few."""
+    alike = tuple(each for each in verdicts if each.situation is situation and each.subject.startswith("GPU "))
+    if len(alike) < MANY:
+        return verdicts, ""
+    rest = tuple(each for each in verdicts if each not in alike)
+    return rest, f"<details><summary>{_sum_up(view, alike)}</summary>{_render_list(view, alike)}</details>"
+
+
+def _render_list(view: View, verdicts: tuple[Verdict, ...]) -> str:
+    lines = "".join(_render_sentence(view, each) for each in verdicts)
+    return f"<ul class=verdicts>{lines}</ul>" if lines else ""
+
+
+def _sum_up(view: View, alike: tuple[Verdict, ...]) -> str:
     """Return one line for GPUs in the same situation."""
     first, names = alike[0], {each.subject for each in alike}
     if first.situation is not Situation.HEALTHY:

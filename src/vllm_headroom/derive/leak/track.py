@@ -148,10 +148,9 @@ def _update_rest(track: Track, held_bytes: int) -> Track:
 
 def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     if held_bytes != track.held_bytes:
-        rise, steps = held_bytes - (track.held_bytes or held_bytes), track.steps
-        if rise < 0 or track.held_bytes is None:
-            steps = tuple(step for step in steps if step.top_bytes <= held_bytes)
-        elif rise >= LEAST_STEP_BYTES:
+        rise = held_bytes - (track.held_bytes or held_bytes)
+        steps = tuple([step for step in track.steps if step.top_bytes <= held_bytes])
+        if rise >= LEAST_STEP_BYTES:
             steps = (*steps, Step(track.seconds, rise, held_bytes))[-NEWEST_STEPS:]
         track = replace(track, held_bytes=held_bytes, steps=steps, top_bytes=max(track.top_bytes, held_bytes))
     block = track.block
