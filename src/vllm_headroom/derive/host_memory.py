@@ -175,8 +175,11 @@ def _count_kills(
     container = state.container
     if cgroup is not None and cgroup.oom_kills is not None:
         container = PROBE if cgroup.identity.startswith(PROBE) else cgroup.identity
-        before = counted.get(container, cgroup.oom_kills if root == state.root else 0)
-        kills = (kills or 0) + cgroup.oom_kills - (before if before <= cgroup.oom_kills else 0)
+        names = {container, state.container} if PROBE in (container, state.container) else {container}
+        before = [counted[name] for name in names if name in counted]  # the probe reads the container that /proc shows
+        if not before and root == state.root:
+            before = [cgroup.oom_kills]
+        kills = (kills or 0) + cgroup.oom_kills - max((n for n in before if n <= cgroup.oom_kills), default=0)
         counted = {**limit_remembered(counted, {container}), container: cgroup.oom_kills}
     return replace(state, kills=kills, container=container, counted=counted, machine_kills=known)
 

@@ -236,6 +236,21 @@ def test_one_kill_counts_once_whoever_reads_it_and_after_a_restart_in_the_same_c
     assert kills == [0, 1, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_old_kill_is_no_new_one_where_the_probe_reads_on_after_the_engine_has_ended(before: int) -> None:
+    """Seen on a real vLLM: torch ran out of memory, and an older kill made the kernel the surely named cause."""
+    there = readings(SERVER, cgroup=replace(CGROUP, oom_kills=before))
+    inside = probed(HostReading(cgroup=replace(CGROUP, identity="probe", oom_kills=before)))
+    later = probed(HostReading(cgroup=replace(CGROUP, identity="probe", oom_kills=before + 1)))
+    state, kills = ContainerState(), []
+    again = readings(replace(SERVER, pid=30), cgroup=replace(CGROUP, oom_kills=before + 1))
+    for look, probe in ((there, inside), (gone(5), inside), (gone(5), later), (again, later)):
+        state, seen = update_container(state, look, probe, limit_bytes=None)
+        kills.append(seen and seen.oom_kills)
+
+    assert kills == [before, before, before + 1, before + 1]
+
+
 def test_a_container_that_starts_its_count_again_is_another() -> None:
     def inside(began: float, kills: int) -> ProbeReadings:
         block = HostReading(cgroup=replace(CGROUP, identity="probe", cache_bytes=0, oom_kills=kills))
