@@ -1,4 +1,4 @@
-"""The probe's part that needs a card: what it costs, what it sees, and what it must not touch. Not yet run on one."""
+"""The probe's part that needs a card: what it costs, what it sees, and what it must not touch."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_a_leak_shows_in_allocated_bytes_long_before_nvml(worker: Any) -> None:
     slack = torch.empty(600 * MIB, dtype=torch.uint8, device="cuda:0")
     del slack  # which the allocator keeps, as a server's does after its first requests
     first, used = gpu.device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
-    kept = [torch.empty(128 << 10, dtype=torch.uint8, device="cuda:0") for _ in range(100)]
+    kept = [torch.empty(2 * MIB, dtype=torch.uint8, device="cuda:0") for _ in range(100)]
     last, later = gpu.device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
 
     assert first is not None
     assert last is not None
     assert len(kept) == 100
-    assert last["allocated"] - first["allocated"] >= 100 * (128 << 10)
-    assert later - used < 100 * (128 << 10), "the allocator's slack hides it from NVML"
+    assert last["allocated"] - first["allocated"] >= 200 * MIB
+    assert later - used < 100 * MIB, "the allocator's slack hides it from NVML"
 
 
 def test_no_context_is_made_on_another_card(worker: Any) -> None:
@@ -96,7 +96,7 @@ def test_no_context_is_made_on_another_card(worker: Any) -> None:
 
 
 COLLIDE: Final = """
-import sys, threading, time
+import sys, threading
 from types import SimpleNamespace
 import torch
 from vllm.device_allocator.cumem import CuMemAllocator
@@ -113,26 +113,22 @@ def look():
         else:
             torch.cuda.memory_stats_as_nested_dict(0)
 threading.Thread(target=look, daemon=True).start()
-ends = time.monotonic() + 20
-while time.monotonic() < ends:
-    with pool.use_memory_pool(tag="weights"):
-        tensors = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0") for _ in range(4)]
-    del tensors
-    torch.cuda.empty_cache()
+with pool.use_memory_pool(tag="weights"):
+    tensors = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0") for _ in range(200)]
 print("alive")
 """
 
 
 @pytest.mark.parametrize("how", ["guarded", "unguarded"])
 def test_the_guard_of_the_sleep_pool(how: str, tmp_path: Path) -> None:
-    """With the guard it lives; without it the deadlock is what the guard is for, where it can be shown."""
+    """With the guard the process lives; without it, its threads wait for each other."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     script = tmp_path / "collide.py"
     script.write_text(COLLIDE)
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, str(script), how], capture_output=True, text=True, check=False, timeout=180
+            [sys.executable, str(script), how], capture_output=True, text=True, check=False, timeout=60
         )
         alive = done.stdout.endswith("alive\n")
         why = done.stderr[-2000:]
@@ -140,7 +136,7 @@ def test_the_guard_of_the_sleep_pool(how: str, tmp_path: Path) -> None:
         alive, why = False, "it hangs"
     sys.stdout.write(f"{how}: {'alive' if alive else why} after {time.monotonic() - began:.0f} s\n")
 
-    assert alive or how == "unguarded", why
+    assert alive is (how == "guarded"), why
 
 
 def test_the_observer_is_called_before_an_out_of_memory_error() -> None:

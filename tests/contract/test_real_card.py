@@ -1,0 +1,73 @@
+"""What is derived of a real vLLM on a real card, recorded while it leaked until it ended, and while it slept."""
+
+from __future__ import annotations
+
+import gzip
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from vllm_headroom.model import Failure
+from vllm_headroom.vocabulary import LeakLocation, MemoryPart
+from vllm_headroom_tools.history import LeakReplay
+from vllm_headroom_tools.trace import parse_trace
+
+FOLDER: Final = Path(__file__).parent / "card"
+UUID: Final = "GPU-11111111-2222-4333-8444-555555555555"
+MIB: Final = 2**20
+BEGAN, FULL, ENDED = 1795744538.0, 1795745010.0, 1795745011.0
+BYTES_PER_SECOND: Final = 14 * MIB
+
+
+@cache
+def watch_card(name: str) -> LeakReplay:
+    watch = LeakReplay()
+    with gzip.open(FOLDER / f"{name}.jsonl.gz") as stream:
+        for snapshot in parse_trace(iter(stream)):
+            watch.step(snapshot)
+    return watch
+
+
+def test_the_leak_is_foretold_and_located() -> None:
+    course = watch_card("h100-leak").course(UUID)
+    first = course.first
+
+    assert first is not None
+    assert BEGAN < first.seconds < FULL
+    assert first.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.05)
+    assert first.time_to_oom_seconds == pytest.approx(FULL - first.seconds, rel=0.35)
+    assert first.time_to_oom_seconds_lower is not None
+    assert first.time_to_oom_seconds_lower < ENDED - first.seconds
+    assert first.location is LeakLocation.TENSORS
+    assert course.leaking == [(first.seconds, None)], "one alarm, which is not taken back"
+    assert course.growing == []
+
+
+def test_what_grew_beside_torch_is_what_was_allocated_there() -> None:
+    """512 MiB past torch before the leak; while tensors were kept, what is outside stayed as it was."""
+    with gzip.open(FOLDER / "h100-leak.jsonl.gz") as stream:
+        gpus = [
+            (each.time_seconds, each.gpus[0])
+            for each in parse_trace(iter(stream))
+            if not isinstance(each.gpus, Failure)
+        ]
+    outside = [
+        (seconds, dict(gpu.inside.parts)[MemoryPart.OUTSIDE_TORCH])
+        for seconds, gpu in gpus
+        if gpu.inside and {MemoryPart.KV_CACHE, MemoryPart.OUTSIDE_TORCH} <= dict(gpu.inside.parts).keys()
+    ]
+    before = outside[0][1]
+    later = [held for seconds, held in outside if seconds > BEGAN + 10]
+
+    assert len(later) > 400
+    assert min(later) >= before + 512 * MIB
+    assert max(later) <= before + 700 * MIB
+
+
+def test_a_sleep_is_no_leak() -> None:
+    course = watch_card("h100-sleep").course(UUID)
+
+    assert course.leaking == []
+    assert course.growing == []
