@@ -138,8 +138,8 @@ def test_the_sidecar_can_neither_hold_back_nor_starve_nor_evict_the_engine(combi
     assert not {"readinessProbe", "startupProbe", "lifecycle"} & container.keys()
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "headroom"}
     assert container["ports"] == [{"name": "headroom", "containerPort": Settings.model_fields["listen_port"].default}]
-    assert container["resources"]["requests"] == {"cpu": "25m", "memory": "64Mi"}
-    assert container["resources"]["limits"] == {"memory": "128Mi"}
+    assert container["resources"]["requests"] == {"cpu": "25m", "memory": "96Mi"}
+    assert container["resources"]["limits"] == {"memory": "192Mi"}
     volumes = {each["name"]: each.get("emptyDir") for each in combination.pod["volumes"]}
     for mount in container["volumeMounts"]:
         assert volumes[mount["name"]]["medium"] == "Memory"
