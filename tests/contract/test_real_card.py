@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import gzip
-from functools import cache
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from tests.contract.traces import read_recording, watch_recording
 from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
-from vllm_headroom_tools.history import LeakReplay
-from vllm_headroom_tools.trace import parse_trace
 
-FOLDER: Final = Path(__file__).parent / "card"
+LEAK, SLEEP = (Path(__file__).parent / "card" / f"h100-{name}.jsonl.gz" for name in ("leak", "sleep"))
 UUID: Final = "GPU-11111111-2222-4333-8444-555555555555"
 MIB: Final = 2**20
 BEGAN, FULL, ENDED = 1795744538.0, 1795745010.0, 1795745011.0
 BYTES_PER_SECOND: Final = 14 * MIB
 
 
-@cache
-def watch_card(name: str) -> LeakReplay:
-    watch = LeakReplay()
-    with gzip.open(FOLDER / f"{name}.jsonl.gz") as stream:
-        for snapshot in parse_trace(iter(stream)):
-            watch.step(snapshot)
-    return watch
-
-
 def test_the_leak_is_foretold_and_located() -> None:
-    course = watch_card("h100-leak").course(UUID)
+    course = watch_recording(LEAK).course(UUID)
     first = course.first
 
     assert first is not None
@@ -47,12 +35,7 @@ def test_the_leak_is_foretold_and_located() -> None:
 
 def test_what_grew_beside_torch_is_what_was_allocated_there() -> None:
     """512 MiB past torch before the leak; while tensors were kept, what is outside stayed as it was."""
-    with gzip.open(FOLDER / "h100-leak.jsonl.gz") as stream:
-        gpus = [
-            (each.time_seconds, each.gpus[0])
-            for each in parse_trace(iter(stream))
-            if not isinstance(each.gpus, Failure)
-        ]
+    gpus = [(each.time_seconds, each.gpus[0]) for each in read_recording(LEAK) if not isinstance(each.gpus, Failure)]
     outside = [
         (seconds, dict(gpu.inside.parts)[MemoryPart.OUTSIDE_TORCH])
         for seconds, gpu in gpus
@@ -67,7 +50,7 @@ def test_what_grew_beside_torch_is_what_was_allocated_there() -> None:
 
 
 def test_a_sleep_is_no_leak() -> None:
-    course = watch_card("h100-sleep").course(UUID)
+    course = watch_recording(SLEEP).course(UUID)
 
     assert course.leaking == []
     assert course.growing == []

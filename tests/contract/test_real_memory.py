@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from tests.contract.traces import read_recording, watch_recording
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.vocabulary import LeakState, Role
 from vllm_headroom_tools.history import Course, LeakReplay, Moment
-from vllm_headroom_tools.trace import parse_trace
 
 FOLDER: Final = Path(__file__).parent / "memory"
 NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -30,19 +28,12 @@ LEAKS: Final = [(name, Role(role)) for name in NAMES for role in truth(name)["le
 QUIET: Final = [(name, role) for name in NAMES for role in Role if (name, role) not in LEAKS]
 
 
-@cache
 def recorded(name: str) -> tuple[Snapshot, ...]:
-    with gzip.open(FOLDER / f"{name}.jsonl.gz") as stream:
-        return tuple(parse_trace(iter(stream)))
+    return read_recording(FOLDER / f"{name}.jsonl.gz")
 
 
-@cache
 def watched(name: str) -> LeakReplay:
-    """Return what was said of a whole recording."""
-    watch = LeakReplay()
-    for snapshot in recorded(name):
-        watch.step(snapshot)
-    return watch
+    return watch_recording(FOLDER / f"{name}.jsonl.gz")
 
 
 def held(name: str, role: Role) -> list[tuple[float, float, float]]:
