@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -58,6 +59,16 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Name bytes after their argument: pytest shows their content, which for gzip's holds the time."""
     return argname if isinstance(val, bytes) else None
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect no garbage among the nine thousand tests, which stay: a fifth of what each process spends before its first."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
