@@ -1,7 +1,6 @@
 """Everything an operator can set: each setting, the sources that give it, and a line for each mistake in them."""
 
 import inspect
-import json
 import os
 import re
 import sys
@@ -46,9 +45,9 @@ Redacted: Final = PlainSerializer(inputs.redact_url, when_used="json")
 Url = Annotated[str, AfterValidator(inputs.parse_metrics_url), Redacted, Field(repr=False)]
 Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(inputs.parse_gpus)]
 Hidden: Final = PlainSerializer(lambda _: "***", when_used="json")
-HeaderName = Annotated[str, from_text(partial(inputs.match, inputs.HEADER_NAME))]
+HeaderName = Annotated[str, from_text(inputs.parse_header_name)]
 HeaderValue = Annotated[SecretStr, from_text(partial(inputs.match, inputs.HEADER_VALUE)), Hidden]
-Headers = Annotated[dict[HeaderName, HeaderValue], from_text(json.loads)]
+Headers = Annotated[dict[HeaderName, HeaderValue], from_text(inputs.parse_mapping)]
 InAnyCase: Final = from_text(str.lower)
 Whole = Annotated[int, from_text(inputs.parse_whole)]
 

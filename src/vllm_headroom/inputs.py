@@ -19,6 +19,10 @@ CLOSED: Final = re.compile(r"[\w-]+(?:, [\w-]+)* or [\w-]+")
 """What is accepted where that is one of a few names."""
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
 HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+OWN_HEADERS: Final = frozenset(
+    {"accept-encoding", "connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding"}
+)
+"""What the sidecar sets itself, or what would change how its requests are framed."""
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 """RFC 9110, 5.1 and 5.5, without the bytes beyond ASCII whose meaning is not defined."""
 WHOLE: Final = re.compile(r"\d{1,16}", re.ASCII)
@@ -72,6 +76,23 @@ def parse_gpus(given: object) -> object:
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError
     return tuple(match(GPU, name.strip()) for name in names)
+
+
+def parse_header_name(text: str) -> str:
+    """Return the name of a header that an operator may add."""
+    if text.lower() in OWN_HEADERS:
+        raise RefusedError(f"{text} is not yours to set")
+    return match(HEADER_NAME, text)
+
+
+def parse_mapping(text: str) -> object:
+    """Return what a text holds in YAML, of which JSON is a part."""
+    import yaml  # noqa: PLC0415 - it costs 25 ms of the start
+
+    try:
+        return yaml.load(text, yaml.BaseLoader)  # noqa: S506 - it makes texts, lists and mappings only
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError from error
 
 
 def match(pattern: re.Pattern[str], text: str) -> str:

@@ -209,7 +209,12 @@ class Parser(argparse.ArgumentParser):
         every mistake, also in a value that another source overrides, and Printed.
         """
         places = [action for action in self._actions if not action.option_strings]
-        if not places and ENGINE_URL in self._option_string_actions and "://" in "".join(argv[:1]):
+        if (
+            not places
+            and ENGINE_URL in self._option_string_actions
+            and "://" in "".join(argv[:1])
+            and argv[0][0] != "-"
+        ):
             argv = (ENGINE_URL, *argv)
         typed, loose = self._split(argv, len(places))
         sound, mistakes = self._sound(typed)

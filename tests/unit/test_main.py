@@ -153,6 +153,16 @@ def test_a_first_word_that_is_a_url_is_the_engines(words: tuple[str, ...]) -> No
     assert yaml.safe_load(process.stdout)["engine_url"] == "http://gpu-7:8000/metrics", process.stderr
 
 
+def test_a_first_option_that_holds_a_url_is_that_option() -> None:
+    for word, name in (
+        ("--engine-url=http://gpu-7:8000/metrics", "engine_url"),
+        ("--runbooks-url=http://r/", "runbooks_url"),
+    ):
+        process = run_process(word, "--print-config")
+
+        assert yaml.safe_load(process.stdout)[name] == word.partition("=")[2], process.stderr
+
+
 @pytest.mark.parametrize("name", ["run", "demo", "plan", "check", "advise", "postmortem", "replay"])
 def test_help_imports_nothing_of_the_daemon(name: str) -> None:
     code = (

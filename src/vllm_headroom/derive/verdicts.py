@@ -197,6 +197,11 @@ def _judge_gpu(values: Values, device: Gpu, snapshot: Snapshot, watches: Mapping
     if reading.failure is not None:
         text = _end_sentence(f"{name} cannot be read: {reading.failure.message}")
         return Verdict(subject=name, level=Level.ALARM, sentence=text, alert=GPU_LOST, situation=Situation.BLIND)
+    if reading.memory is None:
+        text = f"The memory of {name} is not known: the driver does not report it, or reports what cannot be."
+        return Verdict(
+            subject=name, level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind", situation=Situation.BLIND
+        )
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
         return _judge_growth(values, snapshot, name, (gpu, uuid, ""), state, alone=is_alone(device))

@@ -73,6 +73,18 @@ def test_a_leak_is_an_alarm_with_its_rate_and_its_end() -> None:
     assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuMemoryLeak")
 
 
+def test_a_gpu_whose_memory_is_not_reported_is_not_healthy() -> None:
+    silent = gpu(memory=False)
+    verdict = of("GPU 0", at=replace(seen(), gpus=(silent,)))
+
+    assert (
+        verdict.sentence
+        == "The memory of GPU 0 is not known: the driver does not report it, or reports what cannot be."
+    )
+    assert (verdict.level, verdict.situation) == (Level.UNKNOWN, Situation.BLIND)
+    assert verdict.alert == "HeadroomSidecarBlind"
+
+
 def test_a_gpu_that_a_list_leaves_out_is_not_passed_over_in_silence() -> None:
     left_out = gpu(index=1, uuid="GPU-b", engine=70 * GIB, attribution=None)
     at = replace(seen(), gpus=(gpu(), left_out))

@@ -13,6 +13,7 @@ import httpx
 
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.shortage import SHORTAGES, build_unavailable
+from vllm_headroom.text_file import read_file
 from vllm_headroom.vocabulary import Reason, Source
 
 _LOCATION_CHARACTERS: Final = 200
@@ -119,8 +120,7 @@ class UnusableCredentials(Exception):  # noqa: N818 - the name describes the fil
 def read_token(file: Path) -> str:
     """Return the token in a file; raises UnusableCredentials."""
     try:
-        with file.open("rb") as stream:
-            token = stream.read(TOKEN_BYTES).decode("ascii", "replace").strip()
+        token = read_file(file, TOKEN_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
         problem = f"the token file {file} cannot be read ({error.strerror})"
         raise UnusableCredentials(f"{problem}: make it readable for this user") from None
