@@ -10,8 +10,7 @@ from tests.dashboards.recorded import RecordedEngine
 from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import LEAK, build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.leak.leak import measure_watches
-from vllm_headroom.derive.verdicts import build_verdicts
+from vllm_headroom.derive.verdicts import build_verdicts, measure_watches
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
 from vllm_headroom_tools.demo.world import Scenario, World

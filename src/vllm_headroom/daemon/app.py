@@ -27,9 +27,8 @@ from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive import LEAK, build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.gates import GATE, build_gate
-from vllm_headroom.derive.leak.leak import measure_watches
 from vllm_headroom.derive.readings import count_running
-from vllm_headroom.derive.verdicts import VERDICTS, build_verdicts
+from vllm_headroom.derive.verdicts import VERDICTS, build_verdicts, measure_watches
 from vllm_headroom.expose.answers import Handler, build_application
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page import render_page, respond_html

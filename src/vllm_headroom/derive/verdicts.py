@@ -14,7 +14,7 @@ from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.derive.configured import OFFLOAD_HIGH
 from vllm_headroom.derive.host_memory import SCOPES, count_shared
 from vllm_headroom.derive.leak.inside import PLACES
-from vllm_headroom.derive.leak.leak import is_alone
+from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
 from vllm_headroom.derive.life.signs import is_starved
 from vllm_headroom.derive.readings import make_states
 from vllm_headroom.model import NO_VERDICT, EngineStatus, Failure, Gpu, HostMemory, Sample, Snapshot, Values, Verdict
@@ -123,6 +123,12 @@ def build_verdicts(
         return said, (*make_states(catalog.SITUATION, (), said[0].situation), *declared)
 
     return Derivation(name=VERDICTS, initial=(NO_VERDICT,), step=step)
+
+
+def measure_watches(state: LeakMemory) -> dict[str, float]:
+    """Return for how many seconds each series, by UUID or role, has been compared with itself."""
+    tracks = {**state.gpus, **state.host}.items()
+    return {name: track.seconds - track.anchor.seconds for name, track in tracks if track.anchor is not None}
 
 
 def judge_snapshot(

@@ -115,11 +115,11 @@ class Step(Struct, frozen=True, gc=False):
 
 
 class Incident(Struct, frozen=True, kw_only=True):
-    """A leak, from its first alarm: where its growth began, its newest rise, and the number of rises."""
+    """A leak, from its first alarm: where its growth began, its newest rise, and the sum of the squared rises."""
 
     began: Point
     newest: Point
-    rises: int
+    squares: float
 
 
 class Track(Struct, frozen=True, kw_only=True):

@@ -108,6 +108,13 @@ def find_retained(points: tuple[Point, ...]) -> tuple[float, ...]:
     return tuple(accumulate((point.floor_bytes for point in reversed(points)), min))[::-1]
 
 
+def list_falls(track: Track) -> Iterator[tuple[Point, float]]:
+    """Yield each point of the rings with how much of what was held there is given back by now."""
+    for points in (ring.points for ring in track.rings):
+        for point, least in zip(points, find_retained(points), strict=True):
+            yield point, point.floor_bytes - min(least, track.rings[0].points[-1].floor_bytes)
+
+
 def has_ended(grown: Growth) -> bool:
     """Return whether a window's growth has ended: its last twentieth took twice as long as at an even pace."""
     least = grown.kept_bytes[-1] - LAST_SHARE * grown.grown_bytes
@@ -166,10 +173,15 @@ CLIP: Final = 3.0
 """A rise counts at most this many median rises: one large step must not make a trend."""
 
 
+def clip_rises(grown: Growth, least_bytes: float = 0.0) -> list[float]:
+    """Return the rises, each at most `CLIP` median ones, or so many bytes if that is more."""
+    most = max(least_bytes, CLIP * median(rise for rise in grown.rises if rise >= RISE_BYTES))
+    return [min(most, rise) for rise in grown.rises]
+
+
 def is_even(grown: Growth) -> bool:
     """Return whether the growth has its shares in the later half and in the quarters, by requests or by busy time."""
-    most = CLIP * median(rise for rise in grown.rises if rise >= RISE_BYTES)
-    clipped = [min(most, rise) for rise in grown.rises]
+    clipped = clip_rises(grown)
     late, unceasing = [], False
     for axis in ([point.requests for point in grown.points], [point.busy_seconds for point in grown.points]):
         length, shares = axis[-1] - axis[0], [0.0] * 4
@@ -187,8 +199,7 @@ def is_steady(grown: Growth) -> bool:
     return is_whole and grown.typical_bytes * grown.count <= 1.3 * grown.grown_bytes
 
 
-GROWING_SECONDS: Final = 600.0
-LEAKING_SECONDS: Final = 3600.0
+GROWING_SECONDS, LEAKING_SECONDS = 600.0, 3600.0
 """Least length of a stretch. Bounded ramps (caches, LoRA slots) are linear until they end: only time distinguishes
 them."""
 

@@ -16,6 +16,7 @@ from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 BLOCK_SECONDS: Final = 20.0
 MOST_MARKS: Final = 256
 FORGET_SECONDS: Final = 86400.0
+"""A device or role not seen for a day is dropped: this bounds memory while pods and MIG instances change."""
 
 
 class Mark(Struct, frozen=True, gc=False):
@@ -64,8 +65,7 @@ def _make_mark(gpu: Gpu, now: float) -> Mark | None:
     inside, held = gpu.inside, gpu.held_bytes
     if inside is None or inside.allocated_bytes is None or inside.reserved_bytes is None or held is None:
         return None
-    free_bytes = inside.reserved_bytes - inside.allocated_bytes
-    fragmented_bytes = dict(inside.parts).get(MemoryPart.FRAGMENTED, free_bytes)
+    fragmented_bytes = dict(inside.parts).get(MemoryPart.FRAGMENTED, inside.reserved_bytes - inside.allocated_bytes)
     return Mark(now, (inside.allocated_bytes, fragmented_bytes, held - inside.reserved_bytes))
 
 

@@ -18,15 +18,16 @@ from vllm_headroom.derive.leak.growth import (
     LENGTHS,
     Course,
     Growth,
+    clip_rises,
     compute_patience,
     cut_window,
-    find_retained,
     find_step_windows,
     has_ended,
     is_even,
     is_over,
     is_steady,
     judge_steps,
+    list_falls,
     survey,
     weigh_pace,
 )
@@ -47,7 +48,7 @@ OVERHEAD: Final = 1.15
 HELD: Final = (2700.0, 3.0)
 """An alarm is held for so many seconds without a rise, and so many usual gaps."""
 
-LOWER_BYTES, FULL_BYTES = 64 * 2**20, 2**30
+LARGE_BYTES, FULL_BYTES = 64 * 2**20, 2**30
 KEPT_SHARE: Final = 0.5
 """After a fall growth is compared with what is left; an alarm ends when that is less than a share of the growth. On a
 full card it does not."""
@@ -74,8 +75,7 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
         since = track.incident.began
         reach = (each for each in track.rings if each.points and each.points[0].seconds <= since.seconds)
         ring = next(reach, track.rings[-1])  # the shortest blocks that reach back so far
-        is_new = bool(ring.points) and ring.points[-1].seconds == track.seconds
-        course = survey(ring, since) if is_new else None
+        course = survey(ring, since) if ring.points and ring.points[-1].seconds == track.seconds else None
         grown = None if course is None else cut_window(course, 0)
     else:
         track, grown = _judge_rings(track, first, own_room)
@@ -109,9 +109,9 @@ def _judge_rings(track: Track, first: Point, room_bytes: float | None) -> tuple[
     verdict = max(ring.verdict for ring in rings)
     track = replace(track, rings=tuple(rings), verdict=verdict)
     if verdict is Certainty.LEAKING and grown is not None:
-        began = replace(grown.points[0], floor_bytes=grown.kept_bytes[0])
-        newest = replace(grown.points[-1], floor_bytes=grown.kept_bytes[-1])
-        track = replace(track, incident=Incident(began=began, newest=newest, rises=grown.count))
+        began, newest = (replace(grown.points[at], floor_bytes=grown.kept_bytes[at]) for at in (0, -1))
+        squares = grown.typical_bytes * grown.grown_bytes
+        track = replace(track, incident=Incident(began=began, newest=newest, squares=squares))
     return track, grown if best is verdict or track.estimate is None else None
 
 
@@ -131,8 +131,9 @@ def _judge_windows(
         if grown.count >= LEAST_RISES and likely and not has_ended(grown):
             odds = min(MOST, grown.score) + min(MOST, weigh_pace(grown, track.anchor))
             yield min(most, _judge_even(grown, odds, room_bytes)), odds, grown
+    fallen_bytes = max(fall for _, fall in list_falls(track)) if whole else 0.0
     for grown in find_step_windows(course, track.load) if whole else ():
-        if not has_ended(grown):
+        if not has_ended(grown) and grown.grown_bytes >= fallen_bytes:
             verdict, odds = judge_steps(grown, track, first, room_bytes)
             yield min(most, verdict), odds, grown
 
@@ -140,14 +141,14 @@ def _judge_windows(
 def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certainty:
     """Return the verdict on even growth, given the odds.
 
-    Whatever its cause, growth that has lasted longer than the time left until the device is full is an alarm. In the
-    first minutes of a run, when anything new is likely, it must be steady.
+    Whatever its cause, growth that has lasted longer than the time left until the device is full is an alarm; a single
+    large rise says nothing of that time. In the first minutes of a run, when anything new is likely, it must be steady.
     """
-    pace = grown.grown_bytes / grown.lasted
-    left = None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
-    is_soon = left is not None and SOON_SHARE * left <= grown.lasted < LEAKING_SECONDS
-    is_soon = is_soon and is_steady(grown)
-    if not (is_soon or (grown.score >= LEAST_RARE and odds >= LIKELY)) or not is_even(grown):
+    trend_bytes = sum(clip_rises(grown, LARGE_BYTES))
+    left = None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / trend_bytes * grown.lasted
+    is_soon = left is not None and SOON_SHARE * left <= grown.lasted < LEAKING_SECONDS and is_steady(grown)
+    likely = is_soon or (grown.score >= LEAST_RARE and odds >= LIKELY)
+    if trend_bytes < LEAST_GROWTH_BYTES or not likely or not is_even(grown):
         return Certainty.NONE
     sure = SURE_IF_FAR if left is not None and left > 30 * DAY_SECONDS else SURE
     if is_soon or (odds >= sure and grown.lasted >= compute_patience(left)):
@@ -161,14 +162,16 @@ def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
     """Return the track with its incident after a block, or without it and its evidence: it ended, or was given back."""
     began, newest = incident.began, incident.newest
     if now.floor_bytes >= newest.floor_bytes + RISE_BYTES:
-        return replace(track, incident=replace(incident, newest=now, rises=incident.rises + 1))
+        squares = incident.squares + (now.floor_bytes - newest.floor_bytes) ** 2
+        return replace(track, incident=replace(incident, newest=now, squares=squares))
     fall, full = newest.floor_bytes - now.floor_bytes, 0 < track.most_bytes <= newest.floor_bytes + FULL_BYTES
     if full:  # torch's allocator gives back its cache, which says nothing of the growth beneath
         began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall))
     kept_bytes = began.floor_bytes + (0.0 if full else KEPT_SHARE) * (newest.floor_bytes - began.floor_bytes)
-    if now.floor_bytes >= kept_bytes and fall > LOWER_BYTES:
+    if now.floor_bytes >= kept_bytes and fall > LARGE_BYTES:
         return replace(track, incident=replace(incident, began=began, newest=now))
-    if now.floor_bytes >= kept_bytes and not is_over(began, newest, now, incident.rises, HELD):
+    count = (newest.floor_bytes - began.floor_bytes) ** 2 / incident.squares
+    if now.floor_bytes >= kept_bytes and not is_over(began, newest, now, count, HELD):
         return track
     over = {"parts": 0, "highest_bytes": newest.floor_bytes, "verdict": Certainty.NONE}
     rings = tuple(replace(ring, points=ring.points[-1:], **over) for ring in track.rings)
@@ -197,7 +200,7 @@ def estimate(grown: Growth, *, began_bytes: float, track: Track, room_bytes: flo
     """
     seconds = [point.seconds for point in grown.points]
     requests = [point.requests for point in grown.points]
-    step = min(64.0 * 2**20, median(rise for rise in grown.rises if rise > 0))
+    step = min(LARGE_BYTES, median(rise for rise in grown.rises if rise > 0))
     per_second, half_width, spread = measure_rate(seconds, grown.kept_bytes, step)
     per_request, request_half_width, request_spread = measure_rate(requests, grown.kept_bytes, step)
     by_requests = per_request > 0 and track.work.rate > 0 and request_spread <= UNLIKE * spread
@@ -229,15 +232,13 @@ def set_time_left(found: Estimate, track: Track, room_bytes: float) -> Estimate:
     garbage collector, return to their old height plus what leaked since; a demand as large as the largest recent one
     may come on top. The lower bound is the time until then.
     """
-    newest, swing_bytes = [point.floor_bytes for point in track.rings[0].points], 0.0
-    for ring in track.rings:
-        for point, least in zip(ring.points, find_retained(ring.points), strict=True):
-            fall = point.floor_bytes - min(least, newest[-1])
-            if fall > swing_bytes:
-                again = point.floor_bytes - newest[-1] + found.bytes_per_second * (track.seconds - point.seconds)
-                swing_bytes = max(swing_bytes, min(fall, again))
+    newest, rate = [point.floor_bytes for point in track.rings[0].points], found.bytes_per_second
+    swings = (
+        min(fall, point.floor_bytes - newest[-1] + rate * (track.seconds - point.seconds))
+        for point, fall in list_falls(track)
+    )
     largest_bytes = max((after - before for before, after in pairwise(newest)), default=0.0)
-    demand_bytes = max(swing_bytes + largest_bytes, OUT_OF_MEMORY_BYTES)
+    demand_bytes = max(max(0.0, *swings) + largest_bytes, OUT_OF_MEMORY_BYTES)
     room, least = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES), max(0.0, room_bytes - demand_bytes)
     return replace(
         found,

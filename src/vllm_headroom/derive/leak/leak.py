@@ -16,7 +16,7 @@ from vllm_headroom.derive.leak.facts import (
     observe_gpus,
     observe_page,
 )
-from vllm_headroom.derive.leak.inside import InsideTracks, find_location, sharpen_track, update_insides
+from vllm_headroom.derive.leak.inside import FORGET_SECONDS, InsideTracks, find_location, sharpen_track, update_insides
 from vllm_headroom.derive.leak.track import is_warming_up, observe
 from vllm_headroom.derive.life.signs import derive_out_of_service, keep_service
 from vllm_headroom.derive.readings import label_gpu, limit_remembered, make_facts, make_states
@@ -35,9 +35,6 @@ GPU_FIGURES: Final = (
     (catalog.TIME_TO_OOM, "oom_seconds"),
     (catalog.TIME_TO_OOM_LOWER, "oom_seconds_lower"),
 )
-FORGET_SECONDS: Final = 86400.0
-"""A device or role not seen for a day is dropped: this bounds memory while pods and MIG instances change."""
-
 Tracks = dict[str, Track]
 """A track per series, by UUID or role."""
 
@@ -175,12 +172,6 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
     inside: InsideTracks = field(default_factory=dict)
     sleep: SleepState = field(default_factory=SleepState)
     asleep: Tracks = field(default_factory=dict)
-
-
-def measure_watches(state: LeakMemory) -> dict[str, float]:
-    """Return for how many seconds each series, by UUID or role, has been compared with itself."""
-    tracks = {**state.gpus, **state.host}.items()
-    return {name: track.seconds - track.anchor.seconds for name, track in tracks if track.anchor is not None}
 
 
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:

@@ -116,10 +116,7 @@ def anchor_track(track: Track) -> Track:
 
 
 def _update_neighbours(track: Track, neighbours: int | None) -> Track:
-    """Return the track, paused while another process is on the device, and restarted if it stays.
-
-    A pause drops the open block, so that it never falls within one.
-    """
+    """Return the track, paused without its open block while another process is on the device; restarted if it stays."""
     if not neighbours or neighbours == track.neighbours:
         return track if track.crowded_since is None else replace(track, crowded_since=None)
     if track.neighbours is None:

@@ -50,6 +50,18 @@ def test_steps_hours_apart_are_one_alarm() -> None:
     assert course.verdicts[-1] is Certainty.LEAKING
 
 
+def test_many_small_rises_among_the_steps_do_not_end_it_between_them() -> None:
+    """The usual gap is that of the rises that make the growth."""
+
+    def shape(seconds: float) -> float:
+        return 400 * MIB * int(seconds / 6_000) + segments(min(seconds, 3 * HOUR) * 2 * MIB / 60)
+
+    course = follow(readings(shape, 14))
+
+    assert alarms(course.verdicts) == 1
+    assert course.verdicts[-1] is Certainty.LEAKING
+
+
 def test_after_half_of_the_growth_was_given_back_there_is_no_alarm() -> None:
     def given_back(seconds: float) -> float:
         return leak(seconds) if seconds < 2 * HOUR else 0.4 * leak(2 * HOUR)

@@ -252,3 +252,22 @@ def test_an_alarm_waits_the_longer_the_more_of_the_growth_is_single_large_steps(
     assert alone is not None
     assert beneath is not None
     assert alone <= beneath < 2 * alone
+
+
+def test_one_large_rise_does_not_bring_the_end_nearer() -> None:
+    """Else 90 MiB an hour with 4 GiB of room would be an alarm after a single demand of 2,400 MiB."""
+
+    def shape(seconds: float) -> float:
+        return segments(seconds * 90 * MIB / HOUR) + (2_400 * MIB if seconds > 1.2 * HOUR else 0)
+
+    assert Certainty.LEAKING not in follow(readings(shape, 2.5)).verdicts
+
+
+def test_the_slowest_tooth_of_a_sawtooth_is_no_leak_in_steps() -> None:
+    """A collector runs every quarter of an hour, and once late; it gives back more each time than the growth."""
+
+    def shape(seconds: float) -> float:
+        late = seconds - 8 * HOUR
+        return segments(late * 0.9 * MIB if 0 <= late < HOUR else seconds % 900 * 3.4 * MIB, 256 * MIB)
+
+    assert Certainty.LEAKING not in follow(readings(shape, 9.2)).verdicts[int(1.5 * HOUR / 15) :]
