@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -154,10 +154,13 @@ def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whateve
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
 
 
-def save(file: Path | None, content: str, option: str = "") -> None:
-    """Write a file, where one is wanted; raises BadInput, which names it behind its option."""
+def save(file: Path | None, content: str, option: str = "", inputs: Iterable[str | Path | None] = ()) -> None:
+    """Write a file, where one is wanted; raises BadInput, also where it is one of the inputs."""
     try:
         if file is not None:
+            read = [Path(each) for each in inputs if each is not None]
+            if file.exists() and any(each.exists() and file.samefile(each) for each in read):
+                raise BadInput(f"{option}{file}: is what was read, and would be lost: name another file")
             file.write_bytes(content.encode(errors="replace"))  # JSON, too, may name what UTF-8 cannot
     except OSError as error:
         raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error

@@ -18,7 +18,8 @@ def write_bash() -> Iterator[str]:
     """Yield a script for bash: options, and the values of those that have a closed set."""
     yield "_vllm_headroom() {"
     yield '  local words command="${COMP_WORDS[1]}" last="${COMP_WORDS[COMP_CWORD-1]}"'
-    yield '  [ "$COMP_CWORD" -eq 1 ] && command=""; case "$command $last" in'
+    yield '  case "$command" in -*) command=run ;; *) [ "$COMP_CWORD" -eq 1 ] && command="" ;; esac'
+    yield '  case "$command $last" in'
     options = {name: list_options(name) for name in COMMANDS}
     for name, described in options.items():
         for action, _, values in described:

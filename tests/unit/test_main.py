@@ -1,4 +1,5 @@
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,6 +236,8 @@ def test_an_interrupt_during_the_imports_ends_without_a_traceback(name: str, com
         (("demo", "--scenario", "le"), "leak"),
         (("pl",), "plan"),
         (("plan", "--max-lora-"), "--max-lora-rank"),
+        (("--log-f",), "--log-format"),
+        (("--log-level", "w"), "warning"),
         (("probe", "in"), "install"),
     ],
 )
@@ -264,3 +267,22 @@ def test_other_shells_get_every_command_too(shell: str) -> None:
 
     assert done.returncode == 0
     assert all(name in done.stdout for name in COMMANDS)
+
+
+READ_AND_WRITTEN: Final = [
+    ("replay", "{}", "--svg"),
+    ("check", "--max-preemptions-per-thousand-requests", "1", "--trace", "{}", "--junit"),
+]
+
+
+@pytest.mark.parametrize("words", READ_AND_WRITTEN)
+def test_an_output_never_replaces_what_was_read(words: tuple[str, ...], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl.gz"
+    shutil.copy(Path(__file__).parents[1] / "contract" / "card" / "h100-sleep.jsonl.gz", trace)
+    before = trace.read_bytes()
+
+    process = run_command(*(word.format(trace) for word in words), str(trace))
+
+    assert process.returncode == 2
+    assert process.stderr.endswith(f"{words[-1]} {trace}: is what was read, and would be lost: name another file\n")
+    assert trace.read_bytes() == before

@@ -238,19 +238,21 @@ def _run(given: Namespace) -> Report:
     given_limits, traces = read_limits(given), []
     budget = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
     keeps = any(JUDGES[key][0] in (LEAK, HOST_LEAK) for key in given_limits)
-    for flag, name in (("--trace", given.trace), ("--baseline", given.baseline)):
+    inputs = (given.trace, given.baseline)
+    for flag, name in zip(("--trace", "--baseline"), inputs, strict=True):
         record = TraceRecord(budget, keeps=keeps)
         try:
             for snapshot in () if name is None else read_trace(name):
                 record.step(snapshot)
         except BadInput as error:
             wrong = f"{flag}: {error}"
-            save(given.junit, _build_suite([("trace", Conclusion.CANNOT_TELL, wrong, "")]))  # not an earlier build's
+            suite = _build_suite([("trace", Conclusion.CANNOT_TELL, wrong, "")])
+            save(given.junit, suite, "--junit ", inputs)  # not an earlier build's
             raise BadInput(wrong) from error
         traces += [] if name is None else [(name, record)]
     records = [record for _, record in traces]
     judgements = tuple(judge(given_limits, records[0], records[1] if records[1:] else None))
-    save(given.junit, build_junit(judgements))
+    save(given.junit, build_junit(judgements), "--junit ", inputs)
     return build_report(traces, judgements, for_github=given.format == "github")
 
 

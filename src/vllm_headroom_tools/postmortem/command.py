@@ -157,7 +157,7 @@ def _run(given: Namespace) -> Report:
         raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment")
     found = read_postmortem(find_trace(Path(place)))
     if given.html is not None:
-        save(given.html, build_page(found), "--html ")
+        save(given.html, build_page(found), "--html ", (place,))
     return build_report(found)
 
 

@@ -260,7 +260,7 @@ def _run(given: Namespace) -> Report:
         if given.svg or not given.json:
             curves.step(snapshot)
     if given.svg:
-        save(given.svg, draw_picture(watch, curves), "--svg ")
+        save(given.svg, draw_picture(watch, curves), "--svg ", (given.trace,))
     return build_report(watch, curves, fails=given.fail_on_leak)
 
 
