@@ -284,5 +284,5 @@ def test_an_output_never_replaces_what_was_read(words: tuple[str, ...], tmp_path
     process = run_command(*(word.format(trace) for word in words), str(trace))
 
     assert process.returncode == 2
-    assert process.stderr.endswith(f"{words[-1]} {trace}: is what was read, and would be lost: name another file\n")
+    assert process.stderr.endswith(f"{trace}: is what was read, and would be lost: name another file\n")
     assert trace.read_bytes() == before

@@ -247,12 +247,12 @@ def _run(given: Namespace) -> Report:
         except BadInput as error:
             wrong = f"{flag}: {error}"
             suite = _build_suite([("trace", Conclusion.CANNOT_TELL, wrong, "")])
-            save(given.junit, suite, "--junit ", inputs)  # not an earlier build's
+            save(given.junit, suite, inputs=inputs)  # not an earlier build's
             raise BadInput(wrong) from error
         traces += [] if name is None else [(name, record)]
     records = [record for _, record in traces]
     judgements = tuple(judge(given_limits, records[0], records[1] if records[1:] else None))
-    save(given.junit, build_junit(judgements), "--junit ", inputs)
+    save(given.junit, build_junit(judgements), inputs=inputs)
     return build_report(traces, judgements, for_github=given.format == "github")
 
 
