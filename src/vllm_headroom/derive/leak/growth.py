@@ -109,10 +109,12 @@ def find_retained(points: tuple[Point, ...]) -> tuple[float, ...]:
 
 
 def list_falls(track: Track) -> Iterator[tuple[Point, float]]:
-    """Yield each point of the rings with how much of what was held there is given back by now."""
+    """Yield each point of the rings of which something is given back by now, and how much."""
+    now_bytes = track.rings[0].points[-1].floor_bytes
     for points in (ring.points for ring in track.rings):
         for point, least in zip(points, find_retained(points), strict=True):
-            yield point, point.floor_bytes - min(least, track.rings[0].points[-1].floor_bytes)
+            if (fall := point.floor_bytes - min(least, now_bytes)) > 0:
+                yield point, fall
 
 
 def has_ended(grown: Growth) -> bool:

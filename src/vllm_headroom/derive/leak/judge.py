@@ -131,7 +131,7 @@ def _judge_windows(
         if grown.count >= LEAST_RISES and likely and not has_ended(grown):
             odds = min(MOST, grown.score) + min(MOST, weigh_pace(grown, track.anchor))
             yield min(most, _judge_even(grown, odds, room_bytes)), odds, grown
-    fallen_bytes = max(fall for _, fall in list_falls(track)) if whole else 0.0
+    fallen_bytes = max((fall for _, fall in list_falls(track)), default=0.0) if whole else 0.0
     for grown in find_step_windows(course, track.load) if whole else ():
         if not has_ended(grown) and grown.grown_bytes >= fallen_bytes:
             verdict, odds = judge_steps(grown, track, first, room_bytes)
@@ -233,12 +233,10 @@ def set_time_left(found: Estimate, track: Track, room_bytes: float) -> Estimate:
     may come on top. The lower bound is the time until then.
     """
     newest, rate = [point.floor_bytes for point in track.rings[0].points], found.bytes_per_second
-    swings = (
-        min(fall, point.floor_bytes - newest[-1] + rate * (track.seconds - point.seconds))
-        for point, fall in list_falls(track)
-    )
+    falls = ((fall, at.floor_bytes - newest[-1], track.seconds - at.seconds) for at, fall in list_falls(track))
+    swings = [0.0, *(min(fall, lower + rate * seconds) for fall, lower, seconds in falls)]
     largest_bytes = max((after - before for before, after in pairwise(newest)), default=0.0)
-    demand_bytes = max(max(0.0, *swings) + largest_bytes, OUT_OF_MEMORY_BYTES)
+    demand_bytes = max(max(swings) + largest_bytes, OUT_OF_MEMORY_BYTES)
     room, least = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES), max(0.0, room_bytes - demand_bytes)
     return replace(
         found,
