@@ -30,7 +30,7 @@ def build_report(answer: Assessment) -> Report:
     notes = [Finding("note", Conclusion.GOOD, each) for each in answer.notes]
     return Report(
         verdict=answer.verdict,
-        headline=answer.advice[0].summary if answer.advice else next(_format_end(answer)),
+        headline=answer.advice[0].summary if answer.advice else next(_format_end(answer)).removesuffix(" Missing:"),
         findings=(*advised, *missing, *notes),
         data=_build_data(answer),
         lines=_render_text(answer),

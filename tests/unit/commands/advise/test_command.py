@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -95,6 +96,9 @@ def test_what_cannot_be_told_ends_with_status_2_and_says_what_is_missing() -> No
     assert (process.returncode, process.stderr) == (2, "")
     assert "Cannot tell whether anything should be changed. Missing:\n" in process.stdout
     assert "a longer history: it covers 11 min 30 s, and an hour is needed" in process.stdout
+
+    shown = json.loads(advise("-", "--json", trace=traces.text(traces.healthy(0.2))).stdout)
+    assert shown["headline"] == "Cannot tell whether anything should be changed."
 
 
 def test_a_sidecars_page_is_read() -> None:
