@@ -85,16 +85,6 @@ def parse_header_name(text: str) -> str:
     return match(HEADER_NAME, text)
 
 
-def parse_mapping(text: str) -> object:
-    """Return what a text holds in YAML, of which JSON is a part."""
-    import yaml  # noqa: PLC0415 - it costs 25 ms of the start
-
-    try:
-        return yaml.load(text, yaml.BaseLoader)  # noqa: S506 - it makes texts, lists and mappings only
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError from error
-
-
 def match(pattern: re.Pattern[str], text: str) -> str:
     """Return a text that has this form."""
     if pattern.fullmatch(text) is None:

@@ -39,6 +39,11 @@ def read_yaml(path: Path, *, as_text: bool = False) -> tuple[object, tuple[str, 
     held = read_file(path, MOST_BYTES + 1)
     if len(held) > MOST_BYTES:
         raise OSError(EFBIG, strerror(EFBIG))
+    return parse_yaml(held, as_text=as_text)
+
+
+def parse_yaml(held: bytes, *, as_text: bool = False) -> tuple[object, tuple[str, ...]]:
+    """Return what YAML in UTF-8 says and the keys that one of its mappings has twice; raises NotYamlError."""
     try:
         loader = (TextLoader if as_text else yaml.SafeLoader)(held.decode())
         root = loader.get_single_node()

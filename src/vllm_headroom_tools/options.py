@@ -209,12 +209,8 @@ class Parser(argparse.ArgumentParser):
         every mistake, also in a value that another source overrides, and Printed.
         """
         places = [action for action in self._actions if not action.option_strings]
-        if (
-            not places
-            and ENGINE_URL in self._option_string_actions
-            and "://" in "".join(argv[:1])
-            and argv[0][0] != "-"
-        ):
+        is_url = any("://" in word and not OPTION.match(word) for word in argv[:1])
+        if is_url and not places and ENGINE_URL in self._option_string_actions:
             argv = (ENGINE_URL, *argv)
         typed, loose = self._split(argv, len(places))
         sound, mistakes = self._sound(typed)

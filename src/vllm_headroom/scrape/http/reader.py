@@ -25,7 +25,7 @@ _MOST_CPU_SECONDS: Final = 0.5
 """The event loop's own work while one page comes in: a page of 5,000 lines, each in a separate part, takes 0.2 s."""
 
 _FILE_SECONDS: Final = 1.0
-"""For a token or a CA file, which takes microseconds; a FIFO without a writer or a network volume may never answer."""
+"""For a token or a CA file, which takes microseconds; a pipe without a writer takes 5 s, a network volume for ever."""
 
 _TURN_PARTS: Final = 64
 """Parts after which the event loop does other work: a server can send thousands at once."""
