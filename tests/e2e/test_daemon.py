@@ -272,6 +272,7 @@ def test_an_address_in_use_ends_it_with_status_2(nvml: FakeNvml) -> None:
 
     assert result.returncode == 2
     assert "cannot listen" in result.stderr
+    assert result.stderr.rstrip().endswith('problem="Address already in use"')
     assert "Traceback" not in result.stderr
 
 

@@ -86,7 +86,7 @@ async def run(parts: Parts, settings: Settings, make: "Callable[..., Daemon] | N
             "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of this machine",
             host=settings.listen_host or "all interfaces",
             port=settings.listen_port,
-            problem=error.strerror,
+            problem=str(error.strerror).partition(" (while")[0],  # the module socket adds the address
         )
         return CANNOT_LISTEN
     except WebConfigError as error:

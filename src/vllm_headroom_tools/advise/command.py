@@ -16,7 +16,7 @@ from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import describe_span
 from vllm_headroom_tools.options import RATIO, TRACE, BadOptions, Parser, Value, page_url, tokens, whole
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
-from vllm_headroom_tools.trace import read_trace
+from vllm_headroom_tools.trace import BadInput, read_trace
 from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
@@ -166,9 +166,11 @@ async def _judge_live(given: Namespace, settings: EngineArgs) -> Report:
 
 
 def _read_trace(given: Namespace, settings: EngineArgs) -> Facts:
-    past = TraceHistory()
+    past, snapshot = TraceHistory(), None
     for snapshot in read_trace(given.trace or given.trace_option):
         past.step(snapshot)
+    if snapshot is None:
+        raise BadInput("the trace has no samples")
     return past.facts(settings)
 
 

@@ -59,7 +59,7 @@ def build_question(given: argparse.Namespace) -> Question:
         "shape": _apply_dtype(shape, given.dtype, given.quantization, language_model_only=given.language_model_only),
         "checkpoint_bytes": checkpoint,
         "parameters": parameters,
-        "max_model_len": given.max_model_len or shape.max_model_len,
+        "max_model_len": shape.max_model_len if given.max_model_len in (AUTO, None) else given.max_model_len,
         "max_num_seqs": sequences,
         "max_num_batched_tokens": given.max_num_batched_tokens or max(tokens, sequences),
         "max_loras": given.max_loras if given.enable_lora else 0,
@@ -71,6 +71,8 @@ def build_question(given: argparse.Namespace) -> Question:
     asked = Question(**values)
     if problem := find_problem(asked):
         raise BadInput(problem)
+    if given.max_model_len == AUTO:
+        return replace(asked, max_model_len=estimate_memory(asked).find_longest(1) or shape.max_model_len)
     return asked
 
 
@@ -122,6 +124,10 @@ def _apply_dtype(shape: ModelShape, dtype: str, quantization: str | None, *, lan
 MOST: Final = 2**24
 COUNT: Final = whole(1, MOST)
 TOKENS: Final = tokens(MOST)
+AUTO: Final = -1
+LENGTH: Final = Value(
+    read=lambda text: AUTO if text in {"auto", str(AUTO)} else TOKENS.read(text), accepts=f"{TOKENS.accepts}, or auto"
+)
 PARAMETERS: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 THOUSANDS: Final = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
 MOST_PARAMETERS: Final = 10**14
@@ -182,7 +188,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     add("--max-loras", metavar="N", type=COUNT, default=1, help="default 1")
     add("--max-lora-rank", metavar="N", type=COUNT, default=LORA_RANK, help=f"default {LORA_RANK}")
     add("--language-model-only", action="store_true", help="no image or audio encoder")
-    add("--max-model-len", metavar="TOKENS", type=TOKENS, help="of prompt and answer; default the model's limit")
+    longest = "of prompt and answer, auto the most that fit; default the model's limit"
+    add("--max-model-len", metavar="TOKENS", type=LENGTH, help=longest)
     add("--max-num-seqs", metavar="N", type=COUNT, help="default 256; from 70 GiB 1024, but for an A100")
     batched = "default 2048; from 70 GiB 8192, but for an A100; from 160 GiB 16384"
     add("--max-num-batched-tokens", metavar="TOKENS", type=TOKENS, help=batched)

@@ -215,6 +215,13 @@ def test_an_engine_that_is_none_is_one_line(answer: Answer, why: str) -> None:
     assert (process.returncode, process.stdout, process.stderr) == (2, "", expected)
 
 
+def test_a_trace_without_samples_is_one_line() -> None:
+    process = advise("-", trace='{"headroom_trace": 1}\n')
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "vllm-headroom advise: the trace has no samples\n"
+
+
 def test_help_has_an_example() -> None:
     process = advise("--help")
 

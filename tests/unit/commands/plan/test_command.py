@@ -85,6 +85,17 @@ def test_vllms_own_spellings_are_taken(capsys: Capsys) -> None:
     assert plan(capsys, *of("llama-3.1-8b"), *card, "--max-model-len=32K").document["max_model_len"] == 32768
 
 
+@pytest.mark.parametrize("longest", ["auto", "-1"])
+def test_a_length_of_auto_is_the_most_that_fit(longest: str, capsys: Capsys) -> None:
+    card = (*of("llama-3.1-8b"), "--gpu-memory", "24GiB", "--json")
+    most = plan(capsys, *card).document["largest_max_model_len"][0]["max_model_len"]
+
+    found = plan(capsys, *card, "--max-model-len", longest)
+
+    assert 0 < found.document["max_model_len"] == most < 131_072
+    assert found.document["fits"] is True
+
+
 def test_every_mistake_is_told_at_once(capsys: Capsys) -> None:
     answer = plan(capsys, "--gpu-memory", "80", "--layers", "x", "--colour", "--max-model-len", "--dtyp=half")
 
