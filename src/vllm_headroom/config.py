@@ -82,6 +82,9 @@ FILE: Final = ("FILE", "the path of a file")
 FOLDER: Final = ("DIRECTORY", "the path of a directory")
 
 
+LINK: Final = r"^https?://[A-Za-z0-9._~:{}\[\]-]+(/[A-Za-z0-9._~:/@%+,={}\[\]-]*)?$"
+
+
 class Settings(BaseSettings):
     """The daemon's settings, validated and frozen; the text below each is its description, for --help and docs."""
 
@@ -168,8 +171,8 @@ class Settings(BaseSettings):
     )
     """What the engine is for, which alerts and the page respect: a batch server may queue and end; a swapped one
     sleeps while others take its GPU; on a shared GPU neighbours are planned."""
-    runbooks_url: Annotated[str | None, Field(pattern=r"^https?://[A-Za-z0-9._~:/@%+,={}\[\]-]+$")] = setting(
-        None, "URL", "an http or https URL"
+    runbooks_url: Annotated[str | None, Field(pattern=LINK)] = setting(
+        None, "URL", "an http or https URL without user and password"
     )
     """Where alerts/runbooks is served, for the page to link to; the alert's name replaces {alert} in it, or else
     goes to its end. Without it there are no links."""
@@ -258,6 +261,7 @@ OF_A_SERVICE: Final = re.compile(
 
 SHOWN: Final[Mapping[str, Callable[[object], str]]] = {
     "engine_url": inputs.show_url,
+    "runbooks_url": inputs.show_url,
     "engine_headers": lambda _: "a value that is kept secret",
 }
 """How a refused value that may hold a secret is shown."""

@@ -16,7 +16,24 @@ MOST_BYTES: Final = 2**20
 NULL: Final = "tag:yaml.org,2002:null"
 
 
-class TextLoader(yaml.BaseLoader):
+class WithoutAliases(yaml.parser.Parser, yaml.composer.Composer):
+    """Refuses aliases: a few, nested, make gigabytes of 400 bytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node, as the base class does."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                problem="an alias is not read here, write its value out", problem_mark=mark
+            )
+        return super().compose_node(parent, index)
+
+
+class PlainLoader(WithoutAliases, yaml.SafeLoader):
+    """Reads values as YAML means them."""
+
+
+class TextLoader(WithoutAliases, yaml.BaseLoader):
     """Keeps every value but null as the text it is: `yes` is no number, and 1:30 is not 90."""
 
 
@@ -45,7 +62,7 @@ def read_yaml(path: Path, *, as_text: bool = False) -> tuple[object, tuple[str, 
 def parse_yaml(held: bytes, *, as_text: bool = False) -> tuple[object, tuple[str, ...]]:
     """Return what YAML in UTF-8 says and the keys that one of its mappings has twice; raises NotYamlError."""
     try:
-        loader = (TextLoader if as_text else yaml.SafeLoader)(held.decode())
+        loader = (TextLoader if as_text else PlainLoader)(held.decode())
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
@@ -55,16 +72,15 @@ def parse_yaml(held: bytes, *, as_text: bool = False) -> tuple[object, tuple[str
         raise NotYamlError("", "nested too deep") from None
     except (ValueError, AttributeError, yaml.YAMLError):  # AttributeError: `!!timestamp x`
         raise NotYamlError("", "it is no text in UTF-8") from None
-    return document, tuple(dict.fromkeys(_find_repeated(root, set())))
+    return document, tuple(dict.fromkeys(_find_repeated(root)))
 
 
-def _find_repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
-    """Yield the keys that a mapping has more than once; what an alias shows again is looked at once."""
-    if node is None or id(node) in seen or isinstance(node.value, str):
+def _find_repeated(node: yaml.Node | None) -> Iterator[str]:
+    """Yield the keys that a mapping has more than once."""
+    if node is None or isinstance(node.value, str):
         return
-    seen.add(id(node))
     pairs = [each if isinstance(each, tuple) else (None, each) for each in node.value]
     names = [key.value for key, _ in pairs if key is not None and isinstance(key.value, str)]
     yield from (name for name in names if names.count(name) > 1)
     for _, value in pairs:
-        yield from _find_repeated(value, seen)
+        yield from _find_repeated(value)

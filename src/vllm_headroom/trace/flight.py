@@ -19,6 +19,9 @@ from vllm_headroom.units import MIB
 log = Log(__name__)
 
 FLIGHT: Final = "flight.jsonl"
+SPOILED: Final = f"spoiled-{FLIGHT}"
+"""Not matched by FLIGHT*, by which people put the record together."""
+
 INCIDENTS: Final = "incidents"
 INCIDENT: Final = "incident"
 """The key of an incident's facts, in the header of its trace."""
@@ -89,7 +92,10 @@ def parse_known(first_line: bytes) -> dict[str, Any] | None:
 
 
 def keep(folder: Path, written: bytes) -> None:
-    """Add a line to the record; raises OSError, and ValueError where another file is in its place."""
+    """Add a line to the record; raises OSError, and ValueError where a link is in its place.
+
+    A file that is no trace is set aside: a crash of the machine leaves zeros, and a bad disk anything.
+    """
     make_folder(folder)
     file = folder / FLIGHT
     if file.is_symlink():  # a link in the daemon's folder is an attack
@@ -98,13 +104,8 @@ def keep(folder: Path, written: bytes) -> None:
     try:
         append(file, written, most_bytes)
     except ValueError:
-        if not file.is_file():  # a pipe, which would be waited for
-            raise
-        with file.open("rb") as stream:
-            if stream.read(1) != b"\0":  # which a crash of the machine leaves
-                raise
-        spoiled = file.replace(file.with_name(f"{FLIGHT}.spoiled"))
-        log.warning("the flight record was spoiled by a crash and is set aside", file=str(spoiled))
+        spoiled = file.replace(file.with_name(SPOILED))
+        log.warning("the flight record was no trace, and is set aside", file=str(spoiled))
         append(file, written, most_bytes)
 
 

@@ -32,7 +32,7 @@ def test_a_pipe_costs_no_incident(name: str, tmp_path: Path) -> None:
 
 
 def test_a_record_that_a_crash_left_as_zeros_is_set_aside_as_it_is(tmp_path: Path) -> None:
-    record, aside = tmp_path / "flight.jsonl", tmp_path / "flight.jsonl.spoiled"
+    record, aside = tmp_path / "flight.jsonl", tmp_path / "spoiled-flight.jsonl"
     sample = encode_line(build_record(snapshot()))
     zeros = bytes(4096) + b"\n" + sample
     record.write_bytes(zeros)
@@ -51,19 +51,24 @@ def test_a_record_that_a_crash_left_as_zeros_is_set_aside_as_it_is(tmp_path: Pat
     assert len(list(read_trace(str(record)))) == 1
 
 
-def test_a_pipe_in_place_of_the_record_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_the_record_is_set_aside(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "flight.jsonl")
 
-    with pytest.raises(OSError, match="not seekable"):
-        keep(tmp_path, encode_line(build_record(snapshot())))
+    keep(tmp_path, encode_line(build_record(snapshot())))
+
+    assert (tmp_path / "spoiled-flight.jsonl").is_fifo()
+    assert len(list(read_trace(str(tmp_path / "flight.jsonl")))) == 1
 
 
-def test_a_file_of_somebody_else_stays_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "flight.jsonl").write_text("dear diary\n")
+@pytest.mark.parametrize("foreign", [b"dear diary\n", b'{"headroom_tr\xffce":1}\n', b"null\n", b"[]\n", b"-" * 100_000])
+def test_a_record_that_is_no_trace_is_set_aside_and_costs_no_sample(tmp_path: Path, foreign: bytes) -> None:
+    record = tmp_path / "flight.jsonl"
+    record.write_bytes(foreign)
 
-    with pytest.raises(ValueError, match="is no trace: move it away"):
-        keep(tmp_path, encode_line(build_record(snapshot())))
-    assert [each.name for each in tmp_path.iterdir()] == ["flight.jsonl"]
+    keep(tmp_path, encode_line(build_record(snapshot())))
+
+    assert (tmp_path / "spoiled-flight.jsonl").read_bytes() == foreign
+    assert len(list(read_trace(str(record)))) == 1
 
 
 def test_a_record_without_an_end_of_line_is_not_taken_into_memory(tmp_path: Path) -> None:

@@ -51,14 +51,21 @@ def test_users_are_no_part_of_what_is_shown(file: Path) -> None:
     assert HASH not in repr(config)
 
 
+BOMB = "\n".join(
+    (f"a0: &a0 {['x'] * 10}", *(f"a{n}: &a{n} {[f'*a{n - 1}'] * 10}".replace("'", "") for n in range(1, 9)))
+)
+"""A gigabyte, where aliases are read."""
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         ("- a", "the file: not a mapping"),
-        ("{", "it is not YAML"),
-        ("[" * 5000, "it is not YAML"),
+        ("{", "it is not YAML, line 1 (expected the node content, but found '<stream end>')"),
+        (BOMB, "it is not YAML, line 2 (an alias is not read here, write its value out)"),
+        ("[" * 5000, "it is not YAML (nested too deep)"),
         ("#" * (MOST_BYTES + 1), "it cannot be read (File too large)"),
-        ("a: 2026-99-99", "it is not YAML"),
+        ("a: 2026-99-99", "it is not YAML (it is no text in UTF-8)"),
         (f"basic_auth_users: {{alice: {HASH}}}\nbasic_auth_users: {{}}", "basic_auth_users: given twice"),
         ("http_server_config: {headers: {X-Frame-Options: a, X-Frame-Options: b}}", "X-Frame-Options: given twice"),
         ("basic_auth_users: []", "basic_auth_users: not a mapping of names to bcrypt hashes"),
@@ -108,7 +115,7 @@ def test_users_are_no_part_of_what_is_shown(file: Path) -> None:
             "tls_server_config: {cert_file: a, key_file: b, client_auth_type: RequireAndVerifyClientCert}",
             "tls_server_config.client_ca_file: missing, and client_auth_type needs it",
         ),
-        ("a: !!timestamp x", "it is not YAML"),
+        ("a: !!timestamp x", "it is not YAML (it is no text in UTF-8)"),
         (
             'tls_server_config: {cert_file: "a\\0", key_file: b}',
             "tls_server_config.cert_file: not the path of a file",

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from vllm_headroom.inputs import show_value
+
 
 class WebConfigError(ValueError):
     """A file that cannot be used; `lines` has one line per mistake."""
@@ -87,8 +89,8 @@ def read_web_config(path: Path) -> WebConfig:
         document, twice = read_yaml(path)
     except OSError as error:
         raise WebConfigError([f"it cannot be read ({error.strerror})"]) from None
-    except NotYamlError:
-        raise WebConfigError(["it is not YAML"]) from None
+    except NotYamlError as error:
+        raise WebConfigError([f"it is not YAML{error.place} ({error.problem})"]) from None
     top: Any = {} if document is None else document
     if mistakes := [f"{name}: given twice" for name in twice] or list(_find_mistakes(top)):
         raise WebConfigError(mistakes)
@@ -154,7 +156,7 @@ def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
             yield f"tls_server_config.{name}: not the path of a file"
     for name, (meanings, _) in _CHOICES.items():
         if _choose(tls, name) is None:
-            yield f"tls_server_config.{name}: got {tls[name]!r}, accepts {', '.join(filter(None, meanings))}"
+            yield f"tls_server_config.{name}: got {show_value(tls[name])}, accepts {', '.join(filter(None, meanings))}"
     auth, authority = _choose(tls, "client_auth_type"), tls.get("client_ca_file")
     lowest, highest = _choose(tls, "min_version"), _choose(tls, "max_version")
     wrong = {
