@@ -27,8 +27,7 @@ CHANCE_IN_A_LEAK, LEAST_CHANCE = 0.8, 0.10
 USELESS_CHANCE: Final = 0.75
 """Blocks in which a rise is this likely anyway are no evidence: this covers the warm-up."""
 
-LAST_SHARE: Final = 0.05
-QUIET_SECONDS, QUIET_GAPS = 1800.0, 1.5
+LAST_SHARE, QUIET_SECONDS, QUIET_GAPS = 0.05, 1800.0, 1.5
 """Growth has ended after so long without a rise, and after so many of its usual gaps, in seconds and in requests."""
 
 
@@ -243,7 +242,7 @@ STEP_SHARE: Final = 0.05
 """Steps of at least a twentieth of the growth are compared."""
 
 YOUNG_SECONDS: Final = 4 * 3600.0
-"""No alarm so early in a run: slots and caches fill as evenly as a leak, and many are full by then."""
+"""No alarm so early, unless two thirds of the room are gone, no warning in its first half: caches fill evenly too."""
 
 ROOM_SHARE, ENOUGH_BYTES = 0.25, 1536 * MIB
 """For an alarm, a quarter of the room must be gone, or so much that few caches are as large."""
@@ -295,12 +294,13 @@ def judge_steps(grown: Growth, track: Track, first: Point, room_bytes: float | N
     left = room / grown.grown_bytes * lasted
     is_full = room_bytes is not None and room <= max(grown.rises)
     enough = grown.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + grown.grown_bytes))
-    old = track.seconds - first.seconds >= YOUNG_SECONDS
+    age = track.seconds - first.seconds
+    old = age >= YOUNG_SECONDS or (room_bytes is not None and lasted >= 2 * left)
     least_odds, least_sure = (ODDS_WHERE_FULL, SURE_WHERE_FULL) if is_full else (LEAST_ODDS, SURE_OF_STEPS)
     if odds >= least_odds and enough and old and lasted >= compute_patience(left):
         steps = tuple(step for step in track.steps if step.seconds > first.seconds)
         sure = odds + score_likeness(steps, grown.points[0].seconds, STEP_SHARE * grown.grown_bytes)
         if sure >= least_sure:
             return Certainty.LEAKING, sure
-    growing = odds >= ODDS and left <= DAY_SECONDS and lasted >= left / 4
+    growing = odds >= ODDS and age >= YOUNG_SECONDS / 2 and left <= DAY_SECONDS and lasted >= left / 4
     return Certainty.GROWING if growing else Certainty.NONE, odds

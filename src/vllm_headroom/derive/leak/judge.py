@@ -97,10 +97,12 @@ def _update_estimate(track: Track, grown: Growth | None, room_bytes: int | None)
 def _judge_rings(track: Track, first: Point, room_bytes: float | None) -> tuple[Track, Growth | None]:
     """Return the track with the verdict of each ring whose block has ended, and the growth behind the surest."""
     rings, best, grown = [], Certainty.NONE, None
+    reach = (each for each in track.rings[1:] if each.points and each.points[0].seconds <= first.seconds + 960.0)
+    wide = next(reach, track.rings[-1])  # the shortest blocks, of two minutes or more, that reach back as far
     for ring in track.rings:
         verdict = ring.verdict
         if ring.points and ring.points[-1].seconds == track.seconds:
-            course, whole = survey(ring, first), ring is track.rings[-1]
+            course, whole = survey(ring, first), ring is wide
             judged = () if course is None else _judge_windows(course, track, first, room_bytes, whole=whole)
             verdict, _, found = max(judged, key=lambda judgement: judgement[:2], default=(Certainty.NONE, 0.0, None))
             if found is not None and verdict >= max(best, Certainty.GROWING):

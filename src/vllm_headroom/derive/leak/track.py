@@ -36,9 +36,8 @@ half."""
 LEAST_STEP_BYTES, NEWEST_STEPS = 24 * MIB, 32
 """More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
 
-AVERAGE_SECONDS: Final = 300.0
-RESET_SECONDS: Final = 600.0
-"""A counter that stays lower for this long was reset, and continues from there."""
+AVERAGE_SECONDS, RESET_SECONDS = 300.0, 600.0
+"""A rate's average; a counter that stays lower for ten minutes was reset, and continues from there."""
 
 
 def observe(track: Track, seen: Observation) -> Track:

@@ -139,3 +139,21 @@ def test_an_alarm_of_steps_hours_apart_says_what_time_is_left(size: int, hours: 
 
     assert len(alarmed) > 200
     assert [track for track in alarmed if track.estimate is None or track.estimate.oom_seconds is None] == []
+
+
+def test_steps_that_fill_a_small_room_within_hours_are_an_alarm_before_it_is_full() -> None:
+    def kept(seconds: float) -> float:
+        return 5_000 * MIB + 130 * MIB * int(max(0.0, seconds - 15 * MINUTE) / (9 * MINUTE))
+
+    end = next(hour for hour in range(1, 400) if TOTAL - BASE - kept(hour * MINUTE) <= 0) * MINUTE
+    verdicts = {seconds: track.verdict for seconds, track in followed(kept, end / HOUR)}
+
+    assert end < 2.5 * HOUR
+    assert max(verdict for seconds, verdict in verdicts.items() if seconds < end - 10 * MINUTE) is Certainty.LEAKING
+
+
+def test_the_same_steps_that_end_early_are_none() -> None:
+    def slots(seconds: float) -> float:
+        return 5_000 * MIB + 130 * MIB * min(5, int(max(0.0, seconds - 15 * MINUTE) / (9 * MINUTE)))
+
+    assert {track.verdict for _, track in followed(slots, 4)} == {Certainty.NONE}
