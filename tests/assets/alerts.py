@@ -139,7 +139,7 @@ def narrowed(path: Path, folder: Path) -> list[Path]:
         )
         text = json.dumps(test)
         needed = _needed(text, [rule for group in groups for rule in group["rules"]])
-        asks_for_all = re.search(r"ALERTS(?!\{alertname=)", text)
+        asks_for_all = re.search(r"ALERTS(?!\{alertname=)|alertname=~[^,}]*[.*+]", text)
         kept = [
             group | {"rules": [rule for rule in group["rules"] if asks_for_all or _rule(rule).name in needed]}
             for group in groups

@@ -185,6 +185,12 @@ def test_what_may_evict_is_what_the_component_grants() -> None:
     assert not any(each["kind"] in kinds for each in documents(written("dra")))
 
 
+def test_no_value_for_evict_grants_nothing() -> None:
+    made = documents(helm.render(helm.CHART, {"sidecar": {"evict": None}}))
+
+    assert not [each["kind"] for each in made if each["kind"] in ("ServiceAccount", "Role", "RoleBinding")]
+
+
 def test_what_watches_is_what_the_components_install_for_the_pods_of_the_release() -> None:
     monitor, policy = (
         yaml.safe_load((COMPONENTS / name / f"{name}.yaml").read_text()) for name in ("podmonitor", "networkpolicy")

@@ -33,12 +33,12 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- end }}
   {{- with .memoryLimitOf }}
   - name: HEADROOM_HOST_MEMORY_LIMIT_BYTES
-    valueFrom: {resourceFieldRef: {containerName: {{ . }}, resource: limits.memory, divisor: "1"}}
+    valueFrom: {resourceFieldRef: {containerName: {{ . | quote }}, resource: limits.memory, divisor: "1"}}
   {{- end }}
   {{- with include "vllm-headroom.runbooks" $ }}
   - {name: HEADROOM_RUNBOOKS_URL, value: {{ . | quote }}}
   {{- end }}
-  {{- if ne .evict "off" }}
+  {{- if ne (.evict | default "off") "off" }}
   - {name: HEADROOM_EVICT, value: {{ .evict | quote }}}
   - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
   {{- end }}
@@ -61,7 +61,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
   - {name: headroom-state, mountPath: /var/lib/vllm-headroom}
-  - {name: headroom-{{ ternary "no-token" "api" (eq .evict "off") }}, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+  - {name: headroom-{{ ternary "no-token" "api" (eq (.evict | default "off") "off") }}, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
   {{- if .probe }}
   - {name: headroom-probe-files, mountPath: /run/headroom-probe}
   {{- end }}
@@ -72,7 +72,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{- define "vllm-headroom.volumes" -}}
 - {name: headroom-state, emptyDir: {medium: Memory, sizeLimit: 16Mi}}
 - {name: headroom-no-token, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
-{{- if ne .Values.sidecar.evict "off" }}
+{{- if ne (.Values.sidecar.evict | default "off") "off" }}
 - name: headroom-api
   projected:
     sources:
@@ -117,7 +117,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{/* Labels of your pods, by which the objects of their release select them. */}}
 {{- define "vllm-headroom.labels" -}}
 vllm-headroom: enabled
-vllm-headroom/release: {{ .Release.Name }}
+vllm-headroom/release: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* The pods of this release; installed by itself, those that no other release has. */}}
