@@ -83,6 +83,13 @@ def test_an_alert_can_be_routed_read_and_followed(alert: Rule) -> None:
 
 
 @each_alert
+def test_a_text_keeps_no_threshold_that_a_value_of_the_chart_changes(alert: Rule) -> None:
+    said = re.sub(r"\{\{.*?\}\}", "", " ".join(alert.annotations.values()))
+
+    assert not set(re.findall(r"(\d\S*) # \w+", alert.expr)) & set(re.findall(r"\d[\d.]*", said))
+
+
+@each_alert
 def test_an_alert_names_only_flags_that_vllm_has(alert: Rule) -> None:
     marked = re.sub(r"(?<!\S)(--[a-z-]+)", r"`\1`", alert.annotations["description"])
 
