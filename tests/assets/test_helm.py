@@ -27,6 +27,7 @@ from tests.assets.kubernetes.rendering import (
 )
 from tests.assets.promql import read_yaml
 from tests.conftest import Golden
+from vllm_headroom.config import CONFIG, Settings, variable
 
 CHARTS: Final = (helm.CHART, helm.CLUSTER)
 
@@ -44,7 +45,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
             "memoryLimitOf": "vllm",
         },
         "podMonitor": {
-            "interval": "30s",
+            "interval": "1m30s",
             "labels": {"release": None, "prometheus": "gpu"},
             "podTargetLabels": ["team"],
         },
@@ -53,6 +54,14 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "amd": {"sidecar": {"gpu": "amd", "evict": "dry-run"}},
 }
 NO_SIDECARS: Final = ({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"}, {"evict": "yes"})
+OWN: Final = ("state_dir", "role", "probe_dir", "evict", "runbooks_url", "listen_port", "web_config_file")
+"""Settings that the chart sets itself, or that its port and its probe over HTTP would not follow."""
+NO_VALUES: Final = (
+    *((helm.CHART, name) for name in ("sidecar", "addresses", "podMonitor", "networkPolicy")),
+    *((helm.CLUSTER, name) for name in ("addresses", "prometheusRule", "dashboards")),
+    (helm.CHART, "networkPolicy.prometheusNamespace"),
+    (helm.CLUSTER, "prometheusRule.alerts"),
+)
 each_chart = pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
 each_case = pytest.mark.parametrize("case", CASES)
 
@@ -133,10 +142,40 @@ def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"addresses": {"runbooks": "git.your.org"}}, {"dashboard": {}}, *({"sidecar": each} for each in NO_SIDECARS)],
+    [
+        {"addresses": {"runbooks": "git.your.org"}},
+        {"dashboard": {}},
+        *({"sidecar": each} for each in NO_SIDECARS),
+        *({"podMonitor": {"interval": each}} for each in ("0s", "0m0s", "", "1s1m")),
+    ],
 )
 def test_helm_refuses_values_that_there_are_not(wrong: dict[str, Any]) -> None:
     assert "values don't meet the specifications of the schema" in helm.refusal(helm.CHART, wrong)
+
+
+@pytest.mark.parametrize(("chart", "name"), NO_VALUES)
+def test_helm_says_in_one_line_which_value_is_missing(chart: Path, name: str) -> None:
+    first, _, rest = name.partition(".")
+
+    assert f"missing property '{rest or first}'" in helm.refusal(chart, {first: {rest: None} if rest else None})
+
+
+def test_the_environment_takes_every_setting_that_the_chart_does_not_set_itself() -> None:
+    schema = json.loads((helm.CHART / "values.schema.json").read_text())
+    taken = schema["properties"]["sidecar"]["properties"]["env"]["propertyNames"]["enum"]
+
+    assert taken == sorted(variable(name) for name in {*Settings.model_fields, CONFIG} - set(OWN))
+
+
+def test_a_setting_of_the_environment_replaces_the_charts(parent: Path) -> None:
+    own = {"HEADROOM_GPUS": "0", "HEADROOM_HOST_MEMORY_LIMIT_BYTES": "64GiB"}
+    values = {"sidecar": {"gpu": "dra", "memoryLimitOf": "vllm", "env": own}}
+    made = find(documents(helm.render(parent, {"vllm-headroom": values})), "Deployment")
+    (sidecar,) = made["spec"]["template"]["spec"]["initContainers"]
+
+    assert [each for each in sidecar["env"] if each["name"] in own] == [
+        {"name": name, "value": value} for name, value in own.items()
+    ]
 
 
 def test_helm_refuses_an_alert_that_there_is_not() -> None:
@@ -204,7 +243,7 @@ def test_what_watches_is_what_the_components_install_for_the_pods_of_the_release
     assert find(documents(written("runtime-class")), "PodMonitor") == monitor
 
     asked = documents(written("nri"))
-    endpoint["interval"] = "30s"
+    endpoint["interval"] = "1m30s"
     monitor["metadata"]["labels"] = {"prometheus": "gpu"}
     monitor["spec"]["podTargetLabels"] = ["team"]
     (namespace,) = policy["spec"]["ingress"][0]["from"]

@@ -5,6 +5,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 */}}
 {{- define "vllm-headroom.sidecar" -}}
 {{- with .Values.sidecar -}}
+{{- $env := .env | default dict -}}
 {{- if .probe -}}
 - name: headroom-probe
   {{- include "vllm-headroom.image" $ | nindent 2 }}
@@ -28,12 +29,12 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- if eq .gpu "runtime-class" }}
   - {name: NVIDIA_VISIBLE_DEVICES, value: all}
   - {name: NVIDIA_DRIVER_CAPABILITIES, value: utility}
-  {{- else if eq .gpu "dra" }}
+  {{- else if and (eq .gpu "dra") (not (get $env "HEADROOM_GPUS")) }}
   - {name: HEADROOM_GPUS, value: all}
   {{- end }}
-  {{- with .memoryLimitOf }}
+  {{- if and .memoryLimitOf (not (get $env "HEADROOM_HOST_MEMORY_LIMIT_BYTES")) }}
   - name: HEADROOM_HOST_MEMORY_LIMIT_BYTES
-    valueFrom: {resourceFieldRef: {containerName: {{ . | quote }}, resource: limits.memory, divisor: "1"}}
+    valueFrom: {resourceFieldRef: {containerName: {{ .memoryLimitOf | quote }}, resource: limits.memory, divisor: "1"}}
   {{- end }}
   {{- with include "vllm-headroom.runbooks" $ }}
   - {name: HEADROOM_RUNBOOKS_URL, value: {{ . | quote }}}
@@ -42,7 +43,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   - {name: HEADROOM_EVICT, value: {{ .evict | quote }}}
   - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
   {{- end }}
-  {{- range $name, $value := .env }}
+  {{- range $name, $value := $env }}
   - {name: {{ $name }}, value: {{ $value | quote }}}
   {{- end }}
   ports:
@@ -134,7 +135,7 @@ matchExpressions:
 
 {{- define "vllm-headroom.image" -}}
 {{- with .Values.sidecar.image -}}
-image: {{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+image: "{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}"
 imagePullPolicy: {{ .pullPolicy }}
 {{- end -}}
 {{- end -}}
