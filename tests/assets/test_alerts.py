@@ -84,9 +84,10 @@ def test_an_alert_can_be_routed_read_and_followed(alert: Rule) -> None:
 
 @each_alert
 def test_a_text_keeps_no_threshold_that_a_value_of_the_chart_changes(alert: Rule) -> None:
-    said = re.sub(r"\{\{.*?\}\}", "", " ".join(alert.annotations.values()))
+    written = " ".join(alert.annotations.values())
+    said = re.findall(r"\d[\d.]*", re.sub(r"\{\{.*?\}\}", "", written)) + re.findall(r"[<>]=? ([\d.]+)", written)
 
-    assert not set(re.findall(r"(\d\S*) # \w+", alert.expr)) & set(re.findall(r"\d[\d.]*", said))
+    assert not set(re.findall(r"[<>=] ([^#<>=\n]+?) # \w+", alert.expr)) & set(said)
 
 
 @each_alert
