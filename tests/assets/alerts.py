@@ -131,7 +131,6 @@ def narrowed(path: Path, folder: Path) -> list[Path]:
     """
     document = read_yaml(path.read_text(encoding="utf-8"))
     groups = read_yaml((RULES / "headroom.yaml").read_text(encoding="utf-8"))["groups"]
-    order = [group["name"] for group in groups]
     files = []
     for number, test in enumerate(document["tests"]):
         assert all(isinstance(each["values"], str) for each in test["input_series"]), (
@@ -146,7 +145,7 @@ def narrowed(path: Path, folder: Path) -> list[Path]:
         ]
         rules, file = folder / f"rules-{number}.yaml", folder / f"test-{number}.yaml"
         rules.write_text(json.dumps({"groups": kept}), encoding="utf-8")
-        narrow = document | {"rule_files": [str(rules)], "group_eval_order": order, "tests": [test]}
+        narrow = document | {"rule_files": [str(rules)], "tests": [test]}
         file.write_text(json.dumps(narrow), encoding="utf-8")
         files.append(file)
     return files

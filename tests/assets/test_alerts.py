@@ -13,7 +13,7 @@ import pytest
 from alerts.tests.situations import ILL
 from tests.assets import alerts
 from tests.assets.alerts import Rule
-from tests.assets.promql import RULES
+from tests.assets.promql import RULES, read_yaml
 from tests.assets.runbooks import flag_faults
 
 RULE_LIST: Final = alerts.rules()
@@ -107,6 +107,13 @@ def test_every_alert_is_seen_to_fire_and_to_keep_quiet() -> None:
 
 def test_the_tests_feed_what_the_daemon_exports() -> None:
     assert [fault for series in sorted(alerts.input_series()) for fault in alerts.series_faults(series)] == []
+
+
+@pytest.mark.parametrize("path", alerts.TESTS, ids=lambda path: path.name)
+def test_a_test_evaluates_the_groups_in_their_order_which_promtool_takes_by_chance(path: Path) -> None:
+    order = read_yaml(path.read_text(encoding="utf-8")).get("group_eval_order")
+
+    assert order == [each["name"] for each in read_yaml((RULES / "headroom.yaml").read_text())["groups"]]
 
 
 @pytest.mark.parametrize("path", alerts.TESTS, ids=lambda path: path.name)
