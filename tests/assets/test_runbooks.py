@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.assets.alerts import query_faults, rules, unknown_alerts
 from tests.assets.runbooks import RUNBOOKS, flag_faults, page_queries, unknown_metrics
+from vllm_headroom.trace.flight import FLIGHT, SPOILED
 
 OVERVIEW: Final = "README"
 """The page in alerts/runbooks that is no alert's."""
@@ -22,6 +24,15 @@ OF_NVIDIA: Final = re.compile(r"nvidia-smi|/dev/nvidia|nvrm|nvidia-bug-report")
 OF_AMD: Final = re.compile(r"amd-smi|/dev/kfd|amdgpu|AMD")
 
 each_page = pytest.mark.parametrize("page", RUNBOOKS)
+
+
+def test_the_record_is_put_together_in_its_order_and_without_what_was_set_aside(tmp_path: Path) -> None:
+    told = {each for page in RUNBOOKS.values() for each in re.findall(r"&& (cat [^']+)'", page) if FLIGHT in each}
+    for name in (FLIGHT, f"{FLIGHT}.1", SPOILED):
+        (tmp_path / name).write_text(f"{name}\n")
+    said = [subprocess.run(["sh", "-c", each], cwd=tmp_path, capture_output=True, check=True).stdout for each in told]
+
+    assert said == [f"{FLIGHT}.1\n{FLIGHT}\n".encode()]
 
 
 def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
