@@ -83,6 +83,7 @@ FOLDER: Final = ("DIRECTORY", "the path of a directory")
 
 
 LINK: Final = r"^https?://[A-Za-z0-9._~:{}\[\]-]+(/[A-Za-z0-9._~:/@%+,={}\[\]-]*)?$"
+"""Without user and password, which the page would show."""
 
 
 class Settings(BaseSettings):

@@ -166,12 +166,13 @@ async def _judge_live(given: Namespace, settings: EngineArgs) -> Report:
 
 
 def _read_trace(given: Namespace, settings: EngineArgs) -> Facts:
-    past, snapshot = TraceHistory(), None
+    past = TraceHistory()
     for snapshot in read_trace(given.trace or given.trace_option):
         past.step(snapshot)
-    if snapshot is None:
+    facts = past.facts(settings)
+    if not facts.samples:
         raise BadInput("the trace has no samples")
-    return past.facts(settings)
+    return facts
 
 
 COMMAND: Final[Command] = Command(

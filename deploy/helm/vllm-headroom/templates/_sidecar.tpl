@@ -39,7 +39,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- with include "vllm-headroom.runbooks" $ }}
   - {name: HEADROOM_RUNBOOKS_URL, value: {{ . | quote }}}
   {{- end }}
-  {{- if ne (.evict | default "off") "off" }}
+  {{- if include "vllm-headroom.evicts" $ }}
   - {name: HEADROOM_EVICT, value: {{ .evict | quote }}}
   - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
   {{- end }}
@@ -62,7 +62,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
   - {name: headroom-state, mountPath: /var/lib/vllm-headroom}
-  - {name: headroom-{{ ternary "no-token" "api" (eq (.evict | default "off") "off") }}, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+  - {name: headroom-{{ if include "vllm-headroom.evicts" $ }}api{{ else }}no-token{{ end }}, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
   {{- if .probe }}
   - {name: headroom-probe-files, mountPath: /run/headroom-probe}
   {{- end }}
@@ -73,7 +73,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{- define "vllm-headroom.volumes" -}}
 - {name: headroom-state, emptyDir: {medium: Memory, sizeLimit: 16Mi}}
 - {name: headroom-no-token, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
-{{- if ne (.Values.sidecar.evict | default "off") "off" }}
+{{- if include "vllm-headroom.evicts" . }}
 - name: headroom-api
   projected:
     sources:
@@ -108,6 +108,11 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{- with .Values.addresses.runbooks -}}
 {{ contains "{alert}" . | ternary . (print (trimSuffix "/" .) "/{alert}") }}
 {{- end -}}
+{{- end -}}
+
+{{/* Whether the sidecar may ask for evictions: nothing where it may not, also without a value. */}}
+{{- define "vllm-headroom.evicts" -}}
+{{ if ne (.Values.sidecar.evict | default "off") "off" }}true{{ end }}
 {{- end -}}
 
 {{/* What the objects of a release are called: never as those of another release in the namespace. */}}

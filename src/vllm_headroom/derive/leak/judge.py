@@ -98,7 +98,7 @@ def _judge_rings(track: Track, first: Point, room_bytes: float | None) -> tuple[
     """Return the track with the verdict of each ring whose block has ended, and the growth behind the surest."""
     rings, best, grown = [], Certainty.NONE, None
     reach = (each for each in track.rings[1:] if each.points and each.points[0].seconds <= first.seconds + 960.0)
-    wide = next(reach, track.rings[-1])  # the shortest blocks, of two minutes or more, that reach back as far
+    wide = next(reach, track.rings[-1])  # the shortest blocks, from two minutes on, that lack at most 16 minutes
     for ring in track.rings:
         verdict = ring.verdict
         if ring.points and ring.points[-1].seconds == track.seconds:

@@ -145,7 +145,7 @@ def test_steps_that_fill_a_small_room_within_hours_are_an_alarm_before_it_is_ful
     def kept(seconds: float) -> float:
         return 5_000 * MIB + 130 * MIB * int(max(0.0, seconds - 15 * MINUTE) / (9 * MINUTE))
 
-    end = next(hour for hour in range(1, 400) if TOTAL - BASE - kept(hour * MINUTE) <= 0) * MINUTE
+    end = next(minute for minute in range(1, 400) if kept(minute * MINUTE) >= TOTAL - BASE) * MINUTE
     verdicts = {seconds: track.verdict for seconds, track in followed(kept, end / HOUR)}
 
     assert end < 2.5 * HOUR
