@@ -133,6 +133,7 @@ IN_FULL = frozenset(
         "KUBERNETES_SERVICE_PORT",
         "LD_LIBRARY_PATH",
         "LD_PRELOAD",
+        "MALLOC_ARENA_MAX",
         "NVML_FAKE_FILE",
         "POD_NAME",
         "PYTHONPATH",

@@ -1,7 +1,7 @@
 """A daemon thread for calls that may never return."""
 
 import asyncio
-import concurrent.futures
+import contextlib
 import errno
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-_Job = tuple[Callable[[], T], "concurrent.futures.Future[T]", "asyncio.Future[T]"]
+_Job = tuple[Callable[[], T], "asyncio.Future[T]"]
 
 
 class Worker(Generic[T]):
@@ -35,9 +35,8 @@ class Worker(Generic[T]):
         if (begun := self._begun) is not None and begun.done():
             raise TimeoutError
         self._thread = self._thread or start_thread(self._run, self._name)
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
-        future = asyncio.wrap_future(done)
-        self._jobs.put((function, done, future))
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._jobs.put((function, future))
         return future
 
     async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
@@ -70,17 +69,26 @@ class Worker(Generic[T]):
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            function, done, future = job
-            if not done.set_running_or_notify_cancel():
-                continue
-            self._begun = future
-            made = capture_outcome(function)
-            self._begun = None  # before the loop marks it done: done while begun is given up
-            del job, function  # with the page that it parses: else 16 MiB wait for the next call
-            if isinstance(made, Exception):
-                done.set_exception(made)
-            else:
-                done.set_result(made)
+            self._make(*job)
+            del job  # with the page that it parses: else 16 MiB wait for the next call
+
+    def _make(self, function: Callable[[], T], future: "asyncio.Future[T]") -> None:
+        if future.cancelled():
+            return
+        self._begun = future
+        made = capture_outcome(function)
+        self._begun = None  # before the loop marks it done: done while begun is given up
+        with contextlib.suppress(RuntimeError):  # its loop has closed
+            future.get_loop().call_soon_threadsafe(_settle, future, made)
+
+
+def _settle(future: "asyncio.Future[T]", made: T | Exception) -> None:
+    if future.cancelled():
+        return
+    if isinstance(made, Exception):
+        future.set_exception(made)
+    else:
+        future.set_result(made)
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:

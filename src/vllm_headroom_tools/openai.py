@@ -13,7 +13,7 @@ class Model(Struct, frozen=True, kw_only=True):
     most_tokens: int | None
 
 
-def parse_object(text: str | bytes) -> dict[str, Any]:
+def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object; return an empty one for anything else, NaN included, which Python's parser would accept."""
     try:
         answer = json.decode(text)
@@ -22,7 +22,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def parse_first_model(text: str | bytes) -> Model | None:
+def parse_first_model(text: str | bytes | bytearray) -> Model | None:
     """Parse the first model in the answer to GET /v1/models; None where there is none."""
     data = parse_object(text).get("data")
     first = data[0] if isinstance(data, list) and data else None

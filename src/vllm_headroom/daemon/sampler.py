@@ -166,6 +166,10 @@ class Sources(Struct, frozen=True, kw_only=True):
     model: Callable[[ProcessReadings | Failure], TokenBytes | None] | None = None
 
 
+SMALL_PAGE: Final = 128 * 2**10
+"""Characters of a page that is parsed in place: vLLM's has 67,000, for which a thread costs more than the parsing. The
+costliest page of this size takes 50 ms."""
+
 PARSE_SECONDS: Final = 2.0
 """A page of eight engines takes 1 ms, the costliest page of the allowed size half a second."""
 
@@ -225,8 +229,9 @@ class Sampler:
         samples = tuple(chain.from_iterable(self._derive(derivation, snapshot) for derivation in self._derivations))
         values = Values(samples)
         for build in self._judges:
-            samples += self._derive(build(values, self.states), snapshot)
-            values = Values(samples)
+            judged = self._derive(build(values, self.states), snapshot)
+            samples += judged
+            values.add(judged)
         self._transitions.verdicts(values)
         self.snapshot, self.values = snapshot, values
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
@@ -271,10 +276,12 @@ class Sampler:
         )
 
     async def _engine(self) -> Timed[EnginePage | Failure]:
-        """Parse on a thread, so that a page made to be costly blocks no scrape and no GPU sample."""
+        """Parse a large page on a thread, so that one made to be costly blocks no scrape and no GPU sample."""
         text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch())
         if isinstance(text, Failure):
             return text, time
+        if len(text) <= SMALL_PAGE:
+            return self._parse(text), time
         try:
             return await self._parser.call(partial(self._parse, text), PARSE_SECONDS), time
         except TimeoutError:

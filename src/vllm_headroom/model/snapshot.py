@@ -109,6 +109,10 @@ class Values:
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._families: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+        self.add(samples)
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Add later samples of the same tick."""
         for metric, labels, value in samples:
             self._families[metric.name][labels] = value
 

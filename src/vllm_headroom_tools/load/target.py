@@ -242,18 +242,20 @@ def _describe_failure(error: Exception, url: httpx.URL) -> str:
 async def fetch_model(url: httpx.URL, target: Target) -> Model:
     """Return the first model that the server lists; raises BadInput where it lists none."""
     where = join_path(url, "/v1/models")
-    try:
-        async with (
-            httpx.AsyncClient(verify=target.tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client,
+
+    def read() -> tuple[int, bytearray | Reason]:
+        with (
+            httpx.Client(verify=target.tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client,
             client.stream("GET", where, headers=[*target.headers, ("Accept-Encoding", "identity")]) as answer,
         ):
-            body = await read_body(answer, MOST_LIST_BYTES)
+            return answer.status_code, read_body(answer, MOST_LIST_BYTES)
+
+    try:
+        status, body = await asyncio.to_thread(read)
     except httpx.HTTPError as error:
         raise BadInput(f"{_describe_failure(error, where)}, or name a --model") from error
-    if answer.status_code != httpx.codes.OK:
-        raise BadInput(
-            f"{where} answers {answer.status_code}: name a --model, or an --engine-bearer-token-file if it asks for one"
-        )
+    if status != httpx.codes.OK:
+        raise BadInput(f"{where} answers {status}: name a --model, or an --engine-bearer-token-file if it asks for one")
     model = None if isinstance(body, Reason) else parse_first_model(body)
     if model is None:
         raise BadInput(f"{where}: lists no model: name a --model")

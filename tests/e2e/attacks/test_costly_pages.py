@@ -14,6 +14,7 @@ import pytest
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, Hangup, page
 from tests.process import daemon, eventually, peak_bytes
+from vllm_headroom.daemon.sampler import SMALL_PAGE
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 RUNNING = "vllm:num_requests_running"
@@ -156,9 +157,11 @@ def virtual_bytes(pid: int) -> int:
 
 
 def test_a_page_for_which_there_is_no_memory_costs_samples_and_not_the_daemon() -> None:
+    """Threads have started before memory is short, and reserve no addresses beyond those that they use."""
+    large = "# " + "x" * SMALL_PAGE + f"\n{RECORDED}"
     with (
-        EngineServer(page(RECORDED)) as engine,
-        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.2") as running,
+        EngineServer(page(large)) as engine,
+        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.2", MALLOC_ARENA_MAX="1") as running,
     ):
         running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers")
         running.get("/healthz")

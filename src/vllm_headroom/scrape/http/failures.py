@@ -93,9 +93,9 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
 
 def _explain_no_connection(error: Exception, url: str) -> Failure:
     cause: BaseException | None = error
-    while cause is not None:  # httpx wraps httpcore, which wraps anyio, which groups its attempts
+    while cause is not None:  # httpx wraps httpcore, which wraps the socket's error
         match cause:
-            case socket.gaierror():
+            case socket.gaierror() | UnicodeError():
                 return build_failure(Reason.NAME_RESOLUTION, f"the host of {url} cannot be resolved ({cause})")
             case ssl.SSLError():
                 return build_failure(Reason.TLS, f"TLS with {url} failed ({cause})")
@@ -103,7 +103,7 @@ def _explain_no_connection(error: Exception, url: str) -> Failure:
                 return build_unavailable(Source.ENGINE, f"{url} cannot be asked", cause)
             case OSError(errno=int(number)):
                 return build_failure(Reason.UNREACHABLE, f"no connection to {url} ({os.strerror(number)})")
-        cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or cause.__context__
     return build_failure(Reason.UNREACHABLE, f"no connection to {url} ({type(error).__name__})")
 
 

@@ -1,11 +1,12 @@
 """Fetch the engine's page over HTTP."""
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
-import ssl
 from base64 import b64encode
 from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from time import thread_time
@@ -22,16 +23,18 @@ from vllm_headroom.worker import Worker
 T = TypeVar("T")
 
 _MOST_CPU_SECONDS: Final = 0.5
-"""The event loop's own work while one page comes in: a page of 5,000 lines, each in a separate part, takes 0.2 s."""
+"""The thread's work while one page comes in: a page of 5,000 lines, each in a separate part, takes 0.2 s."""
 
 _FILE_SECONDS: Final = 1.0
 """For a token or a CA file, which takes microseconds; a pipe without a writer takes 5 s, a network volume for ever."""
 
-_TURN_PARTS: Final = 64
-"""Parts after which the event loop does other work: a server can send thousands at once."""
+_CHECKED_PARTS: Final = 64
+"""Parts after which that work is measured again."""
+
+_CONNECTED: Final = frozenset({"connection.connect_tcp.complete", "connection.start_tls.complete"})
 
 
-async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
+def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
     """Return the body of a response that is being streamed, holding at most `max_bytes` of it.
 
     Returns MALFORMED for a compressed body, TOO_LARGE, OUT_OF_BOUNDS for one whose parts cost too much CPU, or
@@ -39,21 +42,17 @@ async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
     """
     if response.headers.get("Content-Encoding", "").strip().lower() not in {"", "identity"}:
         return Reason.MALFORMED
-    body, parts, began = bytearray(), 0, 0.0
+    body, began = bytearray(), thread_time()
     try:
-        async for part in response.aiter_raw():
+        for count, part in enumerate(response.iter_raw(), 1):
             body += part
-            parts += 1
             if len(body) > max_bytes:
                 return Reason.TOO_LARGE
-            if parts % _TURN_PARTS == 0:
-                began = began or thread_time()
-                if thread_time() - began > _MOST_CPU_SECONDS:
-                    return Reason.OUT_OF_BOUNDS
-                await asyncio.sleep(0)
+            if count % _CHECKED_PARTS == 0 and thread_time() - began > _MOST_CPU_SECONDS:
+                return Reason.OUT_OF_BOUNDS
     except (httpx.ReadError, httpx.RemoteProtocolError):
         return Reason.INCOMPLETE
-    return bytes(body)
+    return body
 
 
 def find_port(url: httpx.URL) -> int:
@@ -79,11 +78,34 @@ class Reply(Struct, frozen=True, kw_only=True):
     text: str
 
 
-class PageReader:
-    """Fetches the page at `url`, an http or https URL, repeatedly.
+class _Line:
+    """The connection of one request, as httpcore's trace shows it, to end it from outside its thread."""
 
-    The token in `bearer_token_file` is read for each page, since it may be rotated, and replaces user and password
-    of the URL. `ca_file` replaces the default authorities. `max_bytes` limits the decoded page.
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._is_cut = False
+
+    def __call__(self, event: str, info: Mapping[str, Any]) -> None:
+        """Note the socket; cut it where the request was given up before."""
+        if event in _CONNECTED:
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self._is_cut:
+                self.cut()
+
+    def cut(self) -> None:
+        """End the connection: a read from it returns."""
+        self._is_cut = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it is closed
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # TLS would first drop what the thread uses
+
+
+class PageReader:
+    """Fetches the page at `url`, an http or https URL, repeatedly, on a thread.
+
+    On the event loop httpx takes a third more CPU, and a name would be resolved on another thread all the same. The
+    token in `bearer_token_file` is read for each page, since it may be rotated, and replaces user and password of the
+    URL. `ca_file` replaces the default authorities. `max_bytes` limits the decoded page.
     """
 
     def __init__(
@@ -108,25 +130,22 @@ class PageReader:
             user = b64encode(f"{login.username}:{login.password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {user}"
         self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
-        self._headers["Host"] = login.netloc.decode("ascii").rpartition("@")[2]  # requests go to an address of it
-        self._server_name = {"sni_hostname": login.host}
-        self._question = httpx.Request("GET", self._url, headers=self._headers, extensions=self._server_name)
-        self._files = Worker[Any]("credentials")
-        self._resolver = Worker[list[Any]]("resolver")
-        self._transport: httpx.AsyncHTTPTransport | None = None
+        self._waits = dict.fromkeys(("connect", "read", "write", "pool"), timeout_seconds)
+        self._worker = Worker[Any]("http")
+        self._transport: httpx.HTTPTransport | None = None
 
     async def fetch(self) -> str | Failure:
         """Return the page within `timeout_seconds`, connecting included, or a failure; never raise.
 
         Bytes that are not UTF-8 become U+FFFD. When cancelled or timed out it drops its connection.
         """
-        reply = await self._exchange(self._question, is_page=True)
+        reply = await self._exchange(httpx.Request("GET", self._url, headers=self._headers), is_page=True)
         return reply if isinstance(reply, Failure) else reply.text
 
     async def send(self, method: str, path: str, body: Mapping[str, object] | None) -> Reply | Failure:
         """Send `body`, if any, as JSON to a path of the server, to the URL where empty; else like `fetch`."""
-        how: dict[str, Any] = {"headers": self._headers, "json": body, "extensions": self._server_name}
-        return await self._exchange(httpx.Request(method, self._url.join(path), **how), is_page=False)
+        request = httpx.Request(method, self._url.join(path), headers=self._headers, json=body)
+        return await self._exchange(request, is_page=False)
 
     async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
         try:
@@ -134,84 +153,62 @@ class PageReader:
                 return await self._send(request, is_page=is_page)
         except failures.UnusableCredentials as error:
             return Failure(source=Source.ENGINE, reason=Reason.CREDENTIALS, message=str(error))
-        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             problem = failures.explain_no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
-            await self.close()  # the next fetch reads the CA file again: it may have been renewed
+            self._transport = None  # the next fetch reads the CA file again: it may have been renewed
         return problem
 
     async def close(self) -> None:
-        """Close the connection; a later fetch opens another."""
-        self._files.stop()
-        self._resolver.stop()
-        self._files, self._resolver = Worker("credentials"), Worker("resolver")
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.aclose()
+        """End the thread; a later fetch starts another."""
+        self._worker.stop()
+        self._worker = Worker("http")
 
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
-        transport = await self._open_transport()
+        if self._transport is None:
+            trouble = f"the CA file {self._ca_file} cannot be used"
+            self._transport = await self._read_file(self._open_transport, trouble)
         if (token_file := self._token_file) is not None:
             trouble = f"the token file {token_file} cannot be read"
             token = await self._read_file(lambda: failures.read_token(token_file), trouble)
             request.headers["Authorization"] = f"Bearer {token}"
-        response = await self._connect(transport, request)
+        line = _Line()
+        request.extensions = {"timeout": self._waits, "trace": line}
+        reply = self._worker.begin(partial(self._ask, self._transport, request, is_page=is_page))
+        try:
+            answer: Reply | Failure = await reply
+        finally:
+            if reply.cancelled():
+                line.cut()
+        return answer
+
+    def _ask(self, transport: httpx.HTTPTransport, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
+        response = transport.handle_request(request)
         try:
             if is_page and response.status_code != HTTPStatus.OK:
                 return failures.explain_status(response, self._shown)
-            body = await read_body(response, self._max_bytes)
+            body = read_body(response, self._max_bytes)
         finally:
-            await response.aclose()
+            response.close()
         if isinstance(body, Reason):
             return failures.explain_broken_body(body, self._shown, self._max_bytes)
         return Reply(status=response.status_code, text=body.decode(errors="replace"))
 
-    async def _connect(self, transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-        """Send the request to the first address of its host that accepts a connection."""
-        problem: Exception = OSError("the host has no address")
-        for address in await self._resolve():
-            if request.url.host != address:
-                request.url = request.url.copy_with(host=address)
-            try:
-                return await transport.handle_async_request(request)
-            except httpx.ConnectError as error:
-                problem = error
-        raise problem
-
-    async def _resolve(self) -> list[str]:
-        """Return the addresses of the host, resolved on a thread of ours: uvloop exits when it can start none."""
-        try:
-            return [str(ipaddress.ip_address(self._url.host))]
-        except ValueError:
-            # bytes: a str would be encoded by a codec that refuses names the resolver has to refuse
-            host, port = self._url.raw_host, find_port(self._url)
-        try:
-            found = await self._resolver.begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except TimeoutError as error:  # an abandoned query has not returned
-            raise httpx.ConnectTimeout("the resolver hangs") from error
-        return [str(address[0]) for *_, address in found]
-
     async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
         """Return what `read` returns on the thread; raise UnusableCredentials."""
         try:
-            found: T = await self._files.call(read, _FILE_SECONDS)
+            found: T = await self._worker.call(read, _FILE_SECONDS)
         except TimeoutError:
             problem = f"{trouble} (no answer within {_FILE_SECONDS:g} s): make it a file that can be read at once"
             raise failures.UnusableCredentials(problem) from None
         return found
 
-    async def _open_transport(self) -> httpx.AsyncHTTPTransport:
+    def _open_transport(self) -> httpx.HTTPTransport:
         """Return httpx's connections without its client: no cookies, redirects or proxy; one for each page."""
-        if self._transport is None:
-            trust: ssl.SSLContext | bool = False
-            if self._url.scheme == "https" and self._ca_file is None:
-                trust = httpx.create_ssl_context(trust_env=False)
-            elif self._url.scheme == "https":
-                trouble = f"the CA file {self._ca_file} cannot be used"
-                trust = await self._read_file(lambda: failures.load_trust(self._ca_file), trouble)
-            new = httpx.Limits(max_keepalive_connections=0)  # vLLM closes what idles 5 s, the usual interval
-            self._transport = httpx.AsyncHTTPTransport(verify=trust, trust_env=False, limits=new)
-        return self._transport
+        is_tls = self._url.scheme == "https"
+        trust = failures.load_trust(self._ca_file) if is_tls and self._ca_file is not None else is_tls
+        new = httpx.Limits(max_keepalive_connections=0)  # vLLM closes what idles 5 s, the usual interval
+        return httpx.HTTPTransport(verify=trust, trust_env=False, limits=new)
 
 
 SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})

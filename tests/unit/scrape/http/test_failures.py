@@ -5,7 +5,6 @@ import socket
 import threading
 from collections.abc import Callable
 
-import httpx
 import pytest
 import uvloop
 
@@ -13,7 +12,6 @@ from tests.fakes import engine_server
 from tests.fakes.engine_server import LOOPBACK, Answer, EngineServer, cut, drip, hang, page, raw, with_head
 from tests.fakes.ports import free_port
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.failures import explain_no_answer
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
@@ -56,16 +54,28 @@ def test_a_port_where_nobody_listens_is_unreachable(fail: Fail) -> None:
     )
 
 
-def test_a_host_with_several_addresses_is_unreachable_when_all_are() -> None:
-    attempts = ExceptionGroup("multiple connection attempts failed", [ConnectionRefusedError(111, "::1"), OSError()])
-    error = httpx.ConnectError("All connection attempts failed")
-    error.__cause__ = OSError("All connection attempts failed")
-    error.__cause__.__cause__ = attempts  # as anyio raises it; how many addresses localhost has depends on the machine
+def give_addresses(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
 
-    problem = explain_no_answer(error, "http://localhost/metrics", 1.0)
 
+def test_a_host_with_several_addresses_is_unreachable_when_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_addresses(monkeypatch, (LOOPBACK, free_port()), ("127.0.0.2", free_port()))
+    reader = PageReader(url="http://vllm/metrics", timeout_seconds=30)
+
+    problem = asyncio.run(reader.fetch())
+
+    assert isinstance(problem, Failure)
     assert problem.reason is Reason.UNREACHABLE
     assert "(Connection refused)" in problem.message
+
+
+def test_a_host_is_read_at_its_second_address_where_the_first_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EngineServer(page("a 1\n")) as server:
+        give_addresses(monkeypatch, (LOOPBACK, free_port()), (LOOPBACK, server.port))
+        answer = asyncio.run(PageReader(url="http://vllm/metrics", timeout_seconds=30).fetch())
+
+    assert answer == "a 1\n"
 
 
 def test_a_connection_reset_before_the_answer_is_unreachable(fail: Fail) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +169,26 @@ def test_an_address_of_this_machine_is_here(host: str) -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "vllm", "", "1.2.3"])
 def test_an_address_of_another_machine_and_a_name_are_not(host: str) -> None:
     assert not is_here(host)
+
+
+def test_a_request_given_up_leaves_its_thread_free_for_the_next_one() -> None:
+    """A server that sends a byte now and then would hold it for as long as it likes."""
+
+    async def run(server: EngineServer) -> list[str | Failure]:
+        reader = PageReader(url=server.url, timeout_seconds=30)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await reader.fetch()
+        server.answer = page("a 1\n")
+        while isinstance(answer := await reader.fetch(), Failure):
+            assert answer.reason is Reason.TIMEOUT
+            await asyncio.sleep(0.01)
+        await reader.close()
+        return [answer]
+
+    def hint(connection: socket.socket, closing: threading.Event) -> None:
+        while not closing.wait(0.001):
+            connection.sendall(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+
+    with EngineServer(hint) as server:
+        assert asyncio.run(asyncio.wait_for(run(server), 20)) == ["a 1\n"]
