@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Final
@@ -53,9 +54,12 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     },
     "amd": {"sidecar": {"gpu": "amd", "evict": "dry-run"}},
 }
-NO_SIDECARS: Final = ({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"}, {"evict": "yes"})
-OWN: Final = ("state_dir", "role", "probe_dir", "evict", "runbooks_url", "listen_port", "web_config_file")
-"""Settings that the chart sets itself, or that its port and its probe over HTTP would not follow."""
+NO_SIDECARS: Final = (
+    *({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"}, {"evict": "yes"}),
+    *({"extraVolumes": {}}, {"extraVolumeMounts": [{"name": "files"}]}),
+)
+OWN: Final = ("state_dir", "role", "probe_dir", "evict", "runbooks_url", "listen_port")
+"""Settings that the chart sets itself, or that its port would not follow."""
 NO_VALUES: Final = (
     *((helm.CHART, name) for name in ("sidecar", "addresses", "podMonitor", "networkPolicy")),
     *((helm.CLUSTER, name) for name in ("addresses", "prometheusRule", "dashboards")),
@@ -147,6 +151,7 @@ def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -
         {"dashboard": {}},
         *({"sidecar": each} for each in NO_SIDECARS),
         *({"podMonitor": {"interval": each}} for each in ("0s", "0m0s", "", "1s1m")),
+        {"podMonitor": {"endpoint": {"path": "/"}}},
     ],
 )
 def test_helm_refuses_values_that_there_are_not(wrong: dict[str, Any]) -> None:
@@ -176,6 +181,24 @@ def test_a_setting_of_the_environment_replaces_the_charts(parent: Path) -> None:
     assert [each for each in sidecar["env"] if each["name"] in own] == [
         {"name": name, "value": value} for name, value in own.items()
     ]
+
+
+def test_the_readmes_files_are_mounted_and_a_web_configuration_changes_the_probe_and_the_scrape(parent: Path) -> None:
+    (text,) = re.findall(r"```yaml\n( +vllm-headroom:\n.*?\n) +```", (helm.FOLDER / "README.md").read_text(), re.DOTALL)
+    values = yaml.safe_load(text)["vllm-headroom"]
+    found = documents(helm.render(parent, {"vllm-headroom": values}))
+    pod = find(found, "Deployment")["spec"]["template"]["spec"]
+    (sidecar,) = pod["initContainers"]
+    (endpoint,) = find(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    env = [{"name": name, "value": value} for name, value in values["sidecar"]["env"].items()]
+
+    assert [each for each in sidecar["env"] if each in env] == env
+    assert pod["volumes"][-1:] == values["sidecar"]["extraVolumes"]
+    assert sidecar["volumeMounts"][-1:] == values["sidecar"]["extraVolumeMounts"]
+    assert sidecar["livenessProbe"]["tcpSocket"] == {"port": "headroom"}
+    assert "httpGet" not in sidecar["livenessProbe"]
+    assert values["podMonitor"]["endpoint"].items() <= endpoint.items()
+    assert [fault for each in found for version in schemas.versions() for fault in schemas.faults(each, version)] == []
 
 
 def test_helm_refuses_an_alert_that_there_is_not() -> None:

@@ -49,7 +49,11 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   ports:
   - {name: headroom, containerPort: 9839}
   livenessProbe:
+    {{- if get $env "HEADROOM_WEB_CONFIG_FILE" }}
+    tcpSocket: {port: headroom} # a kubelet has no certificate and no password for /healthz
+    {{- else }}
     httpGet: {path: /healthz, port: headroom}
+    {{- end }}
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: 6
@@ -65,6 +69,9 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   - {name: headroom-{{ if include "vllm-headroom.evicts" $ }}api{{ else }}no-token{{ end }}, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
   {{- if .probe }}
   - {name: headroom-probe-files, mountPath: /run/headroom-probe}
+  {{- end }}
+  {{- with .extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end -}}
 {{- end -}}
@@ -84,6 +91,9 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{- if .Values.sidecar.probe }}
 - {name: headroom-probe, emptyDir: {medium: Memory, sizeLimit: 4Mi}}
 - {name: headroom-probe-files, emptyDir: {medium: Memory, sizeLimit: 32Mi}}
+{{- end }}
+{{- with .Values.sidecar.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
