@@ -201,6 +201,15 @@ def test_the_readmes_files_are_mounted_and_a_web_configuration_changes_the_probe
     assert [fault for each in found for version in schemas.versions() for fault in schemas.faults(each, version)] == []
 
 
+@pytest.mark.parametrize("resources", [None, {"requests": None, "limits": None}], ids=["null", "empty"])
+def test_a_sidecar_without_requests_and_limits_still_claims_its_gpu(resources: Any, parent: Path) -> None:
+    values = {"sidecar": {"gpu": "dra", "resources": resources}}
+    made = find(documents(helm.render(parent, {"vllm-headroom": values})), "Deployment")
+    (sidecar,) = made["spec"]["template"]["spec"]["initContainers"]
+
+    assert sidecar["resources"] == {"claims": [{"name": "gpu"}]}
+
+
 def test_helm_refuses_an_alert_that_there_is_not() -> None:
     wrong = {"prometheusRule": {"alerts": {"HeadroomNothing": {"enabled": False}}}}
     unknown = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {"thresholds": {"celsius": 1}}}}}

@@ -57,11 +57,9 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: 6
+  {{- $claims := eq .gpu "dra" | ternary (dict "claims" (list (dict "name" "gpu"))) dict }}
   resources:
-    {{- toYaml .resources | nindent 4 }}
-    {{- if eq .gpu "dra" }}
-    claims: [{name: gpu}]
-    {{- end }}
+    {{- toYaml (merge $claims (.resources | default dict)) | nindent 4 }}
   {{- include "vllm-headroom.security" (eq .gpu "amd") | nindent 2 }}
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
