@@ -210,6 +210,21 @@ def test_a_sidecar_without_requests_and_limits_still_claims_its_gpu(resources: A
     assert sidecar["resources"] == {"claims": [{"name": "gpu"}]}
 
 
+@pytest.mark.parametrize("key", ["for", "keep_firing_for"])
+@pytest.mark.parametrize("wrong", ["30s5m", "5m5m", "1ms1s", "", "1", "1.5h", "-1m"])
+def test_helm_refuses_a_duration_that_prometheus_would_refuse(key: str, wrong: str) -> None:
+    values = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {key: wrong}}}}
+
+    assert "values don't meet the specifications of the schema" in helm.refusal(helm.CLUSTER, values)
+
+
+@pytest.mark.parametrize("right", ["1y2w3d4h5m6s7ms", "90m", "1h30m", "0s", "0"])
+def test_helm_takes_a_duration_that_prometheus_takes(right: str) -> None:
+    values = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {"for": right}}}}
+
+    assert rules(documents(helm.render(helm.CLUSTER, values)))["HeadroomGpuMemoryLeak"]["for"] == right
+
+
 def test_helm_refuses_an_alert_that_there_is_not() -> None:
     wrong = {"prometheusRule": {"alerts": {"HeadroomNothing": {"enabled": False}}}}
     unknown = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {"thresholds": {"celsius": 1}}}}}
