@@ -100,8 +100,8 @@ def redact_url(url: str) -> str:
     """
     place, mark, query = url.partition("?")
     if "@" in query:
-        return re.sub(r"^(https?://)?.*", r"\1***", url, flags=re.DOTALL | re.IGNORECASE)
-    shown = re.sub(r"^(https?://)?.*@", r"\1***@", place, flags=re.DOTALL | re.IGNORECASE)
+        return re.sub(r"^([a-z]+://)?.*", r"\1***", url, flags=re.DOTALL | re.IGNORECASE)
+    shown = re.sub(r"^([a-z]+://)?.*@", r"\1***@", place, flags=re.DOTALL | re.IGNORECASE)
     return f"{shown}?***" if mark else shown
 
 
