@@ -58,6 +58,8 @@ def parse_path(text: str) -> Path:
     """Return a path that a file can have."""
     if not text or "\0" in text:
         raise ValueError
+    if text.startswith("~"):
+        raise RefusedError("~ is not expanded here: write the whole path")
     return Path(text)
 
 

@@ -14,6 +14,7 @@ HEADERS = "got a value that is kept secret, accepts a mapping of header names to
 URL = "accepts an http or https URL"
 HOST = "accepts an address or name of this machine, or nothing for all interfaces, IPv4 and IPv6"
 PORT = "accepts a port number from 0 to 65535"
+TILDE = "~ is not expanded here: write the whole path"
 LEVEL = "accepts debug, info, warning or error"
 
 
@@ -43,6 +44,8 @@ ENVIRONMENT = [
     ("KV_BYTES_PER_TOKEN", "0", "got '0', accepts a number above 0, at most 1000000000"),
     ("KV_BYTES_PER_TOKEN", "1e10", "got '1e10', accepts a number above 0, at most 1000000000"),
     ("LISTEN_HOST", "two words", f"got 'two words', {HOST}"),
+    ("STATE_DIR", "~/x", f"got '~/x' ({TILDE}), accepts the path of a directory"),
+    ("ENGINE_CA_FILE", "~", f"got '~' ({TILDE}), accepts the path of a file"),
     ("LISTEN_PORT", "65536", f"got '65536', {PORT}"),
     ("LISTEN_PORT", "9839.0", f"got '9839.0', {PORT}"),
     ("LISTEN_PORT", "+5", f"got '+5', {PORT}"),
