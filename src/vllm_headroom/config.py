@@ -56,6 +56,7 @@ HeaderName = Annotated[str, from_text(inputs.parse_header_name)]
 HeaderValue = Annotated[SecretStr, from_text(partial(inputs.match, inputs.HEADER_VALUE)), Hidden]
 Headers = Annotated[dict[HeaderName, HeaderValue], from_text(parse_mapping)]
 InAnyCase: Final = from_text(str.lower)
+Host = Annotated[str, from_text(inputs.parse_host)]
 Whole = Annotated[int, from_text(inputs.parse_whole)]
 
 
@@ -156,7 +157,7 @@ class Settings(BaseSettings):
     probe_dir: File | None = setting(None, *FOLDER)
     """The folder that the probe inside vLLM writes to, HEADROOM_PROBE_DIR for vLLM too; without it, what only the
     engine's processes know is absent."""
-    listen_host: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:_%-]*$")] = setting(
+    listen_host: Host = setting(
         "",
         "HOST",
         "an address or name of this machine, or nothing for all interfaces, IPv4 and IPv6",

@@ -25,6 +25,9 @@ OWN_HEADERS: Final = frozenset(
 """What the sidecar sets itself, or what would change how its requests are framed."""
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 """RFC 9110, 5.1 and 5.5, without the bytes beyond ASCII whose meaning is not defined."""
+HOST: Final = re.compile(r"[\w.-]*|[\dA-Fa-f]*:[\dA-Fa-f]*:[\dA-Fa-f:.]*(?:%[\w.-]+)?", re.ASCII)
+"""A name, an IPv4 address, or an IPv6 address with its zone."""
+HOST_AND_PORT: Final = re.compile(r"(?:[^:]*|\[.*\]):\d+", re.ASCII)
 WHOLE: Final = re.compile(r"\d{1,16}", re.ASCII)
 LAST_PORT: Final = 65535
 LONGEST_SHOWN: Final = 80
@@ -61,6 +64,13 @@ def parse_path(text: str) -> Path:
     if text.startswith("~"):
         raise RefusedError("~ is not expanded here: write the whole path")
     return Path(text)
+
+
+def parse_host(text: str) -> str:
+    """Return the address or the name to listen on."""
+    if HOST_AND_PORT.fullmatch(text):
+        raise RefusedError("set the port with listen_port")
+    return match(HOST, text)
 
 
 def parse_whole(text: str) -> int:
