@@ -57,6 +57,7 @@ HeaderValue = Annotated[SecretStr, from_text(partial(inputs.match, inputs.HEADER
 Headers = Annotated[dict[HeaderName, HeaderValue], from_text(parse_mapping)]
 InAnyCase: Final = from_text(str.lower)
 Host = Annotated[str, from_text(inputs.parse_host)]
+Number = Annotated[float, from_text(inputs.parse_number)]
 Whole = Annotated[int, from_text(inputs.parse_whole)]
 
 
@@ -109,7 +110,7 @@ class Settings(BaseSettings):
         AUTO, "NAME", ", ".join(PROFILE_NAMES)
     )
     """Which engine's series to read; auto takes the first engine whose series are on the page."""
-    engine_timeout_seconds: float = seconds(4, 0.05, 60)
+    engine_timeout_seconds: Number = seconds(4, 0.05, 60)
     """How long to wait for the engine's page; never longer than the sample interval."""
     engine_max_page_bytes: Bytes = size("4MiB")
     """The largest page to read from the engine; a larger one is a failure."""
@@ -121,27 +122,27 @@ class Settings(BaseSettings):
     """More headers to send to the engine; their values are never shown."""
     evict: Annotated[Literal["off", "dry-run", "on"], InAnyCase] = setting("off", "MODE", "off, dry-run or on")
     """Have Kubernetes evict this pod before a leak ends the engine; dry-run only logs and counts what it would do."""
-    evict_seconds: float = seconds(1800, 60, 86400)
+    evict_seconds: Number = seconds(1800, 60, 86400)
     """Evict this pod when its engine leaks and may be out of memory within this time."""
     evict_quiet_hour: Whole | None = setting(None, "HOUR", "an hour of the day from 0 to 23, in UTC", ge=0, le=23)
     """In this hour, evict this pod already when its engine leaks and may be out of memory within a day."""
-    gate_ready_seconds: float | None = seconds(None, 60, 86400, shown="always open")
+    gate_ready_seconds: Number | None = seconds(None, 60, 86400, shown="always open")
     """Close /gate/ready while the engine may be out of memory within this time and this pod is the one of its
     workload to restart (HEADROOM_EVICT=on)."""
-    canary_interval_seconds: float | None = seconds(None, 10, 3600)
+    canary_interval_seconds: Number | None = seconds(None, 10, 3600)
     """How often to have an idle engine complete one token, to see that it does; without it, never."""
-    sample_interval_seconds: float = seconds(5, 0.1, 300)
+    sample_interval_seconds: Number = seconds(5, 0.1, 300)
     """Time from one sample of the engine and the GPUs to the next."""
-    gpu_sample_interval_seconds: float = seconds(1, 0.05, 60)
+    gpu_sample_interval_seconds: Number = seconds(1, 0.05, 60)
     """Time from one look at the GPUs' memory to the next, between samples, for its peak."""
     gpus: Gpus = setting(AUTO, "GPUS", "auto, all, or GPU indices or UUIDs separated by commas")
     """Which GPUs are the engine's: auto finds those its processes use, else takes the only visible one."""
-    gpu_fatal_grace_seconds: float = seconds(60, 0, 3600)
+    gpu_fatal_grace_seconds: Number = seconds(60, 0, 3600)
     """How long the driver may fail in a way that only a new container mends (NVML errors 17, 18 and 999) before the
     daemon ends with status 3."""
     reported_bytes: Bytes | None = size(None, example="72GiB")
     """What the engine should use of each GPU, to compare with what it holds; for an engine that does not say."""
-    kv_bytes_per_token: float | None = setting(None, "BYTES", "a number above 0, at most 1000000000", gt=0, le=10**9)
+    kv_bytes_per_token: Number | None = setting(None, "BYTES", "a number above 0, at most 1000000000", gt=0, le=10**9)
     """Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is
     known in tokens only."""
     model_config_: File | None = setting(

@@ -73,6 +73,13 @@ def parse_host(text: str) -> str:
     return match(HOST, text)
 
 
+def parse_number(text: str) -> float:
+    """Return a number; Python takes 1_0 for 10 as well."""
+    if "_" in text:
+        raise ValueError
+    return float(text)
+
+
 def parse_whole(text: str) -> int:
     """Return a whole number that is written in digits."""
     return int(match(WHOLE, text))

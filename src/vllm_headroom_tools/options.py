@@ -16,6 +16,7 @@ from vllm_headroom.inputs import (
     parse_gpus,
     parse_http_url,
     parse_metrics_url,
+    parse_number,
     parse_path,
     parse_whole,
     show_url,
@@ -68,10 +69,10 @@ TEXT: Final = Value(read=str, accepts="a text")
 FILE: Final = Value(read=parse_path, accepts="the path of a file")
 FOLDER: Final = Value(read=parse_path, accepts="the path of a directory")
 TRACE: Final = Value(read=lambda text: str(parse_path(text)), accepts="the path of a trace, or - for standard input")
-RATIO: Final = Value(read=above_zero(float, 1), accepts="a ratio above 0, at most 1")
+RATIO: Final = Value(read=above_zero(parse_number, 1), accepts="a ratio above 0, at most 1")
 SHARE: Final = Value(read=bounded(parse_share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")
 DURATION: Final = Value(read=above_zero(parse_duration), accepts="a duration above 0 such as 90s, 5m or 1h")
-NUMBER: Final = Value(read=above_zero(float), accepts="a number above 0")
+NUMBER: Final = Value(read=above_zero(parse_number), accepts="a number above 0")
 GPUS: Final = Value(read=parse_gpus, accepts="auto, all, or GPU indices or UUIDs separated by commas")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
+from vllm_headroom.inputs import parse_number
 from vllm_headroom.units import format_duration
 from vllm_headroom_tools.check.leaks import judge_gpu_leaks, judge_host_leaks
 from vllm_headroom_tools.check.limits import (
@@ -179,7 +180,7 @@ def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
 
 
 SIZE: Final = size("1MiB")
-NUMBER: Final = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
+NUMBER: Final = Value(read=bounded(parse_number, 0, 1.7e308), accepts="a number, 0 or more")
 SAME_LOAD: Final = "GPU and host memory at the same load; the KV cache may be as much smaller"
 JUDGES: Final[dict[str, tuple[str, Callable[..., Iterator[Judgement]], str, Value[Any], str]]] = {
     "max_leak_per_thousand_requests": (LEAK, judge_gpu_leaks, "SIZE", SIZE, "GPU memory, by the leak detector"),

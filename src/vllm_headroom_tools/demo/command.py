@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from vllm_headroom.config import AUTO, from_text, setting
+from vllm_headroom.config import AUTO, Number, from_text, setting
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.demo.world import TABLE
 from vllm_headroom_tools.options import choice
@@ -27,7 +27,7 @@ class DemoSettings(ModelSettings):
 
     scenario: Annotated[str, from_text(SCENARIO.read)] = setting(SCENARIOS[0], "NAME", SCENARIO.accepts)
     """What happens in the simulation."""
-    speed: Annotated[float, Field(gt=0, le=FASTEST)] = setting(60, "NUMBER", f"a number above 0, at most {FASTEST}")
+    speed: Annotated[Number, Field(gt=0, le=FASTEST)] = setting(60, "NUMBER", f"a number above 0, at most {FASTEST}")
     """How many times as fast as the clock the simulation's time runs."""
 
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from msgspec.structs import fields, replace
 
+from vllm_headroom.inputs import parse_number
 from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
@@ -173,7 +174,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     add("-tp", "--tensor-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-pp", "--pipeline-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-dp", "--data-parallel-size", metavar="N", type=COUNT, default=1, help="engines, which share the experts")
-    offload = Value(read=bounded(float, 0, 2**20), accepts="a number of GiB, such as 10")
+    offload = Value(read=bounded(parse_number, 0, 2**20), accepts="a number of GiB, such as 10")
     add(
         "--enable-expert-parallel",
         action="store_true",

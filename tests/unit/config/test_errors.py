@@ -28,6 +28,7 @@ ENVIRONMENT = [
     ("SAMPLE_INTERVAL_SECONDS", "0", f"got '0', {SECONDS}"),
     ("SAMPLE_INTERVAL_SECONDS", "301", f"got '301', {SECONDS}"),
     ("SAMPLE_INTERVAL_SECONDS", "5s", f"got '5s', {SECONDS}"),
+    ("SAMPLE_INTERVAL_SECONDS", "1_0", f"got '1_0', {SECONDS}"),
     ("SAMPLE_INTERVAL_SECONDS", "nan", f"got 'nan', {SECONDS}"),
     ("SAMPLE_INTERVAL_SECONDS", "inf", f"got 'inf', {SECONDS}"),
     ("GPU_SAMPLE_INTERVAL_SECONDS", "0.01", "got '0.01', accepts a number of seconds from 0.05 to 60"),

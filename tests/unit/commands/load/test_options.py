@@ -60,6 +60,7 @@ def test_everything_can_be_said() -> None:
         ("shared-prefix", "101%", "a share such as 5% or 0.05, at most 100%"),
         ("duration", "0", "a duration above 0 such as 90s, 5m or 1h"),
         ("rate", "nan", "a number above 0"),
+        ("rate", "1_0", "a number above 0"),
         ("rate", "inf", "a number above 0"),
         ("max-requests", "²", "a whole number from 1 on"),
         ("gpus", "one", "auto, all, or GPU indices or UUIDs separated by commas"),

@@ -173,6 +173,7 @@ def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
             "got '0', accepts a size such as 80GiB, or a number of bytes from 1 MiB on",
         ),
         ((*of("tiny"), "--gpu-memory-utilization", "92"), "got '92', accepts a ratio above 0, at most 1"),
+        ((*of("tiny"), "--gpu-memory-utilization", "0.9_0"), "got '0.9_0', accepts a ratio above 0, at most 1"),
         ((*of("tiny"), "--gpu-memory-utilization", "nan"), "got 'nan', accepts a ratio above 0, at most 1"),
         ((*of("tiny"), "--max-num-seqs", "-1"), "got '-1', accepts a whole number from 1 to 16777216"),
         ((*of("tiny"), "--parameters", "many"), "got 'many', accepts a number of parameters, such as 70600000000"),
