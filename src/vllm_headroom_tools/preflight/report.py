@@ -135,10 +135,10 @@ def _render_text(report: Clearance, headline: str) -> Iterator[str]:
     for gpu in report.gpus:
         yield from _format_gpu(gpu)
     yield headline
+    unsure = "" if report.verdict is Conclusion.CANNOT_TELL else "cannot tell: "  # the headline has the words
+    marks = {Conclusion.GOOD: "note: ", Conclusion.CANNOT_TELL: unsure, Conclusion.NOT_GOOD: ""}
     for finding, after in zip_longest(report.findings, report.findings[1:]):
-        unsure = "cannot tell: " if finding.verdict is Conclusion.CANNOT_TELL else ""
-        note = "note: " if finding.verdict is Conclusion.GOOD else ""
-        yield f"  {note}{unsure}{finding.sentence}"
+        yield f"  {marks[finding.verdict]}{finding.sentence}"
         if finding.fix is not None and (after is None or after.fix != finding.fix):
             yield f"    {finding.fix}"
     highest = report.highest_utilization_ratio

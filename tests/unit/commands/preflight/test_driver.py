@@ -4,6 +4,7 @@ from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
+from vllm_headroom_tools.preflight.report import build_report
 
 LIBRARY_MISSING, DRIVER_MISSING, MISMATCH, UNKNOWN, LOST = 12, 9, 18, 999, 15
 
@@ -38,6 +39,20 @@ def test_a_driver_that_hangs_cannot_be_told(preflight: Preflight, nvml: FakeNvml
 
     assert report.verdict is Conclusion.CANNOT_TELL
     assert "NVML does not answer" in report.findings[0].text
+
+
+def test_what_cannot_be_told_is_said_once(preflight: Preflight, nvml: FakeNvml) -> None:
+    nvml.gpus[0].hangs = {"nvmlDeviceGetMemoryInfo_v2": 600}
+    nvml.gpus.append(FakeGpu(uuid="GPU-b", used_bytes=70 * GIB))
+    nvml.write()
+
+    first, both = (
+        [line for line in build_report(preflight.report(wanted=wanted)).lines if "the GPU does not answer" in line]
+        for wanted in (GpuChoice(named=("0",)), GpuChoice())
+    )
+
+    assert [line.partition(" answer: ")[0] for line in first] == ["  GPU 0: the GPU does not"]
+    assert [line.partition(" answer: ")[0] for line in both] == ["  cannot tell: GPU 0: the GPU does not"]
 
 
 def test_a_gpu_that_hangs_cannot_be_told_and_the_other_is_still_judged(preflight: Preflight, nvml: FakeNvml) -> None:
