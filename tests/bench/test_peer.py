@@ -20,8 +20,8 @@ pytestmark = pytest.mark.bench
 SECONDS = int(os.environ.get("BENCH_PEER_SECONDS", "60"))
 SETTLE_SECONDS = 5
 SITUATIONS = {
-    "1 GPU, 1 engine": (1, ONE_ENGINE, 1.3),
-    "8 GPUs, 1 engine": (8, ONE_ENGINE, 1.0),
+    "1 GPU, 1 engine": (1, ONE_ENGINE, 1.2),
+    "8 GPUs, 1 engine": (8, ONE_ENGINE, 0.9),
     "8 GPUs, 8 engines": (8, EIGHT_ENGINES, 1.5),
 }
 
