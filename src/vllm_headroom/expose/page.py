@@ -165,7 +165,11 @@ def _list_names(view: View) -> Iterator[str]:
 
 
 def _render_headline(verdict: Verdict) -> str:
-    return escape_text(f"{WORDS[verdict.level]}: {verdict.subject} {verdict.situation.replace('_', ' ')}")
+    is_unsure = verdict.level is Level.UNKNOWN and verdict.situation is Situation.HEALTHY
+    what = (
+        f"whether {verdict.subject} leaks" if is_unsure else f"{verdict.subject} {verdict.situation.replace('_', ' ')}"
+    )
+    return escape_text(f"{WORDS[verdict.level]}: {what}")
 
 
 def _render_hero(view: View, first: Verdict) -> str:

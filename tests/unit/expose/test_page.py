@@ -30,6 +30,16 @@ def test_before_the_first_sample_the_page_says_so() -> None:
     assert "<title>NOT KNOWN: sidecar blind" in shown
 
 
+def test_a_gpu_of_which_nothing_is_known_yet_is_not_called_healthy() -> None:
+    serving = EngineStatus(state=EngineState.SERVING)
+    seen = replace(snapshot(engines=page(engine()), gpus=(gpu(),)), time_seconds=NOW, life=serving)
+
+    shown = render_page(view([Sample(catalog.LEAK_STATE, (*GPU, "warming_up"), 1.0)], at=seen))
+
+    assert "<h1>NOT KNOWN: whether GPU 0 leaks</h1>" in shown
+    assert "too early to tell whether it leaks" in shown
+
+
 def test_what_is_known_is_shown_and_what_is_not_is_called_so() -> None:
     shown = render_page(
         view(
