@@ -21,17 +21,16 @@ DOUBTED_SECONDS: Final = 86_400.0
 """A time this far ahead, or an earlier one, is trusted once a second reading confirms it."""
 
 REST_SHARE, WAKE_SHARE = 0.5, 0.8
-"""Half of the memory gone is a sleep or a stop; it is back at four fifths. Between them nothing is decided."""
+"""Half of the memory gone is a sleep, until four fifths are back. Twice as much after it is a backup of the weights."""
 
 REST_MOST_SECONDS: Final = 1800.0
-"""An engine awake that holds half of its earlier memory for this long needs no more."""
+"""An engine that is awake for this long needs no more than it holds, or gives nothing back."""
 
 CROWDED_MOST_SECONDS: Final = 3600.0
 """A neighbour that stays longer belongs to the device; one that leaves earlier changes nothing."""
 
 LEAP: Final = 2.0
-"""Load this many times as high as ever before creates new demands. Steady load exceeds its first minutes by up to a
-half."""
+"""Load so many times as high as before creates new demands. Steady load exceeds its first minutes by a half at most."""
 
 LEAST_STEP_BYTES, NEWEST_STEPS = 24 * MIB, 32
 """More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
@@ -133,13 +132,15 @@ def _update_rest(track: Track, held_bytes: int) -> Track:
     """
     if track.anchor is None:
         track = anchor_track(track)
-    since = track.resting_since
-    if not track.asleep and held_bytes >= (REST_SHARE if since is None else WAKE_SHARE) * track.top_bytes:
+    since, top_bytes = track.resting_since, track.top_bytes
+    is_back = held_bytes >= (REST_SHARE if since is None else WAKE_SHARE) * top_bytes
+    is_backup = since is not None and 0 < top_bytes < REST_SHARE * held_bytes
+    if not track.asleep and is_back and not is_backup:
         return track if since is None else replace(track, resting_since=None)
-    since = track.seconds if since is None else since
+    since = track.seconds if since is None or track.asleep else since
     if not track.asleep and track.seconds - since >= REST_MOST_SECONDS:
         return anchor_track(track)
-    return replace(track, resting_since=since, block=None, held_bytes=None)
+    return replace(track, resting_since=since, asleep=track.asleep or is_backup, block=None, held_bytes=None)
 
 
 def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
@@ -188,5 +189,4 @@ def _close_block(track: Track, block: Point) -> Track:
     leaps = first is None or (track.load > LEAP * first.load and track.incident is None)
     assert track.anchor is not None  # noqa: S101 - blocks are gathered after it is set
     anchor = track.anchor if first is not None else replace(track.anchor, floor_bytes=now.floor_bytes)
-    first = now if leaps else first
-    return replace(track, anchor=anchor, rings=tuple(rings), busy_seconds=busy_seconds, first=first)
+    return replace(track, anchor=anchor, rings=tuple(rings), busy_seconds=busy_seconds, first=now if leaps else first)

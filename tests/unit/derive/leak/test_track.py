@@ -26,9 +26,9 @@ from tests.unit.derive.leak.stretches import (
     records,
     segments,
 )
-from vllm_headroom.derive.leak.facts import MIB, OUT_OF_MEMORY_BYTES, Certainty, Observation
+from vllm_headroom.derive.leak.facts import MIB, OUT_OF_MEMORY_BYTES, Certainty, Observation, Track
 from vllm_headroom.derive.leak.leak import find_leak_state
-from vllm_headroom.derive.leak.track import RING_POINTS, is_warming_up
+from vllm_headroom.derive.leak.track import RING_POINTS, is_warming_up, observe
 from vllm_headroom.vocabulary import LeakState
 
 
@@ -176,6 +176,49 @@ def test_a_leak_is_found_over_a_sleep_every_eight_minutes() -> None:
     course = follow(changed(readings(leak, 4), rests, held_bytes=BASE // 10, awake=False))
 
     assert course.verdicts[-1] is Certainty.LEAKING
+
+
+BACKUP = 20_000 * MIB
+HELD_BY_HOST = 5_000 * MIB
+
+
+def host_over_sleeps(hours: float, *, stays: bool) -> Iterator[Observation]:
+    """Yield a host's readings: each sleep backs up the weights, and leaves 900 MiB more of the process."""
+    for turn in range(int(hours * HOUR / STEP)):
+        seconds = turn * STEP
+        sleeps, since = divmod(seconds, 1.3 * HOUR)
+        asleep = since >= 1.1 * HOUR
+        backed_up = asleep or (sleeps > 0 and (stays or since < STEP))
+        yield Observation(
+            seconds=seconds,
+            held_bytes=HELD_BY_HOST + int(sleeps) * 900 * MIB + (BACKUP if backed_up else 0),
+            finished_total=(sleeps * 1.1 + min(since / HOUR, 1.1)) * HOUR * 3,
+            life="1",
+            awake=not asleep,
+            room_bytes=30_000 * MIB,
+        )
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["in torch's pinned cache", "given back by the wake"])
+def test_what_each_sleep_leaves_on_the_host_is_found_beside_the_backup_of_the_weights(*, stays: bool) -> None:
+    track, found = None, []
+    for seen in host_over_sleeps(18, stays=stays):
+        track = observe(track or Track(clock=0.0), seen)
+        found.append(find_leak_state(track, known=True, settled=True))
+
+    assert LeakState.LEAKING in found
+    assert set(found[found.index(LeakState.LEAKING) :]) <= {LeakState.LEAKING, LeakState.ASLEEP}
+
+
+def test_an_engine_that_loads_its_weights_after_a_long_sleep_keeps_its_evidence() -> None:
+    sleeping = follow(asleep_since(2, 60), follow(readings(leak, 2)).track)
+    loading = (replace(each, held_bytes=BASE // 3) for each in awake_again(flat, 3, 0.05))
+
+    woken = follow(
+        awake_again(lambda seconds: leak(2 * HOUR + seconds), 3.05, 1), follow(loading, sleeping.track).track
+    )
+
+    assert set(woken.verdicts) == {Certainty.LEAKING}
 
 
 def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None:
