@@ -54,7 +54,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     },
     "amd": {"sidecar": {"gpu": "amd", "evict": "dry-run"}},
 }
-NO_SIDECARS: Final = (
+NO_SIDECARS: Final[tuple[dict[str, Any], ...]] = (
     *({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"}, {"evict": "yes"}),
     *({"extraVolumes": {}}, {"extraVolumeMounts": [{"name": "files"}]}),
 )

@@ -201,7 +201,8 @@ def host_over_sleeps(hours: float, *, stays: bool) -> Iterator[Observation]:
 
 @pytest.mark.parametrize("stays", [True, False], ids=["in torch's pinned cache", "given back by the wake"])
 def test_what_each_sleep_leaves_on_the_host_is_found_beside_the_backup_of_the_weights(*, stays: bool) -> None:
-    track, found = None, []
+    track: Track | None = None
+    found: list[LeakState] = []
     for seen in host_over_sleeps(18, stays=stays):
         track = observe(track or Track(clock=0.0), seen)
         found.append(find_leak_state(track, known=True, settled=True))
