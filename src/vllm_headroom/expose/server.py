@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import resource
 import socket
 from collections import deque
 from collections.abc import Coroutine
@@ -161,7 +162,8 @@ class Connection(asyncio.Protocol):
 log = Log(__name__)
 
 MOST_CONNECTIONS: Final = 256
-"""Scrapers of one sidecar are few; beyond this, the connection that waits longest for its client is closed."""
+"""Scrapers of one sidecar are few; beyond this, the connection that waits longest for its client is closed, and the
+oldest handshake or password check is cancelled."""
 
 PATIENCE_SECONDS: Final = {Phase.HEAD: 5.0, Phase.TURN: 10.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
 """How long a client may take for a request and an answer, may wait for its turn (including its password check), and may
@@ -171,9 +173,6 @@ SOCKET_BUFFER_BYTES: Final = 64 * 2**10
 """The kernel's buffer of a connection each way, which it doubles. The default takes 2.5 MB of unread answers, which
 count against the container's limit, and makes the client look idle."""
 
-MOST_GUESTS: Final = 256
-"""Handshakes and password checks in progress at once; the oldest is cancelled."""
-
 ACCEPT_AGAIN_SECONDS: Final = 0.1
 SWEEP_SECONDS: Final = 2.0
 SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
@@ -181,6 +180,12 @@ SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
 
 SHUTDOWN_SECONDS: Final = 0.5
 """How long scrapes in progress may take after the stop, out of a second for the whole exit."""
+
+
+def count_places() -> int:
+    """Return the most connections: where descriptors are few, a quarter, since the engine and files need some."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST_CONNECTIONS if most == resource.RLIM_INFINITY else max(1, min(MOST_CONNECTIONS, most // 4))
 
 
 class Server:
@@ -239,7 +244,7 @@ class Server:
             if self._door is None:
                 await self._welcome(client)
                 continue
-            if len(self._guests) >= MOST_GUESTS:
+            if len(self._guests) >= count_places():
                 next(iter(self._guests)).cancel()
             self._start_guest(self._welcome(client))
 
@@ -263,7 +268,7 @@ class Server:
         if self._door is not None and not self._door.is_admitted(connection.certificate):
             connection.drop()
             return
-        if len(self.connections) >= MOST_CONNECTIONS:
+        if len(self.connections) >= count_places():
             idle = [other for other in self.connections if other.phase in (Phase.HEAD, Phase.IDLE)]
             oldest = min(idle or self.connections, key=lambda other: other.since_seconds)
             self.connections.discard(oldest)
