@@ -7,8 +7,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import httpx
 from msgspec.structs import replace
@@ -76,17 +75,18 @@ async def _run(given: Namespace) -> Report | int:
             if isinstance(found, str):
                 raise BadInput(found)
             return build_report(found) if given.exit_code is None else judge_leak(found, given.exit_code)
-        stopped = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         follow = _draw_live if is_terminal(sys.stdout) else _write_lines
+        following = asyncio.create_task(follow(lambda: fetch_document(reader), where.netloc.decode()))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, following.cancel)
         try:
-            await follow(lambda: fetch_document(reader), where.netloc.decode(), stopped)
+            await following
+        except asyncio.CancelledError:
+            return 0
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):  # a document of another shape
             raise BadInput(NO_DOCUMENT) from None
     finally:
         await close_all(reader)
-    return 0
 
 
 VERDICTS: Final = {
@@ -124,28 +124,28 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
     return replace(report, lines=lines, exit_status=int(is_due))
 
 
-async def _draw_live(asked: FetchDocument, host: str, stopped: asyncio.Event) -> None:
-    """Draw on the whole terminal until it is stopped, and leave it as it was."""
+async def _draw_live(asked: FetchDocument, host: str) -> NoReturn:
+    """Draw on the whole terminal until it is cancelled, and leave it as it was."""
     from rich.console import Group  # noqa: PLC0415 - lines and --json need no drawing
     from rich.live import Live  # noqa: PLC0415 - the same
 
     with Live(console=console(sys.stdout), screen=True, auto_refresh=False) as live:
-        while not stopped.is_set():
+        while True:
             live.update(Group(*draw_frame(await asked(), host, live.console.width)), refresh=True)
-            await _pause(stopped)
+            await asyncio.sleep(EVERY_SECONDS)
 
 
-async def _write_lines(asked: FetchDocument, _host: str, stopped: asyncio.Event) -> None:
+async def _write_lines(asked: FetchDocument, _host: str) -> NoReturn:
     """Write what is said, and again what changed in it: a level or what the engine does, not each figure."""
     before: set[str] = set()
-    while not stopped.is_set():
+    while True:
         found = await asked()
         lines = {found: found} if isinstance(found, str) else _describe_verdicts(found)
         for key, line in lines.items():
             if key not in before:
                 say(line.translate(CONTROLS))
         before = set(lines)
-        await _pause(stopped)
+        await asyncio.sleep(EVERY_SECONDS)
 
 
 def _describe_verdicts(document: Document) -> dict[str, str]:
@@ -155,11 +155,6 @@ def _describe_verdicts(document: Document) -> dict[str, str]:
         f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": describe_verdict(each)
         for each in document["verdicts"]
     }
-
-
-async def _pause(stopped: asyncio.Event) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(stopped.wait(), EVERY_SECONDS)
 
 
 ROWS: Final = 5

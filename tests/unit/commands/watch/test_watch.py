@@ -15,6 +15,8 @@ from threading import Thread
 import pytest
 
 from tests.command import read_data, run_command, run_process
+from tests.fakes.engine_server import EngineServer, hang
+from tests.process import eventually
 from tests.unit.commands.screen import on_a_terminal, plain
 from tests.unit.expose.views import day
 from vllm_headroom.expose.snapshot import build_document
@@ -217,6 +219,15 @@ def test_why_there_is_no_answer_is_drawn_and_asked_again() -> None:
 
     assert status == 0
     assert shown.endswith("\x1b[?25h\x1b[?1049l")
+
+
+def test_it_ends_without_waiting_for_a_sidecar_that_does_not_answer() -> None:
+    with EngineServer(hang) as silent, subprocess.Popen([*WATCH, silent.url], stdout=subprocess.PIPE) as process:
+        eventually(lambda: silent.requests, "it asks")
+        process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate(timeout=30)
+
+    assert (process.returncode, shown) == (0, b"")  # after the answer's time it would say that there was none
 
 
 def test_a_terminal_that_knows_only_lines_gets_lines() -> None:
