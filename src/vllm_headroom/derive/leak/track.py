@@ -126,7 +126,7 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
 
 
 def _update_rest(track: Track, held_bytes: int) -> Track:
-    """Return the track, resting while the engine sleeps or has released its memory.
+    """Return the track, resting while the engine sleeps, has released its memory, or may release a backup of weights.
 
     Its evidence is kept: the same process continues with what it did not give back.
     """

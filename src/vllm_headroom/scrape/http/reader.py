@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+import ssl
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -130,6 +131,7 @@ class PageReader:
             user = b64encode(f"{login.username}:{login.password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {user}"
         self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
+        self._question = httpx.Request("GET", self._url, headers=self._headers)
         self._waits = dict.fromkeys(("connect", "read", "write", "pool"), timeout_seconds)
         self._worker = Worker[Any]("http")
         self._transport: httpx.HTTPTransport | None = None
@@ -139,7 +141,7 @@ class PageReader:
 
         Bytes that are not UTF-8 become U+FFFD. When cancelled or timed out it drops its connection.
         """
-        reply = await self._exchange(httpx.Request("GET", self._url, headers=self._headers), is_page=True)
+        reply = await self._exchange(self._question, is_page=True)
         return reply if isinstance(reply, Failure) else reply.text
 
     async def send(self, method: str, path: str, body: Mapping[str, object] | None) -> Reply | Failure:
@@ -165,16 +167,14 @@ class PageReader:
         self._worker = Worker("http")
 
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
-        if self._transport is None:
-            trouble = f"the CA file {self._ca_file} cannot be used"
-            self._transport = await self._read_file(self._open_transport, trouble)
+        transport = await self._open_transport()
         if (token_file := self._token_file) is not None:
             trouble = f"the token file {token_file} cannot be read"
             token = await self._read_file(lambda: failures.read_token(token_file), trouble)
             request.headers["Authorization"] = f"Bearer {token}"
         line = _Line()
         request.extensions = {"timeout": self._waits, "trace": line}
-        reply = self._worker.begin(partial(self._ask, self._transport, request, is_page=is_page))
+        reply = self._worker.begin(partial(self._ask, transport, request, is_page=is_page))
         try:
             answer: Reply | Failure = await reply
         finally:
@@ -203,12 +203,16 @@ class PageReader:
             raise failures.UnusableCredentials(problem) from None
         return found
 
-    def _open_transport(self) -> httpx.HTTPTransport:
+    async def _open_transport(self) -> httpx.HTTPTransport:
         """Return httpx's connections without its client: no cookies, redirects or proxy; one for each page."""
-        is_tls = self._url.scheme == "https"
-        trust = failures.load_trust(self._ca_file) if is_tls and self._ca_file is not None else is_tls
-        new = httpx.Limits(max_keepalive_connections=0)  # vLLM closes what idles 5 s, the usual interval
-        return httpx.HTTPTransport(verify=trust, trust_env=False, limits=new)
+        if self._transport is None:
+            trust: ssl.SSLContext | bool = self._url.scheme == "https"
+            if trust and self._ca_file is not None:
+                trouble = f"the CA file {self._ca_file} cannot be used"
+                trust = await self._read_file(lambda: failures.load_trust(self._ca_file), trouble)
+            new = httpx.Limits(max_keepalive_connections=0)  # vLLM closes what idles 5 s, the usual interval
+            self._transport = httpx.HTTPTransport(verify=trust, trust_env=False, limits=new)
+        return self._transport
 
 
 SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})

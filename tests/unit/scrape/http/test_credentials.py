@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.certificates import server_context, write_self_signed
 from tests.fakes.engine_server import EngineServer, page
 from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http import reader
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.vocabulary import Reason
 
@@ -158,3 +159,10 @@ def test_a_server_that_wants_a_client_certificate_is_a_tls_failure(tmp_path: Pat
         pages = fetches(PageReader(url=server.url, timeout_seconds=30, ca_file=certificate))
 
     assert reasons(pages) == [Reason.TLS]
+
+
+def test_a_reader_without_files_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a thread may take longer than a file may."""
+    monkeypatch.setattr(reader, "_FILE_SECONDS", 0.0)
+    with EngineServer(page("a 1\n")) as server:
+        assert fetches(PageReader(url=server.url, timeout_seconds=30)) == ["a 1\n"]
