@@ -22,6 +22,7 @@ from vllm_headroom.inputs import parse_http_url
 from vllm_headroom.scrape.http.failures import explain_no_answer, strip_advice
 from vllm_headroom.scrape.http.reader import find_port, read_body
 from vllm_headroom.vocabulary import Reason
+from vllm_headroom.worker import Worker
 from vllm_headroom_tools.openai import Model, parse_first_model
 from vllm_headroom_tools.trace import BadInput
 
@@ -251,8 +252,8 @@ async def fetch_model(url: httpx.URL, target: Target) -> Model:
             return answer.status_code, read_body(answer, MOST_LIST_BYTES)
 
     try:
-        status, body = await asyncio.to_thread(read)
-    except httpx.HTTPError as error:
+        status, body = await Worker[tuple[int, bytearray | Reason]]("models").begin(read)
+    except (httpx.HTTPError, OSError) as error:
         raise BadInput(f"{_describe_failure(error, where)}, or name a --model") from error
     if status != httpx.codes.OK:
         raise BadInput(f"{where} answers {status}: name a --model, or an --engine-bearer-token-file if it asks for one")
