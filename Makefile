@@ -12,7 +12,9 @@ BROWSER_FOLDER ?= .browser
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
 SCORE ?=
 # Processes that each take whole files: what a file has started is started once. Five for two cores, since end-to-end tests wait.
-PYTEST := $(BIN)/pytest -n 5 --dist loadfile --no-loadscope-reorder
+# A test that hangs for five minutes ends its process and is named; a second one ends the run.
+HANGS := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true --max-worker-restart 1
+PYTEST := $(BIN)/pytest -n 5 --dist loadfile --no-loadscope-reorder $(HANGS)
 
 # Compiled files are kept even where the environment forbids it: else pip, pytest and every process compile again.
 export PYTHONDONTWRITEBYTECODE :=

@@ -15,14 +15,14 @@ from tests.unit.commands.replay.traces import leaking, text
 from tests.unit.commands.screen import on_a_terminal, plain
 
 READ: Final = """
-import signal, sys
+import sys, time
 from vllm_headroom_tools import progress
 from vllm_headroom_tools.early import end_on_signals
 
 def lines():
     yield from (b"12345", b"67890")
-    if "hang" in sys.argv:
-        signal.pause()
+    while "hang" in sys.argv:
+        time.sleep(0.05)  # not for ever: a signal just before it would only be answered after it
 
 end_on_signals(None)
 progress.BETWEEN_SECONDS = 0.0
