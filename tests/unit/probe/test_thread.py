@@ -19,7 +19,7 @@ from tests.fakes.inside.torch import cuda
 from tests.fakes.inside.vllm.engine import EngineCore, config
 from tests.fakes.inside.vllm.worker import WorkerBase
 from tests.process import eventually
-from vllm_headroom_probe import hooks, probe
+from vllm_headroom_probe import gpu, hooks, probe
 from vllm_headroom_probe.folder import prune
 from vllm_headroom_probe.probe import Probe
 
@@ -48,6 +48,14 @@ def running(folder: Path, worker: Any, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield made
     made.rest()
     assert core is not None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What torch's figures take, in which no other process has a part."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    return made
 
 
 def written(folder: Path) -> Document | None:
@@ -108,10 +116,14 @@ def test_the_observer_is_attached_when_vllm_initialises_cuda_and_not_before(monk
 
 
 def test_an_allocator_that_keeps_the_gil_is_asked_three_times(
-    running: Probe, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    running: Probe,
+    folder: Path,
+    clock: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def slow(_: int) -> Document:
-        time.sleep(2 * probe.SLOW_SECONDS)
+        clock.now += 2 * probe.SLOW_SECONDS
         return cuda.STATS
 
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", slow)
@@ -129,12 +141,14 @@ def test_an_allocator_that_keeps_the_gil_is_asked_three_times(
     assert document["devices"][0]["allocated"] == 60 << 30, "the last figures stay"
 
 
-def test_now_and_then_a_slow_look_is_forgiven(running: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_now_and_then_a_slow_look_is_forgiven(
+    running: Probe, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probe, "FORGIVEN", 1.0)
     stats, lasts = cuda.memory_stats_as_nested_dict, iter([0.1, 0.0] * 4)
 
     def uneven(index: int) -> Document:
-        time.sleep(next(lasts))
+        clock.now += next(lasts)
         return stats(index)
 
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", uneven)
