@@ -59,7 +59,8 @@ def hide_secrets(url: httpx.URL) -> httpx.URL:
 
 def explain_status(response: httpx.Response, url: str) -> Failure:
     """Return the failure of a status other than 200; raise InvalidURL for a redirect to what is no address."""
-    answer = f"{url} answers {response.status_code} {response.reason_phrase}".strip()
+    phrase = httpx.codes.get_reason_phrase(response.status_code)  # not the one received, which may quote a secret
+    answer = f"{url} answers {response.status_code} {phrase}".strip()
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
     if reason is Reason.HTTP_STATUS and response.has_redirect_location:
         location = str(hide_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]

@@ -202,8 +202,8 @@ def test_a_sidecar_that_does_not_answer_is_one_line() -> None:
         ),
         (page("up 1\n"), "--engine-url: the page at {url} is not vLLM's\n"),
         (
-            page("", status="503 Overloaded"),
-            "--engine-url: {url} answers 503 Overloaded: check that vLLM serves there\n",
+            page("", status="503 Service Unavailable"),
+            "--engine-url: {url} answers 503 Service Unavailable: check that vLLM serves there\n",
         ),
     ],
 )

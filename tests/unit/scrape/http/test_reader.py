@@ -152,12 +152,12 @@ def test_cancelling_a_fetch_cancels_it() -> None:
 def test_a_token_is_no_part_of_a_failure(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("s3cret")
-    with EngineServer(page("", status="500 Oops")) as server:
+    with EngineServer(page("", status="500 s3cret k3y")) as server:
         url = server.url.replace("://", "://user:pa55@")
         problem = failure(url, bearer_token_file=token_file, headers={"X-Key": "k3y"})
 
     assert problem.reason is Reason.HTTP_STATUS
-    assert f"{server.url} answers 500 Oops" in problem.message
+    assert f"{server.url} answers 500 Internal Server Error" in problem.message
     assert not any(secret in repr(problem) for secret in ("s3cret", "pa55", "user", "k3y"))
 
 
