@@ -42,6 +42,9 @@ _ADVICE: Final = {
 }
 
 
+_HUNG_UP: Final = "hung up or broke HTTP before it answered"
+
+
 def build_failure(reason: Reason, problem: str, advice: str | None = None) -> Failure:
     """Return the engine's failure, with its reason's advice or another."""
     return Failure(source=Source.ENGINE, reason=reason, message=f"{problem}: {advice or _ADVICE[reason]}")
@@ -88,7 +91,7 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
         case httpx.LocalProtocolError():  # its text quotes the header, which may be a secret
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
         case httpx.RemoteProtocolError() | httpx.InvalidURL():  # its text quotes what was received
-            return build_failure(Reason.INCOMPLETE, f"{url} hung up or broke HTTP before it answered")
+            return build_failure(Reason.INCOMPLETE, f"{url} {_HUNG_UP}")
     return _explain_no_connection(error, url)
 
 
@@ -100,6 +103,8 @@ def _explain_no_connection(error: Exception, url: str) -> Failure:
                 return build_failure(Reason.NAME_RESOLUTION, f"the host of {url} cannot be resolved ({cause})")
             case ssl.SSLError():
                 return build_failure(Reason.TLS, f"TLS with {url} failed ({cause})")
+            case ConnectionResetError() | BrokenPipeError() if not isinstance(error, httpx.ConnectError):
+                return build_failure(Reason.INCOMPLETE, f"{url} {_HUNG_UP}")
             case OSError(errno=int(number)) if number in SHORTAGES:
                 return build_unavailable(Source.ENGINE, f"{url} cannot be asked", cause)
             case OSError(errno=int(number)):

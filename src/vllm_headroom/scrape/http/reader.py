@@ -132,7 +132,8 @@ class PageReader:
             self._headers["Authorization"] = f"Basic {user}"
         self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
         self._question = httpx.Request("GET", self._url, headers=self._headers)
-        self._waits = dict.fromkeys(("connect", "read", "write", "pool"), timeout_seconds)
+        self._waits = dict.fromkeys(("read", "write", "pool"), timeout_seconds)
+        self._waits["connect"] = timeout_seconds / 2  # to each address, so that a second one gets its turn
         self._worker = Worker[Any]("http")
         self._transport: httpx.HTTPTransport | None = None
 
@@ -195,13 +196,14 @@ class PageReader:
         return Reply(status=response.status_code, text=body.decode(errors="replace"))
 
     async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
-        """Return what `read` returns on the thread; raise UnusableCredentials."""
+        """Return what `read` returns on the thread; raise UnusableCredentials, TimeoutError if that is busy."""
+        reading: asyncio.Future[T] = self._worker.begin(read)
         try:
-            found: T = await self._worker.call(read, _FILE_SECONDS)
+            async with asyncio.timeout(_FILE_SECONDS):
+                return await reading
         except TimeoutError:
             problem = f"{trouble} (no answer within {_FILE_SECONDS:g} s): make it a file that can be read at once"
             raise failures.UnusableCredentials(problem) from None
-        return found
 
     async def _open_transport(self) -> httpx.HTTPTransport:
         """Return httpx's connections without its client: no cookies, redirects or proxy; one for each page."""
