@@ -169,6 +169,9 @@ PATIENCE_SECONDS: Final = {Phase.HEAD: 5.0, Phase.TURN: 10.0, Phase.SENDING: 10.
 """How long a client may take for a request and an answer, may wait for its turn (including its password check), and may
 keep its connection: Prometheus scrapes at least every minute."""
 
+SLOW_SECONDS: Final = 1.0
+"""A client that has not taken its answer after this time is as idle as one that says nothing."""
+
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
 """The kernel's buffer of a connection each way, which it doubles. The default takes 2.5 MB of unread answers, which
 count against the container's limit, and makes the client look idle."""
@@ -264,12 +267,17 @@ class Server:
         task.add_done_callback(lambda done: self._guests.pop(done, None))
 
     def add(self, connection: Connection) -> None:
-        """Add a connection; where there are too many, drop the one that is idle longest."""
+        """Add a connection; where there are too many, drop the one that is idle, or slow, for longest."""
         if self._door is not None and not self._door.is_admitted(connection.certificate):
             connection.drop()
             return
         if len(self.connections) >= count_places():
-            idle = [other for other in self.connections if other.phase in (Phase.HEAD, Phase.IDLE)]
+            slow, idles = connection.since_seconds - SLOW_SECONDS, (Phase.HEAD, Phase.IDLE)
+            idle = [
+                other
+                for other in self.connections
+                if other.phase in idles or (other.phase is Phase.SENDING and other.since_seconds < slow)
+            ]
             oldest = min(idle or self.connections, key=lambda other: other.since_seconds)
             self.connections.discard(oldest)
             oldest.drop()

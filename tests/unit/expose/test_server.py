@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from vllm_headroom import catalog
+from vllm_headroom.expose import server
 from vllm_headroom.expose.answers import Request, Response, build_application, respond_text
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page import respond_html
@@ -41,8 +42,8 @@ async def served(problem: str | None = None, *, ready: bool = True) -> AsyncIter
         unhealthy=lambda: problem,
         ready=lambda: ready,
     )
-    server, listener = Server(handler), listen("127.0.0.1", 0)
-    serving = asyncio.create_task(server.serve(listener))
+    listener = listen("127.0.0.1", 0)
+    serving = asyncio.create_task(Server(handler).serve(listener))
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
             yield client
@@ -154,6 +155,40 @@ def test_a_crowd_of_silent_connections_is_served_past_and_then_closed() -> None:
                     writer.close()
 
     run(crowd())
+
+
+def test_a_crowd_that_does_not_read_its_answers_drops_no_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "count_places", lambda: 3)
+    monkeypatch.setattr(server, "SLOW_SECONDS", 0.0)
+    answered = asyncio.Event()
+
+    def handler(_: Request) -> Response:
+        answered.set()
+        return Response(status=200, body=bytes(2**24), content_type="text/plain")
+
+    async def crowd() -> bytes:
+        listener = listen("127.0.0.1", 0)
+        serving, address, clients = asyncio.create_task(Server(handler).serve(listener)), listener.getsockname(), []
+
+        async def ask_and_not_read() -> None:
+            answered.clear()
+            clients.append(client := socket.create_connection(address))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await answered.wait()
+
+        for _ in range(3):
+            await ask_and_not_read()
+        reader, writer = await asyncio.open_connection(*address)
+        await ask_and_not_read()
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        line = await reader.readline()
+        for client in clients:
+            client.close()
+        writer.close()
+        serving.cancel()
+        return line
+
+    assert run(crowd()) == b"HTTP/1.1 200 OK\r\n"
 
 
 def test_a_handler_that_fails_costs_its_answer_only() -> None:
