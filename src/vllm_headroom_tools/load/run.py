@@ -3,13 +3,13 @@
 import asyncio
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil, inf
 from operator import add
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
@@ -257,6 +257,8 @@ class Screen:
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
 """Below, near, at and beyond the concurrency of the order: overload shows in the last."""
 
+STOP_SECONDS: Final = 1.0
+
 DELAY_SECONDS: Final = 0.1
 """How often this process's own delay is measured."""
 
@@ -308,16 +310,26 @@ class LoadRun:
 
     async def _step(self, number: int, share: float) -> Stage:
         count, observed = count_streams(self.concurrency, share), Observation()
-        await self.sampling.look(observed)
+        await self._sample(self.sampling.look(observed))
         tally = self._tally = Tally(monotonic())
         self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)
         await self.clients.run(count, self.seconds, tally, share)
         seconds = monotonic() - tally.began_seconds
-        await self.sampling.tick()
+        await self._sample(self.sampling.tick())
         self.screen.show(tally, seconds, is_over=True)
         return Stage(
             share=share, clients=count, rate=self.clients.rate, seconds=seconds, tally=tally, observed=observed
         )
+
+    async def _sample(self, sample: Coroutine[Any, Any, None]) -> None:
+        """Take a sample, after a stop within a second: a server that hangs has no page."""
+        task, has_time = asyncio.create_task(sample), True
+        while has_time and not task.done():
+            has_time = not self.clients.stopped
+            await asyncio.wait([task], timeout=STOP_SECONDS)
+        if task.done():
+            task.result()
+        task.cancel()
 
     async def _measure_delays(self) -> None:
         """Measure how late the loop is: its delay looks like the server's."""

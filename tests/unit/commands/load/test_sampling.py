@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 from msgspec.structs import replace
 
+from tests.fakes.engine_server import EngineServer, hang
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import in_process
 from tests.fakes.streaming_server import LOOPBACK, StreamingServer
@@ -48,10 +49,12 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
         yield fake
 
 
-def sampling(server: StreamingServer, trace: Path, *, here: bool = False) -> Sampling:
+def sampling(
+    server: StreamingServer | EngineServer, trace: Path, *, here: bool = False, timeout_seconds: float = 10
+) -> Sampling:
     clock = SystemClock()
     parts = Parts(
-        engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
+        engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=timeout_seconds),
         gpus=Gpus(monotonic=clock.monotonic) if here else UnavailableSource(Source.NVML, Reason.NO_DEVICES),
         processes=UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE).read,
         clock=clock,
@@ -219,3 +222,22 @@ def test_a_stop_ends_the_step_and_the_load(tmp_path: Path) -> None:
         (step,) = load(server, tmp_path / "trace", stop_after=5)
 
     assert step.tally.began == step.tally.outcomes.total() == 5
+
+
+def test_a_stop_does_not_wait_for_a_page_that_does_not_come(tmp_path: Path) -> None:
+    async def steps(silent: EngineServer) -> tuple[Stage, ...]:
+        made, asking = sampling(silent, tmp_path / "trace", timeout_seconds=3600), asker(silent.port)
+        clients = Clients(asker=asking, grace_seconds=60, most_requests=None, requests_per_second=None)
+        running = asyncio.create_task(LoadRun(concurrency=1, seconds=3600, clients=clients, sampling=made).steps())
+        await until(lambda: bool(silent.requests))
+        clients.stop()
+        done = await running
+        await asking.close()
+        await made.close()
+        return done
+
+    create_trace(tmp_path / "trace")
+    with EngineServer(hang) as silent:
+        (step,) = run(lambda: steps(silent))
+
+    assert step.tally.began == 0
