@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LEAST_FILES = 32
+LEAST_FILES = 40
 """The daemon keeps 17 open, and scrapers, the engine's page and /proc take some more."""
 
 

@@ -129,7 +129,7 @@ def test_without_files_to_open_it_ends_with_a_line(argv: tuple[str, ...]) -> Non
 
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == (
-        "vllm-headroom: only 12 files may be open at once, 32 are needed: raise the limit (ulimit -n)\n"
+        "vllm-headroom: only 12 files may be open at once, 40 are needed: raise the limit (ulimit -n)\n"
     )
 
 
