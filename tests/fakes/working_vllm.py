@@ -65,10 +65,13 @@ def start_the_others(folder: Path) -> None:
 
 
 def main() -> None:
-    """Serve until killed; the core and the worker are not taken along."""
+    """Serve until killed; the core and the worker are not taken along.
+
+    No thread is started before the core has taken a step: it would race with the worker for the next pid.
+    """
     folder, started = Path(os.environ["FOLDER"]), began()
     start_the_others(folder)
-    while not (folder / "ready").exists():
+    while not all((folder / name).exists() for name in ("steps", "ready")):
         time.sleep(0.02)
 
     def steps() -> int:
