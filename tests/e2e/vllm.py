@@ -50,11 +50,12 @@ class Vllm:
             env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), "WORKERS": str(workers), "PART": part},
             start_new_session=True,
         )
-        pids = eventually(lambda: (folder / "pids").exists() and (folder / "pids").read_text(), "the processes run")
-        self.server, self.core, *self.workers = map(int, str(pids).split())
+        told = [folder / name for name in (("pids", "server") if part else ("pids",))]
+        eventually(lambda: all(each.exists() for each in told), "the processes run")
+        self.server, self.core, *self.workers = map(int, told[0].read_text().split())
         self.worker = self.workers[0]
         if part:
-            self.page_server = int((folder / "server").read_text())
+            self.page_server = int(told[1].read_text())
         self.hold(held_gib)
 
     def become_ready(self) -> None:

@@ -60,7 +60,8 @@ def start_the_others(folder: Path) -> None:
     if part == "root":
         title, below = "VLLM::APIServer_0", {**os.environ, "PART": "server"}
         child = subprocess.Popen([title, *sys.argv], executable=sys.executable, env=below)
-        (folder / "server").write_text(str(child.pid))
+        (folder / "server.new").write_text(str(child.pid))
+        (folder / "server.new").rename(folder / "server")
         threading.Event().wait()
 
 
