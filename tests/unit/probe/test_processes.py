@@ -111,7 +111,7 @@ def test_steps_go_on_and_a_stopped_core_says_so_by_its_age(site: Path, folder: P
             "the core takes steps",
         )
         os.kill(first["pid"], signal.SIGSTOP)
-        eventually(lambda: Path(f"/proc/{first['pid']}/stat").read_text().split()[2] == "T", "the core is stopped")
+        eventually(lambda: _states(first["pid"]) == {"T"}, "all threads of the core are stopped")
         last = running.reports_of("EngineCore")["EngineCore"]
         worker = running.reports_of("VllmWorker-0")["VllmWorker-0"]
         eventually(
@@ -165,3 +165,7 @@ def test_of_two_installations_one_runs(site: Path, folder: Path, tmp_path: Path)
 
 def _threads(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def _states(pid: int) -> set[str]:
+    return {stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")}
