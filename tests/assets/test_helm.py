@@ -172,8 +172,9 @@ def test_the_environment_takes_every_setting_that_the_chart_does_not_set_itself(
     assert taken == sorted(variable(name) for name in {*Settings.model_fields, CONFIG} - set(OWN))
 
 
-def test_a_setting_of_the_environment_replaces_the_charts(parent: Path) -> None:
-    own = {"HEADROOM_GPUS": "0", "HEADROOM_HOST_MEMORY_LIMIT_BYTES": "64GiB"}
+@pytest.mark.parametrize(("gpus", "limit"), [("0", "64GiB"), ("", "")], ids=["set", "empty"])
+def test_a_setting_of_the_environment_replaces_the_charts(parent: Path, gpus: str, limit: str) -> None:
+    own = {"HEADROOM_GPUS": gpus, "HEADROOM_HOST_MEMORY_LIMIT_BYTES": limit}
     values = {"sidecar": {"gpu": "dra", "memoryLimitOf": "vllm", "env": own}}
     made = find(documents(helm.render(parent, {"vllm-headroom": values})), "Deployment")
     (sidecar,) = made["spec"]["template"]["spec"]["initContainers"]

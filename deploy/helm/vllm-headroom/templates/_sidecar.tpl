@@ -29,10 +29,10 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- if eq .gpu "runtime-class" }}
   - {name: NVIDIA_VISIBLE_DEVICES, value: all}
   - {name: NVIDIA_DRIVER_CAPABILITIES, value: utility}
-  {{- else if and (eq .gpu "dra") (not (get $env "HEADROOM_GPUS")) }}
+  {{- else if and (eq .gpu "dra") (not (hasKey $env "HEADROOM_GPUS")) }}
   - {name: HEADROOM_GPUS, value: all}
   {{- end }}
-  {{- if and .memoryLimitOf (not (get $env "HEADROOM_HOST_MEMORY_LIMIT_BYTES")) }}
+  {{- if and .memoryLimitOf (not (hasKey $env "HEADROOM_HOST_MEMORY_LIMIT_BYTES")) }}
   - name: HEADROOM_HOST_MEMORY_LIMIT_BYTES
     valueFrom: {resourceFieldRef: {containerName: {{ .memoryLimitOf | quote }}, resource: limits.memory, divisor: "1"}}
   {{- end }}
