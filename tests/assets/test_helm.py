@@ -54,9 +54,11 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     },
     "amd": {"sidecar": {"gpu": "amd", "evict": "dry-run"}},
 }
+LOOPBACK: Final = ("127.0.0.1", "127.1", "::1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "localhost")
 NO_SIDECARS: Final[tuple[dict[str, Any], ...]] = (
     *({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"}, {"evict": "yes"}),
     *({"extraVolumes": {}}, {"extraVolumeMounts": [{"name": "files"}]}),
+    *({"env": {"HEADROOM_LISTEN_HOST": each}} for each in LOOPBACK),
 )
 OWN: Final = ("state_dir", "role", "probe_dir", "evict", "runbooks_url", "listen_port")
 """Settings that the chart sets itself, or that its port would not follow."""
@@ -156,6 +158,13 @@ def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -
 )
 def test_helm_refuses_values_that_there_are_not(wrong: dict[str, Any]) -> None:
     assert "values don't meet the specifications of the schema" in helm.refusal(helm.CHART, wrong)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "10.0.0.1", "fd00::1", "localhost.your.org"])
+def test_the_sidecar_listens_where_a_kubelet_reaches_it(host: str) -> None:
+    schema = json.loads((helm.CHART / "values.schema.json").read_text())["properties"]["sidecar"]["properties"]["env"]
+
+    assert Draft7Validator(schema).is_valid({"HEADROOM_LISTEN_HOST": host})
 
 
 @pytest.mark.parametrize(("chart", "name"), NO_VALUES)
