@@ -94,7 +94,12 @@ def read_postmortem(bench: Bench) -> dict[str, Any]:
 def test_an_engine_that_runs_out_of_memory(tmp_path: Path, end: Callable[[Bench], None], causes: set[str]) -> None:
     with serve_on_small_card(tmp_path) as bench:
         wait_until_served(bench).complete()
-        bench.daemon.sees(lambda page: page.has("allocator_ooms_total"), "the probe is read", LOOK_SECONDS, 1)
+        bench.daemon.sees(
+            lambda page: page.has("allocator_ooms_total") and page.value("source_up", source="engine") == 1,
+            "the probe and the page are read",
+            LOOK_SECONDS,
+            1,
+        )
         end(bench)
         wait_until_ended(bench)
         found = read_postmortem(bench)
