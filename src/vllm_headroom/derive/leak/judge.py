@@ -39,8 +39,8 @@ LIKELY, SURE, SURE_IF_FAR, MOST = 12.0, 14.0, 18.0, 12.0
 """The least evidence of rises and pace for a warning, for an alarm and for one of what is full in more than 30 days, as
 logarithms of odds. Each counts at most 12, so that neither is enough alone."""
 
-SOON_SHARE: Final = 0.75
-"""Steady growth is an alarm without odds after this share of the time left, from eleven blocks on."""
+SOON_SHARE, LATE_SHARE = 0.75, 2.0
+"""Steady growth of 11 blocks is an alarm without odds after this share of the time left: in its first hour, later."""
 
 OVERHEAD: Final = 1.15
 """What a configured pool may take beyond its size."""
@@ -148,7 +148,8 @@ def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certain
     """
     trend_bytes = sum(clip_rises(grown, LARGE_BYTES))
     left = None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / trend_bytes * grown.lasted
-    is_soon = left is not None and SOON_SHARE * left <= grown.lasted < LEAKING_SECONDS and is_steady(grown)
+    share = SOON_SHARE if grown.lasted < LEAKING_SECONDS else LATE_SHARE
+    is_soon = left is not None and share * left <= grown.lasted and is_steady(grown)
     likely = is_soon or (grown.score >= LEAST_RARE and odds >= LIKELY)
     if trend_bytes < LEAST_GROWTH_BYTES or not likely or not is_even(grown):
         return Certainty.NONE

@@ -124,8 +124,7 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
     if isinstance(snapshot.processes, Failure):
         return state, ()
     tracks = keep_recent(state, state)
-    samples: list[Sample] = []
-    growing: list[Estimate] = []
+    samples, growing = list[Sample](), list[Estimate]()
     for role, seen in observe_host(snapshot):
         tracks[role] = track = observe(tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen)
         is_in = find_leak_state(track, known=True, settled=settled)

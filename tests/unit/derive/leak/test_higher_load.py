@@ -7,7 +7,7 @@ from math import exp
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.derive.leak.stretches import HOUR, Course, Shape, changed, follow, leak, readings, segments
+from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Course, Shape, changed, follow, leak, readings, segments
 from vllm_headroom.derive.leak.facts import MIB, Certainty
 
 DOUBLED = 6 * HOUR
@@ -91,3 +91,17 @@ def test_a_leak_beneath_load_that_climbs_is_an_alarm_once_load_is_level() -> Non
     seen = (replace(each, running=climbing(each.seconds)) for each in readings(leak, 12.0))
 
     assert follow(seen).worst is Certainty.LEAKING
+
+
+def test_equal_chunks_that_fill_a_small_card_for_hours_are_an_alarm_whatever_load_does() -> None:
+    """A driver's chunk each quarter of an hour, while ever more requests run: no block proves anything by itself."""
+
+    def chunks(seconds: float) -> float:
+        return TOTAL - BASE - 864 * MIB + 32 * MIB * (seconds // 960)
+
+    seen = (replace(each, running=20.0 + each.seconds // 960) for each in readings(chunks, 7.0))
+
+    alarm = follow(seen).first(Certainty.LEAKING)
+
+    assert alarm is not None
+    assert alarm < 5.0
