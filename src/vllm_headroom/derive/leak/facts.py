@@ -107,7 +107,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, frozen=True, gc=False):
-    """A large rise between two readings: when it was seen, its size, and what was held after it."""
+    """What was not given back of a large rise, which a transient peak may contain: when, its size and its top."""
 
     seconds: float
     size_bytes: float

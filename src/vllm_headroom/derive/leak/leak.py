@@ -82,12 +82,10 @@ def find_leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
         return LeakState.UNKNOWN
     if track.asleep:
         return LeakState.ASLEEP
-    if track.resting_since is not None:
+    if track.resting_since is not None or not (settled or track.verdict):
         return LeakState.UNSETTLED
-    if track.verdict is not Certainty.NONE:
+    if track.verdict:
         return LeakState.LEAKING if track.verdict is Certainty.LEAKING else LeakState.GROWING
-    if not settled:
-        return LeakState.UNSETTLED
     return LeakState.WARMING_UP if is_warming_up(track) else LeakState.STABLE
 
 
@@ -128,15 +126,15 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
     for role, seen in observe_host(snapshot):
         tracks[role] = track = observe(tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen)
         is_in = find_leak_state(track, known=True, settled=settled)
-        samples += (
-            *make_states(catalog.HOST_LEAK_STATE, (str(role),), is_in),
-            *_make_bound(("", "", str(role)), track),
-        )
+        samples += make_states(catalog.HOST_LEAK_STATE, (str(role),), is_in)
+        samples += _make_bound(("", "", str(role)), track)
         if track.estimate is not None and is_in in SHOWN:
             samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second))
             growing += [track.estimate] if seen.room_bytes is not None else []
-    times = {catalog.HOST_TIME_TO_OOM: "oom_seconds", catalog.HOST_TIME_TO_OOM_LOWER: "oom_seconds_lower"}
-    for metric, name in times.items():
+    for metric, name in (
+        (catalog.HOST_TIME_TO_OOM, "oom_seconds"),
+        (catalog.HOST_TIME_TO_OOM_LOWER, "oom_seconds_lower"),
+    ):
         if known := [seconds for found in growing if (seconds := getattr(found, name)) is not None]:
             left = 1 / sum(1 / seconds for seconds in known) if min(known) > 0 else 0.0
             samples.append(Sample(metric, (), left))

@@ -32,8 +32,8 @@ CROWDED_MOST_SECONDS: Final = 3600.0
 LEAP: Final = 2.0
 """Load so many times as high as before creates new demands. Steady load exceeds its first minutes by a half at most."""
 
-LEAST_STEP_BYTES, NEWEST_STEPS, GIVEN_BACK = 24 * MIB, 32, 0.1
-"""More than a segment for small tensors, 20 MiB (c10 kLargeBuffer). A process's memory varies by less than a tenth."""
+LEAST_STEP_BYTES, NEWEST_STEPS = 24 * MIB, 32
+"""More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
 
 AVERAGE_SECONDS, RESET_SECONDS = 300.0, 600.0
 """A rate's average; a counter that stays lower for ten minutes was reset, and continues from there."""
@@ -48,8 +48,7 @@ def observe(track: Track, seen: Observation) -> Track:
     work, elapsed = track.work, max(0.0, seen.seconds - track.clock)
     another = is_new_run(work.life, seen.life, work.finished_total, seen.finished_total)
     if another or elapsed >= DOUBTED_SECONDS:
-        life = work.life if seen.life is None else seen.life
-        return observe(Track(clock=seen.seconds), replace(seen, life=life))
+        return observe(Track(clock=seen.seconds), replace(seen, life=seen.life or work.life))
     now = track.seconds + elapsed
     track = replace(
         track,
@@ -146,7 +145,9 @@ def _update_rest(track: Track, held_bytes: int) -> Track:
 def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     if held_bytes != track.held_bytes:
         rise = held_bytes - (track.held_bytes or held_bytes)
-        steps = tuple([step for step in track.steps if step.top_bytes - held_bytes <= GIVEN_BACK * step.size_bytes])
+        cut = [(step, max(0.0, step.top_bytes - held_bytes)) for step in track.steps]
+        left = [Step(step.seconds, step.size_bytes - less, step.top_bytes - less) for step, less in cut]
+        steps = tuple([step for step in left if step.size_bytes >= LEAST_STEP_BYTES])
         if rise >= LEAST_STEP_BYTES:
             steps = (*steps, Step(track.seconds, rise, held_bytes))[-NEWEST_STEPS:]
         track = replace(track, held_bytes=held_bytes, steps=steps, top_bytes=max(track.top_bytes, held_bytes))
