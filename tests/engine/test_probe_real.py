@@ -85,8 +85,8 @@ def test_tokens_fill_the_blocks_of_a_request_but_its_last(engine: Probed) -> Non
     asking.start()
 
     def holding() -> Document | None:
-        found: Document = engine.reports()["EngineCore"]["scheduler"]
-        return found if found["kv_blocks_live"] else None
+        found: Document | None = engine.reports()["EngineCore"]["scheduler"]
+        return found if found and found["kv_blocks_live"] else None
 
     core = eventually(holding, "a request holds blocks")
     asking.join()
