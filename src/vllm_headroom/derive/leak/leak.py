@@ -82,10 +82,12 @@ def find_leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
         return LeakState.UNKNOWN
     if track.asleep:
         return LeakState.ASLEEP
-    if track.resting_since is not None or not (settled or track.verdict):
+    if track.resting_since is not None:
         return LeakState.UNSETTLED
-    if track.verdict:
+    if track.verdict is not Certainty.NONE:
         return LeakState.LEAKING if track.verdict is Certainty.LEAKING else LeakState.GROWING
+    if not settled:
+        return LeakState.UNSETTLED
     return LeakState.WARMING_UP if is_warming_up(track) else LeakState.STABLE
 
 
@@ -131,10 +133,8 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
         if track.estimate is not None and is_in in SHOWN:
             samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second))
             growing += [track.estimate] if seen.room_bytes is not None else []
-    for metric, name in (
-        (catalog.HOST_TIME_TO_OOM, "oom_seconds"),
-        (catalog.HOST_TIME_TO_OOM_LOWER, "oom_seconds_lower"),
-    ):
+    times = {catalog.HOST_TIME_TO_OOM: "oom_seconds", catalog.HOST_TIME_TO_OOM_LOWER: "oom_seconds_lower"}
+    for metric, name in times.items():
         if known := [seconds for found in growing if (seconds := getattr(found, name)) is not None]:
             left = 1 / sum(1 / seconds for seconds in known) if min(known) > 0 else 0.0
             samples.append(Sample(metric, (), left))

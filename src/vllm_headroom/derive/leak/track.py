@@ -144,12 +144,13 @@ def _update_rest(track: Track, held_bytes: int) -> Track:
 
 def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     if held_bytes != track.held_bytes:
-        rise = held_bytes - (track.held_bytes or held_bytes)
-        cut = [(step, max(0.0, step.top_bytes - held_bytes)) for step in track.steps]
-        left = [Step(step.seconds, step.size_bytes - less, step.top_bytes - less) for step, less in cut]
-        steps = tuple([step for step in left if step.size_bytes >= LEAST_STEP_BYTES])
+        rise, steps = held_bytes - (track.held_bytes or held_bytes), track.steps
         if rise >= LEAST_STEP_BYTES:
             steps = (*steps, Step(track.seconds, rise, held_bytes))[-NEWEST_STEPS:]
+        elif rise <= 0:  # it is 0 after a pause, in which some may have been given back
+            cut = [(step, max(0.0, step.top_bytes - held_bytes)) for step in steps]
+            left = [Step(step.seconds, step.size_bytes - less, step.top_bytes - less) for step, less in cut]
+            steps = tuple([step for step in left if step.size_bytes >= LEAST_STEP_BYTES])
         track = replace(track, held_bytes=held_bytes, steps=steps, top_bytes=max(track.top_bytes, held_bytes))
     block = track.block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
