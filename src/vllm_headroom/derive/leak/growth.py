@@ -136,8 +136,8 @@ def is_over(began: Point, risen: Point, now: Point, count: float, quiet: tuple[f
     return paused and now.requests - risen.requests >= gaps * done
 
 
-EVEN_SHARE, LEAST_EVEN_SHARE = 0.45, 0.35
-"""The later half's least share of the growth, on the axis where it is larger and on the other one."""
+EVEN_SHARE: Final = 0.45
+"""The later half's least share of the growth, on the axis where it is larger."""
 
 FIRST_QUARTER, LAST_QUARTER = 0.05, 0.10
 """Least shares of the first and last quarter: growth that began or ended within the stretch is not even."""
@@ -183,15 +183,15 @@ def clip_rises(grown: Growth, least_bytes: float = 0.0) -> list[float]:
 def is_even(grown: Growth) -> bool:
     """Return whether the growth has its shares in the later half and in the quarters, by requests or by busy time."""
     clipped = clip_rises(grown)
-    late, unceasing = [], False
+    late, unceasing = 0.0, False
     for axis in ([point.requests for point in grown.points], [point.busy_seconds for point in grown.points]):
         length, shares = axis[-1] - axis[0], [0.0] * 4
         if length > 0:
             for before, after, rise in zip(axis, axis[1:], clipped, strict=False):
                 shares[min(3, int(2 * (before + after - 2 * axis[0]) / length))] += rise / sum(clipped)
-            late.append(shares[2] + shares[3])
+            late = max(late, shares[2] + shares[3])
             unceasing |= shares[0] >= FIRST_QUARTER and min(shares[1:3]) > 0 and shares[3] >= LAST_QUARTER
-    return unceasing and max(late) >= EVEN_SHARE and min(late) >= LEAST_EVEN_SHARE
+    return unceasing and late >= EVEN_SHARE
 
 
 def is_steady(grown: Growth) -> bool:
@@ -247,21 +247,18 @@ YOUNG_SECONDS: Final = 4 * 3600.0
 ROOM_SHARE, ENOUGH_BYTES = 0.25, 1536 * MIB
 """For an alarm, a quarter of the room must be gone, or so much that few caches are as large."""
 
-ALIKE_LOAD: Final = 0.85
-"""Load below this share of the peak is no precedent for the present."""
-
 DAY_SECONDS: Final = 86_400.0
 
 
-def find_step_windows(course: Course, load: float) -> Iterator[Growth]:
-    """Yield each window that begins with a step, at a load like the highest, and is worth two, the shortest first."""
+def find_step_windows(course: Course) -> Iterator[Growth]:
+    """Yield each window that begins with a step and is worth two at no new peak of load, the shortest first."""
     for begin in range(len(course.points) - 2, -1, -1):
-        if course.points[begin].load < ALIKE_LOAD * load:
-            return
         begins = course.kept_bytes[begin + 1] > course.kept_bytes[begin]
         if begins and course.kept_bytes[-1] - course.highest_bytes[begin] >= LEAST_BYTES:
             grown = cut_window(course, begin)
-            if grown.grown_bytes >= LEAST_STEPS * grown.typical_bytes:
+            loads = zip(grown.points, grown.points[1:], grown.rises, strict=False)
+            level_bytes = sum([rise for before, now, rise in loads if now.load <= before.load])
+            if level_bytes >= LEAST_STEPS * grown.typical_bytes:
                 yield grown
 
 

@@ -46,12 +46,13 @@ OVERHEAD: Final = 1.15
 """What a configured pool may take beyond its size."""
 
 HELD: Final = (2700.0, 3.0)
-"""An alarm is held for so many seconds without a rise, and so many usual gaps."""
+"""An alarm is held for so many seconds without a rise, and so many usual gaps. Where less than 1 GiB is left, torch's
+cache hides growth: both are as many times as long as what is left goes into it."""
 
 LARGE_BYTES, FULL_BYTES = 64 * 2**20, 2**30
-KEPT_SHARE: Final = 0.5
-"""After a fall growth is compared with what is left; an alarm ends when that is less than a share of the growth. On a
-full card it does not."""
+KEPT_SHARE, KEPT_BLOCKS = 0.5, 10
+"""After a fall growth is compared with what is left; an alarm ends when that is less than a share of it for five
+minutes: a cache fills again after a sleep. On a full card it does not."""
 
 
 def judge_track(track: Track, room_bytes: int | None) -> Track:
@@ -134,7 +135,7 @@ def _judge_windows(
             odds = min(MOST, grown.score) + min(MOST, weigh_pace(grown, track.anchor))
             yield min(most, _judge_even(grown, odds, room_bytes)), odds, grown
     fallen_bytes = max((fall for _, fall in list_falls(track)), default=0.0) if whole else 0.0
-    for grown in find_step_windows(course, track.load) if whole else ():
+    for grown in find_step_windows(course) if whole else ():
         if not has_ended(grown) and grown.grown_bytes >= fallen_bytes:
             verdict, odds = judge_steps(grown, track, first, room_bytes)
             yield min(most, verdict), odds, grown
@@ -167,14 +168,16 @@ def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
     if now.floor_bytes >= newest.floor_bytes + RISE_BYTES:
         squares = incident.squares + (now.floor_bytes - newest.floor_bytes) ** 2
         return replace(track, incident=replace(incident, newest=now, squares=squares))
-    fall, full = newest.floor_bytes - now.floor_bytes, 0 < track.most_bytes <= newest.floor_bytes + FULL_BYTES
-    if full:  # torch's allocator gives back its cache, which says nothing of the growth beneath
+    left_bytes = max(1.0, track.most_bytes - newest.floor_bytes) if track.most_bytes else inf
+    fall, longer = newest.floor_bytes - now.floor_bytes, max(1.0, FULL_BYTES / left_bytes)
+    if longer > 1.0:  # torch's allocator gives back its cache, which says nothing of the growth beneath
         began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall))
-    kept_bytes = began.floor_bytes + (0.0 if full else KEPT_SHARE) * (newest.floor_bytes - began.floor_bytes)
+    kept_bytes = began.floor_bytes + (0.0 if longer > 1.0 else KEPT_SHARE) * (newest.floor_bytes - began.floor_bytes)
     if now.floor_bytes >= kept_bytes and fall > LARGE_BYTES:
         return replace(track, incident=replace(incident, began=began, newest=now))
     count = (newest.floor_bytes - began.floor_bytes) ** 2 / incident.squares
-    if now.floor_bytes >= kept_bytes and not is_over(began, newest, now, count, HELD):
+    is_kept = max(point.floor_bytes for point in track.rings[0].points[-KEPT_BLOCKS:]) >= kept_bytes
+    if is_kept and not is_over(began, newest, now, count, (longer * HELD[0], longer * HELD[1])):
         return track
     over = {"parts": 0, "highest_bytes": newest.floor_bytes, "verdict": Certainty.NONE}
     rings = tuple(replace(ring, points=ring.points[-1:], **over) for ring in track.rings)

@@ -32,6 +32,15 @@ def test_the_first_large_steps_of_a_doubled_load_are_no_alarm_and_at_a_level_loa
     assert told(steps(4), 10.0, 161.0).worst < Certainty.LEAKING
 
 
+def test_steps_before_and_after_a_higher_load_count_together() -> None:
+    seen = changed(readings(lambda seconds: 5 / 9 * steps(4)(seconds), 9.0), lambda _: True, running=80.0)
+    higher = DOUBLED + 2.5 * STEP_HOURS * HOUR
+
+    course = follow(changed(seen, lambda each: each.seconds >= higher, running=110.0))
+
+    assert course.worst is Certainty.LEAKING
+
+
 def test_steps_that_go_on_at_a_doubled_load_are_an_alarm() -> None:
     alarm = told(steps(7), 12.0, 161.0).first(Certainty.LEAKING)
 

@@ -45,7 +45,7 @@ def test_what_fills_again_what_was_held_before_is_no_second_step() -> None:
         floors = [before_mib, *[0] * 8, 900, 1_800]
         points = tuple(Point(at * 960.0, at * 960.0, at * 960.0, mib * MIB) for at, mib in enumerate(floors, start=1))
         course = survey(Ring(points=points), points[0])
-        return 0 if course is None else len(tuple(find_step_windows(course, 0.0)))
+        return 0 if course is None else len(tuple(find_step_windows(course)))
 
     assert windows(0) == 1
     assert windows(900) == 0
@@ -98,9 +98,11 @@ def test_steps_of_any_size_are_told_once_no_further_one_finds_room() -> None:
         pytest.param(2000, 0.6, 8.5, Certainty.LEAKING, id="less than half"),
         pytest.param(300, -0.05, 8.5, Certainty.LEAKING, id="a full card gives back its cache"),
         pytest.param(300, -0.05, 9.5, Certainty.NONE, id="and nothing has grown since"),
+        pytest.param(2000, 1.0, 9.5, Certainty.NONE, id="nothing grows"),
+        pytest.param(20, 1.0, 16.0, Certainty.LEAKING, id="nothing grows on a card without room"),
     ],
 )
-def test_an_alarm_ends_when_most_is_given_back_and_on_a_full_card_when_nothing_grows(
+def test_an_alarm_ends_when_most_is_given_back_and_on_a_full_card_when_nothing_grows_for_long(
     left: int, kept: float, hours: float, verdict: Certainty
 ) -> None:
     leaked = TOTAL - BASE - left * MIB

@@ -158,7 +158,14 @@ def test_a_sleep_is_asleep_and_a_leak_that_it_gave_back_is_none_within_minutes()
 
     woken = follow(awake_again(flat, 2.2, 1), sleeping.track)
 
-    assert set(woken.verdicts[int(300 / STEP) :]) == {Certainty.NONE}
+    assert set(woken.verdicts[int(420 / STEP) :]) == {Certainty.NONE}
+
+
+def test_an_alarm_goes_on_while_what_a_sleep_emptied_fills_again() -> None:
+    sleeping = follow(asleep_since(2, 10), follow(readings(leak, 2)).track)
+    woken = follow(awake_again(lambda seconds: leak(2 * HOUR) if seconds >= 210 else 0.0, 2.2, 0.5), sleeping.track)
+
+    assert set(woken.verdicts) == {Certainty.LEAKING}
 
 
 def test_a_leak_that_a_sleep_did_not_give_back_is_still_one() -> None:
