@@ -156,7 +156,8 @@ class PrometheusApi:
         return found
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
-        answered = f"{self.shown} answers {response.status_code} {response.reason_phrase}".strip()
+        phrase = httpx.codes.get_reason_phrase(response.status_code)  # not the one received, which may quote a secret
+        answered = f"{self.shown} answers {response.status_code} {phrase}".strip()
         if answer.get("status") == "error":
             return f"{answered} to a query: {_shorten(answer.get('error'))}"
         match response.status_code:

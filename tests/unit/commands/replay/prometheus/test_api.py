@@ -4,6 +4,8 @@ import gzip
 import tracemalloc
 import zlib
 from contextlib import closing
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import httpx
@@ -84,6 +86,15 @@ def test_an_answer_that_is_no_history_is_told_in_one_line(answer: Answer, messag
         told = refusal(server.url)
 
         assert told.startswith(f"{server.url}{message}")
+
+
+def test_the_phrase_of_a_refusal_which_may_quote_a_token_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BaseHTTPRequestHandler.responses, HTTPStatus.FORBIDDEN, ("no right for s3cret", ""))
+    with PrometheusServer(answer=(403, {}, b"")) as server:
+        told = refusal(server.url)
+
+    assert "s3cret" not in told
+    assert " answers 403 Forbidden: give a token" in told
 
 
 GZIP = {"Content-Encoding": "gzip"}
