@@ -182,8 +182,7 @@ def clip_rises(grown: Growth, least_bytes: float = 0.0) -> list[float]:
 
 def is_even(grown: Growth) -> bool:
     """Return whether the growth has its shares in the later half and in the quarters, by requests or by busy time."""
-    clipped = clip_rises(grown)
-    late, unceasing = 0.0, False
+    clipped, late, unceasing = clip_rises(grown), 0.0, False
     for axis in ([point.requests for point in grown.points], [point.busy_seconds for point in grown.points]):
         length, shares = axis[-1] - axis[0], [0.0] * 4
         if length > 0:
@@ -241,8 +240,8 @@ above all before. Slots, graphs and kernels repeat too, but are smaller. Fitted 
 STEP_SHARE: Final = 0.05
 """Steps of at least a twentieth of the growth are compared."""
 
-YOUNG_SECONDS: Final = 4 * 3600.0
-"""No alarm so early, unless two thirds of the room are gone, no warning in its first half: caches fill evenly too."""
+YOUNG_SECONDS, LATE_SHARE = 4 * 3600.0, 2.0
+"""No alarm so early, unless it lasted for twice the time left; no warning in its first half: caches fill evenly too."""
 
 ROOM_SHARE, ENOUGH_BYTES = 0.25, 1536 * MIB
 """For an alarm, a quarter of the room must be gone, or so much that few caches are as large."""
@@ -292,7 +291,7 @@ def judge_steps(grown: Growth, track: Track, first: Point, room_bytes: float | N
     is_full = room_bytes is not None and room <= max(grown.rises)
     enough = grown.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + grown.grown_bytes))
     age = track.seconds - first.seconds
-    old = age >= YOUNG_SECONDS or (room_bytes is not None and lasted >= 2 * left)
+    old = age >= YOUNG_SECONDS or (room_bytes is not None and lasted >= LATE_SHARE * left)
     least_odds, least_sure = (ODDS_WHERE_FULL, SURE_WHERE_FULL) if is_full else (LEAST_ODDS, SURE_OF_STEPS)
     if odds >= least_odds and enough and old and lasted >= compute_patience(left):
         steps = tuple(step for step in track.steps if step.seconds > first.seconds)

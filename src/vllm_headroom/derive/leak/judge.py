@@ -13,6 +13,7 @@ from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, RISE_BYTES, Cer
 from vllm_headroom.derive.leak.growth import (
     DAY_SECONDS,
     GROWING_SECONDS,
+    LATE_SHARE,
     LEAKING_SECONDS,
     LEAST_GROWTH_BYTES,
     LENGTHS,
@@ -39,15 +40,14 @@ LIKELY, SURE, SURE_IF_FAR, MOST = 12.0, 14.0, 18.0, 12.0
 """The least evidence of rises and pace for a warning, for an alarm and for one of what is full in more than 30 days, as
 logarithms of odds. Each counts at most 12, so that neither is enough alone."""
 
-SOON_SHARE, LATE_SHARE = 0.75, 2.0
-"""Steady growth of 11 blocks is an alarm without odds after this share of the time left: in its first hour, later."""
+SOON_SHARE: Final = 0.75
+"""Steady growth of 11 blocks is an alarm without odds after this share of the time left; after an hour LATE_SHARE."""
 
 OVERHEAD: Final = 1.15
 """What a configured pool may take beyond its size."""
 
 HELD: Final = (2700.0, 3.0)
-"""An alarm is held for so many seconds without a rise, and so many usual gaps. Where less than 1 GiB is left, torch's
-cache hides growth: both are as many times as long as what is left goes into it."""
+"""An alarm is held for so many seconds without a rise, and so many usual gaps; for longer with less than 1 GiB left."""
 
 LARGE_BYTES, FULL_BYTES = 64 * 2**20, 2**30
 KEPT_SHARE, KEPT_BLOCKS = 0.5, 10
@@ -169,13 +169,14 @@ def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
         squares = incident.squares + (now.floor_bytes - newest.floor_bytes) ** 2
         return replace(track, incident=replace(incident, newest=now, squares=squares))
     left_bytes = max(1.0, track.most_bytes - newest.floor_bytes) if track.most_bytes else inf
-    fall, longer = newest.floor_bytes - now.floor_bytes, max(1.0, FULL_BYTES / left_bytes)
-    if longer > 1.0:  # torch's allocator gives back its cache, which says nothing of the growth beneath
+    fall, full = newest.floor_bytes - now.floor_bytes, left_bytes < FULL_BYTES
+    if full:  # torch's allocator gives back its cache, which says nothing of the growth beneath
         began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall))
-    kept_bytes = began.floor_bytes + (0.0 if longer > 1.0 else KEPT_SHARE) * (newest.floor_bytes - began.floor_bytes)
+    kept_bytes = began.floor_bytes + (0.0 if full else KEPT_SHARE) * (newest.floor_bytes - began.floor_bytes)
     if now.floor_bytes >= kept_bytes and fall > LARGE_BYTES:
         return replace(track, incident=replace(incident, began=began, newest=now))
     count = (newest.floor_bytes - began.floor_bytes) ** 2 / incident.squares
+    longer = FULL_BYTES / left_bytes if full else 1.0  # that cache hides growth, the more the less is left
     is_kept = max(point.floor_bytes for point in track.rings[0].points[-KEPT_BLOCKS:]) >= kept_bytes
     if is_kept and not is_over(began, newest, now, count, (longer * HELD[0], longer * HELD[1])):
         return track

@@ -60,10 +60,14 @@ def hide_secrets(url: httpx.URL) -> httpx.URL:
     return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
+def describe_answer(response: httpx.Response, url: str) -> str:
+    """Return that a URL answers with a status and the standard's phrase; the one received may quote a secret."""
+    return f"{url} answers {response.status_code} {httpx.codes.get_reason_phrase(response.status_code)}".strip()
+
+
 def explain_status(response: httpx.Response, url: str) -> Failure:
     """Return the failure of a status other than 200; raise InvalidURL for a redirect to what is no address."""
-    phrase = httpx.codes.get_reason_phrase(response.status_code)  # not the one received, which may quote a secret
-    answer = f"{url} answers {response.status_code} {phrase}".strip()
+    answer = describe_answer(response, url)
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
     if reason is Reason.HTTP_STATUS and response.has_redirect_location:
         location = str(hide_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from vllm_headroom.scrape.http.failures import (
     UnusableCredentials,
+    describe_answer,
     explain_no_answer,
     load_trust,
     read_token,
@@ -156,8 +157,7 @@ class PrometheusApi:
         return found
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
-        phrase = httpx.codes.get_reason_phrase(response.status_code)  # not the one received, which may quote a secret
-        answered = f"{self.shown} answers {response.status_code} {phrase}".strip()
+        answered = describe_answer(response, self.shown)
         if answer.get("status") == "error":
             return f"{answered} to a query: {_shorten(answer.get('error'))}"
         match response.status_code:
