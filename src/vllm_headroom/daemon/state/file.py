@@ -60,7 +60,7 @@ def explain_mismatch(saved: Identity, now: Identity, gap_seconds: float) -> str 
     return None
 
 
-FORMAT: Final = 14
+FORMAT: Final = 15
 """Raise it when the fields of a state, or their meaning, change."""
 
 LOAD_GAP_SECONDS: Final = 60.0

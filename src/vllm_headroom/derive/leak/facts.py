@@ -130,7 +130,8 @@ class Track(Struct, frozen=True, kw_only=True):
     `first` the block from which work is counted: the first one, or the last in which the most requests that ever ran at
     once reached twice those of the one before. `block` is the present one, with the time and requests of its begin.
     `most_bytes` is the most the engine could hold if others did not change, `bound_bytes` what configured pools may
-    fill. `crowded_since` is when a neighbour came.
+    fill. `rested` is how long requests ran while most of the memory was gone, `crowded_since` when a neighbour came,
+    `risen_seconds` the newest rise of the last alarm.
     """
 
     clock: float
@@ -143,7 +144,7 @@ class Track(Struct, frozen=True, kw_only=True):
     busy_seconds: float = 0.0
     top_bytes: float = 0.0
     most_bytes: float = 0.0
-    resting_since: float | None = None
+    rested: float | None = None
     asleep: bool = False
     neighbours: int | None = None
     crowded_since: float | None = None
@@ -153,6 +154,7 @@ class Track(Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...] = ()
     bound_bytes: int = 0
     incident: Incident | None = None
+    risen_seconds: float | None = None
     verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
 

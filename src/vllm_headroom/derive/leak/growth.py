@@ -144,30 +144,30 @@ FIRST_QUARTER, LAST_QUARTER = 0.05, 0.10
 
 
 def weigh_pace(grown: Growth, first: Point) -> float:
-    """Return the log likelihood ratio of growth at a constant rate against growth by all the folds of work.
+    """Return the log likelihood ratio of growth at a constant rate against growth by folds of work.
 
     Records and first uses come at a constant or falling rate per e-fold of work, a leak by time or by requests:
-    Poisson's law with steps of the typical size. One more step, the largest, is attributed to the time before, since
-    the window was chosen to begin with a step.
+    Poisson's law with steps of the typical size, or of the variance of steady rises by their mean, as these are of many
+    steps each. One more step, the largest, is attributed to the time before: the window was chosen to begin with one.
     """
     opened, now = grown.points[0], grown.points[-1]
     before = max(0.0, grown.kept_bytes[0] - first.floor_bytes) + max(grown.rises)
     pace = (before + grown.grown_bytes) / count_folds(first, first, now)
     by_folds = log(before / count_folds(first, first, opened) / pace)
-    if by_folds >= 0:
-        return 0.0
-    total = slow = slow_requests = 0.0
+    if by_folds >= 0:  # the rate by folds fell: only the window's own is compared
+        by_folds, pace = 0.0, grown.grown_bytes / count_folds(first, opened, now)
+    slow = slow_requests = 0.0
     for one, two, rise in zip(grown.points, grown.points[1:], grown.rises, strict=False):
         if rise > 0:
             folds = count_folds(first, one, two)
-            total += rise
             slow += rise * log((two.seconds - one.seconds) / folds)
             slow_requests += rise * log(max(two.requests - one.requests, 1e-3) / folds)
-    at_a_rate = log(grown.grown_bytes / grown.lasted / pace) + slow / total
+    at_a_rate = log(grown.grown_bytes / grown.lasted / pace) + slow / grown.grown_bytes
     done = now.requests - opened.requests
     if done > 0:
-        at_a_rate = max(at_a_rate, log(grown.grown_bytes / done / pace) + slow_requests / total)
-    return (before * by_folds + grown.grown_bytes * at_a_rate) / grown.typical_bytes
+        at_a_rate = max(at_a_rate, log(grown.grown_bytes / done / pace) + slow_requests / grown.grown_bytes)
+    step_bytes = grown.typical_bytes - (grown.grown_bytes / grown.count if is_steady(grown) else 0.0)
+    return (before * by_folds + grown.grown_bytes * at_a_rate) / max(RISE_BYTES, step_bytes)
 
 
 CLIP: Final = 3.0
@@ -195,11 +195,10 @@ def is_even(grown: Growth) -> bool:
 
 def is_steady(grown: Growth) -> bool:
     """Return whether 11 blocks rose by nearly the same; variance is 0.8 of the squared mean and more at a warm-up."""
-    is_whole = LENGTHS[2] <= grown.count == len(grown.rises)
-    return is_whole and grown.typical_bytes * grown.count <= 1.3 * grown.grown_bytes
+    return LENGTHS[1] < grown.count == len(grown.rises) and grown.typical_bytes * grown.count <= 1.3 * grown.grown_bytes
 
 
-GROWING_SECONDS, LEAKING_SECONDS = 600.0, 3600.0
+GROWING_SECONDS, LEAKING_SECONDS, DAY_SECONDS = 600.0, 3600.0, 86_400.0
 """Least length of a stretch. Bounded ramps (caches, LoRA slots) are linear until they end: only time distinguishes
 them."""
 
@@ -245,8 +244,6 @@ YOUNG_SECONDS, LATE_SHARE = 4 * 3600.0, 2.0
 
 ROOM_SHARE, ENOUGH_BYTES = 0.25, 1536 * MIB
 """For an alarm, a quarter of the room must be gone, or so much that few caches are as large."""
-
-DAY_SECONDS: Final = 86_400.0
 
 
 def find_step_windows(course: Course) -> Iterator[Growth]:

@@ -46,8 +46,9 @@ SOON_SHARE: Final = 0.75
 OVERHEAD: Final = 1.15
 """What a configured pool may take beyond its size."""
 
-HELD: Final = (2700.0, 3.0)
-"""An alarm is held for so many seconds without a rise, and so many usual gaps; for longer with less than 1 GiB left."""
+HELD, PAUSES = (2700.0, 3.0), 1.5
+"""An alarm is held for so many seconds without a rise, and so many usual gaps; for longer with less than 1 GiB left. If
+it came within a day after another it is held for so many times what lay between: the leak pauses."""
 
 LARGE_BYTES, FULL_BYTES = 64 * 2**20, 2**30
 KEPT_SHARE, KEPT_BLOCKS = 0.5, 10
@@ -168,21 +169,22 @@ def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
     if now.floor_bytes >= newest.floor_bytes + RISE_BYTES:
         squares = incident.squares + (now.floor_bytes - newest.floor_bytes) ** 2
         return replace(track, incident=replace(incident, newest=now, squares=squares))
-    left_bytes = max(1.0, track.most_bytes - newest.floor_bytes) if track.most_bytes else inf
-    fall, full = newest.floor_bytes - now.floor_bytes, left_bytes < FULL_BYTES
-    if full:  # torch's allocator gives back its cache, which says nothing of the growth beneath
+    longer = max(1.0, FULL_BYTES / max(1.0, track.most_bytes - newest.floor_bytes)) if track.most_bytes else 1.0
+    fall, full = newest.floor_bytes - now.floor_bytes, longer > 1.0
+    if full:  # torch's allocator gives back its cache, which hides the growth beneath
         began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall))
     kept_bytes = began.floor_bytes + (0.0 if full else KEPT_SHARE) * (newest.floor_bytes - began.floor_bytes)
     if now.floor_bytes >= kept_bytes and fall > LARGE_BYTES:
         return replace(track, incident=replace(incident, began=began, newest=now))
     count = (newest.floor_bytes - began.floor_bytes) ** 2 / incident.squares
-    longer = FULL_BYTES / left_bytes if full else 1.0  # that cache hides growth, the more the less is left
+    pause = inf if track.risen_seconds is None else began.seconds - track.risen_seconds
+    quiet = max(longer * HELD[0], PAUSES * pause if pause < DAY_SECONDS else 0.0)
     is_kept = max(point.floor_bytes for point in track.rings[0].points[-KEPT_BLOCKS:]) >= kept_bytes
-    if is_kept and not is_over(began, newest, now, count, (longer * HELD[0], longer * HELD[1])):
+    if is_kept and not is_over(began, newest, now, count, (quiet, longer * HELD[1])):
         return track
     over = {"parts": 0, "highest_bytes": newest.floor_bytes, "verdict": Certainty.NONE}
     rings = tuple(replace(ring, points=ring.points[-1:], **over) for ring in track.rings)
-    return replace(track, incident=None, rings=rings, verdict=Certainty.NONE)
+    return replace(track, incident=None, rings=rings, verdict=Certainty.NONE, risen_seconds=newest.seconds)
 
 
 BATCHES, T_95 = 5, 2.776

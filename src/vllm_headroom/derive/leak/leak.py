@@ -82,7 +82,7 @@ def find_leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
         return LeakState.UNKNOWN
     if track.asleep:
         return LeakState.ASLEEP
-    if track.resting_since is not None:
+    if track.rested is not None and track.incident is None:
         return LeakState.UNSETTLED
     if track.verdict is not Certainty.NONE:
         return LeakState.LEAKING if track.verdict is Certainty.LEAKING else LeakState.GROWING

@@ -24,7 +24,7 @@ REST_SHARE, WAKE_SHARE = 0.5, 0.8
 """Half of the memory gone is a sleep, until four fifths are back. Twice as much after it is a backup of the weights."""
 
 REST_MOST_SECONDS: Final = 1800.0
-"""An engine that is awake for this long needs no more than it holds, or gives nothing back."""
+"""An engine that serves for this long needs no more than it holds, or gives nothing back."""
 
 CROWDED_MOST_SECONDS: Final = 3600.0
 """A neighbour that stays longer belongs to the device; one that leaves earlier changes nothing."""
@@ -65,8 +65,8 @@ def observe(track: Track, seen: Observation) -> Track:
     track = _update_neighbours(track, seen.neighbours)
     if track.crowded_since is not None:
         return track
-    track = _update_rest(track, seen.held_bytes)
-    return track if track.resting_since is not None else _gather(track, float(seen.held_bytes), seen.room_bytes)
+    track = _update_rest(track, seen.held_bytes, elapsed, idle=seen.running == 0)
+    return track if track.rested is not None else _gather(track, float(seen.held_bytes), seen.room_bytes)
 
 
 def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
@@ -107,6 +107,7 @@ def anchor_track(track: Track) -> Track:
         load=track.load,
         asleep=track.asleep,
         neighbours=track.neighbours,
+        risen_seconds=track.risen_seconds,
         anchor=Point(track.seconds, track.work.requests),
         rings=(Ring(),) * len(PARTS),
     )
@@ -124,22 +125,22 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
     return replace(track, neighbours=neighbours, anchor=None, crowded_since=None)
 
 
-def _update_rest(track: Track, held_bytes: int) -> Track:
+def _update_rest(track: Track, held_bytes: int, elapsed: float, *, idle: bool) -> Track:
     """Return the track, resting while the engine sleeps, has released its memory, or may release a backup of weights.
 
     Its evidence is kept: the same process continues with what it did not give back.
     """
     if track.anchor is None:
         track = anchor_track(track)
-    since, top_bytes = track.resting_since, track.top_bytes
-    is_back = held_bytes >= (REST_SHARE if since is None else WAKE_SHARE) * top_bytes
-    is_backup = since is not None and 0 < top_bytes < REST_SHARE * held_bytes
-    if not track.asleep and is_back and not is_backup:
-        return track if since is None else replace(track, resting_since=None)
-    since = track.seconds if since is None or track.asleep else since
-    if not track.asleep and track.seconds - since >= REST_MOST_SECONDS:
+    rested, top_bytes = track.rested, track.top_bytes
+    is_back = held_bytes >= (REST_SHARE if rested is None else WAKE_SHARE) * top_bytes
+    asleep = track.asleep or (rested is not None and 0 < top_bytes < REST_SHARE * held_bytes)
+    if is_back and not asleep:
+        return track if rested is None else replace(track, rested=None)
+    rested = 0.0 if rested is None or track.asleep else rested + (0.0 if idle and not asleep else elapsed)
+    if not track.asleep and rested >= REST_MOST_SECONDS:
         return anchor_track(track)
-    return replace(track, resting_since=since, asleep=track.asleep or is_backup, block=None, held_bytes=None)
+    return replace(track, rested=rested, asleep=asleep, block=None, held_bytes=None, estimate=None)
 
 
 def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
@@ -156,13 +157,10 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
         track = judge_track(_close_block(track, block), room_bytes)
         block = None
-    if block is None:
-        block = Point(track.seconds, track.work.requests, floor_bytes=held_bytes)
-    elif held_bytes < block.floor_bytes:
-        block = replace(block, floor_bytes=held_bytes)
-    else:
+    if block is not None and held_bytes >= block.floor_bytes:
         return track
-    return replace(track, block=block)
+    new = Point(track.seconds, track.work.requests) if block is None else block
+    return replace(track, block=replace(new, floor_bytes=held_bytes))
 
 
 def _close_block(track: Track, block: Point) -> Track:

@@ -50,6 +50,19 @@ def test_steps_hours_apart_are_one_alarm() -> None:
     assert course.verdicts[-1] is Certainty.LEAKING
 
 
+def test_a_leak_that_pauses_every_night_is_two_alarms_at_most() -> None:
+    """Requests go on in the night. The first ends in it; from then on such a pause is a usual gap."""
+
+    def by_day(seconds: float) -> float:
+        days, since = divmod(seconds, 24 * HOUR)
+        return segments((days * 8 * HOUR + min(since, 8 * HOUR)) * 0.15 * RATE * LEAK)
+
+    course = follow(readings(by_day, 4 * 24))
+
+    assert alarms(course.verdicts) == 2
+    assert course.verdicts[-1] is Certainty.LEAKING
+
+
 def test_many_small_rises_among_the_steps_do_not_end_it_between_them() -> None:
     """The usual gap is that of the rises that make the growth."""
 

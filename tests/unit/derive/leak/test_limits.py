@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import log, pi, sin
+from math import exp, log, pi, sin
 
 import pytest
 from msgspec.structs import replace
@@ -117,3 +117,13 @@ def test_what_is_full_in_more_than_a_month_must_be_surer(
     monkeypatch.setattr(judge, "weigh_pace", lambda *_: pace)
 
     assert follow(on_a_device(drip, 14.0, days * 24 * 60 * MIB)).worst is worst
+
+
+@pytest.mark.parametrize("filled_mib", [1000, 3000])
+def test_steady_growth_is_an_alarm_however_much_more_the_warm_up_took(filled_mib: int) -> None:
+    """A cache fills within an hour; 20 MiB an hour leak, with room for two weeks. Only the growth since is compared."""
+
+    def warmed_up(seconds: float) -> float:
+        return segments(filled_mib * MIB * (1 - exp(-seconds / 600)) + 20 * MIB * seconds / HOUR)
+
+    assert follow(readings(warmed_up, 20, rate=0.5)).verdicts[-1] is Certainty.LEAKING

@@ -176,6 +176,19 @@ def test_a_leak_that_a_sleep_did_not_give_back_is_still_one() -> None:
     assert set(woken.verdicts) == {Certainty.LEAKING}
 
 
+def test_an_alarm_is_held_over_a_sleep_that_vllm_does_not_report_and_has_no_figures_in_it() -> None:
+    unseen = (replace(each, awake=None, running=0.0) for each in asleep_since(2, 60))
+    sleeping = follow(unseen, follow(readings(leak, 2)).track)
+
+    assert find_leak_state(sleeping.track, known=True, settled=True) is LeakState.LEAKING
+    assert sleeping.track.estimate is None
+
+    woken = follow(awake_again(lambda seconds: leak(2 * HOUR + seconds), 3, 0.5), sleeping.track)
+
+    assert set(woken.verdicts) == {Certainty.LEAKING}
+    assert woken.track.estimate is not None
+
+
 def test_a_leak_is_found_over_a_sleep_every_eight_minutes() -> None:
     def rests(each: Observation) -> bool:
         return each.seconds % 480 >= 360
