@@ -122,6 +122,19 @@ def test_what_grows_on_a_card_whose_holders_are_unknown_is_the_cards_and_no_leak
     assert verdict.sentence.startswith("GPU 0 fills by 440 MiB an hour, not known by whom: out of memory in about ")
 
 
+def test_what_fills_such_a_card_by_no_known_rate_is_a_sentence_too() -> None:
+    *_, last = run(3, leak, unknown_holders)
+    states_alone = tuple(sample for sample in last if sample.metric is catalog.LEAK_STATE)
+
+    (verdict,) = (
+        each
+        for each in judge_snapshot(unknown_holders(seen_last(), 0.0), Values(states_alone))
+        if each.subject == "GPU 0"
+    )
+
+    assert verdict.sentence == "GPU 0 fills, not known by whom."
+
+
 def test_the_only_process_on_a_card_is_the_engine() -> None:
     *_, last = run(3, leak, only_process)
 
