@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from math import log
+from math import inf, log
 from statistics import median
 from typing import Final
 
@@ -153,9 +153,9 @@ def weigh_pace(grown: Growth, first: Point) -> float:
     opened, now = grown.points[0], grown.points[-1]
     before = max(0.0, grown.kept_bytes[0] - first.floor_bytes) + max(grown.rises)
     pace = (before + grown.grown_bytes) / count_folds(first, first, now)
-    by_folds = log(before / count_folds(first, first, opened) / pace)
-    if by_folds >= 0:  # the rate by folds fell: only the window's own is compared
-        by_folds, pace = 0.0, grown.grown_bytes / count_folds(first, opened, now)
+    by_folds, least = log(before / count_folds(first, first, opened) / pace), -inf
+    if by_folds >= 0:  # growth has slowed down: only the window's own is compared, and says nothing against a leak
+        by_folds, least, pace = 0.0, 0.0, grown.grown_bytes / count_folds(first, opened, now)
     slow = slow_requests = 0.0
     for one, two, rise in zip(grown.points, grown.points[1:], grown.rises, strict=False):
         if rise > 0:
@@ -166,8 +166,8 @@ def weigh_pace(grown: Growth, first: Point) -> float:
     done = now.requests - opened.requests
     if done > 0:
         at_a_rate = max(at_a_rate, log(grown.grown_bytes / done / pace) + slow_requests / grown.grown_bytes)
-    step_bytes = grown.typical_bytes - (grown.grown_bytes / grown.count if is_steady(grown) else 0.0)
-    return (before * by_folds + grown.grown_bytes * at_a_rate) / max(RISE_BYTES, step_bytes)
+    step_bytes = max(RISE_BYTES, grown.typical_bytes - (grown.grown_bytes / grown.count if is_steady(grown) else 0.0))
+    return max(least, (before * by_folds + grown.grown_bytes * at_a_rate) / step_bytes)
 
 
 CLIP: Final = 3.0
