@@ -286,7 +286,9 @@ def _judge_growth(
     if per_request is not None and known:
         how = f" {format_size(1000 * per_request)} per 1,000 requests"
     place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
-    said = f"{'leaks' if sure else 'may leak'}{how}{place}" if known else f"fills{how and ' by'}{how}, not known by whom"
+    said = f"{'leaks' if sure else 'may leak'}{how}{place}"
+    if not known:
+        said = f"fills{how and ' by'}{how}, not known by whom"
     if left is not None and left < 1:
         said += ": out of memory at any moment"
     elif left is not None:
