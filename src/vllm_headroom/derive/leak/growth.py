@@ -195,12 +195,13 @@ def is_even(grown: Growth) -> bool:
 
 def is_steady(grown: Growth) -> bool:
     """Return whether 11 blocks rose by nearly the same; variance is 0.8 of the squared mean and more at a warm-up."""
-    return LENGTHS[1] < grown.count == len(grown.rises) and grown.typical_bytes * grown.count <= 1.3 * grown.grown_bytes
+    is_whole = LENGTHS[2] <= grown.count == len(grown.rises)
+    return is_whole and grown.typical_bytes * grown.count <= 1.3 * grown.grown_bytes
 
 
 GROWING_SECONDS, LEAKING_SECONDS, DAY_SECONDS = 600.0, 3600.0, 86_400.0
-"""Least length of a stretch. Bounded ramps (caches, LoRA slots) are linear until they end: only time distinguishes
-them."""
+"""Least length of a stretch for a warning and for an alarm, and a day. Bounded ramps (caches, LoRA slots) are linear
+until they end: only time distinguishes them."""
 
 HASTE, HASTE_SECONDS = 0.25, 180.0
 """An alarm may come after this share of the time left until out-of-memory, if that is sooner."""
