@@ -11,14 +11,20 @@ DOCS: Final = ROOT / "docs"
 LINK: Final = re.compile(r"\]\((\.\.[^)#\s]*)(#[^)\s]+)?\)")
 
 
-def on_page_markdown(markdown: str, *, page: Any, config: Any, files: object) -> str:  # noqa: ANN401 - mkdocs' own
+def on_page_markdown(
+    markdown: str,
+    *,
+    page: Any,  # noqa: ANN401 - mkdocs' own type
+    config: Any,  # noqa: ANN401 - the same
+    files: object,
+) -> str:
     """Return a page's text with these links, as mkdocs calls it."""
     del files
     return lead_out(markdown, (DOCS / page.file.src_uri).parent, config["repo_url"])
 
 
 def lead_out(text: str, folder: Path, repository: str) -> str:
-    """Return the text of a page in this folder with the links that leave docs/ to the repository's address."""
+    """Return a page of docs/ with its links out of docs/ pointed at the repository."""
 
     def lead(found: re.Match[str]) -> str:
         target = (folder / found[1]).resolve()

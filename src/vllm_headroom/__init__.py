@@ -2,7 +2,9 @@
 
 import sys
 
-if "".join(sys.argv[:1]).endswith(("vllm-headroom", "-m")):  # the program; whoever imports this keeps their handlers
+if "".join(sys.argv[:1]).endswith(
+    ("vllm-headroom", "-m")
+):  # the program; whoever imports this keeps their handlers
     # Built in, where `signal` takes milliseconds in which Ctrl-C would still be a traceback.
     import _signal  # type: ignore[import-not-found]
 

@@ -12,7 +12,9 @@ LIVE_TOKENS: Final = (*LIVE_SHARE, "kv_capacity_tokens")
 
 
 def _gauge(name: str, labels: tuple[str, ...], text: str, *, needs: tuple[str, ...] = ()) -> Metric:
-    return Metric(name=f"headroom_{name}", kind=MetricType.GAUGE, labels=labels, help=text, needs=needs)
+    return Metric(
+        name=f"headroom_{name}", kind=MetricType.GAUGE, labels=labels, help=text, needs=needs
+    )
 
 
 def _counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
@@ -20,10 +22,16 @@ def _counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
 
 
 BUILD_INFO: Final = _gauge(
-    "build_info", ("version", "revision", "python_version"), "The daemon's version and the Python it runs on; always 1."
+    "build_info",
+    ("version", "revision", "python_version"),
+    "The daemon's version and the Python it runs on; always 1.",
 )
-SOURCE_UP: Final = _gauge("source_up", ("source",), "1 when the last reading of this source succeeded, else 0.")
-SOURCE_READ_SECONDS: Final = _gauge("source_read_seconds", ("source",), "Duration of the last reading of this source.")
+SOURCE_UP: Final = _gauge(
+    "source_up", ("source",), "1 when the last reading of this source succeeded, else 0."
+)
+SOURCE_READ_SECONDS: Final = _gauge(
+    "source_read_seconds", ("source",), "Duration of the last reading of this source."
+)
 SOURCE_FAILURES: Final = _counter(
     "source_failures", ("source", "reason"), "Readings of this source that failed, by reason."
 )
@@ -32,9 +40,13 @@ SOURCE_LAST_SUCCESS: Final = _gauge(
     ("source",),
     "When this source was last read successfully, in seconds since the epoch.",
 )
-SAMPLE_AGE: Final = _gauge("sample_age_seconds", (), "Age of the published sample at the time of the scrape.")
+SAMPLE_AGE: Final = _gauge(
+    "sample_age_seconds", (), "Age of the published sample at the time of the scrape."
+)
 SAMPLE_SKEW: Final = _gauge(
-    "sample_skew_seconds", (), "Time between the engine reading and the GPU reading of the published sample."
+    "sample_skew_seconds",
+    (),
+    "Time between the engine reading and the GPU reading of the published sample.",
 )
 INPUT_AVAILABLE: Final = _gauge(
     "input_available", ("input",), "1 when the engine's page offers this input, 0 when it does not."
@@ -45,18 +57,28 @@ GPU_INFO: Final = _gauge(
     ("gpu", "uuid", "name", "attribution"),
     "A GPU; attribution is how it was assigned to the engine, empty when it is not the engine's.",
 )
-GPU_UP: Final = _gauge("gpu_up", GPU, "1 when this device can be read, 0 when it is lost or does not answer.")
+GPU_UP: Final = _gauge(
+    "gpu_up", GPU, "1 when this device can be read, 0 when it is lost or does not answer."
+)
 GPU_MEMORY_TOTAL: Final = _gauge("gpu_memory_total_bytes", GPU, "Memory of the device.")
 GPU_MEMORY_USED: Final = _gauge(
-    "gpu_memory_used_bytes", GPU, "Memory in use on the device by any process, without what the driver reserves."
+    "gpu_memory_used_bytes",
+    GPU,
+    "Memory in use on the device by any process, without what the driver reserves.",
 )
 GPU_MEMORY_FREE: Final = _gauge("gpu_memory_free_bytes", GPU, "Memory free on the device.")
-GPU_MEMORY_RESERVED: Final = _gauge("gpu_memory_reserved_bytes", GPU, "Memory that the driver and firmware reserve.")
+GPU_MEMORY_RESERVED: Final = _gauge(
+    "gpu_memory_reserved_bytes", GPU, "Memory that the driver and firmware reserve."
+)
 GPU_MEMORY_USED_PEAK: Final = _gauge(
-    "gpu_memory_used_peak_bytes", GPU, "Highest memory in use seen in the last 60 seconds of fast sampling."
+    "gpu_memory_used_peak_bytes",
+    GPU,
+    "Highest memory in use seen in the last 60 seconds of fast sampling.",
 )
 GPU_MEMORY_HELD: Final = _gauge(
-    "gpu_memory_held_bytes", (*GPU, "holder"), "Memory in use by holder; the holders sum to the memory in use."
+    "gpu_memory_held_bytes",
+    (*GPU, "holder"),
+    "Memory in use by holder; the holders sum to the memory in use.",
 )
 UNIFIED_FREE_BLOCKS: Final = _gauge(
     "unified_memory_free_blocks_bytes",
@@ -80,19 +102,31 @@ GPU_XID_ERRORS: Final = _counter(
 )
 
 ENGINE_INFO: Final = _gauge(
-    "engine_info", (*ENGINE, "profile"), "An engine on the page and the profile its page was read with; always 1."
+    "engine_info",
+    (*ENGINE, "profile"),
+    "An engine on the page and the profile its page was read with; always 1.",
 )
-ENGINE_AWAKE: Final = _gauge("engine_awake", ENGINE, "1 while the engine is awake, 0 while it sleeps.")
+ENGINE_AWAKE: Final = _gauge(
+    "engine_awake", ENGINE, "1 while the engine is awake, 0 while it sleeps."
+)
 ENGINE_RUNNING: Final = _gauge("engine_requests_running", ENGINE, "Requests in execution.")
-ENGINE_WAITING: Final = _gauge("engine_requests_waiting", ENGINE, "Requests waiting to be scheduled.")
+ENGINE_WAITING: Final = _gauge(
+    "engine_requests_waiting", ENGINE, "Requests waiting to be scheduled."
+)
 ENGINE_FINISHED: Final = _counter(
     "engine_requests_finished", ENGINE, "Requests the engine finished, for any reason it counts."
 )
-ENGINE_PREEMPTIONS: Final = _counter("engine_preemptions", ENGINE, "Requests preempted because the KV cache was full.")
-ENGINE_PROMPT_TOKENS: Final = _counter("engine_prompt_tokens", ENGINE, "Prompt tokens processed, cached ones included.")
+ENGINE_PREEMPTIONS: Final = _counter(
+    "engine_preemptions", ENGINE, "Requests preempted because the KV cache was full."
+)
+ENGINE_PROMPT_TOKENS: Final = _counter(
+    "engine_prompt_tokens", ENGINE, "Prompt tokens processed, cached ones included."
+)
 ENGINE_GENERATION_TOKENS: Final = _counter("engine_generation_tokens", ENGINE, "Tokens generated.")
 ENGINE_KV_USED: Final = _gauge(
-    "engine_kv_cache_used_ratio", ENGINE, "Share of the KV cache that running requests hold; full means queueing."
+    "engine_kv_cache_used_ratio",
+    ENGINE,
+    "Share of the KV cache that running requests hold; full means queueing.",
 )
 ENGINE_KV_TOKENS_USED: Final = _gauge(
     "engine_kv_cache_token_used_ratio",
@@ -109,7 +143,9 @@ ENGINE_KV_CAPACITY_BYTES: Final = _gauge(
     needs=("kv_capacity_tokens",),
 )
 ENGINE_PREFIX_QUERIES: Final = _counter(
-    "engine_prefix_cache_queries", ENGINE, "Tokens (blocks before vLLM 0.9) looked up in the prefix cache."
+    "engine_prefix_cache_queries",
+    ENGINE,
+    "Tokens (blocks before vLLM 0.9) looked up in the prefix cache.",
 )
 ENGINE_PREFIX_HITS: Final = _counter(
     "engine_prefix_cache_hits", ENGINE, "Tokens (blocks before vLLM 0.9) found in the prefix cache."
@@ -122,10 +158,14 @@ ENGINE_STATE: Final = _gauge(
     " yet; stalled: it should make progress and makes none.",
 )
 ENGINE_START: Final = _gauge(
-    "engine_start_timestamp_seconds", (), "When this run of the engine started, in seconds since the epoch."
+    "engine_start_timestamp_seconds",
+    (),
+    "When this run of the engine started, in seconds since the epoch.",
 )
 ENGINE_RESTARTS: Final = _counter("engine_restarts", (), "Engine starts seen after the first one.")
-ENGINE_EXITS: Final = _counter("engine_exits", ("reason",), "Engine exits, by what is known of the cause.")
+ENGINE_EXITS: Final = _counter(
+    "engine_exits", ("reason",), "Engine exits, by what is known of the cause."
+)
 LAST_INCIDENT: Final = _gauge(
     "last_incident_timestamp_seconds",
     (),
@@ -154,15 +194,23 @@ ENGINE_MEMORY: Final = _gauge(
     "GPU memory of the engine by use, from the probe in it; where all parts are known they sum to what it holds.",
 )
 ALLOCATOR_ALLOCATED: Final = _gauge(
-    "allocator_allocated_bytes", GPU, "Memory of tensors in torch's caching allocator, by the probe inside the engine."
+    "allocator_allocated_bytes",
+    GPU,
+    "Memory of tensors in torch's caching allocator, by the probe inside the engine.",
 )
 ALLOCATOR_RESERVED: Final = _gauge(
-    "allocator_reserved_bytes", GPU, "Memory that torch's caching allocator reserved, in use or cached."
+    "allocator_reserved_bytes",
+    GPU,
+    "Memory that torch's caching allocator reserved, in use or cached.",
 )
 ALLOCATOR_RETRIES: Final = _counter(
-    "allocator_retries", GPU, "Allocations that found no memory and were tried again after the cache was flushed."
+    "allocator_retries",
+    GPU,
+    "Allocations that found no memory and were tried again after the cache was flushed.",
 )
-ALLOCATOR_OOMS: Final = _counter("allocator_ooms", GPU, "OutOfMemoryErrors that torch raised in the engine.")
+ALLOCATOR_OOMS: Final = _counter(
+    "allocator_ooms", GPU, "OutOfMemoryErrors that torch raised in the engine."
+)
 
 MEMORY_REPORTED: Final = _gauge(
     "memory_reported_bytes",
@@ -170,19 +218,29 @@ MEMORY_REPORTED: Final = _gauge(
     "What the engine reports or is configured to use on this GPU, by the basis of the figure.",
 )
 MEMORY_DISCREPANCY: Final = _gauge(
-    "memory_discrepancy_bytes", (*GPU, "basis"), "Memory the engine holds on this GPU minus what it reports."
+    "memory_discrepancy_bytes",
+    (*GPU, "basis"),
+    "Memory the engine holds on this GPU minus what it reports.",
 )
 MEMORY_DISCREPANCY_RATIO: Final = _gauge(
     "memory_discrepancy_ratio", (*GPU, "basis"), "The discrepancy over what the engine reports."
 )
 LOAD_STABLE: Final = _gauge(
-    "load_stable", (), "1 while the requests in the engine have stayed level for ten minutes.", needs=("running",)
+    "load_stable",
+    (),
+    "1 while the requests in the engine have stayed level for ten minutes.",
+    needs=("running",),
 )
 MEMORY_DELTA: Final = _gauge(
-    "memory_delta_bytes", GPU, "Change of the memory the engine holds since load became stable.", needs=("running",)
+    "memory_delta_bytes",
+    GPU,
+    "Change of the memory the engine holds since load became stable.",
+    needs=("running",),
 )
 ENGINE_UNUSED: Final = _gauge(
-    "engine_unused_bytes", GPU, "Memory of the GPU that neither the engine's budget nor anyone else uses."
+    "engine_unused_bytes",
+    GPU,
+    "Memory of the GPU that neither the engine's budget nor anyone else uses.",
 )
 LEAK_STATE: Final = _gauge(
     "leak_state",
@@ -190,14 +248,25 @@ LEAK_STATE: Final = _gauge(
     "1 for the one state this GPU is in; growing is the early warning, leaking the alarm.",
 )
 LEAK_RATE: Final = _gauge(
-    "leak_bytes_per_second", GPU, "Growth that load does not explain; absent unless growing or leaking."
+    "leak_bytes_per_second",
+    GPU,
+    "Growth that load does not explain; absent unless growing or leaking.",
 )
-LEAK_RATE_LOWER: Final = _gauge("leak_bytes_per_second_lower", GPU, "Lower end of the 95 % interval of the growth.")
-LEAK_RATE_UPPER: Final = _gauge("leak_bytes_per_second_upper", GPU, "Upper end of the 95 % interval of the growth.")
+LEAK_RATE_LOWER: Final = _gauge(
+    "leak_bytes_per_second_lower", GPU, "Lower end of the 95 % interval of the growth."
+)
+LEAK_RATE_UPPER: Final = _gauge(
+    "leak_bytes_per_second_upper", GPU, "Upper end of the 95 % interval of the growth."
+)
 LEAK_PER_REQUEST: Final = _gauge(
-    "leak_bytes_per_request", GPU, "The same growth per finished request.", needs=("finished_total",)
+    "leak_bytes_per_request",
+    GPU,
+    "The same growth per finished request.",
+    needs=("finished_total",),
 )
-LEAKED: Final = _gauge("leaked_bytes", GPU, "Growth since the leak began; absent unless growing or leaking.")
+LEAKED: Final = _gauge(
+    "leaked_bytes", GPU, "Growth since the leak began; absent unless growing or leaking."
+)
 LEAK_BOUND: Final = _gauge(
     "leak_bound_bytes",
     (*GPU, "process"),
@@ -211,11 +280,18 @@ LEAK_LOCATION: Final = _gauge(
     " leaking.",
 )
 TIME_TO_OOM: Final = _gauge(
-    "time_to_oom_seconds", GPU, "Time until the device is full at the expected load; absent unless growing or leaking."
+    "time_to_oom_seconds",
+    GPU,
+    "Time until the device is full at the expected load; absent unless growing or leaking.",
 )
-TIME_TO_OOM_LOWER: Final = _gauge("time_to_oom_seconds_lower", GPU, "Lower bound of the time to out-of-memory.")
+TIME_TO_OOM_LOWER: Final = _gauge(
+    "time_to_oom_seconds_lower", GPU, "Lower bound of the time to out-of-memory."
+)
 MEMORY_PER_RUNNING_REQUEST: Final = _gauge(
-    "memory_per_running_request_bytes", GPU, "Memory the engine holds per running request.", needs=("running",)
+    "memory_per_running_request_bytes",
+    GPU,
+    "Memory the engine holds per running request.",
+    needs=("running",),
 )
 MEMORY_PER_REQUEST_RATIO: Final = _gauge(
     "memory_per_running_request_ratio",
@@ -224,13 +300,22 @@ MEMORY_PER_REQUEST_RATIO: Final = _gauge(
     needs=("running", "finished_total"),
 )
 ENGINE_KV_TOKENS_PER_REQUEST: Final = _gauge(
-    "engine_kv_cache_tokens_per_running_request", ENGINE, "KV cache tokens per running request.", needs=LIVE_TOKENS
+    "engine_kv_cache_tokens_per_running_request",
+    ENGINE,
+    "KV cache tokens per running request.",
+    needs=LIVE_TOKENS,
 )
 ENGINE_KV_BYTES_PER_REQUEST: Final = _gauge(
-    "engine_kv_cache_bytes_per_running_request", ENGINE, "KV cache bytes per running request.", needs=LIVE_TOKENS
+    "engine_kv_cache_bytes_per_running_request",
+    ENGINE,
+    "KV cache bytes per running request.",
+    needs=LIVE_TOKENS,
 )
 ENGINE_ADDITIONAL_REQUESTS: Final = _gauge(
-    "engine_additional_requests", ENGINE, "Requests of the current average size that still fit.", needs=LIVE_SHARE
+    "engine_additional_requests",
+    ENGINE,
+    "Requests of the current average size that still fit.",
+    needs=LIVE_SHARE,
 )
 ENGINE_PREFIX_HIT_RATIO: Final = _gauge(
     "engine_prefix_cache_hit_ratio",
@@ -239,7 +324,9 @@ ENGINE_PREFIX_HIT_RATIO: Final = _gauge(
     needs=("prefix_queries_total", "prefix_hits_total"),
 )
 HOST_MEMORY: Final = _gauge(
-    "host_memory_bytes", ("process",), "Resident memory of the engine's processes on the host, summed by role."
+    "host_memory_bytes",
+    ("process",),
+    "Resident memory of the engine's processes on the host, summed by role.",
 )
 HOST_SWAP: Final = _gauge(
     "host_swap_bytes",
@@ -269,7 +356,9 @@ HOST_MEMORY_LIMIT: Final = _gauge(
     (),
     "Memory at which the kernel starts to kill: the limit of the container, or of the machine.",
 )
-HOST_OOM_KILLS: Final = _counter("host_oom_kills", (), "Processes of the engine's container that the kernel killed.")
+HOST_OOM_KILLS: Final = _counter(
+    "host_oom_kills", (), "Processes of the engine's container that the kernel killed."
+)
 HOST_SHM_USED: Final = _gauge("host_shm_used_bytes", (), "Memory in use in the engine's /dev/shm.")
 HOST_SHM_LIMIT: Final = _gauge("host_shm_limit_bytes", (), "Size of the engine's /dev/shm.")
 
@@ -287,26 +376,36 @@ SLEEP_RESIDUE: Final = _gauge(
 )
 
 HOST_LEAK_STATE: Final = _gauge(
-    "host_leak_state", ("process", "state"), "1 for the one state the host memory of these processes is in."
+    "host_leak_state",
+    ("process", "state"),
+    "1 for the one state the host memory of these processes is in.",
 )
 HOST_LEAK_RATE: Final = _gauge(
-    "host_leak_bytes_per_second", ("process",), "Growth that load does not explain; absent unless growing or leaking."
+    "host_leak_bytes_per_second",
+    ("process",),
+    "Growth that load does not explain; absent unless growing or leaking.",
 )
 HOST_TIME_TO_OOM: Final = _gauge(
-    "host_time_to_oom_seconds", (), "Time until the kernel kills; absent unless growing or leaking with a known limit."
+    "host_time_to_oom_seconds",
+    (),
+    "Time until the kernel kills; absent unless growing or leaking with a known limit.",
 )
 HOST_TIME_TO_OOM_LOWER: Final = _gauge(
     "host_time_to_oom_seconds_lower", (), "Lower bound of the time until the kernel kills."
 )
 
-ROLE: Final = _gauge("role", ("role",), "1 for the role that the engine was declared to have; absent for serving.")
+ROLE: Final = _gauge(
+    "role", ("role",), "1 for the role that the engine was declared to have; absent for serving."
+)
 SITUATION: Final = _gauge(
     "situation",
     ("situation",),
     "1 for the worst situation that holds for the engine and its GPUs, and 0 for all others.",
 )
 GATE_OPEN: Final = _gauge(
-    "gate_open", ("gate",), "1 while this gate is open, 0 while it is closed; absent where it is not configured."
+    "gate_open",
+    ("gate",),
+    "1 while this gate is open, 0 while it is closed; absent where it is not configured.",
 )
 EVICTION_REQUESTS: Final = _counter(
     "eviction_requests",
@@ -314,7 +413,9 @@ EVICTION_REQUESTS: Final = _counter(
     "Evictions of the sidecar's pod that it asked the API server for; refused means by a PodDisruptionBudget.",
 )
 
-METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))
+METRICS: Final[tuple[Metric, ...]] = tuple(
+    value for value in tuple(globals().values()) if isinstance(value, Metric)
+)
 """All metrics, in the order above and on the page."""
 
 BY_NAME: Final = {metric.name: metric for metric in METRICS}

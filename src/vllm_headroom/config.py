@@ -19,7 +19,12 @@ from pydantic import (
     field_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from vllm_headroom import inputs
 from vllm_headroom.model import TokenBytes
@@ -63,7 +68,11 @@ Whole = Annotated[int, from_text(inputs.parse_whole)]
 
 def setting(default: object, word: str, accepts: str, *, shown: str = "", **limits: Any) -> Any:  # noqa: ANN401 - as pydantic's Field
     """Declare a setting: --help has `word` in place of its value, and `shown` where the default is no plain text."""
-    words = {"word": word, "accepts": accepts, "default": shown or ("none" if default is None else str(default))}
+    words = {
+        "word": word,
+        "accepts": accepts,
+        "default": shown or ("none" if default is None else str(default)),
+    }
     return Field(default, json_schema_extra=cast("Any", words), **limits)
 
 
@@ -106,8 +115,8 @@ class Settings(BaseSettings):
 
     engine_url: Url = setting("http://127.0.0.1:8000/metrics", "URL", "an http or https URL")
     """Where the engine serves its metrics; a URL without a path gets /metrics."""
-    engine_profile: Annotated[str, InAnyCase, Field(pattern=f"^({'|'.join(PROFILE_NAMES)})$")] = setting(
-        AUTO, "NAME", ", ".join(PROFILE_NAMES)
+    engine_profile: Annotated[str, InAnyCase, Field(pattern=f"^({'|'.join(PROFILE_NAMES)})$")] = (
+        setting(AUTO, "NAME", ", ".join(PROFILE_NAMES))
     )
     """Which engine's series to read; auto takes the first engine whose series are on the page."""
     engine_timeout_seconds: Number = seconds(4, 0.05, 60)
@@ -118,13 +127,19 @@ class Settings(BaseSettings):
     """A file with the token to send to the engine as 'Authorization: Bearer ...'; read for every page."""
     engine_ca_file: File | None = setting(None, *FILE)
     """The certificates, in PEM, to trust for an https engine."""
-    engine_headers: Headers = setting({}, "JSON", "a mapping of header names to values, in JSON or YAML", shown="none")
+    engine_headers: Headers = setting(
+        {}, "JSON", "a mapping of header names to values, in JSON or YAML", shown="none"
+    )
     """More headers to send to the engine; their values are never shown."""
-    evict: Annotated[Literal["off", "dry-run", "on"], InAnyCase] = setting("off", "MODE", "off, dry-run or on")
+    evict: Annotated[Literal["off", "dry-run", "on"], InAnyCase] = setting(
+        "off", "MODE", "off, dry-run or on"
+    )
     """Have Kubernetes evict this pod before a leak ends the engine; dry-run only logs and counts what it would do."""
     evict_seconds: Number = seconds(1800, 60, 86400)
     """Evict this pod when its engine leaks and may be out of memory within this time."""
-    evict_quiet_hour: Whole | None = setting(None, "HOUR", "an hour of the day from 0 to 23, in UTC", ge=0, le=23)
+    evict_quiet_hour: Whole | None = setting(
+        None, "HOUR", "an hour of the day from 0 to 23, in UTC", ge=0, le=23
+    )
     """In this hour, evict this pod already when its engine leaks and may be out of memory within a day."""
     gate_ready_seconds: Number | None = seconds(None, 60, 86400, shown="always open")
     """Close /gate/ready while the engine may be out of memory within this time and this pod is the one of its
@@ -142,11 +157,16 @@ class Settings(BaseSettings):
     daemon ends with status 3."""
     reported_bytes: Bytes | None = size(None, example="72GiB")
     """What the engine should use of each GPU, to compare with what it holds; for an engine that does not say."""
-    kv_bytes_per_token: Number | None = setting(None, "BYTES", "a number above 0, at most 1000000000", gt=0, le=10**9)
+    kv_bytes_per_token: Number | None = setting(
+        None, "BYTES", "a number above 0, at most 1000000000", gt=0, le=10**9
+    )
     """Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is
     known in tokens only."""
     model_config_: File | None = setting(
-        None, "PATH", "the path of a model's config.json, or of the folder that has one", alias="model_config"
+        None,
+        "PATH",
+        "the path of a model's config.json, or of the folder that has one",
+        alias="model_config",
     )
     """The configuration of the model that the engine serves, for the bytes per token; without it, the file that
     vLLM's own processes load, where it is visible."""
@@ -186,7 +206,9 @@ class Settings(BaseSettings):
     """A file to record every sample in, as a trace for vllm-headroom replay."""
     trace_max_bytes: Bytes = size("64MiB")
     """At this size the trace becomes FILE.1, in place of an older one, and a new one begins."""
-    log_format: Annotated[Literal["logfmt", "json"], InAnyCase] = setting("logfmt", "FORMAT", "logfmt or json")
+    log_format: Annotated[Literal["logfmt", "json"], InAnyCase] = setting(
+        "logfmt", "FORMAT", "logfmt or json"
+    )
     """How log lines are written, to stderr."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], InAnyCase] = setting(
         "info", "LEVEL", "debug, info, warning or error"
@@ -214,19 +236,29 @@ class Settings(BaseSettings):
         return ""
 
     @classmethod
-    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:  # noqa: ANN401 - not ours to type
+    def settings_customise_sources(
+        cls,
+        *_: Any,  # noqa: ANN401 - not ours to type
+        **sources: Any,  # noqa: ANN401 - the same
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Take the values given alone: `read_settings` validates each source, also what another source overrides."""
         return (sources["init_settings"],)
 
 
-DESCRIBED: Final = re.compile(r'^    (\w+): .+\n(?:     .+\n)*(?:    \)\n)?    """((?:.|\n)+?)"""', re.MULTILINE)
+DESCRIBED: Final = re.compile(
+    r'^    (\w+): .+\n(?:     .+\n)*(?:    \)\n)?    """((?:.|\n)+?)"""', re.MULTILINE
+)
 
 
 def read_descriptions(kind: type[Settings]) -> dict[str, str]:
     """Return the text below each setting in the source; pydantic's own reading of it takes 50 ms of every start."""
     modules = {each.__module__: each for each in kind.__mro__ if issubclass(each, Settings)}
     sources = (inspect.getsource(sys.modules[name]) for name in modules)
-    return {name: " ".join(text.split()) for source in sources for name, text in DESCRIBED.findall(source)}
+    return {
+        name: " ".join(text.split())
+        for source in sources
+        for name, text in DESCRIBED.findall(source)
+    }
 
 
 def words(field: FieldInfo) -> Mapping[str, str]:
@@ -278,11 +310,21 @@ def read_settings(
     The options beat the environment, where an empty variable counts as not set, and the environment beats the file,
     which `config` or HEADROOM_CONFIG names.
     """
-    ours = {name: text for name, text in sorted(os.environ.items()) if name.startswith(PREFIX) and text.strip()}
+    ours = {
+        name: text
+        for name, text in sorted(os.environ.items())
+        if name.startswith(PREFIX) and text.strip()
+    }
     known = [variable(name) for name in (*kind.model_fields, CONFIG)]
     values = EnvSettingsSource(kind)() | {CONFIG: ours.get(variable(CONFIG))}
-    environment = {key: Given(variable(key), value) for key, value in values.items() if variable(key) in ours}
-    strange = [name for name in ours if name not in known and not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")]
+    environment = {
+        key: Given(variable(key), value) for key, value in values.items() if variable(key) in ours
+    }
+    strange = [
+        name
+        for name in ours
+        if name not in known and not OF_A_SERVICE.fullmatch(f"{name}={ours[name]}")
+    ]
     config = config or environment.get(CONFIG)
     file, mistakes = ({}, ()) if config is None else _read_file(kind, config)
     lines = [*_refused(kind, options), *(inputs.describe_unknown(name, known) for name in strange)]
@@ -299,12 +341,17 @@ def _refused(kind: type[Settings], source: Source) -> Iterator[str]:
     try:
         kind.model_validate(_values(source))
     except ValidationError as error:
-        errors = {each["loc"][0]: each.get("ctx", {}).get("error") for each in error.errors(include_input=False)}
+        errors = {
+            each["loc"][0]: each.get("ctx", {}).get("error")
+            for each in error.errors(include_input=False)
+        }
         accepted = {key(name): words(field)["accepts"] for name, field in kind.model_fields.items()}
         for name, given in source.items():
             if name in errors:
                 shown = SHOWN.get(name, inputs.show_value)
-                yield inputs.describe_refused(given.name, given.value, accepted[name], errors[name], shown)
+                yield inputs.describe_refused(
+                    given.name, given.value, accepted[name], errors[name], shown
+                )
 
 
 def _read_file(kind: type[Settings], config: Given) -> tuple[dict[str, Given], tuple[str, ...]]:
@@ -315,19 +362,29 @@ def _read_file(kind: type[Settings], config: Given) -> tuple[dict[str, Given], t
     try:
         document, twice = read_yaml(Path(path), as_text=True)
     except OSError as error:
-        return {}, (f"{config.name}: got {path!r} ({error.strerror}), accepts the path of a YAML file",)
+        return {}, (
+            f"{config.name}: got {path!r} ({error.strerror}), accepts the path of a YAML file",
+        )
     except NotYamlError as error:
         return {}, (f"{path}{error.place}: not YAML ({error.problem})",)
     if not isinstance(document, dict | None):
-        return {}, (f"{path}: not a mapping, accepts settings such as 'sample_interval_seconds: 5'",)
+        return {}, (
+            f"{path}: not a mapping, accepts settings such as 'sample_interval_seconds: 5'",
+        )
     known = {key(name) for name in kind.model_fields}
     given = {
         str(name): Given(f"{name or 'a key that is no text'} in {path}", value)
         for name, value in (document or {}).items()
     }
-    strange = (inputs.describe_unknown(each.name, known) for name, each in given.items() if name not in known)
+    strange = (
+        inputs.describe_unknown(each.name, known)
+        for name, each in given.items()
+        if name not in known
+    )
     again = (f"{name} in {path}: given twice" for name in twice)
-    return {name: each for name, each in given.items() if name in known and each.value is not None}, (*strange, *again)
+    return {
+        name: each for name, each in given.items() if name in known and each.value is not None
+    }, (*strange, *again)
 
 
 def settings_yaml(settings: Settings) -> str:

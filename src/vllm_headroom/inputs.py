@@ -20,7 +20,16 @@ CLOSED: Final = re.compile(r"[\w-]+(?:, [\w-]+)* or [\w-]+")
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
 HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 OWN_HEADERS: Final = frozenset(
-    {"accept-encoding", "connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding"}
+    {
+        "accept-encoding",
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "te",
+        "transfer-encoding",
+    }
 )
 """What the sidecar sets itself, or what would change how its requests are framed."""
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
@@ -92,7 +101,11 @@ def parse_gpus(given: object) -> object:
         return given.lower()
     if names in (["auto"], ["all"]):
         return names[0]
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+    if (
+        not isinstance(names, list | tuple)
+        or not names
+        or not all(isinstance(name, str) for name in names)
+    ):
         raise ValueError
     return tuple(match(GPU, name.strip()) for name in names)
 
@@ -141,11 +154,21 @@ def split_closed(accepts: str) -> list[str]:
 
 
 def describe_refused(
-    name: str, value: object, accepts: str, error: object = None, show: Callable[[object], str] = show_value
+    name: str,
+    value: object,
+    accepts: str,
+    error: object = None,
+    show: Callable[[object], str] = show_value,
 ) -> str:
     """Return the line that refuses a value, with the reason, or with the name that was meant."""
     meant = difflib.get_close_matches(str(value), split_closed(accepts), n=1)
-    reason = str(error) if isinstance(error, RefusedError) else f"did you mean {meant[0]}?" if meant else ""
+    reason = (
+        str(error)
+        if isinstance(error, RefusedError)
+        else f"did you mean {meant[0]}?"
+        if meant
+        else ""
+    )
     return f"{name}: got {show(value)}{f' ({reason})' if reason else ''}, accepts {accepts}"
 
 
@@ -153,7 +176,9 @@ def describe_unknown(name: str, known: Iterable[str], what: str = "a setting") -
     """Return the line for a name that does not exist; its value may be a secret under a wrong name and is not shown."""
     spelt = {_plain(each): each for each in sorted(known)}
     meant = _plain(name.split(maxsplit=1)[0])
-    containing = sorted((each for each in spelt if set(meant.split("_")) <= set(each.split("_"))), key=len)
+    containing = sorted(
+        (each for each in spelt if set(meant.split("_")) <= set(each.split("_"))), key=len
+    )
     shortest = [each for each in containing if len(each) == len(containing[0])]
     closest = shortest or difflib.get_close_matches(meant, spelt, n=1)
     meant_names = " or ".join(spelt[each] for each in closest)

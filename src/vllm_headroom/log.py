@@ -11,7 +11,9 @@ class Log(logging.LoggerAdapter[logging.Logger]):
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger(name))
 
-    def process(self, msg: str, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+    def process(
+        self, msg: str, kwargs: MutableMapping[str, Any]
+    ) -> tuple[str, MutableMapping[str, Any]]:
         """Pass the fields on to the record."""
         error = kwargs.pop("exc_info", None)
         return msg, {"exc_info": error, "extra": {"fields": kwargs}}

@@ -19,7 +19,9 @@ def read_file(path: Path, most_bytes: int) -> bytes:
     try:
         while len(content) < most_bytes:
             if not waiting.poll(max(0.0, 1000 * (ends - time.monotonic()))):
-                raise OSError(errno.ETIMEDOUT, f"a pipe into which nobody writes for {WAIT_SECONDS:g} s")
+                raise OSError(
+                    errno.ETIMEDOUT, f"a pipe into which nobody writes for {WAIT_SECONDS:g} s"
+                )
             part = os.read(descriptor, min(most_bytes - len(content), 2**20))
             if not part:
                 break

@@ -11,6 +11,8 @@ from typing import Final
 
 GIB: Final = 2**30
 MIB: Final = 2**20
+HOUR_SECONDS: Final = 3600.0
+DAY_SECONDS: Final = 24 * HOUR_SECONDS
 UNITS_BYTES: Final = {"": 1, "b": 1} | {
     f"{prefix}{binary}{byte}": (1024 if binary else 1000) ** power
     for power, prefix in enumerate("kmgtp", start=1)
@@ -20,7 +22,15 @@ UNITS_BYTES: Final = {"": 1, "b": 1} | {
 }
 """Units of sizes in lower case: kB is 1000, KiB and Ki are 1024; a bare K is ambiguous and refused."""
 SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
-UNITS_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+UNITS_SECONDS: Final = {
+    "ms": 0.001,
+    "s": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+    "w": 604800.0,
+}
 NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
 PARTS: Final = re.compile(rf"({NUMBER}) ?(ms|min|[smhdw])", re.ASCII)
 DURATION: Final = re.compile(rf"(?:{PARTS.pattern})+|{NUMBER}", re.ASCII)
@@ -64,7 +74,9 @@ def parse_duration(text: str) -> float:
     text = text.strip()
     if not DURATION.fullmatch(text):
         raise ValueError
-    return sum(float(number) * UNITS_SECONDS[unit] for number, unit in PARTS.findall(text) or [(text, "s")])
+    return sum(
+        float(number) * UNITS_SECONDS[unit] for number, unit in PARTS.findall(text) or [(text, "s")]
+    )
 
 
 def parse_share(text: str) -> float:

@@ -210,12 +210,24 @@ class Situation(StrEnum):
     CRASH_LOOP = "crash_loop", "Read the last incident: it has the cause of the exits."
     DOWN = "down", "Read the engine's log, and the last incident."
     STALLED = "stalled", "Move traffic away and restart the engine."
-    LEAKING = "leaking", "Plan a restart before the earliest time, and keep the figures for a bug report."
-    HOST_LEAK = "host_leak", "Plan a restart before the earliest time, and keep the figures for a bug report."
+    LEAKING = (
+        "leaking",
+        "Plan a restart before the earliest time, and keep the figures for a bug report.",
+    )
+    HOST_LEAK = (
+        "host_leak",
+        "Plan a restart before the earliest time, and keep the figures for a bug report.",
+    )
     LOW_MEMORY = "low_memory", "Reduce the load, or restart with a lower --gpu-memory-utilization."
-    OVER_BUDGET = "over_budget", "Restart with a lower --gpu-memory-utilization at the next quiet hour."
+    OVER_BUDGET = (
+        "over_budget",
+        "Restart with a lower --gpu-memory-utilization at the next quiet hour.",
+    )
     NEIGHBOUR = "neighbour", "Find the other process on the GPU, and move it if it was not planned."
-    GROWING = "growing", "Look at it in working hours: caches that fill look the same until they are full."
+    GROWING = (
+        "growing",
+        "Look at it in working hours: caches that fill look the same until they are full.",
+    )
     STRANDED = "stranded", "Drain the engine and restart it at the next quiet hour."
     BLIND = "blind", "Make the failed source readable: vllm-headroom doctor names the line to add."
     FILLING = "filling", "Nothing: a pool that was configured fills up to its bound."
@@ -224,7 +236,12 @@ class Situation(StrEnum):
     HEALTHY = "healthy", "Nothing."
 
 
-WORDS: Final = {Level.GOOD: "OK", Level.UNKNOWN: "NOT KNOWN", Level.WARNING: "WARNING", Level.ALARM: "ALARM"}
+WORDS: Final = {
+    Level.GOOD: "OK",
+    Level.UNKNOWN: "NOT KNOWN",
+    Level.WARNING: "WARNING",
+    Level.ALARM: "ALARM",
+}
 """The level as shown on the page and in the terminal."""
 
 
@@ -236,5 +253,8 @@ class MetricType(StrEnum):
 
 
 _DIRECTION_CODES: Final = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTION_CODES)}
+CONTROLS: Final = {
+    code: f"\\x{code:02x}"
+    for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTION_CODES)
+}
 """Characters that could control a terminal, break a line or reorder the text in it."""

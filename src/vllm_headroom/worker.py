@@ -49,7 +49,9 @@ class Worker(Generic[T]):
         async with asyncio.timeout(timeout_seconds):
             return await future
 
-    async def attempt(self, function: Callable[[], T], timeout_seconds: float) -> tuple[T | None, str | None]:
+    async def attempt(
+        self, function: Callable[[], T], timeout_seconds: float
+    ) -> tuple[T | None, str | None]:
         """As `call`; where a file operation fails, return None and its problem: an OSError, or a ValueError's text."""
         try:
             return await self.call(function, timeout_seconds), None

@@ -37,7 +37,9 @@ class TextLoader(WithoutAliases, yaml.BaseLoader):
     """Keeps every value but null as the text it is: `yes` is no number, and 1:30 is not 90."""
 
 
-_null_words = next(each for tag, each in yaml.SafeLoader.yaml_implicit_resolvers["~"] if tag == NULL)
+_null_words = next(
+    each for tag, each in yaml.SafeLoader.yaml_implicit_resolvers["~"] if tag == NULL
+)
 TextLoader.add_implicit_resolver(NULL, _null_words, ["~", "n", "N", ""])
 TextLoader.add_constructor(NULL, lambda *_: None)
 

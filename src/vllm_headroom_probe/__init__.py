@@ -18,4 +18,6 @@ def register() -> None:
 
             begin(folder, sys._getframe(1))  # noqa: SLF001 - the callers' frames hold what vLLM is building
     except Exception:
-        logging.getLogger("vllm.headroom_probe").exception("headroom probe: it did not start, vLLM does")
+        logging.getLogger("vllm.headroom_probe").exception(
+            "headroom probe: it did not start, vLLM does"
+        )

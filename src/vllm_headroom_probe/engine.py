@@ -9,7 +9,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-HOLDERS = {"init_worker": "self", "__init__": "self", "worker_main": "worker", "run_engine_core": "engine_core"}
+HOLDERS = {
+    "init_worker": "self",
+    "__init__": "self",
+    "worker_main": "worker",
+    "run_engine_core": "engine_core",
+}
 """Functions of vLLM in which a process builds or keeps its worker or core, and the name of the variable."""
 
 LOOPS = {"worker_main", "run_engine_core"}
@@ -32,7 +37,9 @@ def read_own(thing: object, path: str) -> Any:  # noqa: ANN401 - any object of v
 
 def to_whole(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
     """Return a number as an integer; None for anything that is no amount."""
-    is_amount = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 63
+    is_amount = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 63
+    )
     return int(value) if is_amount else None
 
 
@@ -100,7 +107,9 @@ def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
     return {
         "rank": to_whole(read_own(engine.worker, "rank")),
         "local_rank": to_whole(read_own(engine.worker, "local_rank")),
-        "data_parallel_rank": to_whole(read_own(parallel, "data_parallel_rank") if index is None else index),
+        "data_parallel_rank": to_whole(
+            read_own(parallel, "data_parallel_rank") if index is None else index
+        ),
     }
 
 
@@ -108,10 +117,14 @@ def count_requests(core: object) -> dict[str, int | None]:
     """Return how many requests run and wait."""
     scheduler = read_own(core, "scheduler")
     running = read_own(scheduler, "running")
-    queues = [read_own(scheduler, name) for name in ("waiting", "kv_holding_waiting", "skipped_waiting")]
+    queues = [
+        read_own(scheduler, name) for name in ("waiting", "kv_holding_waiting", "skipped_waiting")
+    ]
     return {
         "running": None if running is None else len(running),
-        "waiting": None if queues[0] is None else sum(len(queue) for queue in queues if queue is not None),
+        "waiting": None
+        if queues[0] is None
+        else sum(len(queue) for queue in queues if queue is not None),
     }
 
 
@@ -124,7 +137,9 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     config = read_own(core, "vllm_config")
     live, _ = _find_live_blocks(scheduler)
     free = to_whole(read_own(pool, "free_block_queue.num_free_blocks"))
-    later, tokens = _find_live_blocks(scheduler)  # the scheduler goes on meanwhile: what it moved is in one of the two
+    later, tokens = _find_live_blocks(
+        scheduler
+    )  # the scheduler goes on meanwhile: what it moved is in one of the two
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
@@ -132,7 +147,9 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
         "kv_blocks_total": to_whole(read_own(pool, "num_gpu_blocks")),
         "kv_blocks_free": free,
         "kv_blocks_live": None if live is None or later is None else len(live | later),
-        "kv_tokens_live": None if bytes_per_token is None else tokens,  # elsewhere a block may lack its first tokens
+        "kv_tokens_live": None
+        if bytes_per_token is None
+        else tokens,  # elsewhere a block may lack its first tokens
         "block_size": to_whole(read_own(scheduler, "block_size")),
         **count_requests(core),
         "steps_total": to_whole(read_own(scheduler, "current_step")),
@@ -152,20 +169,34 @@ def _find_live_blocks(scheduler: object) -> tuple[set[int] | None, int | None]:
     if requests is None or managers is None:
         return None, None
     held = [entry for manager in managers for entry in list(manager.req_to_blocks.items())]
-    lists = [(requests.get(request), list(blocks)) for request, blocks in held if request in requests]
+    lists = [
+        (requests.get(request), list(blocks)) for request, blocks in held if request in requests
+    ]
     if sum(len(blocks) for _, blocks in lists) > MOST_BLOCKS:
         return None, None
-    kept = [(request, [block.block_id for block in blocks if not block.is_null]) for request, blocks in lists]
+    kept = [
+        (request, [block.block_id for block in blocks if not block.is_null])
+        for request, blocks in lists
+    ]
     found = {block for _, blocks in kept for block in blocks}
-    done = [(to_whole(read_own(request, "num_computed_tokens")), len(blocks)) for request, blocks in kept]
+    done = [
+        (to_whole(read_own(request, "num_computed_tokens")), len(blocks))
+        for request, blocks in kept
+    ]
     empty = [blocks * size - tokens for tokens, blocks in done if size and tokens is not None]
-    return found, max(0, len(found) * size - sum(empty)) if size and len(empty) == len(kept) else None
+    return found, max(0, len(found) * size - sum(empty)) if size and len(empty) == len(
+        kept
+    ) else None
 
 
 def _compute_bytes_per_kv_token(kv: object, parallel: object) -> int | None:
     """Return the bytes of a token on all ranks; None where it depends on the layer, the position or the rank."""
     groups: list[Any] = read_own(kv, "kv_cache_groups") or []
-    others = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    others = (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    )
     if len(groups) != 1 or any((read_own(parallel, name) or 1) != 1 for name in others):
         return None
     spec = groups[0].kv_cache_spec

@@ -29,7 +29,9 @@ def read_start() -> tuple[float, float]:
     return since_boot, booted + since_boot
 
 
-def replace(folder: str, name: str, document: Mapping[str, Any], largest_bytes: int = LARGEST_BYTES) -> None:
+def replace(
+    folder: str, name: str, document: Mapping[str, Any], largest_bytes: int = LARGEST_BYTES
+) -> None:
     """Write the document atomically; raise OSError, or ValueError where it is too large."""
     content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     if len(content) > largest_bytes:

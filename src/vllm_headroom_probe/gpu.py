@@ -18,13 +18,19 @@ waits for that lock with the GIL held, would stop the engine for good (vllm/csrc
 
 def find_pool() -> Any:  # noqa: ANN401 - vLLM's
     """Return vLLM's allocator for sleep mode, None without one."""
-    return read_own(read_own(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator"), "instance")
+    return read_own(
+        read_own(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator"), "instance"
+    )
 
 
 def can_ask_torch(worker: object) -> bool:
     """Return whether torch's allocator can be read: only where it certainly never waits for Python."""
     model = read_own(worker, "vllm_config.model_config")
-    return model is not None and not any(read_own(model, name) for name in CALLBACKS) and find_pool() is None
+    return (
+        model is not None
+        and not any(read_own(model, name) for name in CALLBACKS)
+        and find_pool() is None
+    )
 
 
 def find_cuda() -> Any:  # noqa: ANN401 - torch's
@@ -50,10 +56,15 @@ class WorkerGpu:
             return None
         if not self._fixed:
             properties = torch_cuda.get_device_properties(index)
-            self._fixed = {"uuid": _format_uuid(properties), "total": to_whole(properties.total_memory)}
+            self._fixed = {
+                "uuid": _format_uuid(properties),
+                "total": to_whole(properties.total_memory),
+            }
         if self._fixed["uuid"] is None:  # the figures could not be attributed
             return None
-        return self._fixed | (self._allocator(torch_cuda, index, worker) if can_ask_torch(worker) else {})
+        return self._fixed | (
+            self._allocator(torch_cuda, index, worker) if can_ask_torch(worker) else {}
+        )
 
     def _allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
         """Return torch's figures, by index: this thread's current device is another."""
@@ -66,7 +77,10 @@ class WorkerGpu:
         self._graphs = None if graphs is None else to_whole(graphs["all"]["current"])
         names = ("allocated", "reserved", "inactive_split")
         return {
-            **{name: to_whole(stats.get(f"{name}_bytes", {}).get("all", {}).get("current")) for name in names},
+            **{
+                name: to_whole(stats.get(f"{name}_bytes", {}).get("all", {}).get("current"))
+                for name in names
+            },
             "retries": to_whole(stats.get("num_alloc_retries")),
             "ooms": to_whole(stats.get("num_ooms")),
         }
@@ -105,7 +119,9 @@ def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
     digits = bytes.fromhex(str(uuid or "").replace("-", ""))
     if re.fullmatch(rb"[0-9a-f]{16}", digits):
         return f"GPU-{digits.decode()}"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("NVIDIA_VISIBLE_DEVICES") or ""
+    visible = (
+        os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("NVIDIA_VISIBLE_DEVICES") or ""
+    )
     return None if uuid is None else f"{'MIG' if visible.startswith('MIG-') else 'GPU'}-{uuid}"
 
 
@@ -132,5 +148,8 @@ def _walk_tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, neste
 
 def _sum_bytes(tensors: list[Any]) -> int:
     """Return the bytes of the storages of tensors, each storage once."""
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (tensor.untyped_storage() for tensor in tensors)
+    }
     return sum(storages.values())

@@ -28,7 +28,9 @@ def begin(folder: str, frame: FrameType | None) -> None:
         return
     if _probe is None:
         _probe = Probe(folder)
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+        os.register_at_fork(
+            before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child
+        )
         _watch_for_ooms()
         _probe.start()
     _probe.engine.search(frame)
@@ -36,7 +38,9 @@ def begin(folder: str, frame: FrameType | None) -> None:
 
 @cache
 def _warn_too_old(version: str) -> None:
-    logging.getLogger("vllm.headroom_probe").warning("headroom probe: idle, vLLM %s is older than 0.9", version)
+    logging.getLogger("vllm.headroom_probe").warning(
+        "headroom probe: idle, vLLM %s is older than 0.9", version
+    )
 
 
 def _before_fork() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-V1 = {"used": "memory.usage_in_bytes", "limit": "memory.limit_in_bytes", "events": "memory.oom_control"}
+V1 = {
+    "used": "memory.usage_in_bytes",
+    "limit": "memory.limit_in_bytes",
+    "events": "memory.oom_control",
+}
 V2 = {"used": "memory.current", "limit": "memory.max", "events": "memory.events"}
 NO_LIMIT = 1 << 60
 """Without a limit, cgroup v1 shows a page less than 2^63."""
@@ -38,7 +42,9 @@ def _read_cgroup(root: str) -> dict[str, int | None] | None:
     return {
         "used": _parse_number(_read_text(folder, names["used"])),
         "limit": None if limit is None or limit >= NO_LIMIT else limit,
-        "file": None if cache is None or shared is None else cache - shared,  # shared memory is no cache
+        "file": None
+        if cache is None or shared is None
+        else cache - shared,  # shared memory is no cache
         "oom_kills": _parse_fields(_read_text(folder, names["events"])).get("oom_kill"),
     }
 

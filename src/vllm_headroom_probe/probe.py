@@ -118,7 +118,9 @@ class Probe:
         self.record.tick(self._name, document["role"], self.engine.worker)
         self._cpu_seconds += time.thread_time() - began
         if self._slow > TOO_SLOW:
-            self._stop(f"three looks took more than {SLOW_SECONDS * 1000:.0f} ms, one {self._longest_seconds:.3f} s")
+            self._stop(
+                f"three looks took more than {SLOW_SECONDS * 1000:.0f} ms, one {self._longest_seconds:.3f} s"
+            )
 
     def _look(self) -> dict[str, Any]:
         """Return the current facts; None where unknown."""
@@ -151,7 +153,9 @@ class Probe:
         self._name = f"{os.getpid()}-{int(began)}"
         with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123 - see folder
             boot_id = file.read().strip()
-        versions = {each: vllm.read_own(sys.modules.get(each), "__version__") for each in ("vllm", "torch")}
+        versions = {
+            each: vllm.read_own(sys.modules.get(each), "__version__") for each in ("vllm", "torch")
+        }
         return {
             "headroom_probe": 1,
             "interval_seconds": INTERVAL_SECONDS,
@@ -159,7 +163,10 @@ class Probe:
             "started_at": began,
             "started_since_boot": since_boot,
             "boot_id": boot_id,
-            **{each: None if version is None else str(version)[:64] for each, version in versions.items()},
+            **{
+                each: None if version is None else str(version)[:64]
+                for each, version in versions.items()
+            },
         }
 
     def _stop(self, why: str) -> None:
@@ -167,11 +174,17 @@ class Probe:
         self._give_up(why)
         with contextlib.suppress(Exception):
             if self._last:
-                replace(self.folder, f"{self._name}.json", self._last | {"t": time.time(), "stopped": self._stopped})
+                replace(
+                    self.folder,
+                    f"{self._name}.json",
+                    self._last | {"t": time.time(), "stopped": self._stopped},
+                )
 
     def _give_up(self, why: str) -> None:
         self._stopped = " ".join(why.split())[:200]
         with contextlib.suppress(Exception):
-            logging.getLogger("vllm.headroom_probe").warning("headroom probe: stopped for good: %s", self._stopped)
+            logging.getLogger("vllm.headroom_probe").warning(
+                "headroom probe: stopped for good: %s", self._stopped
+            )
         with contextlib.suppress(Exception):
             self.record.forget()

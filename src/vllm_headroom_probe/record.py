@@ -40,7 +40,12 @@ class Recording:
         asked = _read_request(self._folder)
         if self._asked and asked.get("id") != self._asked["id"]:
             self.forget()
-        if not self._asked and asked and asked["id"] != self._answered and time.time() < asked["until"]:
+        if (
+            not self._asked
+            and asked
+            and asked["id"] != self._answered
+            and time.time() < asked["until"]
+        ):
             self._begin(asked, worker)
         elif self._asked and (time.time() >= self._until or self._is_costly()):
             answer = self._end() | {"id": self._asked["id"], "pid": os.getpid(), "role": role}
@@ -71,7 +76,9 @@ class Recording:
             tracemalloc.start(FRAMES)
             self._host = True
         if asked.get("gpu") and find_cuda() is not None and not can_ask_torch(worker):
-            self._notes.append("GPU memory is not recorded where vLLM may sleep: it could stop the engine")
+            self._notes.append(
+                "GPU memory is not recorded where vLLM may sleep: it could stop the engine"
+            )
         elif asked.get("gpu") and find_cuda() is not None:
             find_cuda().memory._record_memory_history("state", context="state", stacks="python")  # noqa: SLF001
             self._gpu = True
@@ -90,7 +97,10 @@ class Recording:
         blocks = find_cuda().memory._snapshot() if self._gpu else None  # noqa: SLF001
         pause_seconds = time.perf_counter() - began
         self._off()
-        host, gpu = _list_host_stacks(traced) if traced else [], _list_gpu_stacks(blocks) if blocks else []
+        host, gpu = (
+            _list_host_stacks(traced) if traced else [],
+            _list_gpu_stacks(blocks) if blocks else [],
+        )
         return {
             "headroom_record": 1,
             "began": self._began,
@@ -112,7 +122,12 @@ def _read_request(folder: str) -> dict[str, Any]:
         content, written = _read(os.path.join(folder, REQUEST))  # noqa: PTH118 - see folder
         asked = json.loads(content)
         attended = abs(time.time() - written) < UNATTENDED_SECONDS
-        usable = asked["headroom_record"] == 1 and isinstance(asked["id"], str) and asked["until"] + 0 > 0 and attended
+        usable = (
+            asked["headroom_record"] == 1
+            and isinstance(asked["id"], str)
+            and asked["until"] + 0 > 0
+            and attended
+        )
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
     return {**asked, "id": asked["id"][:64]} if usable else {}
@@ -130,7 +145,9 @@ def _read(path: str) -> tuple[bytes, float]:
 def _list_host_stacks(traced: tracemalloc.Snapshot) -> list[dict[str, Any]]:
     found = []
     for statistic in traced.statistics("traceback"):
-        stack = [f"{frame.filename}:{frame.lineno}"[-200:] for frame in reversed(statistic.traceback)]
+        stack = [
+            f"{frame.filename}:{frame.lineno}"[-200:] for frame in reversed(statistic.traceback)
+        ]
         if not any(os.path.dirname(__file__) in line for line in stack):  # noqa: PTH120
             found.append({"bytes": statistic.size, "count": statistic.count, "stack": stack})
         if len(found) == STACKS:
@@ -145,7 +162,11 @@ def _list_gpu_stacks(blocks: dict[str, Any]) -> list[dict[str, Any]]:
         for block in segment["blocks"]:
             frames = block.get("frames") or ()
             if block["state"] == "active_allocated" and frames:
-                stack = tuple(f"{frame['filename']}:{frame['line']}"[-200:] for frame in frames[:FRAMES])
+                stack = tuple(
+                    f"{frame['filename']}:{frame['line']}"[-200:] for frame in frames[:FRAMES]
+                )
                 held[stack].append(block["size"])
     most = sorted(held.items(), key=lambda item: -sum(item[1]))[:STACKS]
-    return [{"bytes": sum(sizes), "count": len(sizes), "stack": list(stack)} for stack, sizes in most]
+    return [
+        {"bytes": sum(sizes), "count": len(sizes), "stack": list(stack)} for stack, sizes in most
+    ]

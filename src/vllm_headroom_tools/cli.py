@@ -31,7 +31,10 @@ HEADLINES: Final = {
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "run": ("run", "Runs the daemon beside a vLLM server; the default."),
     "demo": ("demo.command", "Runs the daemon over a simulated engine and GPU."),
-    "doctor": ("doctor.command", "Shows what the daemon can see from here, and how to fix the rest."),
+    "doctor": (
+        "doctor.command",
+        "Shows what the daemon can see from here, and how to fix the rest.",
+    ),
     "probe": ("probe", "Installs the probe into vLLM; records who allocates."),
     "plan": ("plan.command", "Computes whether a model will fit, and what to change if not."),
     "preflight": ("preflight.command", "Checks whether vLLM would start on these GPUs now."),
@@ -40,7 +43,10 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "check": ("check.command", "Checks whether a trace keeps its limits: a gate for CI."),
     "advise": ("advise.command", "Finds the cause that fits, and the vLLM option that fixes it."),
     "watch": ("watch", "Shows a sidecar's verdicts and figures, live in the terminal."),
-    "postmortem": ("postmortem.command", "Explains what happened before the engine exited, and why."),
+    "postmortem": (
+        "postmortem.command",
+        "Explains what happened before the engine exited, and why.",
+    ),
     "replay": ("replay.command", "Runs the leak detector over a recorded trace."),
     "help": ("help", "Shows the options of a command, or its man page."),
     "completion": ("completion", "Prints what bash, zsh or fish needs to complete words."),
@@ -68,7 +74,9 @@ def start(name: str, argv: Sequence[str]) -> NoReturn:
     The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
     SIGTERM may not.
     """
-    if name in COMMANDS and argv[:1] == ["--version"]:  # a first word is no option's value, and needs no imports
+    if name in COMMANDS and argv[:1] == [
+        "--version"
+    ]:  # a first word is no option's value, and needs no imports
         say(_version())
         status = 0
     elif name in COMMANDS:
@@ -106,7 +114,9 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
         _say_envelope(answer, name)
         return answer.status
     for line in answer.lines:  # one by one: what comes last, as a picture, may take long
-        style = HEADLINES[answer.verdict] if line.strip() and line.strip() in answer.headline else ""
+        style = (
+            HEADLINES[answer.verdict] if line.strip() and line.strip() in answer.headline else ""
+        )
         say(render_line(line.translate(CONTROLS), sys.stdout, style))
     return answer.status
 
@@ -129,12 +139,20 @@ def _say_envelope(report: Report, name: str) -> None:
 def parser_of(command: Command, name: str) -> Parser:
     """Return the parser of a command's options; the help of the daemon lists all commands."""
     parser = Parser(f"{PROGRAM} {name}", _version)
-    parser.usage, parser.description, parser.epilog = command.usage, command.description, command.epilog
+    parser.usage, parser.description, parser.epilog = (
+        command.usage,
+        command.description,
+        command.epilog,
+    )
     if name == next(iter(COMMANDS)):
         lines = (f"  {each:<11}{summary}" for each, (_, summary) in COMMANDS.items())
-        parser.description = "\n".join((command.description, "Commands; each says more with --help:", *lines))
+        parser.description = "\n".join(
+            (command.description, "Commands; each says more with --help:", *lines)
+        )
     if command.has_report:
-        parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        parser.add_argument(
+            "--json", action="store_true", help="print one JSON object instead of text"
+        )
     command.options(parser)
     return parser
 
@@ -154,14 +172,20 @@ def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whateve
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
 
 
-def save(file: Path | None, content: str, option: str = "", inputs: Iterable[str | Path | None] = ()) -> None:
+def save(
+    file: Path | None, content: str, option: str = "", inputs: Iterable[str | Path | None] = ()
+) -> None:
     """Write a file, where one is wanted; raises BadInput, also where it is one of the inputs."""
     try:
         if file is not None:
             read = [Path(each) for each in inputs if each is not None]
             if file.exists() and any(each.exists() and file.samefile(each) for each in read):
-                raise BadInput(f"{option}{file}: is what was read, and would be lost: name another file")
-            file.write_bytes(content.encode(errors="replace"))  # JSON, too, may name what UTF-8 cannot
+                raise BadInput(
+                    f"{option}{file}: is what was read, and would be lost: name another file"
+                )
+            file.write_bytes(
+                content.encode(errors="replace")
+            )  # JSON, too, may name what UTF-8 cannot
     except OSError as error:
         raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error
 
@@ -177,7 +201,9 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             tell(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
-            raise SystemExit(2) from None  # not 1, with which `check` and others report a bad result
+            raise SystemExit(
+                2
+            ) from None  # not 1, with which `check` and others report a bad result
 
 
 def tell(line: str) -> None:

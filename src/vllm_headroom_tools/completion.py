@@ -30,7 +30,11 @@ def write_bash() -> Iterator[str]:
         flags = " ".join(flag for action, *_ in described for flag in action.option_strings)
         yield f'    "{name} "*) words="{flags}" ;;'
     yield f'    *) words="{" ".join(COMMANDS)}" ;;'
-    yield from ("  esac", '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))', "}")
+    yield from (
+        "  esac",
+        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
+        "}",
+    )
     yield f"complete -o default -F _vllm_headroom {PROGRAM}"
 
 
@@ -40,10 +44,14 @@ def write_fish() -> Iterator[str]:
         yield f"complete -c {PROGRAM} -n __fish_use_subcommand -a {name} -d {_quote(summary)}"
         for action, text, values in list_options(name):
             flags = " ".join(
-                f"-l {flag[2:]}" if flag.startswith("--") else f"-{'s' if len(flag) == len('-q') else 'o'} {flag[1:]}"
+                f"-l {flag[2:]}"
+                if flag.startswith("--")
+                else f"-{'s' if len(flag) == len('-q') else 'o'} {flag[1:]}"
                 for flag in action.option_strings
             )
-            among = f" -xa {_quote(' '.join(values))}" if values else "" if action.nargs == 0 else " -r"
+            among = (
+                f" -xa {_quote(' '.join(values))}" if values else "" if action.nargs == 0 else " -r"
+            )
             if flags or values:
                 when = f"-n '__fish_seen_subcommand_from {name}'"
                 yield f"complete -c {PROGRAM} {when} {flags}{among} -d {_quote(text)}"

@@ -13,12 +13,21 @@ def render_man(name: str) -> Iterator[str]:
     parser = parser_of(find_command(name), name)
     yield f'.TH "{PROGRAM}-{name}" 1 "" "{PROGRAM}"'
     yield from (".SH NAME", _escape(f"{PROGRAM}-{name} - {COMMANDS[name][1]}"))
-    yield from (".SH SYNOPSIS", ".nf", _escape(parser.format_usage().removeprefix("usage: ").strip()), ".fi")
+    yield from (
+        ".SH SYNOPSIS",
+        ".nf",
+        _escape(parser.format_usage().removeprefix("usage: ").strip()),
+        ".fi",
+    )
     yield from (".SH DESCRIPTION", ".nf", _escape(parser.description or ""), ".fi", ".SH OPTIONS")
     for action in parser._actions:  # noqa: SLF001 - argparse has no public list of what was added
         flags = ", ".join(action.option_strings)
         value = "" if action.nargs == 0 else f" {action.metavar}"
-        yield from (".TP", f".B {_escape(f'{flags}{value}'.strip())}", _escape(parser.explain(action)))
+        yield from (
+            ".TP",
+            f".B {_escape(f'{flags}{value}'.strip())}",
+            _escape(parser.explain(action)),
+        )
     yield from (".SH EXIT STATUS AND EXAMPLES", ".nf", _escape(parser.epilog or ""), ".fi")
 
 
@@ -29,7 +38,9 @@ def _escape(text: str) -> str:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("name", metavar="COMMAND", nargs="?", type=choice(list(COMMANDS)), help="without it, run")
+    parser.add_argument(
+        "name", metavar="COMMAND", nargs="?", type=choice(list(COMMANDS)), help="without it, run"
+    )
     parser.add_argument("--man", action="store_true", help="print a man page")
 
 

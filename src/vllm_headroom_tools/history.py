@@ -83,7 +83,10 @@ class Curves:
         if all(map(isnan, values)):
             return []
         times = self._times[len(self._times) - len(values) :]
-        return [(seconds, None if isnan(value) else value) for seconds, value in zip(times, values, strict=True)]
+        return [
+            (seconds, None if isnan(value) else value)
+            for seconds, value in zip(times, values, strict=True)
+        ]
 
     def step(self, snapshot: Snapshot) -> None:
         """Add a sample; the values of a GPU that it lacks are unknown."""
@@ -188,7 +191,10 @@ def judge_course(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]
         return LeakVerdict.GROWING, "only early warnings, no alarm"
     if span_seconds < LEAKING_SECONDS:
         least = f"{GROWING_SECONDS / 60:.0f} min for an early warning, about {LEAKING_SECONDS / 60:.0f} for an alarm"
-        return LeakVerdict.CANNOT_TELL, f"{format_duration(span_seconds)} is too short, growth has to last {least}"
+        return (
+            LeakVerdict.CANNOT_TELL,
+            f"{format_duration(span_seconds)} is too short, growth has to last {least}",
+        )
     if not course.settled:
         return LeakVerdict.CANNOT_TELL, "the detector never had enough readings under load"
     return LeakVerdict.NO_LEAK, "no growth that load does not explain"
@@ -228,7 +234,9 @@ class LeakReplay:
     @property
     def gpus(self) -> tuple[tuple[int, str, Course], ...]:
         """Index, UUID and course of each GPU, by index."""
-        return tuple(sorted((index, uuid, self._courses[uuid]) for uuid, index in self._indices.items()))
+        return tuple(
+            sorted((index, uuid, self._courses[uuid]) for uuid, index in self._indices.items())
+        )
 
     @property
     def host(self) -> tuple[tuple[Role, Course], ...]:
@@ -262,7 +270,11 @@ class LeakReplay:
         for sample in samples:
             if sample.metric.name in STATES and sample.value:
                 self._follow(sample, before)
-            elif sample.metric is catalog.SLEEP_RESIDUE and sleep.settled and sleep.since_seconds is not None:
+            elif (
+                sample.metric is catalog.SLEEP_RESIDUE
+                and sleep.settled
+                and sleep.since_seconds is not None
+            ):
                 gpu, uuid = sample.labels
                 self.residues.setdefault((gpu, uuid), {})[sleep.since_seconds] = sample.value
         return snapshot
@@ -287,7 +299,11 @@ class LeakReplay:
         )
         # the time of a track starts over with each run of the engine
         restarted = old is not None and track is not None and track.seconds < old.seconds
-        inside, asleep = (self._memory.inside.get(name), self._memory.asleep.get(name)) if place else (None, None)
+        inside, asleep = (
+            (self._memory.inside.get(name), self._memory.asleep.get(name))
+            if place
+            else (None, None)
+        )
         estimate = None if track is None else sharpen_track(track, asleep, inside).estimate
         moment = _build_moment(self.span[1], estimate, find_location(estimate, inside))
         course.step(LeakState(state), moment, restarted=restarted)
@@ -300,11 +316,23 @@ def _merge_host(before: HostMemory | None, now: HostMemory | None) -> HostMemory
     most = now
     if now.basis in (None, before.basis):
         most = max(
-            before, now, key=lambda each: ((each.used_bytes or 0) / (each.limit_bytes or inf), each.used_bytes or 0)
+            before,
+            now,
+            key=lambda each: (
+                (each.used_bytes or 0) / (each.limit_bytes or inf),
+                each.used_bytes or 0,
+            ),
         )
     shm = max(before, now, key=lambda each: each.shm_used_bytes or 0)
-    kills = max((each.oom_kills for each in (before, now) if each.oom_kills is not None), default=None)
-    return replace(most, shm_used_bytes=shm.shm_used_bytes, shm_limit_bytes=shm.shm_limit_bytes, oom_kills=kills)
+    kills = max(
+        (each.oom_kills for each in (before, now) if each.oom_kills is not None), default=None
+    )
+    return replace(
+        most,
+        shm_used_bytes=shm.shm_used_bytes,
+        shm_limit_bytes=shm.shm_limit_bytes,
+        oom_kills=kills,
+    )
 
 
 def _build_moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:
@@ -320,7 +348,9 @@ def _build_moment(seconds: float, estimate: Estimate | None, where: LeakLocation
         "time_to_oom_seconds": estimate.oom_seconds,
         "time_to_oom_seconds_lower": estimate.oom_seconds_lower,
     }
-    known = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
+    known = {
+        name: value for name, value in figures.items() if value is not None and isfinite(value)
+    }
     return Moment(seconds=seconds, by_requests=estimate.by_requests, location=where, **known)
 
 

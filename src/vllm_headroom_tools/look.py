@@ -57,9 +57,16 @@ async def read_machine(
 
     The processes wait for `page`: it decides which of several engines is watched.
     """
-    cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
+    cards = Gpus(
+        monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys
+    )
     url = httpx.URL(settings.engine_url)
-    found = Processes(engine_port=find_port(url), engine_is_here=is_here(url.host), proc=proc, monotonic=time.monotonic)
+    found = Processes(
+        engine_port=find_port(url),
+        engine_is_here=is_here(url.host),
+        proc=proc,
+        monotonic=time.monotonic,
+    )
 
     async def seen() -> ProcessReadings | Failure:
         return await found.read(PROC_SECONDS, await page)

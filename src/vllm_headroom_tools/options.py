@@ -68,17 +68,27 @@ def above_zero(read: Callable[[str], float], high: float = 1.7e308) -> Callable[
 TEXT: Final = Value(read=str, accepts="a text")
 FILE: Final = Value(read=parse_path, accepts="the path of a file")
 FOLDER: Final = Value(read=parse_path, accepts="the path of a directory")
-TRACE: Final = Value(read=lambda text: str(parse_path(text)), accepts="the path of a trace, or - for standard input")
+TRACE: Final = Value(
+    read=lambda text: str(parse_path(text)), accepts="the path of a trace, or - for standard input"
+)
 RATIO: Final = Value(read=above_zero(parse_number, 1), accepts="a ratio above 0, at most 1")
-SHARE: Final = Value(read=bounded(parse_share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")
-DURATION: Final = Value(read=above_zero(parse_duration), accepts="a duration above 0 such as 90s, 5m or 1h")
+SHARE: Final = Value(
+    read=bounded(parse_share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%"
+)
+DURATION: Final = Value(
+    read=above_zero(parse_duration), accepts="a duration above 0 such as 90s, 5m or 1h"
+)
 NUMBER: Final = Value(read=above_zero(parse_number), accepts="a number above 0")
-GPUS: Final = Value(read=parse_gpus, accepts="auto, all, or GPU indices or UUIDs separated by commas")
+GPUS: Final = Value(
+    read=parse_gpus, accepts="auto, all, or GPU indices or UUIDs separated by commas"
+)
 
 
 def size(example: str) -> Value[int]:
     """Return the kind of a size in bytes."""
-    return Value(read=parse_size, accepts=f"a size such as {example}, or a number of bytes from 1 MiB on")
+    return Value(
+        read=parse_size, accepts=f"a size such as {example}, or a number of bytes from 1 MiB on"
+    )
 
 
 def whole(low: int = 1, high: int = MOST) -> Value[int]:
@@ -106,12 +116,16 @@ def choice(names: Sequence[str]) -> Value[str]:
 
 def url(example: str) -> Value[httpx.URL]:
     """Return the kind of an http or https URL."""
-    return Value(read=parse_http_url, accepts=f"an http or https URL such as {example}", shown=show_url)
+    return Value(
+        read=parse_http_url, accepts=f"an http or https URL such as {example}", shown=show_url
+    )
 
 
 def page_url(example: str) -> Value[str]:
     """Return the kind of the URL of a page of metrics."""
-    return Value(read=parse_metrics_url, accepts=f"an http or https URL such as {example}", shown=show_url)
+    return Value(
+        read=parse_metrics_url, accepts=f"an http or https URL such as {example}", shown=show_url
+    )
 
 
 class BadOptions(Exception):  # noqa: N818 - it says what was given, which is all the operator needs to know
@@ -167,7 +181,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, version: Callable[[], str] = str) -> None:
         super().__init__(
-            prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=False
+            prog=prog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
         )
         self._version = version
         self._settings: type[Settings] | None = None
@@ -180,9 +197,16 @@ class Parser(argparse.ArgumentParser):
         from vllm_headroom.config import Settings, key, read_descriptions, variable, words  # noqa: PLC0415 - most have none
 
         self._settings = kind
-        yaml, text = Value(read=str, accepts="the path of a YAML file"), "read settings from it, as HEADROOM_CONFIG"
+        yaml, text = (
+            Value(read=str, accepts="the path of a YAML file"),
+            "read settings from it, as HEADROOM_CONFIG",
+        )
         self._of_settings = [self.add_argument("--config", metavar="FILE", type=yaml, help=text)]
-        self.add_argument("--print-config", action="store_true", help="show what is in force, as such a file, and exit")
+        self.add_argument(
+            "--print-config",
+            action="store_true",
+            help="show what is in force, as such a file, and exit",
+        )
         add = self.add_argument_group("settings", SOURCES).add_argument
         descriptions = read_descriptions(kind)
         for name in sorted(kind.model_fields, key=lambda name: name in Settings.model_fields):
@@ -193,7 +217,9 @@ class Parser(argparse.ArgumentParser):
                     "%", "%%"
                 )
                 value = Value(read=str, accepts=accepts)
-                self._of_settings.append(add(option(key(name)), metavar=word, type=value, help=text))
+                self._of_settings.append(
+                    add(option(key(name)), metavar=word, type=value, help=text)
+                )
 
     def explain(self, action: argparse.Action) -> str:
         """Return the help of an option, with its default in place."""
@@ -216,10 +242,14 @@ class Parser(argparse.ArgumentParser):
         typed, loose = self._split(argv, len(places))
         sound, mistakes = self._sound(typed)
         mistakes += [f"{word!r}: not an option, see --help" for word in loose[len(places) :]]
-        sound += [(str(place.metavar), place, word) for place, word in zip(places, loose, strict=False)]
+        sound += [
+            (str(place.metavar), place, word) for place, word in zip(places, loose, strict=False)
+        ]
         given = argparse.Namespace(
             **{
-                each.dest: _kind(each)(each.default) if isinstance(each.default, str) else each.default
+                each.dest: _kind(each)(each.default)
+                if isinstance(each.default, str)
+                else each.default
                 for each in self._actions
             }
         )
@@ -230,7 +260,9 @@ class Parser(argparse.ArgumentParser):
             mistakes += self._take_settings(self._settings, sound, given)
         named = [each.action for each in typed]
         lacking = [action for action in self._actions if action.required and action not in named]
-        mistakes += [f"{each.option_strings[-1]}: needed, accepts {_kind(each).accepts}" for each in lacking]
+        mistakes += [
+            f"{each.option_strings[-1]}: needed, accepts {_kind(each).accepts}" for each in lacking
+        ]
         if mistakes:
             raise BadOptions(*dict.fromkeys(mistakes))
         if self._settings is not None and given.print_config:
@@ -247,7 +279,9 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = word.partition("=")
             if OPTION.match(word):
                 spelt = name.replace("_", "-") if name.startswith("--") else name
-                typed.append(Typed(name, self._option_string_actions.get(spelt), [value] if equals else []))
+                typed.append(
+                    Typed(name, self._option_string_actions.get(spelt), [value] if equals else [])
+                )
             elif typed and (typed[-1].is_open or len(loose) == places):
                 typed[-1].values.append(word)
             else:
@@ -263,8 +297,12 @@ class Parser(argparse.ArgumentParser):
             problem = self._problem(each, times)
             if problem is not None:
                 mistakes.append(problem)
-            elif each.action is not None and each.action.dest in {"help", "version"} and not mistakes:
-                raise Printed(self.format_help().rstrip() if each.action.dest == "help" else self._version())
+            elif (
+                each.action is not None and each.action.dest in {"help", "version"} and not mistakes
+            ):
+                raise Printed(
+                    self.format_help().rstrip() if each.action.dest == "help" else self._version()
+                )
             elif each.action is not None:
                 sound.append((each.name, each.action, "".join(each.values)))
         return sound, mistakes
@@ -278,14 +316,22 @@ class Parser(argparse.ArgumentParser):
         if action.nargs == 0:
             return f"{name}: takes no value" if values else None
         if len(values) > 1:
-            return f"{name}: got {len(values)} words, accepts one: put a value with spaces in quotes"
+            return (
+                f"{name}: got {len(values)} words, accepts one: put a value with spaces in quotes"
+            )
         return None if values else f"{name}: got nothing, accepts {_kind(action).accepts}"
 
-    def _take_settings(self, kind: type[Settings], sound: Sequence[Option], given: argparse.Namespace) -> Sequence[str]:
+    def _take_settings(
+        self, kind: type[Settings], sound: Sequence[Option], given: argparse.Namespace
+    ) -> Sequence[str]:
         """Put the settings into what is given; return the lines that refuse them, if they are refused."""
         from vllm_headroom.config import CONFIG, Given, Settings, read_settings  # noqa: PLC0415 - as above
 
-        options = {action.dest: Given(name, word) for name, action, word in sound if action in self._of_settings}
+        options = {
+            action.dest: Given(name, word)
+            for name, action, word in sound
+            if action in self._of_settings
+        }
         settings = read_settings(kind, options, options.pop(CONFIG, None))
         if not isinstance(settings, Settings):
             return settings
@@ -293,7 +339,9 @@ class Parser(argparse.ArgumentParser):
         return ()
 
 
-def _take(name: str, action: argparse.Action, word: str, given: argparse.Namespace) -> Iterator[str]:
+def _take(
+    name: str, action: argparse.Action, word: str, given: argparse.Namespace
+) -> Iterator[str]:
     """Put the value of an option into what is given; yield the line that refuses it, if it is refused."""
     kind = _kind(action)
     try:

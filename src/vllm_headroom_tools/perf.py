@@ -11,7 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 EVERY: Final = 256
-RECORD: Final = f"record --quiet --event page-faults:u --count {EVERY} --call-graph dwarf,4096 --max-size 64M"
+RECORD: Final = (
+    f"record --quiet --event page-faults:u --count {EVERY} --call-graph dwarf,4096 --max-size 64M"
+)
 """A stack at every 256th first use of a page, 1 MiB of pages of 4 KiB; perf ends by itself after some 15 GiB."""
 SCRIPT: Final = "script --no-inline --fields pid,ip,sym,dso"
 ENDED: Final = (0, 130, -signal.SIGINT)
@@ -37,11 +39,18 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
     try:
         with TemporaryDirectory(prefix="headroom-perf-") as folder:
             file, watched = f"{folder}/data", ",".join(map(str, pids))
-            status, said = await _run(seconds, perf, *RECORD.split(), "--output", file, "--pid", watched)
+            status, said = await _run(
+                seconds, perf, *RECORD.split(), "--output", file, "--pid", watched
+            )
             if status not in ENDED:
                 lines = (line.strip() for line in said.splitlines())
-                return {}, f"perf: {next((line for line in lines if line not in ('', 'Error:')), f'status {status}')}"
-            return count_faults((await _run(END_SECONDS, perf, *SCRIPT.split(), "--input", file))[1]), None
+                return (
+                    {},
+                    f"perf: {next((line for line in lines if line not in ('', 'Error:')), f'status {status}')}",
+                )
+            return count_faults(
+                (await _run(END_SECONDS, perf, *SCRIPT.split(), "--input", file))[1]
+            ), None
     except (OSError, TimeoutError) as error:
         return {}, f"perf: {getattr(error, 'strerror', None) or 'its record took too long to read'}"
 
@@ -68,9 +77,14 @@ def count_faults(script: str) -> Faults:
     for sample in script.split("\n\n"):
         pid, *frames = map(str.strip, sample.strip().split("\n"))
         if pid.isdecimal() and frames:
-            counts.setdefault(int(pid), Counter())[tuple(_read_frames(frames[:MOST_FRAMES]))] += EVERY
+            counts.setdefault(int(pid), Counter())[tuple(_read_frames(frames[:MOST_FRAMES]))] += (
+                EVERY
+            )
     return {
-        pid: [{"faults": faults, "stack": list(stack)} for stack, faults in found.most_common(MOST_STACKS)]
+        pid: [
+            {"faults": faults, "stack": list(stack)}
+            for stack, faults in found.most_common(MOST_STACKS)
+        ]
         for pid, found in counts.items()
     }
 

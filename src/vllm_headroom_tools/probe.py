@@ -48,7 +48,11 @@ def parse_answer(content: bytes, request: str) -> Recording | str | None:
     """Return the answer to the request of this id, None where it answers another, or what is wrong with it."""
     try:
         document = json.loads(content)
-        if type(document) is not dict or document.get(FORMAT) != VERSION or document.get("id") != request:
+        if (
+            type(document) is not dict
+            or document.get(FORMAT) != VERSION
+            or document.get("id") != request
+        ):
             return None
         return {
             "note": fields.read_text(document, "note"),
@@ -64,7 +68,9 @@ def parse_answer(content: bytes, request: str) -> Recording | str | None:
 
 def _parse_stack(entry: dict[str, Any], _place: int) -> dict[str, Any]:
     frames = entry.get("stack")
-    if type(frames) is not list or not all(type(frame) is str and frame.isprintable() for frame in frames):
+    if type(frames) is not list or not all(
+        type(frame) is str and frame.isprintable() for frame in frames
+    ):
         raise WrongFieldError("stack", frames, "a list of files and lines")
     return {
         "bytes": fields.read_size(entry, "bytes") or 0,
@@ -108,7 +114,9 @@ async def record(
         raise BadInput(files.message)
     found = classify_probe(files, (), time.time())
     if not isinstance(found, ProbeReadings) or not found.present:
-        raise BadInput(f"no process writes into {folder} now: vLLM is down, or its probes have stopped")
+        raise BadInput(
+            f"no process writes into {folder} now: vLLM is down, or its probes have stopped"
+        )
     before = {process: await _read_mappings(process) for process in found.present}
     request, until = uuid.uuid4().hex, time.time() + seconds
     try:
@@ -125,7 +133,11 @@ async def record(
                 (folder / REQUEST).unlink()
     except OSError as error:
         raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
-    grown = {each: find_growth(was, now) for each, was in before.items() if was and (now := await _read_mappings(each))}
+    grown = {
+        each: find_growth(was, now)
+        for each, was in before.items()
+        if was and (now := await _read_mappings(each))
+    }
     recorded = []
     for process in before:
         answer = answers.get(process, NO_ANSWER)
@@ -135,12 +147,21 @@ async def record(
                 "role": process.role,
                 "data_parallel_rank": process.data_parallel_rank,
                 "problem": answer if isinstance(answer, str) else None,
-                **(dict.fromkeys(("note", "cost", "host", "gpu")) if isinstance(answer, str) else answer),
+                **(
+                    dict.fromkeys(("note", "cost", "host", "gpu"))
+                    if isinstance(answer, str)
+                    else answer
+                ),
                 "mappings": grown.get(process),
                 "native": faults.get(process.pid),
             }
         )
-    return {"folder": str(folder), "seconds": seconds, "processes": recorded, "no_native": no_faults}
+    return {
+        "folder": str(folder),
+        "seconds": seconds,
+        "processes": recorded,
+        "no_native": no_faults,
+    }
 
 
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
@@ -149,7 +170,9 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     def read() -> dict[str, int] | None:
         entry = read_entry(PROC, process.pid)
         began = read_boot_time(PROC) + (0 if entry is None else entry.started_seconds)
-        is_same = entry is not None and abs(began - process.started_at_seconds) <= SAME_START_SECONDS
+        is_same = (
+            entry is not None and abs(began - process.started_at_seconds) <= SAME_START_SECONDS
+        )
         return read_mappings(PROC, process.pid) if is_same else None
 
     with contextlib.suppress(TimeoutError, OSError):
@@ -163,7 +186,9 @@ def _write_request(folder: Path, request: str, until: float, kinds: Collection[s
     with contextlib.suppress(FileNotFoundError):
         if abs(time.time() - path.lstat().st_mtime) < 2 * TOUCH_SECONDS:
             raise BadInput(f"{path} is another recording's, which is running")
-    document = {"headroom_record": 1, "id": request, "until": until} | {kind: kind in kinds for kind in KINDS}
+    document = {"headroom_record": 1, "id": request, "until": until} | {
+        kind: kind in kinds for kind in KINDS
+    }
     unfinished = folder / f".{REQUEST}.{request}"
     unfinished.write_text(json.dumps(document))
     unfinished.chmod(0o644)
@@ -174,7 +199,9 @@ async def _collect_answers(
     folder: Path, processes: Iterable[ProbedProcess], request: str, deadline: float
 ) -> dict[ProbedProcess, Recording | str]:
     """Wait for all answers until the deadline, and keep the request alive meanwhile; a text says what is wrong."""
-    waited_for = {each: f"{each.pid}-{int(each.started_at_seconds)}.record.json" for each in processes}
+    waited_for = {
+        each: f"{each.pid}-{int(each.started_at_seconds)}.record.json" for each in processes
+    }
     found: dict[ProbedProcess, Recording | str] = {}
     touched = 0.0
     while len(found) < len(waited_for) and time.time() < deadline:
@@ -211,7 +238,9 @@ def install(folder: Path) -> tuple[str, ...]:
             path.chmod(0o755)  # vLLM is another user, and the umask may be one's own
         for file in sorted(Path(source.origin).parent.glob("*.py")):
             shutil.copyfile(file, folder / PACKAGE / file.name)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-headroom-probe\nVersion: {version}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm-headroom-probe\nVersion: {version}\n"
+        )
         (info / "entry_points.txt").write_text(ENTRY_POINTS)
         for file in (*(folder / PACKAGE).iterdir(), *info.iterdir()):
             file.chmod(0o644)
@@ -229,7 +258,10 @@ def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
     """Yield what each process kept, by the stacks that kept most; the process with most is first."""
 
     def most(process: Mapping[str, Any]) -> int:
-        return max((stack["bytes"] for stack in (*(process["host"] or ()), *(process["gpu"] or ()))), default=0)
+        return max(
+            (stack["bytes"] for stack in (*(process["host"] or ()), *(process["gpu"] or ()))),
+            default=0,
+        )
 
     yield f"In {format_duration(recorded['seconds'])}, what each process allocated and still holds:"
     for process in sorted(recorded["processes"], key=most, reverse=True):
@@ -244,7 +276,9 @@ def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
     if problem is not None:
         yield f"{name}: {problem if problem == NO_ANSWER else f'an answer that cannot be used: {problem}'}"
         return
-    pause, cpu, memory = (process["cost"][part] for part in ("pause_seconds", "cpu_seconds", "memory_bytes"))
+    pause, cpu, memory = (
+        process["cost"][part] for part in ("pause_seconds", "cpu_seconds", "memory_bytes")
+    )
     cost = (
         None if pause is None else f"{pause:.3f} s of pause",
         None if cpu is None else f"{cpu:.3f} s of CPU",
@@ -286,21 +320,41 @@ class ProbeSettings(Settings):
 
 FOLDER: Final = Value(read=FILE.read, accepts="the path of a folder")
 TIME: Final = Value(
-    read=bounded(DURATION.read, 0, LONGEST_SECONDS), accepts="a duration above 0, at most an hour, such as 90s or 10m"
+    read=bounded(DURATION.read, 0, LONGEST_SECONDS),
+    accepts="a duration above 0, at most an hour, such as 90s or 10m",
 )
 
 
 def _add_options(parser: Parser) -> None:
-    parser.add_argument("action", metavar="ACTION", nargs="?", type=choice([INSTALL, RECORD]), help="install or record")
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=FOLDER, help="where install puts the probe")
-    parser.add_argument("--for", metavar="DURATION", dest="seconds", type=TIME, help="how long to record, such as 10m")
+    parser.add_argument(
+        "action",
+        metavar="ACTION",
+        nargs="?",
+        type=choice([INSTALL, RECORD]),
+        help="install or record",
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER", nargs="?", type=FOLDER, help="where install puts the probe"
+    )
+    parser.add_argument(
+        "--for",
+        metavar="DURATION",
+        dest="seconds",
+        type=TIME,
+        help="how long to record, such as 10m",
+    )
     only = "record host or gpu memory alone; without it both"
     parser.add_argument("--only", metavar="KIND", type=choice(list(KINDS)), help=only)
     parser.add_settings(ProbeSettings)
 
 
 async def _run(given: Namespace) -> Report:
-    if given.action == INSTALL and given.folder is not None and given.seconds is None and given.only is None:
+    if (
+        given.action == INSTALL
+        and given.folder is not None
+        and given.seconds is None
+        and given.only is None
+    ):
         folder, installed = given.folder, install(given.folder)
         headline = f"{folder} has {' and '.join(installed)}."
         lines = (
@@ -312,7 +366,9 @@ async def _run(given: Namespace) -> Report:
         return Report(verdict=Conclusion.GOOD, headline=headline, data=data, lines=lines)
     if given.action == RECORD and given.folder is None and given.seconds is not None:
         if given.settings.probe_dir is None:
-            raise BadOptions("HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory")
+            raise BadOptions(
+                "HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory"
+            )
         kinds = KINDS if given.only is None else (given.only,)
         return report_recorded(await record(given.settings.probe_dir, given.seconds, tell, kinds))
     raise BadOptions("needs one of: install FOLDER, record --for DURATION")

@@ -42,7 +42,9 @@ def _read_model_file(text: str) -> ModelFile:
 
 
 Model = Annotated[
-    InstanceOf[ModelFile], from_text(_read_model_file), PlainSerializer(lambda model: str(model.path), when_used="json")
+    InstanceOf[ModelFile],
+    from_text(_read_model_file),
+    PlainSerializer(lambda model: str(model.path), when_used="json"),
 ]
 
 
@@ -76,7 +78,11 @@ class ModelSettings(Settings):
     @property
     def parse_model(self) -> Callable[[Path], TokenBytes | None] | None:
         """Read the bytes per token of a model's configuration; None where the operator configured them."""
-        return _parse_token_bytes if self.kv_bytes_per_token is None and self.model_config_ is None else None
+        return (
+            _parse_token_bytes
+            if self.kv_bytes_per_token is None and self.model_config_ is None
+            else None
+        )
 
     @property
     def model_problem(self) -> str:

@@ -17,14 +17,21 @@ if TYPE_CHECKING:
 
 
 STYLES: Final = {
-    **dict.fromkeys(("NO GO", "NOT GOOD", "FAILED", "MISSING", "LEAKING", "OUT OF MEMORY", "ALARM"), "bold red"),
-    **dict.fromkeys(("CANNOT TELL", "NOT KNOWN", "WARNING", "unknown", "skipped", "cannot tell"), "yellow"),
+    **dict.fromkeys(
+        ("NO GO", "NOT GOOD", "FAILED", "MISSING", "LEAKING", "OUT OF MEMORY", "ALARM"), "bold red"
+    ),
+    **dict.fromkeys(
+        ("CANNOT TELL", "NOT KNOWN", "WARNING", "unknown", "skipped", "cannot tell"), "yellow"
+    ),
     **dict.fromkeys(("GO", "GOOD", "OK", "ok", "passed"), "green"),
 }
 """The words that commands write in capitals, and the marks at the beginning of a line; the colour only repeats them."""
 
 _WORDS: Final = re.compile(
-    "|".join(rf"\b{word}\b".replace(" ", r"\s+") if word.isupper() else f"^{word}(?=  )" for word in STYLES)
+    "|".join(
+        rf"\b{word}\b".replace(" ", r"\s+") if word.isupper() else f"^{word}(?=  )"
+        for word in STYLES
+    )
 )
 _COLUMNS: Final = re.compile(r" *(?:\S+(?: \S+)* {2,}){0,2}")
 """A mark and a name, what follows which stands below it."""
@@ -63,7 +70,11 @@ def wrap_line(line: str, columns: int) -> Text:
         indent = min(len(found[0]) if found else 0, _MOST_INDENT, columns // 2) or 2
         # not rich's own, which has no indent and breaks what has no blank, as an address that is to be copied
         line = textwrap.fill(
-            line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+            line,
+            columns,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     text = Text(line)
     text.highlight_regex(_WORDS, lambda words: STYLES[" ".join(words.split())])
@@ -111,7 +122,12 @@ Pick = Callable[[Iterable[float]], float]
 
 
 def draw_bars(
-    curve: Sequence[Point], width: int, rows: int, *, ends: tuple[float, float] | None = None, pick: Pick = min
+    curve: Sequence[Point],
+    width: int,
+    rows: int,
+    *,
+    ends: tuple[float, float] | None = None,
+    pick: Pick = min,
 ) -> list[str]:
     """Return a bar for each column: of its stretch of time what `pick` takes, else what was last; a gap is blank.
 
@@ -121,9 +137,17 @@ def draw_bars(
     columns: list[float | None] = []
     if curve:
         times = [float(seconds) for seconds, _ in curve]
-        edges = [bisect_right(times, times[0] + (times[-1] - times[0]) * place / width) for place in range(width)]
-        stretches = (curve[min(first, last - 1) : last] for first, last in pairwise((0, *edges[1:], len(curve))))
-        known = ([float(value) for _, value in stretch if value is not None] for stretch in stretches)
+        edges = [
+            bisect_right(times, times[0] + (times[-1] - times[0]) * place / width)
+            for place in range(width)
+        ]
+        stretches = (
+            curve[min(first, last - 1) : last]
+            for first, last in pairwise((0, *edges[1:], len(curve)))
+        )
+        known = (
+            [float(value) for _, value in stretch if value is not None] for stretch in stretches
+        )
         columns = [pick(values) if values else None for values in known]
     low, high = ends or (0.0, max((value for value in columns if value is not None), default=0.0))
     span = (high - low) or 1.0

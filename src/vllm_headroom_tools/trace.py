@@ -40,7 +40,16 @@ from vllm_headroom.parse.fields import (
 )
 from vllm_headroom.trace.entries import FACTS, HEADER, HOST, LONGEST_LINE, PROCESS, YEAR_10000
 from vllm_headroom.units import format_duration, format_instant
-from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, HostPart, MemoryPart, Reason, Role, Source
+from vllm_headroom.vocabulary import (
+    REASONS,
+    Attribution,
+    HostBasis,
+    HostPart,
+    MemoryPart,
+    Reason,
+    Role,
+    Source,
+)
 from vllm_headroom_tools.progress import track_lines
 
 
@@ -54,7 +63,9 @@ STDIN: Final = "standard input"
 CLOCKS_SECONDS: Final = 300.0
 """Corrections of a clock are smaller."""
 
-BACK: Final = "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
+BACK: Final = (
+    "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
+)
 NO_TRACE: Final = f"no trace of this version, whose first line is {json.dumps(HEADER)}"
 UNPACK: Final = "packed by {}: unpack it first, only gzip's is read as it is"
 FOREIGN: Final = {
@@ -67,8 +78,12 @@ MOST_QUOTED: Final = 60
 """Characters of a file that is no trace, in its error message."""
 
 _LACKS: Final = "the trace has no reading of the {} here"
-_GPUS_FAILED: Final = Failure(source=Source.NVML, reason=Reason.UNKNOWN, message=_LACKS.format("GPUs"))
-_PROCESSES_FAILED: Final = Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=_LACKS.format("processes"))
+_GPUS_FAILED: Final = Failure(
+    source=Source.NVML, reason=Reason.UNKNOWN, message=_LACKS.format("GPUs")
+)
+_PROCESSES_FAILED: Final = Failure(
+    source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=_LACKS.format("processes")
+)
 
 
 def read_trace(
@@ -82,7 +97,9 @@ def read_trace(
     try:
         with Path(trace).open("rb") as stream:
             n_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
-            yield from _note_clock_steps(parse_trace(watched(read_lines(stream), n_bytes), trace), trace)
+            yield from _note_clock_steps(
+                parse_trace(watched(read_lines(stream), n_bytes), trace), trace
+            )
     except (OSError, BadInput) as error:
         wrong = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise BadInput(f"{trace}: {wrong}") from error
@@ -110,7 +127,9 @@ def read_lines(stream: BufferedReader) -> Iterator[bytes]:
     try:
         yield from iter(partial(plain.readline, LONGEST_LINE), b"")
     except (BadGzipFile, EOFError, zlib.error) as error:
-        raise BadInput("what gzip packed is damaged, cut off or followed by something else") from error
+        raise BadInput(
+            "what gzip packed is damaged, cut off or followed by something else"
+        ) from error
 
 
 def _is_packed(stream: BufferedReader) -> bool:
@@ -129,7 +148,9 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
         if number == 1 and not _is_header(record):
             known = next((name for mark, name in FOREIGN.items() if line.startswith(mark)), None)
             quoted = line[:MOST_QUOTED].decode(errors="replace").strip()
-            raise BadInput(f"line 1: {NO_TRACE}; this {f'is {known}' if known else f'begins with {quoted!r}'}")
+            raise BadInput(
+                f"line 1: {NO_TRACE}; this {f'is {known}' if known else f'begins with {quoted!r}'}"
+            )
         if isinstance(record, str):
             if line.endswith(b"\n") or next(rest, None) is not None:
                 raise BadInput(f"line {number}: {record}")
@@ -187,14 +208,19 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
         processes = read_each(record, "processes", parse_process)
         host = read_within(record, "host", parse_host)
         pools = read_each(record, "pools", parse_pool) or ()
-        named, has_silent_core = read_text(record, "engines_failure"), read_truth(record, "silent_core") or False
+        named, has_silent_core = (
+            read_text(record, "engines_failure"),
+            read_truth(record, "silent_core") or False,
+        )
     except WrongFieldError as wrong:
         raise BadInput(str(wrong)) from None
     if gpus is not None and len({gpu.reading.uuid for gpu in gpus}) < len(gpus):
         raise BadInput("gpus: the same GPU twice")
     # without the memory of one, a sum would be wrong
     known = tuple(process for process in processes or () if process is not None)
-    reason = next((reason for reason in REASONS[Source.ENGINE] if reason == named), Reason.UNREACHABLE)
+    reason = next(
+        (reason for reason in REASONS[Source.ENGINE] if reason == named), Reason.UNREACHABLE
+    )
     return Snapshot(
         time_seconds=float(time),
         monotonic_seconds=float(time),
@@ -221,10 +247,16 @@ _READS: Final[Mapping[object, Any]] = {
 _KINDS: Final[Mapping[type, Any]] = {
     kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)
 }
-_INSIDE: Final = {"granted_bytes": "granted", "allocated_bytes": "allocated", "reserved_bytes": "reserved_by_torch"}
+_INSIDE: Final = {
+    "granted_bytes": "granted",
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved_by_torch",
+}
 
 
-def _read_facts(entry: Mapping[str, Any], kind: type, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def _read_facts(
+    entry: Mapping[str, Any], kind: type, names: Iterable[tuple[str, str]]
+) -> dict[str, Any]:
     """Return the known facts of a model, by their names in the entry."""
     return {
         fact: value
@@ -247,11 +279,17 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     """Return a GPU of the engine's; held is what is attributed to the engine, else what is used without others'."""
     index = read_size(entry, "gpu")
     index = place if index is None else index
-    used, engine, other = read_size(entry, "used"), read_size(entry, "engine"), read_size(entry, "other")
+    used, engine, other = (
+        read_size(entry, "used"),
+        read_size(entry, "engine"),
+        read_size(entry, "other"),
+    )
     total, reserved, memory = read_size(entry, "total"), read_size(entry, "reserved"), None
     if used is not None and total is not None:
         free = max(0, total - used - (reserved or 0))
-        memory = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved)
+        memory = GpuMemory(
+            total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved
+        )
     return Gpu(
         reading=GpuReading(
             index=index,
@@ -281,7 +319,12 @@ def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
 def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
     """Return the probe's facts, without parts that this version does not know."""
     parts = (
-        read_within(entry, "parts", lambda parts: tuple((part, read_size(parts, part)) for part in MemoryPart)) or ()
+        read_within(
+            entry,
+            "parts",
+            lambda parts: tuple((part, read_size(parts, part)) for part in MemoryPart),
+        )
+        or ()
     )
     known = tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None)
     found = Inside(parts=known, **_read_facts(entry, Inside, _INSIDE.items()))
@@ -299,16 +342,25 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
     role = Role.OTHER if name is None else next((role for role in Role if role == name), None)
     if role is None:
         raise WrongFieldError("role", name, ", ".join(Role))
-    facts: dict[str, Any] = {"started_at_seconds": 0.0, **_read_facts(entry, EngineProcess, PROCESS)}
+    facts: dict[str, Any] = {
+        "started_at_seconds": 0.0,
+        **_read_facts(entry, EngineProcess, PROCESS),
+    }
     return EngineProcess(pid=NO_PID, role=role, **facts) if "rss_bytes" in facts else None
 
 
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
     """Return a configured pool; None where this version does not know its part or role."""
-    part, role, size_bytes = read_text(entry, "part"), read_text(entry, "role"), read_size(entry, "bytes")
+    part, role, size_bytes = (
+        read_text(entry, "part"),
+        read_text(entry, "role"),
+        read_size(entry, "bytes"),
+    )
     if part not in tuple(HostPart) or role not in (None, *Role) or size_bytes is None:
         return None
-    return Pool(part=HostPart(part), role=None if role is None else Role(role), size_bytes=size_bytes)
+    return Pool(
+        part=HostPart(part), role=None if role is None else Role(role), size_bytes=size_bytes
+    )
 
 
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:

@@ -57,7 +57,9 @@ class Fault(Struct, frozen=True):
     def is_in(self, version: Version) -> bool:
         """Return whether this version has the fault, as far as is known."""
         is_mended = self.mended is not None and version >= self.mended
-        return self.first <= version and not is_mended and (self.last is None or version <= self.last)
+        return (
+            self.first <= version and not is_mended and (self.last is None or version <= self.last)
+        )
 
 
 _HOST: Final = "host memory"
@@ -75,7 +77,12 @@ FAULTS: Final = (
         " (vllm-project/vllm#44490)",
     ),
     Fault(
-        *("#50150", _HOST, "without CUDA graphs, workers grow to the container's limit", ("enforce_eager",)),
+        *(
+            "#50150",
+            _HOST,
+            "without CUDA graphs, workers grow to the container's limit",
+            ("enforce_eager",),
+        ),
         first=(0, 24, 0),
         last=(0, 27, 1),
         role=Role.WORKER,
@@ -89,12 +96,27 @@ FAULTS: Final = (
         _CONNECTOR,
         "2026-01",
     ),
-    Fault("#42207, #54839", _HOST, "an unloaded adapter keeps its host copy and its GPU slot", ("enable_lora",)),
-    Fault("#53042", _HOST, "a tier of the KV cache takes up to 1.92 times its size, as shared memory", _OFFLOADS),
-    Fault("#56410", _HOST, "offloaded weights take up to 1.9 times their size", ("cpu_offload_gb",)),
+    Fault(
+        "#42207, #54839",
+        _HOST,
+        "an unloaded adapter keeps its host copy and its GPU slot",
+        ("enable_lora",),
+    ),
+    Fault(
+        "#53042",
+        _HOST,
+        "a tier of the KV cache takes up to 1.92 times its size, as shared memory",
+        _OFFLOADS,
+    ),
+    Fault(
+        "#56410", _HOST, "offloaded weights take up to 1.9 times their size", ("cpu_offload_gb",)
+    ),
     Fault(
         *("#51317, #51579, #54002", "start"),
-        *("vllm_offload_*.mmap stays in /dev/shm after a kill, and the next start fails", _OFFLOADS),
+        *(
+            "vllm_offload_*.mmap stays in /dev/shm after a kill, and the next start fails",
+            _OFFLOADS,
+        ),
     ),
     Fault(
         *(
@@ -105,17 +127,34 @@ FAULTS: Final = (
         first=(0, 21, 0),
     ),
     Fault(
-        *("#53787", "GPU memory", "without its check of free memory, a version that needs more fails in a request"),
+        *(
+            "#53787",
+            "GPU memory",
+            "without its check of free memory, a version that needs more fails in a request",
+        ),
         options=("kv_cache_memory_bytes",),
     ),
-    Fault("#46283", "KV cache", "with NixlPush, blocks of loads that were aborted are never freed", _CONNECTOR),
     Fault(
-        *("#43736", "figures", "a blocked request counts in the prefix cache's queries and hits at every step"),
+        "#46283",
+        "KV cache",
+        "with NixlPush, blocks of loads that were aborted are never freed",
+        _CONNECTOR,
+    ),
+    Fault(
+        *(
+            "#43736",
+            "figures",
+            "a blocked request counts in the prefix cache's queries and hits at every step",
+        ),
         first=(0, 7, 3),
         mended=(0, 27, 0),
     ),
     Fault(
-        *("#25780", "figures", "requests computed again after a preemption count as prefix-cache hits"),
+        *(
+            "#25780",
+            "figures",
+            "requests computed again after a preemption count as prefix-cache hits",
+        ),
         mended=(0, 11, 1),
     ),
 )
@@ -125,7 +164,9 @@ FAULTS: Final = (
 def list_faults(version: Version, options: Collection[str]) -> Iterator[Fault]:
     """Yield the faults of a version that can occur with these options, by the names of vLLM's settings."""
     for fault in FAULTS:
-        if fault.is_in(version) and (not fault.options or not set(fault.options).isdisjoint(options)):
+        if fault.is_in(version) and (
+            not fault.options or not set(fault.options).isdisjoint(options)
+        ):
             yield fault
 
 

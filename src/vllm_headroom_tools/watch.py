@@ -23,7 +23,14 @@ from vllm_headroom_tools.cli import Command, say
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.openai import parse_object
 from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, url
-from vllm_headroom_tools.terminal import NO_SIDECAR, Point, console, draw_bars, is_terminal, wrap_line
+from vllm_headroom_tools.terminal import (
+    NO_SIDECAR,
+    Point,
+    console,
+    draw_bars,
+    is_terminal,
+    wrap_line,
+)
 from vllm_headroom_tools.trace import BadInput
 
 if TYPE_CHECKING:
@@ -53,37 +60,59 @@ async def fetch_document(reader: PageReader) -> Document | str:
 
 def describe_verdict(verdict: dict[str, Any]) -> str:
     """Return a verdict: its level as a word, which a colour only repeats."""
-    return f"{WORDS.get(verdict['level'], verdict['level']):<11}{verdict['sentence']}".translate(CONTROLS)
+    return f"{WORDS.get(verdict['level'], verdict['level']):<11}{verdict['sentence']}".translate(
+        CONTROLS
+    )
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("url", metavar="URL", nargs="?", type=url(HERE), help=f"the sidecar, else {HERE}")
-    parser.add_argument("--headroom-url", metavar="URL", type=url(HERE), help="the same, as in advise")
+    parser.add_argument(
+        "url", metavar="URL", nargs="?", type=url(HERE), help=f"the sidecar, else {HERE}"
+    )
+    parser.add_argument(
+        "--headroom-url", metavar="URL", type=url(HERE), help="the same, as in advise"
+    )
     text = "ask once; 1 if a leak may be out of memory so soon"
     parser.add_argument("--exit-code", metavar="DURATION", type=DURATION, help=text)
-    parser.add_argument("--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM")
+    parser.add_argument(
+        "--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM"
+    )
 
 
 async def _run(given: Namespace) -> Report | int:
     if given.url and given.headroom_url:
         raise BadOptions("URL and --headroom-url cannot both be given")
-    where = (given.url or given.headroom_url or httpx.URL(HERE)).copy_with(path="/snapshot.json", query=None)
+    where = (given.url or given.headroom_url or httpx.URL(HERE)).copy_with(
+        path="/snapshot.json", query=None
+    )
     reader = PageReader(url=str(where), timeout_seconds=TIMEOUT_SECONDS, ca_file=given.ca_file)
     try:
         if given.json or given.exit_code is not None:
             found = await fetch_document(reader)
             if isinstance(found, str):
                 raise BadInput(found)
-            return build_report(found) if given.exit_code is None else judge_leak(found, given.exit_code)
+            return (
+                build_report(found)
+                if given.exit_code is None
+                else judge_leak(found, given.exit_code)
+            )
         follow = _draw_live if is_terminal(sys.stdout) else _write_lines
-        following = asyncio.create_task(follow(lambda: fetch_document(reader), where.netloc.decode()))
+        following = asyncio.create_task(
+            follow(lambda: fetch_document(reader), where.netloc.decode())
+        )
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, following.cancel)
         try:
             await following
         except asyncio.CancelledError:
             return 0
-        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):  # a document of another shape
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+        ):  # a document of another shape
             raise BadInput(NO_DOCUMENT) from None
     finally:
         await close_all(reader)
@@ -103,7 +132,9 @@ def build_report(document: Document) -> Report:
         for each in document["verdicts"]
     ]
     worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
-    headline = next((each.text for each in findings if each.verdict is worst), "The sidecar has no verdict yet.")
+    headline = next(
+        (each.text for each in findings if each.verdict is worst), "The sidecar has no verdict yet."
+    )
     return Report(verdict=worst, headline=headline, findings=findings, data=document, exit_status=0)
 
 
@@ -112,7 +143,9 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
     try:
         is_stale = document["age_seconds"] is None or document["age_seconds"] > STALE_SECONDS
         host = document["host_time_to_oom_seconds_lower"]
-        leaks = [(each["leak_state"], each["time_to_oom_seconds_lower"]) for each in document["gpus"]]
+        leaks = [
+            (each["leak_state"], each["time_to_oom_seconds_lower"]) for each in document["gpus"]
+        ]
         leaks += [(state, host) for state in (document["host_leak_state"] or {}).values()]
         near = [state for state, left in leaks if left is not None and left < within_seconds]
         is_due = document["engine_state"] == EngineState.SERVING and LeakState.LEAKING in near
@@ -152,7 +185,9 @@ def _describe_verdicts(document: Document) -> dict[str, str]:
     """Return the line of each verdict by its identity: for the engine's, with the engine's state."""
     state = {"engine": document.get("engine_state")}
     return {
-        f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": describe_verdict(each)
+        f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": describe_verdict(
+            each
+        )
         for each in document["verdicts"]
     }
 
@@ -174,7 +209,9 @@ def draw_frame(found: Document | str, title: str, width: int) -> Iterator[Text]:
         yield wrap_line(describe_verdict(verdict), width)
     history = found["history"]
     for gpu in found["gpus"]:
-        curve: list[Point] = next((each["free_bytes"] for each in history["gpus"] if each["uuid"] == gpu["uuid"]), [])
+        curve: list[Point] = next(
+            (each["free_bytes"] for each in history["gpus"] if each["uuid"] == gpu["uuid"]), []
+        )
         if (gpu["info"] or {}).get("attribution"):
             yield from _draw_room(name_device(gpu["gpu"], gpu["uuid"]), gpu, curve, width)
     limit, used = found["host_memory_limit_bytes"], found["host_memory_used_bytes"]
@@ -186,13 +223,18 @@ def draw_frame(found: Document | str, title: str, width: int) -> Iterator[Text]:
     yield from _draw_room("host memory", host, history.get("host_free_bytes", []), width)
     if found["history"]["running"]:
         yield _draw("dim", "running requests, the last day at most", whole=False)
-        yield from (_draw("blue", line) for line in draw_bars(found["history"]["running"], width, 1, pick=max))
+        yield from (
+            _draw("blue", line)
+            for line in draw_bars(found["history"]["running"], width, 1, pick=max)
+        )
 
 
 def _draw(style: str, text: str, *, whole: bool = True) -> Text:
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
-    return Text(text.translate(CONTROLS), style, no_wrap=not whole, overflow=None if whole else "ellipsis")
+    return Text(
+        text.translate(CONTROLS), style, no_wrap=not whole, overflow=None if whole else "ellipsis"
+    )
 
 
 def _draw_room(name: str, facts: dict[str, Any], curve: list[Point], width: int) -> Iterator[Text]:

@@ -71,9 +71,13 @@ LAST_SAVE_SECONDS: Final = 0.5
 def serve(settings: Settings) -> NoReturn:
     """Run the real daemon until it is stopped, and exit with its status; raise an error of the daemon itself."""
     logs.configure(settings.log_format, settings.log_level)
-    status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(build_real_parts(settings), settings))
+    status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
+        run(build_real_parts(settings), settings)
+    )
     logging.shutdown()
-    os._exit(status)  # without waiting for threads: a resolver that does not answer holds one for 10 s (measured)
+    os._exit(
+        status
+    )  # without waiting for threads: a resolver that does not answer holds one for 10 s (measured)
 
 
 async def run(parts: Parts, settings: Settings, make: "Callable[..., Daemon] | None" = None) -> int:
@@ -86,12 +90,18 @@ async def run(parts: Parts, settings: Settings, make: "Callable[..., Daemon] | N
             "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of this machine",
             host=settings.listen_host or "all interfaces",
             port=settings.listen_port,
-            problem=str(error.strerror).partition(" (while")[0],  # the module socket adds the address
+            problem=str(error.strerror).partition(" (while")[
+                0
+            ],  # the module socket adds the address
         )
         return CANNOT_LISTEN
     except WebConfigError as error:
         for line in error.lines:
-            log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - one line per mistake
+            log.error(  # noqa: TRY400 - one line per mistake
+                "cannot use HEADROOM_WEB_CONFIG_FILE",
+                file=str(settings.web_config_file),
+                problem=line,
+            )
         return CANNOT_LISTEN
     if settings.model_problem and settings.kv_bytes_per_token is None:
         log.warning("KV cache known in tokens only", problem=settings.model_problem)
@@ -100,7 +110,9 @@ async def run(parts: Parts, settings: Settings, make: "Callable[..., Daemon] | N
         try:
             port = listener.getsockname()[1]
             log.info("listening", port=port, version=read_version())
-            daemon = (make or Daemon)(parts, settings, home=f"http://localhost:{port}/", ending=ending)
+            daemon = (make or Daemon)(
+                parts, settings, home=f"http://localhost:{port}/", ending=ending
+            )
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
@@ -110,29 +122,47 @@ async def run(parts: Parts, settings: Settings, make: "Callable[..., Daemon] | N
 class Daemon:
     """Joins the parts, and owns what is shown and kept beside the samples: verdicts, the day's history, incidents."""
 
-    def __init__(self, parts: Parts, settings: Settings, *, home: str, ending: asyncio.Future[int]) -> None:
+    def __init__(
+        self, parts: Parts, settings: Settings, *, home: str, ending: asyncio.Future[int]
+    ) -> None:
         clock, version, folder, lock = parts.clock, read_version(), settings.state_dir, FolderLock()
         self._parts, self._clock, self._home, self._ending = parts, clock, home, ending
         self._settings, self._interval_seconds = settings, settings.sample_interval_seconds
         self._engine_url = str(hide_secrets(httpx.URL(settings.engine_url)))
-        self._heartbeat = loop.Heartbeat(self._interval_seconds, clock, asyncio.get_running_loop().time)
+        self._heartbeat = loop.Heartbeat(
+            self._interval_seconds, clock, asyncio.get_running_loop().time
+        )
         self._grace = loop.GraceTime(settings.gpu_fatal_grace_seconds)
         self._history = History()
         lines = partial(tuple, logs.RecentLines().lines)
         self._flight = None
         if folder is not None:
             mappings = Mappings(parts.mappings)
-            self._flight = Flight(folder=folder, lines=lines, version=version, lock=lock, mappings=mappings)
-        self._keeper = None if folder is None else StateKeeper(folder=folder, clock=clock, version=version, lock=lock)
+            self._flight = Flight(
+                folder=folder, lines=lines, version=version, lock=lock, mappings=mappings
+            )
+        self._keeper = (
+            None
+            if folder is None
+            else StateKeeper(folder=folder, clock=clock, version=version, lock=lock)
+        )
         trace = settings.trace_file
-        self._recorder = None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)
-        pause, canary_seconds = max(LONGEST_TICK_SECONDS, 3 * self._interval_seconds), settings.canary_interval_seconds
+        self._recorder = (
+            None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)
+        )
+        pause, canary_seconds = (
+            max(LONGEST_TICK_SECONDS, 3 * self._interval_seconds),
+            settings.canary_interval_seconds,
+        )
         self._canary = None
         if parts.asked is not None and canary_seconds is not None:
             self._canary = Canary(parts.asked.ask, canary_seconds, clock, pause_seconds=pause)
         self._sampler = Sampler(
             sources=parts,
-            parse=partial(parse_engines, profile=None if settings.engine_profile == AUTO else settings.engine_profile),
+            parse=partial(
+                parse_engines,
+                profile=None if settings.engine_profile == AUTO else settings.engine_profile,
+            ),
             selection=Selection.of(settings.gpus),
             derivations=build_derivations(
                 reported_bytes=settings.reported_bytes,
@@ -145,9 +175,13 @@ class Daemon:
             recall=None if self._keeper is None else self._recall,
             judges=(
                 lambda values, _: build_gate(
-                    settings.gate_ready_seconds, values, None if parts.evictor is None else parts.evictor.guardrail
+                    settings.gate_ready_seconds,
+                    values,
+                    None if parts.evictor is None else parts.evictor.guardrail,
                 ),
-                lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name]), settings.role),
+                lambda values, states: build_verdicts(
+                    values, measure_watches(states[LEAK.name]), settings.role
+                ),
             ),
             canary=self._canary,
             host_limit_bytes=settings.host_memory_limit_bytes,
@@ -157,7 +191,11 @@ class Daemon:
         """Return the loops that run until shutdown."""
         loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
         if self._settings.gpu_sample_interval_seconds < self._interval_seconds:
-            loops.append(loop.run_every(self._settings.gpu_sample_interval_seconds, self._sample_memory, self._clock))
+            loops.append(
+                loop.run_every(
+                    self._settings.gpu_sample_interval_seconds, self._sample_memory, self._clock
+                )
+            )
         if self._keeper is not None:
             loops.append(self._save_states(self._keeper))
         if self._canary is not None:
@@ -165,7 +203,9 @@ class Daemon:
         if (evictor := self._parts.evictor) is not None:
 
             async def evict() -> None:
-                await evictor.turn(None if self._heartbeat.find_stall() else self._sampler.states[GATE].due)
+                await evictor.turn(
+                    None if self._heartbeat.find_stall() else self._sampler.states[GATE].due
+                )
 
             loops.append(loop.run_every(TURN_SECONDS, evict, self._clock))
         return loops
@@ -180,7 +220,9 @@ class Daemon:
             if door is not None:
                 yield Sample(catalog.WEB_CONFIG_RELOAD, (), float(door.problem is None))
 
-        collector = HeadroomCollector(lambda: sampler.published, self._clock.monotonic, read_build(), list_others)
+        collector = HeadroomCollector(
+            lambda: sampler.published, self._clock.monotonic, read_build(), list_others
+        )
         return build_application(
             metrics=MetricsPage(collector),
             page=lambda _: respond_html(render_page(self._build_view())),
@@ -198,7 +240,9 @@ class Daemon:
         if is_first:
             log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
         if self._grace.is_over(snapshot.gpus, self._clock.monotonic()):
-            log.critical("the GPUs stay unreadable until this container is restarted: exiting with status 3")
+            log.critical(
+                "the GPUs stay unreadable until this container is restarted: exiting with status 3"
+            )
             loop.request_end(self._ending, loop.NEEDS_NEW_CONTAINER)
         if self._recorder is not None:
             await self._recorder.record(snapshot)
@@ -242,7 +286,9 @@ class Daemon:
             snapshot=self._sampler.snapshot,
             values=self._sampler.values,
             verdicts=self._verdicts,
-            age_seconds=0.0 if published is None else self._clock.monotonic() - published.monotonic_seconds,
+            age_seconds=0.0
+            if published is None
+            else self._clock.monotonic() - published.monotonic_seconds,
             unwell=self._heartbeat.find_stall(),
             notice=self._parts.notice,
             runbooks=self._settings.runbooks_url,

@@ -52,7 +52,9 @@ class NotNowError(Exception):
 class Evictor:
     """Evicts the pod `name`, at most one of its workload at a time; as a dry run it only reads."""
 
-    def __init__(self, api: PageReader, settings: Settings, *, namespace: str, name: str, clock: Clock) -> None:
+    def __init__(
+        self, api: PageReader, settings: Settings, *, namespace: str, name: str, clock: Clock
+    ) -> None:
         self._api, self._settings, self._clock = api, settings, clock
         self._namespace, self._name = namespace, name
         self._requests = dict.fromkeys(EvictionResult, 0)
@@ -116,7 +118,9 @@ class Evictor:
         if self._settings.evict == "dry-run":
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
             return
-        await self._take_lease(lease, began)  # nobody had it since it was read, so that the budget still holds
+        await self._take_lease(
+            lease, began
+        )  # nobody had it since it was read, so that the budget still holds
         try:
             await self._evict()
         except NotNowError as error:
@@ -140,32 +144,60 @@ class Evictor:
     async def _read_pod(self) -> Object:
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
-        owner = next((each for each in metadata.get("ownerReferences", ()) if each.get("controller")), None)
+        owner = next(
+            (each for each in metadata.get("ownerReferences", ()) if each.get("controller")), None
+        )
         if owner is None:
             raise NotNowError("no controller would replace this pod")
-        kind, name, template = owner["kind"], owner["name"], metadata.get("labels", {}).get("pod-template-hash")
-        if kind == "ReplicaSet" and template and name.endswith(f"-{template}"):  # of a Deployment, whose name lasts
+        kind, name, template = (
+            owner["kind"],
+            owner["name"],
+            metadata.get("labels", {}).get("pod-template-hash"),
+        )
+        if (
+            kind == "ReplicaSet" and template and name.endswith(f"-{template}")
+        ):  # of a Deployment, whose name lasts
             kind, name = "Deployment", name.removesuffix(f"-{template}")
-        self._lease_name, self._identity = f"vllm-headroom-{kind.lower()}-{name}", f"{self._name}_{metadata['uid']}"
+        self._lease_name, self._identity = (
+            f"vllm-headroom-{kind.lower()}-{name}",
+            f"{self._name}_{metadata['uid']}",
+        )
         if not any("readinessProbe" in container for container in pod["spec"]["containers"]):
-            raise NotNowError("no container has a readinessProbe: when a replacement serves is not known")
+            raise NotNowError(
+                "no container has a readinessProbe: when a replacement serves is not known"
+            )
         return pod
 
     async def _check_budget(self) -> None:
         """Raise NotNowError unless one PodDisruptionBudget selects the pod and all pods that it expects are healthy."""
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
         labels = self._pod["metadata"].get("labels", {}).items()
-        pairs = [(each, each["spec"].get("selector", {})) for each in (await self._ask("GET", path))["items"]]
-        found = [each for each, by in pairs if by.keys() == {"matchLabels"} and by["matchLabels"].items() <= labels]
+        pairs = [
+            (each, each["spec"].get("selector", {}))
+            for each in (await self._ask("GET", path))["items"]
+        ]
+        found = [
+            each
+            for each, by in pairs
+            if by.keys() == {"matchLabels"} and by["matchLabels"].items() <= labels
+        ]
         if len(found) != 1:
             few = len(found) or "no"
-            raise NotNowError(f"{few} PodDisruptionBudgets select this pod, by matchLabels alone: it needs one")
+            raise NotNowError(
+                f"{few} PodDisruptionBudgets select this pod, by matchLabels alone: it needs one"
+            )
         name, status = found[0]["metadata"]["name"], found[0].get("status", {})
-        if isinstance(found[0]["spec"].get("minAvailable"), int):  # the controller then expects only pods that exist
-            raise NotNowError(f"PodDisruptionBudget {name} does not count missing pods: it needs maxUnavailable")
+        if isinstance(
+            found[0]["spec"].get("minAvailable"), int
+        ):  # the controller then expects only pods that exist
+            raise NotNowError(
+                f"PodDisruptionBudget {name} does not count missing pods: it needs maxUnavailable"
+            )
         healthy, expected = status.get("currentHealthy", 0), status.get("expectedPods", 1)
         if healthy < expected or status.get("disruptedPods"):
-            raise NotNowError(f"a pod restarts: {healthy} of {expected} are healthy by PodDisruptionBudget {name}")
+            raise NotNowError(
+                f"a pod restarts: {healthy} of {expected} are healthy by PodDisruptionBudget {name}"
+            )
 
     async def _read_lease(self) -> Object:
         """Return the Lease if it is free or ours, empty where there is none; raises NotNowError while another has it.
@@ -181,8 +213,15 @@ class Evictor:
         if (version := lease["metadata"]["resourceVersion"]) != self._version:
             self._version, self._changed_at = version, self._clock.monotonic()
         spec = lease.get("spec", {})
-        holder, seconds = spec.get("holderIdentity"), spec.get("leaseDurationSeconds") or LEASE_SECONDS
-        if holder and holder != self._identity and self._clock.monotonic() <= self._changed_at + seconds:
+        holder, seconds = (
+            spec.get("holderIdentity"),
+            spec.get("leaseDurationSeconds") or LEASE_SECONDS,
+        )
+        if (
+            holder
+            and holder != self._identity
+            and self._clock.monotonic() <= self._changed_at + seconds
+        ):
             raise NotNowError(f"{holder} holds Lease {self._lease_name}")
         return lease
 
@@ -190,9 +229,16 @@ class Evictor:
         """Take the Lease or renew it, as it was read after `began`; raises NotNowError where another pod was faster."""
         before = lease.get("spec", {})
         now = datetime.fromtimestamp(self._clock.time(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        spec = {"holderIdentity": self._identity, "leaseDurationSeconds": LEASE_SECONDS, "renewTime": now}
+        spec = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": LEASE_SECONDS,
+            "renewTime": now,
+        }
         if before.get("holderIdentity") != self._identity:
-            spec |= {"acquireTime": now, "leaseTransitions": before.get("leaseTransitions", 0) + bool(lease)}
+            spec |= {
+                "acquireTime": now,
+                "leaseTransitions": before.get("leaseTransitions", 0) + bool(lease),
+            }
         self._lease = await self._write_lease(lease, before | spec)
         self._held_until = began + LEASE_SECONDS
 
@@ -203,18 +249,28 @@ class Evictor:
 
     async def _write_lease(self, lease: Object, spec: Object) -> Object:
         """Return the Lease as the API server has stored it, if nobody changed it since `lease` was read."""
-        new = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": self._lease_name}}
-        method, path = ("PUT", f"{self._leases}/{self._lease_name}") if lease else ("POST", self._leases)
+        new = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": self._lease_name},
+        }
+        method, path = (
+            ("PUT", f"{self._leases}/{self._lease_name}") if lease else ("POST", self._leases)
+        )
         try:
             return await self._ask(method, path, {**(lease or new), "spec": spec})
         except NotNowError as error:
             if error.status == HTTPStatus.CONFLICT:
-                raise NotNowError(f"another pod was faster to take Lease {self._lease_name}") from None
+                raise NotNowError(
+                    f"another pod was faster to take Lease {self._lease_name}"
+                ) from None
             raise
 
     async def _evict(self) -> None:
         if self._clock.monotonic() > self._held_until - LEASE_SECONDS / 2:
-            raise NotNowError("the API server took too long: the Lease could expire before the eviction")
+            raise NotNowError(
+                "the API server took too long: the Lease could expire before the eviction"
+            )
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
@@ -222,7 +278,9 @@ class Evictor:
             "deleteOptions": {"preconditions": {"uid": self._pod["metadata"]["uid"]}},
         }
         try:
-            await self._ask("POST", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}/eviction", body)
+            await self._ask(
+                "POST", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}/eviction", body
+            )
         except NotNowError as error:
             is_budget = error.status == HTTPStatus.TOO_MANY_REQUESTS
             self._requests[EvictionResult.REFUSED if is_budget else EvictionResult.FAILED] += 1

@@ -17,7 +17,16 @@ from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.expose.view import Incident
 from vllm_headroom.log import Log
-from vllm_headroom.model import Ending, EngineStatus, Failure, ProbedProcess, ProbeReadings, Snapshot, Values, Verdict
+from vllm_headroom.model import (
+    Ending,
+    EngineStatus,
+    Failure,
+    ProbedProcess,
+    ProbeReadings,
+    Snapshot,
+    Values,
+    Verdict,
+)
 from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import FLIGHT, find_newest, keep, locate_incident, set_aside
 from vllm_headroom.trace.incident import Event as IncidentEvent
@@ -30,12 +39,16 @@ FIGURES: Final = (catalog.LEAK_RATE, catalog.LEAK_PER_REQUEST, catalog.LEAKED, c
 """The leak detector's results for a GPU besides its state."""
 
 
-def build_context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> dict[str, Any]:
+def build_context(
+    snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values
+) -> dict[str, Any]:
     """Return what a later reader cannot derive from the samples alone."""
     parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
     owned = [gpu.reading for gpu in snapshot.owned]
     holders = [
-        {"uuid": gpu.uuid, "pid": each.pid, "used": each.used_bytes} for gpu in owned for each in gpu.processes or ()
+        {"uuid": gpu.uuid, "pid": each.pid, "used": each.used_bytes}
+        for gpu in owned
+        for each in gpu.processes or ()
     ]
     return {
         "t": round(snapshot.time_seconds, 3),
@@ -54,7 +67,10 @@ def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
         {
             "t": round(each.at_seconds, 3),
             "uuid": each.uuid,
-            **{name: getattr(each, f"{name}_bytes") for name in ("asked", "free", "allocated", "reserved")},
+            **{
+                name: getattr(each, f"{name}_bytes")
+                for name in ("asked", "free", "allocated", "reserved")
+            },
         }
         for each in known
     ]
@@ -68,14 +84,25 @@ def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
 def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
     """Return a value for JSON without fields that are None."""
     if isinstance(value, Struct):
-        return {name: _drop_unknown(each) for name, each in asdict(value).items() if each is not None}
+        return {
+            name: _drop_unknown(each) for name, each in asdict(value).items() if each is not None
+        }
     return [_drop_unknown(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _describe_leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:
-    figures = {metric.name.removeprefix("headroom_"): values.value(metric, gpu, uuid) for metric in FIGURES}
-    finite = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
-    return {"gpu": int(gpu), "uuid": uuid, "state": values.state(catalog.LEAK_STATE, gpu, uuid), **finite}
+    figures = {
+        metric.name.removeprefix("headroom_"): values.value(metric, gpu, uuid) for metric in FIGURES
+    }
+    finite = {
+        name: value for name, value in figures.items() if value is not None and isfinite(value)
+    }
+    return {
+        "gpu": int(gpu),
+        "uuid": uuid,
+        "state": values.state(catalog.LEAK_STATE, gpu, uuid),
+        **finite,
+    }
 
 
 MOST_LOOKS: Final = 600
@@ -97,14 +124,20 @@ class Recent:
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
         """Add the memory in use by UUID."""
-        if used_bytes and (not self._looks or abs(seconds - self._looks[-1][0]) >= LEAST_LOOK_SECONDS):
+        if used_bytes and (
+            not self._looks or abs(seconds - self._looks[-1][0]) >= LEAST_LOOK_SECONDS
+        ):
             self._looks.append((round(seconds, 1), used_bytes))
 
     def note(self, snapshot: Snapshot) -> None:
         """Add the XID errors that are new in a sample."""
         if not snapshot.devices:
             return
-        counts = {(gpu.reading.uuid, xid): n for gpu in snapshot.devices for xid, n in gpu.reading.xid_errors}
+        counts = {
+            (gpu.reading.uuid, xid): n
+            for gpu in snapshot.devices
+            for xid, n in gpu.reading.xid_errors
+        }
         before, self._counted = self._counted, {**(self._counted or {}), **counts}
         if before is None:  # the time of earlier errors is unknown
             return
@@ -191,7 +224,10 @@ class Flight:
             self._begin(event, snapshot)
         elif not self._served or snapshot.life is None or snapshot.in_service:
             self._served = self._served or snapshot.in_service
-            self._before = {**build_context(snapshot, verdicts, values), "mappings": self._mappings.describe()}
+            self._before = {
+                **build_context(snapshot, verdicts, values),
+                "mappings": self._mappings.describe(),
+            }
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now
             await self._writing.do(lambda: keep(self._folder, encode_line(build_record(snapshot))))
@@ -201,15 +237,22 @@ class Flight:
     def _take_event(self, life: EngineStatus) -> Ending | None:
         if life.event is not None and self._state is EngineState.SERVING:
             self._incident = None  # it had served again: the one before was over
-        if life.state is not EngineState.UNKNOWN:  # a stall that was out of sight for a time is one stall
+        if (
+            life.state is not EngineState.UNKNOWN
+        ):  # a stall that was out of sight for a time is one stall
             self._state = life.state
         return life.event
 
     def _begin(self, ending: Ending, snapshot: Snapshot) -> None:
         now, going, life = snapshot.monotonic_seconds, self._incident, snapshot.life
-        age = None if life is None or ending.what is IncidentKind.ENDED else life.progress_age_seconds
+        age = (
+            None if life is None or ending.what is IncidentKind.ENDED else life.progress_age_seconds
+        )
         event = IncidentEvent(
-            t=round(ending.seconds, 3), what=ending.what, reason=ending.reason, progress_age_seconds=age
+            t=round(ending.seconds, 3),
+            what=ending.what,
+            reason=ending.reason,
+            progress_age_seconds=age,
         )
         if going is not None:
             events = (*going.events, event)[-MOST_EVENTS:]
@@ -229,7 +272,9 @@ class Flight:
 
     async def _set_aside(self, incident: OpenIncident, now: float) -> OpenIncident | None:
         """Write the incident so far; return it while it continues, None when it is complete or abandoned."""
-        done = await self._writing.do(partial(set_aside, self._folder, incident.seconds, self._build_header(incident)))
+        done = await self._writing.do(
+            partial(set_aside, self._folder, incident.seconds, self._build_header(incident))
+        )
         if done:
             file = locate_incident(self._folder, incident.seconds)
             self.last = _build_incident(file, self._build_header(incident))
@@ -237,7 +282,9 @@ class Flight:
                 log.warning("an incident was set aside", look_at=f"vllm-headroom postmortem {file}")
         if now >= incident.closes and (done or now >= incident.closes + AFTER_SECONDS):
             return None
-        return replace(incident, due=max(now + AGAIN_SECONDS, incident.closes) if done else now + AGAIN_SECONDS)
+        return replace(
+            incident, due=max(now + AGAIN_SECONDS, incident.closes) if done else now + AGAIN_SECONDS
+        )
 
     def _build_header(self, incident: OpenIncident) -> dict[str, Any]:
         earliest = incident.seconds - XID_SECONDS
@@ -251,7 +298,9 @@ class Flight:
             "log": list(self._lines()),
         }
         known = read_incident(header)
-        cause = judge_ending(incident.ending if known is None else add_evidence(incident.ending, known))[0]
+        cause = judge_ending(
+            incident.ending if known is None else add_evidence(incident.ending, known)
+        )[0]
         return {**header, "cause": cause.cause, "sure": cause.sureness, "sentence": cause.sentence}
 
     def _look_back(self) -> None:
@@ -265,5 +314,9 @@ def _build_incident(file: Path, known: Mapping[str, Any]) -> Incident | None:
     found = read_incident(known)
     if found is None:
         return None
-    said = None if found.sentence is None else f"{found.sentence} ({found.sure or Sureness.POSSIBLE})"
-    return Incident(seconds=found.t, what=found.what, reason=found.reason, sentence=said, file=str(file))
+    said = (
+        None if found.sentence is None else f"{found.sentence} ({found.sure or Sureness.POSSIBLE})"
+    )
+    return Incident(
+        seconds=found.t, what=found.what, reason=found.reason, sentence=said, file=str(file)
+    )

@@ -50,7 +50,9 @@ class Background(logging.Handler):
     def flush(self) -> None:
         """Wait until all lines are written, but not for long."""
         with self._waiting.all_tasks_done:
-            self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, SHUTDOWN_SECONDS)
+            self._waiting.all_tasks_done.wait_for(
+                lambda: not self._waiting.unfinished_tasks, SHUTDOWN_SECONDS
+            )
 
     def _run(self) -> None:
         reported = 0
@@ -58,7 +60,11 @@ class Background(logging.Handler):
             self._write(self._waiting.get())
             if (dropped := self._dropped) > reported:
                 message = "log lines were dropped, stderr was not read: dropped=%d"
-                self._write(logging.LogRecord(OURS, logging.WARNING, "", 0, message, (dropped - reported,), None))
+                self._write(
+                    logging.LogRecord(
+                        OURS, logging.WARNING, "", 0, message, (dropped - reported,), None
+                    )
+                )
                 reported = dropped
             self._waiting.task_done()
 
@@ -99,7 +105,9 @@ def configure(log_format: str, log_level: str) -> None:
 
 def _read_fields(record: logging.LogRecord) -> dict[str, object]:
     first = {
-        "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "ts": datetime.fromtimestamp(record.created, UTC)
+        .isoformat(timespec="microseconds")
+        .replace("+00:00", "Z"),
         "level": record.levelname.lower(),
         "event": record.getMessage(),
     }
@@ -121,7 +129,11 @@ class Logfmt(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         words = (f"{name}={_render_word(value)}" for name, value in _read_fields(record).items())
-        trace = f"\n{textwrap.indent(self.formatException(record.exc_info), '  ')}" if record.exc_info else ""
+        trace = (
+            f"\n{textwrap.indent(self.formatException(record.exc_info), '  ')}"
+            if record.exc_info
+            else ""
+        )
         return " ".join(words).translate(CONTROLS) + trace
 
 

@@ -25,7 +25,9 @@ LEAST_SILENCE_SECONDS: Final = 3.0
 """A shorter pause is never unhealthy: at the shortest interval, a busy machine alone can take three intervals."""
 
 
-async def run_every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
+async def run_every(
+    interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock
+) -> None:
     """Run `step` now and at every later point of the grid that has not passed; skip a step that runs out of memory."""
     began, was_short = clock.monotonic(), False
     while True:
@@ -37,7 +39,11 @@ async def run_every(interval_seconds: float, step: Callable[[], Awaitable[None]]
         if is_short is not was_short:
             was_short = is_short
             write = log.error if is_short else log.info
-            write("out of memory: a step of the daemon was skipped" if is_short else "memory is available again")
+            write(
+                "out of memory: a step of the daemon was skipped"
+                if is_short
+                else "memory is available again"
+            )
         turns = floor((clock.monotonic() - began) / interval_seconds) + 1
         await clock.sleep_until(began + turns * interval_seconds)
 
@@ -45,7 +51,9 @@ async def run_every(interval_seconds: float, step: Callable[[], Awaitable[None]]
 class Heartbeat:
     """Remembers when the sampling loop last ran."""
 
-    def __init__(self, interval_seconds: float, clock: Clock, machine_seconds: Callable[[], float]) -> None:
+    def __init__(
+        self, interval_seconds: float, clock: Clock, machine_seconds: Callable[[], float]
+    ) -> None:
         self._interval_seconds = interval_seconds
         self._clock = clock
         self._machine_seconds = machine_seconds
@@ -91,7 +99,10 @@ def request_end(ending: asyncio.Future[int], status: int) -> None:
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Let SIGTERM, SIGINT and SIGHUP (unless ignored, as with nohup) call `stop` during the block."""
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
     if before[signal.SIGHUP] is signal.SIG_IGN:
         del before[signal.SIGHUP]
     for number in before:
@@ -104,7 +115,9 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-async def run_until_end(loops: Iterable[Coroutine[Any, Any, None]], ending: asyncio.Future[int]) -> int:
+async def run_until_end(
+    loops: Iterable[Coroutine[Any, Any, None]], ending: asyncio.Future[int]
+) -> int:
     """Run the loops until the end is requested; return the exit status, or raise the error of a loop."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]

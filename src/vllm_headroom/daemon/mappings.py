@@ -71,7 +71,12 @@ class Mappings:
                 return
             self._begun = None
             if name in present:  # so that the pid was this process's meanwhile
-                self._keep(name, present[name].role, snapshot, {} if reading.exception() else reading.result() or {})
+                self._keep(
+                    name,
+                    present[name].role,
+                    snapshot,
+                    {} if reading.exception() else reading.result() or {},
+                )
         due = self._find_due(present, snapshot.monotonic_seconds, values)
         if due is not None:
             with contextlib.suppress(OSError):  # no thread can be started now
@@ -80,16 +85,28 @@ class Mappings:
     def describe(self) -> list[dict[str, Any]]:
         """Return by how much the kinds of each process grew that was read again, in bytes."""
         return [
-            {"pid": pid, "role": each.role, "since": each.since, "t": each.newest_seconds, "kinds": each.kinds}
+            {
+                "pid": pid,
+                "role": each.role,
+                "since": each.since,
+                "t": each.newest_seconds,
+                "kinds": each.kinds,
+            }
             for (pid, _), each in self._known.items()
             if each.newest is not each.first
         ]
 
-    def _find_due(self, present: Mapping[ProcessName, EngineProcess], now: float, values: Values) -> ProcessName | None:
+    def _find_due(
+        self, present: Mapping[ProcessName, EngineProcess], now: float, values: Values
+    ) -> ProcessName | None:
         """Return a process that was never read, else one of a growing role that was not read lately."""
         largest = sorted(present, key=lambda name: -present[name].rss_bytes)[:MOST_PROCESSES]
         growing = {role for role in Role if values.state(catalog.HOST_LEAK_STATE, role) in SHOWN}
-        again = (name for name in self._known if present[name].role in growing and now >= self._known[name].due)
+        again = (
+            name
+            for name in self._known
+            if present[name].role in growing and now >= self._known[name].due
+        )
         return next(chain((name for name in largest if name not in self._known), again), None)
 
     def _keep(self, name: ProcessName, role: Role, snapshot: Snapshot, sizes: Sizes) -> None:
@@ -97,8 +114,15 @@ class Mappings:
         if known is None or not known.first:
             known = _Growth(role=role, since=now, first=sizes, newest_seconds=now, newest=sizes)
         elif sizes:
-            is_second, known = known.newest is known.first, replace(known, newest_seconds=now, newest=sizes)
+            is_second, known = (
+                known.newest is known.first,
+                replace(known, newest_seconds=now, newest=sizes),
+            )
             if is_second and known.kinds:
-                grown = ", ".join(f"{format_size(size)} {kind}" for kind, size in known.kinds.items())
-                log.warning("host memory grew in these mappings", process=role, pid=name[0], grown=grown)
+                grown = ", ".join(
+                    f"{format_size(size)} {kind}" for kind, size in known.kinds.items()
+                )
+                log.warning(
+                    "host memory grew in these mappings", process=role, pid=name[0], grown=grown
+                )
         self._known[name] = replace(known, due=snapshot.monotonic_seconds + AGAIN_SECONDS)

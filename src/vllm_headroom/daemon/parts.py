@@ -51,7 +51,9 @@ def build_real_parts(settings: Settings) -> Parts:
             engine_port=find_port(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic
         ).read,
         clock=clock,
-        probe=None if settings.probe_dir is None else ProbeReader(settings.probe_dir, parse=parse_probe).read,
+        probe=None
+        if settings.probe_dir is None
+        else ProbeReader(settings.probe_dir, parse=parse_probe).read,
         model=None if settings.parse_model is None else ServedModel(settings.parse_model).find,
         asked=None if settings.canary_interval_seconds is None else build_canary_request(settings),
         evictor=build_evictor(settings, clock),

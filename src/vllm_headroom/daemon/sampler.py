@@ -76,7 +76,9 @@ class Canary:
         """Send requests for ever; `snapshot` returns the newest one."""
         while True:
             doubted = self.since_seconds is not None
-            seconds = min(RETRY_SECONDS, self._interval_seconds) if doubted else self._interval_seconds
+            seconds = (
+                min(RETRY_SECONDS, self._interval_seconds) if doubted else self._interval_seconds
+            )
             await self._clock.sleep_until(self._clock.monotonic() + seconds)
             await self.turn(snapshot())
 
@@ -107,10 +109,16 @@ class Canary:
 
 def _find_idle_model(snapshot: Snapshot) -> str | None:
     """Return a model of the server while all its engines are present, awake and idle."""
-    if isinstance(snapshot.engines, Failure) or snapshot.life is None or is_page_awake(snapshot.engines) is False:
+    if (
+        isinstance(snapshot.engines, Failure)
+        or snapshot.life is None
+        or is_page_awake(snapshot.engines) is False
+    ):
         return None
     engines = list_named(snapshot.engines)
-    may_answer = snapshot.life.state in (EngineState.SERVING, EngineState.STALLED) or bool(snapshot.life.hang_signs)
+    may_answer = snapshot.life.state in (EngineState.SERVING, EngineState.STALLED) or bool(
+        snapshot.life.hang_signs
+    )
     if not may_answer or not engines:
         return None
     idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
@@ -207,13 +215,20 @@ class Sampler:
         self.snapshot: Snapshot | None = None
         self.values = Values(())
         self._sources, self._parse, self._clock, self._recall = sources, parse, clock, recall
-        self._selection, self._derivations, self._judges, self._canary = selection, derivations, judges, canary
+        self._selection, self._derivations, self._judges, self._canary = (
+            selection,
+            derivations,
+            judges,
+            canary,
+        )
         self._gpu_timeout_seconds, self._host_limit_bytes = gpu_timeout_seconds, host_limit_bytes
         self._parser = Worker[EnginePage | Failure]("parse")
         self._transitions = Transitions(selection)
         self._attribution = AttributionState()
         self._container = ContainerState()
-        self.states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
+        self.states: dict[str, Any] = {
+            derivation.name: derivation.initial for derivation in derivations
+        }
         self.states[ENGINE_RUN] = RunState()
         for build in judges:
             last = build(self.values, self.states)
@@ -226,7 +241,11 @@ class Sampler:
             self.states.update(await self._recall(snapshot))
         snapshot = self._update_run(snapshot)
         self._transitions.report(snapshot)
-        samples = tuple(chain.from_iterable(self._derive(derivation, snapshot) for derivation in self._derivations))
+        samples = tuple(
+            chain.from_iterable(
+                self._derive(derivation, snapshot) for derivation in self._derivations
+            )
+        )
         values = Values(samples)
         for build in self._judges:
             judged = self._derive(build(values, self.states), snapshot)
@@ -240,7 +259,9 @@ class Sampler:
     async def _snapshot(self) -> Snapshot:
         async with asyncio.TaskGroup() as group:
             engine = group.create_task(self._engine())
-            gpu = group.create_task(self._time_reading(Source.NVML, self._sources.gpus.read(self._gpu_timeout_seconds)))
+            gpu = group.create_task(
+                self._time_reading(Source.NVML, self._sources.gpus.read(self._gpu_timeout_seconds))
+            )
             process = group.create_task(self._processes(engine))
             inside = group.create_task(self._read_probe())
         page, engine_time = engine.result()
@@ -251,12 +272,16 @@ class Sampler:
         seen = processes if isinstance(processes, Failure) else processes.engine
         now = self._clock.time()
         probe = classify_probe(files, seen, now)
-        self._container, host = update_container(self._container, processes, probe, limit_bytes=self._host_limit_bytes)
+        self._container, host = update_container(
+            self._container, processes, probe, limit_bytes=self._host_limit_bytes
+        )
         gpus: tuple[Gpu, ...] | Failure
         if isinstance(readings, Failure):
             gpus = readings
         else:
-            self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
+            self._attribution, gpus = attribute(
+                self._attribution, readings, processes, self._selection
+            )
         return Snapshot(
             time_seconds=now,
             monotonic_seconds=self._clock.monotonic(),
@@ -266,7 +291,9 @@ class Sampler:
             probe=probe,
             reading_times=(engine_time, gpu_time, process_time, *probe_time),
             host=host,
-            unanswered_since_seconds=None if self._canary is None else self._canary.unanswered_since(),
+            unanswered_since_seconds=None
+            if self._canary is None
+            else self._canary.unanswered_since(),
             neighbours=found.neighbours,
             ambiguous=found.ambiguous_roots,
             left_behind=found.left_behind,
@@ -288,17 +315,27 @@ class Sampler:
             message = f"the engine's page was not understood within {PARSE_SECONDS:g} s: check that it is vLLM's"
             return Failure(source=Source.ENGINE, reason=Reason.OUT_OF_BOUNDS, message=message), time
         except OSError as error:
-            return build_unavailable(Source.ENGINE, "the engine's page cannot be parsed", error), time
+            return build_unavailable(
+                Source.ENGINE, "the engine's page cannot be parsed", error
+            ), time
 
-    async def _processes(self, engine: asyncio.Task[Timed[EnginePage | Failure]]) -> Timed[ProcessReadings | Failure]:
+    async def _processes(
+        self, engine: asyncio.Task[Timed[EnginePage | Failure]]
+    ) -> Timed[ProcessReadings | Failure]:
         """Read the processes in parallel to the page, with the last page; the first reading waits for a page."""
         page = (await engine)[0] if self.snapshot is None else self.snapshot.engines
-        return await self._time_reading(Source.PROCESS, self._sources.processes(self._gpu_timeout_seconds, page))
+        return await self._time_reading(
+            Source.PROCESS, self._sources.processes(self._gpu_timeout_seconds, page)
+        )
 
-    async def _read_probe(self) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
+    async def _read_probe(
+        self,
+    ) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
         if self._sources.probe is None:
             return None, ()
-        files, time = await self._time_reading(Source.PROBE, self._sources.probe(self._gpu_timeout_seconds))
+        files, time = await self._time_reading(
+            Source.PROBE, self._sources.probe(self._gpu_timeout_seconds)
+        )
         return files, (time,)
 
     async def _time_reading(self, source: Source, reading: Awaitable[T]) -> Timed[T]:
@@ -306,7 +343,9 @@ class Sampler:
         began = machine()
         value = await reading
         ended = machine()
-        return value, ReadingTime(source=source, seconds=ended - began, ended_monotonic_seconds=ended)
+        return value, ReadingTime(
+            source=source, seconds=ended - began, ended_monotonic_seconds=ended
+        )
 
     def _update_run(self, snapshot: Snapshot) -> Snapshot:
         try:
@@ -321,7 +360,9 @@ class Sampler:
 
     def _derive(self, derivation: Derivation[Any], snapshot: Snapshot) -> tuple[Sample, ...]:
         try:
-            self.states[derivation.name], samples = answer(derivation, self.states[derivation.name], snapshot)
+            self.states[derivation.name], samples = answer(
+                derivation, self.states[derivation.name], snapshot
+            )
         except Exception as error:  # noqa: BLE001 - one derivation's fault never costs the page
             self.states[derivation.name] = derivation.initial
             self._transitions.log_fault(derivation.name, error)

@@ -5,7 +5,16 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection, describe_orphans
 from vllm_headroom.log import Log
-from vllm_headroom.model import EnginePage, EngineStatus, Failure, Gpu, ProbeReadings, Snapshot, Values, name_device
+from vllm_headroom.model import (
+    EnginePage,
+    EngineStatus,
+    Failure,
+    Gpu,
+    ProbeReadings,
+    Snapshot,
+    Values,
+    name_device,
+)
 from vllm_headroom.parse.engines import explain_empty_page
 from vllm_headroom.vocabulary import EngineState, LeakState, Source
 
@@ -56,7 +65,9 @@ class Transitions:
         if not isinstance(snapshot.gpus, Failure):
             self._gpus(snapshot.gpus)
         if self._is_new("engines", snapshot.ambiguous) and snapshot.ambiguous:
-            log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous)
+            log.warning(
+                "engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous
+            )
         left = describe_orphans(snapshot.left_behind, ())
         if self._is_new("left behind", left, usual=None) and left is not None:
             log.warning("an engine that exited left processes behind", problem=left)
@@ -64,7 +75,10 @@ class Transitions:
 
     def verdicts(self, values: Values) -> None:
         """Log where the leak detector begins and ceases to find growth; not where it cannot judge."""
-        for labels, held in {**values.of(catalog.LEAK_STATE), **values.of(catalog.HOST_LEAK_STATE)}.items():
+        for labels, held in {
+            **values.of(catalog.LEAK_STATE),
+            **values.of(catalog.HOST_LEAK_STATE),
+        }.items():
             *named, state = labels
             if not held or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
                 continue
@@ -74,7 +88,9 @@ class Transitions:
             if now is None and before is not None:
                 log.info("leak no longer suspected", of=whose, before=before)
             elif now != before:
-                log.warning("leak suspected", of=whose, verdict=now, before=before or "nothing found")
+                log.warning(
+                    "leak suspected", of=whose, verdict=now, before=before or "nothing found"
+                )
 
     def _life(self, life: EngineStatus | None) -> None:
         if life is None:
@@ -85,7 +101,10 @@ class Transitions:
             return
         is_alarming = life.state in (EngineState.DOWN, EngineState.STALLED)
         write = log.warning if is_alarming else log.info
-        write(STATES.get(life.state, f"engine is {life.state}"), before=str(self._state or "nothing yet"))
+        write(
+            STATES.get(life.state, f"engine is {life.state}"),
+            before=str(self._state or "nothing yet"),
+        )
         self._state = life.state
 
     def log_fault(self, name: str, error: Exception | None) -> None:
@@ -99,19 +118,28 @@ class Transitions:
     def _source(self, source: Source, failure: Failure | None) -> None:
         is_new = self._is_new(str(source), None if failure is None else failure.reason)
         if is_new and failure is not None:
-            log.warning("source failed", source=str(source), reason=str(failure.reason), problem=failure.message)
+            log.warning(
+                "source failed",
+                source=str(source),
+                reason=str(failure.reason),
+                problem=failure.message,
+            )
         elif is_new:
             log.info("source answers", source=str(source))
 
     def _probe(self, probe: ProbeReadings, now: float) -> None:
-        stopped = {(each.pid, each.started_at_seconds): each for each in probe.others if each.stopped}
+        stopped = {
+            (each.pid, each.started_at_seconds): each for each in probe.others if each.stopped
+        }
         if now >= self._forgets_at:
             self._stopped &= stopped.keys()
             self._forgets_at = now + FORGET_SECONDS
         for name, each in stopped.items():
             if name not in self._stopped and len(self._stopped) < MOST_STOPPED:
                 self._stopped.add(name)
-                log.warning("a probe gave up", pid=each.pid, role=str(each.role), problem=each.stopped)
+                log.warning(
+                    "a probe gave up", pid=each.pid, role=str(each.role), problem=each.stopped
+                )
 
     def _page(self, page: EnginePage) -> None:
         absent = [name for name, found in page.inputs if not found]
@@ -120,26 +148,43 @@ class Transitions:
             return
         if has_some:
             missing = ",".join(absent)
-            log.info("engine's inputs found", profile=page.profile, engines=len(page.engines), not_offered=missing)
+            log.info(
+                "engine's inputs found",
+                profile=page.profile,
+                engines=len(page.engines),
+                not_offered=missing,
+            )
         else:
             log.warning("engine's inputs missing", problem=explain_empty_page(page))
 
     def _gpus(self, gpus: tuple[Gpu, ...]) -> None:
         uuids = ",".join(sorted(gpu.reading.uuid for gpu in gpus if gpu.is_left_out))
         if self._is_new("left out", uuids) and uuids:
-            log.warning("HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=uuids)
+            log.warning(
+                "HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=uuids
+            )
         owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)
-        if not self._is_new("owners", frozenset(owners)):  # after a loss NVML may number the GPUs in another order
+        if not self._is_new(
+            "owners", frozenset(owners)
+        ):  # after a loss NVML may number the GPUs in another order
             return
         for uuid, attribution in owners:
             log.info("GPU attributed to the engine", uuid=uuid, attribution=attribution)
         if not owners and gpus and not self._selection.listed:
-            log.warning("no GPU attributed to the engine", problem=NOT_ATTRIBUTED, visible=len(gpus))
-        visible = {name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
+            log.warning(
+                "no GPU attributed to the engine", problem=NOT_ATTRIBUTED, visible=len(gpus)
+            )
+        visible = {
+            name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))
+        }
         missing = [name for name in self._selection.listed if name.casefold() not in visible]
         if missing:
             shown = " ".join(f"{gpu.reading.index}={gpu.reading.uuid}" for gpu in gpus)
-            log.warning("HEADROOM_GPUS names GPUs that are not visible", missing=",".join(missing), visible=shown)
+            log.warning(
+                "HEADROOM_GPUS names GPUs that are not visible",
+                missing=",".join(missing),
+                visible=shown,
+            )
 
     def _is_new(self, what: str, now: object, usual: object = "nothing yet") -> bool:
         """Remember the state of a thing; return whether it changed."""

@@ -35,13 +35,17 @@ class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
     step: StepFunction[State]
 
 
-def answer(derivation: Derivation[State], state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
+def answer(
+    derivation: Derivation[State], state: State, snapshot: Snapshot
+) -> tuple[State, tuple[Sample, ...]]:
     """Run one step and drop samples that are not finite: absurd values on a page divide to infinity."""
     following, samples = derivation.step(state, snapshot)
     return following, tuple([sample for sample in samples if isfinite(sample.value)])
 
 
-def make_stateless(name: str, question: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:
+def make_stateless(
+    name: str, question: Callable[[Snapshot], tuple[Sample, ...]]
+) -> Derivation[None]:
     """Build a derivation that needs no state."""
     return Derivation(name=name, initial=None, step=lambda _, snapshot: (None, question(snapshot)))
 
@@ -70,7 +74,9 @@ def build_derivations(
         Derivation(name="allocator", initial=Counts(), step=derive_counters),
         make_stateless("discrepancy", partial(derive_discrepancy, configured_bytes=reported_bytes)),
         make_stateless("per_request", derive_per_request),
-        make_stateless("kv_cache", partial(derive_kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
+        make_stateless(
+            "kv_cache", partial(derive_kv_cache, bytes_per_token=kv_bytes_per_token, model=model)
+        ),
         Derivation(name="admission", initial=Batches(), step=derive_admission),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=derive_prefix_cache),
         make_stateless("host_memory", derive_host_memory),

@@ -47,7 +47,9 @@ def describe_leftover(leftover: Leftover) -> str:
 
 def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
     """Return a sentence about orphans that hold memory on no GPU; None without any."""
-    pids = [str(pid) for pid in sorted(orphans - {left.pid for gpu in gpus for left in gpu.leftovers})]
+    pids = [
+        str(pid) for pid in sorted(orphans - {left.pid for gpu in gpus for left in gpu.leftovers})
+    ]
     if not pids:
         return None
     what_to_do = WHAT_TO_DO[Fate.ORPHANED].format(pid=" ".join(pids))
@@ -109,7 +111,10 @@ class AttributionState(Struct, frozen=True, kw_only=True):
 
 
 def attribute(
-    state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure, selection: Selection
+    state: AttributionState,
+    readings: GpuReadings,
+    processes: ProcessReadings | Failure,
+    selection: Selection,
 ) -> tuple[AttributionState, tuple[Gpu, ...]]:
     """Return every device with its attribution and the holders of its memory.
 
@@ -121,13 +126,21 @@ def attribute(
     an engine process has been seen on a device, and while several engines are indistinguishable. Then the engine's
     memory is None if it was known before, and all used memory if it never can be known.
     """
-    indices = {each.uuid: state.indices.get(each.uuid, each.index) for each in readings.devices if each.uuid}
+    indices = {
+        each.uuid: state.indices.get(each.uuid, each.index)
+        for each in readings.devices
+        if each.uuid
+    }
     state = _follow(replace(state, indices=indices), readings, processes)
     knowable = state.ledger_opened or state.ambiguous
     memory_is_true = is_process_memory_true(readings, processes)
     named = processes if are_pids_true(readings, processes) else None
     ledger = processes if state.remembered and memory_is_true and not state.ambiguous else None
-    engine = () if isinstance(processes, Failure) else (*processes.orphans, *(each.pid for each in processes.engine))
+    engine = (
+        ()
+        if isinstance(processes, Failure)
+        else (*processes.orphans, *(each.pid for each in processes.engine))
+    )
     engine_pids = state.ours.union(engine)
     gpus = []
     for device in readings.devices:
@@ -137,9 +150,14 @@ def attribute(
         if engine_bytes is None and not knowable and memory is not None:
             held_bytes = None if memory.is_unified else memory.used_bytes - (other_bytes or 0)
         left = [
-            Leftover(pid=process.pid, fate=fate, used_bytes=process.used_bytes if memory_is_true else None)
+            Leftover(
+                pid=process.pid,
+                fate=fate,
+                used_bytes=process.used_bytes if memory_is_true else None,
+            )
             for process in device.processes or ()
-            if isinstance(named, ProcessReadings) and (fate := find_fate(process.pid, named, state.ours)) is not None
+            if isinstance(named, ProcessReadings)
+            and (fate := find_fate(process.pid, named, state.ours)) is not None
         ]
         gpu = Gpu(
             reading=device,
@@ -164,20 +182,27 @@ def is_process_memory_true(readings: GpuReadings, processes: ProcessReadings | F
     return _has_same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
 
 
-def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure) -> AttributionState:
+def _follow(
+    state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure
+) -> AttributionState:
     """Return where the engine runs now; one that frees its devices one by one is not a new engine."""
     if isinstance(processes, Failure):
         return state
     state = replace(state, ambiguous=processes.ambiguous_roots > 0)
     if not are_pids_true(readings, processes):
         return state
-    engine = {process.pid: (process.pid, process.started_at_seconds) for process in processes.engine}
+    engine = {
+        process.pid: (process.pid, process.started_at_seconds) for process in processes.engine
+    }
     on_devices = {each.pid for device in readings.devices for each in device.processes or ()}
     ended = frozenset(pid for pid in state.ours if not is_alive(pid, processes))
     ours = ended | processes.orphans | engine.keys()
     state = replace(state, ours=ours & on_devices)
     found = [
-        (device.uuid, each) for device in readings.devices for each in device.processes or () if each.pid in engine
+        (device.uuid, each)
+        for device in readings.devices
+        for each in device.processes or ()
+        if each.pid in engine
     ]
     if not found:
         return state
@@ -188,7 +213,8 @@ def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessRe
         state,
         remembered=devices | state.remembered if holders & state.holders else devices,
         holders=holders,
-        ledger_opened=state.ledger_opened or (is_reported and is_process_memory_true(readings, processes)),
+        ledger_opened=state.ledger_opened
+        or (is_reported and is_process_memory_true(readings, processes)),
     )
 
 
@@ -198,7 +224,9 @@ def _has_same_pids(
     if isinstance(processes, Failure):
         return False
     if processes.sees_host_pids or all(device.vendor is Vendor.AMD for device in readings.devices):
-        return True  # of AMD's GPUs only such processes are listed as /proc shows under the same pid
+        return (
+            True  # of AMD's GPUs only such processes are listed as /proc shows under the same pid
+        )
     try:
         version = tuple(int(part) for part in (readings.driver_version or "").split("."))
     except ValueError:
@@ -223,10 +251,20 @@ def _split_memory(
     device: GpuReading, processes: ProcessReadings | Failure | None, engine_pids: frozenset[int]
 ) -> tuple[int | None, int | None]:
     """Return the bytes held by the engine's processes and by other live ones; the rest is unattributed."""
-    if not isinstance(processes, ProcessReadings) or device.processes is None or device.memory is None:
+    if (
+        not isinstance(processes, ProcessReadings)
+        or device.processes is None
+        or device.memory is None
+    ):
         return None, None
-    others = [each for each in device.processes if each.pid not in engine_pids and is_alive(each.pid, processes)]
-    engine_bytes = sum_known((0, *(each.used_bytes for each in device.processes if each.pid in engine_pids)))
+    others = [
+        each
+        for each in device.processes
+        if each.pid not in engine_pids and is_alive(each.pid, processes)
+    ]
+    engine_bytes = sum_known(
+        (0, *(each.used_bytes for each in device.processes if each.pid in engine_pids))
+    )
     other_bytes = sum_known((0, *(each.used_bytes for each in others)))
     used_bytes = device.memory.used_bytes
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _RACE_BYTES:

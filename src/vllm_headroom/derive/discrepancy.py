@@ -16,7 +16,11 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
     page, samples = snapshot.page, list[Sample]()
     for gpu in snapshot.owned if page is not None else ():
         memory = gpu.reading.memory
-        report = None if memory is None else _find_reported(page, gpu, memory.total_bytes, configured_bytes)
+        report = (
+            None
+            if memory is None
+            else _find_reported(page, gpu, memory.total_bytes, configured_bytes)
+        )
         if memory is None or report is None:
             continue
         basis, reported_bytes = report
@@ -43,9 +47,11 @@ def _find_reported(
         return "metric", value
     if gpu.inside is not None and gpu.inside.reserved_bytes:
         return "probe", float(gpu.inside.reserved_bytes)
-    budgets = {engine.gpu_memory_utilization_ratio for engine in engines if engine.kv_cache_memory_bytes is None} - {
-        None
-    }
+    budgets = {
+        engine.gpu_memory_utilization_ratio
+        for engine in engines
+        if engine.kv_cache_memory_bytes is None
+    } - {None}
     if len(budgets) == 1 and (budget_bytes := (budgets.pop() or 0.0) * total_bytes):
         return "budget", budget_bytes
     return ("configured", configured_bytes) if configured_bytes else None

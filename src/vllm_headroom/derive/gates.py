@@ -35,7 +35,9 @@ class Guardrail(Struct, frozen=True, kw_only=True):
     requests: tuple[tuple[EvictionResult, int], ...] = ()
 
 
-def build_gate(least_seconds: float | None, values: Values, guardrail: Guardrail | None = None) -> Derivation[Gate]:
+def build_gate(
+    least_seconds: float | None, values: Values, guardrail: Guardrail | None = None
+) -> Derivation[Gate]:
     """Build the derivation of the gate, which runs after all others have filled `values`.
 
     The gate closes where the engine is stalled, and, for the holder of the Lease alone, where it may be out of memory
@@ -48,13 +50,20 @@ def build_gate(least_seconds: float | None, values: Values, guardrail: Guardrail
             is_holder = guardrail is not None and guardrail.is_holder
             within = least_seconds if is_holder else 0.0
             left, whose = min(_list_times(values), default=(within, ""))
-            reason = f"{whose} may be out of memory in {format_duration(left)}" if left < within else None
+            reason = (
+                f"{whose} may be out of memory in {format_duration(left)}"
+                if left < within
+                else None
+            )
             if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
                 reason = "the engine should make progress and makes none"
             samples.append(Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)))
         if guardrail is not None:
             due = _find_leak(values, snapshot, guardrail)
-            samples += [Sample(catalog.EVICTION_REQUESTS, (result,), float(n)) for result, n in guardrail.requests]
+            samples += [
+                Sample(catalog.EVICTION_REQUESTS, (result,), float(n))
+                for result, n in guardrail.requests
+            ]
         return Gate(reason, due), tuple(samples)
 
     return Derivation(name=GATE, initial=Gate(), step=step)
@@ -73,7 +82,11 @@ def _find_leak(values: Values, snapshot: Snapshot, guardrail: Guardrail) -> str 
     is_quiet = snapshot.time_seconds % DAY_SECONDS // 3600 == guardrail.quiet_hour
     within_seconds = DAY_SECONDS if is_quiet else guardrail.near_seconds
     near = [each for each in _list_times(values) if each[1] in leaking and each[0] < within_seconds]
-    return f"{min(near)[1]} leaks and may be out of memory in {format_duration(min(near)[0])}" if near else None
+    return (
+        f"{min(near)[1]} leaks and may be out of memory in {format_duration(min(near)[0])}"
+        if near
+        else None
+    )
 
 
 def _list_times(values: Values) -> Iterator[tuple[float, str]]:

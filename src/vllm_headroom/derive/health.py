@@ -17,10 +17,14 @@ class HealthState(Struct, frozen=True, kw_only=True):
     last_success_seconds: dict[Source, float]
 
 
-ZEROS: Final = {source: {(str(source), str(reason)): 0 for reason in REASONS[source]} for source in REASONS}
+ZEROS: Final = {
+    source: {(str(source), str(reason)): 0 for reason in REASONS[source]} for source in REASONS
+}
 
 INITIAL: Final = HealthState(
-    failures={labels: 0 for source in ZEROS if source is not Source.PROBE for labels in ZEROS[source]},
+    failures={
+        labels: 0 for source in ZEROS if source is not Source.PROBE for labels in ZEROS[source]
+    },
     last_success_seconds={},
 )
 """The probe's failures start when its folder is first read: without a folder there are none."""
@@ -33,20 +37,30 @@ def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, 
     for source, reason in failed.items():
         failures[str(source), str(reason)] = failures.get((source, reason), 0) + 1
     succeeded = {
-        reading.source: snapshot.time_seconds for reading in snapshot.reading_times if reading.source not in failed
+        reading.source: snapshot.time_seconds
+        for reading in snapshot.reading_times
+        if reading.source not in failed
     }
-    state = HealthState(failures=failures, last_success_seconds=state.last_success_seconds | succeeded)
+    state = HealthState(
+        failures=failures, last_success_seconds=state.last_success_seconds | succeeded
+    )
     samples, ends = [], dict[Source, float]()
     for reading in snapshot.reading_times:
         labels, is_up = (str(reading.source),), reading.source not in failed
         samples.append(Sample(catalog.SOURCE_UP, labels, float(is_up)))
         samples.append(Sample(catalog.SOURCE_READ_SECONDS, labels, reading.seconds))
         ends |= {reading.source: reading.ended_monotonic_seconds} if is_up else {}
-    samples += [Sample(catalog.SOURCE_FAILURES, labels, float(count)) for labels, count in failures.items()]
+    samples += [
+        Sample(catalog.SOURCE_FAILURES, labels, float(count)) for labels, count in failures.items()
+    ]
     known = state.last_success_seconds.items()
-    samples += [Sample(catalog.SOURCE_LAST_SUCCESS, (str(source),), seconds) for source, seconds in known]
+    samples += [
+        Sample(catalog.SOURCE_LAST_SUCCESS, (str(source),), seconds) for source, seconds in known
+    ]
     if Source.ENGINE in ends and Source.NVML in ends:
-        samples.append(Sample(catalog.SAMPLE_SKEW, (), abs(ends[Source.ENGINE] - ends[Source.NVML])))
+        samples.append(
+            Sample(catalog.SAMPLE_SKEW, (), abs(ends[Source.ENGINE] - ends[Source.NVML]))
+        )
     return state, tuple(samples)
 
 

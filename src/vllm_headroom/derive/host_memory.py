@@ -76,22 +76,33 @@ def update_container(
     root = None if inside is None else inside.identity
     if engine:
         root = f"{engine[0].pid}:{engine[0].started_at_seconds:.2f}"
-    if isinstance(processes, Failure) and state.root is not None and not state.root.startswith(PROBE):
+    if (
+        isinstance(processes, Failure)
+        and state.root is not None
+        and not state.root.startswith(PROBE)
+    ):
         root = state.root
     memory = _choose_memory(reading.cgroup, inside, engine, reading, limit_bytes)
     scope = state.scope if root == state.root else HostMemory()
-    same = (scope.basis, memory.basis) == (HostBasis.CGROUP, HostBasis.PROBE)  # it reads the same container
+    same = (scope.basis, memory.basis) == (
+        HostBasis.CGROUP,
+        HostBasis.PROBE,
+    )  # it reads the same container
     if _rank(memory) < _rank(scope) and not (same and scope.limit_bytes == memory.limit_bytes):
         memory = HostMemory()
     scope = max(memory, scope, key=_rank)
     if reading.shm is not None:
-        memory = replace(memory, shm_used_bytes=reading.shm.used_bytes, shm_limit_bytes=reading.shm.total_bytes)
+        memory = replace(
+            memory, shm_used_bytes=reading.shm.used_bytes, shm_limit_bytes=reading.shm.total_bytes
+        )
     state = _count_kills(state, reading.cgroup or inside, reading.machine, root)
     scopes = (reading.cgroup or inside, reading.machine)
     pressures = (scope.pressure_ratio for scope in scopes if scope is not None)
     pressure_ratio = next((ratio for ratio in pressures if ratio is not None), None)
     memory = replace(memory, oom_kills=state.kills, pressure_ratio=pressure_ratio)
-    return replace(state, memory=memory, root=root, scope=scope), None if memory == HostMemory() else memory
+    return replace(
+        state, memory=memory, root=root, scope=scope
+    ), None if memory == HostMemory() else memory
 
 
 PROBE: Final = "probe:"
@@ -119,7 +130,9 @@ def _choose_memory(
     limit_bytes: int | None,
 ) -> HostMemory:
     block = cgroup or inside
-    if block is not None and (block.limit_bytes is not None or limit_bytes is not None or cgroup is None):
+    if block is not None and (
+        block.limit_bytes is not None or limit_bytes is not None or cgroup is None
+    ):
         return HostMemory(
             basis=HostBasis.PROBE if cgroup is None else HostBasis.CGROUP,
             used_bytes=max(0, block.used_bytes - block.cache_bytes),
@@ -135,13 +148,20 @@ def _choose_memory(
             limit_bytes=machine.total_bytes,
             swap_bytes=machine.swap_bytes - machine.swap_free_bytes,
         )
-    own_bytes = sum_known(process.anonymous_bytes for process in engine)  # without the files that they map
+    own_bytes = sum_known(
+        process.anonymous_bytes for process in engine
+    )  # without the files that they map
     if own_bytes is None:
         return HostMemory()
     shm_bytes = None if reading.shm is None else reading.shm.used_bytes
     used_bytes = own_bytes + max(shm_bytes or 0, count_shared(engine, shm_bytes))
     swap_bytes = sum_known(process.swap_bytes for process in engine)
-    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=used_bytes, limit_bytes=limit_bytes, swap_bytes=swap_bytes)
+    return HostMemory(
+        basis=HostBasis.PROCESSES,
+        used_bytes=used_bytes,
+        limit_bytes=limit_bytes,
+        swap_bytes=swap_bytes,
+    )
 
 
 def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> int:
@@ -164,8 +184,15 @@ def _count_kills(
     When the engine has ended, its container's counter may be gone too. Then the machine's counter is used, if the
     container was near its limit. In a container that comes back, those kills are counted already.
     """
-    kills, counted, machine_kills = state.kills, state.counted, None if machine is None else machine.oom_kills
-    used_bytes, full_bytes = state.memory.used_bytes or 0, FULL_SHARE * (state.memory.limit_bytes or inf)
+    kills, counted, machine_kills = (
+        state.kills,
+        state.counted,
+        None if machine is None else machine.oom_kills,
+    )
+    used_bytes, full_bytes = (
+        state.memory.used_bytes or 0,
+        FULL_SHARE * (state.memory.limit_bytes or inf),
+    )
     ended = state.root is not None and root != state.root and used_bytes >= full_bytes
     known = state.machine_kills if machine_kills is None else machine_kills
     killed = 0 if known is None or state.machine_kills is None else known - state.machine_kills
@@ -175,11 +202,19 @@ def _count_kills(
     container = state.container
     if cgroup is not None and cgroup.oom_kills is not None:
         container = PROBE if cgroup.identity.startswith(PROBE) else cgroup.identity
-        names = {container, state.container} if PROBE in (container, state.container) else {container}
-        before = [counted[name] for name in names if name in counted]  # the probe reads the container that /proc shows
+        names = (
+            {container, state.container} if PROBE in (container, state.container) else {container}
+        )
+        before = [
+            counted[name] for name in names if name in counted
+        ]  # the probe reads the container that /proc shows
         if not before and root == state.root:
             before = [cgroup.oom_kills]
-        kills = (kills or 0) + cgroup.oom_kills - max((n for n in before if n <= cgroup.oom_kills), default=0)
+        kills = (
+            (kills or 0)
+            + cgroup.oom_kills
+            - max((n for n in before if n <= cgroup.oom_kills), default=0)
+        )
         counted = {**limit_remembered(counted, {container}), container: cgroup.oom_kills}
     return replace(state, kills=kills, container=container, counted=counted, machine_kills=known)
 
@@ -203,13 +238,24 @@ def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
     ]
     facts += [(catalog.HOST_MEMORY_KIND, (kind,), f"{kind}_bytes") for kind in HOST_KINDS]
     sums = (
-        (metric, (str(role), *kind), sum_known(getattr(each, fact) for each in processes if each.role is role))
+        (
+            metric,
+            (str(role), *kind),
+            sum_known(getattr(each, fact) for each in processes if each.role is role),
+        )
         for metric, kind, fact in facts
         for role in Role
     )
-    roles = (Sample(metric, labels, float(known)) for metric, labels, known in sums if known is not None)
-    pools = (
-        (part, [each.size_bytes for each in snapshot.pools if each.role and each.part is part]) for part in HostPart
+    roles = (
+        Sample(metric, labels, float(known)) for metric, labels, known in sums if known is not None
     )
-    planned = (Sample(catalog.HOST_MEMORY_PLANNED, (str(part),), float(sum(sizes))) for part, sizes in pools if sizes)
+    pools = (
+        (part, [each.size_bytes for each in snapshot.pools if each.role and each.part is part])
+        for part in HostPart
+    )
+    planned = (
+        Sample(catalog.HOST_MEMORY_PLANNED, (str(part),), float(sum(sizes)))
+        for part, sizes in pools
+        if sizes
+    )
     return (*roles, *planned, *make_facts(FACTS, (), snapshot.host))

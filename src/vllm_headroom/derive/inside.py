@@ -43,7 +43,9 @@ class Sums(Struct, frozen=True, kw_only=True):
     graphs: int | None
 
 
-def add_inside(gpus: tuple[Gpu, ...] | Failure, probe: ProbeReadings | Failure | None) -> tuple[Gpu, ...] | Failure:
+def add_inside(
+    gpus: tuple[Gpu, ...] | Failure, probe: ProbeReadings | Failure | None
+) -> tuple[Gpu, ...] | Failure:
     """Add to each GPU what the engine's running processes report about it."""
     if isinstance(gpus, Failure) or not isinstance(probe, ProbeReadings):
         return gpus
@@ -69,18 +71,26 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
         kv_cache=sum_known(_find_current(parts, "kv_cache_bytes") for _, parts in found),
         graphs=sum_known(None if parts is None else parts.cuda_graphs_bytes for _, parts in found),
     )
-    if memory is not None and max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0) > memory.total_bytes:
+    if (
+        memory is not None
+        and max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0) > memory.total_bytes
+    ):
         return None
     parts = build_ledger(sums, gpu.held_bytes)
     return Inside(
-        granted_bytes=min((device.total_bytes for device, _ in found if device.total_bytes is not None), default=None),
+        granted_bytes=min(
+            (device.total_bytes for device, _ in found if device.total_bytes is not None),
+            default=None,
+        ),
         allocated_bytes=sums.allocated,
         reserved_bytes=sums.reserved,
         parts=tuple((part, parts[part]) for part in MemoryPart if part in parts),
     )
 
 
-def _find_current(parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_bytes"]) -> int | None:
+def _find_current(
+    parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_bytes"]
+) -> int | None:
     """Return a part's current size: from the pool, else as measured at start, unless the engine sleeps."""
     if parts is None or (parts.pool is None and parts.asleep):
         return None
@@ -110,7 +120,11 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     if sums.split is not None and sums.allocated is not None and sums.reserved is not None:
         cached = sums.reserved - sums.allocated - sums.split
         free = {**free, MemoryPart.CACHED: cached} if cached >= 0 else {}
-    if sums.reserved is not None and held_bytes is not None and held_bytes >= sums.reserved - RACE_BYTES:
+    if (
+        sums.reserved is not None
+        and held_bytes is not None
+        and held_bytes >= sums.reserved - RACE_BYTES
+    ):
         free[MemoryPart.OUTSIDE_TORCH] = max(0, held_bytes - sums.reserved)
     left = sums.graphs
     if left is None or len(free) < len(_HOMES) or left > sum(free.values()):
@@ -160,7 +174,10 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
 
 
 def _count(
-    last: dict[Key, int], sums: dict[tuple[str, str], int], process: ProbedProcess, device: AllocatorReading
+    last: dict[Key, int],
+    sums: dict[tuple[str, str], int],
+    process: ProbedProcess,
+    device: AllocatorReading,
 ) -> None:
     """Add the errors on a device: at least those the probe's observer saw, as the allocator's count may be older."""
     uuid, oom, ooms = device.uuid.casefold(), process.oom, device.ooms
@@ -184,7 +201,9 @@ AHEAD_SECONDS: Final = 60.0
 
 
 def classify_probe(
-    files: tuple[ProbedProcess, ...] | Failure | None, processes: tuple[EngineProcess, ...] | Failure, now: float
+    files: tuple[ProbedProcess, ...] | Failure | None,
+    processes: tuple[EngineProcess, ...] | Failure,
+    now: float,
 ) -> ProbeReadings | Failure | None:
     """Sort the probe's files into present, silent and others, at `now` in seconds since the epoch.
 
@@ -195,7 +214,9 @@ def classify_probe(
         return files
     shown = () if isinstance(processes, Failure) else processes
     present, silent, others = [], [], []
-    dated = sorted(files, key=lambda each: each.written_at_seconds)  # names are not trusted: the newest file counts
+    dated = sorted(
+        files, key=lambda each: each.written_at_seconds
+    )  # names are not trusted: the newest file counts
     dated = [each for each in dated if each.written_at_seconds <= now + AHEAD_SECONDS]
     for each in {(each.pid, each.started_at_seconds): each for each in dated}.values():
         alive = any(

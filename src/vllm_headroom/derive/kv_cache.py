@@ -7,7 +7,13 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import label_engine, limit_remembered, list_engines, list_named, sum_known
+from vllm_headroom.derive.readings import (
+    label_engine,
+    limit_remembered,
+    list_engines,
+    list_named,
+    sum_known,
+)
 from vllm_headroom.model import EngineReading, Inside, Sample, Snapshot, TokenBytes
 from vllm_headroom.vocabulary import EngineState, MemoryPart
 
@@ -23,8 +29,12 @@ def derive_kv_cache(
     """
     model = model or snapshot.token_bytes
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
-    gpus = -(-len(snapshot.owned) // max(1, len(ranks))) or None  # the most that one engine can have
-    inside = [gpu.inside or Inside() for gpu in snapshot.owned]  # a cache that sleep has dropped is unknown, not free
+    gpus = (
+        -(-len(snapshot.owned) // max(1, len(ranks))) or None
+    )  # the most that one engine can have
+    inside = [
+        gpu.inside or Inside() for gpu in snapshot.owned
+    ]  # a cache that sleep has dropped is unknown, not free
     held_bytes = sum_known(dict(each.parts).get(MemoryPart.KV_CACHE) for each in inside)
     tokens = sum_known(engine.kv_capacity_tokens for engine in list_named(snapshot.page))
     measured = held_bytes / tokens if held_bytes and tokens else None
@@ -38,7 +48,10 @@ def derive_kv_cache(
         each = count_tokens_per_request(engine)
         found = (
             (catalog.ENGINE_KV_TOKENS_USED, engine.kv_token_ratio),
-            (catalog.ENGINE_KV_CAPACITY_BYTES, n_bytes and capacity_tokens and capacity_tokens * n_bytes),
+            (
+                catalog.ENGINE_KV_CAPACITY_BYTES,
+                n_bytes and capacity_tokens and capacity_tokens * n_bytes,
+            ),
             (catalog.ENGINE_KV_TOKENS_PER_REQUEST, each),
             (catalog.ENGINE_KV_BYTES_PER_REQUEST, n_bytes and each and each * n_bytes),
         )
@@ -76,7 +89,9 @@ class PrefixCacheState(Struct, frozen=True, kw_only=True):
     engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
 
 
-def derive_prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
+def derive_prefix_cache(
+    state: PrefixCacheState, snapshot: Snapshot
+) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
     """Return hits over queries of the last 5 minutes per engine; absent without queries in that time.
 
     A counter that fell restarted from 0. vLLM V0 has no counters: there the ratio is the engine's lifetime average.
@@ -86,7 +101,11 @@ def derive_prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[Pr
     now, counts, samples = snapshot.monotonic_seconds, dict(state.engines), []
     present = {label_engine(engine): engine for engine in list_engines(snapshot.page)}
     for key, engine in present.items():
-        queries, hits, kept = engine.prefix_queries_total, engine.prefix_hits_total, counts.get(key, ())
+        queries, hits, kept = (
+            engine.prefix_queries_total,
+            engine.prefix_hits_total,
+            counts.get(key, ()),
+        )
         kept = kept[max(0, sum(now - each.seconds >= WINDOW_SECONDS for each in kept) - 1) :]
         if queries is not None and hits is not None:
             if kept and (queries < kept[-1].queries or hits < kept[-1].hits):
@@ -160,7 +179,11 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
 
 
 def _count_more(engine: EngineReading, batch: Batch) -> float | None:
-    if not engine.running or not engine.kv_used_ratio or (batch.is_reported and engine.max_num_seqs is None):
+    if (
+        not engine.running
+        or not engine.kv_used_ratio
+        or (batch.is_reported and engine.max_num_seqs is None)
+    ):
         return None
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     fitting = float(floor(fitting)) if isfinite(fitting) else fitting

@@ -58,14 +58,20 @@ def derive_baseline(
     life, finished_total = identify_run(page), count_finished(page)
     is_new = is_new_run(state.life, life, state.finished_total, finished_total)
     kept = (is_new and life) or state.life or life
-    state = replace(state, life=kept, finished_total=finished_total, bands={} if is_new else state.bands)
+    state = replace(
+        state, life=kept, finished_total=finished_total, bands={} if is_new else state.bands
+    )
     running = count_running(page)
     if not running:
         return state, ()
     most, seen_seconds = state.busiest
-    passed_seconds = max(0.0, snapshot.time_seconds - seen_seconds)  # below 0 where a clock was set back
+    passed_seconds = max(
+        0.0, snapshot.time_seconds - seen_seconds
+    )  # below 0 where a clock was set back
     busiest = max(running, float(most * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS)))
-    state = replace(state, busiest=(running, snapshot.time_seconds) if running >= busiest else state.busiest)
+    state = replace(
+        state, busiest=(running, snapshot.time_seconds) if running >= busiest else state.busiest
+    )
     band, warm = find_load_band(running), (finished_total or 0.0) >= WARM_REQUESTS
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})

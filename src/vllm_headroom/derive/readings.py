@@ -37,7 +37,9 @@ def count_running(page: EnginePage | None) -> float | None:
 
     A sleeping engine runs none: its gauges are frozen.
     """
-    return sum_known(0.0 if each.running and each.awake is False else each.running for each in list_named(page))
+    return sum_known(
+        0.0 if each.running and each.awake is False else each.running for each in list_named(page)
+    )
 
 
 def count_finished(page: EnginePage | None) -> float | None:
@@ -47,18 +49,28 @@ def count_finished(page: EnginePage | None) -> float | None:
 
 def identify_run(page: EnginePage | None) -> str | None:
     """Return the start times of the page's servers, which identify this run; None where the page has none."""
-    started = {engine.started_at_seconds for engine in list_engines(page) if engine.started_at_seconds is not None}
+    started = {
+        engine.started_at_seconds
+        for engine in list_engines(page)
+        if engine.started_at_seconds is not None
+    }
     return ",".join(sorted(f"{seconds:.3f}" for seconds in started)) or None
 
 
-def is_new_run(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:
+def is_new_run(
+    life: str | None, new_life: str | None, finished: float | None, new_finished: float | None
+) -> bool:
     """Return whether the second pair belongs to another run than the first; unknown values prove nothing.
 
     A counter that falls within one run was reset. If several servers answer in turn, the latest start identifies the
     run; an earlier start is a restart, after the clock was set, only if the count has more than halved: servers that
     share the load have similar counts.
     """
-    fell = finished is not None and new_finished is not None and new_finished < RESTART_SHARE * finished
+    fell = (
+        finished is not None
+        and new_finished is not None
+        and new_finished < RESTART_SHARE * finished
+    )
     if life is None or new_life is None:
         return fell
     if life == new_life:  # nearly always: their parts are not looked at then
@@ -96,7 +108,9 @@ _INSIDE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.ALLOCATOR_ALLOCATED, "allocated_bytes"),
     (catalog.ALLOCATOR_RESERVED, "reserved_bytes"),
 )
-_ENGINE_FACTS: Final = tuple((catalog.BY_NAME[each.metric], field) for field, each in INPUTS.items() if each.metric)
+_ENGINE_FACTS: Final = tuple(
+    (catalog.BY_NAME[each.metric], field) for field, each in INPUTS.items() if each.metric
+)
 
 
 MOST_REMEMBERED: Final = 256
@@ -109,7 +123,11 @@ V = TypeVar("V")
 
 def limit_remembered(known: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
     """Drop what does not show now if more than MOST_REMEMBERED entries are known."""
-    return {name: each for name, each in known.items() if name in present or len(known) <= MOST_REMEMBERED}
+    return {
+        name: each
+        for name, each in known.items()
+        if name in present or len(known) <= MOST_REMEMBERED
+    }
 
 
 def label_gpu(gpu: Gpu) -> tuple[str, str]:
@@ -125,7 +143,9 @@ def label_engine(engine: EngineReading) -> tuple[str, str]:
 def make_states(metric: Metric, labels: tuple[str, ...], found: StrEnum) -> tuple[Sample, ...]:
     """Return a sample per state of a series: 1 for the current one, 0 for the others."""
     members = type(found).__members__.values()  # three times as fast as the class itself
-    return tuple([Sample(metric, (*labels, str(each)), 1.0 if each is found else 0.0) for each in members])
+    return tuple(
+        [Sample(metric, (*labels, str(each)), 1.0 if each is found else 0.0) for each in members]
+    )
 
 
 def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
@@ -133,7 +153,9 @@ def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
     samples = [sample for gpu in snapshot.devices for sample in _derive_gpu(gpu)]
     page = snapshot.page
     if page is not None:
-        samples += [Sample(catalog.INPUT_AVAILABLE, (name,), float(found)) for name, found in page.inputs]
+        samples += [
+            Sample(catalog.INPUT_AVAILABLE, (name,), float(found)) for name, found in page.inputs
+        ]
         for labels, engine in ((label_engine(engine), engine) for engine in list_named(page)):
             samples += [Sample(catalog.ENGINE_INFO, (*labels, page.profile), 1.0)]
             samples += make_facts(_ENGINE_FACTS, labels, engine)
@@ -142,7 +164,9 @@ def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
     labels, reading = label_gpu(gpu), gpu.reading
-    unified = " (unified memory)" if reading.memory is not None and reading.memory.is_unified else ""
+    unified = (
+        " (unified memory)" if reading.memory is not None and reading.memory.is_unified else ""
+    )
     yield Sample(catalog.GPU_INFO, (*labels, reading.name + unified, gpu.attribution or ""), 1.0)
     yield Sample(catalog.GPU_UP, labels, float(reading.failure is None))
     if reading.memory is not None:
@@ -173,13 +197,23 @@ def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
     if known.began_seconds is not None:
         samples.append(Sample(catalog.ENGINE_START, (), known.began_seconds))
     samples.append(Sample(catalog.ENGINE_RESTARTS, (), float(known.restarts)))
-    samples += [Sample(catalog.ENGINE_EXITS, (str(reason),), float(count)) for reason, count in known.exits]
+    samples += [
+        Sample(catalog.ENGINE_EXITS, (str(reason),), float(count)) for reason, count in known.exits
+    ]
     if known.progress_age_seconds is not None:
         samples.append(Sample(catalog.ENGINE_PROGRESS_AGE, (), known.progress_age_seconds))
-    return (*samples, *(Sample(catalog.ENGINE_KV_STRANDED, labels, ratio) for labels, ratio in known.stranded))
+    return (
+        *samples,
+        *(Sample(catalog.ENGINE_KV_STRANDED, labels, ratio) for labels, ratio in known.stranded),
+    )
 
 
-def make_facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> list[Sample]:
+def make_facts(
+    table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object
+) -> list[Sample]:
     """Return a reading's samples by a table of metrics and attributes; none without a reading."""
-    values = [(metric, getattr(reading, attribute)) for metric, attribute in (table if reading is not None else ())]
+    values = [
+        (metric, getattr(reading, attribute))
+        for metric, attribute in (table if reading is not None else ())
+    ]
     return [Sample(metric, labels, float(value)) for metric, value in values if value is not None]

@@ -6,7 +6,13 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import identify_run, is_new_run, is_page_awake, label_gpu, limit_remembered
+from vllm_headroom.derive.readings import (
+    identify_run,
+    is_new_run,
+    is_page_awake,
+    label_gpu,
+    limit_remembered,
+)
 from vllm_headroom.model import Sample, Snapshot
 
 SETTLED_SECONDS: Final = 30.0
@@ -36,7 +42,9 @@ def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tup
     """
     state = _update_sleep(state, snapshot)
     kept = ((label_gpu(gpu), state.least_bytes.get(gpu.reading.uuid)) for gpu in snapshot.owned)
-    return state, tuple(Sample(catalog.SLEEP_RESIDUE, labels, float(n)) for labels, n in kept if n is not None)
+    return state, tuple(
+        Sample(catalog.SLEEP_RESIDUE, labels, float(n)) for labels, n in kept if n is not None
+    )
 
 
 def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
@@ -51,11 +59,19 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
     since = now if state.since_seconds is None else state.since_seconds
     if now - since < SETTLED_SECONDS:
         return replace(state, since_seconds=since)
-    held = {gpu.reading.uuid: gpu.held_bytes for gpu in snapshot.owned if gpu.held_bytes is not None}
+    held = {
+        gpu.reading.uuid: gpu.held_bytes for gpu in snapshot.owned if gpu.held_bytes is not None
+    }
     to_wake = {} if snapshot.life is None else dict(snapshot.life.to_wake)
-    held = {uuid: n_bytes for uuid, n_bytes in held.items() if to_wake.get(uuid, n_bytes) >= GIVEN_BACK * n_bytes}
+    held = {
+        uuid: n_bytes
+        for uuid, n_bytes in held.items()
+        if to_wake.get(uuid, n_bytes) >= GIVEN_BACK * n_bytes
+    }
     least = state.least_bytes if state.settled else {}
     least = limit_remembered(least, held) | {
         uuid: min(n_bytes, least.get(uuid, n_bytes)) for uuid, n_bytes in held.items()
     }
-    return replace(state, settled=state.settled or bool(held), least_bytes=least or state.least_bytes)
+    return replace(
+        state, settled=state.settled or bool(held), least_bytes=least or state.least_bytes
+    )

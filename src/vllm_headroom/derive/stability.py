@@ -48,13 +48,19 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
         mean = fmean(minutes)
         level = all(abs(minute - mean) <= max(BAND * mean, SLACK_REQUESTS) for minute in minutes)
         stable = level if len(minutes) == WINDOW_MINUTES else None
-        state = LoadState(minutes=minutes, began_seconds=now, stable=stable, held_bytes=state.held_bytes)
+        state = LoadState(
+            minutes=minutes, began_seconds=now, stable=stable, held_bytes=state.held_bytes
+        )
     if state.stable is None:
         return state, ()
     known = [(gpu, gpu.held_bytes) for gpu in snapshot.devices if state.stable]
-    held = {gpu.reading.uuid: (label_gpu(gpu), n_bytes) for gpu, n_bytes in known if n_bytes is not None}
+    held = {
+        gpu.reading.uuid: (label_gpu(gpu), n_bytes) for gpu, n_bytes in known if n_bytes is not None
+    }
     first = {uuid: state.held_bytes.get(uuid, n_bytes) for uuid, (_, n_bytes) in held.items()}
     if first != state.held_bytes:
         state = replace(state, held_bytes=first)
-    deltas = [Sample(catalog.MEMORY_DELTA, labels, n - first[uuid]) for uuid, (labels, n) in held.items()]
+    deltas = [
+        Sample(catalog.MEMORY_DELTA, labels, n - first[uuid]) for uuid, (labels, n) in held.items()
+    ]
     return state, (Sample(catalog.LOAD_STABLE, (), 1.0 if state.stable else 0.0), *deltas)

@@ -17,9 +17,26 @@ from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
 from vllm_headroom.derive.life.signs import is_starved
 from vllm_headroom.derive.readings import make_states
-from vllm_headroom.model import NO_VERDICT, EngineStatus, Failure, Gpu, HostMemory, Sample, Snapshot, Values, Verdict
+from vllm_headroom.model import (
+    NO_VERDICT,
+    EngineStatus,
+    Failure,
+    Gpu,
+    HostMemory,
+    Sample,
+    Snapshot,
+    Values,
+    Verdict,
+)
 from vllm_headroom.units import format_duration, format_size
-from vllm_headroom.vocabulary import EngineState, HostPart, LeakLocation, LeakState, Level, Situation
+from vllm_headroom.vocabulary import (
+    EngineState,
+    HostPart,
+    LeakLocation,
+    LeakState,
+    Level,
+    Situation,
+)
 
 NEIGHBOUR_BYTES: Final = 2**30
 """Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller. Files
@@ -84,7 +101,10 @@ ENGINE_SENTENCES: Final[dict[EngineState, tuple[Situation, Level, str, str | Non
     ),
 }
 
-LAST_SEEN: Final = {EngineState.SERVING: "served when last seen", EngineState.ASLEEP: "was asleep when last seen"}
+LAST_SEEN: Final = {
+    EngineState.SERVING: "served when last seen",
+    EngineState.ASLEEP: "was asleep when last seen",
+}
 """Used without a page while the state is still assumed from the last one."""
 
 QUIET: Final[dict[str | None, tuple[Level, str]]] = {
@@ -100,7 +120,11 @@ DAY_SECONDS: Final = 24 * HOUR_SECONDS
 """HeadroomOutOfMemorySoon pages, and HeadroomGpuMemoryLeak is critical, below these times left."""
 
 GPU_ALERTS: Final = ("HeadroomOutOfMemorySoon", "HeadroomGpuMemoryLeak", "HeadroomGpuMemoryGrowing")
-HOST_ALERTS: Final = ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryRunsOut", "HeadroomHostMemoryLeak")
+HOST_ALERTS: Final = (
+    "HeadroomHostOutOfMemorySoon",
+    "HeadroomHostMemoryRunsOut",
+    "HeadroomHostMemoryLeak",
+)
 """For a leak that ends within the hour, within the day, and for any other growth."""
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
@@ -117,7 +141,9 @@ def build_verdicts(
 ) -> Derivation[tuple[Verdict, ...]]:
     """Build the derivation of the verdicts, its state, and of the situation, that of the first of them."""
 
-    def step(_: tuple[Verdict, ...], snapshot: Snapshot) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
+    def step(
+        _: tuple[Verdict, ...], snapshot: Snapshot
+    ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
         said = judge_snapshot(snapshot, values, watches, role)
         declared = () if role == SERVING else (Sample(catalog.ROLE, (role,), 1.0),)
         return said, (*make_states(catalog.SITUATION, (), said[0].situation), *declared)
@@ -128,11 +154,18 @@ def build_verdicts(
 def measure_watches(state: LeakMemory) -> dict[str, float]:
     """Return for how many seconds each series, by UUID or role, has been compared with itself."""
     tracks = {**state.gpus, **state.host}.items()
-    return {name: track.seconds - track.anchor.seconds for name, track in tracks if track.anchor is not None}
+    return {
+        name: track.seconds - track.anchor.seconds
+        for name, track in tracks
+        if track.anchor is not None
+    }
 
 
 def judge_snapshot(
-    snapshot: Snapshot, values: Values, watches: Mapping[str, float] = MappingProxyType({}), role: str = SERVING
+    snapshot: Snapshot,
+    values: Values,
+    watches: Mapping[str, float] = MappingProxyType({}),
+    role: str = SERVING,
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on a tick: alarms, then warnings, then the rest, each by its situation; at least one.
 
@@ -146,7 +179,11 @@ def judge_snapshot(
     for (name,), value in values.of(catalog.GATE_OPEN).items():
         if value == 0:
             text = f"The gate /gate/{name} is closed; its answer has the reason."
-            said.append(Verdict(subject="gates", level=Level.WARNING, sentence=text, situation=Situation.GROWING))
+            said.append(
+                Verdict(
+                    subject="gates", level=Level.WARNING, sentence=text, situation=Situation.GROWING
+                )
+            )
     if role in PLANNED:
         fine = {"level": Level.GOOD, "alert": None, "situation": Situation.HEALTHY}
         said = [replace(each, **fine) if each.alert == NEIGHBOUR else each for each in said]
@@ -170,7 +207,9 @@ def _describe_quiet(states: Collection[str | None], watches: Iterable[float]) ->
     return Level.GOOD, f"watched for {format_duration(watched)}, no leak seen"
 
 
-def _judge_gpus(snapshot: Snapshot, values: Values, watches: Mapping[str, float]) -> Iterator[Verdict]:
+def _judge_gpus(
+    snapshot: Snapshot, values: Values, watches: Mapping[str, float]
+) -> Iterator[Verdict]:
     blind = partial(Verdict, situation=Situation.BLIND)
     if isinstance(snapshot.gpus, Failure):
         text = _end_sentence(f"The GPUs cannot be read: {snapshot.gpus.message}")
@@ -178,11 +217,11 @@ def _judge_gpus(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
         return
     if not snapshot.owned:
         text = "No GPU is known to be the engine's: no GPU memory is judged."
-        yield blind(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
-    for gpu in (each for each in snapshot.devices if each.is_left_out):
-        text = (
-            f"the engine's processes hold {format_size(gpu.engine_bytes or 0)} of it, and HEADROOM_GPUS leaves it out"
+        yield blind(
+            subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind"
         )
+    for gpu in (each for each in snapshot.devices if each.is_left_out):
+        text = f"the engine's processes hold {format_size(gpu.engine_bytes or 0)} of it, and HEADROOM_GPUS leaves it out"
         name = gpu.reading.called
         yield blind(subject=name, level=Level.WARNING, sentence=f"{name} is not judged: {text}.")
     for gpu in sorted(snapshot.owned, key=lambda each: each.reading.index):
@@ -197,16 +236,28 @@ def _judge_gpus(snapshot: Snapshot, values: Values, watches: Mapping[str, float]
             )
 
 
-def _judge_gpu(values: Values, device: Gpu, snapshot: Snapshot, watches: Mapping[str, float]) -> Verdict:
+def _judge_gpu(
+    values: Values, device: Gpu, snapshot: Snapshot, watches: Mapping[str, float]
+) -> Verdict:
     reading, life = device.reading, snapshot.life
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     if reading.failure is not None:
         text = _end_sentence(f"{name} cannot be read: {reading.failure.message}")
-        return Verdict(subject=name, level=Level.ALARM, sentence=text, alert=GPU_LOST, situation=Situation.BLIND)
+        return Verdict(
+            subject=name,
+            level=Level.ALARM,
+            sentence=text,
+            alert=GPU_LOST,
+            situation=Situation.BLIND,
+        )
     if reading.memory is None:
         text = f"The memory of {name} is not known: the driver does not report it, or reports what cannot be."
         return Verdict(
-            subject=name, level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind", situation=Situation.BLIND
+            subject=name,
+            level=Level.UNKNOWN,
+            sentence=text,
+            alert="HeadroomSidecarBlind",
+            situation=Situation.BLIND,
         )
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
@@ -226,7 +277,9 @@ def _judge_gpu(values: Values, device: Gpu, snapshot: Snapshot, watches: Mapping
     situation, alert, text = trouble
     rest = room if situation in (Situation.OVER_BUDGET, Situation.NEIGHBOUR) else []
     sentence = f"{name}: {'; '.join([text, *rest, quiet])}."
-    return Verdict(subject=name, level=Level.WARNING, sentence=sentence, alert=alert, situation=situation)
+    return Verdict(
+        subject=name, level=Level.WARNING, sentence=sentence, alert=alert, situation=situation
+    )
 
 
 def _find_trouble(
@@ -257,7 +310,13 @@ def _find_trouble(
 
 
 def _judge_growth(
-    values: Values, snapshot: Snapshot, name: str, labels: tuple[str, str, str], state: str, *, alone: bool = True
+    values: Values,
+    snapshot: Snapshot,
+    name: str,
+    labels: tuple[str, str, str],
+    state: str,
+    *,
+    alone: bool = True,
 ) -> Verdict:
     """Return the verdict on memory that leaks, may leak, or fills, by others or as a configured pool.
 
@@ -275,12 +334,21 @@ def _judge_growth(
         return verdict(level=Level.GOOD, sentence=text, situation=Situation.FILLING)
     if role:
         rate, per_request, where = values.value(catalog.HOST_LEAK_RATE, role), None, None
-        left, least = values.value(catalog.HOST_TIME_TO_OOM), values.value(catalog.HOST_TIME_TO_OOM_LOWER)
+        left, least = (
+            values.value(catalog.HOST_TIME_TO_OOM),
+            values.value(catalog.HOST_TIME_TO_OOM_LOWER),
+        )
         alerts, situation = HOST_ALERTS, Situation.HOST_LEAK
     else:
-        rate, per_request = values.value(catalog.LEAK_RATE, *gpu), values.value(catalog.LEAK_PER_REQUEST, *gpu)
+        rate, per_request = (
+            values.value(catalog.LEAK_RATE, *gpu),
+            values.value(catalog.LEAK_PER_REQUEST, *gpu),
+        )
         where = values.state(catalog.LEAK_LOCATION, *gpu)
-        left, least = values.value(catalog.TIME_TO_OOM, *gpu), values.value(catalog.TIME_TO_OOM_LOWER, *gpu)
+        left, least = (
+            values.value(catalog.TIME_TO_OOM, *gpu),
+            values.value(catalog.TIME_TO_OOM_LOWER, *gpu),
+        )
         alerts, situation = GPU_ALERTS, Situation.LEAKING if sure else Situation.GROWING
     how = "" if rate is None else f" {format_size(HOUR_SECONDS * rate)} an hour"
     if per_request is not None and known:
@@ -292,7 +360,9 @@ def _judge_growth(
     if left is not None and left < 1:
         said += ": out of memory at any moment"
     elif left is not None:
-        earliest = "" if least is None or not known else f", at the earliest in {format_duration(least)}"
+        earliest = (
+            "" if least is None or not known else f", at the earliest in {format_duration(least)}"
+        )
         said += f": out of memory in about {format_duration(left)}{earliest}"
     if bound == 0 and any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in pools):
         said += f"; its pools of {format_size(pool_bytes)} are full: offloads can take {OFFLOAD_HIGH} times that"
@@ -305,9 +375,15 @@ def _judge_growth(
 
 def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     state = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
-    engine, (situation, level, text, alert) = partial(Verdict, subject="engine"), ENGINE_SENTENCES[state]
+    engine, (situation, level, text, alert) = (
+        partial(Verdict, subject="engine"),
+        ENGINE_SENTENCES[state],
+    )
     if state is EngineState.DOWN and snapshot.life is not None and not snapshot.life.was_seen:
-        level, alert = Level.UNKNOWN, None  # HeadroomEngineDown also waits until an engine has been seen
+        level, alert = (
+            Level.UNKNOWN,
+            None,
+        )  # HeadroomEngineDown also waits until an engine has been seen
         text = "has not been seen yet: its metrics page does not answer and no engine process is running"
     if isinstance(snapshot.engines, Failure):
         if state in LAST_SEEN:
@@ -316,25 +392,47 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
             cause = f"; the machine is short of CPU{cause}"
     elif snapshot.life is not None and snapshot.life.hang_signs:
-        text, alert = "is stalled" if state is EngineState.STALLED else "may be stalled", "HeadroomEngineStalled"
+        text, alert = (
+            "is stalled" if state is EngineState.STALLED else "may be stalled",
+            "HeadroomEngineStalled",
+        )
         cause = f": its page shows no work, and {', and '.join(each.value for each in snapshot.life.hang_signs)}"
     else:
         cause = _describe_load(values) if state is EngineState.SERVING else ""
-    yield engine(level=level, sentence=_end_sentence(f"The engine {text}{cause}"), alert=alert, situation=situation)
+    yield engine(
+        level=level,
+        sentence=_end_sentence(f"The engine {text}{cause}"),
+        alert=alert,
+        situation=situation,
+    )
     ends = 0 if snapshot.life is None else snapshot.life.recent_ends
     if ends >= LOOP:
         text = f"The engine ended {ends} times in the last 90 minutes."
-        yield engine(level=Level.ALARM, sentence=text, alert="HeadroomEngineCrashLoop", situation=Situation.CRASH_LOOP)
+        yield engine(
+            level=Level.ALARM,
+            sentence=text,
+            alert="HeadroomEngineCrashLoop",
+            situation=Situation.CRASH_LOOP,
+        )
     stranded = max(values.of(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
     if stranded > STRANDED:
         text = f"{100 * stranded:.0f} % of the KV cache is held by no request."
-        yield engine(level=Level.WARNING, sentence=text, alert="HeadroomKvCacheStranded", situation=Situation.STRANDED)
+        yield engine(
+            level=Level.WARNING,
+            sentence=text,
+            alert="HeadroomKvCacheStranded",
+            situation=Situation.STRANDED,
+        )
 
 
 def _describe_load(values: Values) -> str:
     """Return the current load; while requests wait there is no room for more, whatever the KV cache has left."""
     counted = ((catalog.ENGINE_RUNNING, "running"), (catalog.ENGINE_WAITING, "waiting"))
-    words = [f"{sum(found.values()):.0f} {word}" for metric, word in counted if (found := values.of(metric))]
+    words = [
+        f"{sum(found.values()):.0f} {word}"
+        for metric, word in counted
+        if (found := values.of(metric))
+    ]
     used = values.of(catalog.ENGINE_KV_USED).values()
     waits = any(values.of(catalog.ENGINE_WAITING).values())
     more = () if waits else values.of(catalog.ENGINE_ADDITIONAL_REQUESTS).values()
@@ -343,22 +441,44 @@ def _describe_load(values: Values) -> str:
     return f": {', '.join(words)}" if words else ""
 
 
-def _judge_host(snapshot: Snapshot, values: Values, watches: Mapping[str, float]) -> Iterator[Verdict]:
-    found = {labels[0]: labels[1] for labels, value in values.of(catalog.HOST_LEAK_STATE).items() if value}
-    grows = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
+def _judge_host(
+    snapshot: Snapshot, values: Values, watches: Mapping[str, float]
+) -> Iterator[Verdict]:
+    found = {
+        labels[0]: labels[1]
+        for labels, value in values.of(catalog.HOST_LEAK_STATE).items()
+        if value
+    }
+    grows = {
+        role: state
+        for role, state in found.items()
+        if state in (LeakState.LEAKING, LeakState.GROWING)
+    }
     left = describe_orphans(snapshot.left_behind, snapshot.owned)
     if left is not None:
         text = f"{left[0].upper()}{left[1:]}."
-        yield Verdict(subject="processes", level=Level.WARNING, sentence=text, situation=Situation.NEIGHBOUR)
+        yield Verdict(
+            subject="processes", level=Level.WARNING, sentence=text, situation=Situation.NEIGHBOUR
+        )
     for role, state in grows.items():
         yield _judge_growth(values, snapshot, f"Host memory of {role}", ("", "", role), state)
     if found and not grows:
-        level, text = _describe_quiet(found.values(), [watches[role] for role in found if role in watches])
-        host, first = snapshot.host or HostMemory(), snapshot.life and snapshot.life.first_host_room_bytes
+        level, text = _describe_quiet(
+            found.values(), [watches[role] for role in found if role in watches]
+        )
+        host, first = (
+            snapshot.host or HostMemory(),
+            snapshot.life and snapshot.life.first_host_room_bytes,
+        )
         known = host.room_bytes is not None and first is not None
-        least = min(LOW_HOST_BYTES, LOW_HOST_SHARE * (host.limit_bytes or 0), LOW_SHARE * (first or 0))
+        least = min(
+            LOW_HOST_BYTES, LOW_HOST_SHARE * (host.limit_bytes or 0), LOW_SHARE * (first or 0)
+        )
         low = known and (host.room_bytes or 0) < least
-        used, limit = values.value(catalog.HOST_MEMORY_USED), values.value(catalog.HOST_MEMORY_LIMIT)
+        used, limit = (
+            values.value(catalog.HOST_MEMORY_USED),
+            values.value(catalog.HOST_MEMORY_LIMIT),
+        )
         use = f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}"
         if used is not None and limit is not None:
             use = f"{format_size(used)} of {format_size(limit)} are in use{SCOPES.get(host.basis, '')}"
@@ -381,14 +501,22 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     Beside another engine, which may use the same /dev/shm, the largest process alone counts.
     """
     planned = values.of(catalog.HOST_MEMORY_PLANNED)
-    offloads = sum(planned.get((part,), 0.0) for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD))
+    offloads = sum(
+        planned.get((part,), 0.0) for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD)
+    )
     processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
     host = HostMemory() if snapshot.host is None or snapshot.neighbours else snapshot.host
     taken = count_shared(processes, host.shm_used_bytes)
     if not offloads or taken < offloads:
-        return f"; offloads of {format_size(offloads)} may take up to {OFFLOAD_HIGH} times that" if offloads else ""
+        return (
+            f"; offloads of {format_size(offloads)} may take up to {OFFLOAD_HIGH} times that"
+            if offloads
+            else ""
+        )
     is_over = taken > OVERSHOT * offloads and taken > offloads + NEIGHBOUR_BYTES
-    times = f", {taken / offloads:.2f} times that (vllm-project/vllm#53042, #56410)" if is_over else ""
+    times = (
+        f", {taken / offloads:.2f} times that (vllm-project/vllm#53042, #56410)" if is_over else ""
+    )
     return f"; offloads of {format_size(offloads)} take {format_size(taken)}{times}"
 
 

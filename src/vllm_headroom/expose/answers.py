@@ -33,7 +33,9 @@ Handler = Callable[[Request], Response]
 
 def respond_text(status: int, line: str, *headers: Header) -> Response:
     """Return an answer of one line, with additional headers."""
-    return Response(status=status, body=f"{line}\n".encode(), headers=(NO_SNIFF, NO_STORE, *headers))
+    return Response(
+        status=status, body=f"{line}\n".encode(), headers=(NO_SNIFF, NO_STORE, *headers)
+    )
 
 
 def build_application(

@@ -122,7 +122,11 @@ def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
     """Return the curve, with the area below it shaded."""
     paths = [_draw_path(frame, stretch) for stretch in stretches]
     areas = [f"{path}V{frame.height:.0f}H{path[1 : path.index(' ')]}Z" for path in paths]
-    return f'<path class="area" d="{"".join(areas)}"/><path class="line" d="{"".join(paths)}"/>' if paths else ""
+    return (
+        f'<path class="area" d="{"".join(areas)}"/><path class="line" d="{"".join(paths)}"/>'
+        if paths
+        else ""
+    )
 
 
 def draw_zero(frame: Frame) -> str:

@@ -30,7 +30,12 @@ LEGEND: Final = (
 
 def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield a figure of the room on each of the engine's GPUs and the host, and one of the load over the same time."""
-    curve, value, owned, host = view.history.curve, view.values.value, snapshot.owned[:MOST_GPUS], snapshot.host
+    curve, value, owned, host = (
+        view.history.curve,
+        view.values.value,
+        snapshot.owned[:MOST_GPUS],
+        snapshot.host,
+    )
     host_curve, running = curve("host"), curve("running")
     columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned) + bool(host_curve[0])))
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
@@ -39,15 +44,28 @@ def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
         curves = curve(f"free {reading.uuid}"), curve(f"peak {reading.uuid}")
         if not curves[0][0]:
             continue
-        room = None if reading.memory is None else (reading.memory.free_bytes, reading.memory.total_bytes)
-        labels, name = (str(reading.index), reading.uuid), reading.name.removesuffix(find_part(reading.uuid)).rstrip()
+        room = (
+            None
+            if reading.memory is None
+            else (reading.memory.free_bytes, reading.memory.total_bytes)
+        )
+        labels, name = (
+            (str(reading.index), reading.uuid),
+            reading.name.removesuffix(find_part(reading.uuid)).rstrip(),
+        )
         left = value(catalog.TIME_TO_OOM, *labels), value(catalog.TIME_TO_OOM_LOWER, *labels)
         figure = _draw_room(view, (reading.called, name), curves, room, left, columns=columns)
         drawn.append((places.get(reading.called, len(places)), figure))
     if host_curve[0]:
-        room = None if host is None or host.room_bytes is None else (host.room_bytes, host.limit_bytes or 0)
+        room = (
+            None
+            if host is None or host.room_bytes is None
+            else (host.room_bytes, host.limit_bytes or 0)
+        )
         left = value(catalog.HOST_TIME_TO_OOM), value(catalog.HOST_TIME_TO_OOM_LOWER)
-        figure = _draw_room(view, ("Host memory", ""), (host_curve, ((), ())), room, left, columns=columns)
+        figure = _draw_room(
+            view, ("Host memory", ""), (host_curve, ((), ())), room, left, columns=columns
+        )
         drawn.append((0 if places.get("host memory") == 0 else len(places), figure))
     rooms = [figure for _, figure in sorted(drawn, key=itemgetter(0))]
     if rooms:
@@ -59,7 +77,13 @@ def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _draw_room(
-    view: View, names: tuple[str, str], curves: tuple[Curve, Curve], room: _Room | None, left: _Left, *, columns: int
+    view: View,
+    names: tuple[str, str],
+    curves: tuple[Curve, Curve],
+    room: _Room | None,
+    left: _Left,
+    *,
+    columns: int,
 ) -> _Figure:
     """Return the frame and the figure of free memory and its peaks.
 
@@ -92,8 +116,14 @@ def _draw_room(
         "" if forecast is None else svg.draw_forecast(frame, forecast) + svg.draw_mark(frame, now),
         svg.draw_zero(frame),
     ]
-    title = f"{called}: free memory from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
-    text = "memory not known now" if room is None else f"{format_size(room[0])} of {format_size(room[1])} free"
+    title = (
+        f"{called}: free memory from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
+    )
+    text = (
+        "memory not known now"
+        if room is None
+        else f"{format_size(room[0])} of {format_size(room[1])} free"
+    )
     return frame, (
         f"<figure><figcaption><b>{escape_text(called)}</b> {escape_text(name)}: {text}</figcaption>"
         f"<i>{format_size(frame.top)}</i>{svg.draw_picture(frame, shapes, title=title)}"
@@ -104,19 +134,27 @@ def _draw_room(
 def _draw_axis(frame: Frame, now: float, forecast: Forecast | None) -> str:
     words = [f"{format_duration(now - frame.begin)} before", f"now, {_format_clock(now)}"]
     if forecast is not None:
-        words.append(f"out of memory {_format_clock(now + forecast.seconds)}, in {format_duration(forecast.seconds)}")
+        words.append(
+            f"out of memory {_format_clock(now + forecast.seconds)}, in {format_duration(forecast.seconds)}"
+        )
     elif frame.now is not None:
         words.append("")
     kind = "axis" if frame.now is None else '"axis ahead"'
-    return f"<div class={kind}>{''.join(f'<span>{escape_text(word)}</span>' for word in words)}</div>"
+    return (
+        f"<div class={kind}>{''.join(f'<span>{escape_text(word)}</span>' for word in words)}</div>"
+    )
 
 
 def _draw_load(running: Curve, columns: int, now: float, above: Frame | None) -> str:
-    begin, end, bend = (running[0][0], now, None) if above is None else (above.begin, above.end, above.now)
+    begin, end, bend = (
+        (running[0][0], now, None) if above is None else (above.begin, above.end, above.now)
+    )
     stretches = svg.thin_curve(running, columns, begin=begin)
     top = max((value for stretch in stretches for _, value in stretch), default=1.0)
     frame = Frame(begin=begin, end=end, top=MARGIN * top or 1.0, height=40.0, now=bend)
-    title = f"Running requests, from {_format_clock(begin)} to {_format_clock(now)}, at most {top:.0f}"
+    title = (
+        f"Running requests, from {_format_clock(begin)} to {_format_clock(now)}, at most {top:.0f}"
+    )
     return (
         f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"
         f"{svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)}"

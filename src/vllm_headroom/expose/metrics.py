@@ -52,7 +52,9 @@ class HeadroomCollector(Collector):
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
         for sample in samples:
             groups[sample.metric.name].append(sample)
-        return ((metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups)
+        return (
+            (metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups
+        )
 
     def age_seconds(self, published: Published) -> float:
         """Return the time since its tick ended."""
@@ -101,7 +103,10 @@ class MetricsPage:
             body = self._page(encode, content_type)
         headers = _HEADERS
         if _is_gzip_accepted(request.headers.get("accept-encoding", "")):
-            body, headers = gzip.compress(body, _FASTEST, mtime=0), (*_HEADERS, ("Content-Encoding", "gzip"))
+            body, headers = (
+                gzip.compress(body, _FASTEST, mtime=0),
+                (*_HEADERS, ("Content-Encoding", "gzip")),
+            )
         return Response(status=200, body=body, content_type=content_type, headers=headers)
 
     def _page(self, encode: Encode, content_type: str) -> bytes:
@@ -117,7 +122,9 @@ class MetricsPage:
             for metric, samples in self._collector.groups():
                 before, encoded = known.get(metric.name, ([], b""))
                 if before != samples:
-                    encoded = encode(_Families([_build_family(metric, samples)])).removesuffix(b"# EOF\n")
+                    encoded = encode(_Families([_build_family(metric, samples)])).removesuffix(
+                        b"# EOF\n"
+                    )
                     known[metric.name] = samples, encoded
                 parts.append(encoded)
             self._formats[content_type] = b"".join((*parts, encode(self._process)))
@@ -143,7 +150,9 @@ def _choose_encoder(accept: str) -> tuple[Encode, str]:
     wanted = [each for each in accept.split(",") if not _is_refused(each)]
     try:
         return choose_encoder(",".join(wanted) if accept.isascii() else "")
-    except TypeError:  # a version that is none, such as 1.0.0-beta, which the library cannot compare
+    except (
+        TypeError
+    ):  # a version that is none, such as 1.0.0-beta, which the library cannot compare
         return choose_encoder("")
 
 

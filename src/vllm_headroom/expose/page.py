@@ -130,7 +130,10 @@ PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
 def respond_html(page: str) -> Response:
     """Return the page as an answer that loads nothing else, runs one script and may not be framed."""
     return Response(
-        status=200, body=page.encode(errors="replace"), content_type="text/html; charset=utf-8", headers=_HEADERS
+        status=200,
+        body=page.encode(errors="replace"),
+        content_type="text/html; charset=utf-8",
+        headers=_HEADERS,
     )
 
 
@@ -167,7 +170,9 @@ def _list_names(view: View) -> Iterator[str]:
 def _render_headline(verdict: Verdict) -> str:
     is_unsure = verdict.level is Level.UNKNOWN and verdict.situation is Situation.HEALTHY
     what = (
-        f"whether {verdict.subject} leaks" if is_unsure else f"{verdict.subject} {verdict.situation.replace('_', ' ')}"
+        f"whether {verdict.subject} leaks"
+        if is_unsure
+        else f"{verdict.subject} {verdict.situation.replace('_', ' ')}"
     )
     return escape_text(f"{WORDS[verdict.level]}: {what}")
 
@@ -176,7 +181,11 @@ def _render_hero(view: View, first: Verdict) -> str:
     """Return the worst situation: its number, its sentence and the first thing to do."""
     number, of = _find_number(view, first)
     figure = f"<b>{escape_text(number)} <small>{escape_text(of)}</small></b>" if number else ""
-    todo = "" if first.level is Level.GOOD else f"<p>{escape_text(first.situation.action)}{_link(view, first)}</p>"
+    todo = (
+        ""
+        if first.level is Level.GOOD
+        else f"<p>{escape_text(first.situation.action)}{_link(view, first)}</p>"
+    )
     return (
         f"<section class='hero {first.level}'><h1>{_render_headline(first)}</h1>{figure}"
         f"<p>{escape_text(first.sentence)}</p>{todo}</section>"
@@ -198,7 +207,8 @@ def _find_number(view: View, first: Verdict) -> tuple[str, str]:
     if first.situation is Situation.CRASH_LOOP and life is not None:
         return f"{life.recent_ends} exits", "in the last 90 minutes"
     left, least = (
-        min(values.of(each).values(), default=None) for each in GROWS.get(first.situation, GROWS[Situation.LEAKING])
+        min(values.of(each).values(), default=None)
+        for each in GROWS.get(first.situation, GROWS[Situation.LEAKING])
     )
     if first.situation in GROWS and left is not None:
         earliest = "" if least is None else f", at the earliest in {format_duration(least)}"
@@ -223,13 +233,20 @@ def _render_verdicts(view: View) -> str:
     return f"{alike}{_render_list(view, rest)}{quiet}"
 
 
-def _fold(view: View, verdicts: tuple[Verdict, ...], situation: Situation) -> tuple[tuple[Verdict, ...], str]:
+def _fold(
+    view: View, verdicts: tuple[Verdict, ...], situation: Situation
+) -> tuple[tuple[Verdict, ...], str]:
     """Return the verdicts that stay, and the line of the GPUs in a situation, empty where they are few."""
-    alike = tuple(each for each in verdicts if each.situation is situation and each.subject.startswith("GPU "))
+    alike = tuple(
+        each for each in verdicts if each.situation is situation and each.subject.startswith("GPU ")
+    )
     if len(alike) < MANY:
         return verdicts, ""
     rest = tuple(each for each in verdicts if each not in alike)
-    return rest, f"<details><summary>{_sum_up(view, alike)}</summary>{_render_list(view, alike)}</details>"
+    return (
+        rest,
+        f"<details><summary>{_sum_up(view, alike)}</summary>{_render_list(view, alike)}</details>",
+    )
 
 
 def _render_list(view: View, verdicts: tuple[Verdict, ...]) -> str:
@@ -247,7 +264,9 @@ def _sum_up(view: View, alike: tuple[Verdict, ...]) -> str:
     owned = view.snapshot.owned if view.snapshot else ()
     rooms = (gpu.reading.memory for gpu in owned if gpu.reading.called in names)
     free = min((memory.free_bytes for memory in rooms if memory is not None), default=None)
-    return f"{len(alike)} GPUs quiet" + ("" if free is None else f", at least {format_size(free)} free on each GPU")
+    return f"{len(alike)} GPUs quiet" + (
+        "" if free is None else f", at least {format_size(free)} free on each GPU"
+    )
 
 
 def _render_rest(view: View) -> Iterator[str]:
@@ -290,7 +309,10 @@ def _list_gpus(values: Values) -> Iterator[tuple[str, ...]]:
     yield ("GPU", *HOLDERS, "free", "total")
     for gpu, uuid, name, attribution in values.of(catalog.GPU_INFO):
         held = (values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS)
-        room = (values.value(metric, gpu, uuid) for metric in (catalog.GPU_MEMORY_FREE, catalog.GPU_MEMORY_TOTAL))
+        room = (
+            values.value(metric, gpu, uuid)
+            for metric in (catalog.GPU_MEMORY_FREE, catalog.GPU_MEMORY_TOTAL)
+        )
         which = gpu if find_part(uuid) in name else f"{gpu} {find_part(uuid)}"
         whose = f"the engine's by {attribution}" if attribution else "not the engine's"
         yield (f"{which} {name}, {whose}", *map(_format_gib, (*held, *room)))
@@ -309,7 +331,9 @@ def _list_engines(values: Values) -> Iterator[tuple[str, ...]]:
     yield ("engine", *(title for title, _, _ in ENGINE))
     for model_name, engine, _profile in values.of(catalog.ENGINE_INFO):
         shown = (
-            NOT_KNOWN if (value := values.value(metric, model_name, engine)) is None else form.format(value)
+            NOT_KNOWN
+            if (value := values.value(metric, model_name, engine)) is None
+            else form.format(value)
             for _, metric, form in ENGINE
         )
         yield (f"{model_name} / {engine}", *shown)
@@ -330,7 +354,11 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...
     for (source,), up in values.of(catalog.SOURCE_UP).items():
         took = values.value(catalog.SOURCE_READ_SECONDS, source)
         worked = values.value(catalog.SOURCE_LAST_SUCCESS, source)
-        ago = "never" if worked is None else f"{format_duration(max(0.0, snapshot.time_seconds - worked))} before"
+        ago = (
+            "never"
+            if worked is None
+            else f"{format_duration(max(0.0, snapshot.time_seconds - worked))} before"
+        )
         failure = failures.get(source)
         yield (
             source,
@@ -346,7 +374,10 @@ def _render_table(title: str, rows: Iterator[tuple[str, ...]], *, kind: str = "f
     head = [escape_text(each) for each in next(rows)]
     lines = "".join(
         f"<tr><th scope=row>{escape_text(first)}</th>"
-        + "".join(f'<td data-t="{name}">{escape_text(cell)}</td>' for name, cell in zip(head[1:], rest, strict=True))
+        + "".join(
+            f'<td data-t="{name}">{escape_text(cell)}</td>'
+            for name, cell in zip(head[1:], rest, strict=True)
+        )
         + "</tr>"
         for first, *rest in rows
     ).replace(">failed</td>", "><b class=alarm>failed</b></td>")

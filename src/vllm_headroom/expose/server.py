@@ -58,7 +58,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Register with the server; every byte that the client does not read counts as blocking."""
-        transport.set_write_buffer_limits(high=1, low=0)  # with 0, uvloop's TLS pauses what has nothing to send
+        transport.set_write_buffer_limits(
+            high=1, low=0
+        )  # with 0, uvloop's TLS pauses what has nothing to send
         self._transport = transport
         self.certificate = transport.get_extra_info("peercert")
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
@@ -109,10 +111,14 @@ class Connection(asyncio.Protocol):
             *answer.headers,
         ]
         reason = HTTPStatus(answer.status).phrase.encode()
-        events: list[h11.Event] = [h11.Response(status_code=answer.status, reason=reason, headers=headers)]
+        events: list[h11.Event] = [
+            h11.Response(status_code=answer.status, reason=reason, headers=headers)
+        ]
         if self._method != b"HEAD":
             events.append(h11.Data(data=answer.body))
-        self._transport.write(b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage())))
+        self._transport.write(
+            b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage()))
+        )
         if not self._is_blocked:
             self._continue()
 
@@ -121,8 +127,12 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        with contextlib.suppress(h11.RemoteProtocolError):  # a body that has come as a whole is skipped
-            while self._http.their_state is h11.SEND_BODY and isinstance(self._http.next_event(), h11.Data):
+        with contextlib.suppress(
+            h11.RemoteProtocolError
+        ):  # a body that has come as a whole is skipped
+            while self._http.their_state is h11.SEND_BODY and isinstance(
+                self._http.next_event(), h11.Data
+            ):
                 pass
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
@@ -141,7 +151,11 @@ class Connection(asyncio.Protocol):
         except h11.RemoteProtocolError as error:
             self._method = b""
             if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                self.answer(respond_text(error.error_status_hint, "not an HTTP request that is understood here"))
+                self.answer(
+                    respond_text(
+                        error.error_status_hint, "not an HTTP request that is understood here"
+                    )
+                )
             else:
                 self.drop()
             return
@@ -151,9 +165,16 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
             path, _, query = AUTHORITY.sub("", event.target.decode("latin-1")).partition("?")
             headers: dict[str, str] = {}
-            for name, value in ((name.decode("latin-1"), value.decode("latin-1")) for name, value in event.headers):
+            for name, value in (
+                (name.decode("latin-1"), value.decode("latin-1")) for name, value in event.headers
+            ):
                 headers[name] = f"{headers[name]},{value}" if name in headers else value
-            request = Request(method=event.method.decode("latin-1"), path=path or "/", query=query, headers=headers)
+            request = Request(
+                method=event.method.decode("latin-1"),
+                path=path or "/",
+                query=query,
+                headers=headers,
+            )
             self._server.admit(self, request)
         elif isinstance(event, h11.ConnectionClosed):
             self._transport.close()
@@ -188,7 +209,11 @@ SHUTDOWN_SECONDS: Final = 0.5
 def count_places() -> int:
     """Return the most connections: where descriptors are few, a quarter, since the engine and files need some."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MOST_CONNECTIONS if most == resource.RLIM_INFINITY else max(1, min(MOST_CONNECTIONS, most // 4))
+    return (
+        MOST_CONNECTIONS
+        if most == resource.RLIM_INFINITY
+        else max(1, min(MOST_CONNECTIONS, most // 4))
+    )
 
 
 class Server:
@@ -222,7 +247,9 @@ class Server:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SHUTDOWN_SECONDS):
                         await asyncio.sleep(0)  # the accepting task ends
-                        while any(each.phase in (Phase.TURN, Phase.SENDING) for each in self.connections):  # noqa: ASYNC110 - no event exists
+                        while any(  # noqa: ASYNC110 - no event exists
+                            each.phase in (Phase.TURN, Phase.SENDING) for each in self.connections
+                        ):
                             await asyncio.sleep(0.01)
             finally:
                 listener.close()
@@ -276,7 +303,8 @@ class Server:
             idle = [
                 other
                 for other in self.connections
-                if other.phase in idles or (other.phase is Phase.SENDING and other.since_seconds < slow)
+                if other.phase in idles
+                or (other.phase is Phase.SENDING and other.since_seconds < slow)
             ]
             oldest = min(idle or self.connections, key=lambda other: other.since_seconds)
             self.connections.discard(oldest)

@@ -16,11 +16,17 @@ MANY: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": ca
 """The lists of the document, by the labels that identify their entries."""
 
 METRICS: Final = {
-    name: tuple(metric for metric in catalog.METRICS if metric.labels[:2] == labels) for name, labels in MANY.items()
+    name: tuple(metric for metric in catalog.METRICS if metric.labels[:2] == labels)
+    for name, labels in MANY.items()
 }
 """The metrics of each list's entries."""
 
-AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE, catalog.LAST_INCIDENT, catalog.WEB_CONFIG_RELOAD)
+AT_THE_SCRAPE: Final = (
+    catalog.BUILD_INFO,
+    catalog.SAMPLE_AGE,
+    catalog.LAST_INCIDENT,
+    catalog.WEB_CONFIG_RELOAD,
+)
 """On the metrics page only: `version`, `age_seconds` and `last_incident` contain the first three."""
 
 _OTHERS: Final = (metric for metric in catalog.METRICS if metric.labels[:2] not in MANY.values())
@@ -29,7 +35,9 @@ WHOLE: Final = tuple(metric for metric in _OTHERS if metric not in AT_THE_SCRAPE
 
 def respond_snapshot(view: View) -> Response:
     """Return the document; unknown is null, never 0."""
-    return Response(status=200, body=json.dumps(build_document(view)).encode(), content_type="application/json")
+    return Response(
+        status=200, body=json.dumps(build_document(view)).encode(), content_type="application/json"
+    )
 
 
 def build_document(view: View) -> dict[str, Any]:
@@ -42,14 +50,23 @@ def build_document(view: View) -> dict[str, Any]:
         "t": None if snapshot is None else snapshot.time_seconds,
         "age_seconds": None if snapshot is None else view.age_seconds,
         "level": find_worst(view.shown),
-        "verdicts": [{**asdict(each), "runbook": view.find_runbook(each.alert)} for each in view.shown],
+        "verdicts": [
+            {**asdict(each), "runbook": view.find_runbook(each.alert)} for each in view.shown
+        ],
         "problems": [] if snapshot is None else [asdict(each) for each in snapshot.failures],
-        "last_incident": None if last is None else {"t": incident.pop("seconds"), **incident, "command": last.command},
+        "last_incident": None
+        if last is None
+        else {"t": incident.pop("seconds"), **incident, "command": last.command},
         **_collect_facts(values, WHOLE, ()),
         **{
             name: [
-                {**dict(zip(labels, each, strict=True)), **_collect_facts(values, METRICS[name], each, name)}
-                for each in dict.fromkeys(each[:2] for metric in METRICS[name] for each in values.of(metric))
+                {
+                    **dict(zip(labels, each, strict=True)),
+                    **_collect_facts(values, METRICS[name], each, name),
+                }
+                for each in dict.fromkeys(
+                    each[:2] for metric in METRICS[name] for each in values.of(metric)
+                )
             ]
             for name, labels in MANY.items()
         },
@@ -59,20 +76,27 @@ def build_document(view: View) -> dict[str, Any]:
                 {
                     "uuid": labels[1],
                     "free_bytes": list(zip(*history.curve(f"free {labels[1]}"), strict=True)),
-                    "free_at_peak_bytes": list(zip(*history.curve(f"peak {labels[1]}"), strict=True)),
+                    "free_at_peak_bytes": list(
+                        zip(*history.curve(f"peak {labels[1]}"), strict=True)
+                    ),
                 }
                 for labels in values.of(catalog.GPU_INFO)
             ],
             "host_free_bytes": list(zip(*history.curve("host"), strict=True)),
             "running": list(zip(*history.curve("running"), strict=True)),
-            "events": [{"t": event.seconds, "level": event.level, "text": event.text} for event in history.events],
+            "events": [
+                {"t": event.seconds, "level": event.level, "text": event.text}
+                for event in history.events
+            ],
         },
     }
 
 
 def build_key(metric: Metric, name: str | None) -> str:
     """Return a metric's key in the entries of a list, or in the document: its name without the common prefix."""
-    return metric.name.removeprefix("headroom_").removeprefix(f"{name.removesuffix('s')}_" if name else "")
+    return metric.name.removeprefix("headroom_").removeprefix(
+        f"{name.removesuffix('s')}_" if name else ""
+    )
 
 
 def _collect_facts(
@@ -86,7 +110,11 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
     own = metric.labels[len(labels) :]
     if not own:
         return values.value(metric, *labels)
-    found = {each[len(labels) :]: value for each, value in values.of(metric).items() if each[: len(labels)] == labels}
+    found = {
+        each[len(labels) :]: value
+        for each, value in values.of(metric).items()
+        if each[: len(labels)] == labels
+    }
     if metric.name.endswith("_info"):
         return next((dict(zip(own, each, strict=True)) for each in found), None)
     if own[-1] == STATE:

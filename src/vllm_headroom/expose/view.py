@@ -71,7 +71,11 @@ class History:
         gpus = snapshot.owned[:MOST_GPUS]
         if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that are gone
             shown = {"", *(gpu.reading.uuid for gpu in gpus)}
-            self._curves = {name: curve for name, curve in self._curves.items() if name.partition(" ")[2] in shown}
+            self._curves = {
+                name: curve
+                for name, curve in self._curves.items()
+                if name.partition(" ")[2] in shown
+            }
         for gpu in gpus:
             self._add_gpu(gpu.reading)
         self._add("host", None if snapshot.host is None else snapshot.host.room_bytes, min)
@@ -86,7 +90,9 @@ class History:
         oldest = newest - POINTS + 1
         floats = (curve[oldest % POINTS :] + curve[: oldest % POINTS]).tolist()
         values: Sequence[float | None] = floats
-        if not isfinite(sum(floats)):  # 1e39 requests, which a page may claim, are infinite as these floats
+        if not isfinite(
+            sum(floats)
+        ):  # 1e39 requests, which a page may claim, are infinite as these floats
             values = [value if isfinite(value) else None for value in floats]
         first = next((place for place, value in enumerate(values) if value is not None), POINTS)
         times = range((oldest + first) * STEP_SECONDS, (newest + 1) * STEP_SECONDS, STEP_SECONDS)
@@ -100,7 +106,11 @@ class History:
     def take_up(self, kept: KeptHistory) -> None:
         """Continue the history of an earlier process; curves of another length are left out."""
         self._minute, self.events, self._said = kept.minute, kept.events[-MOST_EVENTS:], kept.said
-        whole = {name: values for name, values in kept.curves.items() if len(values) == POINTS * array(TYPE).itemsize}
+        whole = {
+            name: values
+            for name, values in kept.curves.items()
+            if len(values) == POINTS * array(TYPE).itemsize
+        }
         self._curves = {name: array(TYPE, values) for name, values in whole.items()}
 
     def _add_gpu(self, gpu: GpuReading) -> None:
@@ -121,15 +131,26 @@ class History:
         """Add an event for each new verdict, without regard to figures; after a sleep those from before are not new."""
         state = None if snapshot.life is None else snapshot.life.state
         said = {
-            (each.subject, each.level, each.alert or (state if each.subject == "engine" else None)): each
+            (
+                each.subject,
+                each.level,
+                each.alert or (state if each.subject == "engine" else None),
+            ): each
             for each in verdicts
         }
         if self._said is not None:
             new = [each for what, each in said.items() if what not in self._said]
-            events = [Event(seconds=snapshot.time_seconds, level=each.level, text=each.sentence) for each in new]
+            events = [
+                Event(seconds=snapshot.time_seconds, level=each.level, text=each.sentence)
+                for each in new
+            ]
             self.events = (*self.events, *events)[-MOST_EVENTS:]
         asleep = state is EngineState.ASLEEP
-        slept_on = {each for each in self._said or () if asleep and each[0] != "engine" and each[2] is not None}
+        slept_on = {
+            each
+            for each in self._said or ()
+            if asleep and each[0] != "engine" and each[2] is not None
+        }
         self._said = frozenset(slept_on | said.keys())
 
 
@@ -176,7 +197,11 @@ class View(Struct, frozen=True, kw_only=True):
             return self.verdicts
         text = f"The sidecar does not sample: {self.unwell}; the values below are old."
         stopped = Verdict(
-            subject="sidecar", level=Level.ALARM, sentence=text, alert="HeadroomSampleStale", situation=Situation.BLIND
+            subject="sidecar",
+            level=Level.ALARM,
+            sentence=text,
+            alert="HeadroomSampleStale",
+            situation=Situation.BLIND,
         )
         return (stopped, *(replace(each, level=Level.UNKNOWN) for each in self.verdicts))
 
@@ -184,4 +209,8 @@ class View(Struct, frozen=True, kw_only=True):
         """Return the URL of an alert's runbook, None where unknown."""
         if alert is None or self.runbooks is None:
             return None
-        return self.runbooks.replace("{alert}", alert) if "{alert}" in self.runbooks else f"{self.runbooks}/{alert}"
+        return (
+            self.runbooks.replace("{alert}", alert)
+            if "{alert}" in self.runbooks
+            else f"{self.runbooks}/{alert}"
+        )

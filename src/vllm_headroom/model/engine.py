@@ -104,16 +104,28 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     engine: str
     running: Annotated[float | None, _input("requests_running", "requests_running")] = None
     waiting: Annotated[float | None, _input("requests_waiting", "requests_waiting")] = None
-    finished_total: Annotated[float | None, _input("requests_finished", "requests_finished_total")] = None
+    finished_total: Annotated[
+        float | None, _input("requests_finished", "requests_finished_total")
+    ] = None
     preemptions_total: Annotated[float | None, _input("preemptions", "preemptions_total")] = None
-    prompt_tokens_total: Annotated[float | None, _input("prompt_tokens", "prompt_tokens_total")] = None
-    generation_tokens_total: Annotated[float | None, _input("generation_tokens", "generation_tokens_total")] = None
+    prompt_tokens_total: Annotated[float | None, _input("prompt_tokens", "prompt_tokens_total")] = (
+        None
+    )
+    generation_tokens_total: Annotated[
+        float | None, _input("generation_tokens", "generation_tokens_total")
+    ] = None
     steps_total: Annotated[float | None, _input("scheduler_steps")] = None
     kv_used_ratio: Annotated[float | None, _input("kv_cache_usage", "kv_cache_used_ratio")] = None
-    kv_capacity_tokens: Annotated[float | None, _input("kv_cache_capacity", "kv_cache_capacity_tokens")] = None
+    kv_capacity_tokens: Annotated[
+        float | None, _input("kv_cache_capacity", "kv_cache_capacity_tokens")
+    ] = None
     kv_cache_dtype: Annotated[str | None, _input("kv_cache_dtype")] = None
-    prefix_queries_total: Annotated[float | None, _input("prefix_cache_queries", "prefix_cache_queries_total")] = None
-    prefix_hits_total: Annotated[float | None, _input("prefix_cache_hits", "prefix_cache_hits_total")] = None
+    prefix_queries_total: Annotated[
+        float | None, _input("prefix_cache_queries", "prefix_cache_queries_total")
+    ] = None
+    prefix_hits_total: Annotated[
+        float | None, _input("prefix_cache_hits", "prefix_cache_hits_total")
+    ] = None
     prefix_hit_lifetime_ratio: Annotated[float | None, _input("prefix_cache_hit_rate")] = None
     awake: Annotated[bool | None, _input("sleep_state", "awake")] = None
     gpu_memory_utilization_ratio: Annotated[float | None, _input("gpu_memory_utilization")] = None

@@ -131,7 +131,9 @@ class Inside(Struct, frozen=True, kw_only=True):
     parts: tuple[tuple[MemoryPart, int], ...] = ()
 
 
-_PART: Final = re.compile(r"(MIG-.{1,8}).*|(?:GPU-[0-9a-f]+|PCI-[0-9a-f:.]+)-([0-9]+)", re.IGNORECASE)
+_PART: Final = re.compile(
+    r"(MIG-.{1,8}).*|(?:GPU-[0-9a-f]+|PCI-[0-9a-f:.]+)-([0-9]+)", re.IGNORECASE
+)
 
 
 class Vendor(Enum):
@@ -243,7 +245,9 @@ class GpuReading(Device, frozen=True, kw_only=True):
 
     def failed(self, failure: Failure) -> "GpuReading":
         """Return the failed reading of this device; it keeps its XID errors, which the daemon counts."""
-        kept = {name: getattr(self, name) for name in ("index", "uuid", "name", "xid_errors", "vendor")}
+        kept = {
+            name: getattr(self, name) for name in ("index", "uuid", "name", "xid_errors", "vendor")
+        }
         return GpuReading(**kept, failure=failure)
 
 

@@ -126,7 +126,14 @@ class Values:
 
     def state(self, metric: Metric, *labels: str) -> str | None:
         """Return the one state that is 1, of a metric whose last label is the state."""
-        return next((found[-1] for found, value in self.of(metric).items() if value and found[:-1] == labels), None)
+        return next(
+            (
+                found[-1]
+                for found, value in self.of(metric).items()
+                if value and found[:-1] == labels
+            ),
+            None,
+        )
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -140,10 +147,15 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 NO_VERDICT: Final = Verdict(
-    subject="sidecar", level=Level.UNKNOWN, sentence="No sample has been published yet.", situation=Situation.BLIND
+    subject="sidecar",
+    level=Level.UNKNOWN,
+    sentence="No sample has been published yet.",
+    situation=Situation.BLIND,
 )
 
 
 def find_worst(verdicts: Iterable[Verdict]) -> Level:
     """Return the worst level; unknown without verdicts."""
-    return max((verdict.level for verdict in verdicts), key=tuple(Level).index, default=Level.UNKNOWN)
+    return max(
+        (verdict.level for verdict in verdicts), key=tuple(Level).index, default=Level.UNKNOWN
+    )

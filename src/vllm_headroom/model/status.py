@@ -7,7 +7,15 @@ from msgspec.structs import replace
 
 from vllm_headroom.model.engine import EngineReading, HangSign
 from vllm_headroom.model.gpu import Device
-from vllm_headroom.vocabulary import EndCause, EngineState, ExitReason, IncidentKind, LeakState, Role, Sureness
+from vllm_headroom.vocabulary import (
+    EndCause,
+    EngineState,
+    ExitReason,
+    IncidentKind,
+    LeakState,
+    Role,
+    Sureness,
+)
 
 FULL_BYTES: Final = 256 * 2**20
 SHRUNK_RATIO: Final = 0.5
@@ -45,7 +53,11 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     def is_full(self) -> bool:
         """Whether almost no room was left."""
         room, first = self.last_room_bytes, self.first_room_bytes
-        return room is not None and room <= FULL_BYTES and (first is None or room <= SHRUNK_RATIO * first)
+        return (
+            room is not None
+            and room <= FULL_BYTES
+            and (first is None or room <= SHRUNK_RATIO * first)
+        )
 
     @property
     def grown_bytes(self) -> int | None:
@@ -69,13 +81,19 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
         """Return the GPU with a higher use than at the newest sample, some time after it: its holder is unknown."""
-        if self.usable_bytes is None or self.newest_used_bytes is None or used_bytes <= self.newest_used_bytes:
+        if (
+            self.usable_bytes is None
+            or self.newest_used_bytes is None
+            or used_bytes <= self.newest_used_bytes
+        ):
             return self
         room, above = self.usable_bytes - used_bytes, used_bytes - self.newest_used_bytes
         if self.last_room_bytes is not None and room >= self.last_room_bytes:
             return self
         held = None if self.newest_held_bytes is None else self.newest_held_bytes + above
-        most = max((each for each in (held, self.last_engine_bytes) if each is not None), default=None)
+        most = max(
+            (each for each in (held, self.last_engine_bytes) if each is not None), default=None
+        )
         return replace(self, last_room_bytes=room, last_engine_bytes=most, between=True)
 
 

@@ -34,14 +34,27 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     request), or the profile's name if its pages never have one.
     """
     samples = tuple(samples)
-    prefix = next((each for each in profile.prefixes if any(s.name.startswith(each) for s in samples)), "")
-    owned = [s for s in samples if prefix and (s.name.startswith(prefix) or s.name in profile.plain_families)]
-    labels = [(s.labels.get(profile.model_label, ""), s.labels.get(profile.engine_label, "")) for s in owned]
+    prefix = next(
+        (each for each in profile.prefixes if any(s.name.startswith(each) for s in samples)), ""
+    )
+    owned = [
+        s
+        for s in samples
+        if prefix and (s.name.startswith(prefix) or s.name in profile.plain_families)
+    ]
+    labels = [
+        (s.labels.get(profile.model_label, ""), s.labels.get(profile.engine_label, ""))
+        for s in owned
+    ]
     ranks = {engine for _, engine in labels if engine} or {_ONLY_ENGINE}
     named = {(model, engine or _ONLY_ENGINE) for model, engine in labels if model}
     nameless = "" if profile.model_label else profile.name
     keys = sorted(named or {(nameless, engine) for engine in ranks}) if owned else []
-    families = None if len(keys) > MOST_ENGINES else _group_by_engine(keys, zip(owned, labels, strict=True), prefix)
+    families = (
+        None
+        if len(keys) > MOST_ENGINES
+        else _group_by_engine(keys, zip(owned, labels, strict=True), prefix)
+    )
     if families is None:
         return refuse_page(
             f"has {len(keys)} engines and models, or repeats their settings too often"
@@ -49,7 +62,8 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
         )
     engines = tuple(_build_reading(profile, key, families[key], len(ranks)) for key in keys)
     found = tuple(
-        (name, any(getattr(engine, field) is not None for engine in engines)) for name, field in profile.inputs
+        (name, any(getattr(engine, field) is not None for engine in engines))
+        for name, field in profile.inputs
     )
     return EnginePage(profile=profile.name, engines=engines, inputs=found)
 
@@ -88,24 +102,38 @@ def _build_reading(profile: Profile, key: _Key, families: _Families, ranks: int)
     elif capacity is None and used is not None and ratio:
         values["kv_capacity_tokens"] = _check_value("kv_capacity_tokens", round(used / ratio))
     awake = values.pop("awake", None)
-    return EngineReading(model_name=key[0], engine=key[1], awake=None if awake is None else awake > 0, **values)
+    return EngineReading(
+        model_name=key[0], engine=key[1], awake=None if awake is None else awake > 0, **values
+    )
 
 
-def _find_value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | str | None:
+def _find_value(
+    profile: Profile, fact: Fact, families: _Families, ranks: int
+) -> float | str | None:
     if fact.combine is Combine.TEXT:
         samples = [sample for name in fact.names for sample in families.get(name, ())]
         found = {sample.labels.get(fact.label or "", "") for sample in samples}
-        has_exceptions = any(sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS for sample in samples)
+        has_exceptions = any(
+            sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS for sample in samples
+        )
         return None if len(found) != 1 or has_exceptions else found.pop() or None
     for names in fact.families:
-        values = [_combine_samples(profile, fact, families.get(name, ()), ranks) for name in names.split("+")]
+        values = [
+            _combine_samples(profile, fact, families.get(name, ()), ranks)
+            for name in names.split("+")
+        ]
         known = [value for value in values if value is not None]
-        if len(known) == len(values) and (value := _check_value(fact.field, sum(known))) is not None:
+        if (
+            len(known) == len(values)
+            and (value := _check_value(fact.field, sum(known))) is not None
+        ):
             return value
     return None
 
 
-def _combine_samples(profile: Profile, fact: Fact, samples: Collection[Sample], ranks: int) -> float | None:
+def _combine_samples(
+    profile: Profile, fact: Fact, samples: Collection[Sample], ranks: int
+) -> float | None:
     """Return one value for the samples; None when a part is unknown.
 
     It is also None where a series has two values, as on a page joined from several servers: the format leaves this
@@ -132,7 +160,9 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
     """Return a key of the part that a sample measures; repetitions of one part have the same key."""
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
-    return frozenset([item for item in sample.labels.items() if item[0] not in profile.repeat_labels])
+    return frozenset(
+        [item for item in sample.labels.items() if item[0] not in profile.repeat_labels]
+    )
 
 
 def _list_amount(fact: Fact, sample: Sample) -> list[float]:
@@ -141,7 +171,11 @@ def _list_amount(fact: Fact, sample: Sample) -> list[float]:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
     except (ValueError, OverflowError):  # a label that says "None"; an integer beyond any float
         return []
-    amount = None if fact.label is not None and value == 0 else _check_value(fact.field, value * fact.factor)
+    amount = (
+        None
+        if fact.label is not None and value == 0
+        else _check_value(fact.field, value * fact.factor)
+    )
     return [] if amount is None else [amount]
 
 
@@ -180,7 +214,9 @@ def find_profile(name: str) -> Profile:
 def explain_empty_page(page: EnginePage) -> str:
     """Return why a page may have no engine: the expected series, and what enables them in each engine."""
     wanted = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
-    expected = "; ".join(f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" for each in wanted)
+    expected = "; ".join(
+        f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" for each in wanted
+    )
     return (
         "the page has no series of an engine: check that HEADROOM_ENGINE_URL is the engine's own port and path, and"
         " that it exports metrics; a server that has served no request yet may show none. Looked for"

@@ -28,7 +28,9 @@ MOST_LABELS: Final = 128
 MOST_CHARACTERS: Final = 512 * 2**10
 """Characters of all lines together, about 230 engines: the costliest possible page took 0.4 s."""
 
-ONE_SERVER: Final = "point HEADROOM_ENGINE_URL at one vLLM server's own /metrics, not at a page that gathers many."
+ONE_SERVER: Final = (
+    "point HEADROOM_ENGINE_URL at one vLLM server's own /metrics, not at a page that gathers many."
+)
 
 _EXCERPT_LENGTH: Final = 60
 """Characters of a foreign page in a message: enough to recognise a login page, too few to fill a log."""
@@ -51,12 +53,20 @@ def check_page(page: str) -> Failure | None:
         problem = "is empty: look at the engine's log, and for a proxy that answers in its place."
         return refuse_page(problem, Reason.NOT_METRICS)
     if not _EXPOSITION.search(page):
-        advice = "point HEADROOM_ENGINE_URL at vLLM's own /metrics, past any proxy that wants a login."
-        return refuse_page(f"is not metrics, it starts with {_cut_excerpt(page)!r}: {advice}", Reason.NOT_METRICS)
+        advice = (
+            "point HEADROOM_ENGINE_URL at vLLM's own /metrics, past any proxy that wants a login."
+        )
+        return refuse_page(
+            f"is not metrics, it starts with {_cut_excerpt(page)!r}: {advice}", Reason.NOT_METRICS
+        )
     last_line = page[page.rfind("\n") + 1 :]  # partitioning would copy the page
     if last_line.strip() not in ("", "# EOF"):
-        advice = "look for a proxy that limits the answer, or an engine that died in the middle of it."
-        return refuse_page(f"is cut off, it ends with {_cut_excerpt(last_line)!r}: {advice}", Reason.INCOMPLETE)
+        advice = (
+            "look for a proxy that limits the answer, or an engine that died in the middle of it."
+        )
+        return refuse_page(
+            f"is cut off, it ends with {_cut_excerpt(last_line)!r}: {advice}", Reason.INCOMPLETE
+        )
     return None
 
 
@@ -73,7 +83,10 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     try:
         for line in lines:
             samples += _parse_line(line)
-    except (ValueError, IndexError):  # the parser's own complaint names neither the line nor the column
+    except (
+        ValueError,
+        IndexError,
+    ):  # the parser's own complaint names neither the line nor the column
         problem = f"has a line that is not Prometheus text, {_cut_excerpt(lines[len(samples)])!r}"
         advice = "look for a proxy that rewrites the page, and report the line if there is none."
         return refuse_page(f"{problem}: {advice}", Reason.MALFORMED)
@@ -111,7 +124,11 @@ def refuse_page(problem: str, reason: Reason = Reason.OUT_OF_BOUNDS) -> Failure:
 def _parse_line(line: str) -> tuple[Sample, ...]:
     """Return the line's sample; a series seen before is taken from the cache with its new value."""
     series, _, value = line.rpartition(" ")
-    if len(series) <= _CACHED_LENGTH and _PLAIN_VALUE.fullmatch(value) and (known := _parse_series(series)):
+    if (
+        len(series) <= _CACHED_LENGTH
+        and _PLAIN_VALUE.fullmatch(value)
+        and (known := _parse_series(series))
+    ):
         return tuple([Sample(each.name, each.labels, float(value)) for each in known])
     return _parse_whole(line)
 
@@ -123,7 +140,9 @@ def _parse_series(series: str) -> tuple[Sample, ...]:
 
 
 def _parse_whole(line: str) -> tuple[Sample, ...]:
-    return tuple(sample for family in text_string_to_metric_families(line) for sample in family.samples)
+    return tuple(
+        sample for family in text_string_to_metric_families(line) for sample in family.samples
+    )
 
 
 def _cut_excerpt(text: str) -> str:

@@ -24,7 +24,9 @@ class WrongFieldError(Exception):
         return f"{self.field}: got {cut}, accepts {self.accepts}"
 
 
-def read_each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any], int], T]) -> tuple[T, ...] | None:
+def read_each(
+    record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any], int], T]
+) -> tuple[T, ...] | None:
     """Read each entry of a list with `read(entry, index)`; an error names list, index and field."""
     entries = record.get(side)
     if entries is None:
@@ -32,11 +34,16 @@ def read_each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, An
     if type(entries) is not list:
         raise WrongFieldError(side, entries, "a list or null")
     return tuple(
-        [_read_object(f"{side}[{place}]", entry, "an object", read, place) for place, entry in enumerate(entries)]
+        [
+            _read_object(f"{side}[{place}]", entry, "an object", read, place)
+            for place, entry in enumerate(entries)
+        ]
     )
 
 
-def read_within(record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]) -> T | None:
+def read_within(
+    record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]
+) -> T | None:
     """Read the object in a field with `read`; an error names both fields."""
     entry = record.get(field)
     return None if entry is None else _read_object(field, entry, "an object or null", read)

@@ -71,10 +71,13 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
             document,
             "host",
             lambda host: HostReading(
-                cgroup=fields.read_within(host, "cgroup", _read_cgroup), shm=fields.read_within(host, "shm", _read_shm)
+                cgroup=fields.read_within(host, "cgroup", _read_cgroup),
+                shm=fields.read_within(host, "shm", _read_shm),
             ),
         ),
-        oom=None if oom is None or oom.at_seconds > written_at_seconds else oom,  # it would end every later run
+        oom=None
+        if oom is None or oom.at_seconds > written_at_seconds
+        else oom,  # it would end every later run
     )
 
 
@@ -112,8 +115,14 @@ def _read_parts(entry: dict[str, Any]) -> EngineParts:
 
 def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
     """Read the scheduler's values; vLLM keeps one block of the pool for itself."""
-    total, free, live = (fields.read_size(entry, f"kv_blocks_{name}") for name in ("total", "free", "live"))
-    tokens, block, usable = fields.read_size(entry, "kv_tokens_live"), fields.read_size(entry, "block_size"), total or 0
+    total, free, live = (
+        fields.read_size(entry, f"kv_blocks_{name}") for name in ("total", "free", "live")
+    )
+    tokens, block, usable = (
+        fields.read_size(entry, "kv_tokens_live"),
+        fields.read_size(entry, "block_size"),
+        total or 0,
+    )
     stranded = filled = None
     if usable > 1 and free is not None and live is not None:
         stranded = max(0.0, 1 - (free + live) / (usable - 1))
@@ -133,10 +142,18 @@ def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
 
 
 def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
-    used, cache, limit, kills = (fields.read_size(entry, name) for name in ("used", "file", "limit", "oom_kills"))
+    used, cache, limit, kills = (
+        fields.read_size(entry, name) for name in ("used", "file", "limit", "oom_kills")
+    )
     if used is None:
         return None
-    return Cgroup(identity="probe", used_bytes=used, cache_bytes=cache or 0, limit_bytes=limit, oom_kills=kills)
+    return Cgroup(
+        identity="probe",
+        used_bytes=used,
+        cache_bytes=cache or 0,
+        limit_bytes=limit,
+        oom_kills=kills,
+    )
 
 
 def _read_shm(entry: dict[str, Any]) -> Shm | None:

@@ -77,23 +77,38 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     def absent(self) -> tuple[tuple[str, str], ...]:
         """Each missing input and why it is missing."""
         wanted = [(why, names.split()) for why, names in self.reasons.items()]
-        return tuple((given.name, why) for given in INPUTS.values() for why, names in wanted if given.name in names)
+        return tuple(
+            (given.name, why)
+            for given in INPUTS.values()
+            for why, names in wanted
+            if given.name in names
+        )
 
     @cached_property
     def plain_families(self) -> frozenset[str]:
         """The names that are read without a prefix."""
-        return frozenset(family for fact in self.facts if not fact.prefixed for family in fact.names)
+        return frozenset(
+            family for fact in self.facts if not fact.prefixed for family in fact.names
+        )
 
     @cached_property
     def names_pattern(self) -> str:
         """A regular expression of the names of all samples the profile reads."""
         prefixed = {family for fact in self.facts if fact.prefixed for family in fact.names}
-        prefixes, families = ("|".join(map(re.escape, names)) for names in (self.prefixes, sorted(prefixed)))
-        return "|".join((f"(?:{prefixes})(?:{families})", *map(re.escape, sorted(self.plain_families))))
+        prefixes, families = (
+            "|".join(map(re.escape, names)) for names in (self.prefixes, sorted(prefixed))
+        )
+        return "|".join(
+            (f"(?:{prefixes})(?:{families})", *map(re.escape, sorted(self.plain_families)))
+        )
 
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
         """The inputs that engines may offer, and their fields, including those this engine never offers."""
         # memory in bytes is optional: the budget and the probe replace it
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
-        return tuple((given.name, field) for field, given in INPUTS.items() if has_bytes or field != "memory_bytes")
+        return tuple(
+            (given.name, field)
+            for field, given in INPUTS.items()
+            if has_bytes or field != "memory_bytes"
+        )

@@ -40,14 +40,19 @@ class GpuTransitions:
 
     def report(self, readings: tuple[GpuReading, ...]) -> None:
         """Log what changed since the last readings."""
-        before, self._failed = self._failed, frozenset(name for name, reading in _name(readings) if reading.failure)
+        before, self._failed = (
+            self._failed,
+            frozenset(name for name, reading in _name(readings) if reading.failure),
+        )
         self._without_memory &= {reading.uuid for reading in readings}
         for name, reading in _name(readings):
             about: dict[str, Any] = {"gpu": reading.index, "uuid": reading.uuid}
             if reading.failure is not None:
                 if name not in before:
                     failure = reading.failure
-                    log.warning("GPU failed", **about, reason=str(failure.reason), problem=failure.message)
+                    log.warning(
+                        "GPU failed", **about, reason=str(failure.reason), problem=failure.message
+                    )
                 continue
             if before & {name, f"GPU {reading.index}"}:
                 log.info("GPU answers again", **about)

@@ -43,12 +43,18 @@ class Gpus:
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU in time, or the failure of NVML where AMD has none; never raise."""
-        nvml, amd = await asyncio.gather(self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds))
+        nvml, amd = await asyncio.gather(
+            self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds)
+        )
         if isinstance(nvml, Failure) and not amd:
-            return replace(nvml, message=nvml.message + NO_AMD) if nvml.reason in NO_NVIDIA else nvml
+            return (
+                replace(nvml, message=nvml.message + NO_AMD) if nvml.reason in NO_NVIDIA else nvml
+            )
         if not isinstance(nvml, Failure):
             of_nvidia = nvml.devices
-        elif not self._of_nvidia and nvml.reason not in NO_NVIDIA:  # of an unknown GPU: there should be some
+        elif (
+            not self._of_nvidia and nvml.reason not in NO_NVIDIA
+        ):  # of an unknown GPU: there should be some
             of_nvidia = (GpuReading(index=0, uuid="", name="", failure=nvml),)
         else:
             of_nvidia = tuple(each.failed(nvml) for each in self._of_nvidia)

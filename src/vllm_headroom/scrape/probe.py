@@ -50,7 +50,9 @@ def list_newest(folder: Path) -> dict[str, Stamp]:
 def read_content(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes | None:
     """Return a file's content; None where it is gone, unreadable, too large or now a link, pipe or device."""
     try:
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(
+            folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        )
     except OSError:
         return None
     try:
@@ -78,7 +80,9 @@ class ProbeReader:
     memory only. Files of an earlier boot are ignored.
     """
 
-    def __init__(self, folder: Path, *, parse: Callable[[bytes], Parsed], boot: Path = BOOT) -> None:
+    def __init__(
+        self, folder: Path, *, parse: Callable[[bytes], Parsed], boot: Path = BOOT
+    ) -> None:
         self._folder = folder
         self._parse = parse
         self._boot = boot
@@ -91,15 +95,23 @@ class ProbeReader:
         try:
             return await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:
-            reason, problem = Reason.TIMEOUT, f"did not answer within {timeout_seconds:g} s: a volume hangs"
+            reason, problem = (
+                Reason.TIMEOUT,
+                f"did not answer within {timeout_seconds:g} s: a volume hangs",
+            )
         except TooManyError:
             problem = f"has more than {MOST_ENTRIES} entries, which no probe makes: empty it"
             reason = Reason.OUT_OF_BOUNDS
         except PermissionError:
-            problem = "cannot be read: let the daemon's user into it (fsGroup in the pod, or its mode)"
+            problem = (
+                "cannot be read: let the daemon's user into it (fsGroup in the pod, or its mode)"
+            )
             reason = Reason.NO_PERMISSION
         except OSError as error:
-            trouble, advice = f"{self._folder} cannot be read", "mount the folder HEADROOM_PROBE_DIR"
+            trouble, advice = (
+                f"{self._folder} cannot be read",
+                "mount the folder HEADROOM_PROBE_DIR",
+            )
             return build_unavailable(Source.PROBE, trouble, error, advice)
         return Failure(source=Source.PROBE, reason=reason, message=f"{self._folder} {problem}")
 
@@ -117,7 +129,9 @@ class ProbeReader:
         found = {name: parsed for name, (_, parsed) in self._known.items()}
         ours = {None, self._boot_id}
         usable = [parsed for parsed in found.values() if not isinstance(parsed, str)]
-        if processes := tuple(each for each, boot_id in usable if boot_id in ours or self._boot_id is None):
+        if processes := tuple(
+            each for each, boot_id in usable if boot_id in ours or self._boot_id is None
+        ):
             return processes
         message = (
             f"no probe has written into {self._folder}: let vLLM find it on PYTHONPATH, with HEADROOM_PROBE_DIR set to"

@@ -4,16 +4,29 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, HostMemory, Inside, Snapshot
+from vllm_headroom.model import (
+    EngineProcess,
+    EngineReading,
+    Failure,
+    Gpu,
+    HostMemory,
+    Inside,
+    Snapshot,
+)
 from vllm_headroom.parse.fields import LARGEST
 
-_NAMES: Final = {"gpu_memory_utilization_ratio": "gpu_memory_utilization", "started_at_seconds": "started_at"}
+_NAMES: Final = {
+    "gpu_memory_utilization_ratio": "gpu_memory_utilization",
+    "started_at_seconds": "started_at",
+}
 """The engine's facts with another name in the format."""
 
 FACTS: Final = tuple((fact, _NAMES.get(fact, fact)) for fact in EngineReading.__struct_fields__)
 """Each field of EngineReading, and its name in a trace."""
 
-HOST: Final = tuple((fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis")
+HOST: Final = tuple(
+    (fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis"
+)
 """Each figure of HostMemory, and its name in a trace."""
 
 PROCESS: Final = tuple(
@@ -43,7 +56,10 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
             "engine": gpu.engine_bytes,
             "other": gpu.other_bytes,
             "processes": gpu.process_count,
-            "leftovers": [drop_unreadable({"fate": left.fate, "used": left.used_bytes}) for left in gpu.leftovers]
+            "leftovers": [
+                drop_unreadable({"fate": left.fate, "used": left.used_bytes})
+                for left in gpu.leftovers
+            ]
             or None,
             "granted": inside.granted_bytes,
             "allocated": inside.allocated_bytes,
@@ -55,18 +71,26 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
 
 def build_process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
-    return drop_unreadable({"role": process.role, **{name: getattr(process, fact) for fact, name in PROCESS}})
+    return drop_unreadable(
+        {"role": process.role, **{name: getattr(process, fact) for fact, name in PROCESS}}
+    )
 
 
 def build_host_entry(host: HostMemory) -> dict[str, Any]:
     """Return the engine's host memory."""
-    return drop_unreadable({"basis": host.basis, **{name: getattr(host, fact) for fact, name in HOST}})
+    return drop_unreadable(
+        {"basis": host.basis, **{name: getattr(host, fact) for fact, name in HOST}}
+    )
 
 
 def drop_unreadable(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry for writing: without unknown values and numbers beyond LARGEST, with unprintable text escaped."""
     known = ((field, value) for field, value in entry.items() if value is not None)
-    return {field: _escape_text(value) for field, value in known if not (isinstance(value, float) and value > LARGEST)}
+    return {
+        field: _escape_text(value)
+        for field, value in known
+        if not (isinstance(value, float) and value > LARGEST)
+    }
 
 
 def _escape_text(value: object) -> object:
@@ -89,7 +113,12 @@ def encode_line(record: dict[str, Any]) -> bytes:
 def build_record(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot's record: the engine's GPUs, the engines and their processes, None for a failed source."""
     gpus, page, processes = snapshot.gpus, snapshot.engines, snapshot.processes
-    record: dict[str, Any] = {"t": round(snapshot.time_seconds, 3), "gpus": None, "engines": None, "processes": None}
+    record: dict[str, Any] = {
+        "t": round(snapshot.time_seconds, 3),
+        "gpus": None,
+        "engines": None,
+        "processes": None,
+    }
     if not isinstance(gpus, Failure):
         record["gpus"] = [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None]
     if isinstance(page, Failure):
@@ -101,5 +130,8 @@ def build_record(snapshot: Snapshot) -> dict[str, Any]:
     if not isinstance(processes, Failure):
         record["processes"] = [build_process_entry(process) for process in processes]
     if snapshot.pools:
-        record["pools"] = [{"part": each.part, "role": each.role, "bytes": each.size_bytes} for each in snapshot.pools]
+        record["pools"] = [
+            {"part": each.part, "role": each.role, "bytes": each.size_bytes}
+            for each in snapshot.pools
+        ]
     return record if snapshot.host is None else {**record, "host": build_host_entry(snapshot.host)}

@@ -59,7 +59,9 @@ def locate_incident(folder: Path, seconds: float) -> Path:
 
 def list_incidents(folder: Path) -> list[Path]:
     """Return the incidents of a folder, the newest last, without pipes or devices; raises OSError."""
-    return sorted(file for file in folder.glob("*.jsonl") if parse_start(file) is not None and file.is_file())
+    return sorted(
+        file for file in folder.glob("*.jsonl") if parse_start(file) is not None and file.is_file()
+    )
 
 
 def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -67,7 +69,11 @@ def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     for file in reversed(list_incidents(folder / INCIDENTS)):
         with file.open("rb") as stream:
             known = parse_known(stream.readline(LONGEST_LINE))
-        if known is not None and isinstance(known.get("t"), int | float) and 0 <= known["t"] < YEAR_10000:
+        if (
+            known is not None
+            and isinstance(known.get("t"), int | float)
+            and 0 <= known["t"] < YEAR_10000
+        ):
             return file, known
     return None
 
@@ -116,7 +122,9 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
     """
     most_bytes, incidents = int(find_share(folder) * INCIDENT_BYTES), folder / INCIDENTS
     header = _build_header(known, most_bytes // 2)
-    samples = _select_samples(_read_lines(folder), seconds, max(most_bytes // 2, most_bytes - len(header)))
+    samples = _select_samples(
+        _read_lines(folder), seconds, max(most_bytes // 2, most_bytes - len(header))
+    )
     make_folder(folder)
     make_folder(incidents)
     file = locate_incident(folder, seconds)
@@ -127,7 +135,10 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
 def _build_header(known: dict[str, Any], most_bytes: int) -> bytes:
     """Return the first line, which readers take up to LONGEST_LINE, without the longest fields of `before`."""
     before = dict(known.get("before", {}))
-    while len(header := encode_line({**HEADER, INCIDENT: {**known, "before": before}})) > most_bytes and before:
+    while (
+        len(header := encode_line({**HEADER, INCIDENT: {**known, "before": before}})) > most_bytes
+        and before
+    ):
         del before[max(before, key=lambda name: len(encode_line(before[name])))]
     return header
 
@@ -142,7 +153,11 @@ def _make_room(incidents: Path, newest: Path) -> None:
     """Delete the incidents that came soonest after another: of repeated exits the first ones stay."""
     found = {file: parse_start(file) or 0.0 for file in list_incidents(incidents)}
     while len(found) > MOST_INCIDENTS:
-        _, given_up = min((found[file] - found[before], file) for before, file in pairwise(found) if file != newest)
+        _, given_up = min(
+            (found[file] - found[before], file)
+            for before, file in pairwise(found)
+            if file != newest
+        )
         given_up.unlink(missing_ok=True)
         del found[given_up]
 

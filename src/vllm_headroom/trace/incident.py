@@ -155,7 +155,9 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
     if isinstance(kind, type) and issubclass(kind, Struct):
         given = value if isinstance(value, Mapping) else {}
         known = {
-            each.name: _fit(given[each.name], each.type) for each in msgspec.structs.fields(kind) if each.name in given
+            each.name: _fit(given[each.name], each.type)
+            for each in msgspec.structs.fields(kind)
+            if each.name in given
         }
         try:
             return kind(**{name: fitting for name, fitting in known.items() if fitting is not None})
@@ -167,7 +169,9 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
         return tuple(fitting for each in items if (fitting := _fit(each, inner[0])) is not None)
     if get_origin(kind) is dict:
         named = value.items() if isinstance(value, dict) else ()
-        return {name: fitting for name, each in named if (fitting := _fit(each, inner[1])) is not None}
+        return {
+            name: fitting for name, each in named if (fitting := _fit(each, inner[1])) is not None
+        }
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -186,7 +190,9 @@ def add_evidence(end: Ending, known: Incident) -> Ending:
     gpus = []
     for gpu in end.gpus:
         since, leak = gpu.newest_seconds - PEAK_SECONDS, leaks.get(gpu.uuid)
-        peak = max((used for at, used in known.before.used.get(gpu.uuid, ()) if at >= since), default=0)
+        peak = max(
+            (used for at, used in known.before.used.get(gpu.uuid, ()) if at >= since), default=0
+        )
         found = gpu.raise_peak(peak)
         if leak is not None and SURENESS.get(leak.state, 0) > SURENESS.get(gpu.leak, 0):
             per_request = leak.leak_bytes_per_request or gpu.leak_bytes_per_request
@@ -195,7 +201,9 @@ def add_evidence(end: Ending, known: Incident) -> Ending:
     return replace(
         end,
         gpus=tuple(gpus),
-        hung_seconds=None if end.hung_seconds is None else known.progress_age_seconds or end.hung_seconds,
+        hung_seconds=None
+        if end.hung_seconds is None
+        else known.progress_age_seconds or end.hung_seconds,
         xids=tuple(each.xid for each in known.xids[-MOST_SHOWN:]),
         ooms=tuple(each.describe() for each in known.ooms[-MOST_SHOWN:]),
         unreadable=tuple(lost),

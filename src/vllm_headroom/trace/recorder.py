@@ -71,7 +71,9 @@ class Recorder:
 
     async def record(self, snapshot: Snapshot) -> None:
         """Write one line."""
-        await self._writing.do(lambda: append(self._file, encode_line(build_record(snapshot)), self._max_bytes))
+        await self._writing.do(
+            lambda: append(self._file, encode_line(build_record(snapshot)), self._max_bytes)
+        )
 
 
 def append(file: Path, written: bytes, max_bytes: int) -> None:

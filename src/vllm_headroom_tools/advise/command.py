@@ -14,7 +14,16 @@ from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import describe_span
-from vllm_headroom_tools.options import RATIO, TRACE, BadOptions, Parser, Value, page_url, tokens, whole
+from vllm_headroom_tools.options import (
+    RATIO,
+    TRACE,
+    BadOptions,
+    Parser,
+    Value,
+    page_url,
+    tokens,
+    whole,
+)
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
 from vllm_headroom_tools.trace import BadInput, read_trace
 from vllm_headroom_tools.versions import Version, format_version, parse_version
@@ -23,14 +32,18 @@ from vllm_headroom_tools.versions import Version, format_version, parse_version
 def build_report(answer: Assessment) -> Report:
     """Return the report; bytes, seconds, ratios and tokens, null where unknown."""
     advised = [
-        Finding(each.cause, Conclusion.NOT_GOOD, each.summary, tuple(map(write_advice, each.changes)))
+        Finding(
+            each.cause, Conclusion.NOT_GOOD, each.summary, tuple(map(write_advice, each.changes))
+        )
         for each in answer.advice
     ]
     missing = [Finding("missing", Conclusion.CANNOT_TELL, each) for each in answer.missing]
     notes = [Finding("note", Conclusion.GOOD, each) for each in answer.notes]
     return Report(
         verdict=answer.verdict,
-        headline=answer.advice[0].summary if answer.advice else next(_format_end(answer)).removesuffix(" Missing:"),
+        headline=answer.advice[0].summary
+        if answer.advice
+        else next(_format_end(answer)).removesuffix(" Missing:"),
         findings=(*advised, *missing, *notes),
         data=_build_data(answer),
         lines=_render_text(answer),
@@ -39,19 +52,30 @@ def build_report(answer: Assessment) -> Report:
 
 def _render_text(answer: Assessment) -> list[str]:
     facts = answer.facts
-    version = "" if facts.settings.version is None else f"; vLLM {format_version(facts.settings.version)}"
+    version = (
+        "" if facts.settings.version is None else f"; vLLM {format_version(facts.settings.version)}"
+    )
     seen = "The sidecar's page, now"
-    if facts.origin is Origin.TRACE and facts.begin_seconds is not None and facts.end_seconds is not None:
+    if (
+        facts.origin is Origin.TRACE
+        and facts.begin_seconds is not None
+        and facts.end_seconds is not None
+    ):
         seen = describe_span(facts.samples, facts.begin_seconds, facts.end_seconds)
     lines = [f"{seen}{version}."]
     for number, advice in enumerate(answer.advice, start=1):
         lines += ["", *wrap_text("", f"{number}. {advice.summary}", indent=3)]
-        lines += (line for evidence in advice.evidence for line in wrap_headed("seen", evidence.text))
+        lines += (
+            line for evidence in advice.evidence for line in wrap_headed("seen", evidence.text)
+        )
         for place, change in enumerate(advice.changes):
             lines += wrap_headed("then" if place else "first", write_advice(change))
             lines += wrap_headed("", f"costs {change.cost}")
         lines += [] if advice.remark is None else wrap_headed("mind", advice.remark)
-    end = [*_format_end(answer), *(line for note in answer.notes for line in wrap_headed("note", note))]
+    end = [
+        *_format_end(answer),
+        *(line for note in answer.notes for line in wrap_headed("note", note)),
+    ]
     lines += ["", *end] if answer.advice and end else end
     return lines
 
@@ -77,7 +101,11 @@ def _format_number(value: float, flag: Flag) -> str:
 
 def _format_end(answer: Assessment) -> Iterator[str]:
     if answer.verdict is Conclusion.GOOD:
-        yield "Nothing to change." if answer.facts.origin is Origin.TRACE else "Nothing to change now."
+        yield (
+            "Nothing to change."
+            if answer.facts.origin is Origin.TRACE
+            else "Nothing to change now."
+        )
     if answer.verdict is Conclusion.CANNOT_TELL:
         yield "Cannot tell whether anything should be changed. Missing:"
     elif answer.missing:
@@ -118,18 +146,35 @@ def _build_data(answer: Assessment) -> dict[str, Any]:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
-    parser.add_argument("--trace", dest="trace_option", metavar="TRACE", type=TRACE, help="the same")
+    parser.add_argument(
+        "trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input"
+    )
+    parser.add_argument(
+        "--trace", dest="trace_option", metavar="TRACE", type=TRACE, help="the same"
+    )
     page = page_url("http://gpu-7:9839")
-    parser.add_argument("--headroom-url", metavar="URL", type=page, help="a sidecar to read instead of a trace")
-    add = parser.add_argument_group("what the engine was started with, for values that depend on it").add_argument
+    parser.add_argument(
+        "--headroom-url", metavar="URL", type=page, help="a sidecar to read instead of a trace"
+    )
+    add = parser.add_argument_group(
+        "what the engine was started with, for values that depend on it"
+    ).add_argument
     engine = page_url("http://127.0.0.1:8000")
-    add("--engine-url", metavar="URL", type=engine, help="vLLM itself, to read its version and its share of the GPU")
+    add(
+        "--engine-url",
+        metavar="URL",
+        type=engine,
+        help="vLLM itself, to read its version and its share of the GPU",
+    )
     version = Value(read=_read_version, accepts="a version of vLLM from 0.4 on, such as 0.11.2")
     only = "advise only options of this version; default: of every version that it can be"
     add("--vllm-version", metavar="VERSION", type=version, help=only)
     add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
-    for name, kind in (("num-seqs", whole()), ("model-len", tokens()), ("num-batched-tokens", tokens())):
+    for name, kind in (
+        ("num-seqs", whole()),
+        ("model-len", tokens()),
+        ("num-batched-tokens", tokens()),
+    ):
         add(f"--max-{name}", metavar="N", type=kind, help="as vLLM's")
 
 
@@ -141,7 +186,10 @@ def _read_version(text: str) -> Version:
 
 
 def _run(given: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    if sum(source is not None for source in (given.trace, given.trace_option, given.headroom_url)) != 1:
+    if (
+        sum(source is not None for source in (given.trace, given.trace_option, given.headroom_url))
+        != 1
+    ):
         raise BadOptions("needs a TRACE or --headroom-url, and not both")
     settings = EngineArgs(
         version=given.vllm_version,

@@ -189,7 +189,9 @@ class Facts(Struct, frozen=True, kw_only=True):
     def span_seconds(self) -> float:
         """The length of the history; 0 for a page."""
         begin = self.begin_seconds if self.since_seconds is None else self.since_seconds
-        return 0.0 if begin is None or self.end_seconds is None else max(0.0, self.end_seconds - begin)
+        return (
+            0.0 if begin is None or self.end_seconds is None else max(0.0, self.end_seconds - begin)
+        )
 
     @property
     def least_room_bytes(self) -> float | None:

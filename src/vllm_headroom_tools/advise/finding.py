@@ -69,7 +69,12 @@ def format_percent(ratio: float) -> str:
     return f"{100 * ratio:.3g} %"
 
 
-FORMATS: Final = {"bytes": format_size, "second": format_size, "seconds": format_duration, "ratio": format_percent}
+FORMATS: Final = {
+    "bytes": format_size,
+    "second": format_size,
+    "seconds": format_duration,
+    "ratio": format_percent,
+}
 """How a figure is shown, by the unit that its name ends in; others are numbers."""
 
 
@@ -79,7 +84,13 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Eviden
     for name, value, text in figures:
         if value is not None:
             shown = FORMATS.get(name.rpartition("_")[2], "{:,.0f}".format)
-            found.append(Evidence(name, value, text if isinstance(value, str) else text.replace("{}", shown(value))))
+            found.append(
+                Evidence(
+                    name,
+                    value,
+                    text if isinstance(value, str) else text.replace("{}", shown(value)),
+                )
+            )
     return tuple(found)
 
 
@@ -98,4 +109,8 @@ def drop_none(*changes: Change | None) -> tuple[Change, ...]:
 
 def name_engine(facts: Facts, engine: EngineFacts) -> str:
     """Return the engine's model, with its rank where there are several."""
-    return f"{engine.model_name}, engine {engine.engine}" if len(facts.engines) > 1 else engine.model_name
+    return (
+        f"{engine.model_name}, engine {engine.engine}"
+        if len(facts.engines) > 1
+        else engine.model_name
+    )

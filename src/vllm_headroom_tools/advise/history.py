@@ -59,7 +59,12 @@ class EngineHistory:
         self._seconds = self._waited_seconds = self._queued_seconds = 0.0
         self._was_full = False
         self._started_at_seconds: float | None = None
-        self._finished, self._preemptions, self._queries, self._hits = Rise(), Rise(), Rise(), Rise()
+        self._finished, self._preemptions, self._queries, self._hits = (
+            Rise(),
+            Rise(),
+            Rise(),
+            Rise(),
+        )
         self._usual, self._full_running, self._full_tokens = Histogram(), Histogram(), Histogram()
         self._full_waiting, self._roomy_used = Histogram(), Histogram()
         self._roomy: defaultdict[float, float] = defaultdict(float)
@@ -84,13 +89,16 @@ class EngineHistory:
             most_running=_find_higher(facts.most_running, reading.running),
             most_used_ratio=_find_higher(facts.most_used_ratio, reading.kv_used_ratio),
             stranded=_step_stranded(
-                facts.stranded if reading.started_at_seconds == self._started_at_seconds else None, stranded
+                facts.stranded if reading.started_at_seconds == self._started_at_seconds else None,
+                stranded,
             ),
         )
         self._started_at_seconds = reading.started_at_seconds
         self._step_queue(reading, seconds)
         if reading.kv_used_ratio is not None:
-            self._step_cache(reading, seconds, finished, preempted, full=reading.kv_used_ratio > FULL_RATIO)
+            self._step_cache(
+                reading, seconds, finished, preempted, full=reading.kv_used_ratio > FULL_RATIO
+            )
 
     def _step_queue(self, reading: EngineReading, seconds: float) -> None:
         """Add the time before a sample in which requests waited."""
@@ -103,7 +111,13 @@ class EngineHistory:
                 self._roomy_used.add(used)
 
     def _step_cache(
-        self, reading: EngineReading, seconds: float, finished: float, preempted: float, *, full: bool
+        self,
+        reading: EngineReading,
+        seconds: float,
+        finished: float,
+        preempted: float,
+        *,
+        full: bool,
     ) -> None:
         """Add the load of a sample by whether the cache is full; the sample after it has the last preemptions."""
         if full or self._was_full:
@@ -123,18 +137,28 @@ class EngineHistory:
             return
         self._usual.add(count_tokens_per_request(reading))
         if reading.running and not preempted:
-            self._facts = replace(self._facts, calm_running=_find_higher(self._facts.calm_running, reading.running))
+            self._facts = replace(
+                self._facts, calm_running=_find_higher(self._facts.calm_running, reading.running)
+            )
 
     def facts(self) -> EngineFacts:
         """Return the facts."""
-        running, used, most = self._full_running.quantile(0.5), self._roomy_used.quantile(0.9), self._facts.most_running
+        running, used, most = (
+            self._full_running.quantile(0.5),
+            self._roomy_used.quantile(0.9),
+            self._facts.most_running,
+        )
         full, capped, prefix = None, None, None
         if running is not None:
             tokens, waiting = self._full_tokens.quantile(0.5), self._full_waiting.quantile(0.5)
             full = replace(self._full, running=running, tokens=tokens, waiting=waiting)
         if most and used is not None:
-            at_cap = sum(seconds for running, seconds in self._roomy.items() if running >= CAP_RATIO * most)
-            if at_cap >= CAP_SHARE * self._queued_seconds:  # else they waited for another reason, as a full cache
+            at_cap = sum(
+                seconds for running, seconds in self._roomy.items() if running >= CAP_RATIO * most
+            )
+            if (
+                at_cap >= CAP_SHARE * self._queued_seconds
+            ):  # else they waited for another reason, as a full cache
                 capped = CappedFacts(seconds=at_cap, running=most, kv_used_ratio=used)
         queries, hits, seconds = self._queries.total, self._hits.total, self._seconds
         if queries is not None and hits is not None:
@@ -186,7 +210,9 @@ class GpuHistory:
         self._facts, self._open = self._add_spell(ended_engine=ended_engine), None
         self._held_since = now
 
-    def step(self, gpu: Gpu, now: float, seconds: float, running: float | None, *, serving: bool) -> None:
+    def step(
+        self, gpu: Gpu, now: float, seconds: float, running: float | None, *, serving: bool
+    ) -> None:
         """Add a sample, `seconds` after the last, with the running requests of all ranks.
 
         A peak during a start is no shortage of an engine that serves.
@@ -203,7 +229,9 @@ class GpuHistory:
         self._facts = replace(
             facts,
             usable_bytes=usable,
-            least_room_bytes=max(0.0, room if facts.least_room_bytes is None else min(room, facts.least_room_bytes)),
+            least_room_bytes=max(
+                0.0, room if facts.least_room_bytes is None else min(room, facts.least_room_bytes)
+            ),
             others=extent,
             leftovers=gpu.leftovers,
         )
@@ -216,7 +244,9 @@ class GpuHistory:
 
     def _add_room(self, room: float, now: float, seconds: float, running: float | None) -> None:
         if room < LOW_BYTES:
-            spell = self._open or Spell(kind=Shortage.PEAK, least_bytes=LOW_BYTES, began_seconds=now, seconds=0.0)
+            spell = self._open or Spell(
+                kind=Shortage.PEAK, least_bytes=LOW_BYTES, began_seconds=now, seconds=0.0
+            )
             spell = replace(spell, seconds=(spell.seconds or 0.0) + seconds)
             if room < spell.least_bytes:
                 spell = replace(spell, least_bytes=max(0.0, room), running=running)
@@ -225,7 +255,9 @@ class GpuHistory:
         if self._open is not None and now - self._low_at >= APART_SECONDS:
             self._facts, self._open = self._add_spell(ended_engine=False), None
         if running and self._open is None:
-            self._facts = replace(self._facts, roomy_running=max(self._facts.roomy_running or 0.0, running))
+            self._facts = replace(
+                self._facts, roomy_running=max(self._facts.roomy_running or 0.0, running)
+            )
 
     def _add_spell(self, *, ended_engine: bool) -> GpuFacts:
         """Return the facts with the open spell, unless it was short and some room was left."""
@@ -263,11 +295,16 @@ class TraceHistory:
         snapshot = self._watch.step(snapshot)
         engines = {label_engine(engine): engine for engine in list_named(snapshot.page)}
         self._page = snapshot.page if engines else self._page
-        if any(key in self._engines and self._engines[key].has_other_settings(one) for key, one in engines.items()):
+        if any(
+            key in self._engines and self._engines[key].has_other_settings(one)
+            for key, one in engines.items()
+        ):
             self._since, self._engines, self._gpus = self._now, {}, {}
         stranded = {} if snapshot.life is None else dict(snapshot.life.stranded)
         for key, engine in engines.items():
-            self._engines.setdefault(key, EngineHistory(*key)).step(engine, seconds, stranded.get(key))
+            self._engines.setdefault(key, EngineHistory(*key)).step(
+                engine, seconds, stranded.get(key)
+            )
         self._at_least = max(self._at_least, find_oldest_version(engines.values()))
         self._step_gpus(snapshot, seconds)
         if not isinstance(snapshot.processes, Failure):
@@ -291,7 +328,11 @@ class TraceHistory:
             gpus=tuple(self._gpus[uuid].facts(_build_leak(course)) for uuid, course in gpus),
             engines=tuple(history.facts() for history in self._engines.values()),
             hosts=tuple(
-                HostFacts(process=str(role), leak=_build_leak(course), held_bytes=self._host_bytes.get(role))
+                HostFacts(
+                    process=str(role),
+                    leak=_build_leak(course),
+                    held_bytes=self._host_bytes.get(role),
+                )
                 for role, course in self._watch.host
             ),
             host=self._watch.memory,
@@ -311,4 +352,8 @@ class TraceHistory:
 
 
 def _build_leak(course: Course) -> Leak:
-    return Leak(state=course.state, alarm=course.last, ended_seconds=course.leaking[-1][1] if course.leaking else None)
+    return Leak(
+        state=course.state,
+        alarm=course.last,
+        ended_seconds=course.leaking[-1][1] if course.leaking else None,
+    )

@@ -62,7 +62,9 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
     """Parse the facts of an engine with these settings; raises BadInput where the page cannot be used."""
     try:
         page = Values(
-            Sample(metric, tuple(sample.labels.get(label, "") for label in metric.labels), sample.value)
+            Sample(
+                metric, tuple(sample.labels.get(label, "") for label in metric.labels), sample.value
+            )
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if (metric := catalog.BY_NAME.get(sample.name)) is not None and isfinite(sample.value)
@@ -70,12 +72,17 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
     except (ValueError, IndexError):
         wrong = "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
         raise BadInput(wrong) from None
-    if len(page.of(catalog.BUILD_INFO)) != 1 or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES:
+    if (
+        len(page.of(catalog.BUILD_INFO)) != 1
+        or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES
+    ):
         ours = "--headroom-url takes its address, port 9839 unless it is set otherwise"
         raise BadInput(f"the page is not vllm-headroom's: {ours}")
     engines = tuple(page.of(catalog.ENGINE_INFO))
     if {profile for *_, profile in engines} - {"vllm"}:
-        raise BadInput("the engine behind this page is not vLLM, and vLLM's options are all that is known here")
+        raise BadInput(
+            "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
+        )
     running = sum_known(page.value(catalog.ENGINE_RUNNING, *engine) for *engine, _ in engines)
     host = ((fact, page.value(metric)) for metric, fact in FACTS)
     return Facts(
@@ -90,17 +97,23 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
         engines=tuple(_read_engine(page, model_name, engine) for model_name, engine, _ in engines),
         hosts=tuple(
             HostFacts(
-                process=role, leak=_read_leak(page, catalog.HOST_LEAK_STATE, (role,), ON_THE_HOST), held_bytes=held
+                process=role,
+                leak=_read_leak(page, catalog.HOST_LEAK_STATE, (role,), ON_THE_HOST),
+                held_bytes=held,
             )
             for (role,), held in page.of(catalog.HOST_MEMORY).items()
         ),
-        host=HostMemory(basis=None, **{fact: int(value) for fact, value in host if value is not None}),
+        host=HostMemory(
+            basis=None, **{fact: int(value) for fact, value in host if value is not None}
+        ),
     )
 
 
 def _read_settings(page: Values, given: EngineArgs) -> EngineArgs:
     """Fill in settings from the page; the operator's stay. The budget's share is of the GPU's total."""
-    offered = (field for field in FIELD_VERSIONS if page.value(catalog.INPUT_AVAILABLE, INPUTS[field].name))
+    offered = (
+        field for field in FIELD_VERSIONS if page.value(catalog.INPUT_AVAILABLE, INPUTS[field].name)
+    )
     sized = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     ratios = {
         round(budget / total, 4)
@@ -111,13 +124,19 @@ def _read_settings(page: Values, given: EngineArgs) -> EngineArgs:
         given,
         at_least=max((given.at_least, *(FIELD_VERSIONS[field] for field in offered))),
         sizes_cache_in_bytes=given.sizes_cache_in_bytes or sized,
-        gpu_memory_utilization=given.gpu_memory_utilization or (ratios.pop() if len(ratios) == 1 else None),
+        gpu_memory_utilization=given.gpu_memory_utilization
+        or (ratios.pop() if len(ratios) == 1 else None),
     )
 
 
 def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuFacts:
-    total, used = page.value(catalog.GPU_MEMORY_TOTAL, *gpu), page.value(catalog.GPU_MEMORY_USED, *gpu)
-    facts = GpuFacts(index=int(gpu[0]), uuid=gpu[1], leak=_read_leak(page, catalog.LEAK_STATE, gpu, OF_A_GPU))
+    total, used = (
+        page.value(catalog.GPU_MEMORY_TOTAL, *gpu),
+        page.value(catalog.GPU_MEMORY_USED, *gpu),
+    )
+    facts = GpuFacts(
+        index=int(gpu[0]), uuid=gpu[1], leak=_read_leak(page, catalog.LEAK_STATE, gpu, OF_A_GPU)
+    )
     if total is None or used is None:
         return facts
     usable = total - (page.value(catalog.GPU_MEMORY_RESERVED, *gpu) or 0.0)
@@ -138,19 +157,34 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
     )
 
 
-def _read_leak(page: Values, state: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]) -> Leak:
+def _read_leak(
+    page: Values, state: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]
+) -> Leak:
     """Read the leak verdict of a series; a figure that all series share has no labels."""
-    read: dict[str, Any] = {name: page.value(metric, *labels[: len(metric.labels)]) for name, metric in figures.items()}
-    where = next((each for each in LeakLocation if each == page.state(catalog.LEAK_LOCATION, *labels)), None)
-    is_in = next((each for each in LeakState if each == page.state(state, *labels)), LeakState.UNKNOWN)
-    return Leak(state=is_in, alarm=Moment(seconds=0.0, location=where, **read) if is_in is LeakState.LEAKING else None)
+    read: dict[str, Any] = {
+        name: page.value(metric, *labels[: len(metric.labels)]) for name, metric in figures.items()
+    }
+    where = next(
+        (each for each in LeakLocation if each == page.state(catalog.LEAK_LOCATION, *labels)), None
+    )
+    is_in = next(
+        (each for each in LeakState if each == page.state(state, *labels)), LeakState.UNKNOWN
+    )
+    return Leak(
+        state=is_in,
+        alarm=Moment(seconds=0.0, location=where, **read) if is_in is LeakState.LEAKING else None,
+    )
 
 
 def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     def read(metric: Metric) -> float | None:
         return page.value(metric, model_name, engine)
 
-    used, running, lost = read(catalog.ENGINE_KV_USED), read(catalog.ENGINE_RUNNING), read(catalog.ENGINE_KV_STRANDED)
+    used, running, lost = (
+        read(catalog.ENGINE_KV_USED),
+        read(catalog.ENGINE_RUNNING),
+        read(catalog.ENGINE_KV_STRANDED),
+    )
     finished, preemptions = read(catalog.ENGINE_FINISHED), read(catalog.ENGINE_PREEMPTIONS)
     queries, hits = read(catalog.ENGINE_PREFIX_QUERIES), read(catalog.ENGINE_PREFIX_HITS)
     full, prefix = None, None
@@ -165,7 +199,9 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     if queries is not None and hits is not None:
         blocked = bool(read(catalog.ENGINE_WAITING) or preemptions)
         recent = read(catalog.ENGINE_PREFIX_HIT_RATIO)
-        prefix = PrefixFacts(queries=queries, hits=hits, seconds=None, blocked_ratio=blocked, recent_ratio=recent)
+        prefix = PrefixFacts(
+            queries=queries, hits=hits, seconds=None, blocked_ratio=blocked, recent_ratio=recent
+        )
     return EngineFacts(
         model_name=model_name,
         engine=engine,

@@ -73,7 +73,12 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
 def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
     """Return the lower bound of the version that engines with these fields have."""
-    first = (FIELD_VERSIONS[field] for each in engines for field in FIELD_VERSIONS if getattr(each, field) is not None)
+    first = (
+        FIELD_VERSIONS[field]
+        for each in engines
+        for field in FIELD_VERSIONS
+        if getattr(each, field) is not None
+    )
     return max(first, default=OLDEST)
 
 
@@ -87,7 +92,8 @@ def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
     size, batch = read_common("kv_cache_memory_bytes"), read_common("max_num_seqs")
     return replace(
         settings,
-        gpu_memory_utilization=settings.gpu_memory_utilization or read_common("gpu_memory_utilization_ratio"),
+        gpu_memory_utilization=settings.gpu_memory_utilization
+        or read_common("gpu_memory_utilization_ratio"),
         max_num_seqs=settings.max_num_seqs or (None if batch is None else int(batch)),
         at_least=max(settings.at_least, find_oldest_version(page.engines)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or size is not None,

@@ -71,15 +71,22 @@ class Assessment(Struct, frozen=True, kw_only=True):
 def judge(facts: Facts) -> Assessment:
     """Apply every rule; the verdict is good only where nothing important is unknown."""
     all_leaks = (*(gpu.leak for gpu in facts.gpus), *(host.leak for host in facts.hosts))
-    growing = any(leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in all_leaks)
+    growing = any(
+        leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in all_leaks
+    )
     found = _apply_rules(EVEN_WITH_A_LEAK, facts)
     if growing:
-        found = [replace(each, changes=tuple(change for change in each.changes if not change.flag)) for each in found]
+        found = [
+            replace(each, changes=tuple(change for change in each.changes if not change.flag))
+            for each in found
+        ]
     else:
         found += _apply_rules(WITHOUT_A_LEAK, facts)
     advice, left_out = _drop_absent_options(found, facts)
     unknown = tuple(list_missing(facts))
-    verdict = Conclusion.NOT_GOOD if advice else Conclusion.CANNOT_TELL if unknown else Conclusion.GOOD
+    verdict = (
+        Conclusion.NOT_GOOD if advice else Conclusion.CANNOT_TELL if unknown else Conclusion.GOOD
+    )
     remarks = (*((NOTHING_ELSE,) if growing else ()), *left_out, *list_notes(facts, advice))
     return Assessment(verdict=verdict, facts=facts, advice=advice, missing=unknown, notes=remarks)
 
@@ -91,15 +98,22 @@ def _apply_rules(rules: tuple[Rule, ...], facts: Facts) -> list[Advice]:
 def _drop_absent_options(found: list[Advice], facts: Facts) -> tuple[tuple[Advice, ...], list[str]]:
     """Leave out the options that this version may lack; return the notes on them, without their dashes, as well."""
     version, known = facts.settings.version, facts.settings.known
-    flags = dict.fromkeys(change.flag for each in found for change in each.changes if change.flag is not None)
-    absent = {flag: format_version(FIRST_VERSIONS[flag]) for flag in flags if FIRST_VERSIONS[flag] > known}
+    flags = dict.fromkeys(
+        change.flag for each in found for change in each.changes if change.flag is not None
+    )
+    absent = {
+        flag: format_version(FIRST_VERSIONS[flag]) for flag in flags if FIRST_VERSIONS[flag] > known
+    }
     advice = (
-        replace(each, changes=tuple(change for change in each.changes if change.flag not in absent)) for each in found
+        replace(each, changes=tuple(change for change in each.changes if change.flag not in absent))
+        for each in found
     )
     why = ", which vLLM has since {}, because this may be an older one; --vllm-version says which."
     if version is not None:
         why = f" is no option of vLLM {format_version(version)}; {{}} is the first that has it."
-    notes = [f"Left out: {flag.removeprefix('--')}{why.format(first)}" for flag, first in absent.items()]
+    notes = [
+        f"Left out: {flag.removeprefix('--')}{why.format(first)}" for flag, first in absent.items()
+    ]
     return tuple(advice), notes
 
 
@@ -115,7 +129,9 @@ A_MOMENT: Final = (
     "One page shows a moment: earlier exits and bursts, the size of requests and hit ratios over hours need"
     " a trace (HEADROOM_TRACE_FILE)."
 )
-BETWEEN_SAMPLES: Final = "A peak between two samples is not judged here; headroom_gpu_memory_used_peak_bytes has it."
+BETWEEN_SAMPLES: Final = (
+    "A peak between two samples is not judged here; headroom_gpu_memory_used_peak_bytes has it."
+)
 SET_NOW: Final = (
     "The current settings are not in this trace: --engine-url, or the options of those names, turn differences into"
     " values."
@@ -163,7 +179,9 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
     remarks = []
     if facts.since_seconds is not None:
         since = format_instant(facts.since_seconds)
-        remarks.append(f"Judged since {since}, when the KV cache was of another size for the first time.")
+        remarks.append(
+            f"Judged since {since}, when the KV cache was of another size for the first time."
+        )
     remarks += [A_MOMENT] if facts.origin is Origin.PAGE else [] if changes else [BETWEEN_SAMPLES]
     if any(change.difference is not None for change in changes):
         remarks.append(SET_NOW)
@@ -171,7 +189,9 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
     crashes = starts.find_crashes(facts)
     if crashes and starts.find_crash(facts) is None:
         left = "" if crashes[0].worst is None else ", with memory left"
-        exited = f"The engine exited at {format_instant(crashes[0].seconds)} while requests ran{left}"
+        exited = (
+            f"The engine exited at {format_instant(crashes[0].seconds)} while requests ran{left}"
+        )
         remarks.append(f"{exited}: a planned restart, or a crash that vLLM's log explains.")
     if not facts.hosts:
         remarks.append("The engine's processes were not seen, so that host memory is not judged.")
@@ -189,7 +209,10 @@ def _compare_ranks(facts: Facts) -> Iterator[str]:
     rooms = [(gpu.least_room_bytes, gpu) for gpu in facts.gpus if gpu.least_room_bytes is not None]
     if len({gpu.usable_bytes for _, gpu in rooms}) != 1:
         return
-    (least, fullest), (most, _) = min(rooms, key=lambda each: each[0]), max(rooms, key=lambda each: each[0])
+    (least, fullest), (most, _) = (
+        min(rooms, key=lambda each: each[0]),
+        max(rooms, key=lambda each: each[0]),
+    )
     if most - least >= APART_BYTES:
         yield (
             f"{fullest.called} had {format_size(most - least)} less room than another of the engine's GPUs: vLLM sizes"
@@ -199,9 +222,16 @@ def _compare_ranks(facts: Facts) -> Iterator[str]:
 
 def _note_waste(facts: Facts) -> Iterator[str]:
     """Note a KV cache that was never needed."""
-    used = [engine.most_used_ratio for engine in facts.engines if engine.most_used_ratio is not None]
+    used = [
+        engine.most_used_ratio for engine in facts.engines if engine.most_used_ratio is not None
+    ]
     busy = any(engine.finished for engine in facts.engines)
-    if busy and len(used) == len(facts.engines) and facts.span_seconds >= DAY_SECONDS and max(used) < WASTE_RATIO:
+    if (
+        busy
+        and len(used) == len(facts.engines)
+        and facts.span_seconds >= DAY_SECONDS
+        and max(used) < WASTE_RATIO
+    ):
         most, span = format_percent(max(used)), format_duration(facts.span_seconds)
         yield (
             f"At most {most} of the KV cache was in use in {span}: a"

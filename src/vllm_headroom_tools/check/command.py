@@ -43,8 +43,16 @@ from vllm_headroom_tools.options import (
 from vllm_headroom_tools.terminal import wrap_text
 from vllm_headroom_tools.trace import BadInput, read_trace
 
-MARKS: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "FAILED", Conclusion.CANNOT_TELL: "cannot tell"}
-OUTCOMES: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "failed", Conclusion.CANNOT_TELL: "cannot_tell"}
+MARKS: Final = {
+    Conclusion.GOOD: "passed",
+    Conclusion.NOT_GOOD: "FAILED",
+    Conclusion.CANNOT_TELL: "cannot tell",
+}
+OUTCOMES: Final = {
+    Conclusion.GOOD: "passed",
+    Conclusion.NOT_GOOD: "failed",
+    Conclusion.CANNOT_TELL: "cannot_tell",
+}
 """The words of --json."""
 
 HEADS: Final = ("", "limit", "of", "found", "at most", "baseline")
@@ -54,7 +62,9 @@ INDENT: Final = " " * 13
 
 def sum_up(judgements: Sequence[Judgement]) -> str:
     """Summarise the judgements in a line."""
-    kept, failed, unknown = (sum(each.verdict is verdict for each in judgements) for verdict in Conclusion)
+    kept, failed, unknown = (
+        sum(each.verdict is verdict for each in judgements) for verdict in Conclusion
+    )
     if failed:
         also = f", {unknown} cannot be judged" if unknown else ""
         return f"FAILED: {failed} of {len(judgements)} limits exceeded{also}."
@@ -63,7 +73,9 @@ def sum_up(judgements: Sequence[Judgement]) -> str:
     return f"Passed: all {len(judgements)} limits kept."
 
 
-def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> list[str]:
+def format_table(
+    traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]
+) -> list[str]:
     """Return a line for each trace, a row for each judgement with its reason below it, and the summary."""
     heads: list[str] = []
     rows: list[tuple[str, ...]] = [HEADS]
@@ -71,7 +83,10 @@ def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence
     rows = rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[0] = len(INDENT) - 2
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     shown = [lines[0]]
     for judgement, line in zip(judgements, lines[1:], strict=True):
         shown += [line, *wrap_text(INDENT, judgement.why)]
@@ -84,7 +99,10 @@ def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence
 
 
 def build_report(
-    traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement], *, for_github: bool = False
+    traces: Sequence[tuple[str, TraceRecord]],
+    judgements: Sequence[Judgement],
+    *,
+    for_github: bool = False,
 ) -> Report:
     """Return the report on the traces, of which the first was judged."""
     return Report(
@@ -92,11 +110,16 @@ def build_report(
         headline=sum_up(judgements),
         findings=[Finding(each.name, each.verdict, format_message(each)) for each in judgements],
         data=_build_data(traces, judgements),
-        lines=(*format_table(traces, judgements), *(format_annotations(judgements) if for_github else ())),
+        lines=(
+            *format_table(traces, judgements),
+            *(format_annotations(judgements) if for_github else ()),
+        ),
     )
 
 
-def _build_data(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> dict[str, Any]:
+def _build_data(
+    traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]
+) -> dict[str, Any]:
     (trace, *others) = [
         {
             "file": name,
@@ -116,7 +139,10 @@ def _build_data(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[
                 "limit": judgement.limit,
                 "of": judgement.of or None,
                 "outcome": OUTCOMES[judgement.verdict],
-                **{name: getattr(judgement, name) for name in ("unit", "value", "most", "least", "baseline")},
+                **{
+                    name: getattr(judgement, name)
+                    for name in ("unit", "value", "most", "least", "baseline")
+                },
                 "why": judgement.why or None,
             }
             for judgement in judgements
@@ -132,7 +158,9 @@ ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "erro
 
 def build_junit(judgements: Iterable[Judgement]) -> str:
     """Build a JUnit suite with a test for each judgement."""
-    return _build_suite((each.name, each.verdict, format_message(each), each.why) for each in judgements)
+    return _build_suite(
+        (each.name, each.verdict, format_message(each), each.why) for each in judgements
+    )
 
 
 def format_message(judgement: Judgement) -> str:
@@ -148,7 +176,9 @@ def _build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", {"name": SUITE, "skipped": "0"})
     for name, verdict, text, why in cases:
-        case = ET.SubElement(suite, "testcase", {"classname": "vllm_headroom_tools.check", "name": name})
+        case = ET.SubElement(
+            suite, "testcase", {"classname": "vllm_headroom_tools.check", "name": name}
+        )
         if verdict is Conclusion.GOOD:
             ET.SubElement(case, "system-out").text = f"{text}\n{why}".rstrip()
         else:
@@ -183,18 +213,56 @@ SIZE: Final = size("1MiB")
 NUMBER: Final = Value(read=bounded(parse_number, 0, 1.7e308), accepts="a number, 0 or more")
 SAME_LOAD: Final = "GPU and host memory at the same load; the KV cache may be as much smaller"
 JUDGES: Final[dict[str, tuple[str, Callable[..., Iterator[Judgement]], str, Value[Any], str]]] = {
-    "max_leak_per_thousand_requests": (LEAK, judge_gpu_leaks, "SIZE", SIZE, "GPU memory, by the leak detector"),
-    "max_host_leak_per_thousand_requests": (HOST_LEAK, judge_host_leaks, "SIZE", SIZE, "host memory, in the same way"),
-    "max_discrepancy": (DISCREPANCY, judge_discrepancies, "SHARE", SHARE, "GPU memory held beyond the engine's budget"),
-    "max_bytes_per_request": (COST, judge_costs, "SIZE", SIZE, "GPU memory over running requests, at full load"),
-    "max_preemptions_per_thousand_requests": (PREEMPTIONS, judge_preemptions, "N", NUMBER, "as vLLM counts them"),
+    "max_leak_per_thousand_requests": (
+        LEAK,
+        judge_gpu_leaks,
+        "SIZE",
+        SIZE,
+        "GPU memory, by the leak detector",
+    ),
+    "max_host_leak_per_thousand_requests": (
+        HOST_LEAK,
+        judge_host_leaks,
+        "SIZE",
+        SIZE,
+        "host memory, in the same way",
+    ),
+    "max_discrepancy": (
+        DISCREPANCY,
+        judge_discrepancies,
+        "SHARE",
+        SHARE,
+        "GPU memory held beyond the engine's budget",
+    ),
+    "max_bytes_per_request": (
+        COST,
+        judge_costs,
+        "SIZE",
+        SIZE,
+        "GPU memory over running requests, at full load",
+    ),
+    "max_preemptions_per_thousand_requests": (
+        PREEMPTIONS,
+        judge_preemptions,
+        "N",
+        NUMBER,
+        "as vLLM counts them",
+    ),
     "max_growth_over_baseline": (GROWTH, judge_growths, "SHARE", SHARE, SAME_LOAD),
-    "max_restarts": (RESTARTS, judge_restarts, "N", whole(0), "of the engine during the trace; 0 if not given"),
+    "max_restarts": (
+        RESTARTS,
+        judge_restarts,
+        "N",
+        whole(0),
+        "of the engine during the trace; 0 if not given",
+    ),
 }
 """Each limit by its option: name, judge of each GPU, role or engine, and the option's metavar, type and help."""
 
 
-def judge(given: Mapping[str, float], record: TraceRecord, before: TraceRecord | None) -> Iterator[Judgement]:
+def judge(
+    given: Mapping[str, float], record: TraceRecord, before: TraceRecord | None
+) -> Iterator[Judgement]:
     """Yield the judgements on each limit, by option; what the trace lacks cannot be judged."""
     for key, most in given.items():
         name, judged, *_ = JUDGES[key]
@@ -208,10 +276,14 @@ def read_limits(given: Namespace) -> dict[str, float]:
     most = {key: value for key in JUDGES if (value := getattr(given, key)) is not None}
     problems = {
         "needs a limit, such as --max-leak-per-thousand-requests 1MiB": not most,
-        "--max-growth-over-baseline needs a --baseline": "max_growth_over_baseline" in most and given.baseline is None,
-        "--trace and --baseline cannot both be standard input": given.trace == given.baseline == "-",
+        "--max-growth-over-baseline needs a --baseline": "max_growth_over_baseline" in most
+        and given.baseline is None,
+        "--trace and --baseline cannot both be standard input": given.trace
+        == given.baseline
+        == "-",
         "--json and --format cannot both be given": given.json and given.format is not None,
-        "--gpu-memory-utilization and --reported-bytes cannot both be given": given.gpu_memory_utilization is not None
+        "--gpu-memory-utilization and --reported-bytes cannot both be given": given.gpu_memory_utilization
+        is not None
         and given.reported_bytes is not None,
     }
     if any(problems.values()):
@@ -221,23 +293,42 @@ def read_limits(given: Namespace) -> dict[str, float]:
 
 def _options(parser: Parser) -> None:
     traces = parser.add_argument_group("traces")
-    traces.add_argument("--trace", metavar="FILE", required=True, type=TRACE, help="what is judged; - for stdin")
-    traces.add_argument("--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load")
-    limit = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
+    traces.add_argument(
+        "--trace", metavar="FILE", required=True, type=TRACE, help="what is judged; - for stdin"
+    )
+    traces.add_argument(
+        "--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load"
+    )
+    limit = parser.add_argument_group(
+        "limits, on each GPU, process or engine; at least one"
+    ).add_argument
     for name, (_, _, word, kind, text) in JUDGES.items():
         limit(option(name), metavar=word, type=kind, help=text)
-    budget = parser.add_argument_group("the engine's budget on each GPU, for --max-discrepancy").add_argument
+    budget = parser.add_argument_group(
+        "the engine's budget on each GPU, for --max-discrepancy"
+    ).add_argument
     budget("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
-    budget("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
+    budget(
+        "--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES"
+    )
     output = parser.add_argument_group("output").add_argument
-    output("--junit", metavar="FILE", type=FILE, help="write JUnit XML, which GitLab and Jenkins show")
+    output(
+        "--junit", metavar="FILE", type=FILE, help="write JUnit XML, which GitLab and Jenkins show"
+    )
     formats = choice(("text", "github"))
-    output("--format", metavar="NAME", type=formats, help="text, or github with annotations for a workflow's run")
+    output(
+        "--format",
+        metavar="NAME",
+        type=formats,
+        help="text, or github with annotations for a workflow's run",
+    )
 
 
 def _run(given: Namespace) -> Report:
     given_limits, traces = read_limits(given), []
-    budget = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
+    budget = Budget(
+        reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization
+    )
     keeps = any(JUDGES[key][0] in (LEAK, HOST_LEAK) for key in given_limits)
     inputs = (given.trace, given.baseline)
     for flag, name in zip(("--trace", "--baseline"), inputs, strict=True):

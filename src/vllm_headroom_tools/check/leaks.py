@@ -12,7 +12,13 @@ from vllm_headroom.derive.leak.facts import Certainty as Detected
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom_tools.check.limits import HOST_LEAK, LEAK, Judgement
-from vllm_headroom_tools.check.record import DetectorInput, MemorySeries, TraceRecord, find_doubt, pair_gpus
+from vllm_headroom_tools.check.record import (
+    DetectorInput,
+    MemorySeries,
+    TraceRecord,
+    find_doubt,
+    pair_gpus,
+)
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history import Course, Moment
 
@@ -21,16 +27,22 @@ NONE_SEEN: Final = "none seen"
 LONGER: Final = "record for longer, or send more requests"
 
 
-def judge_gpu_leaks(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
+def judge_gpu_leaks(
+    record: TraceRecord, before: TraceRecord | None, most: float
+) -> Iterator[Judgement]:
     """Judge the leak per thousand requests of each GPU; `most` is in bytes."""
     for gpu, past in pair_gpus(record, before):
         yield _judge_leak(LEAK, record, gpu, past, most)
 
 
-def judge_host_leaks(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
+def judge_host_leaks(
+    record: TraceRecord, before: TraceRecord | None, most: float
+) -> Iterator[Judgement]:
     """Judge the leak per thousand requests of each role of the engine's processes."""
     for role, series in sorted(record.host.items()):
-        yield _judge_leak(HOST_LEAK, record, series, None if before is None else before.host.get(role), most)
+        yield _judge_leak(
+            HOST_LEAK, record, series, None if before is None else before.host.get(role), most
+        )
 
 
 def _judge_leak(
@@ -46,7 +58,11 @@ def _judge_leak(
         before=None if past is None else _describe_course(past.course),
     )
     found = series.course.last
-    return _judge_quiet(draft, record, series, most) if found is None else _judge_alarm(draft, found, most)
+    return (
+        _judge_quiet(draft, record, series, most)
+        if found is None
+        else _judge_alarm(draft, found, most)
+    )
 
 
 def _judge_alarm(draft: Judgement, found: Moment, most: float) -> Judgement:
@@ -59,13 +75,21 @@ def _judge_alarm(draft: Judgement, found: Moment, most: float) -> Judgement:
     low, high = value * low / rate, value * high / rate
     bounds = f"{format_size(low)} to {format_size(high)}"
     why = f"the detector's alarm; 95 %: {bounds}, {format_size(found.leaked_bytes)} in all"
-    verdict = Conclusion.NOT_GOOD if value > most else Conclusion.GOOD if high <= most else Conclusion.CANNOT_TELL
+    verdict = (
+        Conclusion.NOT_GOOD
+        if value > most
+        else Conclusion.GOOD
+        if high <= most
+        else Conclusion.CANNOT_TELL
+    )
     if verdict is Conclusion.CANNOT_TELL:
         why += f"; {LONGER}"
     return replace(draft, verdict=verdict, value=value, found=None, why=why)
 
 
-def _judge_quiet(draft: Judgement, record: TraceRecord, series: MemorySeries, most: float) -> Judgement:
+def _judge_quiet(
+    draft: Judgement, record: TraceRecord, series: MemorySeries, most: float
+) -> Judgement:
     """Judge a series without an alarm: it passes if the detector would have found a leak at the limit."""
     if series.course.is_undecided:
         why = f"an early warning; steady growth takes an hour or more to become an alarm: {LONGER}"
@@ -108,7 +132,9 @@ STRONGER: Final = 10
 """How often a leak is doubled until the detector finds it."""
 
 
-def find_smallest_visible(readings: Sequence[DetectorInput], bytes_per_request: float) -> float | None:
+def find_smallest_visible(
+    readings: Sequence[DetectorInput], bytes_per_request: float
+) -> float | None:
     """Return the leak per request that the detector would have found: this one, its first such double, or None.
 
     The detector gets the readings with a steady leak added. The drift in the later half counts towards that leak: it
@@ -125,7 +151,14 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
     """Return how far the floor moved over the later half, up or down, per request; a floor is of an eighth."""
     eighth, half, last = len(readings) // 8, len(readings) // 2, len(readings)
     before, after = (
-        min((seen.held_bytes for seen, _ in readings[end - eighth : end] if seen.held_bytes is not None), default=None)
+        min(
+            (
+                seen.held_bytes
+                for seen, _ in readings[end - eighth : end]
+                if seen.held_bytes is not None
+            ),
+            default=None,
+        )
         for end in (half, last)
     )
     done = sum(max(0.0, later - sooner) for (_, sooner), (_, later) in pairwise(readings[half:]))

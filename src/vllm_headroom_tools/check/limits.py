@@ -103,7 +103,9 @@ def compare(value: float | None, most: float | None, doubt: str | None) -> Concl
     return Conclusion.GOOD if doubt is None else Conclusion.CANNOT_TELL
 
 
-def judge_discrepancies(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
+def judge_discrepancies(
+    record: TraceRecord, before: TraceRecord | None, most: float
+) -> Iterator[Judgement]:
     """Judge the highest discrepancy of each GPU; without a budget it cannot be judged."""
     no_budget = "the trace does not contain the engine's budget: give --gpu-memory-utilization or --reported-bytes"
     has_budget = record.budget != Budget() or any(gpu.excess for gpu in record.gpus)
@@ -112,7 +114,10 @@ def judge_discrepancies(record: TraceRecord, before: TraceRecord | None, most: f
         missing = find_doubt(record, gpu.budgeted, gpu.name) if has_budget else no_budget
         why = ""
         if gpu.excess is not None:
-            most_bytes, side = abs(gpu.excess.n_bytes), "over" if gpu.excess.n_bytes > 0 else "under"
+            most_bytes, side = (
+                abs(gpu.excess.n_bytes),
+                "over" if gpu.excess.n_bytes > 0 else "under",
+            )
             at = format_instant(gpu.excess.seconds)
             why = f"at the highest {format_size(most_bytes)} {side} what was reported, at {at}"
         yield Judgement(
@@ -128,7 +133,9 @@ def judge_discrepancies(record: TraceRecord, before: TraceRecord | None, most: f
         )
 
 
-def judge_costs(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
+def judge_costs(
+    record: TraceRecord, before: TraceRecord | None, most: float
+) -> Iterator[Judgement]:
     """Judge the memory per running request on each GPU at the highest load with enough readings."""
     for gpu, past in pair_gpus(record, before):
         cost, old = gpu.busiest, None if past is None else past.busiest
@@ -146,15 +153,22 @@ def judge_costs(record: TraceRecord, before: TraceRecord | None, most: float) ->
             baseline=None if old is None else old.bytes_per_request,
             found=_format_cost(cost),
             before=_format_cost(old),
-            why=missing or ("" if cost is None else f"{format_size(cost.held_bytes)} held at this load"),
+            why=missing
+            or ("" if cost is None else f"{format_size(cost.held_bytes)} held at this load"),
         )
 
 
 def _format_cost(cost: Cost | None) -> str | None:
-    return None if cost is None else f"{format_size(cost.bytes_per_request)} at {cost.running:.3g} running"
+    return (
+        None
+        if cost is None
+        else f"{format_size(cost.bytes_per_request)} at {cost.running:.3g} running"
+    )
 
 
-def judge_preemptions(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
+def judge_preemptions(
+    record: TraceRecord, before: TraceRecord | None, most: float
+) -> Iterator[Judgement]:
     """Judge the preemptions per thousand requests.
 
     With few requests it fails only if it would still fail after enough requests without a preemption.
@@ -162,7 +176,10 @@ def judge_preemptions(record: TraceRecord, before: TraceRecord | None, most: flo
     missing = find_doubt(record, record.engine, "the engine")
     value = compute_preemption_rate(record)
     if value is None:
-        verdict, why = Conclusion.CANNOT_TELL, missing or "the engine does not report its preemptions"
+        verdict, why = (
+            Conclusion.CANNOT_TELL,
+            missing or "the engine does not report its preemptions",
+        )
     else:
         total, done = record.preemptions.total or 0.0, record.finished.total or 0.0
         verdict = compare(1000 * total / max(done, LEAST_REQUESTS), most, missing)
@@ -186,10 +203,16 @@ def compute_preemption_rate(record: TraceRecord) -> float | None:
     return None if preempted is None or not done else 1000 * preempted / done
 
 
-def judge_restarts(record: TraceRecord, before: TraceRecord | None, most: float) -> Iterator[Judgement]:
+def judge_restarts(
+    record: TraceRecord, before: TraceRecord | None, most: float
+) -> Iterator[Judgement]:
     """Judge the restarts of the engine."""
     missing = find_shortfall(record) or find_gap(record, record.engine, "the engine")
-    causes = (judge_ending(end)[0].sentence for end in record.replay.events if end.what is IncidentKind.ENDED)
+    causes = (
+        judge_ending(end)[0].sentence
+        for end in record.replay.events
+        if end.what is IncidentKind.ENDED
+    )
     yield Judgement(
         limit=RESTARTS,
         verdict=compare(record.replay.run.lives.restarts, most, missing),
@@ -204,11 +227,18 @@ def judge_restarts(record: TraceRecord, before: TraceRecord | None, most: float)
 SAME_SIZE: Final = 0.01
 """Two GPUs within this share have the same size: drivers reserve a little more or less."""
 
-COMPARED: Final = (MemoryPart.WEIGHTS, MemoryPart.CUDA_GRAPHS, MemoryPart.OTHER_TENSORS, MemoryPart.OUTSIDE_TORCH)
+COMPARED: Final = (
+    MemoryPart.WEIGHTS,
+    MemoryPart.CUDA_GRAPHS,
+    MemoryPart.OTHER_TENSORS,
+    MemoryPart.OUTSIDE_TORCH,
+)
 """The KV cache takes what these leave and has its own limit; cached and fragmented memory varies with load."""
 
 
-def judge_growths(record: TraceRecord, before: TraceRecord | None, ratio: float) -> Iterator[Judgement]:
+def judge_growths(
+    record: TraceRecord, before: TraceRecord | None, ratio: float
+) -> Iterator[Judgement]:
     """Judge the growth of each GPU, role and part at the same load, and the loss of each KV cache.
 
     A role or an engine that only one of the traces has cannot be judged.
@@ -227,10 +257,16 @@ def judge_growths(record: TraceRecord, before: TraceRecord | None, ratio: float)
     for role in sorted(record.host.keys() | before.host.keys()):
         here, there = record.host.get(role), before.host.get(role)
         missing = unlike or _find_doubt(record, here, before, there)
-        yield _judge_growth("host memory over baseline", role, here, there, ratio=ratio, missing=missing)
+        yield _judge_growth(
+            "host memory over baseline", role, here, there, ratio=ratio, missing=missing
+        )
     for engine in sorted(record.capacity_tokens.keys() | before.capacity_tokens.keys()):
         yield _judge_capacity(
-            engine, record.capacity_tokens.get(engine), before.capacity_tokens.get(engine), ratio, unlike
+            engine,
+            record.capacity_tokens.get(engine),
+            before.capacity_tokens.get(engine),
+            ratio,
+            unlike,
         )
     for gpu, past in pair_gpus(record, before):
         yield from () if past is None else _judge_parts(gpu, past, ratio)
@@ -251,14 +287,24 @@ def _find_doubt(
 
 
 def _judge_growth(
-    limit: str, name: str, series: MemorySeries | None, past: MemorySeries | None, *, ratio: float, missing: str | None
+    limit: str,
+    name: str,
+    series: MemorySeries | None,
+    past: MemorySeries | None,
+    *,
+    ratio: float,
+    missing: str | None,
 ) -> Judgement:
     """Judge the largest growth of a series among the loads that both traces have."""
     pairs: list[tuple[Cost, Cost]] = []
     if series is not None and past is not None and missing is None:
         here, there = series.costs, past.costs
         pairs = [(here[band], there[band]) for band in here.keys() & there.keys()]
-    pair = max(pairs, key=lambda each: (each[0].held_bytes / each[1].held_bytes, each[0].running), default=None)
+    pair = max(
+        pairs,
+        key=lambda each: (each[0].held_bytes / each[1].held_bytes, each[0].running),
+        default=None,
+    )
     if pair is None and missing is None:
         missing = f"no load in common: {_describe_loads(series)} here, {_describe_loads(past)} in the baseline"
     now, then = (None, None) if pair is None else (pair[0].held_bytes, pair[1].held_bytes)
@@ -272,20 +318,33 @@ def _judge_growth(
         allowed=f"{100 * ratio:.3g}% more",
         baseline=then,
         found=_format_change(now, then, Unit.BYTES),
-        why=missing or (f"at {pair[0].running:.3g} running, and {pair[1].running:.3g} in the baseline" if pair else ""),
+        why=missing
+        or (
+            f"at {pair[0].running:.3g} running, and {pair[1].running:.3g} in the baseline"
+            if pair
+            else ""
+        ),
     )
 
 
 def _describe_loads(series: MemorySeries | None) -> str:
     running = [] if series is None else [f"{cost.running:.3g}" for cost in series.costs.values()]
-    return " to ".join(dict.fromkeys((running[0], running[-1]))) + " running" if running else "none that lasted"
+    return (
+        " to ".join(dict.fromkeys((running[0], running[-1]))) + " running"
+        if running
+        else "none that lasted"
+    )
 
 
-def _judge_capacity(engine: str, now: float | None, then: float | None, ratio: float, unlike: str | None) -> Judgement:
+def _judge_capacity(
+    engine: str, now: float | None, then: float | None, ratio: float, unlike: str | None
+) -> Judgement:
     """Judge the size of an engine's KV cache: within a fixed budget it shrinks by what else grows."""
     missing = unlike
     if now is None or then is None:
-        missing = missing or ("only the baseline has it" if now is None else "the baseline does not have it")
+        missing = missing or (
+            "only the baseline has it" if now is None else "the baseline does not have it"
+        )
     least = None if missing or then is None else then * (1 - ratio)
     return Judgement(
         limit="KV cache against baseline",
@@ -302,7 +361,9 @@ def _judge_capacity(engine: str, now: float | None, then: float | None, ratio: f
 
 
 def _format_change(now: float | None, then: float | None, unit: Unit) -> str | None:
-    return f"{format_figure(now, unit)}, {now / then - 1:+.2%}" if now is not None and then else None
+    return (
+        f"{format_figure(now, unit)}, {now / then - 1:+.2%}" if now is not None and then else None
+    )
 
 
 def _judge_parts(gpu: MemorySeries, past: MemorySeries, ratio: float) -> Iterator[Judgement]:

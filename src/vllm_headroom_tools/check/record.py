@@ -54,10 +54,17 @@ def find_excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Exc
         )
         snapshot = replace(snapshot, engines=replace(snapshot.engines, engines=engines))
     found = derive_discrepancy(snapshot, configured_bytes=budget.reported_bytes)
-    in_bytes = {sample.labels: sample.value for sample in found if sample.metric is catalog.MEMORY_DISCREPANCY}
+    in_bytes = {
+        sample.labels: sample.value
+        for sample in found
+        if sample.metric is catalog.MEMORY_DISCREPANCY
+    }
     for sample in found:
         if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO:
-            yield sample.labels[1], Excess(sample.value, in_bytes[sample.labels], snapshot.time_seconds)
+            yield (
+                sample.labels[1],
+                Excess(sample.value, in_bytes[sample.labels], snapshot.time_seconds),
+            )
 
 
 class Coverage(Struct):
@@ -97,13 +104,17 @@ class MemorySeries:
         self.course = course
         self.coverage, self.budgeted = Coverage(), Coverage()
         self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
-        self._loads: defaultdict[int, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
+        self._loads: defaultdict[int, tuple[array[float], array[float]]] = defaultdict(
+            lambda: (array("d"), array("d"))
+        )
         self.readings: list[DetectorInput] = []
         self.total_bytes: int | None = None
         self.excess: Excess | None = None
         self._keeps = keeps
 
-    def step(self, seen: Observation, given: Observation | None, requests: float, running: float | None) -> None:
+    def step(
+        self, seen: Observation, given: Observation | None, requests: float, running: float | None
+    ) -> None:
         """Add a reading and the detector's view of it; `running` is its load, None where it does not count."""
         if self._keeps and given is not None:
             self.readings.append((given, requests))
@@ -160,7 +171,9 @@ class TraceRecord:
         """Add one sample."""
         now = snapshot.time_seconds
         served = keep_service(self.replay.step(snapshot))
-        given: dict[str, Observation] = {gpu.reading.uuid: seen for gpu, seen in observe_gpus(served, served.devices)}
+        given: dict[str, Observation] = {
+            gpu.reading.uuid: seen for gpu, seen in observe_gpus(served, served.devices)
+        }
         given.update(observe_host(served))
         self.watched.step(now)
         page = snapshot.page
@@ -171,7 +184,9 @@ class TraceRecord:
             reading, uuid = gpu.reading, gpu.reading.uuid
             new = MemorySeries(uuid, reading.called, self.replay.course(uuid), keeps=self._keeps)
             series = self._gpus.setdefault(uuid, new)
-            series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
+            series.total_bytes = (
+                series.total_bytes if reading.memory is None else reading.memory.total_bytes
+            )
             series.step(seen, given.get(uuid), self.replay.requests(uuid), running)
             for part, n_bytes in () if running is None or gpu.inside is None else gpu.inside.parts:
                 series.parts[part].append(n_bytes)
@@ -182,13 +197,20 @@ class TraceRecord:
                 series.excess = excess
         for role, seen in observe_host(snapshot):
             new = MemorySeries(role, role, self.replay.course(role), keeps=self._keeps)
-            self.host.setdefault(role, new).step(seen, given.get(role), self.replay.requests(role), running)
+            self.host.setdefault(role, new).step(
+                seen, given.get(role), self.replay.requests(role), running
+            )
 
     def _add_page(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)
-        restarted, self._restarts = self.replay.run.lives.restarts != self._restarts, self.replay.run.lives.restarts
+        restarted, self._restarts = (
+            self.replay.run.lives.restarts != self._restarts,
+            self.replay.run.lives.restarts,
+        )
         self.finished.step(count_finished(page), restarted=restarted)
-        self.preemptions.step(sum_known(engine.preemptions_total for engine in list_named(page)), restarted=restarted)
+        self.preemptions.step(
+            sum_known(engine.preemptions_total for engine in list_named(page)), restarted=restarted
+        )
         for engine in list_named(page):
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
@@ -196,7 +218,9 @@ class TraceRecord:
                 self.capacity_tokens[engine.engine] = min(least, engine.kv_capacity_tokens)
 
 
-def pair_gpus(record: TraceRecord, before: TraceRecord | None) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
+def pair_gpus(
+    record: TraceRecord, before: TraceRecord | None
+) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
     """Yield each GPU with its counterpart in another trace, or None.
 
     Counterparts have the same UUID or else the same place among the indices: another machine has other UUIDs.
@@ -216,7 +240,11 @@ LEAST_SHARE: Final = 0.9
 
 def find_doubt(record: TraceRecord, coverage: Coverage | None, what: str) -> str | None:
     """Return why `what`, read for the time in `coverage`, cannot be judged; None where it can."""
-    return find_shortfall(record) or find_gap(record, record.engine, "the engine") or find_gap(record, coverage, what)
+    return (
+        find_shortfall(record)
+        or find_gap(record, record.engine, "the engine")
+        or find_gap(record, coverage, what)
+    )
 
 
 def find_shortfall(record: TraceRecord) -> str | None:

@@ -22,12 +22,18 @@ class DemoSettings(ModelSettings):
     """The daemon's settings and the demo's; those that reach an engine or the API server are left out."""
 
     no_options: ClassVar = frozenset(
-        name for name in ModelSettings.model_fields if name.startswith(("engine_", "canary_", "evict"))
+        name
+        for name in ModelSettings.model_fields
+        if name.startswith(("engine_", "canary_", "evict"))
     )
 
-    scenario: Annotated[str, from_text(SCENARIO.read)] = setting(SCENARIOS[0], "NAME", SCENARIO.accepts)
+    scenario: Annotated[str, from_text(SCENARIO.read)] = setting(
+        SCENARIOS[0], "NAME", SCENARIO.accepts
+    )
     """What happens in the simulation."""
-    speed: Annotated[Number, Field(gt=0, le=FASTEST)] = setting(60, "NUMBER", f"a number above 0, at most {FASTEST}")
+    speed: Annotated[Number, Field(gt=0, le=FASTEST)] = setting(
+        60, "NUMBER", f"a number above 0, at most {FASTEST}"
+    )
     """How many times as fast as the clock the simulation's time runs."""
 
 
@@ -42,7 +48,9 @@ async def _run(given: Namespace) -> int:
         settings, gpus = settings.model_copy(update={"gpus": AUTO}), min(int(named[0]), MOST_GPUS)
     if settings.scenario == FLEET:
         return await fleet.run(settings, speed=settings.speed, gpus=gpus)
-    return await run.run(settings, scenario=TABLE[settings.scenario], speed=settings.speed, gpus=gpus)
+    return await run.run(
+        settings, scenario=TABLE[settings.scenario], speed=settings.speed, gpus=gpus
+    )
 
 
 COMMAND: Final[Command] = Command(

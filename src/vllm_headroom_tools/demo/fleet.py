@@ -14,7 +14,11 @@ from vllm_headroom.expose.web.door import Door
 from vllm_headroom_tools.demo.run import SIMULATED, ScaledClock, build_parts, log
 from vllm_headroom_tools.demo.world import TABLE
 
-SCENARIOS: Final = ("leak", *(name for name in TABLE if name not in {"leak", "healthy"}), *["healthy"] * 11)
+SCENARIOS: Final = (
+    "leak",
+    *(name for name in TABLE if name not in {"leak", "healthy"}),
+    *["healthy"] * 11,
+)
 """Of the engines; half of them are well."""
 
 TEAMS: Final = 3
@@ -30,14 +34,23 @@ class Fleet(app.Daemon):
     """The daemon of the first engine, with the loops of the others beside it and the series of all on /metrics."""
 
     def __init__(
-        self, others: list[Parts], parts: Parts, settings: Settings, *, home: str, ending: asyncio.Future[int]
+        self,
+        others: list[Parts],
+        parts: Parts,
+        settings: Settings,
+        *,
+        home: str,
+        ending: asyncio.Future[int],
     ) -> None:
         super().__init__(parts, settings, home=home, ending=ending)
         self._others = [app.Daemon(each, settings, home=home, ending=ending) for each in others]
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops of all daemons."""
-        return [*super().list_loops(), *(loop for each in self._others for loop in each.list_loops())]
+        return [
+            *super().list_loops(),
+            *(loop for each in self._others for loop in each.list_loops()),
+        ]
 
     def build_handler(self, door: Door | None) -> Handler:
         """Return the handler of all requests: the fleet's series, all else of the first engine."""
@@ -48,7 +61,10 @@ class Fleet(app.Daemon):
             if request.path != "/metrics":
                 return first(request)
             asked = Request(method="GET", path="/metrics", headers={})
-            return Response(status=200, body=join_pages([each(asked).body.decode() for each in handlers]).encode())
+            return Response(
+                status=200,
+                body=join_pages([each(asked).body.decode() for each in handlers]).encode(),
+            )
 
         return answer
 
@@ -59,7 +75,9 @@ def join_pages(pages: list[str]) -> str:
     for place, (scenario, page) in enumerate(zip(SCENARIOS, pages, strict=True)):
         pod = f"vllm-{scenario}-{place}"
         labels = f'namespace="team-{place % TEAMS}",pod="{pod}",instance="{pod}:9839"'
-        unique = _UUID.sub(rf"-{place:04}\1", f"{page}# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n")
+        unique = _UUID.sub(
+            rf"-{place:04}\1", f"{page}# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n"
+        )
         for family in unique.split("# HELP ")[1:]:
             explained, kind, series = family.split("\n", 2)
             lines = families.setdefault(f"# HELP {explained}\n{kind}\n", [])
@@ -71,6 +89,10 @@ async def run(settings: Settings, *, speed: float, gpus: int) -> int:
     """Run the fleet, each engine on so many GPUs; return the exit status."""
     log.warning(SIMULATED, scenario="fleet", speed=speed)
     clock, least = ScaledClock(speed), max(SAMPLE_SECONDS, settings.sample_interval_seconds)
-    settings = settings.model_copy(update={"sample_interval_seconds": least, "state_dir": None, "trace_file": None})
-    first, *others = (build_parts(TABLE[name], clock, speed, gpus, seed) for seed, name in enumerate(SCENARIOS))
+    settings = settings.model_copy(
+        update={"sample_interval_seconds": least, "state_dir": None, "trace_file": None}
+    )
+    first, *others = (
+        build_parts(TABLE[name], clock, speed, gpus, seed) for seed, name in enumerate(SCENARIOS)
+    )
     return await app.run(first, settings, make=partial(Fleet, others))

@@ -12,7 +12,15 @@ from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.log import Log
-from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.model import (
+    EngineProcess,
+    Failure,
+    GpuMemory,
+    GpuProcess,
+    GpuReading,
+    GpuReadings,
+    ProcessReadings,
+)
 from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Reason, Role, Source
@@ -33,7 +41,9 @@ CACHE_CONFIG: Final = (
     f'engine="0",block_size="{BLOCK_TOKENS}",cache_dtype="auto",gpu_memory_utilization="0.92",'
     f'kv_cache_memory_bytes="None",kv_cache_size_tokens="{CAPACITY_TOKENS}",num_gpu_blocks="{KV_BLOCKS}"'
 )
-ENGINE_DOWN: Final = Failure(source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="the simulated engine is down")
+ENGINE_DOWN: Final = Failure(
+    source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="the simulated engine is down"
+)
 
 
 class Simulated:
@@ -124,10 +134,17 @@ class SimulatedGpus(Simulated):
             power_watts=round(power_watts, 1),
             processes=tuple(_list_gpu_processes(world)),
         )
-        devices = [replace(device, index=index, uuid=uuid) for index, uuid in enumerate(self._list_uuids(world))]
+        devices = [
+            replace(device, index=index, uuid=uuid)
+            for index, uuid in enumerate(self._list_uuids(world))
+        ]
         if world.has_mig:
             empty = replace(memory, used_bytes=0, free_bytes=free_bytes)
-            devices.append(replace(device, uuid=MIG_UUID.format(2), memory=empty, used_peak_bytes=0, processes=()))
+            devices.append(
+                replace(
+                    device, uuid=MIG_UUID.format(2), memory=empty, used_peak_bytes=0, processes=()
+                )
+            )
         return GpuReadings(driver_version="580.00", devices=tuple(devices))
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:  # noqa: ARG002 - it never takes long
@@ -137,7 +154,11 @@ class SimulatedGpus(Simulated):
 
     def _list_uuids(self, world: World) -> list[str]:
         """Return the UUIDs of what the engine uses."""
-        return [MIG_UUID.format(1)] if world.has_mig else [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
+        return (
+            [MIG_UUID.format(1)]
+            if world.has_mig
+            else [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
+        )
 
     def _look(self) -> World:
         world = self._now()
@@ -153,7 +174,9 @@ class SimulatedProcesses(Simulated):
         world = self._now()
         engine = world.engine
         served_seconds = max(0.0, world.seconds - engine.serving_seconds)
-        grown_mib = 45.0 * (1.0 - exp(-served_seconds / 900.0))  # resident memory grows after the start, and that fades
+        grown_mib = 45.0 * (
+            1.0 - exp(-served_seconds / 900.0)
+        )  # resident memory grows after the start, and that fades
         processes = tuple(
             EngineProcess(
                 pid=engine.first_pid + place,
@@ -164,17 +187,25 @@ class SimulatedProcesses(Simulated):
             for place, (role, mib) in enumerate(RESIDENT_MIB)
             if world.exists
         )
-        pids = {process.pid for process in processes} | {process.pid for process in _list_gpu_processes(world)}
-        return ProcessReadings(engine=processes, visible_pids=frozenset(pids | {1}), sees_host_pids=True)
+        pids = {process.pid for process in processes} | {
+            process.pid for process in _list_gpu_processes(world)
+        }
+        return ProcessReadings(
+            engine=processes, visible_pids=frozenset(pids | {1}), sees_host_pids=True
+        )
 
 
 def _list_gpu_processes(world: World) -> list[GpuProcess]:
     processes = []
     if world.exists:
         worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
-        processes.append(GpuProcess(pid=world.engine.first_pid + worker, used_bytes=world.engine_bytes))
+        processes.append(
+            GpuProcess(pid=world.engine.first_pid + worker, used_bytes=world.engine_bytes)
+        )
     if world.neighbour_bytes:
-        processes.append(GpuProcess(pid=90_000 + world.neighbours.number, used_bytes=world.neighbour_bytes))
+        processes.append(
+            GpuProcess(pid=90_000 + world.neighbours.number, used_bytes=world.neighbour_bytes)
+        )
     return processes
 
 
@@ -210,7 +241,9 @@ def bind_world(world: World, clock: Clock) -> Callable[[], World]:
     return now
 
 
-def build_parts(scenario: Scenario, clock: Clock, speed: float, gpus: int = 1, seed: int = 0) -> Parts:
+def build_parts(
+    scenario: Scenario, clock: Clock, speed: float, gpus: int = 1, seed: int = 0
+) -> Parts:
     """Return the daemon's parts over the simulated `scenario`, which begins now, on so many GPUs."""
     epoch_seconds = clock.time()
     now = bind_world(World(scenario, seed), clock)

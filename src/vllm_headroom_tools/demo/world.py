@@ -46,12 +46,18 @@ TABLE: Final[dict[str, Scenario]] = {
         # 12.8 MB per 1,000 requests: the rate in the post-mortem this project began with.
         Scenario(name="leak", leak_bytes_per_request=12_800.0),
         Scenario(name="burst", bursts=Visits((1_200.0, 2_400.0), (20.0, 45.0), (4.0, 6.0))),
-        Scenario(name="neighbour", neighbours=Visits((300.0, 1_500.0), (1_200.0, 3_600.0), (1.0 * GIB, 3.0 * GIB))),
+        Scenario(
+            name="neighbour",
+            neighbours=Visits((300.0, 1_500.0), (1_200.0, 3_600.0), (1.0 * GIB, 3.0 * GIB)),
+        ),
         Scenario(name="restart", restart_after_seconds=(6_300.0, 8_100.0)),
         Scenario(name="crash", restart_after_seconds=(600.0, 1_800.0)),
         Scenario(name="hang", hangs=Visits((900.0, 1_500.0), (300.0, 600.0))),
         Scenario(
-            name="slow-start", cold=True, loading_seconds=(720.0, 1_800.0), restart_after_seconds=(7_200.0, 10_800.0)
+            name="slow-start",
+            cold=True,
+            loading_seconds=(720.0, 1_800.0),
+            restart_after_seconds=(7_200.0, 10_800.0),
         ),
         Scenario(name="sleep", sleeps=Visits((900.0, 1_500.0), (600.0, 1_200.0))),
         Scenario(name="mig", has_mig=True),
@@ -104,8 +110,12 @@ class Recurring:
         """Return whether a visit is going on at that time, which never goes back."""
         if self._visits is not None and (not self.number or seconds >= self.leaves_seconds):
             self.number += 1
-            self.came_seconds = self.leaves_seconds + self._random.uniform(*self._visits.pause_seconds)
-            self.leaves_seconds = self.came_seconds + self._random.uniform(*self._visits.stay_seconds)
+            self.came_seconds = self.leaves_seconds + self._random.uniform(
+                *self._visits.pause_seconds
+            )
+            self.leaves_seconds = self.came_seconds + self._random.uniform(
+                *self._visits.stay_seconds
+            )
             self.size = self._random.uniform(*self._visits.size)
         return self.came_seconds <= seconds < self.leaves_seconds
 
@@ -158,14 +168,18 @@ class EngineRun:
     the engine core and the worker follow it.
     """
 
-    def __init__(self, seed: int, number: int, *, started_seconds: float, serving_seconds: float) -> None:
+    def __init__(
+        self, seed: int, number: int, *, started_seconds: float, serving_seconds: float
+    ) -> None:
         self.number = number
         self.first_pid = 4_100 + 37 * number
         self.started_seconds = started_seconds
         self.serving_seconds = serving_seconds
         self.asleep = False
         self.leaked_bytes = self.kv_used_ratio = 0.0
-        self.running = self.waiting = self.finished_total = self.preemptions_total = self.steps_total = 0
+        self.running = self.waiting = self.finished_total = self.preemptions_total = (
+            self.steps_total
+        ) = 0
         self.prompt_tokens_total = self.generation_tokens_total = self.prefix_hits_total = 0
         self._preempted = self._most_running = 0
         self._random = make_random(seed, f"traffic {number}")
@@ -182,7 +196,9 @@ class EngineRun:
         """Serve for one second; asleep, turn away what arrives."""
         if self.asleep:
             return
-        latency_seconds = 6.4 * (1.0 + self.running / 320.0)  # 8 s at the 80 running requests of ordinary load
+        latency_seconds = 6.4 * (
+            1.0 + self.running / 320.0
+        )  # 8 s at the 80 running requests of ordinary load
         finished = min(self.running, draw_poisson(self._random, self.running / latency_seconds))
         self.generation_tokens_total += int(self.running * GENERATED_TOKENS / latency_seconds)
         self.steps_total += 50 if self.running else 0
@@ -190,7 +206,9 @@ class EngineRun:
         self.leaked_bytes += finished * leak_bytes_per_request
         self.running -= finished
         self.waiting += arrived
-        fitting = int(0.98 * CAPACITY_TOKENS / self._tokens_each)  # the scheduler keeps room, and foresees no growth
+        fitting = int(
+            0.98 * CAPACITY_TOKENS / self._tokens_each
+        )  # the scheduler keeps room, and foresees no growth
         admitted = max(0, min(self.waiting, min(fitting, MOST_RUNNING) - self.running))
         again = min(admitted, self._preempted)
         self.waiting -= admitted
@@ -225,7 +243,9 @@ class EngineRun:
         if self.asleep:
             return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
         first_uses = round_to_segments(40.0 * log1p(self.finished_total), LARGE_SEGMENT_MIB)
-        scratch = round_to_segments(2.0 * self._most_running, LARGE_SEGMENT_MIB)  # grows with the batch, and is kept
+        scratch = round_to_segments(
+            2.0 * self._most_running, LARGE_SEGMENT_MIB
+        )  # grows with the batch, and is kept
         taken = min(first_uses + scratch, ACTIVATIONS_MIB)
         leaked = round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)
         return (OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + taken + leaked) * MIB
@@ -287,9 +307,13 @@ class World:
         if not visit.is_here(self.seconds):
             return 0
         stay_seconds = visit.leaves_seconds - visit.came_seconds
-        grown = min(1.0, (self.seconds - visit.came_seconds) / (0.2 * stay_seconds))  # of a fifth of its stay
+        grown = min(
+            1.0, (self.seconds - visit.came_seconds) / (0.2 * stay_seconds)
+        )  # of a fifth of its stay
         growth_mib = visit.size / MIB - NEIGHBOUR_CONTEXT_MIB
-        return (NEIGHBOUR_CONTEXT_MIB + round_to_segments(grown * growth_mib, SMALL_SEGMENT_MIB)) * MIB
+        return (
+            NEIGHBOUR_CONTEXT_MIB + round_to_segments(grown * growth_mib, SMALL_SEGMENT_MIB)
+        ) * MIB
 
     @property
     def used_bytes(self) -> int:
@@ -301,17 +325,29 @@ class World:
         factor = self._bursts.size if self._bursts.is_here(self.seconds) else 1.0
         hangs = self._hangs.is_here(self.seconds)
         self.engine.sleep(asleep=self._sleeps.is_here(self.seconds))
-        wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - 10_800.0) / 86_400.0)  # a mild one each day
-        arrived = draw_poisson(self._demand, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step()))
+        wave = 1.0 + 0.2 * cos(
+            2.0 * pi * (self.seconds - 10_800.0) / 86_400.0
+        )  # a mild one each day
+        arrived = draw_poisson(
+            self._demand, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step())
+        )
         if self.serves and not hangs:
-            self.engine.step(arrived, self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0)
+            self.engine.step(
+                arrived, self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0
+            )
         self.busy = 0 if hangs else self.engine.running
         if self.seconds >= self._ends_seconds or self.used_bytes > OUT_OF_MEMORY_BYTES:
             started = self.seconds + self._fate.uniform(20.0, 50.0)
             serving = started + self._fate.uniform(*self._scenario.loading_seconds)
             self.engine = self._start_engine(self.engine.number + 1, started, serving)
 
-    def _start_engine(self, number: int, started_seconds: float, serving_seconds: float) -> EngineRun:
+    def _start_engine(
+        self, number: int, started_seconds: float, serving_seconds: float
+    ) -> EngineRun:
         span = self._scenario.restart_after_seconds
-        self._ends_seconds = inf if span is None else max(0.0, serving_seconds) + self._fate.uniform(*span)
-        return EngineRun(self._seed, number, started_seconds=started_seconds, serving_seconds=serving_seconds)
+        self._ends_seconds = (
+            inf if span is None else max(0.0, serving_seconds) + self._fate.uniform(*span)
+        )
+        return EngineRun(
+            self._seed, number, started_seconds=started_seconds, serving_seconds=serving_seconds
+        )

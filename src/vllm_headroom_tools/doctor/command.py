@@ -22,7 +22,12 @@ from vllm_headroom_tools.look import PROC, SYS
 from vllm_headroom_tools.settings import ModelSettings
 from vllm_headroom_tools.terminal import wrap_text
 
-MARKS: Final = {Status.OK: "ok", Status.MISSING: "MISSING", Status.UNKNOWN: "unknown", Status.NOT_APPLICABLE: "-"}
+MARKS: Final = {
+    Status.OK: "ok",
+    Status.MISSING: "MISSING",
+    Status.UNKNOWN: "unknown",
+    Status.NOT_APPLICABLE: "-",
+}
 VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
 INDENT: Final = " " * 9
 """The width of the marks: what follows is aligned with the name."""
@@ -45,7 +50,10 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
     def is_elsewhere(fix: Fix) -> bool:
         return not any(word in fix.where for word in place)
 
-    checks = {name: replace(each, fixes=tuple(sorted(each.fixes, key=is_elsewhere))) for name, each in checks.items()}
+    checks = {
+        name: replace(each, fixes=tuple(sorted(each.fixes, key=is_elsewhere)))
+        for name, each in checks.items()
+    }
     findings = [
         Finding(
             name,
@@ -58,7 +66,11 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
     states = [check.state for check in checks.values()]
     missing, unknown = states.count(Status.MISSING), states.count(Status.UNKNOWN)
     is_all = not missing and not unknown
-    headline = "Nothing is missing." if is_all else f"{missing} missing and {unknown} unknown, of {len(states)}."
+    headline = (
+        "Nothing is missing."
+        if is_all
+        else f"{missing} missing and {unknown} unknown, of {len(states)}."
+    )
     described = [
         {
             "name": name,
@@ -66,7 +78,9 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
             "ok": {Status.OK: True, Status.MISSING: False}.get(check.state),
             "found": check.text if check.state is Status.OK else None,
             "missing": check.text if check.state is Status.MISSING else None,
-            "reason": check.text if check.state in {Status.UNKNOWN, Status.NOT_APPLICABLE} else None,
+            "reason": check.text
+            if check.state in {Status.UNKNOWN, Status.NOT_APPLICABLE}
+            else None,
             "details": list(check.details),
             "absent": list(check.absent),
             "fix": [{"where": fix.where, "lines": list(fix.lines)} for fix in check.fixes],
@@ -83,7 +97,9 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
     )
 
 
-def _render_text(checks: Mapping[str, Check], headline: str, is_elsewhere: Callable[[Fix], bool]) -> Iterator[str]:
+def _render_text(
+    checks: Mapping[str, Check], headline: str, is_elsewhere: Callable[[Fix], bool]
+) -> Iterator[str]:
     is_apart = False
     for name, check in checks.items():
         yield from wrap_text(f"{MARKS[check.state]:<8} {name:<16} ", check.text)
@@ -110,7 +126,9 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
     probe = settings.probe_dir and ProbeReader(settings.probe_dir, parse=parse_probe)
     survey, listening, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
-        port.check_listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
+        port.check_listen_port(
+            settings.listen_host, settings.listen_port, settings.web_config_file
+        ),
         port.check_state_dir(settings.state_dir),
         port.check_trace_file(settings.trace_file),
         probe.read(2.0) if probe else asyncio.sleep(0, None),
@@ -119,7 +137,9 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
         "engine": engine.check_engine(survey),
         "engine_inputs": engine.check_engine_inputs(survey),
         "reported_memory": engine.check_reported_memory(survey, settings.reported_bytes),
-        "kv_bytes": engine.check_kv_bytes(survey, settings.kv_bytes_per_token, settings.token_bytes),
+        "kv_bytes": engine.check_kv_bytes(
+            survey, settings.kv_bytes_per_token, settings.token_bytes
+        ),
         "vllm_options": engine.check_options(survey),
         "vllm_faults": engine.check_faults(survey),
         "nvml": gpus.check_nvml(survey),

@@ -74,7 +74,9 @@ def check_engine(survey: Survey) -> Check:
         page = survey.page
         what = f"version {survey.version}" if survey.version else "version not reported"
         models = sorted({engine.model_name for engine in list_named(page)})
-        serving = f"model {', '.join(models)}" if models else "no model named before its first request"
+        serving = (
+            f"model {', '.join(models)}" if models else "no model named before its first request"
+        )
         engines = f", {len(page.engines)} engines" if len(page.engines) > 1 else ""
         return Check(Status.OK, f"{survey.url} answers: {page.profile}, {what}, {serving}{engines}")
     ways = [_fix_address(survey)]
@@ -83,7 +85,9 @@ def check_engine(survey: Survey) -> Check:
     return Check(
         Status.MISSING,
         f"{survey.url} answers, but {explain_empty_page(survey.page)}",
-        details=() if survey.version is None else (f"the server calls itself version {survey.version}",),
+        details=()
+        if survey.version is None
+        else (f"the server calls itself version {survey.version}",),
         absent=WITHOUT_THE_PAGE,
         fixes=tuple(ways),
     )
@@ -93,7 +97,9 @@ def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     gave_up = failure.reason is Reason.TIMEOUT and survey.daemon_waits_seconds > PATIENCE_SECONDS
     ways, hints = fixes.find_engine_fixes(failure.reason, _fix_address(survey)), []
     if gave_up:
-        hints.append(f"the daemon waits {survey.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s")
+        hints.append(
+            f"the daemon waits {survey.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
+        )
     is_elsewhere = survey.served_port not in {None, find_port(survey.url)}
     is_here = not isinstance(survey.processes, Failure) and survey.processes.engine
     if failure.reason is Reason.UNREACHABLE and is_here and not is_elsewhere:
@@ -127,13 +133,21 @@ WITHOUT_A_REPORT: Final = (
 )
 A_GPU: Final = Gpu(
     reading=GpuReading(
-        index=0, uuid="", name="", memory=GpuMemory(total_bytes=GIB, used_bytes=0, free_bytes=GIB, reserved_bytes=0)
+        index=0,
+        uuid="",
+        name="",
+        memory=GpuMemory(total_bytes=GIB, used_bytes=0, free_bytes=GIB, reserved_bytes=0),
     ),
     attribution=Attribution.ASSUMED,
 )
-WITHOUT_BYTES: Final = (catalog.ENGINE_KV_CAPACITY_BYTES.name, catalog.ENGINE_KV_BYTES_PER_REQUEST.name)
+WITHOUT_BYTES: Final = (
+    catalog.ENGINE_KV_CAPACITY_BYTES.name,
+    catalog.ENGINE_KV_BYTES_PER_REQUEST.name,
+)
 SET_KV_BYTES: Final = (
-    fix_setting("HEADROOM_MODEL_CONFIG=/models/MODEL/config.json  # of the model that is served, where it can be read"),
+    fix_setting(
+        "HEADROOM_MODEL_CONFIG=/models/MODEL/config.json  # of the model that is served, where it can be read"
+    ),
     fix_setting(
         "HEADROOM_KV_BYTES_PER_TOKEN=131072",
         "# 2 x layers x KV heads x head size x bytes of a value: yours are in the model's config.json",
@@ -154,14 +168,21 @@ def check_engine_inputs(survey: Survey) -> Check:
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
-    profile, missing = find_profile(page.profile), [name for name, found in page.inputs if not found]
+    profile, missing = (
+        find_profile(page.profile),
+        [name for name, found in page.inputs if not found],
+    )
     offered = f"{len(page.inputs) - len(missing)} of {len(page.inputs)} inputs offered"
     never = dict(profile.absent)
     wanted = tuple(name for name in missing if name in SERIES and name not in never)
     spare = ", ".join(name for name in missing if name not in SERIES)
     details = (
         *((f"not exported, and no metric depends on it: {spare}",) if spare else ()),
-        *(f"{profile.product} does not export {name}: {why}" for name, why in profile.absent if name in SERIES),
+        *(
+            f"{profile.product} does not export {name}: {why}"
+            for name, why in profile.absent
+            if name in SERIES
+        ),
     )
     if not wanted:
         return Check(Status.OK, offered, details=details)
@@ -172,9 +193,13 @@ def check_engine_inputs(survey: Survey) -> Check:
             fix = put(f"in {profile.product}'s image", newer)
     else:
         later = "; no request has been served yet, and some appear with the first"
-        body = json.dumps({"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1})
+        body = json.dumps(
+            {"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1}
+        )
         url, data = (shlex.quote(text) for text in (str(survey.url.join("v1/completions")), body))
-        fix = put("with a first request", f"curl {url} -H 'Content-Type: application/json' -d {data}")
+        fix = put(
+            "with a first request", f"curl {url} -H 'Content-Type: application/json' -d {data}"
+        )
     return Check(
         Status.MISSING if has_served else Status.UNKNOWN,
         f"{offered}, not {', '.join(wanted)}{later}",
@@ -189,7 +214,9 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
-    snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=())
+    snapshot = Snapshot(
+        time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=()
+    )
     for sample in derive_discrepancy(snapshot, configured_bytes=configured_bytes):
         value = sample.value
         texts = {
@@ -220,7 +247,9 @@ def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ..
     return tuple(metric.name for metric in catalog.METRICS if metric in without)
 
 
-def check_kv_bytes(survey: Survey, bytes_per_token: float | None, configured: TokenBytes | None) -> Check:
+def check_kv_bytes(
+    survey: Survey, bytes_per_token: float | None, configured: TokenBytes | None
+) -> Check:
     """Check whether the KV cache can be known in bytes: with a model, by running the derivation."""
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
@@ -231,9 +260,15 @@ def check_kv_bytes(survey: Survey, bytes_per_token: float | None, configured: To
     if isinstance(survey.page, Failure) or not survey.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     gpus = survey.readings if isinstance(survey.readings, Failure) else survey.gpus
-    snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=())
-    named = "HEADROOM_MODEL_CONFIG" if configured else "the configuration of the model that vLLM loads"
-    metrics = {sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=model)}
+    snapshot = Snapshot(
+        time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=()
+    )
+    named = (
+        "HEADROOM_MODEL_CONFIG" if configured else "the configuration of the model that vLLM loads"
+    )
+    metrics = {
+        sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=model)
+    }
     if catalog.ENGINE_KV_CAPACITY_BYTES in metrics:
         return Check(Status.OK, f"{named} gives the bytes per token")
     why = "its dtype or its GPUs are unknown, or its layers keep a window or a state"
@@ -241,9 +276,15 @@ def check_kv_bytes(survey: Survey, bytes_per_token: float | None, configured: To
     return Check(state, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
 
 
-FROM_PROBE: Final = ("headroom_engine_memory_bytes", "headroom_allocator_*", "headroom_leak_location")
+FROM_PROBE: Final = (
+    "headroom_engine_memory_bytes",
+    "headroom_allocator_*",
+    "headroom_leak_location",
+)
 NO_PROBE_DIR: Final = "HEADROOM_PROBE_DIR is not set: what only vLLM's processes know is not read"
-NO_GPU: Final = "torch's allocator reports nothing: vLLM has no GPU, has not used it yet, or may sleep"
+NO_GPU: Final = (
+    "torch's allocator reports nothing: vLLM has no GPU, has not used it yet, or may sleep"
+)
 
 INSTALL_PROBE: Final = (
     put(
@@ -263,7 +304,9 @@ INSTALL_PROBE: Final = (
     ),
     put("where vLLM's environment has VLLM_PLUGINS", "VLLM_PLUGINS=...,headroom_probe"),
 )
-RESTART: Final = (put("by a restart of vLLM, once the error in its log is fixed", "headroom probe: ..."),)
+RESTART: Final = (
+    put("by a restart of vLLM, once the error in its log is fixed", "headroom probe: ..."),
+)
 
 
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
@@ -275,8 +318,12 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
     if isinstance(found, Failure):
         return Check(Status.MISSING, found.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
     began = min((each.started_at_seconds for each in found.present), default=0.0)
-    current = [each for each in found.others if each.started_at_seconds >= began]  # older ones are of another run
-    details = [f"{_name_process(each)} has stopped: {each.stopped}" for each in current if each.stopped]
+    current = [
+        each for each in found.others if each.started_at_seconds >= began
+    ]  # older ones are of another run
+    details = [
+        f"{_name_process(each)} has stopped: {each.stopped}" for each in current if each.stopped
+    ]
     ways = RESTART if found.silent or details else INSTALL_PROBE
     if found.present:
         versions = sorted({each.vllm_version for each in found.present if each.vllm_version})
@@ -288,7 +335,9 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
             return Check(Status.OK, text, details=() if is_telling else (NO_GPU,))
         text += ", but not all"
     elif found.silent:
-        text = "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"
+        text = (
+            "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"
+        )
     else:
         text = "none of vLLM's processes writes now: it is down, still starting, or was started without the probe"
     return Check(Status.MISSING, text, details=tuple(details), absent=FROM_PROBE, fixes=ways)
@@ -319,12 +368,24 @@ def check_options(survey: Survey) -> Check:
     options = read_options(survey)
     if options is None:
         return Check(Status.NOT_APPLICABLE, "no command line of a vLLM server is visible here")
-    shown = (options.command, *((f"{options.config} may set more, and is not read",) if options.config else ()))
+    shown = (
+        options.command,
+        *((f"{options.config} may set more, and is not read",) if options.config else ()),
+    )
     wrong = tuple(_list_contradictions(options, survey))
     if not wrong:
-        return Check(Status.OK, f"vLLM's command line sets {', '.join(options.given) or 'nothing'}", details=shown)
+        return Check(
+            Status.OK,
+            f"vLLM's command line sets {', '.join(options.given) or 'nothing'}",
+            details=shown,
+        )
     change = put(fixes.VLLM, "# one of the two options, by the name that vLLM knows")
-    return Check(Status.MISSING, "vLLM's command line contradicts itself", details=(*wrong, *shown), fixes=(change,))
+    return Check(
+        Status.MISSING,
+        "vLLM's command line contradicts itself",
+        details=(*wrong, *shown),
+        fixes=(change,),
+    )
 
 
 def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str]:
@@ -337,7 +398,10 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
         yield "--kv-cache-memory-bytes is given, so --gpu-memory-utilization does not size the KV cache"
     page = None if isinstance(survey.page, Failure) else survey.page
     shares = {engine.gpu_memory_utilization_ratio for engine in page.engines} if page else set()
-    if options.gpu_memory_utilization is not None and not shares <= {None, options.gpu_memory_utilization}:
+    if options.gpu_memory_utilization is not None and not shares <= {
+        None,
+        options.gpu_memory_utilization,
+    }:
         yield f"the page says gpu_memory_utilization={max(filter(None, shares))}, the command line another value"
 
 

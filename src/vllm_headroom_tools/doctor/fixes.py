@@ -18,7 +18,13 @@ from vllm_headroom.model import EnginePage, Failure, TokenBytes
 from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.scrape.proc.served_model import ServedModel
 from vllm_headroom.vocabulary import Reason, Role
-from vllm_headroom_tools.look import PATIENCE_SECONDS, Machine, fetch_engines, fetch_once, read_machine
+from vllm_headroom_tools.look import (
+    PATIENCE_SECONDS,
+    Machine,
+    fetch_engines,
+    fetch_once,
+    read_machine,
+)
 from vllm_headroom_tools.openai import parse_server_version
 from vllm_headroom_tools.settings import ModelSettings
 
@@ -91,12 +97,22 @@ SEE_THE_GPUS: Final = (
         "in the pod's metadata, where the GPU Operator runs its NRI plugin",
         "annotations: {nvidia.cdi.k8s.io/container.headroom: nvidia.com/gpu=all}",
     ),
-    put(COMPOSE, "runtime: nvidia", "environment: {NVIDIA_VISIBLE_DEVICES: all, NVIDIA_DRIVER_CAPABILITIES: utility}"),
-    put("on a machine without containers, once NVIDIA's driver is installed, this works", "nvidia-smi -L"),
+    put(
+        COMPOSE,
+        "runtime: nvidia",
+        "environment: {NVIDIA_VISIBLE_DEVICES: all, NVIDIA_DRIVER_CAPABILITIES: utility}",
+    ),
+    put(
+        "on a machine without containers, once NVIDIA's driver is installed, this works",
+        "nvidia-smi -L",
+    ),
 )
 SEE_THE_PROCESSES: Final = (
     put(POD, "shareProcessNamespace: true"),
-    put(f"{COMPOSE} and in vLLM's, beside a service that only sleeps (deploy/compose)", 'pid: "service:processes"'),
+    put(
+        f"{COMPOSE} and in vLLM's, beside a service that only sleeps (deploy/compose)",
+        'pid: "service:processes"',
+    ),
 )
 SEE_HOST_PIDS: Final = put(POD, "hostPID: true")
 NEWER_DRIVER: Final = put(NODE, "# NVIDIA driver 565.57.01 or newer")
@@ -192,19 +208,25 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
-    reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS))
+    reader = build_page_reader(
+        settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS)
+    )
     page = asyncio.create_task(
         fetch_engines(reader, None if settings.engine_profile == AUTO else settings.engine_profile)
     )
     here, about = await asyncio.gather(
         read_machine(settings, page, proc, sys),
-        fetch_once(build_page_reader(settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS)),
+        fetch_once(
+            build_page_reader(settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS)
+        ),
     )
     options = token_bytes = None
     if not isinstance(here.processes, Failure):
         options = here.processes.options
         if settings.parse_model is not None:
-            token_bytes = await ServedModel(settings.parse_model, proc).wait(here.processes, VERSION_SECONDS)
+            token_bytes = await ServedModel(settings.parse_model, proc).wait(
+                here.processes, VERSION_SECONDS
+            )
     return Survey(
         **asdict(here),
         url=hide_secrets(url),

@@ -44,8 +44,15 @@ def check_nvml(survey: Survey) -> Check:
         ways = fixes.NVML.get(found.reason, (fixes.KERNEL_LOG,))
         return Check(Status.MISSING, found.message, absent=WITHOUT_NVML, fixes=ways)
     if all(device.vendor is Vendor.AMD for device in found.devices):
-        return Check(Status.NOT_APPLICABLE, "not needed: the GPUs are AMD's, whose driver reports them in /sys")
-    version = f"driver {found.driver_version}" if found.driver_version else "and does not report the driver's version"
+        return Check(
+            Status.NOT_APPLICABLE,
+            "not needed: the GPUs are AMD's, whose driver reports them in /sys",
+        )
+    version = (
+        f"driver {found.driver_version}"
+        if found.driver_version
+        else "and does not report the driver's version"
+    )
     return Check(Status.OK, f"NVML answers, {version}")
 
 
@@ -55,14 +62,23 @@ def check_gpus(survey: Survey) -> Check:
         return Check(Status.UNKNOWN, NO_NVML)
     devices = survey.readings.devices
     details = (
-        *(f"{name_device(device)} {device.name}".rstrip() + _describe_memory(device) for device in devices),
-        *(f"{name_device(gpu.reading)}: {describe_leftover(left)}" for gpu in survey.gpus for left in gpu.leftovers),
+        *(
+            f"{name_device(device)} {device.name}".rstrip() + _describe_memory(device)
+            for device in devices
+        ),
+        *(
+            f"{name_device(gpu.reading)}: {describe_leftover(left)}"
+            for gpu in survey.gpus
+            for left in gpu.leftovers
+        ),
     )
     unread = [device for device in devices if device.failure or device.memory is None]
     if not unread:
         return Check(Status.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
-    ways: tuple[Fix, ...] = fixes.ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
+    ways: tuple[Fix, ...] = (
+        fixes.ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
+    )
     if failures:
         ways = fixes.SEE_THE_GPUS if failures[0] is Reason.NO_PERMISSION else (fixes.KERNEL_LOG,)
     return Check(
@@ -119,7 +135,10 @@ def check_processes(survey: Survey) -> Check:
     """Check whether the engine's processes are seen, which needs a shared PID namespace."""
     found, share = survey.processes, fixes.SEE_THE_PROCESSES
     if isinstance(found, Failure):
-        ways = (*(share if found == HIDDEN else ()), STUCK if found.reason is Reason.TIMEOUT else SHOW_PROC)
+        ways = (
+            *(share if found == HIDDEN else ()),
+            STUCK if found.reason is Reason.TIMEOUT else SHOW_PROC,
+        )
         return Check(Status.MISSING, found.message, absent=WITHOUT_PROCESSES, fixes=ways)
     namespace = _name_namespace(found)
     state, ways, details = Status.MISSING, share, []
@@ -131,18 +150,28 @@ def check_processes(survey: Survey) -> Check:
         text, ways = AMBIGUOUS, fixes.SAY_WHICH_PORT
     elif isinstance(survey.page, Failure):
         text = f"vLLM's are not among the {len(found.visible_pids)} seen in {namespace}; it does not answer, so it may"
-        state, text, ways = Status.UNKNOWN, f"{text} not be running", () if found.sees_host_pids else share
+        state, text, ways = (
+            Status.UNKNOWN,
+            f"{text} not be running",
+            () if found.sees_host_pids else share,
+        )
     else:
         text = f"vLLM answers, but its processes are not among the {len(found.visible_pids)} seen in {namespace}"
         if found.sees_host_pids:
-            text += ": it runs on another machine, or other users' processes are hidden from this one"
+            text += (
+                ": it runs on another machine, or other users' processes are hidden from this one"
+            )
             ways = (ON_ITS_MACHINE, SHOW_PROC)
         else:
             text += ", which is not shared with vLLM's container"
     if left := describe_orphans(found.left_behind, survey.gpus):
         details.append(left)
     return Check(
-        state, text, details=tuple(details), absent=() if found.engine else WITHOUT_PROCESSES, fixes=tuple(ways)
+        state,
+        text,
+        details=tuple(details),
+        absent=() if found.engine else WITHOUT_PROCESSES,
+        fixes=tuple(ways),
     )
 
 
@@ -172,7 +201,11 @@ def check_process_memory(survey: Survey) -> Check:
         return Check(Status.UNKNOWN, "the driver does not report its version")
     if not is_process_memory_true(readings, found):
         is_its_pid = are_pids_true(readings, found)
-        what = "may report another process's memory" if is_its_pid else "reports the host's pids, which differ here"
+        what = (
+            "may report another process's memory"
+            if is_its_pid
+            else "reports the host's pids, which differ here"
+        )
         return Check(
             Status.MISSING,
             f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
@@ -185,18 +218,30 @@ def check_process_memory(survey: Survey) -> Check:
         name_device(device)
         for device in readings.devices
         if device.failure is None
-        and (device.processes is None or any(p.used_bytes is None for p in device.processes if p.pid in engine))
+        and (
+            device.processes is None
+            or any(p.used_bytes is None for p in device.processes if p.pid in engine)
+        )
     ]
     if unreported:
         text = f"the driver does not report the memory of each process on {', '.join(unreported)}"
         ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
         return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=ways)
-    source = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of unknown version'}"
-    return Check(Status.OK, f"{source} reports each process's own memory, as seen from {_name_namespace(found)}")
+    source = (
+        "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of unknown version'}"
+    )
+    return Check(
+        Status.OK,
+        f"{source} reports each process's own memory, as seen from {_name_namespace(found)}",
+    )
 
 
 def _name_namespace(found: ProcessReadings) -> str:
-    return "the machine's first PID namespace" if found.sees_host_pids else "a container's PID namespace"
+    return (
+        "the machine's first PID namespace"
+        if found.sees_host_pids
+        else "a container's PID namespace"
+    )
 
 
 ATTRIBUTIONS: Final = {
@@ -220,11 +265,15 @@ def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
     if invisible := [name for name in selection.listed if name.casefold() not in names]:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
     elif others := [name_device(gpu.reading) for gpu in gpus if gpu.is_left_out]:
-        text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {', '.join(others)}"
+        text = (
+            f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {', '.join(others)}"
+        )
         ways = (fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs"),)
     elif not owned:
         state, text, ways = _explain_none(survey)
-    elif owned[0].attribution is Attribution.SINGLE and is_up and _can_match(survey):  # and they are not on it
+    elif (
+        owned[0].attribution is Attribution.SINGLE and is_up and _can_match(survey)
+    ):  # and they are not on it
         state = Status.UNKNOWN
         text = "the only visible GPU is attributed to the engine, but none of the engine's processes is on it"
     else:
@@ -232,7 +281,9 @@ def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
     return Check(
         state,
         text,
-        details=tuple(f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in gpus),
+        details=tuple(
+            f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in gpus
+        ),
         absent=() if owned else OWNED_GPU_SERIES,
         fixes=ways,
     )
@@ -246,7 +297,9 @@ def _can_match(survey: Survey) -> bool:
 
 
 def _has_true_pids(survey: Survey) -> bool:
-    return not isinstance(survey.readings, Failure) and are_pids_true(survey.readings, survey.processes)
+    return not isinstance(survey.readings, Failure) and are_pids_true(
+        survey.readings, survey.processes
+    )
 
 
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
@@ -274,7 +327,9 @@ def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
 
 def _explain_unmatched(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
     seen = "the engine's processes are seen, but"
-    if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in survey.gpus):
+    if any(
+        gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in survey.gpus
+    ):
         text = f"{seen} not their open files, which alone show a container who uses AMD's cards"
         return text, (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS)
     text = f"{seen} what this driver lists on the GPUs cannot be matched with them in a container"
@@ -285,4 +340,6 @@ def _name_gpus(survey: Survey) -> Fix:
     devices = [gpu.reading for gpu in survey.gpus]
     whole = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
     names = [str(device.index) if whole[device.index] == 1 else device.uuid for device in devices]
-    return fix_setting(f"HEADROOM_GPUS={','.join(names)}  # leave out those that the engine does not use")
+    return fix_setting(
+        f"HEADROOM_GPUS={','.join(names)}  # leave out those that the engine does not use"
+    )

@@ -36,7 +36,10 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
     Behind TLS the certificate that `web_config` names identifies it; a server that needs a password stays unknown.
     """
     if port == 0:
-        return Check(Status.NOT_APPLICABLE, "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one")
+        return Check(
+            Status.NOT_APPLICABLE,
+            "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one",
+        )
     serving = await _find_daemon("127.0.0.1" if host in EVERY_INTERFACE else host, port, web_config)
     if serving is not None:
         return serving
@@ -44,7 +47,10 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
     try:
         await Worker[None]("listen").call(lambda: listen(host, port).close(), ANSWER_SECONDS)
     except TimeoutError:
-        text, fix = f"no daemon can listen on {host}, port {port}: the name is not resolved", ANOTHER_HOST
+        text, fix = (
+            f"no daemon can listen on {host}, port {port}: the name is not resolved",
+            ANOTHER_HOST,
+        )
     except OSError as error:
         problem = (error.strerror or str(error)).partition(" (")[0]  # Python adds the address
         text = f"no daemon can listen on {host or 'all interfaces'}, port {port}: {problem}"
@@ -66,10 +72,14 @@ async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check |
     if isinstance(samples, Failure) or not samples:
         return None
     version = samples[0].labels.get("version", "")
-    return Check(Status.OK, f"a daemon is running here and serves port {port}: vllm-headroom {version}")
+    return Check(
+        Status.OK, f"a daemon is running here and serves port {port}: vllm-headroom {version}"
+    )
 
 
-async def _check_locked(failure: Failure, host: str, port: int, web_config: Path | None) -> Check | None:
+async def _check_locked(
+    failure: Failure, host: str, port: int, web_config: Path | None
+) -> Check | None:
     """Check a server behind a password or TLS; None where neither answers."""
     if failure.reason is Reason.UNAUTHORIZED:
         found = f"port {port} asks for a user and a password"
@@ -77,16 +87,21 @@ async def _check_locked(failure: Failure, host: str, port: int, web_config: Path
         found = f"port {port} speaks TLS"
         try:
             shown = await Worker[str]("tls").call(
-                lambda: ssl.get_server_certificate((host, port), timeout=ANSWER_SECONDS), 2 * ANSWER_SECONDS
+                lambda: ssl.get_server_certificate((host, port), timeout=ANSWER_SECONDS),
+                2 * ANSWER_SECONDS,
             )
         except OSError:  # TimeoutError is one
             return None
         with suppress(OSError, ValueError, WebConfigError):
             tls = None if web_config is None else read_web_config(web_config).tls
-            if tls is not None and "".join(shown.split()) in "".join(tls.cert_file.read_text().split()):
+            if tls is not None and "".join(shown.split()) in "".join(
+                tls.cert_file.read_text().split()
+            ):
                 text = f"a daemon is running here: {found} with the certificate of HEADROOM_WEB_CONFIG_FILE"
                 return Check(Status.OK, text)
-    text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one is not known"
+    text = (
+        f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one is not known"
+    )
     return Check(Status.UNKNOWN, text)
 
 
@@ -111,10 +126,14 @@ async def check_trace_file(file: Path | None) -> Check:
     """Check whether samples can be recorded."""
     if file is None:
         return Check(Status.NOT_APPLICABLE, "HEADROOM_TRACE_FILE is not set: nothing is recorded")
-    return await _check_writable(file, partial(_record_in, file), "HEADROOM_TRACE_FILE", f"{FOLDER}/trace.jsonl")
+    return await _check_writable(
+        file, partial(_record_in, file), "HEADROOM_TRACE_FILE", f"{FOLDER}/trace.jsonl"
+    )
 
 
-async def _check_writable(path: Path, attempt: Callable[[], None], variable: str, value: str) -> Check:
+async def _check_writable(
+    path: Path, attempt: Callable[[], None], variable: str, value: str
+) -> Check:
     """Try to write, on a separate thread, since a volume can hang; the fix is a volume, and `value` on it."""
     _, problem = await Worker[None]("files").attempt(attempt, FILE_SECONDS)
     user = f"user {os.getuid()}"
@@ -130,7 +149,9 @@ async def _check_writable(path: Path, attempt: Callable[[], None], variable: str
     ways: tuple[Fix, ...] = (
         put(POD, *lines),
         put(f"{POD}, for a volume that is not an emptyDir", "securityContext: {fsGroup: 65532}"),
-        put("in the systemd unit", "StateDirectory=vllm-headroom", f"Environment={variable}={value}"),
+        put(
+            "in the systemd unit", "StateDirectory=vllm-headroom", f"Environment={variable}={value}"
+        ),
     )
     if problem == FOREIGN:
         ways = (fix_setting(f"{variable}={path}.jsonl"),)

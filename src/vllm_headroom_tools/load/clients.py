@@ -12,7 +12,15 @@ from typing import Final, cast
 import h11
 
 from vllm_headroom.scrape.shortage import SHORTAGES
-from vllm_headroom_tools.load.stream import Completion, Outcome, Stream, StreamError, Tally, parse_refusal, shorten_text
+from vllm_headroom_tools.load.stream import (
+    Completion,
+    Outcome,
+    Stream,
+    StreamError,
+    Tally,
+    parse_refusal,
+    shorten_text,
+)
 from vllm_headroom_tools.load.target import Target
 
 OK: Final = 200
@@ -63,7 +71,9 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport that the loop has connected."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_TIME_WAIT)
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, NO_TIME_WAIT
+        )
 
     def data_received(self, data: bytes) -> None:
         """Take what the server sent."""
@@ -71,7 +81,9 @@ class ClientConnection(asyncio.Protocol):
             self._http.receive_data(data)
             self._take()
         except h11.RemoteProtocolError as error:
-            self._end(Completion(outcome=Outcome.FAILED, text=shorten_text(f"it broke HTTP: {error}")))
+            self._end(
+                Completion(outcome=Outcome.FAILED, text=shorten_text(f"it broke HTTP: {error}"))
+            )
         except StreamError as error:
             self._end(Completion(outcome=Outcome.FAILED, text=str(error)))
 
@@ -99,7 +111,11 @@ class ClientConnection(asyncio.Protocol):
                     if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
                         self._http.start_next_cycle()
                         self.is_reusable = True
-                    self._end(self._stream.answer() if self._status == OK else parse_refusal(self._status, self._body))
+                    self._end(
+                        self._stream.answer()
+                        if self._status == OK
+                        else parse_refusal(self._status, self._body)
+                    )
                 case h11.NEED_DATA | h11.PAUSED | h11.ConnectionClosed():
                     return
 
@@ -118,7 +134,9 @@ KEEP_SECONDS: Final = 4.0
 class RequestSender:
     """Sends what `make_body` returns to the target; `timeout_seconds` is for a whole request, connecting included."""
 
-    def __init__(self, *, target: Target, make_body: Callable[[], bytes], timeout_seconds: float) -> None:
+    def __init__(
+        self, *, target: Target, make_body: Callable[[], bytes], timeout_seconds: float
+    ) -> None:
         self._target = target
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
@@ -176,7 +194,10 @@ class RequestSender:
         async with self._connecting:
             began, target = monotonic(), self._target
             _, connection = await asyncio.get_running_loop().create_connection(
-                ClientConnection, *target.address, ssl=target.tls, server_hostname=target.host if target.tls else None
+                ClientConnection,
+                *target.address,
+                ssl=target.tls,
+                server_hostname=target.host if target.tls else None,
             )
             return connection, monotonic() - began
 
@@ -220,7 +241,10 @@ class Clients:
         ends = self._next_seconds + seconds
         self.rate = None if self._whole_rate is None else share * self._whole_rate
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds + self._grace_seconds) as self._deadline, asyncio.TaskGroup() as group:
+            async with (
+                asyncio.timeout(seconds + self._grace_seconds) as self._deadline,
+                asyncio.TaskGroup() as group,
+            ):
                 for _ in range(count):
                     group.create_task(self._client(ends, tally))
         self._deadline = None

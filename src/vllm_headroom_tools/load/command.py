@@ -10,8 +10,25 @@ from msgspec.structs import fields
 from vllm_headroom.inputs import show_url
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
-from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_image_size, parse_lengths
-from vllm_headroom_tools.options import DURATION, FILE, FOLDER, GPUS, NUMBER, SHARE, Parser, Value, page_url, whole
+from vllm_headroom_tools.load.target import (
+    CompletionApi,
+    LoadOrder,
+    parse_base_url,
+    parse_image_size,
+    parse_lengths,
+)
+from vllm_headroom_tools.options import (
+    DURATION,
+    FILE,
+    FOLDER,
+    GPUS,
+    NUMBER,
+    SHARE,
+    Parser,
+    Value,
+    page_url,
+    whole,
+)
 
 PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
 
@@ -19,8 +36,19 @@ PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
 def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
     add = parser.add_argument
-    base = Value(read=parse_base_url, accepts="an http or https URL without user, password and query", shown=show_url)
-    add("--engine-url", dest="url", metavar="URL", type=base, required=True, help="the server; there is no default")
+    base = Value(
+        read=parse_base_url,
+        accepts="an http or https URL without user, password and query",
+        shown=show_url,
+    )
+    add(
+        "--engine-url",
+        dest="url",
+        metavar="URL",
+        type=base,
+        required=True,
+        help="the server; there is no default",
+    )
     add(
         "--api",
         metavar="NAME",
@@ -28,20 +56,56 @@ def add_options(parser: Parser) -> None:
         default="completions",
         help="how to ask: completions, the default, or chat",
     )
-    add("--model", metavar="NAME", help="the model to ask; without it the first that the server lists")
-    token, authorities = "a file with the token to send", "the certificates, in PEM, to trust for https"
-    add("--engine-bearer-token-file", dest="bearer_token_file", metavar="FILE", type=FILE, help=token)
+    add(
+        "--model",
+        metavar="NAME",
+        help="the model to ask; without it the first that the server lists",
+    )
+    token, authorities = (
+        "a file with the token to send",
+        "the certificates, in PEM, to trust for https",
+    )
+    add(
+        "--engine-bearer-token-file",
+        dest="bearer_token_file",
+        metavar="FILE",
+        type=FILE,
+        help=token,
+    )
     add("--engine-ca-file", dest="ca_file", metavar="FILE", type=FILE, help=authorities)
     add(
-        "--concurrency", metavar="NUMBER", type=whole(1, 1_000_000), required=True, help="clients in the step of 100 %%"
+        "--concurrency",
+        metavar="NUMBER",
+        type=whole(1, 1_000_000),
+        required=True,
+        help="clients in the step of 100 %%",
     )
     of_tokens = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
     prompts = "a dataset to take prompts from: ShareGPT's JSON, JSON lines with `prompt`, or a text a line"
     add("--prompts", metavar="FILE", type=FILE, help=prompts)
-    add("--prompt-tokens", metavar="LENGTHS", type=of_tokens, default="512", help="without it %(default)s")
-    add("--output-tokens", metavar="LENGTHS", type=of_tokens, default="128", help="without it %(default)s")
+    add(
+        "--prompt-tokens",
+        metavar="LENGTHS",
+        type=of_tokens,
+        default="512",
+        help="without it %(default)s",
+    )
+    add(
+        "--output-tokens",
+        metavar="LENGTHS",
+        type=of_tokens,
+        default="128",
+        help="without it %(default)s",
+    )
     shared = "of each prompt, the same in all"
-    add("--shared-prefix", dest="shared_ratio", metavar="SHARE", type=SHARE, default="0", help=shared)
+    add(
+        "--shared-prefix",
+        dest="shared_ratio",
+        metavar="SHARE",
+        type=SHARE,
+        default="0",
+        help=shared,
+    )
     pixels = Value(read=parse_image_size, accepts="width and height in pixels, such as 1280x720")
     image = "a new image in each prompt, of so many pixels, by --api chat"
     add("--image-size", metavar="PIXELS", type=pixels, help=image)
@@ -50,20 +114,37 @@ def add_options(parser: Parser) -> None:
         ("--grace", "grace_seconds", "30s", "for what is open then"),
         ("--timeout", "timeout_seconds", "5m", "of one request"),
     ):
-        add(name, dest=field, metavar="TIME", type=DURATION, default=default, help=f"{of}; without it %(default)s")
+        add(
+            name,
+            dest=field,
+            metavar="TIME",
+            type=DURATION,
+            default=default,
+            help=f"{of}; without it %(default)s",
+        )
     most = "requests of all steps together, at most"
     add("--max-requests", dest="most_requests", metavar="NUMBER", type=whole(), help=most)
     rate = "open loop: requests a second in the step of 100 %%, by Poisson; --concurrency are then the most at once"
     add("--rate", dest="requests_per_second", metavar="NUMBER", type=NUMBER, help=rate)
     page = page_url("http://127.0.0.1:8000")
     when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    add("--metrics-url", metavar="URL", type=page, help="the engine's page; without it /metrics of --engine-url")
+    add(
+        "--metrics-url",
+        metavar="URL",
+        type=page,
+        help="the engine's page; without it /metrics of --engine-url",
+    )
     gpus = "the engine's; without it those its processes use"
     add("--gpus", metavar="GPUS", type=GPUS, default="auto", help=gpus)
-    probe, usual = f"where the probe inside vLLM writes; without it {PROBE_DIR}", os.environ.get(PROBE_DIR)
+    probe, usual = (
+        f"where the probe inside vLLM writes; without it {PROBE_DIR}",
+        os.environ.get(PROBE_DIR),
+    )
     add("--probe-dir", metavar="DIRECTORY", type=FOLDER, default=usual or None, help=probe)
     trace = "the new file to record in; without it one named by the time"
-    add("--trace", metavar="FILE", type=FILE, default=f"vllm-headroom-load-{when}.jsonl", help=trace)
+    add(
+        "--trace", metavar="FILE", type=FILE, default=f"vllm-headroom-load-{when}.jsonl", help=trace
+    )
 
 
 def read_order(given: Namespace) -> LoadOrder:

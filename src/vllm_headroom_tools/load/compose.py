@@ -26,7 +26,13 @@ from vllm_headroom_tools.cli import tell
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.load.clients import Clients, RequestSender
 from vllm_headroom_tools.load.report import build_report
-from vllm_headroom_tools.load.run import LoadRun, Sampling, UnavailableSource, count_streams, create_trace
+from vllm_headroom_tools.load.run import (
+    LoadRun,
+    Sampling,
+    UnavailableSource,
+    count_streams,
+    create_trace,
+)
 from vllm_headroom_tools.load.target import (
     LoadOrder,
     Target,
@@ -54,13 +60,17 @@ MOST: Final = 2**31
 def raise_descriptors() -> int:
     """Raise the soft limit of open files to the hard one, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a kernel whose own limit is lower keeps the soft one
+    with contextlib.suppress(
+        ValueError, OSError
+    ):  # a kernel whose own limit is lower keeps the soft one
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
-def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[tuple[int, str]]:
+def list_limits(
+    descriptors: int, *, tls: bool, proc: Path = Path("/proc")
+) -> list[tuple[int, str]]:
     """Return how many streams to one address each limit allows, the lowest first; what cannot be read is left out.
 
     Memory is what the machine calls available, or what is left of the container's limit where that is less.
@@ -75,7 +85,9 @@ def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> l
         here = read_host(proc, read_own_pid(proc))
         free = [] if here.machine is None else [here.machine.available_bytes]
         if here.cgroup is not None and here.cgroup.limit_bytes is not None:
-            free.append(max(0, here.cgroup.limit_bytes - here.cgroup.used_bytes + here.cgroup.cache_bytes))
+            free.append(
+                max(0, here.cgroup.limit_bytes - here.cgroup.used_bytes + here.cgroup.cache_bytes)
+            )
         each = TLS_STREAM_BYTES if tls else STREAM_BYTES
         found += [(least // each, "memory") for least in sorted(free)[:1]]
     return sorted(found)
@@ -101,7 +113,9 @@ async def run_load(order: LoadOrder) -> Report:
         trace=order.trace,
     )
     asker = RequestSender(
-        target=target, make_body=_make_bodies(order, model, texts), timeout_seconds=order.timeout_seconds
+        target=target,
+        make_body=_make_bodies(order, model, texts),
+        timeout_seconds=order.timeout_seconds,
     )
     clients = Clients(
         asker=asker,
@@ -109,7 +123,9 @@ async def run_load(order: LoadOrder) -> Report:
         most_requests=order.most_requests,
         requests_per_second=order.requests_per_second,
     )
-    run = LoadRun(concurrency=order.concurrency, seconds=order.seconds, clients=clients, sampling=sampling)
+    run = LoadRun(
+        concurrency=order.concurrency, seconds=order.seconds, clients=clients, sampling=sampling
+    )
 
     def stop() -> None:
         if clients.stopped:  # Ctrl-C again
@@ -165,7 +181,9 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
         processes=Processes(engine_port=find_port(order.page), monotonic=clock.monotonic).read
         if here
         else UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE).read,
-        probe=None if order.probe_dir is None or not here else ProbeReader(order.probe_dir, parse=parse_probe).read,
+        probe=None
+        if order.probe_dir is None or not here
+        else ProbeReader(order.probe_dir, parse=parse_probe).read,
         clock=clock,
     )
 
@@ -175,8 +193,14 @@ def _make_bodies(order: LoadOrder, model: str, texts: Sequence[str]) -> Callable
     make_prompt = build_prompts(order.shared_ratio, random)
 
     def body() -> bytes:
-        prompt = random.choice(texts) if texts else make_prompt(order.prompt_tokens.draw(random.random()))
+        prompt = (
+            random.choice(texts)
+            if texts
+            else make_prompt(order.prompt_tokens.draw(random.random()))
+        )
         image = None if order.image_size is None else draw_image(order.image_size, random)
-        return build_request_body(order.api, model, prompt, order.output_tokens.draw(random.random()), image)
+        return build_request_body(
+            order.api, model, prompt, order.output_tokens.draw(random.random()), image
+        )
 
     return body

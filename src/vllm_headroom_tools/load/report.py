@@ -21,14 +21,22 @@ TOLERATED_RATIO: Final = 0.01
 
 
 def list_faults(
-    outcomes: Counter[Outcome], ended: str | None, memory: Iterable[Mapping[str, Any]], *, stopped: bool
+    outcomes: Counter[Outcome],
+    ended: str | None,
+    memory: Iterable[Mapping[str, Any]],
+    *,
+    stopped: bool,
 ) -> Iterator[str]:
     """Yield what is not good: of the requests, of how the engine ended meanwhile, and of the series of memory."""
     if count := outcomes[Outcome.OUT_OF_MEMORY]:
         yield f"{count} answers were out of memory"
     if ended is not None:
         yield ended
-    had_time = outcomes.total() - outcomes[Outcome.NOT_SENT] - (outcomes[Outcome.UNFINISHED] if stopped else 0)
+    had_time = (
+        outcomes.total()
+        - outcomes[Outcome.NOT_SENT]
+        - (outcomes[Outcome.UNFINISHED] if stopped else 0)
+    )
     unserved = had_time - outcomes[Outcome.SUCCEEDED] - outcomes[Outcome.OUT_OF_MEMORY]
     if had_time and not outcomes[Outcome.SUCCEEDED]:
         yield "no request succeeded"
@@ -37,7 +45,11 @@ def list_faults(
     for series in memory:
         if series["verdict"] is LeakVerdict.LEAKING:
             on_gpu = "gpu" in series
-            whose = name_device(series["gpu"], series["uuid"]) if on_gpu else f"host memory of {series['process']}"
+            whose = (
+                name_device(series["gpu"], series["uuid"])
+                if on_gpu
+                else f"host memory of {series['process']}"
+            )
             yield f"{whose} leaks"
 
 
@@ -45,7 +57,13 @@ QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
 def build_report(
-    order: LoadOrder, model: str, steps: Sequence[Stage], whole: Observation, watch: LeakReplay, *, stopped: bool
+    order: LoadOrder,
+    model: str,
+    steps: Sequence[Stage],
+    whole: Observation,
+    watch: LeakReplay,
+    *,
+    stopped: bool,
 ) -> Report:
     """Return the report, in which None is what is unknown; `whole` has seen all, and the detector in `watch` too."""
     outcomes = sum((step.tally.outcomes for step in steps), Counter[Outcome]())
@@ -64,8 +82,12 @@ def build_report(
     if ended is not None and end is not None:
         ended = f"{ended}. {judge_ending(end)[0].sentence.removesuffix('.')}"
     found = list(list_faults(outcomes, ended, (*gpus, *host), stopped=stopped))
-    is_unsure = stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]  # one cut short is never good
-    verdict = Conclusion.NOT_GOOD if found else Conclusion.CANNOT_TELL if is_unsure else Conclusion.GOOD
+    is_unsure = (
+        stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]
+    )  # one cut short is never good
+    verdict = (
+        Conclusion.NOT_GOOD if found else Conclusion.CANNOT_TELL if is_unsure else Conclusion.GOOD
+    )
     unread = list(_list_unread(whole, str(order.page)))
     data = {
         "faults": found,
@@ -75,7 +97,10 @@ def build_report(
         "model": model,
         "asked": str(order),
         "requests": _count_requests(outcomes),
-        "said": [{"outcome": outcome, "text": text, "count": count} for (outcome, text), count in texts.most_common()],
+        "said": [
+            {"outcome": outcome, "text": text, "count": count}
+            for (outcome, text), count in texts.most_common()
+        ],
         "steps": [_describe_step(step) for step in steps],
         "preemptions": whole.count_growth(catalog.ENGINE_PREEMPTIONS),
         "gpus": gpus,
@@ -127,7 +152,10 @@ def _describe_step(step: Stage) -> dict[str, Any]:
     succeeded = tally.outcomes[Outcome.SUCCEEDED]
     running, waiting, kv_used = (
         None if span is None else span.most
-        for span in map(observed.engine, (catalog.ENGINE_RUNNING, catalog.ENGINE_WAITING, catalog.ENGINE_KV_USED))
+        for span in map(
+            observed.engine,
+            (catalog.ENGINE_RUNNING, catalog.ENGINE_WAITING, catalog.ENGINE_KV_USED),
+        )
     )
     return {
         "share": step.share,
@@ -160,7 +188,9 @@ def _describe_step(step: Stage) -> dict[str, Any]:
             }
             for index, uuid in sorted(observed.held)
         ],
-        "host": [{"process": role, "most_bytes": span.most} for (role,), span in observed.host.items()],
+        "host": [
+            {"process": role, "most_bytes": span.most} for (role,), span in observed.host.items()
+        ],
     }
 
 
@@ -231,7 +261,9 @@ def _render_text(found: Document) -> Iterator[str]:
     )
 
 
-def _list_rows(steps: Sequence[Document], requests: Document) -> Iterator[tuple[str, Iterable[str]]]:
+def _list_rows(
+    steps: Sequence[Document], requests: Document
+) -> Iterator[tuple[str, Iterable[str]]]:
     engines = [step["engine"] for step in steps]
     yield "step", (f"{step['share']:.0%}" for step in steps)
     yield "clients", (str(step["clients"]) for step in steps)
@@ -245,21 +277,33 @@ def _list_rows(steps: Sequence[Document], requests: Document) -> Iterator[tuple[
         for share in QUANTILES:
             yield f"{name}, {share}", [_format_latency(step[field][share]) for step in steps]
     yield "tokens of a request, in + out", map(_format_tokens, steps)
-    yield "tokens generated per second", (_format_number(step["generation_tokens_per_second"]) for step in steps)
+    yield (
+        "tokens generated per second",
+        (_format_number(step["generation_tokens_per_second"]) for step in steps),
+    )
     if any(step["offered_requests_per_second"] for step in steps):
-        yield "requests offered per second", (_format_number(step["offered_requests_per_second"]) for step in steps)
+        yield (
+            "requests offered per second",
+            (_format_number(step["offered_requests_per_second"]) for step in steps),
+        )
     yield "requests per second", (_format_number(step["requests_per_second"]) for step in steps)
     yield "running, at most", (_format_number(engine["running_most"]) for engine in engines)
     yield "waiting, at most", (_format_number(engine["waiting_most"]) for engine in engines)
     ratios = (engine["kv_used_ratio_most"] for engine in engines)
-    yield "KV cache used, at most", (UNKNOWN if ratio is None else f"{ratio:.1%}" for ratio in ratios)
+    yield (
+        "KV cache used, at most",
+        (UNKNOWN if ratio is None else f"{ratio:.1%}" for ratio in ratios),
+    )
     yield "preemptions", (_format_number(engine["preemptions"]) for engine in engines)
     for uuid, gpu in {gpu["uuid"]: gpu["gpu"] for step in steps for gpu in step["gpus"]}.items():
         for field, name in (
             ("held_most_bytes", "held, at most"),
             ("bytes_per_running_request", "held per running request"),
         ):
-            yield f"{name_device(gpu, uuid)} {name}", [_format_gpu(step, uuid, field) for step in steps]
+            yield (
+                f"{name_device(gpu, uuid)} {name}",
+                [_format_gpu(step, uuid, field) for step in steps],
+            )
 
 
 def _format_latency(seconds: float | None) -> str:
@@ -270,8 +314,16 @@ def _format_latency(seconds: float | None) -> str:
 
 
 def _format_tokens(step: Document) -> str:
-    served, prompt, generated = step["requests"][Outcome.SUCCEEDED], step["prompt_tokens"], step["generation_tokens"]
-    return f"{prompt / served:.0f} + {generated / served:.0f}" if served and prompt is not None else UNKNOWN
+    served, prompt, generated = (
+        step["requests"][Outcome.SUCCEEDED],
+        step["prompt_tokens"],
+        step["generation_tokens"],
+    )
+    return (
+        f"{prompt / served:.0f} + {generated / served:.0f}"
+        if served and prompt is not None
+        else UNKNOWN
+    )
 
 
 def _format_number(value: float | None) -> str:
@@ -289,19 +341,27 @@ def _format_memory(series: Document) -> str:
     delta, rate = series["delta_bytes"], series["delta_bytes_per_thousand_requests"]
     change = f"{'+' if delta >= 0 else ''}{format_size(delta)}"
     rate_text = "" if rate is None else f", {format_size(rate)} per thousand requests"
-    before, most, after = (format_size(series[field]) for field in ("before_bytes", "most_bytes", "after_bytes"))
+    before, most, after = (
+        format_size(series[field]) for field in ("before_bytes", "most_bytes", "after_bytes")
+    )
     return f"{_name_series(series)}: {before} before, {most} at most, {after} after: {change}{rate_text}"
 
 
 def _name_series(series: Document) -> str:
-    return f"GPU {series['gpu']} ({series['uuid']})" if "gpu" in series else f"Host memory of {series['process']}"
+    return (
+        f"GPU {series['gpu']} ({series['uuid']})"
+        if "gpu" in series
+        else f"Host memory of {series['process']}"
+    )
 
 
 def _format_growth(series: Document) -> str:
     if series["verdict"] == "cannot_tell":
         return f"Cannot tell whether it leaks: {series['reason']}"
     leak = series["leak_bytes_per_thousand_requests"]
-    rate_text = "" if leak is None else f", {format_size(leak)} per thousand requests by the detector"
+    rate_text = (
+        "" if leak is None else f", {format_size(leak)} per thousand requests by the detector"
+    )
     return f"{_name_series(series)}: {GROWTHS[series['verdict']]}: {series['reason']}{rate_text}"
 
 

@@ -133,7 +133,9 @@ class Observation:
         if isinstance(last, Failure):
             gone = "the engine is gone: its page refuses connections"
             return gone if last.reason is Reason.UNREACHABLE else None
-        began, ends = ({each.started_at_seconds for each in page.engines} - {None} for page in (first, last))
+        began, ends = (
+            {each.started_at_seconds for each in page.engines} - {None} for page in (first, last)
+        )
         return "the engine was restarted meanwhile" if began and ends and began != ends else None
 
     def bytes_per_request(self, labels: Labels) -> float | None:
@@ -144,7 +146,9 @@ class Observation:
 RECORD_SECONDS: Final = 10.0
 """A line takes microseconds, but this process may be short of CPU beside an engine that is not (seen: 4 s late)."""
 
-OTHER_MACHINE: Final = "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
+OTHER_MACHINE: Final = (
+    "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
+)
 
 
 class UnavailableSource:
@@ -168,7 +172,9 @@ class UnavailableSource:
 class Sampling:
     """Samples `parts` every `interval_seconds` into `trace`; `whole` and the detector in `watch` see all of it."""
 
-    def __init__(self, *, parts: Parts, selection: Selection, interval_seconds: float, trace: Path) -> None:
+    def __init__(
+        self, *, parts: Parts, selection: Selection, interval_seconds: float, trace: Path
+    ) -> None:
         self.whole = Observation()
         self.watch = LeakReplay()
         self._step = Observation()
@@ -179,7 +185,9 @@ class Sampling:
             sources=parts,
             parse=parse_engines,
             selection=selection,
-            derivations=tuple(each for each in build_derivations() if each is not LEAK),  # `watch` has the detector
+            derivations=tuple(
+                each for each in build_derivations() if each is not LEAK
+            ),  # `watch` has the detector
             clock=parts.clock,
             gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
         )
@@ -241,7 +249,9 @@ class Screen:
 
     def show(self, tally: Tally, elapsed_seconds: float, *, is_over: bool = False) -> None:
         """Show how far it has come, while there is a step, and if it is time for a line; the last bar stays."""
-        good, out_of_memory = (tally.outcomes[each] for each in (Outcome.SUCCEEDED, Outcome.OUT_OF_MEMORY))
+        good, out_of_memory = (
+            tally.outcomes[each] for each in (Outcome.SUCCEEDED, Outcome.OUT_OF_MEMORY)
+        )
         text = f"{tally.open} open, {good} succeeded, {tally.outcomes.total() - good - out_of_memory} not"
         text += f", {out_of_memory} OUT OF MEMORY" if out_of_memory else ""
         if self._bar is not None:
@@ -312,13 +322,20 @@ class LoadRun:
         count, observed = count_streams(self.concurrency, share), Observation()
         await self._sample(self.sampling.look(observed))
         tally = self._tally = Tally(monotonic())
-        self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)
+        self.screen.begin(
+            f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds
+        )
         await self.clients.run(count, self.seconds, tally, share)
         seconds = monotonic() - tally.began_seconds
         await self._sample(self.sampling.tick())
         self.screen.show(tally, seconds, is_over=True)
         return Stage(
-            share=share, clients=count, rate=self.clients.rate, seconds=seconds, tally=tally, observed=observed
+            share=share,
+            clients=count,
+            rate=self.clients.rate,
+            seconds=seconds,
+            tally=tally,
+            observed=observed,
         )
 
     async def _sample(self, sample: Coroutine[Any, Any, None]) -> None:

@@ -67,7 +67,9 @@ def shorten_text(text: str) -> str:
 
 def _build_failure(said: str, text: str, otherwise: Outcome) -> Completion:
     outcome = Outcome.OUT_OF_MEMORY if OUT_OF_MEMORY.search(said) else otherwise
-    return Completion(outcome=outcome, text=shorten_text(text), engine_dead=ENGINE_DEAD.search(said) is not None)
+    return Completion(
+        outcome=outcome, text=shorten_text(text), engine_dead=ENGINE_DEAD.search(said) is not None
+    )
 
 
 DONE: Final = b"[DONE]"
@@ -121,11 +123,17 @@ class Stream:
         if self._error is not None:
             return _build_failure(self._error, self._error, Outcome.FAILED)
         if not self._done:
-            text = "it answered 200 with no stream of events" if self.first_seconds is None else "no [DONE] at the end"
+            text = (
+                "it answered 200 with no stream of events"
+                if self.first_seconds is None
+                else "no [DONE] at the end"
+            )
             return Completion(outcome=Outcome.FAILED, text=text)
         counts = (self._usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
         prompt, generated = (count if isinstance(count, int) else None for count in counts)
-        return Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=prompt, generation_tokens=generated)
+        return Completion(
+            outcome=Outcome.SUCCEEDED, prompt_tokens=prompt, generation_tokens=generated
+        )
 
     def _take(self, said: dict[str, Any], now: float) -> None:
         choices, error = said.get("choices"), None

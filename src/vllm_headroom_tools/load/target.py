@@ -64,9 +64,15 @@ def read_prompts(file: Path) -> tuple[str, ...]:
         raise BadInput(f"--prompts {file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
         entries = [_parse_line(line) for line in content.decode(errors="replace").splitlines()]
-    found = tuple(text for each in entries if (text := find_prompt(each))) if isinstance(entries, list) else ()
+    found = (
+        tuple(text for each in entries if (text := find_prompt(each)))
+        if isinstance(entries, list)
+        else ()
+    )
     if not found:
-        raise BadInput(f"--prompts {file}: has no prompt: needs ShareGPT's `conversations`, `prompt`, or lines of text")
+        raise BadInput(
+            f"--prompts {file}: has no prompt: needs ShareGPT's `conversations`, `prompt`, or lines of text"
+        )
     return found
 
 
@@ -79,7 +85,9 @@ def _parse_line(line: str) -> object:
 def find_prompt(entry: object) -> str:
     """Return what an entry of a dataset asks first, an empty text where it asks nothing."""
     if isinstance(entry, dict):
-        said = next((entry[key] for key in ("prompt", "conversations", "messages") if key in entry), "")
+        said = next(
+            (entry[key] for key in ("prompt", "conversations", "messages") if key in entry), ""
+        )
         asked = said[0] if isinstance(said, list) and said else said
         entry = asked.get("value", asked.get("content")) if isinstance(asked, dict) else asked
     return entry if isinstance(entry, str) else ""
@@ -114,7 +122,9 @@ def build_prompts(shared_ratio: float, random: Random) -> Callable[[int], str]:
 
     def make(words: int) -> str:
         shared, rings = round(shared_ratio * words), words // RING_WORDS + 1
-        first = random.choices(WORDS, k=min(words - shared, 5))  # 10**10 beginnings, so none is in a cache
+        first = random.choices(
+            WORDS, k=min(words - shared, 5)
+        )  # 10**10 beginnings, so none is in a cache
         begin = random.randrange(RING_WORDS)
         rest = (ring * (rings + 1))[begin : begin + words - shared - len(first)]
         return " ".join((*(common * rings)[:shared], *first, *rest))
@@ -140,7 +150,9 @@ def draw_image(size: tuple[int, int], random: Random) -> bytes:
     """Return a PNG of coloured squares, unlike any before, so that no cache of the server has it."""
     (width, height), rows = size, b""
     for top in range(0, height, BLOCK_PIXELS):
-        row = b"".join(random.randbytes(3) * BLOCK_PIXELS for _ in range(0, width, BLOCK_PIXELS))[: 3 * width]
+        row = b"".join(random.randbytes(3) * BLOCK_PIXELS for _ in range(0, width, BLOCK_PIXELS))[
+            : 3 * width
+        ]
         rows += (b"\0" + row) * min(BLOCK_PIXELS, height - top)
     parts = (
         (b"IHDR", struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)),
@@ -148,7 +160,8 @@ def draw_image(size: tuple[int, int], random: Random) -> bytes:
         (b"IEND", b""),
     )
     chunks = (
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
@@ -163,9 +176,14 @@ def build_request_body(
     content: object = prompt
     if image is not None:
         url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
-        content = [{"type": "text", "text": prompt}, {"type": "image_url", "image_url": {"url": url}}]
+        content = [
+            {"type": "text", "text": prompt},
+            {"type": "image_url", "image_url": {"url": url}},
+        ]
     asked: dict[str, Any] = (
-        {"prompt": prompt} if api is CompletionApi.COMPLETIONS else {"messages": [{"role": "user", "content": content}]}
+        {"prompt": prompt}
+        if api is CompletionApi.COMPLETIONS
+        else {"messages": [{"role": "user", "content": content}]}
     )
     how = {
         "model": model,
@@ -183,7 +201,10 @@ PATIENCE_SECONDS: Final = 15.0
 MOST_LIST_BYTES: Final = 2**20
 """Of the list of models, some 500 bytes each."""
 
-PATHS: Final = {CompletionApi.COMPLETIONS: "/v1/completions", CompletionApi.CHAT: "/v1/chat/completions"}
+PATHS: Final = {
+    CompletionApi.COMPLETIONS: "/v1/completions",
+    CompletionApi.CHAT: "/v1/chat/completions",
+}
 
 
 class Target(Struct, frozen=True, kw_only=True):
@@ -209,7 +230,9 @@ def join_path(url: httpx.URL, path: str) -> httpx.URL:
     return url.copy_with(path=url.path.rstrip("/") + path)
 
 
-async def find_target(url: httpx.URL, api: CompletionApi, tls: ssl.SSLContext | None, bearer: str | None) -> Target:
+async def find_target(
+    url: httpx.URL, api: CompletionApi, tls: ssl.SSLContext | None, bearer: str | None
+) -> Target:
     """Return the first address of the host that takes a connection; raises BadInput where none does."""
     loop, port = asyncio.get_running_loop(), find_port(url)
     try:
@@ -229,10 +252,16 @@ async def find_target(url: httpx.URL, api: CompletionApi, tls: ssl.SSLContext | 
             problem = error
             continue
         transport.abort()
-        headers = [("Host", url.netloc.decode()), ("User-Agent", "vllm-headroom"), ("Content-Type", "application/json")]
+        headers = [
+            ("Host", url.netloc.decode()),
+            ("User-Agent", "vllm-headroom"),
+            ("Content-Type", "application/json"),
+        ]
         headers += [("Authorization", f"Bearer {bearer}")] if bearer else []
         path = join_path(url, PATHS[api]).raw_path.decode()
-        return Target(address=(host, port), host=url.host, path=path, headers=tuple(headers), tls=tls)
+        return Target(
+            address=(host, port), host=url.host, path=path, headers=tuple(headers), tls=tls
+        )
     raise BadInput(_describe_failure(problem, url))
 
 
@@ -246,8 +275,12 @@ async def fetch_model(url: httpx.URL, target: Target) -> Model:
 
     def read() -> tuple[int, bytearray | Reason]:
         with (
-            httpx.Client(verify=target.tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client,
-            client.stream("GET", where, headers=[*target.headers, ("Accept-Encoding", "identity")]) as answer,
+            httpx.Client(
+                verify=target.tls or True, trust_env=False, timeout=PATIENCE_SECONDS
+            ) as client,
+            client.stream(
+                "GET", where, headers=[*target.headers, ("Accept-Encoding", "identity")]
+            ) as answer,
         ):
             return answer.status_code, read_body(answer, MOST_LIST_BYTES)
 
@@ -256,7 +289,9 @@ async def fetch_model(url: httpx.URL, target: Target) -> Model:
     except (httpx.HTTPError, OSError) as error:
         raise BadInput(f"{_describe_failure(error, where)}, or name a --model") from error
     if status != httpx.codes.OK:
-        raise BadInput(f"{where} answers {status}: name a --model, or an --engine-bearer-token-file if it asks for one")
+        raise BadInput(
+            f"{where} answers {status}: name a --model, or an --engine-bearer-token-file if it asks for one"
+        )
     model = None if isinstance(body, Reason) else parse_first_model(body)
     if model is None:
         raise BadInput(f"{where}: lists no model: name a --model")
@@ -294,6 +329,14 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         shared = f", {self.shared_ratio:.0%} of them shared" if self.shared_ratio else ""
-        asked = f"of about {self.prompt_tokens} tokens{shared}" if self.prompts is None else f"of {self.prompts}"
-        image = "" if self.image_size is None else " and an image of {}x{} pixels".format(*self.image_size)
+        asked = (
+            f"of about {self.prompt_tokens} tokens{shared}"
+            if self.prompts is None
+            else f"of {self.prompts}"
+        )
+        image = (
+            ""
+            if self.image_size is None
+            else " and an image of {}x{} pixels".format(*self.image_size)
+        )
         return f"{self.api}, prompts {asked}{image}, answers of {self.output_tokens}"

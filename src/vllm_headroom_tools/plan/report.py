@@ -18,7 +18,13 @@ from vllm_headroom_tools.plan.verdict import (
     list_notes,
     list_unknown,
 )
-from vllm_headroom_tools.sizing.estimate import MemoryEstimate, Range, can_start, list_longest, list_most
+from vllm_headroom_tools.sizing.estimate import (
+    MemoryEstimate,
+    Range,
+    can_start,
+    list_longest,
+    list_most,
+)
 from vllm_headroom_tools.sizing.question import UTILIZATION
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 from vllm_headroom_tools.trace import BadInput
@@ -35,7 +41,9 @@ def build_report(found: MemoryEstimate, measured: EngineParts | None) -> Report:
     Bytes are of each GPU unless their name says otherwise, and null is what is not known.
     """
     fits = can_start(found)
-    verdict = Conclusion.CANNOT_TELL if fits is None else Conclusion.GOOD if fits else Conclusion.NOT_GOOD
+    verdict = (
+        Conclusion.CANNOT_TELL if fits is None else Conclusion.GOOD if fits else Conclusion.NOT_GOOD
+    )
     headline = explain_verdict(found)
     changes = () if fits else find_changes(found)
     pairs: tuple[Pair, ...] = ()
@@ -54,12 +62,16 @@ def build_report(found: MemoryEstimate, measured: EngineParts | None) -> Report:
         verdict=verdict,
         headline=headline,
         findings=(Finding("fits", verdict, headline, fix), *notes),
-        data={"fits": fits} | _build_data(found, changes) | ({"measured": measured_bytes} if pairs else {}),
+        data={"fits": fits}
+        | _build_data(found, changes)
+        | ({"measured": measured_bytes} if pairs else {}),
         lines=_render_text(found, changes, pairs),
     )
 
 
-def _render_text(found: MemoryEstimate, changes: Sequence[Saving], pairs: Iterable[Pair]) -> Iterator[str]:
+def _render_text(
+    found: MemoryEstimate, changes: Sequence[Saving], pairs: Iterable[Pair]
+) -> Iterator[str]:
     tables: list[str] = []
     if found.blocks:
         tables = [
@@ -69,7 +81,8 @@ def _render_text(found: MemoryEstimate, changes: Sequence[Saving], pairs: Iterab
             *_format_table(("max_model_len", "max_num_seqs"), list_most(found)),
         ]
     measured = [
-        f"  {name:<22}{format_amount(planned):>17}{format_amount(amount):>12}" for name, planned, amount in pairs
+        f"  {name:<22}{format_amount(planned):>17}{format_amount(amount):>12}"
+        for name, planned, amount in pairs
     ]
     head = [f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"] if measured else []
     yield from join_paragraphs(
@@ -94,7 +107,9 @@ def _format_heading(found: MemoryEstimate) -> Iterator[str]:
     else:
         model.append(f"{shape.heads.count} KV heads of {shape.heads.key_size}")
     if shape.windowed_layers:
-        model.append(f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens")
+        model.append(
+            f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens"
+        )
     if shape.stateful_layers:
         model.append(f"{shape.stateful_layers} layers with a state")
     yield f"The model: {', '.join(model)}, {shape.quantisation or f'{shape.dtype_bytes * 8:.0f} bits'}."
@@ -104,7 +119,11 @@ def _format_heading(found: MemoryEstimate) -> Iterator[str]:
         ("data", question.data_parallel_size),
     )
     ways = ", ".join(f"{name} parallel {count}" for name, count in spread if count > 1)
-    card = "size not given" if question.gpu_memory_bytes is None else format_gib(question.gpu_memory_bytes)
+    card = (
+        "size not given"
+        if question.gpu_memory_bytes is None
+        else format_gib(question.gpu_memory_bytes)
+    )
     yield f"On {question.gpus} GPU{'s' if question.gpus > 1 else ''}, {card}{f' each, {ways}' if ways else ''}."
 
 
@@ -112,8 +131,12 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     question = found.question
     yield f"{'Of each GPU':<44}GiB"
     if found.budget is not None:
-        usual = "vLLM's default since 0.20" if question.gpu_memory_utilization == UTILIZATION else ""
-        yield from _format_line(f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual)
+        usual = (
+            "vLLM's default since 0.20" if question.gpu_memory_utilization == UTILIZATION else ""
+        )
+        yield from _format_line(
+            f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual
+        )
     source = "from the checkpoint's size"
     if question.checkpoint_bytes is None and question.parameters is not None:
         source = f"{question.parameters / 10**9:,.2f} billion parameters"
@@ -122,24 +145,39 @@ def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     yield from _format_line("weights", found.weights, source)
     if question.max_loras:
         yield from _format_line(
-            "  of them for LoRA", question.adapters_bytes, f"{question.max_loras} of rank {question.max_lora_rank}"
+            "  of them for LoRA",
+            question.adapters_bytes,
+            f"{question.max_loras} of rank {question.max_lora_rank}",
         )
     if question.cpu_offload_bytes:
         yield from _format_line("  beside them on the host", question.cpu_offload_bytes)
-    batch, logits = f"{question.max_num_batched_tokens:,} tokens", f"the logits of {question.max_num_seqs:,} sequences"
-    items = f", {question.encoder_items} images" if question.largest else ""
-    yield from _format_line("activations", found.activations, f"{batch} in a batch{items}, or {logits}")
-    yield from _format_line("CUDA graphs", found.graphs)
-    yield from _format_line("CUDA libraries", found.rest, "the sampler, and what the driver reserves")
-    left = (
-        None if found.kv_cache is None else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
+    batch, logits = (
+        f"{question.max_num_batched_tokens:,} tokens",
+        f"the logits of {question.max_num_seqs:,} sequences",
     )
-    yield from _format_line("KV cache", left, "as set" if question.kv_cache_memory_bytes else "what is left")
+    items = f", {question.encoder_items} images" if question.largest else ""
+    yield from _format_line(
+        "activations", found.activations, f"{batch} in a batch{items}, or {logits}"
+    )
+    yield from _format_line("CUDA graphs", found.graphs)
+    yield from _format_line(
+        "CUDA libraries", found.rest, "the sampler, and what the driver reserves"
+    )
+    left = (
+        None
+        if found.kv_cache is None
+        else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
+    )
+    yield from _format_line(
+        "KV cache", left, "as set" if question.kv_cache_memory_bytes else "what is left"
+    )
     besides = ("CUDA context", *(("NCCL",) if question.gpus > 1 else ()))
     besides += ("the system", "vLLM's own processes") if question.unified_memory else ()
     yield from _format_line("beside the budget", found.outside, ", ".join(besides))
     if question.host_memory_bytes or question.cpu_offload_bytes or question.kv_offloading_bytes:
-        yield from _format_line("host memory of all", found.host, "offloads take up to 1.92 times their size")
+        yield from _format_line(
+            "host memory of all", found.host, "offloads take up to 1.92 times their size"
+        )
 
 
 def _format_line(name: str, amount: float | Range | None, remark: str = "") -> list[str]:
@@ -249,12 +287,18 @@ def _build_data(found: MemoryEstimate, changes: Iterable[Saving]) -> dict[str, A
         "sequence_bytes": None if length is None else found.count_sequence_bytes(length),
         "sequences_at_max_model_len": None if length is None else found.count_sequences(length),
         "sequences_at_typical_len": found.count_sequences(question.typical_len),
-        "all_at_once_bytes": None if length is None else sequences * found.count_sequence_bytes(length),
-        "all_at_once_blocks": None if length is None else sequences * found.layout.count_blocks(length),
+        "all_at_once_bytes": None
+        if length is None
+        else sequences * found.count_sequence_bytes(length),
+        "all_at_once_blocks": None
+        if length is None
+        else sequences * found.layout.count_blocks(length),
         "largest_max_model_len": [
             {"max_num_seqs": count, "max_model_len": size} for count, size in list_longest(found)
         ],
-        "largest_max_num_seqs": [{"max_model_len": size, "max_num_seqs": count} for size, count in list_most(found)],
+        "largest_max_num_seqs": [
+            {"max_model_len": size, "max_num_seqs": count} for size, count in list_most(found)
+        ],
     }
 
 

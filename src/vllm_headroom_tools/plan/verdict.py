@@ -26,11 +26,20 @@ def list_unknown(found: MemoryEstimate) -> list[str]:
     question = found.question
     kind = question.shape.unknown_type
     needs = (
-        (None if kind else "", f"what models of type {kind!r} keep (--layers, --kv-heads and --head-size say it)"),
+        (
+            None if kind else "",
+            f"what models of type {kind!r} keep (--layers, --kv-heads and --head-size say it)",
+        ),
         (question.gpu_memory_bytes, "the card (--gpu-memory)"),
         (found.weights, "the weights (--parameters)"),
-        (None if question.has_more_weights else "", "the image or audio encoder's weights (--parameters)"),
-        (None if question.has_more_activations else "", "its largest image or sound (else --language-model-only)"),
+        (
+            None if question.has_more_weights else "",
+            "the image or audio encoder's weights (--parameters)",
+        ),
+        (
+            None if question.has_more_activations else "",
+            "its largest image or sound (else --language-model-only)",
+        ),
         (found.activations, "the activations (--hidden-size and --vocabulary)"),
         (question.max_model_len, "the length (--max-model-len)"),
     )
@@ -47,7 +56,9 @@ def explain_verdict(found: MemoryEstimate) -> str:
     if missing:
         return f"Cannot tell whether it fits: not known {'is' if len(missing) == 1 else 'are'} {', '.join(missing)}."
     if host is not None and found.host.high > host:
-        margin = f"vLLM's processes need {format_range(found.host)} GiB of the host's {format_gib(host)}"
+        margin = (
+            f"vLLM's processes need {format_range(found.host)} GiB of the host's {format_gib(host)}"
+        )
     elif found.kv_cache is None or found.budget is None:
         margin = "with the higher estimates it is more than the card has"
     else:
@@ -135,7 +146,11 @@ def _note_omissions(found: MemoryEstimate) -> Iterator[str]:
     if question.draft is not None:
         yield "The draft model is counted whole; one that shares its embeddings takes less."
     if question.unified_memory:
-        offloaded = "; weights that are offloaded lie in the same memory" if question.cpu_offload_bytes else ""
+        offloaded = (
+            "; weights that are offloaded lie in the same memory"
+            if question.cpu_offload_bytes
+            else ""
+        )
         yield (
             f"{format_gib(LEFT_TO_THE_MACHINE_BYTES)} of the machine's one memory are left to its system and to vLLM's"
             f" own processes{offloaded}. Swap and zram count as no room."
@@ -144,7 +159,11 @@ def _note_omissions(found: MemoryEstimate) -> Iterator[str]:
             "While vLLM loads, the page cache of the weights' files takes this memory too, and an allocation can fail"
             " although the rest is available (vllm-project/vllm#54200): drop the page cache while it loads."
         )
-    elif card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
+    elif (
+        card is not None
+        and budget is not None
+        and found.outside.low <= card - budget < found.outside.high
+    ):
         takes = f"Beside its budget vLLM takes {format_range(found.outside)} GiB of the card"
         yield f"{takes}, and {format_gib(card - budget)} are left for that."
 
@@ -198,13 +217,25 @@ def _shorten(question: Question) -> Iterator[tuple[Settings, str, Question]]:
 
 def _list_options(question: Question) -> Iterator[tuple[Settings, str, Question]]:
     shape, dtype, host = question.shape, question.kv_cache_dtype, question.host_memory_bytes
-    for halvings in range(1, question.max_num_seqs.bit_length()):  # sampling needs room for the logits of each
+    for halvings in range(
+        1, question.max_num_seqs.bit_length()
+    ):  # sampling needs room for the logits of each
         sequences = question.max_num_seqs >> halvings
-        yield (("--max-num-seqs", str(sequences)),), "more requests wait", replace(question, max_num_seqs=sequences)
+        yield (
+            (("--max-num-seqs", str(sequences)),),
+            "more requests wait",
+            replace(question, max_num_seqs=sequences),
+        )
     if question.kv_cache_memory_bytes is None:
         yield from _change_share(question)
-    if dtype in {"float16", "bfloat16"} or (dtype == "auto" and shape.kv_dtype_bytes >= SIXTEEN_BITS):
-        yield (("--kv-cache-dtype", "fp8"),), "keys and values are rounded", replace(question, kv_cache_dtype="fp8")
+    if dtype in {"float16", "bfloat16"} or (
+        dtype == "auto" and shape.kv_dtype_bytes >= SIXTEEN_BITS
+    ):
+        yield (
+            (("--kv-cache-dtype", "fp8"),),
+            "keys and values are rounded",
+            replace(question, kv_cache_dtype="fp8"),
+        )
     if shape.quantisation is None:
         rounded = replace(question, shape=shape.apply_quantisation("fp8", 1.0))
         yield (("--quantization", "fp8"),), "weights are rounded", rounded
@@ -212,10 +243,18 @@ def _list_options(question: Question) -> Iterator[tuple[Settings, str, Question]
         rest = estimate_host(replace(question, kv_offloading_bytes=0)).high
         spare = max(0, floor((host - rest) / OFFLOAD_HIGH / question.data_parallel_size / GIB))
         price = "fewer prefixes are kept" if spare else "no prefix is kept on the host"
-        yield (("--kv-offloading-size", str(spare)),), price, replace(question, kv_offloading_bytes=spare * GIB)
+        yield (
+            (("--kv-offloading-size", str(spare)),),
+            price,
+            replace(question, kv_offloading_bytes=spare * GIB),
+        )
     for ranks in range(question.tensor_parallel_size + 1, 64 + 1):
         wider = replace(question, tensor_parallel_size=ranks)
-        yield (("--tensor-parallel-size", str(ranks)),), f"{wider.gpus} GPUs instead of {question.gpus}", wider
+        yield (
+            (("--tensor-parallel-size", str(ranks)),),
+            f"{wider.gpus} GPUs instead of {question.gpus}",
+            wider,
+        )
 
 
 def _change_share(question: Question) -> Iterator[tuple[Settings, str, Question]]:
@@ -226,4 +265,8 @@ def _change_share(question: Question) -> Iterator[tuple[Settings, str, Question]
         share = floor((card - estimate_outside(question).high) / card * 100) / 100
         price = "the system and vLLM's own processes keep what they need"
     if share > (0 if is_unified else question.gpu_memory_utilization):
-        yield (("--gpu-memory-utilization", str(share)),), price, replace(question, gpu_memory_utilization=share)
+        yield (
+            (("--gpu-memory-utilization", str(share)),),
+            price,
+            replace(question, gpu_memory_utilization=share),
+        )

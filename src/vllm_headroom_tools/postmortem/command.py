@@ -18,7 +18,13 @@ from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.history import Curves, LeakReplay, Moment
 from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
-from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, Timeline, build_page, build_report
+from vllm_headroom_tools.postmortem.report import (
+    NO_INCIDENT,
+    Postmortem,
+    Timeline,
+    build_page,
+    build_report,
+)
 from vllm_headroom_tools.trace import BadInput, read_lines, read_trace
 
 SAME_SECONDS: Final = 0.5
@@ -58,7 +64,9 @@ class Follower:
         self.silent = self._was_read and snapshot.page is None
         return snapshot
 
-    def _build_due(self, known: Incident, snapshot: Snapshot, event: Ending | None, before: RunState) -> Ending | None:
+    def _build_due(
+        self, known: Incident, snapshot: Snapshot, event: Ending | None, before: RunState
+    ) -> Ending | None:
         """Return the incident's event at its time, or at the first sample after it; else None."""
         late = snapshot.time_seconds - known.t
         if not (abs(late) <= SAME_SECONDS or (self.ending is None and late > 0)):
@@ -69,15 +77,23 @@ class Follower:
             run, reason = self.watch.run.lives.present, None
             age = None if snapshot.life is None else snapshot.life.progress_age_seconds
         gpus = describe_gpus(before.case, run, snapshot)
-        return build_ending(before.case, run, snapshot, known.what, reason=reason, gpus=gpus, age_seconds=age)
+        return build_ending(
+            before.case, run, snapshot, known.what, reason=reason, gpus=gpus, age_seconds=age
+        )
 
     def _add_leak(self, gpu: GpuAtEnd) -> GpuAtEnd:
         state, moment = self._leaks.get(gpu.uuid, (LeakState.UNKNOWN, None))
-        return replace(gpu, leak=state, leak_bytes_per_request=None if moment is None else moment.bytes_per_request)
+        return replace(
+            gpu,
+            leak=state,
+            leak_bytes_per_request=None if moment is None else moment.bytes_per_request,
+        )
 
 
 NOTHING: Final = Diagnosis(
-    cause=EndCause.NOTHING, sureness=Sureness.LIKELY, sentence="There is no exit of an engine here, and no stall."
+    cause=EndCause.NOTHING,
+    sureness=Sureness.LIKELY,
+    sentence="There is no exit of an engine here, and no stall.",
 )
 
 
@@ -97,7 +113,9 @@ def _options(parser: Parser) -> None:
         type=Value(read=FILE.read, accepts="the path of a file or a folder"),
         help="an incident, a trace, or a folder",
     )
-    parser.add_argument("--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file")
+    parser.add_argument(
+        "--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file"
+    )
 
 
 def find_trace(given: Path) -> Path:
@@ -112,7 +130,9 @@ def find_trace(given: Path) -> Path:
         return found[-1]
     record = given / FLIGHT
     hint = f"; {record} is the newest record" if record.exists() else ""
-    raise BadInput(f"{given}: has no incident, which the daemon saves when the engine exits or stalls{hint}")
+    raise BadInput(
+        f"{given}: has no incident, which the daemon saves when the engine exits or stalls{hint}"
+    )
 
 
 def read_facts(file: Path) -> Incident | None:

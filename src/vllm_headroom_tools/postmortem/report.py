@@ -11,10 +11,26 @@ from msgspec import Struct, to_builtins
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Frame, Point, escape_text
 from vllm_headroom.expose.page import PAGE_STYLE
-from vllm_headroom.model import Diagnosis, Ending, EngineReading, GpuAtEnd, GpuReading, Snapshot, name_device
+from vllm_headroom.model import (
+    Diagnosis,
+    Ending,
+    EngineReading,
+    GpuAtEnd,
+    GpuReading,
+    Snapshot,
+    name_device,
+)
 from vllm_headroom.trace.incident import MOST_SHOWN, Incident, format_amount
 from vllm_headroom.units import GIB, format_duration, format_instant, format_size
-from vllm_headroom.vocabulary import EndCause, EngineState, IncidentKind, LeakState, Level, Situation, Sureness
+from vllm_headroom.vocabulary import (
+    EndCause,
+    EngineState,
+    IncidentKind,
+    LeakState,
+    Level,
+    Situation,
+    Sureness,
+)
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import Curves, LeakReplay
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
@@ -30,7 +46,10 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
     EndCause.LEAK: (
         ("No option fixes a leak: restart before the GPU is full, and upgrade vLLM", None),
         ("Report it to vLLM, with the figures above", REPORT),
-        ("Have HeadroomOutOfMemorySoon page somebody next time (alerts/runbooks/HeadroomOutOfMemorySoon.md)", None),
+        (
+            "Have HeadroomOutOfMemorySoon page somebody next time (alerts/runbooks/HeadroomOutOfMemorySoon.md)",
+            None,
+        ),
     ),
     EndCause.BURST: (
         ("Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs", CONSERVE),
@@ -46,15 +65,24 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
     ),
     EndCause.NEVER_FITTED: (
         ("Run `vllm-headroom preflight` and `vllm-headroom plan` before the next start", None),
-        ("Lower --gpu-memory-utilization where others hold memory, else raise --tensor-parallel-size", CONSERVE),
+        (
+            "Lower --gpu-memory-utilization where others hold memory, else raise --tensor-parallel-size",
+            CONSERVE,
+        ),
     ),
     EndCause.HANG: (
         ("Take a stack of every process before the restart: py-spy dump --pid PID", TROUBLE),
         ("Look for an XID and for NCCL in the logs", XIDS),
     ),
-    EndCause.CRASH: ((LOGS, TROUBLE), ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XIDS)),
+    EndCause.CRASH: (
+        (LOGS, TROUBLE),
+        ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XIDS),
+    ),
     EndCause.STOPPED: (
-        ("Running requests were cut off: drain the engine first, or give vLLM --shutdown-timeout", None),
+        (
+            "Running requests were cut off: drain the engine first, or give vLLM --shutdown-timeout",
+            None,
+        ),
     ),
     EndCause.IDLE: (
         ("Nothing, if it was planned: see kubectl get events", None),
@@ -111,7 +139,10 @@ class Timeline:
                 self._moments.append((now, f"{first}{STATES[life.state]}"))
             self._state = life.state
         for index, uuid, course in watch.gpus:
-            if course.state in (LeakState.GROWING, LeakState.LEAKING) and self._leaks.get(uuid) is not course.state:
+            if (
+                course.state in (LeakState.GROWING, LeakState.LEAKING)
+                and self._leaks.get(uuid) is not course.state
+            ):
                 verb = "leaks" if course.state is LeakState.LEAKING else "may leak"
                 self._moments.append((now, f"by this record {name_device(index, uuid)} {verb}"))
             self._leaks[uuid] = course.state
@@ -121,7 +152,9 @@ class Timeline:
 
     def list_entries(self, known: Incident) -> tuple[tuple[float, str], ...]:
         """Return the entries, with the XIDs of the incident."""
-        xids = [(each.t, f"the driver reported XID {each.xid} on {each.uuid}") for each in known.xids]
+        xids = [
+            (each.t, f"the driver reported XID {each.xid} on {each.uuid}") for each in known.xids
+        ]
         return tuple(sorted((*self._moments, *xids[-MOST_SHOWN:])))
 
     def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
@@ -147,7 +180,10 @@ def list_numbers(end: Ending, known: Incident) -> Iterator[Line]:
         began = "" if end.began_seconds is None else f"began {format_instant(end.began_seconds)}, "
         yield "this run", f"{began}seen for {format_duration(end.seen_seconds)}"
     for engine in end.engines:
-        yield f"{engine.model_name} / {engine.engine}", ", ".join(_describe_engine(engine)) or "no figures"
+        yield (
+            f"{engine.model_name} / {engine.engine}",
+            ", ".join(_describe_engine(engine)) or "no figures",
+        )
     for gpu in end.gpus:
         yield gpu.called, ", ".join(_describe_gpu(gpu))
     for holder in known.before.holders[-MOST_HOLDERS:]:
@@ -155,7 +191,9 @@ def list_numbers(end: Ending, known: Incident) -> Iterator[Line]:
     devices = ((process, each) for process in known.before.probe for each in process.devices)
     for process, each in islice(devices, MOST_HOLDERS):
         sizes = (("allocated", each.allocated_bytes), ("reserved", each.reserved_bytes))
-        held = ", ".join(f"{word} {format_size(n_bytes)}" for word, n_bytes in sizes if n_bytes is not None)
+        held = ", ".join(
+            f"{word} {format_size(n_bytes)}" for word, n_bytes in sizes if n_bytes is not None
+        )
         yield "held by torch", f"{each.uuid} pid {process.pid} {process.role}: {held}"
     yield from _list_grown(known)
     if known.version is not None:
@@ -164,9 +202,18 @@ def list_numbers(end: Ending, known: Incident) -> Iterator[Line]:
 
 def _list_grown(known: Incident) -> Iterator[Line]:
     for each in known.before.mappings[-MOST_HOLDERS:]:
-        kinds = ", ".join(f"{format_size(n_bytes)} in {kind}" for kind, n_bytes in each.kinds.items())
-        taken = "" if each.since is None or each.t is None else f" in {format_duration(max(0, each.t - each.since))}"
-        yield "host growth", f"{each.role or 'process'} pid {each.pid}{taken}: {kinds or 'no kind of mapping'}"
+        kinds = ", ".join(
+            f"{format_size(n_bytes)} in {kind}" for kind, n_bytes in each.kinds.items()
+        )
+        taken = (
+            ""
+            if each.since is None or each.t is None
+            else f" in {format_duration(max(0, each.t - each.since))}"
+        )
+        yield (
+            "host growth",
+            f"{each.role or 'process'} pid {each.pid}{taken}: {kinds or 'no kind of mapping'}",
+        )
 
 
 def _describe_engine(engine: EngineReading) -> Iterator[str]:
@@ -191,7 +238,9 @@ def _describe_gpu(gpu: GpuAtEnd) -> Iterator[str]:
         ("more than at first", gpu.grown_bytes),
         ("held by others", gpu.last_other_bytes),
     )
-    yield from (f"{format_size(max(0, n_bytes))} {word}" for word, n_bytes in known if n_bytes is not None)
+    yield from (
+        f"{format_size(max(0, n_bytes))} {word}" for word, n_bytes in known if n_bytes is not None
+    )
     yield f"leak detector: {gpu.leak}"
 
 
@@ -219,7 +268,12 @@ def build_report(found: Postmortem) -> Report:
         verdict=_conclude(found.answer),
         headline=headline,
         findings=[
-            Finding(each.cause, _conclude(each), _describe(each), tuple(what for what, _ in TODO[each.cause]))
+            Finding(
+                each.cause,
+                _conclude(each),
+                _describe(each),
+                tuple(what for what, _ in TODO[each.cause]),
+            )
             for each in found.findings
         ],
         data=_build_data(found),
@@ -244,18 +298,30 @@ def _render_text(report: Postmortem, headline: str) -> Iterator[str]:
     sections = []
     for title, lines in list_sections(report, LAST_LINES):
         columns = max((len(head) for head, _ in lines), default=0)
-        shown = [wrap_text(f"  {head:<{columns}}  ", body) if head else [f"  {body}"] for head, body in lines]
+        shown = [
+            wrap_text(f"  {head:<{columns}}  ", body) if head else [f"  {body}"]
+            for head, body in lines
+        ]
         sections.append([title, *chain(*shown)] if lines else [])
     yield from join_paragraphs(((*wrap_text("", headline, indent=2), *seen), also, *sections))
 
 
 def list_sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
     """Yield headings and their lines, possibly none."""
-    yield "The sidecar's verdicts then", [("", each.sentence) for each in report.known.before.verdicts[-MOST_SHOWN:]]
+    yield (
+        "The sidecar's verdicts then",
+        [("", each.sentence) for each in report.known.before.verdicts[-MOST_SHOWN:]],
+    )
     yield "Timeline", [(format_instant(seconds), what) for seconds, what in report.timeline]
-    yield "Numbers for a bug report", [] if report.ending is None else [*list_numbers(report.ending, report.known)]
+    yield (
+        "Numbers for a bug report",
+        [] if report.ending is None else [*list_numbers(report.ending, report.known)],
+    )
     steps = enumerate(TODO[report.answer.cause])
-    yield "What to do", [("then" if place else "first", ": ".join(filter(None, step))) for place, step in steps]
+    yield (
+        "What to do",
+        [("then" if place else "first", ": ".join(filter(None, step))) for place, step in steps],
+    )
     yield "The sidecar's log then", [("", each) for each in report.known.log[-most_log_lines:]]
     situation = SITUATIONS.get(report.answer.cause, Situation.DOWN)
     yield "Situation", [] if situation is None else [("", situation.replace("_", " "))]
@@ -264,7 +330,12 @@ def list_sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str
 def _build_data(report: Postmortem) -> dict[str, Any]:
     end = report.ending
     answer, *also = (
-        {"cause": each.cause, "sure": each.sureness, "sentence": each.sentence, "evidence": list(each.evidence)}
+        {
+            "cause": each.cause,
+            "sure": each.sureness,
+            "sentence": each.sentence,
+            "evidence": list(each.evidence),
+        }
         for each in report.findings
     )
     return {
@@ -283,10 +354,16 @@ def _build_data(report: Postmortem) -> dict[str, Any]:
 
 
 COLUMNS: Final = 480
-_LINK: Final = re.compile("|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link}))
+_LINK: Final = re.compile(
+    "|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link})
+)
 """Only our links work: text from a file never becomes a link."""
 
-LEVELS: Final = {Sureness.SURE: Level.ALARM, Sureness.LIKELY: Level.WARNING, Sureness.POSSIBLE: Level.UNKNOWN}
+LEVELS: Final = {
+    Sureness.SURE: Level.ALARM,
+    Sureness.LIKELY: Level.WARNING,
+    Sureness.POSSIBLE: Level.UNKNOWN,
+}
 
 
 def build_page(report: Postmortem) -> str:
@@ -313,7 +390,9 @@ def _build_body(report: Postmortem) -> Iterator[str]:
     yield "</ul>"
     yield from _draw_figures(report)
     for title, lines in list_sections(report, MOST_SHOWN):
-        items = "".join(f"<li><b>{escape_text(head)}</b> {escape_text(body)}</li>" for head, body in lines)
+        items = "".join(
+            f"<li><b>{escape_text(head)}</b> {escape_text(body)}</li>" for head, body in lines
+        )
         links = _LINK.sub(r'<a href="\g<0>">\g<0></a>', items)
         yield f"<h2>{escape_text(title)}</h2><ul>{links}</ul>" if items else ""
 
@@ -327,17 +406,27 @@ def _draw_figures(report: Postmortem) -> Iterator[str]:
         what = f"Free memory of {uuid if gpu is None else gpu.called}"
         yield _draw_figure(f"{what}, down to zero", report.curves.of("free", uuid), at, sized=True)
         if gpu is not None and gpu.usable_bytes is not None:
-            free: list[Point] = [(seconds, gpu.usable_bytes - n_bytes) for seconds, n_bytes in used.get(uuid, ())]
-            yield _draw_figure(f"{what} in the last minutes, second by second", free, at, sized=True)
+            free: list[Point] = [
+                (seconds, gpu.usable_bytes - n_bytes) for seconds, n_bytes in used.get(uuid, ())
+            ]
+            yield _draw_figure(
+                f"{what} in the last minutes, second by second", free, at, sized=True
+            )
     yield _draw_figure("Running requests", report.curves.of("running"), at, sized=False)
 
 
 def _draw_figure(title: str, points: list[Point], at: float | None, *, sized: bool) -> str:
-    known = [value for seconds, value in points if value is not None and (at is None or not sized or seconds <= at)]
+    known = [
+        value
+        for seconds, value in points
+        if value is not None and (at is None or not sized or seconds <= at)
+    ]
     if not known:
         return ""
     times = [seconds for seconds, _ in points]
-    frame = Frame(begin=min(times), end=max(times), top=drawing.find_top(known) if sized else max(known))
+    frame = Frame(
+        begin=min(times), end=max(times), top=drawing.find_top(known) if sized else max(known)
+    )
     stretches = drawing.thin_curve(drawing.build_curve(points), COLUMNS)
     shapes = (
         drawing.draw_curve(frame, stretches),

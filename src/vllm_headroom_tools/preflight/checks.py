@@ -46,7 +46,11 @@ def compute_highest_utilization(ask: MemoryRequest, memory: GpuMemory) -> float 
     free_bytes = memory.free_bytes
     if memory.machine_available_bytes is not None:
         free_bytes = min(free_bytes, memory.machine_available_bytes - LEFT_TO_THE_MACHINE_BYTES)
-    hundredths = (free_bytes - ask.most_own_bytes) * 100 // memory.usable_bytes if memory.usable_bytes > 0 else 0
+    hundredths = (
+        (free_bytes - ask.most_own_bytes) * 100 // memory.usable_bytes
+        if memory.usable_bytes > 0
+        else 0
+    )
     return hundredths / 100 if hundredths > 0 else None
 
 
@@ -82,7 +86,9 @@ class Finding(Struct, frozen=True):
         return self.text if self.gpu is None else f"GPU {self.gpu}: {self.text}"
 
 
-CERTAIN: Final = frozenset({Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST})
+CERTAIN: Final = frozenset(
+    {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST}
+)
 """Failures that CUDA meets as well."""
 
 LEAST_SHM_BYTES: Final = 256 * MIB
@@ -102,10 +108,14 @@ LARGER_SHM: Final = (
 def report_failure(failure: Failure, gpu: int | None = None) -> Finding:
     """Report a failure of NVML, or of one GPU; its message ends in what to do."""
     verdict = Conclusion.NOT_GOOD if failure.reason in CERTAIN else Conclusion.CANNOT_TELL
-    return Finding(Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=failure.reason is Reason.TIMEOUT)
+    return Finding(
+        Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=failure.reason is Reason.TIMEOUT
+    )
 
 
-def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str, swap_bytes: int | None) -> Iterator[Finding]:
+def check_memory(
+    device: GpuReading, ask: MemoryRequest, held_by: str, swap_bytes: int | None
+) -> Iterator[Finding]:
     """Compare the free memory with what vLLM requests and takes besides; `held_by` says who has the rest.
 
     Swap, zram included, is no room for a GPU that works on the machine's memory.
@@ -114,8 +124,12 @@ def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str, swap_byte
         yield report_failure(device.failure, device.index)
     elif device.memory is None:
         text = "the driver reports no memory for this GPU"
-        yield _report_memory(device, Conclusion.CANNOT_TELL, text, "see what `free` reports as available")
-    elif (spare_bytes := device.memory.free_bytes - compute_asked_bytes(ask, device.memory)) < LEAST_OWN_BYTES:
+        yield _report_memory(
+            device, Conclusion.CANNOT_TELL, text, "see what `free` reports as available"
+        )
+    elif (
+        spare_bytes := device.memory.free_bytes - compute_asked_bytes(ask, device.memory)
+    ) < LEAST_OWN_BYTES:
         yield _report_shortage(device, device.memory, ask, held_by)
     else:
         if spare_bytes < ask.most_own_bytes:
@@ -123,12 +137,21 @@ def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str, swap_byte
                 f"it is close: {format_gib(spare_bytes)} are left beside vLLM's request, and it takes"
                 f" {format_gib(LEAST_OWN_BYTES)} to {format_gib(ask.most_own_bytes)} before its check"
             )
-            yield _report_memory(device, Conclusion.GOOD, text, "if vLLM refuses to start, request a little less")
+            yield _report_memory(
+                device, Conclusion.GOOD, text, "if vLLM refuses to start, request a little less"
+            )
         if device.memory.machine_available_bytes is not None:
-            yield from _check_machine(device, device.memory, ask, device.memory.machine_available_bytes)
+            yield from _check_machine(
+                device, device.memory, ask, device.memory.machine_available_bytes
+            )
     if device.memory is not None and device.memory.is_unified and swap_bytes:
         swap = f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room"
-        yield Finding(Kind.HOST, Conclusion.GOOD, f"{swap}: it would hang before they are full", gpu=device.index)
+        yield Finding(
+            Kind.HOST,
+            Conclusion.GOOD,
+            f"{swap}: it would hang before they are full",
+            gpu=device.index,
+        )
 
 
 def _check_machine(
@@ -144,7 +167,9 @@ def _check_machine(
         )
         fix = "drop the page cache before the start and while the model loads (sync; echo 3 >/proc/sys/vm/drop_caches)"
         verdict = Conclusion.NOT_GOOD if blocks < BLOCKS_BYTES else Conclusion.GOOD
-        yield Finding(Kind.HOST, verdict, text, f"{fix}; or --ignore host", gpu=device.index, may_pass=True)
+        yield Finding(
+            Kind.HOST, verdict, text, f"{fix}; or --ignore host", gpu=device.index, may_pass=True
+        )
     left_bytes = available_bytes - asked_bytes - ask.most_own_bytes
     if left_bytes < LEFT_TO_THE_MACHINE_BYTES:
         text = (
@@ -153,11 +178,19 @@ def _check_machine(
             " and hangs"
         )
         highest = compute_highest_utilization(ask, memory)
-        less = "stop what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
-        yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
+        less = (
+            "stop what else runs there"
+            if highest is None
+            else f"start with --gpu-memory-utilization {highest:.2f}"
+        )
+        yield Finding(
+            Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index
+        )
 
 
-def _report_shortage(device: GpuReading, memory: GpuMemory, ask: MemoryRequest, held_by: str) -> Finding:
+def _report_shortage(
+    device: GpuReading, memory: GpuMemory, ask: MemoryRequest, held_by: str
+) -> Finding:
     asked, usable = compute_asked_bytes(ask, memory), memory.usable_bytes
     asks = f"{format_gib(asked)} besides the {format_gib(LEAST_OWN_BYTES)} or more that it takes before its check"
     if asked + LEAST_OWN_BYTES > usable:
@@ -172,7 +205,9 @@ def _report_shortage(device: GpuReading, memory: GpuMemory, ask: MemoryRequest, 
     return _report_memory(device, Conclusion.NOT_GOOD, text, fix, may_pass=True)
 
 
-def _report_memory(device: GpuReading, verdict: Conclusion, text: str, fix: str, *, may_pass: bool = False) -> Finding:
+def _report_memory(
+    device: GpuReading, verdict: Conclusion, text: str, fix: str, *, may_pass: bool = False
+) -> Finding:
     return Finding(Kind.MEMORY, verdict, text, fix, gpu=device.index, may_pass=may_pass)
 
 
@@ -182,9 +217,7 @@ def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Findi
         text = "the GPU did not report in time whether a reset is due: look for Xid lines in the node's kernel log"
         yield Finding(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
         return
-    reset = (
-        f"reset it while nothing runs on it (nvidia-smi --gpu-reset -i {faults.index}, on the node), or reboot the node"
-    )
+    reset = f"reset it while nothing runs on it (nvidia-smi --gpu-reset -i {faults.index}, on the node), or reboot the node"
     is_on, will_be = ("on" if ecc else "off" for ecc in faults.ecc or (False, False))
     ecc = f"ECC is {is_on} and will be {will_be} after the next reset, which changes its memory"
     failed = "a faulty row of its memory could not be remapped"
@@ -195,13 +228,20 @@ def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Findi
         (faults.row_remap_failed, failed, "have it replaced: NVIDIA takes it back for this"),
     ):
         if is_so:
-            yield Finding(Kind.ECC, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index)
+            yield Finding(
+                Kind.ECC, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index
+            )
 
 
 def check_host_memory(host: HostMemory | None, ask: MemoryRequest) -> Iterator[Finding]:
     """Compare what is left of the container's memory, or the machine's, with what vLLM's processes hold themselves."""
     needed_bytes = HOST_BYTES_PER_PROCESS * (2 + ask.tensor_parallel_size)
-    if host and host.limit_bytes is not None and host.room_bytes is not None and host.room_bytes < needed_bytes:
+    if (
+        host
+        and host.limit_bytes is not None
+        and host.room_bytes is not None
+        and host.room_bytes < needed_bytes
+    ):
         text = (
             f"{format_gib(host.room_bytes)} of {format_gib(host.limit_bytes)} of host memory are left, and vLLM's"
             f" server, core and workers hold {format_gib(needed_bytes)} or more: the kernel would kill it while it"
@@ -219,7 +259,12 @@ def check_left_files(left: Mapping[str, int]) -> Iterator[Finding]:
             "no vLLM is visible that uses these files of a KV cache's tier, and a start can fail on them"
             f" (vllm-project/vllm#51317): {names}"
         )
-        yield Finding(Kind.SHM, Conclusion.NOT_GOOD, text, f"remove them: rm {' '.join(left)}; or --ignore shm")
+        yield Finding(
+            Kind.SHM,
+            Conclusion.NOT_GOOD,
+            text,
+            f"remove them: rm {' '.join(left)}; or --ignore shm",
+        )
 
 
 def check_shared_memory(shm: Shm | None) -> Iterator[Finding]:
@@ -227,11 +272,17 @@ def check_shared_memory(shm: Shm | None) -> Iterator[Finding]:
     if shm is None:
         yield Finding(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
         return
-    free = f"{_format_mib(shm.free_bytes)} of the {_format_mib(shm.total_bytes)} of /dev/shm are free"
+    free = (
+        f"{_format_mib(shm.free_bytes)} of the {_format_mib(shm.total_bytes)} of /dev/shm are free"
+    )
     if shm.free_bytes < LEAST_SHM_BYTES:
         text = f"{free}, and vLLM needs {_format_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
         left = shm.total_bytes >= ENOUGH_SHM_BYTES
-        fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)" if left else LARGER_SHM
+        fix = (
+            "remove what a killed instance left there (vllm_*, psm_*, nccl-*)"
+            if left
+            else LARGER_SHM
+        )
         yield Finding(Kind.SHM, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore shm")
     elif shm.free_bytes < ENOUGH_SHM_BYTES:
         text = f"{free}: NVIDIA asks for {_format_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
@@ -263,8 +314,14 @@ def choose_gpus(
     Those that are named; else, of those that CUDA_VISIBLE_DEVICES leaves, the first `count`, as vLLM takes them.
     """
     names = wanted.visible if wanted.named is None else wanted.named
-    found = {name: [device for device in devices if _is_named(device, name)] for name in names or ()}
-    left = devices if names is None else tuple(dict.fromkeys(device for named in found.values() for device in named))
+    found = {
+        name: [device for device in devices if _is_named(device, name)] for name in names or ()
+    }
+    left = (
+        devices
+        if names is None
+        else tuple(dict.fromkeys(device for named in found.values() for device in named))
+    )
     chosen = left if wanted.named is not None else left[: wanted.count]
     problems = []
     if missing := [name for name, named in found.items() if not named]:
@@ -288,7 +345,9 @@ def choose_gpus(
 
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
     """Check that GPUs which work in parallel are alike; those that cannot be read have findings already."""
-    kinds = {(device.name, device.memory.total_bytes) for device in devices if device.memory is not None}
+    kinds = {
+        (device.name, device.memory.total_bytes) for device in devices if device.memory is not None
+    }
     if len(kinds) > 1:
         found = ", ".join(sorted(f"{name} with {total_bytes} bytes" for name, total_bytes in kinds))
         text = f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {found}"

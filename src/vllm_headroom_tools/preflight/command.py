@@ -18,7 +18,17 @@ from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.units import parse_duration
 from vllm_headroom_tools.cli import Command, tell
 from vllm_headroom_tools.conclusion import Report
-from vllm_headroom_tools.options import GPUS, RATIO, BadOptions, Parser, Value, choice, page_url, size, whole
+from vllm_headroom_tools.options import (
+    GPUS,
+    RATIO,
+    BadOptions,
+    Parser,
+    Value,
+    choice,
+    page_url,
+    size,
+    whole,
+)
 from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import look
 from vllm_headroom_tools.preflight.report import Clearance, build_report, judge, judge_wake
@@ -42,7 +52,9 @@ def add_options(parser: Parser) -> None:
     add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help=ratio)
     n_bytes = "what has to be free on each GPU; vLLM checks its utilization even with --kv-cache-memory-bytes"
     add("--bytes", metavar="SIZE", type=size("72GiB"), help=n_bytes)
-    gpus = "the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES, or HIP's, leaves"
+    gpus = (
+        "the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES, or HIP's, leaves"
+    )
     add("--gpus", metavar="GPUS", type=GPUS, help=gpus)
     parallel = "as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at"
     add("-tp", "--tensor-parallel-size", metavar="N", type=whole(1, 64), help=parallel)
@@ -51,10 +63,14 @@ def add_options(parser: Parser) -> None:
     duration = Value(read=parse_duration, accepts="a duration such as 120s or 2m")
     wait = "look again for so long while memory is taken or the driver does not answer; ends as soon as it is a go"
     add("--wait", metavar="DURATION", default=0.0, type=duration, help=wait)
-    ignore = (
-        "go although: ecc (NVIDIA lets new work start while a remapping is due), identical, shm or host; repeatable"
+    ignore = "go although: ecc (NVIDIA lets new work start while a remapping is due), identical, shm or host; repeatable"
+    add(
+        "--ignore",
+        metavar="WHAT",
+        default=[],
+        type=choice([str(kind) for kind in IGNORABLE]),
+        help=ignore,
     )
-    add("--ignore", metavar="WHAT", default=[], type=choice([str(kind) for kind in IGNORABLE]), help=ignore)
 
 
 async def wait_until_settled(
@@ -77,7 +93,9 @@ async def wait_until_settled(
 
 def _read_choice(given: Namespace, environ: Mapping[str, str]) -> GpuChoice:
     """Return which GPUs vLLM will use; raises BadOptions for a bad CUDA_VISIBLE_DEVICES, or HIP's."""
-    variable = "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in environ else "HIP_VISIBLE_DEVICES"
+    variable = (
+        "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in environ else "HIP_VISIBLE_DEVICES"
+    )
     count, visible = given.tensor_parallel_size, environ.get(variable)
     in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if isinstance(given.gpus, tuple):
@@ -86,7 +104,9 @@ def _read_choice(given: Namespace, environ: Mapping[str, str]) -> GpuChoice:
         return GpuChoice(count=count, in_slot_order=in_slot_order)
     names = tuple(name.strip() for name in visible.split(",") if name.strip())
     if not all(GPU.fullmatch(name) for name in names):
-        raise BadOptions(f"{variable}: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
+        raise BadOptions(
+            f"{variable}: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place"
+        )
     return GpuChoice(visible=names, count=count, in_slot_order=in_slot_order)
 
 
@@ -102,11 +122,15 @@ async def _run(given: Namespace) -> Report:
     ignored = frozenset(Kind(name) for name in given.ignore)
     gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=5.0, process_interval_seconds=0.0)
     engine = urlsplit(url or "")
-    port = engine.port or {"http": 80, "https": 443}.get(engine.scheme, 0)  # without one any engine's processes count
+    port = engine.port or {"http": 80, "https": 443}.get(
+        engine.scheme, 0
+    )  # without one any engine's processes count
     processes = Processes(engine_port=port, proc=PROC, monotonic=time.monotonic)
 
     async def report() -> Clearance:
-        conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
+        conditions = await look(
+            gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS
+        )
         if url is None:
             return judge(conditions, ask, wanted, ignored)
         from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - a start needs no HTTP client

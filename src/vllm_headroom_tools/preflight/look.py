@@ -8,7 +8,12 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.attribution import FATE_TEXTS, are_pids_true, find_fate, is_process_memory_true
+from vllm_headroom.derive.attribution import (
+    FATE_TEXTS,
+    are_pids_true,
+    find_fate,
+    is_process_memory_true,
+)
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.model import Failure, GpuReadings, HostMemory, ProcessReadings, Shm
 from vllm_headroom.scrape.gpus import Gpus
@@ -49,7 +54,9 @@ class Conditions(Struct, frozen=True, kw_only=True):
     engine_pids: frozenset[int] = frozenset()
 
 
-async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Conditions:
+async def look(
+    gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float
+) -> Conditions:
     """Look once; takes no longer than `timeout_seconds` for each reading of the GPUs, and does not raise."""
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
@@ -58,10 +65,14 @@ async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeo
     listed, host = await processes.read(PROCESSES_SECONDS), None
     with suppress(OSError, ValueError):
         here = read_host(proc, read_own_pid(proc))
-        alone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False, host=here)
+        alone = ProcessReadings(
+            engine=(), visible_pids=frozenset(), sees_host_pids=False, host=here
+        )
         host = update_container(ContainerState(), alone, limit_bytes=None)[1]
     holders = await _find_holders(readings, listed, proc)
-    found = Conditions(readings=readings, faults=faults, holders=holders, shm=read_shm(shm), host=host)
+    found = Conditions(
+        readings=readings, faults=faults, holders=holders, shm=read_shm(shm), host=host
+    )
     if isinstance(listed, Failure):
         return found
     return replace(
@@ -89,7 +100,9 @@ async def _find_holders(
     if not isinstance(listed, Failure) and are_pids_true(readings, listed):
         pids, worker = {process.pid for process in listed_on_gpus}, Worker[dict[int, str]]("names")
         try:
-            names = await worker.call(lambda: _read_names(proc, pids & listed.visible_pids), PROCESSES_SECONDS)
+            names = await worker.call(
+                lambda: _read_names(proc, pids & listed.visible_pids), PROCESSES_SECONDS
+            )
         except OSError:  # a process stuck in the driver does not let its name be read
             names = {}
         finally:
@@ -101,7 +114,11 @@ async def _find_holders(
     memory_is_true = is_process_memory_true(readings, listed)
     return {
         device.uuid: tuple(
-            Holder(pid=each.pid, name=names.get(each.pid), used_bytes=each.used_bytes if memory_is_true else None)
+            Holder(
+                pid=each.pid,
+                name=names.get(each.pid),
+                used_bytes=each.used_bytes if memory_is_true else None,
+            )
             for each in device.processes
         )
         for device in readings.devices
@@ -121,4 +138,6 @@ def name_process(command: tuple[str, ...]) -> str:
         return program
     script = command[2] if command[1] == "-m" and len(command) > 2 else command[1]  # noqa: PLR2004 - `python -m NAME`
     is_text = command[1] in ("-c", "-")  # a program's text is no name and may hold a secret
-    return program if is_text or script.startswith("-") else f"{program} {script.rpartition('/')[2]}"
+    return (
+        program if is_text or script.startswith("-") else f"{program} {script.rpartition('/')[2]}"
+    )

@@ -58,26 +58,41 @@ class Clearance(Struct, frozen=True, kw_only=True):
     def highest_utilization_ratio(self) -> float | None:
         """The highest gpu_memory_utilization that would surely work now on all of the GPUs; None where none would."""
         ratios = [gpu.highest_utilization_ratio for gpu in self.gpus]
-        return None if None in ratios else min((ratio for ratio in ratios if ratio is not None), default=None)
+        return (
+            None
+            if None in ratios
+            else min((ratio for ratio in ratios if ratio is not None), default=None)
+        )
 
 
-def judge(conditions: Conditions, ask: MemoryRequest, wanted: GpuChoice, ignored: Collection[Kind]) -> Clearance:
+def judge(
+    conditions: Conditions, ask: MemoryRequest, wanted: GpuChoice, ignored: Collection[Kind]
+) -> Clearance:
     """Judge whether vLLM can start; what is `ignored` remains as a remark."""
     if isinstance(conditions.readings, Failure):
-        return Clearance(conditions=conditions, findings=(checks.report_failure(conditions.readings),))
+        return Clearance(
+            conditions=conditions, findings=(checks.report_failure(conditions.readings),)
+        )
     devices, problems = checks.choose_gpus(conditions.readings.devices, wanted)
     gpus = tuple(build_gpu_report(device, conditions, ask) for device in devices)
     findings = [*problems]
     for gpu, device in zip(gpus, devices, strict=True):
         findings += checks.check_memory(device, ask, describe_holders(gpu), conditions.swap_bytes)
         if device.failure is None:
-            found = next((faults for faults in conditions.faults if faults.index == device.index), None)
+            found = next(
+                (faults for faults in conditions.faults if faults.index == device.index), None
+            )
             findings += checks.check_faults(device, found)
-    findings += (*checks.check_host_memory(conditions.host, ask), *checks.check_left_files(conditions.left))
+    findings += (
+        *checks.check_host_memory(conditions.host, ask),
+        *checks.check_left_files(conditions.left),
+    )
     if ask.tensor_parallel_size > 1:
         findings += (*checks.check_identical(devices), *checks.check_shared_memory(conditions.shm))
     checked = tuple(
-        replace(each, verdict=Conclusion.GOOD, text=f"{each.text} (ignored)") if each.kind in ignored else each
+        replace(each, verdict=Conclusion.GOOD, text=f"{each.text} (ignored)")
+        if each.kind in ignored
+        else each
         for each in dict.fromkeys(findings)
     )
     return Clearance(conditions=conditions, findings=checked, gpus=gpus)
@@ -102,12 +117,19 @@ def build_gpu_report(device: GpuReading, conditions: Conditions, ask: MemoryRequ
     """Return what is known of a GPU for this request."""
     memory, holders, unlisted = device.memory, conditions.holders.get(device.uuid), None
     known = [holder.used_bytes for holder in holders or () if holder.used_bytes is not None]
-    if memory is not None and memory.reserved_bytes is not None and holders is not None and len(known) == len(holders):
+    if (
+        memory is not None
+        and memory.reserved_bytes is not None
+        and holders is not None
+        and len(known) == len(holders)
+    ):
         unlisted = max(0, memory.used_bytes - sum(known))
     return GpuReport(
         reading=device,
         asked_bytes=None if memory is None else checks.compute_asked_bytes(ask, memory),
-        highest_utilization_ratio=None if memory is None else checks.compute_highest_utilization(ask, memory),
+        highest_utilization_ratio=None
+        if memory is None
+        else checks.compute_highest_utilization(ask, memory),
         holders=holders,
         unlisted_bytes=unlisted,
     )
@@ -116,14 +138,20 @@ def build_gpu_report(device: GpuReading, conditions: Conditions, ask: MemoryRequ
 def build_report(found: Clearance) -> Report:
     """Return the report; bytes, ratios and seconds, null where unknown."""
     waited = f" after {found.waited_seconds:.0f} s" if found.waited_seconds >= 1 else ""
-    words = {Conclusion.GOOD: "GO", Conclusion.NOT_GOOD: "NO GO", Conclusion.CANNOT_TELL: "CANNOT TELL"}
+    words = {
+        Conclusion.GOOD: "GO",
+        Conclusion.NOT_GOOD: "NO GO",
+        Conclusion.CANNOT_TELL: "CANNOT TELL",
+    }
     headline = f"{words[found.verdict]}{waited}"
     first = next((each for each in found.findings if each.verdict is found.verdict), None)
     return Report(
         verdict=found.verdict,
         headline=headline if first is None else f"{headline}: {first.sentence}",
         findings=[
-            conclusion.Finding(each.kind, each.verdict, each.sentence, (each.fix,) if each.fix else ())
+            conclusion.Finding(
+                each.kind, each.verdict, each.sentence, (each.fix,) if each.fix else ()
+            )
             for each in found.findings
         ],
         data=_build_data(found),
@@ -135,7 +163,9 @@ def _render_text(report: Clearance, headline: str) -> Iterator[str]:
     for gpu in report.gpus:
         yield from _format_gpu(gpu)
     yield headline
-    unsure = "" if report.verdict is Conclusion.CANNOT_TELL else "cannot tell: "  # the headline has the words
+    unsure = (
+        "" if report.verdict is Conclusion.CANNOT_TELL else "cannot tell: "
+    )  # the headline has the words
     marks = {Conclusion.GOOD: "note: ", Conclusion.CANNOT_TELL: unsure, Conclusion.NOT_GOOD: ""}
     for finding, after in zip_longest(report.findings, report.findings[1:]):
         yield f"  {marks[finding.verdict]}{finding.sentence}"
@@ -174,7 +204,9 @@ def _build_data(report: Clearance) -> dict[str, Any]:
                 "free_bytes": gpu.reading.memory and gpu.reading.memory.free_bytes,
                 "asked_bytes": gpu.asked_bytes,
                 "highest_gpu_memory_utilization": gpu.highest_utilization_ratio,
-                "processes": None if gpu.holders is None else [asdict(holder) for holder in gpu.holders],
+                "processes": None
+                if gpu.holders is None
+                else [asdict(holder) for holder in gpu.holders],
                 "unlisted_bytes": gpu.unlisted_bytes,
             }
             for gpu in report.gpus
@@ -188,7 +220,9 @@ def _build_data(report: Clearance) -> dict[str, Any]:
     }
 
 
-SEE_IT: Final = "run it where the engine runs: in its pod with shareProcessNamespace: true, or on the host"
+SEE_IT: Final = (
+    "run it where the engine runs: in its pod with shareProcessNamespace: true, or on the host"
+)
 
 
 def judge_wake(conditions: Conditions, page: EnginePage | Failure, ask: MemoryRequest) -> Clearance:
@@ -197,16 +231,32 @@ def judge_wake(conditions: Conditions, page: EnginePage | Failure, ask: MemoryRe
     What it held is its share of the GPU within a GiB or two: activations come and go, and graphs lie beside it.
     """
     if isinstance(conditions.readings, Failure):
-        return Clearance(conditions=conditions, findings=(checks.report_failure(conditions.readings),))
+        return Clearance(
+            conditions=conditions, findings=(checks.report_failure(conditions.readings),)
+        )
     request = _find_request(page, ask)
-    reports = (build_gpu_report(device, conditions, request or ask) for device in conditions.readings.devices)
-    gpus = tuple(gpu for gpu in reports if {each.pid for each in gpu.holders or ()} & conditions.engine_pids)
-    shown = () if request is None else tuple(replace(gpu, highest_utilization_ratio=None) for gpu in gpus)
-    return Clearance(conditions=conditions, findings=_check_wake(conditions, page, request, gpus), gpus=shown)
+    reports = (
+        build_gpu_report(device, conditions, request or ask)
+        for device in conditions.readings.devices
+    )
+    gpus = tuple(
+        gpu for gpu in reports if {each.pid for each in gpu.holders or ()} & conditions.engine_pids
+    )
+    shown = (
+        ()
+        if request is None
+        else tuple(replace(gpu, highest_utilization_ratio=None) for gpu in gpus)
+    )
+    return Clearance(
+        conditions=conditions, findings=_check_wake(conditions, page, request, gpus), gpus=shown
+    )
 
 
 def _check_wake(
-    conditions: Conditions, page: EnginePage | Failure, request: MemoryRequest | None, gpus: tuple[GpuReport, ...]
+    conditions: Conditions,
+    page: EnginePage | Failure,
+    request: MemoryRequest | None,
+    gpus: tuple[GpuReport, ...],
 ) -> tuple[Finding, ...]:
     fix = None
     if isinstance(page, Failure):
@@ -253,4 +303,11 @@ def _check_gpu_wake(gpu: GpuReport, request: MemoryRequest, engine_pids: frozens
         return Finding(Kind.ENGINE, Conclusion.GOOD, f"{text} {free}", gpu=index)
     missing = f"{format_gib(to_wake - memory.free_bytes)} are missing{describe_holders(gpu)}"
     fix = "stop or move what else is there first: a vLLM that wakes without room fails with an out-of-memory"
-    return Finding(Kind.MEMORY, Conclusion.NOT_GOOD, f"{text} only {free}: {missing}", fix, gpu=index, may_pass=True)
+    return Finding(
+        Kind.MEMORY,
+        Conclusion.NOT_GOOD,
+        f"{text} only {free}: {missing}",
+        fix,
+        gpu=index,
+        may_pass=True,
+    )

@@ -81,7 +81,11 @@ def _describe_host(watch: LeakReplay) -> Iterator[str]:
         yield f"Out-of-memory kills by the kernel: {memory.oom_kills}."
     for gpu, sleeps in watch.residues.items():
         kept = tuple(sleeps.values())
-        grown = "" if len(kept) == 1 else f" in the first sleep, {format_size(kept[-1])} in the last of {len(kept)}"
+        grown = (
+            ""
+            if len(kept) == 1
+            else f" in the first sleep, {format_size(kept[-1])} in the last of {len(kept)}"
+        )
         yield f"{name_device(*gpu)}, asleep: kept {format_size(kept[0])}{grown}."
     for (model, engine), ratio in watch.stranded.items():
         if ratio >= WORTH_A_WORD:
@@ -90,14 +94,22 @@ def _describe_host(watch: LeakReplay) -> Iterator[str]:
 
 def _judge_series(name: str, course: Course, span_seconds: float) -> Finding:
     verdict, reason = judge_course(course, span_seconds)
-    said = {LeakVerdict.LEAKING: "LEAKING", LeakVerdict.GROWING: reason, LeakVerdict.NO_LEAK: "no leak"}
+    said = {
+        LeakVerdict.LEAKING: "LEAKING",
+        LeakVerdict.GROWING: reason,
+        LeakVerdict.NO_LEAK: "no leak",
+    }
     text = f"{name}: {said.get(verdict, f'cannot tell, {reason}')}; {course.state} at the end."
     return Finding(name, VERDICTS.get(verdict, Conclusion.CANNOT_TELL), text)
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
     for begin, end in intervals[:MOST_INTERVALS]:
-        until = "to the end" if end is None else f"to {format_instant(end)}, {format_duration(end - begin)}"
+        until = (
+            "to the end"
+            if end is None
+            else f"to {format_instant(end)}, {format_duration(end - begin)}"
+        )
         yield f"  {name:<14} {format_instant(begin)} {until}"
     if len(intervals) > MOST_INTERVALS:
         yield f"  {name:<14} and {len(intervals) - MOST_INTERVALS} times more"
@@ -105,8 +117,16 @@ def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
 
 def _format_moment(moment: Moment) -> Iterator[str]:
     if moment.bytes_per_second is not None:
-        lower, upper, each = moment.bytes_per_second_lower, moment.bytes_per_second_upper, moment.bytes_per_request
-        bounds = "" if lower is None or upper is None else f" (95 %: {format_size(lower)}/s to {format_size(upper)}/s)"
+        lower, upper, each = (
+            moment.bytes_per_second_lower,
+            moment.bytes_per_second_upper,
+            moment.bytes_per_request,
+        )
+        bounds = (
+            ""
+            if lower is None or upper is None
+            else f" (95 %: {format_size(lower)}/s to {format_size(upper)}/s)"
+        )
         rate = "" if each is None else f", {format_size(1000 * each)} per thousand requests"
         yield f"    how fast     {format_size(moment.bytes_per_second)}/s{bounds}{rate}"
     if moment.by_requests is not None:
@@ -197,15 +217,22 @@ def _parse_matcher(text: str) -> str:
 
 
 TIME: Final = Value(
-    read=_parse_time, accepts="2026-01-31T08:00:00Z, seconds since the epoch, now, or a time ago such as -24h"
+    read=_parse_time,
+    accepts="2026-01-31T08:00:00Z, seconds since the epoch, now, or a time ago such as -24h",
 )
-STEP: Final = Value(read=bounded(parse_duration, 1, inf), accepts="a duration from 1s on such as 15s, 1m or 1h")
+STEP: Final = Value(
+    read=bounded(parse_duration, 1, inf), accepts="a duration from 1s on such as 15s, 1m or 1h"
+)
 MATCHER: Final = Value(read=_parse_matcher, accepts='label="value", with =, !=, =~ or !~')
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
-    parser.add_argument("--fail-on-leak", action="store_true", help="exit with status 1 if there was an alarm")
+    parser.add_argument(
+        "trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input"
+    )
+    parser.add_argument(
+        "--fail-on-leak", action="store_true", help="exit with status 1 if there was an alarm"
+    )
     parser.add_argument("--svg", metavar="FILE", type=FILE, help="draw memory and load into a file")
     about = """\
 Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with
@@ -213,11 +240,26 @@ vLLM's. A history is as coarse as its scrape interval and lacks what happened
 between two scrapes."""
     add = parser.add_argument_group("history", about).add_argument
     add("--from-prometheus", metavar="URL", type=url("http://prometheus:9090"), help="Prometheus")
-    add("--start", metavar="TIME", type=TIME, help="2026-01-31T08:00:00Z, seconds since the epoch, or -24h")
-    add("--end", metavar="TIME", type=TIME, default="now", help="the same, or now, which is the default")
+    add(
+        "--start",
+        metavar="TIME",
+        type=TIME,
+        help="2026-01-31T08:00:00Z, seconds since the epoch, or -24h",
+    )
+    add(
+        "--end",
+        metavar="TIME",
+        type=TIME,
+        default="now",
+        help="the same, or now, which is the default",
+    )
     step = "between samples: 15s, or the scrape interval where it is longer"
     add("--step", metavar="TIME", type=STEP, default="15s", help=step)
-    for option, whose in (("--match", "all"), ("--match-gpu", "the GPUs'"), ("--match-engine", "the engine's")):
+    for option, whose in (
+        ("--match", "all"),
+        ("--match-gpu", "the GPUs'"),
+        ("--match-engine", "the engine's"),
+    ):
         text = f"choose among {whose} series; may be given again"
         add(option, metavar='LABEL="VALUE"', type=MATCHER, default=[], help=text)
     add("--bearer-token-file", metavar="FILE", type=FILE, help="a token for Prometheus")

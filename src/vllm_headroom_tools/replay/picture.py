@@ -6,7 +6,15 @@ from html import escape
 from typing import Final
 
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import MARGIN, STYLE, Forecast, Frame, Point, escape_text, find_top
+from vllm_headroom.expose.drawing import (
+    MARGIN,
+    STYLE,
+    Forecast,
+    Frame,
+    Point,
+    escape_text,
+    find_top,
+)
 from vllm_headroom.model import name_device
 from vllm_headroom.units import GIB, format_instant, format_size
 from vllm_headroom.vocabulary import LeakState
@@ -34,7 +42,11 @@ def draw_picture(watch: LeakReplay, curves: Curves) -> str:
         points = curves.of("free", uuid)
         to_zero = bool(points)
         what = "free memory, down to zero" if to_zero else "memory held by the engine"
-        full = "" if forecast is None else f", out of memory {format_instant(forecast.begin + forecast.seconds)}"
+        full = (
+            ""
+            if forecast is None
+            else f", out of memory {format_instant(forecast.begin + forecast.seconds)}"
+        )
         title = f"{name_device(index, uuid)}: {what}; {course.state} at the end{full}"
         marks = [seconds for seconds, _ in course.leaking]
         points = points if to_zero else curves.of("held", uuid)
@@ -55,8 +67,16 @@ def draw_picture(watch: LeakReplay, curves: Curves) -> str:
 
 
 def _build_forecast(course: Course, points: list[Point]) -> Forecast | None:
-    last, free = course.last, next((value for _, value in reversed(points) if value is not None), None)
-    if course.state is not LeakState.LEAKING or last is None or last.time_to_oom_seconds is None or free is None:
+    last, free = (
+        course.last,
+        next((value for _, value in reversed(points) if value is not None), None),
+    )
+    if (
+        course.state is not LeakState.LEAKING
+        or last is None
+        or last.time_to_oom_seconds is None
+        or free is None
+    ):
         return None
     left, least = last.time_to_oom_seconds, last.time_to_oom_seconds_lower
     return Forecast(begin=last.seconds, value=free, seconds=left, least_seconds=least)
@@ -106,13 +126,19 @@ def draw_charts(watch: LeakReplay, curves: Curves, *, columns: int) -> Iterator[
     width = columns - AXIS
     for index, uuid, course in watch.gpus:
         alarm = None if course.first is None else course.first.seconds
-        name, unit = name_device(index, uuid), "GiB" if alarm is None else "GiB; ▲ is the first alarm"
+        name, unit = (
+            name_device(index, uuid),
+            "GiB" if alarm is None else "GiB; ▲ is the first alarm",
+        )
         free = _convert_to_gib(curves.of("free", uuid))
         if free:
             title = f"{name}: free memory, down to zero, {unit}"
             yield from _draw_chart(title, free, width, MEMORY_LINES, alarm=alarm)
             continue
-        held, title = _convert_to_gib(curves.of("held", uuid)), f"{name}: memory held by the engine, {unit}"
+        held, title = (
+            _convert_to_gib(curves.of("held", uuid)),
+            f"{name}: memory held by the engine, {unit}",
+        )
         values = [value for _, value in held if value is not None] or [0.0]
         # on the scale of the whole GPU, growth would not show
         floor = max(0.0, min(values) - (0.05 * (max(values) - min(values)) or 0.01 * max(values)))
@@ -139,7 +165,9 @@ def _draw_chart(
     if not values:
         return
     top = find_top(values) if pick is min else max(values)
-    decimals = next((digits for digits, least in ((0, 20.0), (1, 2.0), (2, 0.2)) if top - floor >= least), 3)
+    decimals = next(
+        (digits for digits, least in ((0, 20.0), (1, 2.0), (2, 0.2)) if top - floor >= least), 3
+    )
     levels = [f"{level:9.{decimals}f}" for level in (top, floor)]
     begin, end = (pick_time(seconds for seconds, _ in points) for pick_time in (min, max))
     yield from ("", title)

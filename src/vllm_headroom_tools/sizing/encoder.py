@@ -52,14 +52,19 @@ def parse_encoder(config: Config) -> Encoder | None:
         inside = max(4 * hidden, 3 * (read_whole(found[0], *WIDTH) or USUAL_WIDTH * hidden))
         values = tokens * patches
         largest = EncoderInput(
-            tokens=tokens, whole_values=2 * values * hidden, divided_values=values * inside, copies=copies
+            tokens=tokens,
+            whole_values=2 * values * hidden,
+            divided_values=values * inside,
+            copies=copies,
         )
     return Encoder(parameters=sum(known) if len(known) == len(counts) else None, largest=largest)
 
 
 def _count_parameters(found: Config) -> int | None:
     """Return the parameters of layers and of mergers, of two matrices each; None where they are not given."""
-    layers = read_whole(found, "num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
+    layers = read_whole(
+        found, "num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers"
+    )
     hidden, width = read_whole(found, *HIDDEN), read_whole(found, *WIDTH)
     if layers is None or hidden is None or width is None:
         return None
@@ -87,28 +92,41 @@ def _cut_largest(config: Config, vision: Config) -> tuple[int, int, int] | None:
             tokens = read_whole(config, "mm_tokens_per_image") or 256
             return tokens, _count_side(vision, 896, 14) ** 2 // tokens, 1
         case "gemma4":
-            tokens = 32 * (
-                70 + 8
+            tokens = (
+                32 * (70 + 8)
             )  # frames of a video, and tokens of each with those that frame it (models/gemma4_mm.py)
             return tokens, (read_whole(vision, "pooling_kernel_size") or 3) ** 2, 1
         case "llama4":
             ratio = vision.get("pixel_shuffle_ratio")
             patches = round(1 / ratio**2) if isinstance(ratio, float) and 0 < ratio <= 1 else 4
-            tiles = 16 + 1  # of the largest image, and all of it once more (transformers, Llama4ImageProcessor)
+            tiles = (
+                16 + 1
+            )  # of the largest image, and all of it once more (transformers, Llama4ImageProcessor)
             return tiles * _count_side(vision, 336, 14) ** 2 // patches, patches, 1
         case "mistral3":
             merged = read_whole(config, "spatial_merge_size") or 2
             return (_count_side(vision, 1540, 14) // merged) ** 2, merged**2, 1
         case "qwen3_vl" | "qwen3_vl_moe" | "qwen3_5" | "qwen3_5_moe":
-            processor, merged = read_part(config, "preprocessor"), read_whole(vision, "spatial_merge_size") or 2
-            pixels = read_whole(read_part(processor, "size"), "longest_edge") or read_whole(processor, "max_pixels")
+            processor, merged = (
+                read_part(config, "preprocessor"),
+                read_whole(vision, "spatial_merge_size") or 2,
+            )
+            pixels = read_whole(read_part(processor, "size"), "longest_edge") or read_whole(
+                processor, "max_pixels"
+            )
             # The image as every published preprocessor_config.json has it; and the largest pair of frames, half of what
             # their video_preprocessor_config.json allows.
             pixels, side = max(pixels or 2**24, 3 * 2**22), read_whole(vision, "patch_size") or 16
-            return pixels // (merged * side) ** 2, merged**2, _count_levels(vision, [8, 16, 24] if "vl" in kind else [])
+            return (
+                pixels // (merged * side) ** 2,
+                merged**2,
+                _count_levels(vision, [8, 16, 24] if "vl" in kind else []),
+            )
         case _:
             return None
 
 
 def _count_side(vision: Config, pixels: int, patch: int) -> int:
-    return (read_whole(vision, "image_size") or pixels) // (read_whole(vision, "patch_size") or patch)
+    return (read_whole(vision, "image_size") or pixels) // (
+        read_whole(vision, "patch_size") or patch
+    )

@@ -8,7 +8,12 @@ from msgspec.structs import replace
 from vllm_headroom.derive.configured import OFFLOAD_HIGH
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.sizing.encoder import USUAL_WIDTH
-from vllm_headroom_tools.sizing.footprint import KvLayout, ModelShape, build_kv_layout, count_bytes_per_token
+from vllm_headroom_tools.sizing.footprint import (
+    KvLayout,
+    ModelShape,
+    build_kv_layout,
+    count_bytes_per_token,
+)
 from vllm_headroom_tools.sizing.question import Question
 
 LOGITS_LOW, LOGITS_HIGH = 0.5, 4
@@ -83,7 +88,10 @@ def estimate_activations(question: Question) -> Range | None:
         size = items * question.shape.dtype_bytes
         low = largest.whole_values + largest.divided_values / question.tensor_parallel_size
         high = FORWARD_HIGH * (largest.whole_values + largest.divided_values)
-        images, kept = Range(low=size * low, high=size * high), size * largest.tokens * largest.copies * hidden
+        images, kept = (
+            Range(low=size * low, high=size * high),
+            size * largest.tokens * largest.copies * hidden,
+        )
     return Range(
         low=max(images.low, kept + max(forward, LOGITS_LOW * logits)),
         high=max(images.high, kept + max(FORWARD_HIGH * forward, LOGITS_HIGH * logits)),
@@ -95,11 +103,15 @@ def _estimate_forward(question: Question, hidden: int) -> tuple[float, float]:
     shape, ranks = question.shape, question.tensor_parallel_size
     longest = question.max_num_seqs * (question.max_model_len or question.max_num_batched_tokens)
     batch_bytes = min(question.max_num_batched_tokens, longest) * shape.dtype_bytes
-    attention = 2 * ((shape.attention_heads or 1) + shape.heads.count) * shape.heads.key_size / ranks
+    attention = (
+        2 * ((shape.attention_heads or 1) + shape.heads.count) * shape.heads.key_size / ranks
+    )
     streams = 2 * hidden + shape.beside_width
     inside = 3 * (shape.mlp_width or USUAL_WIDTH * hidden) / ranks
     if shape.experts_per_token > 1:
-        return batch_bytes * (streams + attention), batch_bytes * (inside + shape.experts_per_token * hidden)
+        return batch_bytes * (streams + attention), batch_bytes * (
+            inside + shape.experts_per_token * hidden
+        )
     return batch_bytes * (streams + max(attention, inside)), 0
 
 
@@ -206,9 +218,17 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     def find_longest(self, sequences: int) -> int | None:
         """Return the most tokens, up to the model's own limit, that so many sequences can have at once; 0 for none."""
-        limits = [limit for limit in (self.question.shape.max_model_len, self.question.max_model_len) if limit]
+        limits = [
+            limit
+            for limit in (self.question.shape.max_model_len, self.question.max_model_len)
+            if limit
+        ]
         ceiling = max(limits, default=2**24)  # tokens: no model takes more
-        return None if self.blocks is None else self.layout.find_longest(self.blocks // sequences, ceiling)
+        return (
+            None
+            if self.blocks is None
+            else self.layout.find_longest(self.blocks // sequences, ceiling)
+        )
 
 
 def estimate_memory(question: Question) -> MemoryEstimate:
@@ -217,7 +237,9 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 
     def count(shape: ModelShape, stages: int = 1) -> int:
         dtype = question.kv_cache_dtype
-        return count_bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages)
+        return count_bytes_per_token(
+            shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages
+        )
 
     draft = 0 if question.draft is None else count(question.draft)
     layout = build_kv_layout(
@@ -262,12 +284,25 @@ def can_start(found: MemoryEstimate) -> bool | None:
 def _has_room(found: MemoryEstimate, *, worst: bool) -> bool | None:
     """Return whether a sequence fits, the card has the budget and the rest free, and the host has room."""
     question, room, overhead = found.question, found.kv_cache, found.overhead
-    length, card, given = question.max_model_len, question.gpu_memory_bytes, question.kv_cache_memory_bytes
-    held = None if room is None else (room.high, room.low)[worst] >= found.count_sequence_bytes(length or 1)
+    length, card, given = (
+        question.max_model_len,
+        question.gpu_memory_bytes,
+        question.kv_cache_memory_bytes,
+    )
+    held = (
+        None
+        if room is None
+        else (room.high, room.low)[worst] >= found.count_sequence_bytes(length or 1)
+    )
     within = None
     if card is not None and found.budget is not None:
         within = card - found.budget >= found.outside.low
-    elif card is not None and found.weights is not None and overhead is not None and given is not None:
+    elif (
+        card is not None
+        and found.weights is not None
+        and overhead is not None
+        and given is not None
+    ):
         rest = overhead + found.outside
         within = found.weights + given + (rest.low, rest.high)[worst] <= card
     host = question.host_memory_bytes
@@ -281,11 +316,20 @@ def list_longest(found: MemoryEstimate) -> list[tuple[int, int]]:
     """Return for several `max_num_seqs` the largest `max_model_len` that all can use up at once; 0 for none."""
     asked = found.question.max_num_seqs
     counts = sorted({count for count in SEQUENCES if count <= asked} | {asked})
-    return [(count, length) for count in counts if (length := found.find_longest(count)) is not None]
+    return [
+        (count, length) for count in counts if (length := found.find_longest(count)) is not None
+    ]
 
 
 def list_most(found: MemoryEstimate) -> list[tuple[int, int]]:
     """Return for several `max_model_len`, up to what one sequence can have, how many can use it up at once."""
     limit, asked = found.find_longest(1) or 0, found.question.max_model_len
-    lengths = sorted({length for length in LENGTHS if length <= limit} | ({asked} if asked is not None else set()))
-    return [(length, int(count)) for length in lengths if (count := found.count_sequences(length)) is not None]
+    lengths = sorted(
+        {length for length in LENGTHS if length <= limit}
+        | ({asked} if asked is not None else set())
+    )
+    return [
+        (length, int(count))
+        for length in lengths
+        if (count := found.count_sequences(length)) is not None
+    ]

@@ -96,7 +96,11 @@ KV_DTYPES: Final = {
 
 
 def count_bytes_per_token(
-    shape: ModelShape, *, kv_dtype: str = "auto", tensor_parallel: int = 1, pipeline_parallel: int = 1
+    shape: ModelShape,
+    *,
+    kv_dtype: str = "auto",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> int:
     """Return the bytes of KV cache that a token takes on the GPU that holds most.
 
@@ -115,12 +119,15 @@ def count_bytes_per_token(
 
 def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int) -> tuple[int, int]:
     """Return the bytes that a layer keeps of a token on each GPU: one that keeps every token, and one with a window."""
-    value_bytes, scale_bytes = (shape.kv_dtype_bytes, 0) if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
+    value_bytes, scale_bytes = (
+        (shape.kv_dtype_bytes, 0) if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
+    )
     if shape.latent_width is not None:
         latent = ceil(shape.latent_width * value_bytes)
         return latent, latent
     full, windowed = (
-        max(1, kept.count // tensor_parallel) * (ceil((kept.key_size + kept.value_size) * value_bytes) + scale_bytes)
+        max(1, kept.count // tensor_parallel)
+        * (ceil((kept.key_size + kept.value_size) * value_bytes) + scale_bytes)
         for kept in (shape.heads, shape.windowed_heads or shape.heads)
     )
     return full, windowed
@@ -213,7 +220,9 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     def count_blocks(self, tokens: int) -> int:
         """Return the blocks that a sequence of this many tokens takes."""
         full = ceil(tokens / self.block_tokens)
-        windowed = ceil(min(tokens, self.window_tokens) / self.windowed_block_tokens) + self.window_ends
+        windowed = (
+            ceil(min(tokens, self.window_tokens) / self.windowed_block_tokens) + self.window_ends
+        )
         return self.full_groups * full + self.windowed_groups * windowed + self.state_blocks
 
     def find_longest(self, blocks: int, ceiling: int) -> int:
@@ -221,7 +230,11 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         low, high = 0, ceil(ceiling / self.block_tokens)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.count_blocks(middle * self.block_tokens) <= blocks else (low, middle - 1)
+            low, high = (
+                (middle, high)
+                if self.count_blocks(middle * self.block_tokens) <= blocks
+                else (low, middle - 1)
+            )
         return min(ceiling, low * self.block_tokens)
 
 
@@ -244,18 +257,24 @@ def build_kv_layout(
     (platforms/interface.py, `_align_hybrid_block_size`), of latent attention a multiple of 128; a state whose size is
     not known counts as no larger than a block.
     """
-    layer, windowed_layer = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    layer, windowed_layer = count_layer_bytes(
+        shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
+    )
     counts = [
-        ceil(count / pipeline_parallel) for count in (shape.full_layers, shape.windowed_layers, shape.stateful_layers)
+        ceil(count / pipeline_parallel)
+        for count in (shape.full_layers, shape.windowed_layers, shape.stateful_layers)
     ]
     there = [count for count in counts if count] or [0]
-    group = max(there) if max(there) < 1.5 * min(there) else min(there)  # up to there, vLLM pads the rarer kind
+    group = (
+        max(there) if max(there) < 1.5 * min(there) else min(there)
+    )  # up to there, vLLM pads the rarer kind
     full, windowed, stateful = (ceil(count / group) if count else 0 for count in counts)
     least = max(block_tokens, 128) if shape.latent_width and shape.stateful_layers else block_tokens
     tokens = least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
     page = max(layer if full else 0, windowed_layer if windowed else 0) * tokens
     full_pages, windowed_pages = (  # those that do not divide the common page are padded to it
-        page // own if own and page and page % own == 0 else 1 for own in (layer * tokens, windowed_layer * tokens)
+        page // own if own and page and page % own == 0 else 1
+        for own in (layer * tokens, windowed_layer * tokens)
     )
     return KvLayout(
         block_tokens=tokens * full_pages,

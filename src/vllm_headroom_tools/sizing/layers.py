@@ -18,7 +18,10 @@ def read_whole(config: Config, *names: str) -> int | None:
         if value is None or value is False or value in (0, []):
             continue
         parts = value if isinstance(value, list) else [value]
-        if not all(isinstance(part, int) and not isinstance(part, bool) and 0 <= part <= LARGEST for part in parts):
+        if not all(
+            isinstance(part, int) and not isinstance(part, bool) and 0 <= part <= LARGEST
+            for part in parts
+        ):
             raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of a model's size")
         return int(max(parts)) or None
     return None
@@ -38,7 +41,9 @@ def read_part(config: Config, *names: str) -> Config:
 
 
 FULL: Final = frozenset({"full_attention", "attention", "full", "global_attention", "global"})
-WINDOWED: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention", "sliding_window"})
+WINDOWED: Final = frozenset(
+    {"sliding_attention", "chunked_attention", "local_attention", "sliding_window"}
+)
 STATEFUL: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
 NOTHING: Final = frozenset({"mlp", "moe", "dense"})
 KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
@@ -70,7 +75,9 @@ def list_kinds(config: Config, layers: int) -> list[str]:
         raise ValueError(f"how much a layer of kind {unknown[0]!r} keeps is not known here")
     if len(found) != layers:
         raise ValueError(f"it has {layers} layers and describes {len(found)}")
-    if not any(kind in STATEFUL for kind in found) and any(name.startswith(("mamba_", "ssm_")) for name in config):
+    if not any(kind in STATEFUL for kind in found) and any(
+        name.startswith(("mamba_", "ssm_")) for name in config
+    ):
         raise ValueError("which of its layers keep a state is not known here")
     return found
 
@@ -95,14 +102,22 @@ def _read_listed(config: Config) -> list[str]:
 
 def _follow_pattern(config: Config, layers: int) -> list[str]:
     windowed = read_window(config) is not None
-    every = read_whole(config, "sliding_window_pattern") if windowed else read_whole(config, "full_attention_interval")
+    every = (
+        read_whole(config, "sliding_window_pattern")
+        if windowed
+        else read_whole(config, "full_attention_interval")
+    )
     if every is not None:
         other = "sliding_attention" if windowed else "linear_attention"
-        return ["full_attention" if number % every == 0 else other for number in range(1, layers + 1)]
+        return [
+            "full_attention" if number % every == 0 else other for number in range(1, layers + 1)
+        ]
     period = read_whole(config, "attn_layer_period")
     if period is not None:
         offset = read_whole(config, "attn_layer_offset") or 0
-        return ["full_attention" if number % period == offset else "mamba" for number in range(layers)]
+        return [
+            "full_attention" if number % period == offset else "mamba" for number in range(layers)
+        ]
     return ["sliding_attention" if windowed else "full_attention"] * layers
 
 
@@ -126,15 +141,28 @@ def read_state(config: Config) -> StateSizes | None:
     (jamba). Raises ValueError where a size is missing.
     """
     if "linear_num_value_heads" in config:
-        heads, size = read_needed(config, "linear_num_value_heads"), read_needed(config, "linear_key_head_dim")
-        width, keys = heads * read_needed(config, "linear_value_head_dim"), read_needed(config, "linear_num_key_heads")
+        heads, size = (
+            read_needed(config, "linear_num_value_heads"),
+            read_needed(config, "linear_key_head_dim"),
+        )
+        width, keys = (
+            heads * read_needed(config, "linear_value_head_dim"),
+            read_needed(config, "linear_num_key_heads"),
+        )
         inputs, kernel = 2 * keys * size + width, read_whole(config, "linear_conv_kernel_dim")
-        return StateSizes(width=width, values=width * size, inputs=inputs, gates=2 * heads, kernel=kernel)
+        return StateSizes(
+            width=width, values=width * size, inputs=inputs, gates=2 * heads, kernel=kernel
+        )
     kernel = read_whole(config, "mamba_d_conv", "conv_kernel")
     if mamba_2_heads := read_whole(config, *MAMBA_2_HEADS):
-        width, size = mamba_2_heads * read_needed(config, *MAMBA_2_SIZES), read_needed(config, *STATE_SIZES)
+        width, size = (
+            mamba_2_heads * read_needed(config, *MAMBA_2_SIZES),
+            read_needed(config, *STATE_SIZES),
+        )
         inputs = width + 2 * (read_whole(config, *MAMBA_2_GROUPS) or 1) * size
-        return StateSizes(width=width, values=width * size, inputs=inputs, gates=mamba_2_heads, kernel=kernel)
+        return StateSizes(
+            width=width, values=width * size, inputs=inputs, gates=mamba_2_heads, kernel=kernel
+        )
     if "mamba_expand" in config:
         width = read_needed(config, "mamba_expand") * read_needed(config, "hidden_size")
         values = width * read_needed(config, *STATE_SIZES)
@@ -151,7 +179,9 @@ def count_state_bytes(config: Config) -> int | None:
     if (found := read_state(config)) is None:
         return None
     said = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")
-    in_full = said == "float32" or (said is None and config.get("model_type") == "nemotron_h")  # models/config.py
+    in_full = said == "float32" or (
+        said is None and config.get("model_type") == "nemotron_h"
+    )  # models/config.py
     return found.values * (4 if in_full else 2) + found.inputs * ((found.kernel or 1) - 1) * 2
 
 
@@ -182,13 +212,21 @@ def read_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
     size = size or (hidden // heads if hidden and heads else 0)
     if not size:
         raise ValueError("head_dim is missing")
-    count = read_whole(config, *KV_HEADS) or read_whole(read_part(config, "attn_config"), *KV_HEADS) or heads
+    count = (
+        read_whole(config, *KV_HEADS)
+        or read_whole(read_part(config, "attn_config"), *KV_HEADS)
+        or heads
+    )
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         count = read_whole(config, "multi_query_group_num") or 1
     if count is None:
         raise ValueError(f"{KV_HEADS[0]} is missing")
     if wide := read_whole(config, "global_head_dim"):  # Gemma 4
-        own = read_whole(config, "num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+        own = (
+            read_whole(config, "num_global_key_value_heads")
+            if config.get("attention_k_eq_v")
+            else None
+        )
         full = KvHeads(count=own or count, key_size=wide, value_size=wide)
         return full, KvHeads(count=count, key_size=size, value_size=size)
     full = KvHeads(count=count, key_size=size, value_size=read_whole(config, "v_head_dim") or size)
@@ -196,4 +234,6 @@ def read_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
     if own is None:
         return full, None
     size = read_whole(config, "swa_head_dim") or size
-    return full, KvHeads(count=own, key_size=size, value_size=read_whole(config, "swa_v_head_dim") or size)
+    return full, KvHeads(
+        count=own, key_size=size, value_size=read_whole(config, "swa_v_head_dim") or size
+    )

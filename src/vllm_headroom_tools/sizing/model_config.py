@@ -10,18 +10,95 @@ from vllm_headroom_tools.sizing import layers
 from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.layers import Config, read_needed, read_part, read_whole
-from vllm_headroom_tools.sizing.parameters import LENGTHS, SHARED, count_beside, count_layer_parameters, read_mlp
-from vllm_headroom_tools.sizing.quantisation import read_kv_dtype_bytes, read_stored_bytes, read_weight_bytes
+from vllm_headroom_tools.sizing.parameters import (
+    LENGTHS,
+    SHARED,
+    count_beside,
+    count_layer_parameters,
+    read_mlp,
+)
+from vllm_headroom_tools.sizing.quantisation import (
+    read_kv_dtype_bytes,
+    read_stored_bytes,
+    read_weight_bytes,
+)
 
 KNOWN: Final = frozenset(
     {
-        *("arcee", "bert", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4"),
-        *("exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
-        *("glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj"),
-        *("granite", "granitemoe", "helium", "jamba", "kimi_k2", "laguna", "llama", "llama4_text", "mimo_v2_flash"),
-        *("minimax_m2", "ministral3", "mistral", "mixtral", "modernbert", "nemotron_h", "olmo", "olmo2", "olmo3"),
-        *("olmoe", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text"),
-        *("qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text", "roberta", "seed_oss"),
+        *(
+            "arcee",
+            "bert",
+            "cohere",
+            "cohere2",
+            "deepseek_v2",
+            "deepseek_v3",
+            "ernie4_5",
+            "ernie4_5_moe",
+            "exaone4",
+        ),
+        *(
+            "exaone_moe",
+            "falcon",
+            "falcon_h1",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gemma3n_text",
+            "gemma4_text",
+        ),
+        *(
+            "glm",
+            "glm4",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "gpt2",
+            "gpt_bigcode",
+            "gpt_neox",
+            "gpt_oss",
+            "gptj",
+        ),
+        *(
+            "granite",
+            "granitemoe",
+            "helium",
+            "jamba",
+            "kimi_k2",
+            "laguna",
+            "llama",
+            "llama4_text",
+            "mimo_v2_flash",
+        ),
+        *(
+            "minimax_m2",
+            "ministral3",
+            "mistral",
+            "mixtral",
+            "modernbert",
+            "nemotron_h",
+            "olmo",
+            "olmo2",
+            "olmo3",
+        ),
+        *(
+            "olmoe",
+            "opt",
+            "persimmon",
+            "phi",
+            "phi3",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_5_moe_text",
+        ),
+        *(
+            "qwen3_5_text",
+            "qwen3_moe",
+            "qwen3_next",
+            "qwen3_vl_moe_text",
+            "qwen3_vl_text",
+            "roberta",
+            "seed_oss",
+        ),
         *("smollm3", "stablelm", "starcoder2", "xlm-roberta"),
     }
 )
@@ -49,7 +126,18 @@ TIED: Final = frozenset(
 """Model types whose output is the embedding where the configuration does not say, beside the newer Gemmas."""
 
 ENCODERS: Final = frozenset(
-    {"bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert", "gte", "new", "ernie", "distilbert"}
+    {
+        "bert",
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "modernbert",
+        "nomic_bert",
+        "gte",
+        "new",
+        "ernie",
+        "distilbert",
+    }
 )
 """Model types that read a text at once: they keep no keys and values (vLLM, `EncoderOnlyAttentionSpec`)."""
 
@@ -70,11 +158,15 @@ NOT_UNDERSTOOD: Final = ("index_head_dim", "compress_ratios", "block_configs", "
 SERVED_BYTES: Final = 2.0
 """Of a parameter that is not quantised: vLLM serves 32-bit models in 16 (config/model.py, `_resolve_auto_dtype`)."""
 
-NOT_SCALED: Final = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"})
+NOT_SCALED: Final = frozenset(
+    {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
+)
 """Kinds of rotary embedding whose `factor` is in the length already (vLLM 0.32, `_get_and_verify_max_len`)."""
 
 
-def parse_model_config(text: str, overrides: Config | None = None, beside: Config | None = None) -> ModelShape | str:
+def parse_model_config(
+    text: str, overrides: Config | None = None, beside: Config | None = None
+) -> ModelShape | str:
     """Return the shape that a config.json describes, or what is wrong with it, in a sentence.
 
     Reads the field names of Hugging Face transformers, of the language part where there are several; `overrides` are
@@ -88,7 +180,12 @@ def parse_model_config(text: str, overrides: Config | None = None, beside: Confi
     if not isinstance(root, dict):
         return "it is not a model's configuration, which is a JSON object"
     language, config = _find_language_part(root), dict(beside or {})
-    for part in (root, LEFT_OUT.get(str(language.get("model_type")), {}), language, overrides or {}):
+    for part in (
+        root,
+        LEFT_OUT.get(str(language.get("model_type")), {}),
+        language,
+        overrides or {},
+    ):
         config |= {name: value for name, value in part.items() if value is not None}
     unknown = next((name for name in NOT_UNDERSTOOD if config.get(name)), None)
     if unknown is not None:
@@ -105,13 +202,17 @@ def _find_language_part(config: Config) -> Config:
 
 
 def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
-    count, kind = read_whole(config, "decoder_layers") or read_needed(config, *LAYERS), config.get("model_type")
+    count, kind = (
+        read_whole(config, "decoder_layers") or read_needed(config, *LAYERS),
+        config.get("model_type"),
+    )
     is_whole = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
     whole_text = is_whole or str(kind) in ENCODERS
     found_kinds = layers.list_kinds(config, count)
     kept = found_kinds[: len(found_kinds) - (read_whole(config, *SHARED) or 0)]
     full, windowed, stateful = (
-        sum(kind in names for kind in kept) for names in (layers.FULL, layers.WINDOWED, layers.STATEFUL)
+        sum(kind in names for kind in kept)
+        for names in (layers.FULL, layers.WINDOWED, layers.STATEFUL)
     )
     if not full + windowed:
         raise ValueError("none of its layers has a KV cache")
@@ -121,19 +222,32 @@ def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
     has_checkpoint = stateful and read_whole(config, *layers.MAMBA_2_HEADS)  # at the prompt's end
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
-    is_headless = whole_text or config.get(POOLED) or (name.endswith(HEADLESS) and name not in HEADED)
+    is_headless = (
+        whole_text or config.get(POOLED) or (name.endswith(HEADLESS) and name not in HEADED)
+    )
     is_usually_tied = str(kind) in TIED or str(kind).startswith(("gemma3", "gemma4"))
     is_tied = bool(is_headless or config.get("tie_word_embeddings", is_usually_tied))
-    length, scaling = read_whole(config, *LENGTHS), read_part(config, "rope_scaling", "rope_parameters")
+    length, scaling = (
+        read_whole(config, *LENGTHS),
+        read_part(config, "rope_scaling", "rope_parameters"),
+    )
     factor, way = scaling.get("factor"), str(scaling.get("rope_type") or scaling.get("type"))
-    if length and way not in NOT_SCALED and "gemma3" not in str(kind) and isinstance(factor, int | float):
-        length = int(length * factor) if 1 <= factor <= layers.LARGEST else length  # vLLM takes longer ones by default
+    if (
+        length
+        and way not in NOT_SCALED
+        and "gemma3" not in str(kind)
+        and isinstance(factor, int | float)
+    ):
+        length = (
+            int(length * factor) if 1 <= factor <= layers.LARGEST else length
+        )  # vLLM takes longer ones by default
     return ModelShape(
         layers=count,
         full_layers=0 if whole_text else full,
         windowed_layers=0 if whole_text else windowed,
         window_tokens=layers.read_window(config) if windowed and not whole_text else None,
-        chunked=bool(windowed) and ("chunked_attention" in found_kinds or read_whole(config, "sliding_window") is None),
+        chunked=bool(windowed)
+        and ("chunked_attention" in found_kinds or read_whole(config, "sliding_window") is None),
         windowed_heads=narrow,
         stateful_layers=stateful,
         state_bytes=layers.count_state_bytes(config) if stateful else None,

@@ -47,7 +47,13 @@ SHARED: Final = ("num_kv_shared_layers",)
 STATES: Final = frozenset({"linear_num_value_heads", "mamba_dt_rank", *MAMBA_2_HEADS})
 """Fields of the kinds of states whose projections are counted here."""
 
-OWN_WAYS: Final = ("ffn_config", "conv_L_cache", "moe_latent_size", "use_double_wide_mlp", "zero_expert_num")
+OWN_WAYS: Final = (
+    "ffn_config",
+    "conv_L_cache",
+    "moe_latent_size",
+    "use_double_wide_mlp",
+    "zero_expert_num",
+)
 """Fields of models whose layers are not alike enough to be counted here."""
 
 
@@ -78,8 +84,22 @@ def list_matrices(
     if state is None and any(kind in STATEFUL for kind in kinds):
         return None
     found: list[Matrix] = []
-    if config.get("model_type") in ("gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"):  # a weight a place
-        found.append(Matrix(name="positions", inputs=read_whole(config, *LENGTHS) or 0, outputs=hidden, router=True))
+    if config.get("model_type") in (
+        "gpt2",
+        "gpt_bigcode",
+        "opt",
+        "bert",
+        "roberta",
+        "xlm-roberta",
+    ):  # a weight a place
+        found.append(
+            Matrix(
+                name="positions",
+                inputs=read_whole(config, *LENGTHS) or 0,
+                outputs=hidden,
+                router=True,
+            )
+        )
     found += _list_per_layer(config, hidden, len(kinds))
     for number, kind in enumerate(kinds):
         place = f"layers.{number}."
@@ -87,12 +107,20 @@ def list_matrices(
             found += _list_stateful(config, f"{place}mixer.", hidden, state)
         elif kind not in NOTHING:
             kept = heads_of_windowed if kind in WINDOWED else heads_of_full
-            own = ("k_proj", "v_proj") if number >= len(kinds) - (read_whole(config, *SHARED) or 0) else ()
+            own = (
+                ("k_proj", "v_proj")
+                if number >= len(kinds) - (read_whole(config, *SHARED) or 0)
+                else ()
+            )
             attention = _list_attention(config, f"{place}self_attn.", (hidden, heads), kept)
             found += [each for each in attention if not each.name.endswith(own)]
         is_second = kind in STATEFUL and config.get("model_type") == "falcon_h1"
-        if kind in NOTHING or not (is_second or isinstance(config.get("hybrid_override_pattern"), str)):
-            found += _list_mlp(config, f"{place}mlp.", hidden, sparse=_is_sparse(config, number, kind))
+        if kind in NOTHING or not (
+            is_second or isinstance(config.get("hybrid_override_pattern"), str)
+        ):
+            found += _list_mlp(
+                config, f"{place}mlp.", hidden, sparse=_is_sparse(config, number, kind)
+            )
     return tuple(found)
 
 
@@ -101,16 +129,36 @@ def _list_per_layer(config: Config, hidden: int, count: int) -> Iterator[Matrix]
     if width := read_whole(config, "hidden_size_per_layer_input"):
         rows = read_whole(config, "vocab_size_per_layer_input", "vocab_size") or 0
         yield Matrix(name="per_layer_embeddings", inputs=rows, outputs=count * width, router=True)
-        yield Matrix(name="per_layer_projections", inputs=hidden, outputs=width, copies=3 * count, router=True)
+        yield Matrix(
+            name="per_layer_projections",
+            inputs=hidden,
+            outputs=width,
+            copies=3 * count,
+            router=True,
+        )
     if streams := read_whole(config, "altup_num_inputs"):
-        yield Matrix(name="altup_projections", inputs=hidden, outputs=hidden, copies=2 * (streams - 1), router=True)
-        yield Matrix(name="laurel", inputs=hidden, outputs=read_whole(config, "laurel_rank") or 0, copies=2 * count)
+        yield Matrix(
+            name="altup_projections",
+            inputs=hidden,
+            outputs=hidden,
+            copies=2 * (streams - 1),
+            router=True,
+        )
+        yield Matrix(
+            name="laurel",
+            inputs=hidden,
+            outputs=read_whole(config, "laurel_rank") or 0,
+            copies=2 * count,
+        )
 
 
 def count_beside(config: Config, count: int) -> int:
     """Return the values of a token beside its hidden state: those for each layer, further streams before and after."""
     streams, hidden = read_whole(config, "altup_num_inputs") or 1, read_whole(config, *HIDDEN) or 0
-    return count * (read_whole(config, "hidden_size_per_layer_input") or 0) + 2 * (streams - 1) * hidden
+    return (
+        count * (read_whole(config, "hidden_size_per_layer_input") or 0)
+        + 2 * (streams - 1) * hidden
+    )
 
 
 def read_width(config: Config) -> int | None:
@@ -133,7 +181,9 @@ def read_shared_width(config: Config) -> int:
     """Return the width of the experts that every token passes, together."""
     if config.get("model_type") == "llama4_text":
         return read_width(config) or 0  # always one, which its configuration does not say
-    shared = read_whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
+    shared = (
+        read_whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
+    )
     width = read_whole(config, "moe_shared_expert_intermediate_size")
     return shared * (width or read_expert_width(config)) + (
         read_whole(config, "shared_expert_intermediate_size", "shared_intermediate_size") or 0
@@ -170,28 +220,41 @@ def _list_mlp(config: Config, place: str, hidden: int, *, sparse: bool) -> Itera
         yield from _list_gated(config, f"{place}shared_experts.", hidden, shared, 1)
 
 
-def _list_gated(config: Config, place: str, hidden: int, width: int, copies: int) -> Iterator[Matrix]:
+def _list_gated(
+    config: Config, place: str, hidden: int, width: int, copies: int
+) -> Iterator[Matrix]:
     names = ("up_proj",) if str(config.get("model_type")) in NOT_GATED else ("gate_proj", "up_proj")
     for name in names:
         yield Matrix(name=f"{place}{name}", inputs=hidden, outputs=width, copies=copies)
     yield Matrix(name=f"{place}down_proj", inputs=width, outputs=hidden, copies=copies)
 
 
-def _list_attention(config: Config, place: str, sizes: tuple[int, int], kept: KvHeads) -> Iterator[Matrix]:
+def _list_attention(
+    config: Config, place: str, sizes: tuple[int, int], kept: KvHeads
+) -> Iterator[Matrix]:
     """Yield the projections of attention, or of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
     hidden, heads = sizes
     if latent := read_whole(config, "kv_lora_rank"):
-        rotary, query = read_whole(config, "qk_rope_head_dim") or 0, read_whole(config, "q_lora_rank")
+        rotary, query = (
+            read_whole(config, "qk_rope_head_dim") or 0,
+            read_whole(config, "q_lora_rank"),
+        )
         plain, value = read_needed(config, "qk_nope_head_dim"), read_needed(config, "v_head_dim")
         if query:
             yield Matrix(name=f"{place}q_a_proj", inputs=hidden, outputs=query)
         asked = heads * (plain + rotary)
-        yield Matrix(name=f"{place}q_b_proj" if query else f"{place}q_proj", inputs=query or hidden, outputs=asked)
+        yield Matrix(
+            name=f"{place}q_b_proj" if query else f"{place}q_proj",
+            inputs=query or hidden,
+            outputs=asked,
+        )
         yield Matrix(name=f"{place}kv_a_proj_with_mqa", inputs=hidden, outputs=latent + rotary)
         yield Matrix(name=f"{place}kv_b_proj", inputs=latent, outputs=heads * (plain + value))
         yield Matrix(name=f"{place}o_proj", inputs=heads * value, outputs=hidden)
         return
-    queries = 2 if config.get("attn_output_gate") or config.get("model_type") == "qwen3_next" else 1  # and their gates
+    queries = (
+        2 if config.get("attn_output_gate") or config.get("model_type") == "qwen3_next" else 1
+    )  # and their gates
     yield Matrix(name=f"{place}q_proj", inputs=hidden, outputs=queries * heads * kept.key_size)
     yield Matrix(name=f"{place}k_proj", inputs=hidden, outputs=kept.count * kept.key_size)
     yield Matrix(name=f"{place}v_proj", inputs=hidden, outputs=kept.count * kept.value_size)
@@ -204,7 +267,9 @@ def _list_stateful(config: Config, place: str, hidden: int, found: StateSizes) -
         yield Matrix(name=f"{place}x_proj", inputs=found.width, outputs=rank + 2 * size)
         yield Matrix(name=f"{place}dt_proj", inputs=rank, outputs=found.width)
         yield Matrix(name=f"{place}state", inputs=found.width, outputs=size, router=True)
-    yield Matrix(name=f"{place}in_proj", inputs=hidden, outputs=found.inputs + found.width + found.gates)
+    yield Matrix(
+        name=f"{place}in_proj", inputs=hidden, outputs=found.inputs + found.width + found.gates
+    )
     yield Matrix(name=f"{place}out_proj", inputs=found.width, outputs=hidden)
 
 
@@ -242,7 +307,9 @@ def count_layer_parameters(
         total=sum(each.parameters for each in found),
         plain=sum(each.parameters for each in found if each.router or plain(each.name)),
         experts=sum(each.parameters for each in experts),
-        adapter=_count_adapter([each for each in found if not each.router and ".experts." not in each.name]),
+        adapter=_count_adapter(
+            [each for each in found if not each.router and ".experts." not in each.name]
+        ),
         expert_adapter=_count_adapter(experts),
     )
 
@@ -250,7 +317,9 @@ def count_layer_parameters(
 def _count_adapter(found: Sequence[Matrix]) -> Adapter:
     whole = divided = 0
     for each in found:
-        is_row_parallel = each.name.endswith(("o_proj", "down_proj", "out_proj"))  # its inputs are divided
+        is_row_parallel = each.name.endswith(
+            ("o_proj", "down_proj", "out_proj")
+        )  # its inputs are divided
         whole += each.copies * (each.outputs if is_row_parallel else each.inputs)
         divided += each.copies * (each.inputs if is_row_parallel else each.outputs)
     return Adapter(whole=whole, divided=divided)
@@ -262,7 +331,14 @@ def read_mlp(config: Config) -> tuple[int, int] | None:
     An expert is as wide as `moe_intermediate_size`, else as the MLP; shared experts are passed beside the chosen.
     """
     width = read_width(config)
-    names = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+    names = (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "experts_per_token",
+        "moe_topk",
+        "top_k_experts",
+        "moe_k",
+    )
     if not read_whole(config, *EXPERTS):
         return None if width is None else (width, 1)
     chosen = read_whole(config, *names) or 1

@@ -84,7 +84,9 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
         return 1.0, "bitsandbytes 8-bit"
     groups = found.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    weights = read_part(first, "weights") if isinstance(first, dict) else {}  # compressed-tensors', ModelOpt's
+    weights = (
+        read_part(first, "weights") if isinstance(first, dict) else {}
+    )  # compressed-tensors', ModelOpt's
     bits = _find_first((found.get("bits"), found.get("w_bit"), weights.get("num_bits")))
     if bits is not None and weights.get("type") == "float" and bits < BYTE:
         return NVFP4, f"{method} {bits}-bit"
@@ -103,7 +105,9 @@ def match_plain(config: Config) -> Callable[[str], bool]:
     may name the part of the model that the layers are in too.
     """
     found = read_part(config, "quantization_config", "compression_config")
-    names: list[object] = next((found[name] for name in LEFT_OUT if isinstance(found.get(name), list)), [])
+    names: list[object] = next(
+        (found[name] for name in LEFT_OUT if isinstance(found.get(name), list)), []
+    )
     expressions = []
     for name in names:
         if isinstance(name, str) and name.startswith("re:"):
@@ -113,9 +117,12 @@ def match_plain(config: Config) -> Callable[[str], bool]:
             inside = name[max(0, name.find("layers.")) :]
             wild = re.escape(inside).replace(r"\*", ".*")
             expressions.append(re.compile(rf"(?:^|\.){wild}(?:\.|$)"))
-    only_experts = found.get("quant_method") == "mxfp4"  # nothing else is (vLLM 0.32, quantization/mxfp4.py)
+    only_experts = (
+        found.get("quant_method") == "mxfp4"
+    )  # nothing else is (vLLM 0.32, quantization/mxfp4.py)
     return lambda module: (
-        (only_experts and ".experts." not in module) or any(each.search(module) for each in expressions)
+        (only_experts and ".experts." not in module)
+        or any(each.search(module) for each in expressions)
     )
 
 
@@ -134,4 +141,6 @@ def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
 
 
 def _find_first(named: tuple[object, ...]) -> int | None:
-    return next((value for value in named if isinstance(value, int) and 1 <= value <= LARGEST_GROUP), None)
+    return next(
+        (value for value in named if isinstance(value, int) and 1 <= value <= LARGEST_GROUP), None
+    )

@@ -110,8 +110,13 @@ class Question(Struct, frozen=True, kw_only=True):
         """
         if self.largest is None:
             return None
-        in_prompt = max(1, (self.max_model_len or self.max_num_batched_tokens) // self.largest.tokens)
-        return max(1, min(self.max_num_batched_tokens // self.largest.tokens, self.max_num_seqs * in_prompt))
+        in_prompt = max(
+            1, (self.max_model_len or self.max_num_batched_tokens) // self.largest.tokens
+        )
+        return max(
+            1,
+            min(self.max_num_batched_tokens // self.largest.tokens, self.max_num_seqs * in_prompt),
+        )
 
     @property
     def adapters_bytes(self) -> int | None:
@@ -139,7 +144,11 @@ def choose_defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
 def find_problem(question: Question) -> str | None:
     """Return why vLLM refuses these numbers, in a sentence; None where it does not."""
     shape, draft, ranks = question.shape, question.draft, question.tensor_parallel_size
-    heads, kv_heads, stages = shape.attention_heads, shape.heads.count, question.pipeline_parallel_size
+    heads, kv_heads, stages = (
+        shape.attention_heads,
+        shape.heads.count,
+        question.pipeline_parallel_size,
+    )
     sequences, tokens = question.max_num_seqs, question.max_num_batched_tokens
     is_uneven = shape.latent_width is None and max(ranks, kv_heads) % min(ranks, kv_heads)
     is_mixed = draft is not None and not (shape.has_every_token and draft.has_every_token)
@@ -160,7 +169,13 @@ def find_problem(question: Question) -> str | None:
             is_mixed,
             "--draft-model-config: how a draft's cache lies beside layers with a window or a state is not known here",
         ),
-        (stages > shape.layers, f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers"),
-        (tokens < sequences, f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}"),
+        (
+            stages > shape.layers,
+            f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers",
+        ),
+        (
+            tokens < sequences,
+            f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}",
+        ),
     )
     return next((text for is_so, text in problems if is_so), None)

@@ -60,7 +60,9 @@ class EngineServer:
         self, path: str, seconds: float, read: Callable[[PageReader], Awaitable[T | Failure]]
     ) -> T | Failure:
         """Return the answer; a failure to answer in time is without the daemon's advice, about another time limit."""
-        reader = build_page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
+        reader = build_page_reader(
+            self._settings, str(self._page.join(path)), timeout_seconds=seconds
+        )
         try:
             answer = await read(reader)
         finally:
@@ -91,7 +93,12 @@ FORMS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
 """The second for a model that has only chat."""
 
 NOT_SERVED: Final = frozenset(
-    {HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED}
+    {
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.NOT_FOUND,
+        HTTPStatus.METHOD_NOT_ALLOWED,
+        HTTPStatus.NOT_IMPLEMENTED,
+    }
 )
 """What servers answer to a form of request that the model does not serve."""
 
@@ -117,7 +124,9 @@ async def request_completion(reach: EngineServer, deadline_seconds: float) -> St
         answer = await reach.post(path, body, deadline_seconds)
         tokens = _read_completion(answer, reach.address(path))
         if isinstance(tokens, int):
-            return Step(Conclusion.GOOD, f"{model.name} gave {tokens} tokens in {now() - began:.2f} s")
+            return Step(
+                Conclusion.GOOD, f"{model.name} gave {tokens} tokens in {now() - began:.2f} s"
+            )
         problem = problem or tokens
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
             return Step(Conclusion.NOT_GOOD, tokens)
@@ -163,7 +172,9 @@ async def check_counters(
 
     def count_finished(page: EnginePage | Failure) -> float:
         engines = () if isinstance(page, Failure) else page.engines
-        return sum(engine.finished_total or 0.0 for engine in engines)  # a counter that is not there yet is at 0
+        return sum(
+            engine.finished_total or 0.0 for engine in engines
+        )  # a counter that is not there yet is at 0
 
     finished_before = count_finished(before)
     now = asyncio.get_running_loop().time
@@ -202,7 +213,9 @@ NOT_ITS_OWN: Final = -0.5
 """A vLLM that has answered holds its budget: less than half of it means that it is not on this GPU."""
 
 
-async def check_discrepancy(settings: Settings, page: EnginePage | Failure, limit_ratio: float) -> Step:
+async def check_discrepancy(
+    settings: Settings, page: EnginePage | Failure, limit_ratio: float
+) -> Step:
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
@@ -210,9 +223,15 @@ async def check_discrepancy(settings: Settings, page: EnginePage | Failure, limi
     if isinstance(here.readings, Failure):
         return _skip(f"the GPUs cannot be read: {here.readings.message}")
     if not any(gpu.attribution for gpu in here.gpus):
-        return _skip("none of the visible GPUs is known to be the engine's: name them in HEADROOM_GPUS")
+        return _skip(
+            "none of the visible GPUs is known to be the engine's: name them in HEADROOM_GPUS"
+        )
     snapshot = Snapshot(
-        time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=here.gpus, processes=()
+        time_seconds=time.time(),
+        monotonic_seconds=time.monotonic(),
+        engines=page,
+        gpus=here.gpus,
+        processes=(),
     )
     samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
     if samples or page.engines:
@@ -228,16 +247,22 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Step
         if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO
     }
     if samples and not ratios:
-        return _skip("what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor` says why")
+        return _skip(
+            "what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor` says why"
+        )
     if not ratios:
-        return _skip(f"vLLM does not report its budget (--kv-cache-memory-bytes replaces it): {SET_REPORTED_BYTES}")
+        return _skip(
+            f"vLLM does not report its budget (--kv-cache-memory-bytes replaces it): {SET_REPORTED_BYTES}"
+        )
     shown = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios.items())
     if max(ratios.values()) > limit_ratio:
         text = f"more is held than was asked for, {shown}, where {limit_ratio:.1%} is allowed: who holds it is in"
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
         return Step(Conclusion.NOT_GOOD, text)
     if strangers := [gpu for gpu, ratio in ratios.items() if ratio < NOT_ITS_OWN]:
-        return _skip(f"{shown}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are")
+        return _skip(
+            f"{shown}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are"
+        )
     return Step(Conclusion.GOOD, f"{shown}, {limit_ratio:.1%} is allowed")
 
 
@@ -258,29 +283,40 @@ class SmokeSettings(Settings):
     """How long vLLM may take until it is healthy; a large model loads for minutes."""
     completion_deadline: Seconds = setting(120, *DURATION, shown="2m")
     """How long the one completion may take; the first compiles kernels."""
-    max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(0.05, "SHARE", SHARE.accepts, shown="5%")
+    max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(
+        0.05, "SHARE", SHARE.accepts, shown="5%"
+    )
     """How much more GPU memory vLLM may hold than configured."""
 
 
 PATH: Final = "health"
 
 
-async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]) -> Step:
+async def wait_until_healthy(
+    reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]
+) -> Step:
     """Poll /health until it answers 200; report what it waits for when that changes, and every half minute."""
     now = asyncio.get_running_loop().time
     began = say_at = now()
     ends, said = began + deadline_seconds, ""
     while True:
-        answer = await reach.text(PATH, min(5.0, deadline_seconds))  # the last question's time as well
+        answer = await reach.text(
+            PATH, min(5.0, deadline_seconds)
+        )  # the last question's time as well
         if not isinstance(answer, Failure):
             return Step(Conclusion.GOOD, f"healthy after {format_duration(now() - began)}")
         if answer.reason is Reason.CREDENTIALS:
             raise BadInput(answer.message)
-        if answer.reason in {Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT}:  # no model that is loading gives these
+        if answer.reason in {
+            Reason.TLS,
+            Reason.UNAUTHORIZED,
+            Reason.REDIRECT,
+        }:  # no model that is loading gives these
             return Step(Conclusion.NOT_GOOD, answer.message)
         if now() >= ends:
             return Step(
-                Conclusion.NOT_GOOD, f"not healthy within {format_duration(deadline_seconds)}: {answer.message}"
+                Conclusion.NOT_GOOD,
+                f"not healthy within {format_duration(deadline_seconds)}: {answer.message}",
             )
         if answer.message != said or now() >= say_at:
             said, say_at = answer.message, now() + 30.0
@@ -288,7 +324,11 @@ async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: 
         await asyncio.sleep(min(1.0, max(0.0, ends - now())))
 
 
-STATES: Final = {Conclusion.GOOD: "ok", Conclusion.NOT_GOOD: "failed", Conclusion.CANNOT_TELL: "skipped"}
+STATES: Final = {
+    Conclusion.GOOD: "ok",
+    Conclusion.NOT_GOOD: "failed",
+    Conclusion.CANNOT_TELL: "skipped",
+}
 
 
 async def _run(given: Namespace) -> Report:
@@ -311,13 +351,21 @@ def build_report(address: str, steps: Mapping[str, Step]) -> Report:
         data={
             "serves": not failed,
             "engine_url": address,
-            "steps": [{"name": name, "state": states[name], "text": step.text} for name, step in steps.items()],
+            "steps": [
+                {"name": name, "state": states[name], "text": step.text}
+                for name, step in steps.items()
+            ],
         },
-        lines=(*(f"{marks[name]:<8} {name:<12} {step.text}" for name, step in steps.items()), headline),
+        lines=(
+            *(f"{marks[name]:<8} {name:<12} {step.text}" for name, step in steps.items()),
+            headline,
+        ),
     )
 
 
-async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]) -> dict[str, Step]:
+async def take_steps(
+    settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]
+) -> dict[str, Step]:
     """Take the steps one after another; without health the others are skipped."""
     health = await wait_until_healthy(reach, settings.deadline, say)
     if health.verdict is Conclusion.NOT_GOOD:
@@ -332,7 +380,12 @@ async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable
         if metrics.verdict is Conclusion.GOOD:
             metrics = _skip(f"{metrics.text}; there is no completion to look for in them")
     discrepancy = await check_discrepancy(settings, page, settings.max_discrepancy)
-    return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
+    return {
+        "health": health,
+        "completion": completion,
+        "metrics": metrics,
+        "discrepancy": discrepancy,
+    }
 
 
 COMMAND: Final[Command] = Command(

@@ -52,7 +52,7 @@ def printed(name: str, *words: str, **environ: str) -> dict[str, Any]:
     return found
 
 
-def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[str, Any]]:  # noqa: C901 - a table
+def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[str, Any]]:
     """Yield what the command prints of a good and a bad subject, and of a mistake."""
     trace, quiet = folder / "leak.jsonl", folder / "flat.jsonl"
     trace.write_text(text(leaking(3)))

@@ -42,7 +42,9 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
     if isinstance(page, Failure) or not list_named(page):
         return None
     models = sorted({engine.model_name for engine in list_named(page)})
-    return Identity(models=tuple(models), life=identify_run(page), finished_total=count_finished(page))
+    return Identity(
+        models=tuple(models), life=identify_run(page), finished_total=count_finished(page)
+    )
 
 
 def explain_mismatch(saved: Identity, now: Identity, gap_seconds: float) -> str | None:
@@ -53,7 +55,11 @@ def explain_mismatch(saved: Identity, now: Identity, gap_seconds: float) -> str 
         return "it is of another engine, or from before the engine's restart"
     if now.life is not None:
         return None
-    if saved.finished_total is None or now.finished_total is None or now.finished_total < saved.finished_total:
+    if (
+        saved.finished_total is None
+        or now.finished_total is None
+        or now.finished_total < saved.finished_total
+    ):
         return "the engine reports no start time, and its count of requests is unknown or lower than before"
     if gap_seconds > COUNTED_SECONDS:
         return f"the engine reports no start time, and after {gap_seconds:.0f} s its count of requests proves nothing"
@@ -109,11 +115,19 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
             load=load if gap <= LOAD_GAP_SECONDS else LoadState(),
             gpus=_shift_tracks(gpus, shift),
             host=_shift_tracks(leak.host, shift),
-            inside={uuid: move_track(track, shift) for uuid, track in leak.inside.items() if uuid in here},
+            inside={
+                uuid: move_track(track, shift)
+                for uuid, track in leak.inside.items()
+                if uuid in here
+            },
             sleep=replace(leak.sleep, since_seconds=None),
-            asleep=_shift_tracks({uuid: track for uuid, track in leak.asleep.items() if uuid in here}, shift),
+            asleep=_shift_tracks(
+                {uuid: track for uuid, track in leak.asleep.items() if uuid in here}, shift
+            ),
         ),
-        baseline=replace(baseline, bands={uuid: bands for uuid, bands in baseline.bands.items() if uuid in here}),
+        baseline=replace(
+            baseline, bands={uuid: bands for uuid, bands in baseline.bands.items() if uuid in here}
+        ),
     )
 
 
@@ -210,7 +224,9 @@ class StateFile(Generic[T]):
             document = json.loads(content)
             written = document.pop("format"), document.pop("checksum")
             if written[0] != self._format:
-                raise UnusableState(f"it is of format {written[0]!r:.20}, this version reads {self._format}")
+                raise UnusableState(
+                    f"it is of format {written[0]!r:.20}, this version reads {self._format}"
+                )
             if written[1] != _compute_checksum({**document, "format": self._format}):
                 raise UnusableState("it is damaged: its checksum is another")
             return msgspec.convert(document, self._kind, str_keys=True)

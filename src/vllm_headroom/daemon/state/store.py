@@ -59,7 +59,10 @@ class StateKeeper:
         if self._owned is not None:  # a file that cannot be read is tried again at the next tick
             lives, history = await self._read(RUNS), await self._read(HISTORY)
             self._saved = await self._read(STATE) or self._saved
-            found = {ENGINE_RUN: None if lives is None else RunState(lives=lives), HISTORY.name: history}
+            found = {
+                ENGINE_RUN: None if lives is None else RunState(lives=lives),
+                HISTORY.name: history,
+            }
             runs = {name: state for name, state in found.items() if state is not None}
         self._identity = identify_engine(snapshot.engines) or self._identity
         saved = self._saved
@@ -83,14 +86,22 @@ class StateKeeper:
     async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
         if self._owned:
-            await self._lock_state(timeout_seconds)  # another daemon may have created the deleted folder again
+            await self._lock_state(
+                timeout_seconds
+            )  # another daemon may have created the deleted folder again
         if not self._owned:
             return
         run = states.get(ENGINE_RUN)
         if RUNS.name not in self._unread and run is not None and run.lives.newest is not None:
-            await self._try(RUNS.name, partial(RUNS.write, self._folder, run.lives), timeout_seconds)
+            await self._try(
+                RUNS.name, partial(RUNS.write, self._folder, run.lives), timeout_seconds
+            )
         if HISTORY.name not in self._unread and HISTORY.name in states:
-            await self._try(HISTORY.name, partial(HISTORY.write, self._folder, states[HISTORY.name]), timeout_seconds)
+            await self._try(
+                HISTORY.name,
+                partial(HISTORY.write, self._folder, states[HISTORY.name]),
+                timeout_seconds,
+            )
         if STATE.name in self._unread or self._saved is not None or self._identity is None:
             return
         saved = SavedState(
@@ -106,13 +117,20 @@ class StateKeeper:
         """Lock the folder, where it is a link the one it leads to at first, and log when another daemon has it."""
         before = self._owned
         if before is None:
-            self._folder = await self._try(".", lambda: Path(os.path.realpath(self._folder))) or self._folder
+            self._folder = (
+                await self._try(".", lambda: Path(os.path.realpath(self._folder))) or self._folder
+            )
         owned = await self._try(".", partial(self._lock.take, self._folder), timeout_seconds)
         self._owned = before if owned is None else owned
         if self._owned is False and before is not False:
-            log.warning("another daemon keeps its state here: nothing is kept until it ends", folder=str(self._folder))
+            log.warning(
+                "another daemon keeps its state here: nothing is kept until it ends",
+                folder=str(self._folder),
+            )
         elif self._owned and before is False:
-            log.info("the other daemon has ended: state is kept from now on", folder=str(self._folder))
+            log.info(
+                "the other daemon has ended: state is kept from now on", folder=str(self._folder)
+            )
 
     async def _read(self, file: StateFile[T]) -> T | None:
         """Return the content of a file that was not read before, None without a usable one."""
@@ -142,7 +160,9 @@ class StateKeeper:
             event = f"saved state set aside, {file.lost}"
             log.warning(event, problem=reason, file=str(self._folder / file.rejected_name))
 
-    async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - what the operation returns
+    async def _try(
+        self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS
+    ) -> Any:  # noqa: ANN401 - what the operation returns
         """Return what an operation on the file of this name returns, None when it fails."""
         # shielded: a call cancelled by the shutdown would block the last one
         value, problem = await asyncio.shield(self._worker.attempt(function, timeout_seconds))

@@ -182,12 +182,21 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
         if room_bytes is not None and granted_bytes is not None and gpu.engine_bytes is not None:
             room_bytes = min(room_bytes, max(0, granted_bytes - gpu.engine_bytes))
         neighbours = gpu.process_count if gpu.engine_bytes is None else None
-        memory = {"held_bytes": gpu.held_bytes, "room_bytes": room_bytes, "bound_bytes": bound_bytes}
+        memory = {
+            "held_bytes": gpu.held_bytes,
+            "room_bytes": room_bytes,
+            "bound_bytes": bound_bytes,
+        }
         yield gpu, replace(seen, neighbours=neighbours, **memory)
 
 
 def count_folds(first: Point, before: Point, after: Point) -> float:
     """Return how many times the work done since the first block grew e-fold, by time or by requests."""
-    by_time = log((after.seconds - first.seconds + 60.0) / max(60.0, before.seconds - first.seconds + 60.0))
-    by_requests = log((after.requests - first.requests + 50.0) / max(50.0, before.requests - first.requests + 50.0))
+    by_time = log(
+        (after.seconds - first.seconds + 60.0) / max(60.0, before.seconds - first.seconds + 60.0)
+    )
+    by_requests = log(
+        (after.requests - first.requests + 50.0)
+        / max(50.0, before.requests - first.requests + 50.0)
+    )
     return max(by_time, by_requests, 1e-9)

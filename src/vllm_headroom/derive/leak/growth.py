@@ -9,7 +9,16 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.leak.facts import MIB, RISE_BYTES, Certainty, Point, Ring, Step, Track, count_folds
+from vllm_headroom.derive.leak.facts import (
+    MIB,
+    RISE_BYTES,
+    Certainty,
+    Point,
+    Ring,
+    Step,
+    Track,
+    count_folds,
+)
 
 LENGTHS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
 """Blocks of the windows that are compared."""
@@ -70,7 +79,9 @@ def survey(ring: Ring, first: Point) -> Course | None:
     points = ring.points
     kept = find_retained(points)
     oldest = bisect_left(points, first.seconds, key=lambda point: point.seconds)
-    highest = tuple(accumulate((point.floor_bytes for point in points), max, initial=ring.highest_bytes))[1:]
+    highest = tuple(
+        accumulate((point.floor_bytes for point in points), max, initial=ring.highest_bytes)
+    )[1:]
     if len(points) - oldest < LENGTHS[0] + 1 or kept[-1] - highest[oldest] < LEAST_GROWTH_BYTES:
         return None
     rose, stayed, load = [], [], first.load
@@ -120,18 +131,26 @@ def has_ended(grown: Growth) -> bool:
     """Return whether a window's growth has ended: its last twentieth took twice as long as at an even pace."""
     least = grown.kept_bytes[-1] - LAST_SHARE * grown.grown_bytes
     risen = grown.points[bisect_left(grown.kept_bytes, least)]
-    count, seconds = grown.grown_bytes / grown.typical_bytes, max(QUIET_SECONDS, 2 * LAST_SHARE * grown.lasted)
+    count, seconds = (
+        grown.grown_bytes / grown.typical_bytes,
+        max(QUIET_SECONDS, 2 * LAST_SHARE * grown.lasted),
+    )
     return is_over(grown.points[0], risen, grown.points[-1], count, (seconds, QUIET_GAPS))
 
 
-def is_over(began: Point, risen: Point, now: Point, count: float, quiet: tuple[float, float]) -> bool:
+def is_over(
+    began: Point, risen: Point, now: Point, count: float, quiet: tuple[float, float]
+) -> bool:
     """Return whether growth by so many rises, the last at `risen`, was quiet for these seconds and usual gaps.
 
     Idle time does not count.
     """
     seconds, gaps = quiet
     between = max(1.0, count - 1)
-    gap, done = (risen.seconds - began.seconds) / between, (risen.requests - began.requests) / between
+    gap, done = (
+        (risen.seconds - began.seconds) / between,
+        (risen.requests - began.requests) / between,
+    )
     paused = now.seconds - risen.seconds > max(seconds, gaps * gap)
     return paused and now.requests - risen.requests >= gaps * done
 
@@ -154,7 +173,9 @@ def weigh_pace(grown: Growth, first: Point) -> float:
     before = max(0.0, grown.kept_bytes[0] - first.floor_bytes) + max(grown.rises)
     pace = (before + grown.grown_bytes) / count_folds(first, first, now)
     by_folds, least = log(before / count_folds(first, first, opened) / pace), -inf
-    if by_folds >= 0:  # growth has slowed down: only the window's own is compared, and says nothing against a leak
+    if (
+        by_folds >= 0
+    ):  # growth has slowed down: only the window's own is compared, and says nothing against a leak
         by_folds, least, pace = 0.0, 0.0, grown.grown_bytes / count_folds(first, opened, now)
     slow = slow_requests = 0.0
     for one, two, rise in zip(grown.points, grown.points[1:], grown.rises, strict=False):
@@ -165,8 +186,13 @@ def weigh_pace(grown: Growth, first: Point) -> float:
     at_a_rate = log(grown.grown_bytes / grown.lasted / pace) + slow / grown.grown_bytes
     done = now.requests - opened.requests
     if done > 0:
-        at_a_rate = max(at_a_rate, log(grown.grown_bytes / done / pace) + slow_requests / grown.grown_bytes)
-    step_bytes = max(RISE_BYTES, grown.typical_bytes - (grown.grown_bytes / grown.count if is_steady(grown) else 0.0))
+        at_a_rate = max(
+            at_a_rate, log(grown.grown_bytes / done / pace) + slow_requests / grown.grown_bytes
+        )
+    step_bytes = max(
+        RISE_BYTES,
+        grown.typical_bytes - (grown.grown_bytes / grown.count if is_steady(grown) else 0.0),
+    )
     return max(least, (before * by_folds + grown.grown_bytes * at_a_rate) / step_bytes)
 
 
@@ -183,13 +209,20 @@ def clip_rises(grown: Growth, least_bytes: float = 0.0) -> list[float]:
 def is_even(grown: Growth) -> bool:
     """Return whether the growth has its shares in the later half and in the quarters, by requests or by busy time."""
     clipped, late, unceasing = clip_rises(grown), 0.0, False
-    for axis in ([point.requests for point in grown.points], [point.busy_seconds for point in grown.points]):
+    for axis in (
+        [point.requests for point in grown.points],
+        [point.busy_seconds for point in grown.points],
+    ):
         length, shares = axis[-1] - axis[0], [0.0] * 4
         if length > 0:
             for before, after, rise in zip(axis, axis[1:], clipped, strict=False):
-                shares[min(3, int(2 * (before + after - 2 * axis[0]) / length))] += rise / sum(clipped)
+                shares[min(3, int(2 * (before + after - 2 * axis[0]) / length))] += rise / sum(
+                    clipped
+                )
             late = max(late, shares[2] + shares[3])
-            unceasing |= shares[0] >= FIRST_QUARTER and min(shares[1:3]) > 0 and shares[3] >= LAST_QUARTER
+            unceasing |= (
+                shares[0] >= FIRST_QUARTER and min(shares[1:3]) > 0 and shares[3] >= LAST_QUARTER
+            )
     return unceasing and late >= EVEN_SHARE
 
 
@@ -277,7 +310,9 @@ def score_likeness(steps: tuple[Step, ...], since: float, least_bytes: float) ->
     return total
 
 
-def judge_steps(grown: Growth, track: Track, first: Point, room_bytes: float | None) -> tuple[Certainty, float]:
+def judge_steps(
+    grown: Growth, track: Track, first: Point, room_bytes: float | None
+) -> tuple[Certainty, float]:
     """Return the verdict on a window that begins with a step, and its evidence.
 
     Growing: it lasted for a quarter of the time left, at most a day. Leaking: steps at a pace that does not slow down,
@@ -290,11 +325,15 @@ def judge_steps(grown: Growth, track: Track, first: Point, room_bytes: float | N
     enough = grown.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + grown.grown_bytes))
     age = track.seconds - first.seconds
     old = age >= YOUNG_SECONDS or (room_bytes is not None and lasted >= LATE_SHARE * left)
-    least_odds, least_sure = (ODDS_WHERE_FULL, SURE_WHERE_FULL) if is_full else (LEAST_ODDS, SURE_OF_STEPS)
+    least_odds, least_sure = (
+        (ODDS_WHERE_FULL, SURE_WHERE_FULL) if is_full else (LEAST_ODDS, SURE_OF_STEPS)
+    )
     if odds >= least_odds and enough and old and lasted >= compute_patience(left):
         steps = tuple(step for step in track.steps if step.seconds > first.seconds)
         sure = odds + score_likeness(steps, grown.points[0].seconds, STEP_SHARE * grown.grown_bytes)
         if sure >= least_sure:
             return Certainty.LEAKING, sure
-    growing = odds >= ODDS and age >= YOUNG_SECONDS / 2 and left <= DAY_SECONDS and lasted >= left / 4
+    growing = (
+        odds >= ODDS and age >= YOUNG_SECONDS / 2 and left <= DAY_SECONDS and lasted >= left / 4
+    )
     return Certainty.GROWING if growing else Certainty.NONE, odds

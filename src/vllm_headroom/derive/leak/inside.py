@@ -47,7 +47,11 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
     """Return the tracks after one more sample; a sleeping or restarted engine starts its comparison over."""
     now = snapshot.monotonic_seconds
     tracks = limit_remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
-    kept = {uuid: track for uuid, track in tracks.items() if 0 <= now - track.in_use.clock < FORGET_SECONDS}
+    kept = {
+        uuid: track
+        for uuid, track in tracks.items()
+        if 0 <= now - track.in_use.clock < FORGET_SECONDS
+    }
     restarts = 0 if snapshot.life is None else snapshot.life.restarts
     for gpu, seen in observe_gpus(snapshot, snapshot.devices):
         uuid, mark = gpu.reading.uuid, _make_mark(gpu, now)
@@ -63,9 +67,16 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
 
 def _make_mark(gpu: Gpu, now: float) -> Mark | None:
     inside, held = gpu.inside, gpu.held_bytes
-    if inside is None or inside.allocated_bytes is None or inside.reserved_bytes is None or held is None:
+    if (
+        inside is None
+        or inside.allocated_bytes is None
+        or inside.reserved_bytes is None
+        or held is None
+    ):
         return None
-    fragmented_bytes = dict(inside.parts).get(MemoryPart.FRAGMENTED, inside.reserved_bytes - inside.allocated_bytes)
+    fragmented_bytes = dict(inside.parts).get(
+        MemoryPart.FRAGMENTED, inside.reserved_bytes - inside.allocated_bytes
+    )
     return Mark(now, (inside.allocated_bytes, fragmented_bytes, held - inside.reserved_bytes))
 
 
@@ -76,8 +87,12 @@ def _update_track(track: InsideTrack, mark: Mark, seen: Observation) -> InsideTr
         least = tuple(map(min, block.held_bytes, mark.held_bytes))
         return replace(track, block=replace(block, held_bytes=least))
     used_bytes = int(block.held_bytes[0] + block.held_bytes[-1])
-    room_bytes = None if seen.room_bytes is None else seen.room_bytes + (seen.held_bytes or 0) - used_bytes
-    in_use = observe(track.in_use, replace(seen, held_bytes=used_bytes, neighbours=None, room_bytes=room_bytes))
+    room_bytes = (
+        None if seen.room_bytes is None else seen.room_bytes + (seen.held_bytes or 0) - used_bytes
+    )
+    in_use = observe(
+        track.in_use, replace(seen, held_bytes=used_bytes, neighbours=None, room_bytes=room_bytes)
+    )
     marks = (*track.marks, block)
     marks = marks if len(marks) <= MOST_MARKS else (*marks[0:-1:2], block)
     return replace(track, block=mark, marks=marks, in_use=in_use)
@@ -96,7 +111,9 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
 
 def move_track(track: InsideTrack, shift: float) -> InsideTrack:
     """Return a track on another clock, with its marks."""
-    block, *marks = (replace(mark, seconds=mark.seconds + shift) for mark in (track.block, *track.marks))
+    block, *marks = (
+        replace(mark, seconds=mark.seconds + shift) for mark in (track.block, *track.marks)
+    )
     in_use = replace(track.in_use, clock=track.in_use.clock + shift)
     return replace(track, block=block, marks=tuple(marks), in_use=in_use)
 
@@ -131,7 +148,10 @@ def find_location(found: Estimate | None, inside: InsideTrack | None) -> LeakLoc
     ends = [marks[round(part * (len(marks) - 1) / PARTS)].held_bytes for part in range(PARTS + 1)]
     held = dict(zip(PLACES, zip(*ends, strict=True), strict=True))
     whole = {place: each[-1] - each[0] for place, each in held.items()}
-    steady = {place: PARTS * min(after - before for before, after in pairwise(each)) for place, each in held.items()}
+    steady = {
+        place: PARTS * min(after - before for before, after in pairwise(each))
+        for place, each in held.items()
+    }
     most = max(steady, key=lambda place: steady[place])
     if steady[most] <= STEADY_SHARE * max(whole.values()):
         most = max(whole, key=lambda place: whole[place])

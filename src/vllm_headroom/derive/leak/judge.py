@@ -9,7 +9,15 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, RISE_BYTES, Certainty, Estimate, Incident, Point, Track
+from vllm_headroom.derive.leak.facts import (
+    OUT_OF_MEMORY_BYTES,
+    RISE_BYTES,
+    Certainty,
+    Estimate,
+    Incident,
+    Point,
+    Track,
+)
 from vllm_headroom.derive.leak.growth import (
     DAY_SECONDS,
     GROWING_SECONDS,
@@ -67,7 +75,9 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
     if first is None or now is None or now.seconds != track.seconds:
         return track
     if room_bytes is not None:
-        track = replace(track, most_bytes=max(track.most_bytes, (track.held_bytes or 0.0) + room_bytes))
+        track = replace(
+            track, most_bytes=max(track.most_bytes, (track.held_bytes or 0.0) + room_bytes)
+        )
     own_room = None if room_bytes is None else track.most_bytes - now.floor_bytes
     track = track if track.incident is None else _update_incident(track, track.incident, now)
     recent_bytes = now.floor_bytes - track.rings[0].points[0].floor_bytes
@@ -75,9 +85,15 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
         return _update_estimate(track, None, room_bytes)
     if track.incident is not None:
         since = track.incident.began
-        reach = (each for each in track.rings if each.points and each.points[0].seconds <= since.seconds)
+        reach = (
+            each for each in track.rings if each.points and each.points[0].seconds <= since.seconds
+        )
         ring = next(reach, track.rings[-1])  # the shortest blocks that reach back so far
-        course = survey(ring, since) if ring.points and ring.points[-1].seconds == track.seconds else None
+        course = (
+            survey(ring, since)
+            if ring.points and ring.points[-1].seconds == track.seconds
+            else None
+        )
         grown = None if course is None else cut_window(course, 0)
     else:
         track, grown = _judge_rings(track, first, own_room)
@@ -88,7 +104,9 @@ def _update_estimate(track: Track, grown: Growth | None, room_bytes: int | None)
     """Return the track with a new estimate; with its old one if the new one, in a valley, shows no growth."""
     found = track.estimate if track.verdict else None
     if grown is not None and track.verdict:
-        began_bytes = grown.kept_bytes[0] if track.incident is None else track.incident.began.floor_bytes
+        began_bytes = (
+            grown.kept_bytes[0] if track.incident is None else track.incident.began.floor_bytes
+        )
         new = estimate(grown, began_bytes=began_bytes, track=track, room_bytes=room_bytes)
         found = new if found is None or new.pace is not None else found
     if found is not None and room_bytes is not None:
@@ -96,24 +114,40 @@ def _update_estimate(track: Track, grown: Growth | None, room_bytes: int | None)
     return replace(track, estimate=found)
 
 
-def _judge_rings(track: Track, first: Point, room_bytes: float | None) -> tuple[Track, Growth | None]:
+def _judge_rings(
+    track: Track, first: Point, room_bytes: float | None
+) -> tuple[Track, Growth | None]:
     """Return the track with the verdict of each ring whose block has ended, and the growth behind the surest."""
     rings, best, grown = [], Certainty.NONE, None
-    reach = (each for each in track.rings[1:] if each.points and each.points[0].seconds <= first.seconds + 960.0)
-    wide = next(reach, track.rings[-1])  # the shortest blocks, from two minutes on, that lack at most 16 minutes
+    reach = (
+        each
+        for each in track.rings[1:]
+        if each.points and each.points[0].seconds <= first.seconds + 960.0
+    )
+    wide = next(
+        reach, track.rings[-1]
+    )  # the shortest blocks, from two minutes on, that lack at most 16 minutes
     for ring in track.rings:
         verdict = ring.verdict
         if ring.points and ring.points[-1].seconds == track.seconds:
             course, whole = survey(ring, first), ring is wide
-            judged = () if course is None else _judge_windows(course, track, first, room_bytes, whole=whole)
-            verdict, _, found = max(judged, key=lambda judgement: judgement[:2], default=(Certainty.NONE, 0.0, None))
+            judged = (
+                ()
+                if course is None
+                else _judge_windows(course, track, first, room_bytes, whole=whole)
+            )
+            verdict, _, found = max(
+                judged, key=lambda judgement: judgement[:2], default=(Certainty.NONE, 0.0, None)
+            )
             if found is not None and verdict >= max(best, Certainty.GROWING):
                 best, grown = verdict, found
         rings.append(replace(ring, verdict=verdict))
     verdict = max(ring.verdict for ring in rings)
     track = replace(track, rings=tuple(rings), verdict=verdict)
     if verdict is Certainty.LEAKING and grown is not None:
-        began, newest = (replace(grown.points[at], floor_bytes=grown.kept_bytes[at]) for at in (0, -1))
+        began, newest = (
+            replace(grown.points[at], floor_bytes=grown.kept_bytes[at]) for at in (0, -1)
+        )
         squares = grown.typical_bytes * grown.grown_bytes
         track = replace(track, incident=Incident(began=began, newest=newest, squares=squares))
     return track, grown if best is verdict or track.estimate is None else None
@@ -149,7 +183,11 @@ def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certain
     large rise says nothing of that time. In the first minutes of a run, when anything new is likely, it must be steady.
     """
     trend_bytes = sum(clip_rises(grown, LARGE_BYTES))
-    left = None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / trend_bytes * grown.lasted
+    left = (
+        None
+        if room_bytes is None
+        else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / trend_bytes * grown.lasted
+    )
     share = SOON_SHARE if grown.lasted < LEAKING_SECONDS else LATE_SHARE
     is_soon = left is not None and share * left <= grown.lasted and is_steady(grown)
     likely = is_soon or (grown.score >= LEAST_RARE and odds >= LIKELY)
@@ -169,11 +207,17 @@ def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
     if now.floor_bytes >= newest.floor_bytes + RISE_BYTES:
         squares = incident.squares + (now.floor_bytes - newest.floor_bytes) ** 2
         return replace(track, incident=replace(incident, newest=now, squares=squares))
-    longer = max(1.0, FULL_BYTES / max(1.0, track.most_bytes - newest.floor_bytes)) if track.most_bytes else 1.0
+    longer = (
+        max(1.0, FULL_BYTES / max(1.0, track.most_bytes - newest.floor_bytes))
+        if track.most_bytes
+        else 1.0
+    )
     fall, full = newest.floor_bytes - now.floor_bytes, longer > 1.0
     if full:  # torch's allocator gives back its cache, which hides the growth beneath
         began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall))
-    kept_bytes = began.floor_bytes + (0.0 if full else KEPT_SHARE) * (newest.floor_bytes - began.floor_bytes)
+    kept_bytes = began.floor_bytes + (0.0 if full else KEPT_SHARE) * (
+        newest.floor_bytes - began.floor_bytes
+    )
     if now.floor_bytes >= kept_bytes and fall > LARGE_BYTES:
         return replace(track, incident=replace(incident, began=began, newest=now))
     count = (newest.floor_bytes - began.floor_bytes) ** 2 / incident.squares
@@ -184,7 +228,9 @@ def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
         return track
     over = {"parts": 0, "highest_bytes": newest.floor_bytes, "verdict": Certainty.NONE}
     rings = tuple(replace(ring, points=ring.points[-1:], **over) for ring in track.rings)
-    return replace(track, incident=None, rings=rings, verdict=Certainty.NONE, risen_seconds=newest.seconds)
+    return replace(
+        track, incident=None, rings=rings, verdict=Certainty.NONE, risen_seconds=newest.seconds
+    )
 
 
 BATCHES, T_95 = 5, 2.776
@@ -200,7 +246,9 @@ SHORT_SECONDS, MARGIN_SECONDS = 900.0, 300.0
 """An estimate is made every two minutes, and peaks of some minutes are in no block's floor."""
 
 
-def estimate(grown: Growth, *, began_bytes: float, track: Track, room_bytes: float | None) -> Estimate:
+def estimate(
+    grown: Growth, *, began_bytes: float, track: Track, room_bytes: float | None
+) -> Estimate:
     """Return rates from the later half of the stretch, and the paces at the expected request rate.
 
     The slope is Theil and Sen's, which single benign steps do not move. Its interval comes from five batches of the
@@ -217,9 +265,13 @@ def estimate(grown: Growth, *, began_bytes: float, track: Track, room_bytes: flo
     if room_bytes is not None and by_requests:
         horizon = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / (per_request * track.work.rate)
         pace = per_request * forecast_rate(track, horizon)
-        most = max(forecast_rate(track, span) for span in (3600.0, horizon / 4, horizon))  # the last hour's may go on
+        most = max(
+            forecast_rate(track, span) for span in (3600.0, horizon / 4, horizon)
+        )  # the last hour's may go on
         fastest = 1.1 * most * (per_request + request_half_width)
-    is_known = track.seconds >= DAY_SECONDS or not (by_requests or track.work.finished_total is None)
+    is_known = track.seconds >= DAY_SECONDS or not (
+        by_requests or track.work.finished_total is None
+    )
     if room_bytes is not None and not is_known and fastest * track.seconds / 2 < room_bytes:
         fastest /= UNSEEN_SHARE
     return Estimate(
@@ -242,7 +294,10 @@ def set_time_left(found: Estimate, track: Track, room_bytes: float) -> Estimate:
     may come on top. The lower bound is the time until then.
     """
     newest, rate = [point.floor_bytes for point in track.rings[0].points], found.bytes_per_second
-    falls = ((fall, at.floor_bytes - newest[-1], track.seconds - at.seconds) for at, fall in list_falls(track))
+    falls = (
+        (fall, at.floor_bytes - newest[-1], track.seconds - at.seconds)
+        for at, fall in list_falls(track)
+    )
     swings = [0.0, *(min(fall, lower + rate * seconds) for fall, lower, seconds in falls)]
     largest_bytes = max((after - before for before, after in pairwise(newest)), default=0.0)
     demand_bytes = max(max(swings) + largest_bytes, OUT_OF_MEMORY_BYTES)
@@ -250,11 +305,15 @@ def set_time_left(found: Estimate, track: Track, room_bytes: float) -> Estimate:
     return replace(
         found,
         oom_seconds=room / found.pace if found.pace else None,
-        oom_seconds_lower=max(0.0, least / found.fastest - MARGIN_SECONDS) if found.fastest else None,
+        oom_seconds_lower=max(0.0, least / found.fastest - MARGIN_SECONDS)
+        if found.fastest
+        else None,
     )
 
 
-def measure_rate(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tuple[float, float, float]:
+def measure_rate(
+    axis: list[float], values: tuple[float, ...], step_bytes: float
+) -> tuple[float, float, float]:
     """Return slope, half width of its 95 % interval and relative spread of its batches on one axis.
 
     Where the later half has no slope, growth was in a few large steps, and the slope is that of the whole.
@@ -263,12 +322,20 @@ def measure_rate(axis: list[float], values: tuple[float, ...], step_bytes: float
     if length <= 0:
         return 0.0, 0.0, inf
     half, size = len(axis) // 2, (len(axis) - 1 - len(axis) // 4) // BATCHES
-    every = -(-(len(axis) - half) // 16)  # the cost is quadratic, and more points gave no better rates
+    every = -(
+        -(len(axis) - half) // 16
+    )  # the cost is quadratic, and more points gave no better rates
     late = zip(axis[half::every], values[half::every], strict=True)
-    slopes = [(y - before) / (x - since) for (since, before), (x, y) in combinations(late, 2) if x > since]
+    slopes = [
+        (y - before) / (x - since) for (since, before), (x, y) in combinations(late, 2) if x > since
+    ]
     slope = (median(slopes) if slopes else 0.0) or (values[-1] - values[0]) / length
     cuts = pairwise(len(axis) - 1 - size * number for number in range(BATCHES, -1, -1))
-    batches = [(values[end] - values[at]) / (axis[end] - axis[at]) for at, end in cuts if axis[end] > axis[at]]
+    batches = [
+        (values[end] - values[at]) / (axis[end] - axis[at])
+        for at, end in cuts
+        if axis[end] > axis[at]
+    ]
     if len(batches) < BATCHES:
         return slope, abs(slope), inf
     spread = stdev(batches)
@@ -279,8 +346,14 @@ def measure_rate(axis: list[float], values: tuple[float, ...], step_bytes: float
 def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon: the mean of an equally long past, as far as is known."""
     points: tuple[Point, ...] = track.rings[-1].points
-    then = bisect_right(points, track.seconds - horizon_seconds, key=lambda point: point.seconds) - 1
+    then = (
+        bisect_right(points, track.seconds - horizon_seconds, key=lambda point: point.seconds) - 1
+    )
     since = points[max(0, then)] if points else None
-    if since is None or horizon_seconds < SHORT_SECONDS or track.seconds - since.seconds < SHORT_SECONDS:
+    if (
+        since is None
+        or horizon_seconds < SHORT_SECONDS
+        or track.seconds - since.seconds < SHORT_SECONDS
+    ):
         return track.work.rate
     return (track.work.requests - since.requests) / (track.seconds - since.seconds)

@@ -16,7 +16,13 @@ from vllm_headroom.derive.leak.facts import (
     observe_gpus,
     observe_page,
 )
-from vllm_headroom.derive.leak.inside import FORGET_SECONDS, InsideTracks, find_location, sharpen_track, update_insides
+from vllm_headroom.derive.leak.inside import (
+    FORGET_SECONDS,
+    InsideTracks,
+    find_location,
+    sharpen_track,
+    update_insides,
+)
 from vllm_headroom.derive.leak.track import is_warming_up, observe
 from vllm_headroom.derive.life.signs import derive_out_of_service, keep_service
 from vllm_headroom.derive.readings import label_gpu, limit_remembered, make_facts, make_states
@@ -40,7 +46,12 @@ Tracks = dict[str, Track]
 
 
 def derive_gpu_leaks(
-    state: Tracks, seen: Collection[tuple[Gpu, Observation]], *, settled: bool, inside: InsideTracks, asleep: Tracks
+    state: Tracks,
+    seen: Collection[tuple[Gpu, Observation]],
+    *,
+    settled: bool,
+    inside: InsideTracks,
+    asleep: Tracks,
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series.
 
@@ -52,11 +63,18 @@ def derive_gpu_leaks(
     for gpu, each in seen:
         uuid, labels = gpu.reading.uuid, label_gpu(gpu)
         tracks[uuid] = observe(tracks.get(uuid) or Track(clock=each.seconds), each)
-        most = Certainty.LEAKING if is_alone(gpu) or tracks[uuid].neighbours == 1 else Certainty.GROWING
+        most = (
+            Certainty.LEAKING
+            if is_alone(gpu) or tracks[uuid].neighbours == 1
+            else Certainty.GROWING
+        )
         own = replace(tracks[uuid], verdict=min(tracks[uuid].verdict, most))
         track = sharpen_track(own, asleep.get(uuid), inside.get(uuid))
         is_in = find_leak_state(track, known=gpu.held_bytes is not None, settled=settled)
-        samples += (*make_states(catalog.LEAK_STATE, labels, is_in), *_make_bound((*labels, ""), track))
+        samples += (
+            *make_states(catalog.LEAK_STATE, labels, is_in),
+            *_make_bound((*labels, ""), track),
+        )
         found = track.estimate if is_in in SHOWN else None
         samples += make_facts(GPU_FIGURES, labels, found)
         where = find_location(found, inside.get(uuid))
@@ -98,7 +116,9 @@ def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
         yield Sample(catalog.LEAK_BOUND, labels, max(0.0, track.bound_bytes - grown_bytes))
 
 
-def update_residues(asleep: Tracks, least_bytes: Mapping[str, int], seen: Iterable[tuple[Gpu, Observation]]) -> Tracks:
+def update_residues(
+    asleep: Tracks, least_bytes: Mapping[str, int], seen: Iterable[tuple[Gpu, Observation]]
+) -> Tracks:
     """Return the tracks of the memory kept in sleep, by UUID, after one more sample; `least_bytes` are the residues.
 
     A track starts in an observed sleep of a run that has worked. It sees the residue until the next sleep; nothing
@@ -115,7 +135,9 @@ def update_residues(asleep: Tracks, least_bytes: Mapping[str, int], seen: Iterab
     return found
 
 
-def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:
+def derive_host_leaks(
+    state: Tracks, snapshot: Snapshot, *, settled: bool
+) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak state of each role's memory, and when the growing roles will have filled the room.
 
     The detector is the same as on GPU memory. A role without a process has no series; a process that comes, goes or
@@ -126,14 +148,21 @@ def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tu
     tracks = keep_recent(state, state)
     samples, growing = list[Sample](), list[Estimate]()
     for role, seen in observe_host(snapshot):
-        tracks[role] = track = observe(tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen)
+        tracks[role] = track = observe(
+            tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen
+        )
         is_in = find_leak_state(track, known=True, settled=settled)
         samples += make_states(catalog.HOST_LEAK_STATE, (str(role),), is_in)
         samples += _make_bound(("", "", str(role)), track)
         if track.estimate is not None and is_in in SHOWN:
-            samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second))
+            samples.append(
+                Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second)
+            )
             growing += [track.estimate] if seen.room_bytes is not None else []
-    times = {catalog.HOST_TIME_TO_OOM: "oom_seconds", catalog.HOST_TIME_TO_OOM_LOWER: "oom_seconds_lower"}
+    times = {
+        catalog.HOST_TIME_TO_OOM: "oom_seconds",
+        catalog.HOST_TIME_TO_OOM_LOWER: "oom_seconds_lower",
+    }
     for metric, name in times.items():
         if known := [seconds for found in growing if (seconds := getattr(found, name)) is not None]:
             left = 1 / sum(1 / seconds for seconds in known) if min(known) > 0 else 0.0
@@ -153,8 +182,13 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
     for role in Role:
         processes = tuple(process for process in all_of_them if process.role is role)
         if processes:
-            held = (each.rss_bytes - (each.file_bytes or 0) + (each.swap_bytes or 0) for each in processes)
-            names = sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)
+            held = (
+                each.rss_bytes - (each.file_bytes or 0) + (each.swap_bytes or 0)
+                for each in processes
+            )
+            names = sorted(
+                f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes
+            )
             bound_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is role)
             memory = {"held_bytes": sum(held), "room_bytes": room_bytes, "bound_bytes": bound_bytes}
             yield role, replace(observe_page(snapshot), life=",".join(names), **memory)
@@ -183,8 +217,15 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     inside = update_insides(state.inside, served)
     seen = tuple(observe_gpus(served, served.owned))
     asleep = update_residues(state.asleep, slept.least_bytes, seen)
-    gpus, gpu_samples = derive_gpu_leaks(state.gpus, seen, settled=settled, inside=inside, asleep=asleep)
+    gpus, gpu_samples = derive_gpu_leaks(
+        state.gpus, seen, settled=settled, inside=inside, asleep=asleep
+    )
     host, host_samples = derive_host_leaks(state.host, served, settled=settled)
-    memory = LeakMemory(load=loaded, gpus=gpus, host=host, inside=inside, sleep=slept, asleep=asleep)
+    memory = LeakMemory(
+        load=loaded, gpus=gpus, host=host, inside=inside, sleep=slept, asleep=asleep
+    )
     samples = (*load_samples, *gpu_samples, *host_samples)
-    return memory, (*kept, *(samples if snapshot.in_service else derive_out_of_service(snapshot, samples)))
+    return memory, (
+        *kept,
+        *(samples if snapshot.in_service else derive_out_of_service(snapshot, samples)),
+    )

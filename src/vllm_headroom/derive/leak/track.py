@@ -5,7 +5,17 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, RISE_BYTES, Observation, Point, Ring, Step, Track, Work, count_folds
+from vllm_headroom.derive.leak.facts import (
+    MIB,
+    RISE_BYTES,
+    Observation,
+    Point,
+    Ring,
+    Step,
+    Track,
+    Work,
+    count_folds,
+)
 from vllm_headroom.derive.leak.growth import RECORDS, USELESS_CHANCE
 from vllm_headroom.derive.leak.judge import judge_track
 from vllm_headroom.derive.readings import is_new_run
@@ -66,7 +76,11 @@ def observe(track: Track, seen: Observation) -> Track:
     if track.crowded_since is not None:
         return track
     track = _update_rest(track, seen.held_bytes, elapsed, idle=seen.running == 0)
-    return track if track.rested is not None else _gather(track, float(seen.held_bytes), seen.room_bytes)
+    return (
+        track
+        if track.rested is not None
+        else _gather(track, float(seen.held_bytes), seen.room_bytes)
+    )
 
 
 def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
@@ -85,8 +99,12 @@ def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     if highest is not None and not lower:
         requests = max(requests, base + total - highest)
     if elapsed > 0:
-        rate += (1 - exp(-elapsed / min(now, AVERAGE_SECONDS))) * ((requests - work.requests) / elapsed - rate)
-    return Work(requests=requests, rate=rate, finished_total=total, base_requests=requests, life=life)
+        rate += (1 - exp(-elapsed / min(now, AVERAGE_SECONDS))) * (
+            (requests - work.requests) / elapsed - rate
+        )
+    return Work(
+        requests=requests, rate=rate, finished_total=total, base_requests=requests, life=life
+    )
 
 
 def is_warming_up(track: Track) -> bool:
@@ -137,7 +155,11 @@ def _update_rest(track: Track, held_bytes: int, elapsed: float, *, idle: bool) -
     asleep = track.asleep or (rested is not None and 0 < top_bytes < REST_SHARE * held_bytes)
     if is_back and not asleep:
         return track if rested is None else replace(track, rested=None)
-    rested = 0.0 if rested is None or track.asleep else rested + (0.0 if idle and not asleep else elapsed)
+    rested = (
+        0.0
+        if rested is None or track.asleep
+        else rested + (0.0 if idle and not asleep else elapsed)
+    )
     if not track.asleep and rested >= REST_MOST_SECONDS:
         return anchor_track(track)
     return replace(track, rested=rested, asleep=asleep, block=None, held_bytes=None, estimate=None)
@@ -150,9 +172,14 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
             steps = (*steps, Step(track.seconds, rise, held_bytes))[-NEWEST_STEPS:]
         elif rise <= 0:  # it is 0 after a pause, in which some may have been given back
             cut = [(step, max(0.0, step.top_bytes - held_bytes)) for step in steps]
-            left = [Step(step.seconds, step.size_bytes - less, step.top_bytes - less) for step, less in cut]
+            left = [
+                Step(step.seconds, step.size_bytes - less, step.top_bytes - less)
+                for step, less in cut
+            ]
             steps = tuple([step for step in left if step.size_bytes >= LEAST_STEP_BYTES])
-        track = replace(track, held_bytes=held_bytes, steps=steps, top_bytes=max(track.top_bytes, held_bytes))
+        track = replace(
+            track, held_bytes=held_bytes, steps=steps, top_bytes=max(track.top_bytes, held_bytes)
+        )
     block = track.block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
         track = judge_track(_close_block(track, block), room_bytes)
@@ -181,12 +208,23 @@ def _close_block(track: Track, block: Point) -> Track:
         if ring.parts + 1 < PARTS[number]:
             rings[number] = replace(ring, parts=ring.parts + 1, floor_bytes=floor_bytes)
             break
-        points, highest_bytes = (*ring.points, replace(now, floor_bytes=floor_bytes)), ring.highest_bytes
+        points, highest_bytes = (
+            (*ring.points, replace(now, floor_bytes=floor_bytes)),
+            ring.highest_bytes,
+        )
         if len(points) > RING_POINTS:
             points, highest_bytes = points[1:], max(highest_bytes, points[0].floor_bytes)
         rings[number] = Ring(points=points, highest_bytes=highest_bytes, verdict=ring.verdict)
     first = track.first
     leaps = first is None or (track.load > LEAP * first.load and track.incident is None)
     assert track.anchor is not None  # noqa: S101 - blocks are gathered after it is set
-    anchor = track.anchor if first is not None else replace(track.anchor, floor_bytes=now.floor_bytes)
-    return replace(track, anchor=anchor, rings=tuple(rings), busy_seconds=busy_seconds, first=now if leaps else first)
+    anchor = (
+        track.anchor if first is not None else replace(track.anchor, floor_bytes=now.floor_bytes)
+    )
+    return replace(
+        track,
+        anchor=anchor,
+        rings=tuple(rings),
+        busy_seconds=busy_seconds,
+        first=now if leaps else first,
+    )

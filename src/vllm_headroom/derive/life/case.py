@@ -11,7 +11,17 @@ from msgspec.structs import asdict, replace
 
 from vllm_headroom.derive.life.signs import EngineRun
 from vllm_headroom.derive.readings import limit_remembered, list_named, sum_known
-from vllm_headroom.model import Ending, EngineProcess, EngineReading, Failure, Fate, Gpu, GpuAtEnd, Lost, Snapshot
+from vllm_headroom.model import (
+    Ending,
+    EngineProcess,
+    EngineReading,
+    Failure,
+    Fate,
+    Gpu,
+    GpuAtEnd,
+    Lost,
+    Snapshot,
+)
 from vllm_headroom.vocabulary import ExitReason, IncidentKind, Reason, Role
 
 SLOT_SECONDS: Final = 30.0
@@ -96,13 +106,17 @@ def update_case(case: Case, snapshot: Snapshot, run: EngineRun, *, stalled: bool
         started = run.began_seconds
         is_young = started is not None and snapshot.time_seconds - started < YOUNG_SECONDS
         case = replace(case, began_seconds=now, page_seconds=now, is_young=is_young)
-    refused = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
+    refused = (
+        isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
+    )
     is_first = page is not None and not case.served
     processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
     gpus = (
         case.gpus
         if run.lost
-        else {gpu.reading.uuid: _add_sample(case, gpu, snapshot, is_first) for gpu in snapshot.owned}
+        else {
+            gpu.reading.uuid: _add_sample(case, gpu, snapshot, is_first) for gpu in snapshot.owned
+        }
     )
     case = replace(
         case,
@@ -121,7 +135,9 @@ def update_case(case: Case, snapshot: Snapshot, run: EngineRun, *, stalled: bool
 def _add_page(case: Case, snapshot: Snapshot, run: EngineRun) -> Case:
     """Return the case with a page: the last one that answered shows the load and what was whole."""
     now, engines = snapshot.monotonic_seconds, list_named(snapshot.page)
-    case = replace(case, orphans=_count_orphans(snapshot), first=case.first or _name_lost(case, run, snapshot))
+    case = replace(
+        case, orphans=_count_orphans(snapshot), first=case.first or _name_lost(case, run, snapshot)
+    )
     if not engines:
         return case
     work = sum_known(value for engine in engines for value in (engine.running, engine.waiting))
@@ -158,10 +174,14 @@ def _list_orphaned(case: Case, snapshot: Snapshot) -> list[EngineProcess]:
 
     In a trace without pids these are workers, or the core of an engine that has no workers.
     """
-    pids = [left.pid for gpu in snapshot.owned for left in gpu.leftovers if left.fate is Fate.ORPHANED]
+    pids = [
+        left.pid for gpu in snapshot.owned for left in gpu.leftovers if left.fate is Fate.ORPHANED
+    ]
     if any(pids):
         return [each for each in case.whole if each.pid in pids]
-    holder = Role.WORKER if any(each.role is Role.WORKER for each in case.whole) else Role.ENGINE_CORE
+    holder = (
+        Role.WORKER if any(each.role is Role.WORKER for each in case.whole) else Role.ENGINE_CORE
+    )
     return [each for each in case.whole if each.role is holder][: len(pids)]
 
 
@@ -185,17 +205,26 @@ def _add_sample(case: Case, gpu: Gpu, snapshot: Snapshot, is_first: bool) -> Gpu
         most_other_bytes=gpu.other_bytes,
         most_processes=gpu.process_count,
     )
-    first, levels = level if before is None or is_first else before.first, () if before is None else before.levels
+    first, levels = (
+        level if before is None or is_first else before.first,
+        () if before is None else before.levels,
+    )
     if levels and 0 <= now - levels[-1].begun_seconds < SLOT_SECONDS:
         extremes = {
-            name: (_find_least if name.startswith("least") else _find_most)((getattr(levels[-1], name), value))
+            name: (_find_least if name.startswith("least") else _find_most)(
+                (getattr(levels[-1], name), value)
+            )
             for name, value in asdict(level).items()
             if not name.endswith("seconds")
         }
         levels, level = levels[:-1], Level(levels[-1].begun_seconds, now, **extremes)
     else:
-        levels = tuple(each for each in levels if now - BEFORE_SECONDS - LAST_SECONDS <= each.seconds)
-    return GpuCase(first=first, levels=(*levels, level), newest=gpu, newest_seconds=snapshot.time_seconds)
+        levels = tuple(
+            each for each in levels if now - BEFORE_SECONDS - LAST_SECONDS <= each.seconds
+        )
+    return GpuCase(
+        first=first, levels=(*levels, level), newest=gpu, newest_seconds=snapshot.time_seconds
+    )
 
 
 def _find_least(values: Iterable[int | None]) -> int | None:
@@ -213,8 +242,12 @@ def describe_gpus(case: Case, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAt
     recent = now - BEFORE_SECONDS - LAST_SECONDS
     for uuid, gpu in case.gpus.items():
         first, reading, memory = gpu.first, gpu.newest.reading, gpu.newest.reading.memory
-        last = [level for level in gpu.levels if level.seconds >= gpu.levels[-1].seconds - LAST_SECONDS]
-        before = [level for level in (first, *gpu.levels) if recent <= level.seconds < now - LAST_SECONDS]
+        last = [
+            level for level in gpu.levels if level.seconds >= gpu.levels[-1].seconds - LAST_SECONDS
+        ]
+        before = [
+            level for level in (first, *gpu.levels) if recent <= level.seconds < now - LAST_SECONDS
+        ]
         if not before and first.seconds >= recent:
             before = [first]
         room = _find_least(level.least_room_at_peak_bytes for level in last)
@@ -230,7 +263,8 @@ def describe_gpus(case: Case, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAt
             last_engine_bytes=_find_most(level.most_held_at_peak_bytes for level in last),
             first_other_bytes=first.most_other_bytes,
             last_other_bytes=_find_most(level.most_other_bytes for level in last),
-            joined=(_find_most(level.most_processes for level in last) or 0) > (first.most_processes or inf),
+            joined=(_find_most(level.most_processes for level in last) or 0)
+            > (first.most_processes or inf),
             between=room != _find_least(level.least_room_bytes for level in last),
             newest_seconds=gpu.newest_seconds,
             newest_used_bytes=None if memory is None else memory.used_bytes,
@@ -252,7 +286,9 @@ def build_ending(
 ) -> Ending:
     """Return the event with what preceded it; `run` is the one that ended or stalled, the case without this sample."""
     now, is_end = snapshot.monotonic_seconds, what is IncidentKind.ENDED
-    hung = case.hung_since is not None and (reason not in MEMORY_REASONS or now - case.hung_since > SEQUENCE_SECONDS)
+    hung = case.hung_since is not None and (
+        reason not in MEMORY_REASONS or now - case.hung_since > SEQUENCE_SECONDS
+    )
     first = case.first
     if not first and is_end and _count_orphans(snapshot) > case.orphans:
         orphaned = _list_orphaned(case, snapshot)
@@ -263,10 +299,13 @@ def build_ending(
         first = _name_lost(case, run, snapshot)
     usual = [running for at, running in case.running if at < now - LAST_SECONDS]
     loaded = any(
-        (each.first.most_held_bytes or 0) >= max(CONTEXT_BYTES, LOADED_SHARE * (each.newest.held_bytes or 0))
+        (each.first.most_held_bytes or 0)
+        >= max(CONTEXT_BYTES, LOADED_SHARE * (each.newest.held_bytes or 0))
         for each in case.gpus.values()
     )
-    silent_since = case.page_seconds if case.hung_since is None else min(case.page_seconds, case.hung_since)
+    silent_since = (
+        case.page_seconds if case.hung_since is None else min(case.page_seconds, case.hung_since)
+    )
     return Ending(
         what=what,
         seconds=snapshot.time_seconds,
@@ -275,7 +314,9 @@ def build_ending(
         seen_seconds=0.0 if case.began_seconds is None else now - case.began_seconds,
         unseen_seconds=None if case.began_seconds is None else now - case.newest_seconds,
         served=case.served or run.ready or (loaded and not case.was_read and not case.is_young),
-        hung_seconds=(age_seconds or now - silent_since) if (not is_end or hung) and not first else None,
+        hung_seconds=(age_seconds or now - silent_since)
+        if (not is_end or hung) and not first
+        else None,
         answered=case.answered if is_end else snapshot.page is not None,
         first=first,
         shut_seconds=None if case.shut_since is None else now - case.shut_since,
@@ -283,5 +324,7 @@ def build_ending(
         idle_seconds=case.idle_seconds,
         usual_running=median(usual) if usual else None,
         gpus=gpus,
-        orphan_bytes=sum(left.used_bytes or 0 for gpu in snapshot.devices for left in gpu.leftovers),
+        orphan_bytes=sum(
+            left.used_bytes or 0 for gpu in snapshot.devices for left in gpu.leftovers
+        ),
     )

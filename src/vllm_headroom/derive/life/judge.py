@@ -46,7 +46,9 @@ VISIBLE_SECONDS: Final = 60.0
 GROWN: Final = (LeakState.LEAKING, LeakState.GROWING)
 
 
-def find_reason(run: EngineRun, seen: Signs, gpus: tuple[GpuAtEnd, ...], *, replaced: bool) -> ExitReason:
+def find_reason(
+    run: EngineRun, seen: Signs, gpus: tuple[GpuAtEnd, ...], *, replaced: bool
+) -> ExitReason:
     """Return why a run ended, as far as it is known at once: the kernel's count first, then full memory.
 
     `replaced` is whether another run answers in its place.
@@ -62,10 +64,16 @@ def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
     """Return the causes that fit, the surest first, at least one; a sure one excludes those that are only possible."""
     evidence = tuple(_list_evidence(end))
     known = ((cause, fit(end)) for cause, fit in CAUSES)
-    found = [Diagnosis(cause, fits[0], fits[1], (*evidence, *fits[2])) for cause, fits in known if fits is not None]
+    found = [
+        Diagnosis(cause, fits[0], fits[1], (*evidence, *fits[2]))
+        for cause, fits in known
+        if fits is not None
+    ]
     if any(finding.sureness is Sureness.SURE for finding in found):
         found = [finding for finding in found if finding.sureness is not Sureness.POSSIBLE]
-    return tuple(sorted(found, key=lambda finding: list(Sureness).index(finding.sureness))) or (UNKNOWN,)
+    return tuple(sorted(found, key=lambda finding: list(Sureness).index(finding.sureness))) or (
+        UNKNOWN,
+    )
 
 
 UNKNOWN: Final = Diagnosis(
@@ -86,7 +94,12 @@ def _fit_kill(end: Ending) -> Fit | None:
 def _fit_start(end: Ending) -> Fit | None:
     """Fit where an engine exited before it served, with little left or with others on its GPU."""
     gpu = end.worst
-    if end.what is not IncidentKind.ENDED or end.served or gpu is None or gpu.last_room_bytes is None:
+    if (
+        end.what is not IncidentKind.ENDED
+        or end.served
+        or gpu is None
+        or gpu.last_room_bytes is None
+    ):
         return None
     others = gpu.last_other_bytes or 0
     little = gpu.total_bytes is not None and gpu.last_room_bytes < LITTLE_RATIO * gpu.total_bytes
@@ -94,7 +107,11 @@ def _fit_start(end: Ending) -> Fit | None:
         return None
     sentence = f"A start that never fitted: it exited after {format_duration(end.seen_seconds)}, before it served."
     holders = (f"others held {format_size(others)} of it",) if others >= OTHERS_BYTES else ()
-    return Sureness.SURE if gpu.last_room_bytes <= FULL_BYTES else Sureness.LIKELY, sentence, holders
+    return (
+        Sureness.SURE if gpu.last_room_bytes <= FULL_BYTES else Sureness.LIKELY,
+        sentence,
+        holders,
+    )
 
 
 def _fit_neighbour(end: Ending) -> Fit | None:
@@ -134,7 +151,11 @@ def _fit_burst(end: Ending) -> Fit | None:
         share, alone = gpu.share(gpu.jumped_bytes), gpu.leak not in GROWN and not gpu.between
         is_attributed = gpu.others_bytes is not None and end.seen_seconds >= LONGER_SECONDS
         sure = alone and is_attributed and gpu.is_full and share >= NEARLY_ALL
-        said = failed if end.ooms else f"Out of GPU memory in a burst: {gpu.called} was filled within minutes."
+        said = (
+            failed
+            if end.ooms
+            else f"Out of GPU memory in a burst: {gpu.called} was filled within minutes."
+        )
         likely = Sureness.LIKELY if share >= MOSTLY or end.ooms else Sureness.POSSIBLE
         return Sureness.SURE if sure else likely, said, ()
     worst = end.worst
@@ -156,7 +177,9 @@ def _fit_hang(end: Ending) -> Fit | None:
     page = "its page did not answer, and its processes ran"
     if end.answered:
         page = "its page still answered; an engine that /pause stopped (development mode) looks the same"
-    said = f"A hang: the engine had work and made no progress for {format_duration(end.hung_seconds)}."
+    said = (
+        f"A hang: the engine had work and made no progress for {format_duration(end.hung_seconds)}."
+    )
     if end.answered and end.idle_seconds is not None and end.hung_seconds < VISIBLE_SECONDS:
         said = "A hang that began idle: its page shows no work, and the engine does not run."
     return Sureness.SURE if end.answered and end.running else Sureness.LIKELY, said, (page,)
@@ -178,13 +201,27 @@ def is_shutting_down(end: Ending) -> bool:
 
 def _fit_idle_end(end: Ending) -> Fit | None:
     """Fit where an idle engine exited as a whole with memory left; the reason is not visible."""
-    if end.what is not IncidentKind.ENDED or not end.served or end.idle_seconds is None or end.first:
+    if (
+        end.what is not IncidentKind.ENDED
+        or not end.served
+        or end.idle_seconds is None
+        or end.first
+    ):
         return None
-    if end.full is not None or end.hung_seconds is not None or end.unreadable or FATAL_XIDS & set(end.xids):
+    if (
+        end.full is not None
+        or end.hung_seconds is not None
+        or end.unreadable
+        or FATAL_XIDS & set(end.xids)
+    ):
         return None
     said = "Exited while idle: a stop, a kill and a crash look the same from outside."
     why = f"nothing had run or waited for {format_duration(end.idle_seconds)} when its page was last seen"
-    return Sureness.LIKELY if (end.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE, said, (why,)
+    return (
+        Sureness.LIKELY if (end.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE,
+        said,
+        (why,),
+    )
 
 
 def _fit_crash(end: Ending) -> Fit | None:
@@ -202,8 +239,18 @@ def _fit_crash(end: Ending) -> Fit | None:
         said = f"{crash}: one of its GPUs could no longer be read."
     elif at_ease:
         said = f"Not GPU memory: the engine {crashed} with {format_size(room or 0)} free."
-    alike = () if end.xids or end.first or not end.running else ("a planned restart during requests looks the same",)
-    sure = Sureness.SURE if FATAL_XIDS & set(end.xids) else Sureness.LIKELY if likely else Sureness.POSSIBLE
+    alike = (
+        ()
+        if end.xids or end.first or not end.running
+        else ("a planned restart during requests looks the same",)
+    )
+    sure = (
+        Sureness.SURE
+        if FATAL_XIDS & set(end.xids)
+        else Sureness.LIKELY
+        if likely
+        else Sureness.POSSIBLE
+    )
     return sure, said, alike
 
 
@@ -245,7 +292,11 @@ def _describe_full(gpu: GpuAtEnd, seconds: float) -> Iterator[str]:
 def _describe_room(gpu: GpuAtEnd) -> str:
     if gpu.last_room_bytes is None:
         return f"the memory left on {gpu.called} is not known"
-    before = "" if gpu.first_room_bytes is None else f", {format_size(max(0, gpu.first_room_bytes))} at first"
+    before = (
+        ""
+        if gpu.first_room_bytes is None
+        else f", {format_size(max(0, gpu.first_room_bytes))} at first"
+    )
     return f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.called}{before}"
 
 

@@ -24,8 +24,22 @@ from vllm_headroom.derive.life.signs import (
     is_starved,
     update_movements,
 )
-from vllm_headroom.derive.readings import RESTART_SHARE, is_new_run, is_page_awake, limit_remembered, sum_known
-from vllm_headroom.model import SAME_START_SECONDS, Ending, EngineProcess, EngineStatus, HangSign, ProcessName, Snapshot
+from vllm_headroom.derive.readings import (
+    RESTART_SHARE,
+    is_new_run,
+    is_page_awake,
+    limit_remembered,
+    sum_known,
+)
+from vllm_headroom.model import (
+    SAME_START_SECONDS,
+    Ending,
+    EngineProcess,
+    EngineStatus,
+    HangSign,
+    ProcessName,
+    Snapshot,
+)
 from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind, Role
 
 LOOP_SECONDS: Final = 90 * 60.0
@@ -37,7 +51,9 @@ VITAL: Final = (Role.ENGINE_CORE, Role.WORKER)
 """A server without one of these processes serves nobody, though its page may answer for half a minute, or for ever."""
 
 
-def advance(runs: EngineRuns, seen: Signs, case: Case, now: float) -> tuple[EngineRuns, Ending | None]:
+def advance(
+    runs: EngineRuns, seen: Signs, case: Case, now: float
+) -> tuple[EngineRuns, Ending | None]:
     """Return the runs after one more sample, at `now` seconds since the epoch, and the exit that it shows.
 
     An exit dated in the future is dropped: the clock was set.
@@ -45,13 +61,24 @@ def advance(runs: EngineRuns, seen: Signs, case: Case, now: float) -> tuple[Engi
     ending = None
     ends = tuple(seconds for seconds in runs.ends_seconds if 0 <= now - seconds < LOOP_SECONDS)
     run, restarts, exits = runs.newest, runs.restarts, runs.exits
-    if run is not None and not run.ready and not run.ended and _is_among(run.processes, seen.snapshot.neighbours):
+    if (
+        run is not None
+        and not run.ready
+        and not run.ended
+        and _is_among(run.processes, seen.snapshot.neighbours)
+    ):
         run = None  # another engine was mistaken for this one, and still runs
     is_gone = seen.answer is not Answer.GIVEN and seen.alive is False
-    if run is not None and not run.ended and (is_gone or _is_over(run, seen, answered_before=case.answered)):
+    if (
+        run is not None
+        and not run.ended
+        and (is_gone or _is_over(run, seen, answered_before=case.answered))
+    ):
         gpus = describe_gpus(case, run, seen.snapshot)
         reason = find_reason(run, seen, gpus, replaced=case.answered and not is_gone)
-        ending = build_ending(case, run, seen.snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
+        ending = build_ending(
+            case, run, seen.snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus
+        )
         if reason is ExitReason.GONE and is_shutting_down(ending):
             reason = ExitReason.STOPPED
             ending = replace(ending, reason=reason)
@@ -63,7 +90,9 @@ def advance(runs: EngineRuns, seen: Signs, case: Case, now: float) -> tuple[Engi
     elif seen.answer is Answer.GIVEN or seen.alive:
         restarts += run is not None
         run = _update_seen(EngineRun(), seen)
-    return EngineRuns(newest=run, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted), ending
+    return EngineRuns(
+        newest=run, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted
+    ), ending
 
 
 def _is_over(run: EngineRun, seen: Signs, *, answered_before: bool) -> bool:
@@ -84,15 +113,24 @@ def _is_over(run: EngineRun, seen: Signs, *, answered_before: bool) -> bool:
 def _is_among(known: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
     """Return whether any known process is among these; in a trace without pids all have the same one."""
     pairs = product(known, processes)
-    return any(pid == now and abs(started - began) <= SAME_START_SECONDS for (pid, started), (now, began) in pairs)
+    return any(
+        pid == now and abs(started - began) <= SAME_START_SECONDS
+        for (pid, started), (now, began) in pairs
+    )
 
 
 def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
     now, kills = Counter(process.role for process in seen.processes or ()), seen.host.oom_kills
-    lost = tuple(role for role, most in run.vital.items() if now[role] < most) if seen.processes else run.lost
+    lost = (
+        tuple(role for role, most in run.vital.items() if now[role] < most)
+        if seen.processes
+        else run.lost
+    )
     run = replace(
         run,
-        began_seconds=run.began_seconds if run.began_seconds is not None else seen.started_at_seconds,
+        began_seconds=run.began_seconds
+        if run.began_seconds is not None
+        else seen.started_at_seconds,
         processes=seen.names or run.processes,
         lost=lost,
     )
@@ -107,7 +145,9 @@ def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
         vital={role: max(now[role], run.vital.get(role, 0)) for role in VITAL},
         top_bytes=max(run.top_bytes, sum(seen.held.values())),
         rooms=run.rooms or seen.rooms,
-        host_room_bytes=seen.host.room_bytes if run.host_room_bytes is None else run.host_room_bytes,
+        host_room_bytes=seen.host.room_bytes
+        if run.host_room_bytes is None
+        else run.host_room_bytes,
         asleep=is_page_awake(seen.page) is False,
         oom_kills=run.oom_kills if kills is None or lost else kills,
     )
@@ -155,11 +195,17 @@ def update_hints(
     """
     if seen.processes is None:
         return dict(before)
-    stuck = [each for each in seen.processes if each.role in VITAL and each.state in {"T", "t", "D"}]
-    hints: dict[Hint, float] = {(HangSign.STUCK, (each.pid, each.started_at_seconds)): now for each in stuck}
+    stuck = [
+        each for each in seen.processes if each.role in VITAL and each.state in {"T", "t", "D"}
+    ]
+    hints: dict[Hint, float] = {
+        (HangSign.STUCK, (each.pid, each.started_at_seconds)): now for each in stuck
+    }
     hints |= {(HangSign.MUTE, None): now} if seen.silent else {}
     idle_seconds = min((now - each.done_seconds for each in movements.values()), default=0.0)
-    for wait_seconds in (each.wait_seconds for each in seen.processes if each.wait_seconds is not None):
+    for wait_seconds in (
+        each.wait_seconds for each in seen.processes if each.wait_seconds is not None
+    ):
         if idle_seconds >= max(STALLED_SECONDS, wait_seconds - STALLED_SECONDS):
             hints[HangSign.UNANSWERED, None] = now - wait_seconds
     return {hint: (before.get(hint, (began, now))[0], now) for hint, began in hints.items()}
@@ -209,7 +255,11 @@ class RunState(Struct, frozen=True, kw_only=True):
     @property
     def hang_signs(self) -> tuple[HangSign, ...]:
         """The signs of a hang that have shown for long enough."""
-        long = {sign for (sign, _), (since, until) in self.hints.items() if until - since >= SILENT_SECONDS}
+        long = {
+            sign
+            for (sign, _), (since, until) in self.hints.items()
+            if until - since >= SILENT_SECONDS
+        }
         return tuple(sign for sign in HangSign if sign in long)
 
 
@@ -234,13 +284,25 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
         lives=runs,
         movements=movements,
         hints=update_hints(before.hints if goes_on else {}, seen, movements, now),
-        silent_seconds=None if answered else now if before.silent_seconds is None else before.silent_seconds,
-        blind_seconds=None if not seen.blind else now if before.blind_seconds is None else before.blind_seconds,
+        silent_seconds=None
+        if answered
+        else now
+        if before.silent_seconds is None
+        else before.silent_seconds,
+        blind_seconds=None
+        if not seen.blind
+        else now
+        if before.blind_seconds is None
+        else before.blind_seconds,
         computing=update_computing(before.computing, seen.processes, now),
         served_bytes=before.served_bytes if goes_on else {},
         left={pid: before.left.get(pid, now) for pid in snapshot.left_behind},
     )
-    age = None if seen.page is None else find_progress_age(movements, now, snapshot.unanswered_since_seconds)
+    age = (
+        None
+        if seen.page is None
+        else find_progress_age(movements, now, snapshot.unanswered_since_seconds)
+    )
     doing, served = _judge_state(state, seen, age, now), state.served_bytes
     if doing is EngineState.SERVING:
         least = {} if before.lives.present.asleep else served
@@ -250,7 +312,9 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
     if event is None and is_stalled and before.known is not doing:
         case, kind = before.case, IncidentKind.STALLED
         gpus = describe_gpus(case, runs.present, snapshot)
-        event = build_ending(case, runs.present, snapshot, kind, reason=None, gpus=gpus, age_seconds=age)
+        event = build_ending(
+            case, runs.present, snapshot, kind, reason=None, gpus=gpus, age_seconds=age
+        )
     case = before.case if goes_on else Case(was_read=before.case.was_read)
     if runs.newest is None or runs.newest.ended:
         case = Case(was_read=case.was_read)
@@ -259,7 +323,9 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
     known = before.known if doing is EngineState.UNKNOWN else doing
     state = replace(state, state=doing, served_bytes=served, known=known, case=case)
     stays = frozenset(pid for pid, since in state.left.items() if now - since >= LEFT_SECONDS)
-    return state, replace(snapshot, life=_describe_run(state, seen, age, now, event), left_behind=stays)
+    return state, replace(
+        snapshot, life=_describe_run(state, seen, age, now, event), left_behind=stays
+    )
 
 
 def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) -> EngineState:
@@ -271,7 +337,9 @@ def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) ->
     run = state.lives.newest
     if seen.page is not None:
         return _judge_answering(state, seen, age)
-    may_be_alive = seen.answer is not Answer.REFUSED or (seen.blind and (run is None or not run.ended))
+    may_be_alive = seen.answer is not Answer.REFUSED or (
+        seen.blind and (run is None or not run.ended)
+    )
     if seen.alive is False or (seen.alive is None and not may_be_alive):
         return EngineState.DOWN
     if not seen.blind:
@@ -284,14 +352,18 @@ def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) ->
         return state.state
     computes = state.computing is not None and now - state.computing[1] < STALLED_SECONDS
     is_late = since is not None and now - since < SPINNING_SECONDS
-    may_serve = computes and (is_late or is_starved(seen.snapshot.processes) or seen.answer is not Answer.SILENT)
+    may_serve = computes and (
+        is_late or is_starved(seen.snapshot.processes) or seen.answer is not Answer.SILENT
+    )
     is_unknown = seen.blind or may_serve or seen.answer is Answer.UNREADABLE
     return EngineState.UNKNOWN if is_unknown else EngineState.STALLED
 
 
 def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineState:
     run = state.lives.present
-    is_known = run.page_life is not None or run.finished_total is not None  # of itself: a page does not forget that
+    is_known = (
+        run.page_life is not None or run.finished_total is not None
+    )  # of itself: a page does not forget that
     if seen.page is None or not (seen.page.engines or (seen.processes and not is_known)):
         return EngineState.UNKNOWN
     if run.lost:
@@ -305,7 +377,9 @@ def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineS
     return EngineState.STALLED if age is not None and age >= most else EngineState.SERVING
 
 
-def _describe_run(state: RunState, seen: Signs, age: float | None, now: float, event: Ending | None) -> EngineStatus:
+def _describe_run(
+    state: RunState, seen: Signs, age: float | None, now: float, event: Ending | None
+) -> EngineStatus:
     run = state.lives.present
     is_lost = state.state is EngineState.DOWN or bool(run.lost)
     return EngineStatus(

@@ -8,7 +8,14 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import count_finished, identify_run, label_engine, label_gpu, list_named, make_states
+from vllm_headroom.derive.readings import (
+    count_finished,
+    identify_run,
+    label_engine,
+    label_gpu,
+    list_named,
+    make_states,
+)
 from vllm_headroom.model import (
     EnginePage,
     EngineProcess,
@@ -148,7 +155,9 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
     """
     page, run, gpus = snapshot.page, runs.present, snapshot.owned
     readings = snapshot.processes
-    may_show = snapshot.ambiguous > 0 or (isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT)
+    may_show = snapshot.ambiguous > 0 or (
+        isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT
+    )
     processes = None if snapshot.ambiguous or isinstance(readings, Failure) else readings
     sighted = runs.sighted
     if processes or (page is not None and not run.processes and not may_show):
@@ -162,18 +171,24 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
     elif not blind:
         memories = [gpu.reading.memory for gpu in gpus if gpu.held_bytes is not None]
         total_bytes = sum(memory.total_bytes for memory in memories if memory is not None)
-        is_heavy = sum(held.values()) > max(OCCUPIED_RATIO * total_bytes, KEPT_RATIO * run.top_bytes)
+        is_heavy = sum(held.values()) > max(
+            OCCUPIED_RATIO * total_bytes, KEPT_RATIO * run.top_bytes
+        )
         alive = is_heavy or (False if is_weighed and not run.asleep else None)
         was_weighed = run.top_bytes > 0 or (run is runs.newest and not run.ready)
         blind = alive is None and was_weighed and not is_weighed
     probe, failed = snapshot.probe, snapshot.engines
     files = probe.known if isinstance(probe, ProbeReadings) else ()
-    ooms = [(each.oom.at_seconds, each.written_at_seconds) for each in files if each.oom is not None]
+    ooms = [
+        (each.oom.at_seconds, each.written_at_seconds) for each in files if each.oom is not None
+    ]
     peaks = [(gpu.reading, memory) for gpu in gpus if (memory := gpu.reading.memory) is not None]
     return Signs(
         snapshot=snapshot,
         host=snapshot.host or HostMemory(),
-        answer=_ANSWERS.get(failed.reason if isinstance(failed, Failure) else None, Answer.UNREADABLE),
+        answer=_ANSWERS.get(
+            failed.reason if isinstance(failed, Failure) else None, Answer.UNREADABLE
+        ),
         alive=alive,
         blind=blind,
         sighted=sighted,
@@ -183,11 +198,15 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
         processes=processes,
         held=held,
         rooms={
-            reading.uuid: min(memory.left_bytes, memory.usable_bytes - (reading.used_peak_bytes or 0))
+            reading.uuid: min(
+                memory.left_bytes, memory.usable_bytes - (reading.used_peak_bytes or 0)
+            )
             for reading, memory in peaks
         },
         silent=snapshot.has_silent_core,
-        oom_seconds=max((at for at, written in ooms if written - at <= OUTLIVED_SECONDS), default=None),
+        oom_seconds=max(
+            (at for at, written in ooms if written - at <= OUTLIVED_SECONDS), default=None
+        ),
     )
 
 
@@ -215,16 +234,24 @@ class Movement(Struct, frozen=True, kw_only=True):
     kv_stranded_ratios: tuple[float, ...] = ()
 
 
-def update_movements(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> dict[Labels, Movement]:
+def update_movements(
+    before: Mapping[Labels, Movement], page: EnginePage, now: float
+) -> dict[Labels, Movement]:
     """Return the movement of each engine on the page; an idle or sleeping one starts to move when it gets work."""
     found = {}
     for labels, engine in ((label_engine(engine), engine) for engine in list_named(page)):
         last, asleep = before.get(labels), engine.awake is False
-        counted, busy = _list_counters(engine), bool(engine.running or engine.waiting) and not asleep
+        counted, busy = (
+            _list_counters(engine),
+            bool(engine.running or engine.waiting) and not asleep,
+        )
         same = last is not None and last.counted == counted
         done = last is not None and last.counted[_DONE] == counted[_DONE]
         rested = last.idle_seconds if last is not None and last.idle_seconds is not None else now
-        ratio, ratios = engine.kv_stranded_ratio, () if last is None else last.kv_stranded_ratios[1 - COUNTS :]
+        ratio, ratios = (
+            engine.kv_stranded_ratio,
+            () if last is None else last.kv_stranded_ratios[1 - COUNTS :],
+        )
         found[labels] = Movement(
             counted=counted,
             busy=busy,
@@ -245,13 +272,19 @@ def find_progress_age(
     A request of the daemon that has been pending since `owed_since` is work too: the gauges of a hung core are frozen.
     Its age counts from the last progress of any request.
     """
-    ages = [now - each.moved_seconds for each in movements.values() if each.busy and set(each.counted) != {None}]
+    ages = [
+        now - each.moved_seconds
+        for each in movements.values()
+        if each.busy and set(each.counted) != {None}
+    ]
     if owed_since is not None and movements:
         ages.append(now - max(owed_since, *(each.done_seconds for each in movements.values())))
     return max(ages, default=None)
 
 
-def find_stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[Labels, float], ...]:
+def find_stranded(
+    movements: Mapping[Labels, Movement], now: float
+) -> tuple[tuple[Labels, float], ...]:
     """Return the KV-cache share that no request holds: all of it after an idle minute, else what the probe has counted.
 
     The probe counts while the scheduler works: the lowest of the last readings is the share.
@@ -273,7 +306,11 @@ def has_worked(page: EnginePage) -> bool | None:
     """
     if not page.engines:
         return True
-    facts = [fact for engine in list_named(page) for fact in (*_list_counters(engine)[:-1], engine.running)]
+    facts = [
+        fact
+        for engine in list_named(page)
+        for fact in (*_list_counters(engine)[:-1], engine.running)
+    ]
     return None if facts and set(facts) == {None} else any(facts)
 
 
@@ -297,7 +334,9 @@ def _list_counters(engine: EngineReading) -> tuple[float | None, ...]:
 
 
 _OUT_OF_SERVICE: Final = Failure(
-    source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the engine has not worked in this run, or its run ended"
+    source=Source.ENGINE,
+    reason=Reason.UNREACHABLE,
+    message="the engine has not worked in this run, or its run ended",
 )
 _BEFORE_WORK: Final = {
     EngineState.STARTING: LeakState.WARMING_UP,

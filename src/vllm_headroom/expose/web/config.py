@@ -53,8 +53,13 @@ _KEYS: Final = {
 }
 _OPENSSL: Final = "those of OpenSSL's default are offered"
 _REFUSED: Final = {
-    **{name: f"put it into a file and name that in {name}_file" for name in ("cert", "key", "client_ca")},
-    **dict.fromkeys(("cipher_suites", "curve_preferences", "prefer_server_cipher_suites"), _OPENSSL),
+    **{
+        name: f"put it into a file and name that in {name}_file"
+        for name in ("cert", "key", "client_ca")
+    },
+    **dict.fromkeys(
+        ("cipher_suites", "curve_preferences", "prefer_server_cipher_suites"), _OPENSSL
+    ),
     "rate_limit": "the number of connections is bounded in any case",
 }
 """Keys of the toolkit that are not supported: refused, since protection must not be weaker than requested."""
@@ -98,7 +103,9 @@ def read_web_config(path: Path) -> WebConfig:
     return WebConfig(
         tls=None if tls is None else _build_tls(tls, path.parent),
         headers=http.get("headers") or {},
-        users={str(name): str(secret) for name, secret in (top.get("basic_auth_users") or {}).items()},
+        users={
+            str(name): str(secret) for name, secret in (top.get("basic_auth_users") or {}).items()
+        },
     )
 
 
@@ -160,11 +167,19 @@ def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
     auth, authority = _choose(tls, "client_auth_type"), tls.get("client_ca_file")
     lowest, highest = _choose(tls, "min_version"), _choose(tls, "max_version")
     wrong = {
-        ".client_allowed_sans: not a list of names": not isinstance(tls.get("client_allowed_sans"), list | None),
+        ".client_allowed_sans: not a list of names": not isinstance(
+            tls.get("client_allowed_sans"), list | None
+        ),
         ".client_ca_file: missing, and client_auth_type needs it": auth and not authority,
-        ".client_auth_type: missing, and without it no certificate is requested": auth is ssl.CERT_NONE and authority,
-        ".max_version: below min_version, which lets nobody in": lowest and highest and lowest > highest,
-        ": cert_file and key_file are both needed": not (tls.get("cert_file") and tls.get("key_file")),
+        ".client_auth_type: missing, and without it no certificate is requested": auth
+        is ssl.CERT_NONE
+        and authority,
+        ".max_version: below min_version, which lets nobody in": lowest
+        and highest
+        and lowest > highest,
+        ": cert_file and key_file are both needed": not (
+            tls.get("cert_file") and tls.get("key_file")
+        ),
     }
     yield from (f"tls_server_config{mistake}" for mistake, holds in wrong.items() if holds)
 
@@ -173,7 +188,9 @@ def _check_http(http: dict[str, Any]) -> Iterator[str]:
     if http.get("http2") is True:
         yield "http_server_config.http2: HTTP/2 is not spoken here: leave it out, or set it to false"
     headers = {} if http.get("headers") is None else http["headers"]
-    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
+    if not isinstance(headers, dict) or not all(
+        isinstance(value, str) for value in headers.values()
+    ):
         yield "http_server_config.headers: not a mapping of names to texts"
         return
     for name, value in headers.items():

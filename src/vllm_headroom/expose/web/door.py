@@ -51,7 +51,9 @@ class Users:
         self._waiting: list[_Check] = []
         self._checking: asyncio.Task[None] | None = None
 
-    async def is_login_valid(self, users: Mapping[str, str], authorization: str, client: str) -> bool | None:
+    async def is_login_valid(
+        self, users: Mapping[str, str], authorization: str, client: str
+    ) -> bool | None:
         """Return whether the header names a user with the right password; None where too many others wait."""
         scheme, _, token = authorization.partition(" ")
         try:
@@ -63,10 +65,14 @@ class Users:
             return False
         # for an unknown name the costliest of the file's hashes, so that the time does not show which names exist
         wanted = (users.get(name) or max(users.values(), key=lambda each: each[4:6])).encode()
-        seen = hashlib.blake2b(b"\0".join((name.encode(), wanted, password)), key=self._key).digest()
+        seen = hashlib.blake2b(
+            b"\0".join((name.encode(), wanted, password)), key=self._key
+        ).digest()
         if seen not in self._known:
             outcome = asyncio.get_running_loop().create_future()
-            check = _Check(client=client, name=name, run=lambda: _is_right(password, wanted), outcome=outcome)
+            check = _Check(
+                client=client, name=name, run=lambda: _is_right(password, wanted), outcome=outcome
+            )
             is_right = await self._wait(check)
             if is_right is None:
                 return None
@@ -115,7 +121,9 @@ def _is_right(password: bytes, wanted: bytes) -> bool:
     import bcrypt  # noqa: PLC0415 - most daemons have no users
 
     try:
-        return bcrypt.checkpw(password[:72], wanted)  # bcrypt reads 72 bytes, and newer libraries refuse more
+        return bcrypt.checkpw(
+            password[:72], wanted
+        )  # bcrypt reads 72 bytes, and newer libraries refuse more
     except ValueError:
         return False
 
@@ -163,7 +171,9 @@ class Door:
         if is_valid:
             return None
         if is_valid is None:
-            return respond_text(429, "too many logins are being checked", ("Retry-After", f"{CHECK_SECONDS:.0f}"))
+            return respond_text(
+                429, "too many logins are being checked", ("Retry-After", f"{CHECK_SECONDS:.0f}")
+            )
         return respond_text(401, "Unauthorized", ("WWW-Authenticate", "Basic"))
 
     def add_headers(self, answer: Response) -> Response:
@@ -179,7 +189,9 @@ class Door:
         """
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            found, problem = await self._worker.attempt(lambda: _reload(self._file, self.loaded), FILE_SECONDS)
+            found, problem = await self._worker.attempt(
+                lambda: _reload(self._file, self.loaded), FILE_SECONDS
+            )
             if found is not None and found is not self.loaded:
                 self.loaded = found
                 log.info("web configuration read again", file=str(self._file))
@@ -193,7 +205,9 @@ class Door:
 def _load(file: Path) -> _Loaded:
     config = read_web_config(file)
     return _Loaded(
-        config=config, tls=None if config.tls is None else _build_context(config.tls), marks=_stat_files(file, config)
+        config=config,
+        tls=None if config.tls is None else _build_context(config.tls),
+        marks=_stat_files(file, config),
     )
 
 
@@ -205,8 +219,12 @@ def _reload(file: Path, lock: _Loaded) -> _Loaded:
     if _stat_files(file, lock.config) == lock.marks:
         return lock
     found, tls = _load(file), lock.config.tls
-    if tls is not None and (found.config.tls is None or found.config.tls.client_auth < tls.client_auth):
-        raise WebConfigError(["it removes TLS or the check of client certificates, which takes a restart"])
+    if tls is not None and (
+        found.config.tls is None or found.config.tls.client_auth < tls.client_auth
+    ):
+        raise WebConfigError(
+            ["it removes TLS or the check of client certificates, which takes a restart"]
+        )
     if lock.config.users and not found.config.users:
         raise WebConfigError(["it removes all users, which takes a restart"])
     return found
@@ -233,7 +251,9 @@ def _build_context(tls: Tls) -> ssl.SSLContext:
     context.verify_mode, keys = tls.client_auth, "cert_file, key_file: no pair that can be used"
     try:
         # without a password OpenSSL would ask the terminal
-        context.load_cert_chain(_refuse_pipe(tls.cert_file), _refuse_pipe(tls.key_file), password="")
+        context.load_cert_chain(
+            _refuse_pipe(tls.cert_file), _refuse_pipe(tls.key_file), password=""
+        )
         if tls.client_ca_file is not None:
             keys = "client_ca_file: it cannot be used"
             context.load_verify_locations(_refuse_pipe(tls.client_ca_file))

@@ -12,6 +12,16 @@ from vllm_headroom.parse.profiles.tgi import TGI
 from vllm_headroom.parse.profiles.triton import TRITON
 from vllm_headroom.parse.profiles.vllm import APHRODITE, VLLM
 
-PROFILES: Final[tuple[Profile, ...]] = (VLLM, SGLANG, TENSORRT_LLM, TRITON, LMDEPLOY, TGI, LLAMA_CPP, APHRODITE, DYNAMO)
+PROFILES: Final[tuple[Profile, ...]] = (
+    VLLM,
+    SGLANG,
+    TENSORRT_LLM,
+    TRITON,
+    LMDEPLOY,
+    TGI,
+    LLAMA_CPP,
+    APHRODITE,
+    DYNAMO,
+)
 """Every supported engine; a new one is added here. The first with matching series reads the page. Dynamo is last:
 the engine inside it may export its series on the same page."""

@@ -18,7 +18,11 @@ SGLANG: Final = Profile(
     switch="with --enable-metrics",
     prefixes=("sglang:",),
     engine_label="dp_rank",
-    repeat_labels=("tp_rank", "pp_rank", "moe_ep_rank"),  # each rank's scheduler, if all ranks export
+    repeat_labels=(
+        "tp_rank",
+        "pp_rank",
+        "moe_ep_rank",
+    ),  # each rank's scheduler, if all ranks export
     reasons={
         "it counts no steps": "scheduler_steps",
         "no label has it": "kv_cache_dtype",
@@ -37,12 +41,19 @@ SGLANG: Final = Profile(
         Fact("generation_tokens_total", ("generation_tokens_total",)),
         # 0.5.12 and newer; before, the highest of all pools
         Fact("kv_used_ratio", ("full_token_usage", "token_usage"), combine=Combine.MEAN),
-        Fact("kv_capacity_tokens", ("max_total_num_tokens", "kv_used_tokens+kv_evictable_tokens+kv_available_tokens")),
-        Fact("prefix_queries_total", _PREFILLED, where=("mode", ("input", *_HITS))),  # 0.5.23 and newer
+        Fact(
+            "kv_capacity_tokens",
+            ("max_total_num_tokens", "kv_used_tokens+kv_evictable_tokens+kv_available_tokens"),
+        ),
+        Fact(
+            "prefix_queries_total", _PREFILLED, where=("mode", ("input", *_HITS))
+        ),  # 0.5.23 and newer
         Fact("prefix_queries_total", ("prompt_tokens_total",)),
         Fact("prefix_hits_total", _PREFILLED, where=("mode", _HITS)),
         Fact("prefix_hits_total", ("cached_tokens_total",)),
         # SGLang's GB is 2**30 bytes (srt/utils/common.py, srt/mem_cache/memory_pool.py)
-        Fact("memory_bytes", (f"{_MODEL}+graph_memory_usage_gb", _MODEL), factor=GIB),  # after 0.5.12
+        Fact(
+            "memory_bytes", (f"{_MODEL}+graph_memory_usage_gb", _MODEL), factor=GIB
+        ),  # after 0.5.12
     ),
 )

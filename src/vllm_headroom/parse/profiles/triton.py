@@ -6,7 +6,9 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 
 
 def _block(field: str, kind: str, combine: Combine = Combine.SUM) -> Fact:
-    return Fact(field, ("kv_cache_block_metrics",), where=("kv_cache_block_type", (kind,)), combine=combine)
+    return Fact(
+        field, ("kv_cache_block_metrics",), where=("kv_cache_block_type", (kind,)), combine=combine
+    )
 
 
 TRITON: Final = Profile(

@@ -32,24 +32,50 @@ VLLM: Final = Profile(
         _counter("preemptions_total", "num_preemptions"),
         _counter("prompt_tokens_total", "prompt_tokens"),
         _counter("generation_tokens_total", "generation_tokens"),
-        Fact("steps_total", ("iteration_tokens_total_count",)),  # steps that gave a token or finished
+        Fact(
+            "steps_total", ("iteration_tokens_total_count",)
+        ),  # steps that gave a token or finished
         # 0.9.2 and newer, up to 0.11.2
-        Fact("kv_used_ratio", ("kv_cache_usage_perc", "gpu_cache_usage_perc"), combine=Combine.MEAN),
+        Fact(
+            "kv_used_ratio", ("kv_cache_usage_perc", "gpu_cache_usage_perc"), combine=Combine.MEAN
+        ),
         Fact("kv_capacity_tokens", _INFO, label="kv_cache_size_tokens"),  # 0.24 and newer
-        Fact("kv_cache_dtype", _INFO, Combine.TEXT, "cache_dtype", exceptions="kv_cache_dtype_skip_layers"),  # 0.19
+        Fact(
+            "kv_cache_dtype",
+            _INFO,
+            Combine.TEXT,
+            "cache_dtype",
+            exceptions="kv_cache_dtype_skip_layers",
+        ),  # 0.19
         Fact("kv_blocks", _INFO, label="num_gpu_blocks", combine=Combine.SHARE),
         Fact("kv_block_tokens", _INFO, label="block_size", combine=Combine.SAME),
         _counter("prefix_queries_total", "prefix_cache_queries", "gpu_prefix_cache_queries"),
         _counter("prefix_hits_total", "prefix_cache_hits", "gpu_prefix_cache_hits"),
         # V0 up to 0.9.0; -1 when prefix caching is off
         Fact("prefix_hit_lifetime_ratio", ("gpu_prefix_cache_hit_rate",), combine=Combine.MEAN),
-        Fact("awake", ("engine_sleep_state",), where=("sleep_state", ("awake",))),  # 0.11.1 and newer
-        Fact("gpu_memory_utilization_ratio", _INFO, label="gpu_memory_utilization", combine=Combine.SAME),
+        Fact(
+            "awake", ("engine_sleep_state",), where=("sleep_state", ("awake",))
+        ),  # 0.11.1 and newer
+        Fact(
+            "gpu_memory_utilization_ratio",
+            _INFO,
+            label="gpu_memory_utilization",
+            combine=Combine.SAME,
+        ),
         Fact("kv_cache_memory_bytes", _INFO, label="kv_cache_memory_bytes", combine=Combine.SAME),
-        Fact("kv_offload_bytes", ("kv_offload_config_info",), label="cpu_kv_cache_size_bytes"),  # 0.33
-        Fact("kv_offload_bytes", _INFO, label="kv_offloading_size", combine=Combine.SAME, factor=GIB),
+        Fact(
+            "kv_offload_bytes", ("kv_offload_config_info",), label="cpu_kv_cache_size_bytes"
+        ),  # 0.33
+        Fact(
+            "kv_offload_bytes", _INFO, label="kv_offloading_size", combine=Combine.SAME, factor=GIB
+        ),
         _counter("multimodal_cache_queries_total", "mm_cache_queries"),  # 0.11.1 and newer
-        Fact("started_at_seconds", ("process_start_time_seconds",), combine=Combine.SAME, prefixed=False),
+        Fact(
+            "started_at_seconds",
+            ("process_start_time_seconds",),
+            combine=Combine.SAME,
+            prefixed=False,
+        ),
     ),
 )
 

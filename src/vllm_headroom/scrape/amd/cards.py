@@ -82,7 +82,9 @@ class Card(Struct, frozen=True, kw_only=True):
 def find_cards(sys: str) -> dict[str, Card]:
     """Return the driver's cards by UUID, in the order of PCI addresses, not of DRM numbers."""
     devices = {
-        os.path.realpath(f"{sys}/{DRM}/{name}/device") for name in list_names(f"{sys}/{DRM}") if _CARD.fullmatch(name)
+        os.path.realpath(f"{sys}/{DRM}/{name}/device")
+        for name in list_names(f"{sys}/{DRM}")
+        if _CARD.fullmatch(name)
     }
     found = {os.path.basename(folder): folder for folder in devices if is_driven(folder)}  # noqa: PTH119 - as there
     nodes, hidden = _read_nodes(sys, found.keys())
@@ -92,7 +94,9 @@ def find_cards(sys: str) -> dict[str, Card]:
         unique, product = read_line(f"{folder}/unique_id"), read_line(f"{folder}/product_name")
         monitor = f"{folder}/hwmon/{next(iter(list_names(f'{folder}/hwmon')), '')}"
         sensors = list_names(monitor)
-        uuid = f"GPU-{unique}" if unique and ids[unique] == 1 else f"PCI-{address}"  # virtual functions may share an id
+        uuid = (
+            f"GPU-{unique}" if unique and ids[unique] == 1 else f"PCI-{address}"
+        )  # virtual functions may share an id
         cards[uuid] = Card(
             address=address,
             folder=folder,
@@ -129,11 +133,18 @@ def _read_nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, 
         else:
             device = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
             exact = f"{device}.{location & 7}"
-            banks = [read_line(f"{folder}/mem_banks/{bank}/properties") for bank in list_names(f"{folder}/mem_banks")]
+            banks = [
+                read_line(f"{folder}/mem_banks/{bank}/properties")
+                for bank in list_names(f"{folder}/mem_banks")
+            ]
             sizes = [_parse_facts(bank).get("size_in_bytes", "") for bank in banks]
-            memory_bytes = sum(map(int, sizes)) if sizes and all(map(str.isdecimal, sizes)) else None
+            memory_bytes = (
+                sum(map(int, sizes)) if sizes and all(map(str.isdecimal, sizes)) else None
+            )
             # the function bits hold the partition's number
-            found[exact if exact in addresses else f"{device}.0"].append(Node(gpu_id=gpu_id, memory_bytes=memory_bytes))
+            found[exact if exact in addresses else f"{device}.0"].append(
+                Node(gpu_id=gpu_id, memory_bytes=memory_bytes)
+            )
     return found, hidden
 
 

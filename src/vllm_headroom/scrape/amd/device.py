@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading, Vendor
-from vllm_headroom.scrape.amd.cards import DRIVER, Card, Node, is_driven, list_names, read_line, read_number, read_text
+from vllm_headroom.scrape.amd.cards import (
+    DRIVER,
+    Card,
+    Node,
+    is_driven,
+    list_names,
+    read_line,
+    read_number,
+    read_text,
+)
 from vllm_headroom.scrape.gpu_state import Peak
 from vllm_headroom.scrape.proc.files import has_host_pids
 from vllm_headroom.scrape.proc.host import read_machine
@@ -78,7 +87,9 @@ class ReadContext:
                 except (OSError, ValueError):
                     held_bytes = None
                 if held_bytes != 0:  # the file of a node that it does not use contains 0
-                    listed[name.removeprefix("vram_")] += (GpuProcess(pid=int(pid), used_bytes=held_bytes),)
+                    listed[name.removeprefix("vram_")] += (
+                        GpuProcess(pid=int(pid), used_bytes=held_bytes),
+                    )
         return listed
 
     @cached_property
@@ -87,7 +98,11 @@ class ReadContext:
         listed: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
         hidden = False
         # A machine has thousands of processes with hundreds of files: if known, only those that compute are read.
-        pids = filter(str.isdecimal, list_names(str(self.proc))) if self._computing is None else self._computing
+        pids = (
+            filter(str.isdecimal, list_names(str(self.proc)))
+            if self._computing is None
+            else self._computing
+        )
         for pid in pids:
             try:
                 held = _read_held(f"{self.proc}/{pid}")
@@ -134,7 +149,9 @@ def read_card(card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ..
     """Return a reading of the card, or of each of its partitions; raise OSError where its memory cannot be read."""
     if card.nodes is not None and len(card.nodes) > 1:
         _read_own(card, "total")  # KFD keeps its nodes when the card is gone
-        return tuple(_read_partition(card, index, place, node, look) for place, node in enumerate(card.nodes))
+        return tuple(
+            _read_partition(card, index, place, node, look) for place, node in enumerate(card.nodes)
+        )
     memory = read_memory(card, look.proc)
     busy_percent = read_number(f"{card.folder}/gpu_busy_percent")
     millidegrees, microwatts = read_number(card.temperature), read_number(card.power)
@@ -166,7 +183,9 @@ def read_memory(card: Card, proc: Path) -> GpuMemory | None:
             return None
         free_bytes = max(0, min(granted_bytes - taken_bytes, machine.available_bytes))
         return _build_memory(granted_bytes, granted_bytes - free_bytes, machine.available_bytes)
-    if card.nodes is None and (card.is_apu or read_line(f"{card.folder}/current_compute_partition") not in {"", WHOLE}):
+    if card.nodes is None and (
+        card.is_apu or read_line(f"{card.folder}/current_compute_partition") not in {"", WHOLE}
+    ):
         return None
     return _build_memory(total_bytes, used_bytes)
 
@@ -182,7 +201,9 @@ def _read_own(card: Card, fact: str) -> int | None:
         raise
 
 
-def _read_partition(card: Card, index: int, place: int, node: Node, look: ReadContext) -> GpuReading:
+def _read_partition(
+    card: Card, index: int, place: int, node: Node, look: ReadContext
+) -> GpuReading:
     """Return a reading of a partition: in use is what its processes hold as KFD counts it, without the driver's own."""
     listed = look.list_on_node(node)
     held = [None] if listed is None else [process.used_bytes for process in listed]
@@ -201,7 +222,9 @@ def _read_partition(card: Card, index: int, place: int, node: Node, look: ReadCo
     )
 
 
-def _build_memory(total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None) -> GpuMemory:
+def _build_memory(
+    total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None
+) -> GpuMemory:
     return GpuMemory(
         total_bytes=total_bytes,
         used_bytes=used_bytes,

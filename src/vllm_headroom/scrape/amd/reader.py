@@ -79,7 +79,9 @@ class Amd:
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID of every card without partitions, and add it to its peak."""
         with contextlib.suppress(OSError):  # TimeoutError is one
-            used: dict[str, int] = await self._worker.call(self._sample, timeout_seconds) if self._cards else {}
+            used: dict[str, int] = (
+                await self._worker.call(self._sample, timeout_seconds) if self._cards else {}
+            )
             return used
         return {}
 
@@ -101,7 +103,9 @@ class Amd:
                 parts = self._failed(card, index, explain_error(error))
             found += [(card, part) for part in parts]
         self.integrated = frozenset(
-            part.uuid for card, part in found if (part.memory.is_unified if part.memory is not None else card.is_apu)
+            part.uuid
+            for card, part in found
+            if (part.memory.is_unified if part.memory is not None else card.is_apu)
         )
         return tuple(part for _, part in found)
 

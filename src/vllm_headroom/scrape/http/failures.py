@@ -47,7 +47,9 @@ _HUNG_UP: Final = "hung up or broke HTTP before it answered"
 
 def build_failure(reason: Reason, problem: str, advice: str | None = None) -> Failure:
     """Return the engine's failure, with its reason's advice or another."""
-    return Failure(source=Source.ENGINE, reason=reason, message=f"{problem}: {advice or _ADVICE[reason]}")
+    return Failure(
+        source=Source.ENGINE, reason=reason, message=f"{problem}: {advice or _ADVICE[reason]}"
+    )
 
 
 def strip_advice(failed: Failure) -> str:
@@ -78,7 +80,9 @@ def explain_status(response: httpx.Response, url: str) -> Failure:
 def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
     """Return the failure of a body that could not be read to its end."""
     if reason is Reason.INCOMPLETE:
-        return build_failure(reason, f"{url} broke off its page", "if it stays so, look for a proxy that cuts it")
+        return build_failure(
+            reason, f"{url} broke off its page", "if it stays so, look for a proxy that cuts it"
+        )
     problems = {
         Reason.MALFORMED: f"{url} answers in an encoding that was not asked for",
         Reason.TOO_LARGE: f"the page at {url} is larger than {max_bytes} bytes",
@@ -91,7 +95,9 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
     """Return the failure of a request that raised `error`, of httpx or the operating system."""
     match error:
         case TimeoutError() | httpx.TimeoutException():
-            return build_failure(Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s")
+            return build_failure(
+                Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s"
+            )
         case httpx.LocalProtocolError():  # its text quotes the header, which may be a secret
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
         case httpx.RemoteProtocolError() | httpx.InvalidURL():  # its text quotes what was received
@@ -104,15 +110,21 @@ def _explain_no_connection(error: Exception, url: str) -> Failure:
     while cause is not None:  # httpx wraps httpcore, which wraps the socket's error
         match cause:
             case socket.gaierror() | UnicodeError():
-                return build_failure(Reason.NAME_RESOLUTION, f"the host of {url} cannot be resolved ({cause})")
+                return build_failure(
+                    Reason.NAME_RESOLUTION, f"the host of {url} cannot be resolved ({cause})"
+                )
             case ssl.SSLError():
                 return build_failure(Reason.TLS, f"TLS with {url} failed ({cause})")
-            case ConnectionResetError() | BrokenPipeError() if not isinstance(error, httpx.ConnectError):
+            case ConnectionResetError() | BrokenPipeError() if not isinstance(
+                error, httpx.ConnectError
+            ):
                 return build_failure(Reason.INCOMPLETE, f"{url} {_HUNG_UP}")
             case OSError(errno=int(number)) if number in SHORTAGES:
                 return build_unavailable(Source.ENGINE, f"{url} cannot be asked", cause)
             case OSError(errno=int(number)):
-                return build_failure(Reason.UNREACHABLE, f"no connection to {url} ({os.strerror(number)})")
+                return build_failure(
+                    Reason.UNREACHABLE, f"no connection to {url} ({os.strerror(number)})"
+                )
         cause = cause.__cause__ or cause.__context__
     return build_failure(Reason.UNREACHABLE, f"no connection to {url} ({type(error).__name__})")
 
@@ -146,4 +158,6 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
         problem = f"the CA file {ca_file} cannot be used ({error.strerror or error})"
-        raise UnusableCredentials(f"{problem}: make it a readable file of PEM certificates") from None
+        raise UnusableCredentials(
+            f"{problem}: make it a readable file of PEM certificates"
+        ) from None

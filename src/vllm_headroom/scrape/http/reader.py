@@ -98,7 +98,9 @@ class _Line:
         self._is_cut = True
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it is closed
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # TLS would first drop what the thread uses
+                socket.socket.shutdown(
+                    self._socket, socket.SHUT_RDWR
+                )  # TLS would first drop what the thread uses
 
 
 class PageReader:
@@ -126,14 +128,20 @@ class PageReader:
         self._max_bytes = max_bytes
         self._token_file = bearer_token_file
         self._ca_file = ca_file
-        self._headers = httpx.Headers({"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers})
+        self._headers = httpx.Headers(
+            {"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers}
+        )
         if login.userinfo:
             user = b64encode(f"{login.username}:{login.password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {user}"
-        self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
+        self._headers["Accept-Encoding"] = (
+            "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
+        )
         self._question = httpx.Request("GET", self._url, headers=self._headers)
         self._waits = dict.fromkeys(("read", "write", "pool"), timeout_seconds)
-        self._waits["connect"] = timeout_seconds / 2  # to each address, so that a second one gets its turn
+        self._waits["connect"] = (
+            timeout_seconds / 2
+        )  # to each address, so that a second one gets its turn
         self._worker = Worker[Any]("http")
         self._transport: httpx.HTTPTransport | None = None
 
@@ -145,7 +153,9 @@ class PageReader:
         reply = await self._exchange(self._question, is_page=True)
         return reply if isinstance(reply, Failure) else reply.text
 
-    async def send(self, method: str, path: str, body: Mapping[str, object] | None) -> Reply | Failure:
+    async def send(
+        self, method: str, path: str, body: Mapping[str, object] | None
+    ) -> Reply | Failure:
         """Send `body`, if any, as JSON to a path of the server, to the URL where empty; else like `fetch`."""
         request = httpx.Request(method, self._url.join(path), headers=self._headers, json=body)
         return await self._exchange(request, is_page=False)
@@ -159,7 +169,9 @@ class PageReader:
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             problem = failures.explain_no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
-            self._transport = None  # the next fetch reads the CA file again: it may have been renewed
+            self._transport = (
+                None  # the next fetch reads the CA file again: it may have been renewed
+            )
         return problem
 
     async def close(self) -> None:
@@ -183,7 +195,9 @@ class PageReader:
                 line.cut()
         return answer
 
-    def _ask(self, transport: httpx.HTTPTransport, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
+    def _ask(
+        self, transport: httpx.HTTPTransport, request: httpx.Request, *, is_page: bool
+    ) -> Reply | Failure:
         response = transport.handle_request(request)
         try:
             if is_page and response.status_code != HTTPStatus.OK:
@@ -212,7 +226,9 @@ class PageReader:
             if trust and self._ca_file is not None:
                 trouble = f"the CA file {self._ca_file} cannot be used"
                 trust = await self._read_file(lambda: failures.load_trust(self._ca_file), trouble)
-            new = httpx.Limits(max_keepalive_connections=0)  # vLLM closes what idles 5 s, the usual interval
+            new = httpx.Limits(
+                max_keepalive_connections=0
+            )  # vLLM closes what idles 5 s, the usual interval
             self._transport = httpx.HTTPTransport(verify=trust, trust_env=False, limits=new)
         return self._transport
 
@@ -240,7 +256,9 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
                 return False if page.reason in SILENT else None
             if isinstance(page, str) and '"is_sleeping":true' in page.replace(" ", ""):
                 return None
-        answer = await self.completion.send("POST", "", {"model": model_name, "prompt": "1", "max_tokens": 1})
+        answer = await self.completion.send(
+            "POST", "", {"model": model_name, "prompt": "1", "max_tokens": 1}
+        )
         if isinstance(answer, Failure):
             return False if answer.reason in SILENT else None
         if answer.status == HTTPStatus.OK:

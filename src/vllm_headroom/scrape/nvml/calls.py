@@ -23,7 +23,11 @@ DRIVER_WIDE: Final = frozenset(
 """No device can be read before NVML is initialised again."""
 
 LOST: Final = frozenset(
-    {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_GPU_NOT_FOUND}
+    {
+        pynvml.NVML_ERROR_GPU_IS_LOST,
+        pynvml.NVML_ERROR_RESET_REQUIRED,
+        pynvml.NVML_ERROR_GPU_NOT_FOUND,
+    }
 )
 """The device's handle must not be used again: that has crashed processes (XuehaiPan/nvitop#139, #145)."""
 
@@ -31,7 +35,11 @@ BLOCKED: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_OPERATI
 """The device node is not accessible (NVIDIA/nvidia-container-toolkit#48); healthy devices return it at times too."""
 
 NEVER_ANSWERED: Final = frozenset(
-    {pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
+    {
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_NO_PERMISSION,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    }
 )
 """The device will never answer this call."""
 
@@ -95,11 +103,15 @@ def explain_device(cause: Reason | int) -> Failure:
     return _explain(cause, _DEVICE_REASONS, _DEVICE_MESSAGES)
 
 
-def _explain(cause: Reason | int, reasons: Mapping[int, Reason], messages: Mapping[Reason, str]) -> Failure:
+def _explain(
+    cause: Reason | int, reasons: Mapping[int, Reason], messages: Mapping[Reason, str]
+) -> Failure:
     if isinstance(cause, Reason):
         return Failure(source=Source.NVML, reason=cause, message=messages[cause])
     reason = reasons.get(cause, Reason.DRIVER_ERROR)
-    return Failure(source=Source.NVML, reason=reason, message=f"{messages[reason]} (NVML error {cause})")
+    return Failure(
+        source=Source.NVML, reason=reason, message=f"{messages[reason]} (NVML error {cause})"
+    )
 
 
 def explain_unexpected(error: Exception) -> Failure:
@@ -148,7 +160,9 @@ class Xids:
     def listen(self, handle: Handle, uuid: str) -> None:
         """Count the XID errors of this GPU from now on; raise NVMLError where the GPU has no such events."""
         if self._events is not None:
-            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
+            pynvml.nvmlDeviceRegisterEvents(
+                handle, pynvml.nvmlEventTypeXidCriticalError, self._events
+            )
             self._uuids[_find_address(handle)] = uuid
 
     def poll(self) -> None:

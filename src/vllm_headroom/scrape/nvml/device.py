@@ -14,7 +14,15 @@ from msgspec import Struct
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, GpuMemory, GpuProcess, GpuReading
 from vllm_headroom.scrape.gpu_state import Peak
-from vllm_headroom.scrape.nvml.calls import BLOCKED, DRIVER_WIDE, LOST, NEVER_ANSWERED, Handle, Xids, explain_source
+from vllm_headroom.scrape.nvml.calls import (
+    BLOCKED,
+    DRIVER_WIDE,
+    LOST,
+    NEVER_ANSWERED,
+    Handle,
+    Xids,
+    explain_source,
+)
 from vllm_headroom.scrape.proc.host import read_free_blocks, read_machine
 from vllm_headroom.vocabulary import Reason
 
@@ -68,7 +76,9 @@ class Session:
     kept when NVML is opened again.
     """
 
-    def __init__(self, *, monotonic: Callable[[], float], process_interval_seconds: float, proc: Path) -> None:
+    def __init__(
+        self, *, monotonic: Callable[[], float], process_interval_seconds: float, proc: Path
+    ) -> None:
         self.monotonic = monotonic
         self.process_interval_seconds = process_interval_seconds
         self.proc = proc
@@ -99,8 +109,14 @@ class Session:
         self.memory_version = int(pynvml.nvmlMemory_v2) if has_v2 else None
         if not has_v2 and not self._said_v1:
             self._said_v1 = True
-            log.warning("this driver has no memory info v2: used memory contains what the driver reserves")
-        for uuid in [uuid for uuid, peak in self.peaks.items() if peak.highest_bytes(self.monotonic()) is None]:
+            log.warning(
+                "this driver has no memory info v2: used memory contains what the driver reserves"
+            )
+        for uuid in [
+            uuid
+            for uuid, peak in self.peaks.items()
+            if peak.highest_bytes(self.monotonic()) is None
+        ]:
             del self.peaks[uuid]
         self.xids.begin()
         self.is_alone = count == 1
@@ -117,7 +133,12 @@ class Session:
                 pynvml.nvmlShutdown()
 
     def ask(
-        self, uuid: str, fact: str, call: Callable[..., T], *arguments: object, essential: bool = False
+        self,
+        uuid: str,
+        fact: str,
+        call: Callable[..., T],
+        *arguments: object,
+        essential: bool = False,
     ) -> T | None:
         """Return what `call` returns, None where the device does not provide it or its text is not UTF-8.
 
@@ -176,7 +197,9 @@ class NvmlDevice:
         """Return a full reading of the GPU, or of each of its MIG instances."""
         gpu = self.gpu or self._open()
         before, self.parts = self.parts, tuple(self._list_instances(gpu)) or (gpu,)
-        for uuid in {part.uuid for part in before} - {part.uuid for part in self.parts}:  # MIG instances removed
+        for uuid in {part.uuid for part in before} - {
+            part.uuid for part in self.parts
+        }:  # MIG instances removed
             self._session.forget(uuid)
             self._session.peaks.pop(uuid, None)
             self._lists.pop(uuid, None)
@@ -215,10 +238,18 @@ class NvmlDevice:
         mode = self._ask(gpu, "MIG mode", pynvml.nvmlDeviceGetMigMode)
         if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
             return
-        for position in range(self._ask(gpu, "MIG devices", pynvml.nvmlDeviceGetMaxMigDeviceCount) or 0):
-            handle = self._ask(gpu, f"MIG device {position}", pynvml.nvmlDeviceGetMigDeviceHandleByIndex, position)
+        for position in range(
+            self._ask(gpu, "MIG devices", pynvml.nvmlDeviceGetMaxMigDeviceCount) or 0
+        ):
+            handle = self._ask(
+                gpu, f"MIG device {position}", pynvml.nvmlDeviceGetMigDeviceHandleByIndex, position
+            )
             instance = None if handle is None else replace(gpu, handle=handle)
-            uuid = None if instance is None else self._ask(instance, "MIG UUID", pynvml.nvmlDeviceGetUUID)
+            uuid = (
+                None
+                if instance is None
+                else self._ask(instance, "MIG UUID", pynvml.nvmlDeviceGetUUID)
+            )
             if instance is not None and uuid is not None:
                 instance = replace(instance, uuid=uuid)
                 name = self._ask(instance, "name", pynvml.nvmlDeviceGetName) or gpu.name
@@ -228,7 +259,9 @@ class NvmlDevice:
     def _read_part(self, part: Part) -> GpuReading:
         memory = self._memory(part)
         utilization = self._ask(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
-        temperature = self._ask(part, "temperature", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
+        temperature = self._ask(
+            part, "temperature", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU
+        )
         power_milliwatts = self._ask(part, "power", pynvml.nvmlDeviceGetPowerUsage)
         return GpuReading(
             index=part.index,
@@ -245,15 +278,24 @@ class NvmlDevice:
 
     def _memory(self, part: Part) -> GpuMemory | None:
         session = self._session
-        info = self._ask(part, "memory", pynvml.nvmlDeviceGetMemoryInfo, session.memory_version, essential=True)
+        info = self._ask(
+            part, "memory", pynvml.nvmlDeviceGetMemoryInfo, session.memory_version, essential=True
+        )
         if info is None:
             unified = session.is_alone and session.is_unsupported(part.uuid, "memory")
             return self._read_unified(part) if unified else None
         if max(info.used, info.free) > info.total or info.total > MOST_BYTES:
             return None  # a sharing library below zero (Project-HAMi/HAMi-core#200): neither value is reliable
         session.peaks[part.uuid].add(session.monotonic(), info.used)
-        reserved = None if session.memory_version is None or info.reserved > info.total else info.reserved
-        return GpuMemory(total_bytes=info.total, used_bytes=info.used, free_bytes=info.free, reserved_bytes=reserved)
+        reserved = (
+            None if session.memory_version is None or info.reserved > info.total else info.reserved
+        )
+        return GpuMemory(
+            total_bytes=info.total,
+            used_bytes=info.used,
+            free_bytes=info.free,
+            reserved_bytes=reserved,
+        )
 
     def _read_unified(self, part: Part) -> GpuMemory | None:
         """Return the machine's memory, which such a GPU uses; vLLM reads it from the kernel too (mem_utils.py)."""
@@ -275,10 +317,20 @@ class NvmlDevice:
         """Return the last list of processes, or a new one if it is old or no longer matches the memory in use."""
         now, used_bytes = self._session.monotonic(), None if memory is None else memory.used_bytes
         listed_at, used_then_bytes, listed = self._lists.get(part.uuid, (-inf, None, None))
-        change_bytes = 0 if used_bytes is None or used_then_bytes is None else abs(used_bytes - used_then_bytes)
+        change_bytes = (
+            0
+            if used_bytes is None or used_then_bytes is None
+            else abs(used_bytes - used_then_bytes)
+        )
         matches = change_bytes < CHANGE_BYTES or now - listed_at < LEAST_AGE_SECONDS
-        if listed is None or now - listed_at >= self._session.process_interval_seconds or not matches:
-            compute, mps = (f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "MPSCompute"))
+        if (
+            listed is None
+            or now - listed_at >= self._session.process_interval_seconds
+            or not matches
+        ):
+            compute, mps = (
+                f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "MPSCompute")
+            )
             is_essential = memory is None or memory.is_unified
             listed = self._ask(part, "processes", _list_processes, compute, essential=is_essential)
             if listed:
@@ -289,16 +341,26 @@ class NvmlDevice:
         return listed
 
     def _ask(
-        self, part: Part, fact: str, call: Callable[..., T], *arguments: object, essential: bool = False
+        self,
+        part: Part,
+        fact: str,
+        call: Callable[..., T],
+        *arguments: object,
+        essential: bool = False,
     ) -> T | None:
-        return self._session.ask(part.uuid, fact, call, part.handle, *arguments, essential=essential)
+        return self._session.ask(
+            part.uuid, fact, call, part.handle, *arguments, essential=essential
+        )
 
 
 def _list_processes(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
     # By name and version: for a missing function without its version pynvml raises another class of error.
     listed = getattr(pynvml, function)(handle)
     known = ((each.pid, each.usedGpuMemory) for each in listed)
-    return tuple(GpuProcess(pid=pid, used_bytes=None if (used or 0) > MOST_BYTES else used) for pid, used in known)
+    return tuple(
+        GpuProcess(pid=pid, used_bytes=None if (used or 0) > MOST_BYTES else used)
+        for pid, used in known
+    )
 
 
 def _scale(value: int | None, most: int, divisor: int) -> float | None:

@@ -13,7 +13,12 @@ import pynvml
 
 from vllm_headroom.model import Failure, GpuReading, GpuReadings
 from vllm_headroom.scrape.gpu_state import GpuTransitions
-from vllm_headroom.scrape.nvml.calls import DRIVER_WIDE, explain_device, explain_source, explain_unexpected
+from vllm_headroom.scrape.nvml.calls import (
+    DRIVER_WIDE,
+    explain_device,
+    explain_source,
+    explain_unexpected,
+)
 from vllm_headroom.scrape.nvml.device import GpuFaults, NvmlDevice, Part, Session
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker, capture_outcome
@@ -36,7 +41,9 @@ class Lane:
     @property
     def stuck(self) -> frozenset[str]:
         """The subjects of the abandoned calls that have not returned."""
-        self._stuck = {subject: worker for subject, worker in self._stuck.items() if worker.is_alive}
+        self._stuck = {
+            subject: worker for subject, worker in self._stuck.items() if worker.is_alive
+        }
         return frozenset(self._stuck)
 
     @property
@@ -81,7 +88,9 @@ class Lane:
                 await asyncio.wait((done,), timeout=min(limit_seconds, share_seconds))
         finally:
             over.set()
-            returned = tuple(outcomes)  # after `over`: the first call that is not among them is the last that is made
+            returned = tuple(
+                outcomes
+            )  # after `over`: the first call that is not among them is the last that is made
             if len(returned) < len(calls):
                 done.cancel()
                 self._stuck[tuple(calls)[len(returned)]] = self._worker
@@ -130,7 +139,9 @@ class Nvml:
     ) -> None:
         self._monotonic = monotonic
         self._call_timeout_seconds = call_timeout_seconds
-        self._session = Session(monotonic=monotonic, process_interval_seconds=process_interval_seconds, proc=proc)
+        self._session = Session(
+            monotonic=monotonic, process_interval_seconds=process_interval_seconds, proc=proc
+        )
         self._lane = Lane()
         self._turn = asyncio.Lock()
         self._known: dict[str, tuple[Part, ...]] = {}
@@ -169,7 +180,9 @@ class Nvml:
         """Return the memory faults of each GPU of the last reading; one that fails is left out."""
         return await self._ask_quietly(NvmlDevice.faults, timeout_seconds)
 
-    async def _ask_quietly(self, question: Callable[[NvmlDevice], T], timeout_seconds: float) -> tuple[T, ...]:
+    async def _ask_quietly(
+        self, question: Callable[[NvmlDevice], T], timeout_seconds: float
+    ) -> tuple[T, ...]:
         async with self._turn:
             with contextlib.suppress(Exception):  # the next reading finds and reports it
                 answers = await self._ask(question, read_loop_seconds() + timeout_seconds)
@@ -181,7 +194,9 @@ class Nvml:
         if not self._lane.stuck:
             deadline = read_loop_seconds() + SHUTDOWN_SECONDS
             with contextlib.suppress(OSError):
-                await self._lane.calls({"shutdown": self._session.close}, SHUTDOWN_SECONDS, deadline)
+                await self._lane.calls(
+                    {"shutdown": self._session.close}, SHUTDOWN_SECONDS, deadline
+                )
         self._lane.stop()
 
     async def _open(self, deadline: float) -> Failure | None:
@@ -216,16 +231,23 @@ class Nvml:
             return self._down(explain_source(error.value))
         if self._lane.is_blocked:
             return _SILENT
-        if all(isinstance(outcome, Failure) and outcome.reason is Reason.UNKNOWN for _, outcome in outcomes):
+        if all(
+            isinstance(outcome, Failure) and outcome.reason is Reason.UNKNOWN
+            for _, outcome in outcomes
+        ):
             return self._down(explain_source(Reason.UNKNOWN))
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         readings = self._complete(outcomes)
         self._transitions.report(readings)
-        if any(reading.failure and reading.failure.reason is Reason.DEVICE_LOST for reading in readings):
+        if any(
+            reading.failure and reading.failure.reason is Reason.DEVICE_LOST for reading in readings
+        ):
             self._look_again_at = min(self._look_again_at, self._monotonic() + RETRY_SECONDS)
         return GpuReadings(driver_version=self._session.driver_version, devices=readings)
 
-    def _complete(self, outcomes: list[tuple[NvmlDevice, tuple[GpuReading, ...] | Failure]]) -> tuple[GpuReading, ...]:
+    def _complete(
+        self, outcomes: list[tuple[NvmlDevice, tuple[GpuReading, ...] | Failure]]
+    ) -> tuple[GpuReading, ...]:
         """Return the readings, with a failed one for each part that was not read and each part of a missing GPU.
 
         The UUID of a GPU that does not open is unknown: it counts as the missing one that had its index.
@@ -235,7 +257,10 @@ class Nvml:
                 known = self._known.pop(device.gpu.uuid, (device.gpu,))
                 self._known[device.gpu.uuid] = device.parts or known
         self._known = dict(tuple(self._known.items())[-MOST_GPUS:])
-        missing = sorted(self._known.keys() - {device.gpu.uuid for device, _ in outcomes if device.gpu is not None})
+        missing = sorted(
+            self._known.keys()
+            - {device.gpu.uuid for device, _ in outcomes if device.gpu is not None}
+        )
         readings: list[GpuReading] = []
         for device, outcome in outcomes:
             had_index = (uuid for uuid in missing if self._known[uuid][0].index == device.index)
@@ -266,12 +291,19 @@ class Nvml:
         ]
 
     async def _ask(
-        self, question: Callable[[NvmlDevice], T], deadline: float, before: Mapping[str, Callable[[], None]] = {}
+        self,
+        question: Callable[[NvmlDevice], T],
+        deadline: float,
+        before: Mapping[str, Callable[[], None]] = {},
     ) -> list[tuple[NvmlDevice, T | Failure]]:
         """Return each GPU's answer or failure, after the calls `before`, of no GPU; raise NVMLError of the driver."""
         devices = {f"GPU {device.index}": device for device in self._session.devices}
         calls: dict[str, Callable[[], Any]] = {**before}
-        calls |= {name: partial(gpu.answer, question) for name, gpu in devices.items() if gpu.lost_code is None}
+        calls |= {
+            name: partial(gpu.answer, question)
+            for name, gpu in devices.items()
+            if gpu.lost_code is None
+        }
         outcomes = await self._lane.calls(calls, self._call_timeout_seconds, deadline)
         answers: list[tuple[NvmlDevice, T | Failure]] = []
         for answer in outcomes.values():

@@ -11,7 +11,12 @@ SLOW_SECONDS: Final = 40.0
 
 # linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h
 _SOCK_DIAG, _BY_FAMILY, _DUMP, _ENDS, _ESTABLISHED, _TCP_INFO = 4, 20, 0x301, (2, 3), 1 << 1, 2
-_QUESTION, _PORT, _MESSAGE, _ATTRIBUTE = Struct("=IHHII BBBxI"), Struct(">H46x"), Struct("=IH"), Struct("=HH")
+_QUESTION, _PORT, _MESSAGE, _ATTRIBUTE = (
+    Struct("=IHHII BBBxI"),
+    Struct(">H46x"),
+    Struct("=IH"),
+    Struct("=HH"),
+)
 _FIXED_BYTES: Final = 88
 _DATA: Final = Struct("=48xI4xI64xQQ")
 """Milliseconds since data was last sent, and received; bytes acknowledged, and received."""
@@ -35,13 +40,18 @@ def find_wait(ports: Collection[int]) -> float | None:
 def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float]:
     """Yield the seconds that each request to a port has waited for."""
     about = (family, socket.IPPROTO_TCP, _TCP_INFO, _ESTABLISHED)
-    kernel.send(_QUESTION.pack(_QUESTION.size + _PORT.size, _BY_FAMILY, _DUMP, 0, 0, *about) + _PORT.pack(port))
+    kernel.send(
+        _QUESTION.pack(_QUESTION.size + _PORT.size, _BY_FAMILY, _DUMP, 0, 0, *about)
+        + _PORT.pack(port)
+    )
     while True:
         for kind, message in _split(memoryview(kernel.recv(2**16)), _MESSAGE):
             if kind in _ENDS:
                 return
             for name, info in _split(message[_FIXED_BYTES:], _ATTRIBUTE):
-                sent, received, n_acked, n_received = _DATA.unpack_from(info) if name == _TCP_INFO else (0, 0, 0, 0)
+                sent, received, n_acked, n_received = (
+                    _DATA.unpack_from(info) if name == _TCP_INFO else (0, 0, 0, 0)
+                )
                 if received < sent or (received == sent and n_received > n_acked == 0):
                     yield received / 1000
 

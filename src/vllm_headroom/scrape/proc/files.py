@@ -85,14 +85,22 @@ def _read_stat(proc: Path, pid: int) -> tuple[ProcEntry, str, float]:
     """Return the process without command line, its state and all threads' CPU seconds; raise OSError or ValueError."""
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     name, _, rest = text.partition("(")[2].rpartition(") ")  # the name may hold any byte
-    fields = rest.split(maxsplit=20)  # from field 3 of proc(5), the state, up to field 22, the start time
-    parent_pid, group, user, system, started = (int(field) for field in (*fields[1:3], *fields[11:13], *fields[19:20]))
+    fields = rest.split(
+        maxsplit=20
+    )  # from field 3 of proc(5), the state, up to field 22, the start time
+    parent_pid, group, user, system, started = (
+        int(field) for field in (*fields[1:3], *fields[11:13], *fields[19:20])
+    )
     started_seconds = started / _TICKS_PER_SECOND
-    process = ProcEntry(pid=pid, parent_pid=parent_pid, started_seconds=started_seconds, name=name, group=group)
+    process = ProcEntry(
+        pid=pid, parent_pid=parent_pid, started_seconds=started_seconds, name=name, group=group
+    )
     return process, fields[0], (user + system) / _TICKS_PER_SECOND
 
 
-def read_entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engine: bool = False) -> ProcEntry | None:
+def read_entry(
+    proc: Path, pid: int, known: ProcEntry | None = None, *, is_engine: bool = False
+) -> ProcEntry | None:
     """Return the process, or None when it has exited or is a zombie; raise OSError where that is unknown.
 
     `known`, the last result, is returned again where name, parent, group and start are the same. Only for names that
@@ -110,7 +118,10 @@ def read_entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engin
             is_bare = known.command == (known.name,) and known.parent_pid != KERNEL_THREADS
             if not (is_bare or known.name.startswith(_MAY_BE_VLLM)):
                 return known
-        return replace(process, command=_split_arguments(read_start(f"{proc}/{pid}/cmdline")) or (process.name,))
+        return replace(
+            process,
+            command=_split_arguments(read_start(f"{proc}/{pid}/cmdline")) or (process.name,),
+        )
     except (OSError, ValueError) as error:
         _raise_failure(error, is_engine=is_engine)
         return None
@@ -139,7 +150,9 @@ def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float, str] | None:
     """
     try:
         pages = int(read_start(f"{proc}/{process.pid}/statm").split()[1])
-        now, state, cpu_seconds = _read_stat(proc, process.pid)  # after statm: if it is the same, it vouches for both
+        now, state, cpu_seconds = _read_stat(
+            proc, process.pid
+        )  # after statm: if it is the same, it vouches for both
     except (OSError, ValueError, IndexError) as error:
         _raise_failure(error, is_engine=True)
         return None

@@ -22,9 +22,14 @@ class _Version(NamedTuple):
     cache: str
 
 
-_V2: Final = _Version("memory.max", "memory.current", "memory.events", "active_file inactive_file slab_reclaimable")
+_V2: Final = _Version(
+    "memory.max", "memory.current", "memory.events", "active_file inactive_file slab_reclaimable"
+)
 _V1: Final = _Version(
-    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_active_file total_inactive_file"
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "memory.oom_control",
+    "total_active_file total_inactive_file",
 )
 
 
@@ -43,7 +48,10 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """
     try:
         for version, folder, top in _list_folders(proc, pid):
-            if str(pid).encode() in _read(folder / "cgroup.procs").split() and (folder / version.used).exists():
+            if (
+                str(pid).encode() in _read(folder / "cgroup.procs").split()
+                and (folder / version.used).exists()
+            ):
                 return _read_memory(version, folder, top, machine_bytes)
     except (OSError, ValueError):
         return None
@@ -61,7 +69,13 @@ def _list_folders(proc: Path, pid: int) -> Iterator[tuple[_Version, Path, Path]]
             mounts.append((_V2 if kind == "cgroup2" else _V1, root, top))
     for line in read_content(proc / str(pid) / "cgroup").decode(errors="replace").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
-        version = _V1 if "memory" in controllers.split(",") else _V2 if (hierarchy, controllers) == ("0", "") else None
+        version = (
+            _V1
+            if "memory" in controllers.split(",")
+            else _V2
+            if (hierarchy, controllers) == ("0", "")
+            else None
+        )
         for mounted, root, top in mounts:
             if mounted is version and PurePosixPath(path).is_relative_to(root):
                 yield mounted, Path(top) / PurePosixPath(path).relative_to(root), Path(top)
@@ -71,7 +85,9 @@ def _read_memory(version: _Version, folder: Path, top: Path, machine_bytes: int)
     limits: list[tuple[int, Path]] = []
     try:
         for level in (folder, *(above for above in folder.parents if above.is_relative_to(top))):
-            with contextlib.suppress(FileNotFoundError, PermissionError):  # any other failure is not "no limit"
+            with contextlib.suppress(
+                FileNotFoundError, PermissionError
+            ):  # any other failure is not "no limit"
                 if (limit := find_number(read_content(level / version.limit), b"")) is not None:
                     limits.append((limit, level))
         limit_bytes, wall = min(limits, key=lambda each: each[0], default=(machine_bytes, folder))
@@ -80,7 +96,9 @@ def _read_memory(version: _Version, folder: Path, top: Path, machine_bytes: int)
         return Cgroup(
             identity=f"{folder}:{folder.stat().st_ino}",
             used_bytes=int(read_content(wall / version.used)),
-            cache_bytes=sum(find_number(stat, f"{name} ".encode()) or 0 for name in version.cache.split()),
+            cache_bytes=sum(
+                find_number(stat, f"{name} ".encode()) or 0 for name in version.cache.split()
+            ),
             limit_bytes=limit_bytes if limit_bytes < machine_bytes else None,
             oom_kills=find_number(read_content(folder / version.kills), b"oom_kill "),
             swap_bytes=find_number(swap, b"") if swap else find_number(stat, b"total_swap "),
@@ -106,7 +124,10 @@ def read_host(proc: Path, pid: int | None) -> HostReading:
 def read_machine(proc: Path) -> MachineMemory | None:
     """Return the machine's memory, None where /proc does not have it."""
     meminfo = _read(proc / "meminfo")
-    total_kib, available_kib = find_number(meminfo, b"MemTotal:"), find_number(meminfo, b"MemAvailable:")
+    total_kib, available_kib = (
+        find_number(meminfo, b"MemTotal:"),
+        find_number(meminfo, b"MemAvailable:"),
+    )
     if total_kib is None or available_kib is None:
         return None
     return MachineMemory(
@@ -127,9 +148,13 @@ def read_free_blocks(proc: Path) -> int | None:
     """Return the free memory of the machine in blocks of 2 MiB and more; None where /proc/buddyinfo has none."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     # a line per zone counts its free blocks of one page, two pages, four pages and so on
-    zones = [line.partition(b"zone")[2].split()[1:] for line in _read(proc / "buddyinfo").splitlines()]
+    zones = [
+        line.partition(b"zone")[2].split()[1:] for line in _read(proc / "buddyinfo").splitlines()
+    ]
     try:
-        sizes = [(int(count), page_bytes << order) for zone in zones for order, count in enumerate(zone)]
+        sizes = [
+            (int(count), page_bytes << order) for zone in zones for order, count in enumerate(zone)
+        ]
     except ValueError:
         return None
     return sum(count * size for count, size in sizes if size >= BLOCK_BYTES) if sizes else None
@@ -164,7 +189,12 @@ def read_parts(proc: Path, pid: int) -> dict[str, int]:
     where weights are mapped.
     """
     status = _read(proc / str(pid) / "status")
-    names = {"anonymous": b"RssAnon:", "file": b"RssFile:", "shared": b"RssShmem:", "swap": b"VmSwap:"}
+    names = {
+        "anonymous": b"RssAnon:",
+        "file": b"RssFile:",
+        "shared": b"RssShmem:",
+        "swap": b"VmSwap:",
+    }
     found = {f"{name}_bytes": find_number(status, field) for name, field in names.items()}
     return {name: kib * _KIB for name, kib in found.items() if kib is not None}
 
@@ -175,7 +205,9 @@ def read_shm(path: Path) -> Shm | None:
         volume = os.statvfs(path)
     except OSError:
         return None
-    return Shm(total_bytes=volume.f_blocks * volume.f_frsize, free_bytes=volume.f_bavail * volume.f_frsize)
+    return Shm(
+        total_bytes=volume.f_blocks * volume.f_frsize, free_bytes=volume.f_bavail * volume.f_frsize
+    )
 
 
 def _read_process_shm(proc: Path, pid: int) -> Shm | None:
@@ -184,7 +216,10 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
     if seen is not None:
         return seen
     here = Path("/", SHM)
-    lines = (line.split(" ") for line in _read(proc / str(pid) / "mountinfo").decode(errors="replace").splitlines())
+    lines = (
+        line.split(" ")
+        for line in _read(proc / str(pid) / "mountinfo").decode(errors="replace").splitlines()
+    )
     mounted = [words[2] for words in lines if words[4] == str(here)]
     try:
         device = here.stat().st_dev

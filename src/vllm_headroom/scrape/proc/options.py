@@ -20,10 +20,14 @@ _READS: Final[Mapping[object, Callable[[str], Any]]] = {
     float | None: float,
     str | None: str,
 }
-_VALUES: Final = {name: _READS[kind] for name, kind in get_type_hints(EngineOptions).items() if kind in _READS}
+_VALUES: Final = {
+    name: _READS[kind] for name, kind in get_type_hints(EngineOptions).items() if kind in _READS
+}
 _CONNECTOR: Final = {
     "kv_connector_bytes": re.compile(r'"cpu_bytes_to_use"\s*:\s*"?(\d{1,15})(?!\d)'),
-    "lmcache_gb": re.compile(r'"lmcache\.max_local_cpu_size"\s*:\s*"?(\d{1,6}(?:\.\d{1,6})?)(?!\d)'),
+    "lmcache_gb": re.compile(
+        r'"lmcache\.max_local_cpu_size"\s*:\s*"?(\d{1,6}(?:\.\d{1,6})?)(?!\d)'
+    ),
 }
 """Sizes in the JSON of --kv-transfer-config, of any of its connectors (vllm/v1/kv_offload/, LMCache's config.py)."""
 
@@ -36,7 +40,9 @@ _MOST_NAMES: Final = 1000
 _LONGEST_READ: Final = 2**16
 """Characters of an argument that are searched for secrets, more than are shown: a cut hides where a secret ends."""
 
-_NAMES_A_SECRET: Final = re.compile(r"--[\w-]{0,60}(key|token|password|secret|credentials?)$", re.IGNORECASE)
+_NAMES_A_SECRET: Final = re.compile(
+    r"--[\w-]{0,60}(key|token|password|secret|credentials?)$", re.IGNORECASE
+)
 _SECRETS: Final = re.compile(
     r"(?P<before>://)[^/\s]+(?=@)"  # in URLs
     r"|(?P<name>(?:key|token|password|secret)[\"']?\s?[:=]\s?[\"']?)[^\"',}\s]+"  # in JSON and NAME=VALUE
@@ -60,12 +66,20 @@ def read_options(command: tuple[str, ...]) -> EngineOptions | None:
         for name, value in list_options(command)
         if name in _SHORT or name[:2] == "--" != name
     ]
-    found = {name: value for name, text in pairs if name in _VALUES and (value := _read(name, text)) is not None}
+    found = {
+        name: value
+        for name, text in pairs
+        if name in _VALUES and (value := _read(name, text)) is not None
+    }
     if "model" not in found and "serve" in command[:-1]:
         named = command[command.index("serve") + 1]
         found |= {} if named.startswith("-") else {"model": named}
     connector = dict(pairs).get("kv_transfer_config", "")
-    found |= {name: sum(map(float, sizes)) for name, each in _CONNECTOR.items() if (sizes := each.findall(connector))}
+    found |= {
+        name: sum(map(float, sizes))
+        for name, each in _CONNECTOR.items()
+        if (sizes := each.findall(connector))
+    }
     given = tuple(dict.fromkeys(name for name, _ in pairs))[:_MOST_NAMES]
     return EngineOptions(**found, given=given, command=star_secrets(command))
 
@@ -85,8 +99,14 @@ def star_secrets(command: tuple[str, ...]) -> str:
     shown, is_secret, room = [], False, _LONGEST_SHOWN
     for argument in command:
         is_option = argument.startswith("-")
-        is_secret = (is_option and bool(_NAMES_A_SECRET.match(argument))) or (is_secret and not is_option)
-        shown.append("***" if is_secret and not is_option else _SECRETS.sub(_STARS, argument[:_LONGEST_READ])[:room])
+        is_secret = (is_option and bool(_NAMES_A_SECRET.match(argument))) or (
+            is_secret and not is_option
+        )
+        shown.append(
+            "***"
+            if is_secret and not is_option
+            else _SECRETS.sub(_STARS, argument[:_LONGEST_READ])[:room]
+        )
         room -= len(shown[-1]) + 1
         if room <= 0:
             return f"{' '.join(shown)[:_LONGEST_SHOWN]}..."

@@ -22,7 +22,9 @@ from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom.worker import Worker
 
 
-def assign_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
+def assign_roles(
+    entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]
+) -> dict[int, Role]:
     """Return the role of each process of an engine by pid: its `roots` and their descendants, without the daemon's."""
     children: dict[int, list[int]] = defaultdict(list)
     for pid, process in entries.items():
@@ -91,7 +93,9 @@ class Processes:
         self._has_shown = False
         self._worker = Worker[ProcessReadings | Failure]("processes")
 
-    async def read(self, timeout_seconds: float, page: EnginePage | Failure | None = None) -> ProcessReadings | Failure:
+    async def read(
+        self, timeout_seconds: float, page: EnginePage | Failure | None = None
+    ) -> ProcessReadings | Failure:
         """Return the engine's running processes, and every visible pid.
 
         `page` is the engine's last page, None without a request: `roots.choose_roots` chooses the engine by it. The
@@ -119,18 +123,24 @@ class Processes:
             self._entries, self._roles = {}, {}
             engine = self._read_engine(pids, state)
         self._has_shown = self._has_shown or bool(engine)
-        if self._engine_is_here and not (engine or self._sees_others or (self._has_shown and proc_roots.INIT in pids)):
+        if self._engine_is_here and not (
+            engine or self._sees_others or (self._has_shown and proc_roots.INIT in pids)
+        ):
             return HIDDEN
         return ProcessReadings(
             engine=engine,
             visible_pids=pids,
             sees_host_pids=self._sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
-            neighbours=frozenset((pid, self._boot_time_seconds + began) for pid, began in self._choice.others),
+            neighbours=frozenset(
+                (pid, self._boot_time_seconds + began) for pid, began in self._choice.others
+            ),
             ports=self._choice.ports,
             orphans=self._orphaned,
             strays=self._strays,
-            zombies=frozenset(pid for pid in pids - self._entries.keys() if proc_files.is_zombie(self._proc, pid)),
+            zombies=frozenset(
+                pid for pid in pids - self._entries.keys() if proc_files.is_zombie(self._proc, pid)
+            ),
             options=self._options if engine else None,
             host=read_host(self._proc, engine[0].pid if engine else None),
         )
@@ -141,45 +151,68 @@ class Processes:
         if isinstance(page, Failure):
             listens = not (self._engine_is_here and page.reason is Reason.UNREACHABLE)
             return replace(self._first_page, listens=listens, on_host=self._sees_host_pids)
-        starts = [each.started_at_seconds for each in page.engines if each.started_at_seconds is not None]
+        starts = [
+            each.started_at_seconds for each in page.engines if each.started_at_seconds is not None
+        ]
         since = min(starts) - self._boot_time_seconds if starts else None
         return replace(self._first_page, answers=bool(page.engines), began_seconds=since)
 
-    def _read_engine(self, pids: frozenset[int], page: proc_roots.PageState) -> tuple[EngineProcess, ...]:
+    def _read_engine(
+        self, pids: frozenset[int], page: proc_roots.PageState
+    ) -> tuple[EngineProcess, ...]:
         if self._scan(pids) or page != self._page:
             self._page = page
             entries = self._entries
             own_pid = proc_files.read_own_pid(self._proc)
-            self._strays = proc_roots.add_children(entries, proc_roots.find_strays(entries, self._known))
+            self._strays = proc_roots.add_children(
+                entries, proc_roots.find_strays(entries, self._known)
+            )
             last = (self._known, self._orphans, self._choice.roots)
             self._orphans = proc_roots.find_orphans(entries, *last, answers=page.answers)
             self._orphaned = proc_roots.add_children(entries, self._orphans)
             left = self._orphaned | self._strays
             rest = {pid: entry for pid, entry in entries.items() if pid not in left}
-            self._choice = proc_roots.choose_roots(rest, self._find_served, self._page, self._choice)
+            self._choice = proc_roots.choose_roots(
+                rest, self._find_served, self._page, self._choice
+            )
             self._roles = assign_roles(rest, own_pid, self._choice.roots)
             # of the engine's server, or of the program above a titled rank
-            tops = [each for root in self._choice.roots[:1] for each in (root, entries[root].parent_pid)]
+            tops = [
+                each for root in self._choice.roots[:1] for each in (root, entries[root].parent_pid)
+            ]
             set_by = (read_options(proc_files.read_command(self._proc, pid)) for pid in tops)
             self._options = next((options for options in set_by if options is not None), None)
             self._known = {pid: rest[pid] for pid in self._roles}
             ancestors = proc_roots.list_ancestors
             line = {own_pid} | (ancestors(entries, own_pid) if own_pid in entries else set())
-            others = (pid for pid in entries if pid not in line and own_pid not in ancestors(entries, pid))
-            self._sees_others = proc_roots.INIT in entries and any(others)  # with hidepid, pid 1 is not visible
-        found = (self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
+            others = (
+                pid for pid in entries if pid not in line and own_pid not in ancestors(entries, pid)
+            )
+            self._sees_others = proc_roots.INIT in entries and any(
+                others
+            )  # with hidepid, pid 1 is not visible
+        found = (
+            self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items())
+        )
         return tuple(process for process in found if process)
 
     def _scan(self, pids: frozenset[int]) -> bool:
         """Read a share of the processes, the kernel's only once, and move it to the end; return whether any changed."""
         now = self._monotonic()
-        share = (now - self._scanned_at_seconds) / self._rescan_seconds if self._rescan_seconds else 1.0
+        share = (
+            (now - self._scanned_at_seconds) / self._rescan_seconds if self._rescan_seconds else 1.0
+        )
         self._scanned_at_seconds = now
         gone, unknown = self._entries.keys() - pids, pids - self._entries.keys()
         for pid in gone:
             del self._entries[pid]
-        kthreadd = self._entries.get(proc_files.KERNEL_THREADS)  # in a container this pid is an ordinary process
-        has_kernel = kthreadd is not None and (kthreadd.name, *kthreadd.command) == ("kthreadd", "kthreadd")
+        kthreadd = self._entries.get(
+            proc_files.KERNEL_THREADS
+        )  # in a container this pid is an ordinary process
+        has_kernel = kthreadd is not None and (kthreadd.name, *kthreadd.command) == (
+            "kthreadd",
+            "kthreadd",
+        )
         never = proc_files.KERNEL_THREADS if has_kernel else None
         others = [pid for pid, entry in self._entries.items() if entry.parent_pid != never]
         changed = bool(gone)
@@ -195,7 +228,10 @@ class Processes:
     def _find_served(self, pid: int) -> proc_roots.ServedPort:
         """Return its port, and whether it shares the daemon's network, which a page on a loopback address needs."""
         may_listen = not self._engine_is_here or proc_files.has_same_network(self._proc, pid)
-        command, above = (proc_files.read_command(self._proc, each) for each in (pid, self._entries[pid].parent_pid))
+        command, above = (
+            proc_files.read_command(self._proc, each)
+            for each in (pid, self._entries[pid].parent_pid)
+        )
         return find_port(command, self._page.port, above), may_listen
 
     def _measure(self, entry: ProcEntry, role: Role) -> EngineProcess | None:

@@ -77,7 +77,10 @@ class Rank(NamedTuple):
 
 
 def choose_roots(
-    entries: Mapping[int, ProcEntry], find_served: Callable[[int], ServedPort], page: PageState, before: Choice
+    entries: Mapping[int, ProcEntry],
+    find_served: Callable[[int], ServedPort],
+    page: PageState,
+    before: Choice,
 ) -> Choice:
     """Return which process trees are the engine's, given the last choice.
 
@@ -89,28 +92,50 @@ def choose_roots(
     The engine of the highest rank is chosen. Without any rank the engine is down; with two of the same rank it is
     unknown which one it is. On a host, an engine that only may have the port is not chosen before the page answers.
     """
-    named = {pid: process for pid, process in entries.items() if process.role and not is_supervisor(process.command)}
-    tops = tuple(sorted(pid for pid in named if named.keys().isdisjoint(list_ancestors(entries, pid))))
+    named = {
+        pid: process
+        for pid, process in entries.items()
+        if process.role and not is_supervisor(process.command)
+    }
+    tops = tuple(
+        sorted(pid for pid in named if named.keys().isdisjoint(list_ancestors(entries, pid)))
+    )
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith(RAY))
     engines = _group_engines(entries, [pid for pid in tops if pid not in actors])
     served = {roots: find_served(roots[0]) for roots in engines}
-    serving: dict[tuple[int, ...], list[ProcEntry]] = {}  # what may serve the page: the roots, and servers below them
+    serving: dict[
+        tuple[int, ...], list[ProcEntry]
+    ] = {}  # what may serve the page: the roots, and servers below them
     ranks: dict[tuple[int, ...], Rank] = {}
     for roots in engines:
         of_engine = [entries[pid] for pid in roots]
-        below = [each for each in named.values() if each.parent_pid in roots and each.role is Role.API_SERVER]
+        below = [
+            each
+            for each in named.values()
+            if each.parent_pid in roots and each.role is Role.API_SERVER
+        ]
         serving[roots] = of_engine + below
         above = [entries[each] for each in {of_engine[0].parent_pid} & entries.keys()]
         starts = [each.started_seconds for each in serving[roots] + above]
-        ranks[roots] = _rank_engine({each.called for each in of_engine}, starts, served[roots], page, before)
+        ranks[roots] = _rank_engine(
+            {each.called for each in of_engine}, starts, served[roots], page, before
+        )
     best = max(ranks.values(), default=Rank())
     chosen = [roots for roots in engines if ranks[roots] == best != Rank()]
     names = frozenset(entries[pid].called for roots in engines for pid in roots)
     strangers = before.strangers & names
     is_certain = best.precision > 0 or best.has_port or (page.answers and before.served is None)
     is_guess = page.on_host and before.served is None and not is_certain
-    of_chosen = chosen[0] if len(chosen) == 1 and not (actors and len(engines) > 1) and not is_guess else None
-    ports = frozenset(port for roots, (port, _) in served.items() if port is not None and of_chosen in {None, roots})
+    of_chosen = (
+        chosen[0]
+        if len(chosen) == 1 and not (actors and len(engines) > 1) and not is_guess
+        else None
+    )
+    ports = frozenset(
+        port
+        for roots, (port, _) in served.items()
+        if port is not None and of_chosen in {None, roots}
+    )
     if of_chosen is None:
         actors = actors if page.listens and not engines else ()
         before = replace(before, roots=actors, names=frozenset(), others=names, strangers=strangers)
@@ -137,17 +162,25 @@ def _group_engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> lis
     siblings: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
     for process in (entries[pid] for pid in tops):
         above = entries.get(process.parent_pid)
-        if find_server(process.command) is not None or (above is not None and is_supervisor(above.command)):
+        if find_server(process.command) is not None or (
+            above is not None and is_supervisor(above.command)
+        ):
             alone.append((process.pid,))
         else:
             siblings[process.family] += (process.pid,)
     families = list(siblings.values())
-    outlived = [roots for roots in families if any(entries[pid].role is Role.API_SERVER for pid in roots)]
+    outlived = [
+        roots for roots in families if any(entries[pid].role is Role.API_SERVER for pid in roots)
+    ]
     return alone + outlived if alone else families
 
 
 def _rank_engine(
-    names: AbstractSet[Name], starts: Iterable[float], served: ServedPort, page: PageState, before: Choice
+    names: AbstractSet[Name],
+    starts: Iterable[float],
+    served: ServedPort,
+    page: PageState,
+    before: Choice,
 ) -> Rank:
     """Return the rank of one engine."""
     since, never_certain = page.began_seconds, before.served is None
@@ -201,7 +234,8 @@ def find_orphans(
     tops = {
         pid
         for pid in roots
-        if pid in alive and (alive[pid].parent_pid == engine[pid].parent_pid or alive[pid].role is Role.API_SERVER)
+        if pid in alive
+        and (alive[pid].parent_pid == engine[pid].parent_pid or alive[pid].role is Role.API_SERVER)
     }
     serves = any(process.role is Role.API_SERVER for process in alive.values())
     if serves and answers and not tops:
@@ -242,4 +276,8 @@ def find_strays(entries: Mapping[int, ProcEntry], engine: Collection[int]) -> se
 
 def add_children(entries: Mapping[int, ProcEntry], left: Collection[int]) -> frozenset[int]:
     """Return the pids with those of all processes below them."""
-    return frozenset(pid for pid in entries if left and not ({pid} | list_ancestors(entries, pid)).isdisjoint(left))
+    return frozenset(
+        pid
+        for pid in entries
+        if left and not ({pid} | list_ancestors(entries, pid)).isdisjoint(left)
+    )

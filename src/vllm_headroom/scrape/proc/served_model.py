@@ -25,7 +25,9 @@ _HUBS: Final = (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("HOME", _CACHE), ("",
 class ServedModel:
     """Reads the bytes per token of the model of each run once, on a separate thread: its folder may be on a network."""
 
-    def __init__(self, parse: Callable[[Path], TokenBytes | None], proc: Path = Path("/proc")) -> None:
+    def __init__(
+        self, parse: Callable[[Path], TokenBytes | None], proc: Path = Path("/proc")
+    ) -> None:
         self._parse = parse
         self._proc = proc
         self._worker = Worker[tuple[TokenBytes | None, ...]]("model")
@@ -36,14 +38,22 @@ class ServedModel:
         """Return what the model's configuration gives, None before it could be read; the next call tries again."""
         if not isinstance(processes, Failure):
             options, served = processes.options, None
-            if options is not None and options.model is not None and _OTHERWISE.isdisjoint(options.given):
+            if (
+                options is not None
+                and options.model is not None
+                and _OTHERWISE.isdisjoint(options.given)
+            ):
                 first = processes.engine[0]
                 served = ((first.pid, first.started_at_seconds), options.model)
             if served != self._served:
                 self._served, self._reading = served, None
-            has_failed = self._reading is not None and self._reading.done() and not self._reading.result()
+            has_failed = (
+                self._reading is not None and self._reading.done() and not self._reading.result()
+            )
             if served is not None and options is not None and (self._reading is None or has_failed):
-                with contextlib.suppress(TimeoutError, OSError):  # an earlier call hangs, or no thread can be started
+                with contextlib.suppress(
+                    TimeoutError, OSError
+                ):  # an earlier call hangs, or no thread can be started
                     self._reading = self._worker.begin(partial(self._read, served[0][0], options))
         found = self._reading.result() if self._reading is not None and self._reading.done() else ()
         return found[0] if found else None

@@ -63,7 +63,12 @@ SERVERS: Final = (
         titles=(("sglang::schedul", Role.ENGINE_CORE), ("sglang::", Role.OTHER)),
     ),
     ServerKind(product="TensorRT-LLM", commands=("trtllm-serve",), port=8000),
-    ServerKind(product="LMDeploy", commands=("lmdeploy serve",), port=23333, port_options=("--server-port",)),
+    ServerKind(
+        product="LMDeploy",
+        commands=("lmdeploy serve",),
+        port=23333,
+        port_options=("--server-port",),
+    ),
     ServerKind(
         product="Text Generation Inference",
         commands=("text-generation-launcher", "text-generation-router"),
@@ -72,7 +77,9 @@ SERVERS: Final = (
         variable="PORT",  # 80 in its image
         titles=(("text-generation-server", Role.WORKER),),
     ),
-    ServerKind(product="llama.cpp", commands=("llama-server",), port=8080, variable="LLAMA_ARG_PORT"),
+    ServerKind(
+        product="llama.cpp", commands=("llama-server",), port=8080, variable="LLAMA_ARG_PORT"
+    ),
     ServerKind(
         product="Aphrodite",
         commands=("aphrodite.endpoints.openai.api_server", "aphrodite run", "aphrodite serve"),
@@ -90,7 +97,9 @@ SERVERS: Final = (
 """Every kind of server that the daemon recognises; the titles were observed, or are in the server's source."""
 
 
-_MENTIONED: Final = re.compile("|".join(sorted({re.split("[ .]", each)[0] for s in SERVERS for each in s.commands})))
+_MENTIONED: Final = re.compile(
+    "|".join(sorted({re.split("[ .]", each)[0] for s in SERVERS for each in s.commands}))
+)
 _ROLES: Final = tuple(each for server in SERVERS for each in server.titles)
 _TITLES: Final = tuple(title for title, _ in _ROLES)
 
@@ -136,7 +145,9 @@ def list_options(command: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         yield name, value if joined else following
 
 
-def find_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[str, ...] = ()) -> int | None:
+def find_port(
+    command: tuple[str, ...], wanted: int | None = None, above: tuple[str, ...] = ()
+) -> int | None:
     """Return the port that a server's command line names, else its default; None where it is unknown.
 
     A default other than the `wanted` port is unknown too where a variable may have changed it. Ranks have consecutive
@@ -144,7 +155,10 @@ def find_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[
     """
     if is_supervisor(above):
         local = {"--data-parallel-size-local", "-dpl"}
-        first, ranks = find_port(above), _parse_count([v for name, v in list_options(above) if name in local])
+        first, ranks = (
+            find_port(above),
+            _parse_count([v for name, v in list_options(above) if name in local]),
+        )
         rank = _parse_count([command[0].rpartition("_")[2]])
         return None if first is None or not ranks or rank is None else first + rank % ranks
     server = find_server(command) if command else None
@@ -160,7 +174,11 @@ def find_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[
 
 def _parse_count(texts: list[str]) -> int | None:
     """Return the last number, of up to five digits, as ports have."""
-    return int(texts[-1]) if texts and texts[-1].isdecimal() and len(texts[-1]) <= _MOST_DIGITS else None
+    return (
+        int(texts[-1])
+        if texts and texts[-1].isdecimal() and len(texts[-1]) <= _MOST_DIGITS
+        else None
+    )
 
 
 def _strip_folder(program: str) -> str:

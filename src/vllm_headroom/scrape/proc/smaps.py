@@ -37,8 +37,14 @@ def read_mappings(proc: Path, pid: int) -> dict[str, int] | None:
                     found[name] = found.get(name, 0) + int(line.split()[1]) * 1024
                 elif (mapping := _MAPPING.fullmatch(line)) is not None:
                     path = mapping[1].decode(errors="replace")
-                    file = path.removesuffix(" (deleted)").rpartition("/")[2] if path[:1] == "/" else "anonymous mmap"
-                    kind = next((kind for start, kind in _KINDS.items() if path.startswith(start)), file)
+                    file = (
+                        path.removesuffix(" (deleted)").rpartition("/")[2]
+                        if path[:1] == "/"
+                        else "anonymous mmap"
+                    )
+                    kind = next(
+                        (kind for start, kind in _KINDS.items() if path.startswith(start)), file
+                    )
                     kind = kind if kind in found or len(found) < _MOST_KINDS else "other files"
                     if time.monotonic() > ends:
                         return None
@@ -50,4 +56,6 @@ def read_mappings(proc: Path, pid: int) -> dict[str, int] | None:
 def find_growth(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     """Return by how much each kind has grown or shrunk, the largest growth first, without those that have not."""
     changes = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in before | after}
-    return dict(sorted(((kind, size) for kind, size in changes.items() if size), key=lambda each: -each[1]))
+    return dict(
+        sorted(((kind, size) for kind, size in changes.items() if size), key=lambda each: -each[1])
+    )

@@ -48,17 +48,31 @@ _EXACT: Final = 1e-9
 """Tolerance for binary fractions such as 0.92 * 100."""
 
 
-def change_share(facts: Facts, usable_bytes: float, n_bytes: float, text: str, cost: str) -> Change | None:
+def change_share(
+    facts: Facts, usable_bytes: float, n_bytes: float, text: str, cost: str
+) -> Change | None:
     """Return the change of vLLM's share by so many bytes, rounded down; None where it would be none, or leave none."""
     settings, highest = facts.settings, HIGHEST_UTILIZATION
-    flag, now, per, change = Flag.GPU_MEMORY_UTILIZATION, settings.gpu_memory_utilization, 100.0, n_bytes / usable_bytes
+    flag, now, per, change = (
+        Flag.GPU_MEMORY_UTILIZATION,
+        settings.gpu_memory_utilization,
+        100.0,
+        n_bytes / usable_bytes,
+    )
     if settings.sizes_cache_in_bytes:
-        flag, now, per, change = Flag.KV_CACHE_MEMORY_BYTES, settings.kv_cache_memory_bytes, 1 / MIB, n_bytes
+        flag, now, per, change = (
+            Flag.KV_CACHE_MEMORY_BYTES,
+            settings.kv_cache_memory_bytes,
+            1 / MIB,
+            n_bytes,
+        )
         highest = inf
     if now is None:
         difference = floor(change * per + _EXACT) / per
         text = f"{text}; not above {highest:g}" if change > 0 and highest < inf else text
-        return Change(flag=flag, difference=difference, text=text, cost=cost) if difference else None
+        return (
+            Change(flag=flag, difference=difference, text=text, cost=cost) if difference else None
+        )
     value = floor(min(now + change, max(now, highest)) * per + _EXACT) / per
     if value <= 0 or (value - now) * change <= 0:
         return None
@@ -87,8 +101,16 @@ def take_more(facts: Facts) -> Change | None:
     The room at the highest peak counts only after USUAL_SECONDS of a trace, less AIM_BYTES. Nothing is spare where
     memory ran short, at a start or later, or others took some.
     """
-    least, usable = facts.least_room_bytes, [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
-    if facts.origin is Origin.PAGE or facts.span_seconds < USUAL_SECONDS or least is None or not usable:
+    least, usable = (
+        facts.least_room_bytes,
+        [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes],
+    )
+    if (
+        facts.origin is Origin.PAGE
+        or facts.span_seconds < USUAL_SECONDS
+        or least is None
+        or not usable
+    ):
         return None
     if facts.failed_starts or has_run_short(facts) or least <= AIM_BYTES:
         return None
@@ -109,10 +131,10 @@ LENGTH_MARGIN: Final = 1.25
 LENGTH_STEP: Final = 1024
 """Ours: a limit on the length of requests is a quarter above the 99th percentile, in steps of 1,024 tokens."""
 
-REPLICA: Final = Change(text="Add a replica, or send part of the traffic elsewhere", cost="another GPU; no restart")
-NOT_OUT_OF_MEMORY: Final = (
-    "A full KV cache is slow, not out of memory. A lower share of the GPU for vLLM would make the cache smaller."
+REPLICA: Final = Change(
+    text="Add a replica, or send part of the traffic elsewhere", cost="another GPU; no restart"
 )
+NOT_OUT_OF_MEMORY: Final = "A full KV cache is slow, not out of memory. A lower share of the GPU for vLLM would make the cache smaller."
 
 
 def find_full_cache(facts: Facts) -> Advice | None:
@@ -122,19 +144,27 @@ def find_full_cache(facts: Facts) -> Advice | None:
         return None
     engine, full = found
     name, remark, usual = name_engine(facts, engine), NOT_OUT_OF_MEMORY, engine.usual_tokens
-    if (engine.capacity_tokens or inf) < FEWEST_REQUESTS * ((full.tokens if usual is None else usual) or 0.0):
+    if (engine.capacity_tokens or inf) < FEWEST_REQUESTS * (
+        (full.tokens if usual is None else usual) or 0.0
+    ):
         cause, changes = Cause.MODEL_DOES_NOT_FIT, drop_none(take_more(facts), split_model(facts))
         summary = f"The model leaves too little of the GPU for the KV cache of {name}."
         remark = "vllm-headroom plan computes what fits with other weights, another KV cache type or more GPUs."
     elif full.tokens is not None and usual is not None and full.tokens >= LARGER_REQUESTS * usual:
         cause = Cause.KV_CACHE_BLOW_OUT
-        changes = drop_none(take_more(facts), _shorten_requests(facts, engine, full.tokens), REPLICA)
-        summary = f"Requests that are longer than usual fill the KV cache of {name}, and it preempts."
+        changes = drop_none(
+            take_more(facts), _shorten_requests(facts, engine, full.tokens), REPLICA
+        )
+        summary = (
+            f"Requests that are longer than usual fill the KV cache of {name}, and it preempts."
+        )
     else:
         now = " now" if facts.origin is Origin.PAGE else ""
         cause = Cause.CONCURRENCY_MISJUDGED
         changes = drop_none(take_more(facts), _run_fewer(facts, engine, full), REPLICA)
-        summary = f"More requests run at once than the KV cache of {name} holds{now}, and it preempts."
+        summary = (
+            f"More requests run at once than the KV cache of {name} holds{now}, and it preempts."
+        )
     lasted = "now" if full.seconds is None else f"for {format_duration(full.seconds)}"
     when = " since the engine's start" if full.seconds is None else " meanwhile"
     often = f"{full.preemptions:,.0f} and no request finished"
@@ -142,7 +172,11 @@ def find_full_cache(facts: Facts) -> Advice | None:
         often = f"{full.preemptions / full.finished:.2g} for each finished request"
     usually = "" if usual is None else f", {usual:,.0f} usually"
     evidence = list_evidence(
-        ("full_seconds", full.seconds or 0.0, f"more than {format_percent(FULL_RATIO)} in use {lasted}"),
+        (
+            "full_seconds",
+            full.seconds or 0.0,
+            f"more than {format_percent(FULL_RATIO)} in use {lasted}",
+        ),
         ("preemptions", full.preemptions, f"preemptions{when}: {often}"),
         ("running", full.running, "{} requests running then"),
         ("tokens_per_request", full.tokens, f"{{}} tokens of the cache for each{usually}"),
@@ -185,7 +219,13 @@ def split_model(
     each, rest = divmod(len(facts.gpus), max(1, len(facts.engines)))
     if rest or not each:
         return None
-    return Change(flag=Flag.TENSOR_PARALLEL_SIZE, value=2 * each, now=each, text=text, cost="twice the GPUs; a restart")
+    return Change(
+        flag=Flag.TENSOR_PARALLEL_SIZE,
+        value=2 * each,
+        now=each,
+        text=text,
+        cost="twice the GPUs; a restart",
+    )
 
 
 def find_pressed(facts: Facts) -> tuple[EngineFacts, FullFacts] | None:
@@ -201,7 +241,9 @@ def find_pressed(facts: Facts) -> tuple[EngineFacts, FullFacts] | None:
         and full.preemptions > 0
         and full.preemptions >= HURTING_PREEMPTIONS * full.finished
     ]
-    return max(hurt, key=lambda each: each[1].preemptions / max(1.0, each[1].finished), default=None)
+    return max(
+        hurt, key=lambda each: each[1].preemptions / max(1.0, each[1].finished), default=None
+    )
 
 
 def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Change | None:
@@ -224,7 +266,10 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
 
 def _run_fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | None:
     """Return the load that ran without preemption, or KEPT_RATIO of what filled the cache if that is less."""
-    value, text = floor(KEPT_RATIO * full.running), f"{100 * KEPT_RATIO:.3g} % of what fills the cache"
+    value, text = (
+        floor(KEPT_RATIO * full.running),
+        f"{100 * KEPT_RATIO:.3g} % of what fills the cache",
+    )
     if engine.calm_running is not None and engine.calm_running < value + 1:
         value, text = floor(engine.calm_running), "the most that ran without preemption"
     cost = "the rest waits in the queue, where no work is lost; a restart"
@@ -248,13 +293,24 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     the cache of another rank preempts.
     """
     least, now = facts.least_room_bytes, facts.settings.max_num_seqs
-    if find_pressed(facts) is not None or has_run_short(facts) or least is None or least < AIM_BYTES:
+    if (
+        find_pressed(facts) is not None
+        or has_run_short(facts)
+        or least is None
+        or least < AIM_BYTES
+    ):
         return None
     for engine in facts.engines:
         capped = engine.capped
-        if capped is None or capped.seconds < LASTING_SECONDS or (now is not None and now > capped.running):
+        if (
+            capped is None
+            or capped.seconds < LASTING_SECONDS
+            or (now is not None and now > capped.running)
+        ):
             continue
-        fitting = capped.running * RAISED_RATIO / capped.kv_used_ratio if capped.kv_used_ratio else inf
+        fitting = (
+            capped.running * RAISED_RATIO / capped.kv_used_ratio if capped.kv_used_ratio else inf
+        )
         value = floor(min(MOST_RAISED * capped.running, fitting))
         if value > capped.running:
             text = f"would fill {format_percent(value / capped.running * capped.kv_used_ratio)} of the KV cache"
@@ -264,8 +320,16 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
                 cause=Cause.CONCURRENCY_MISJUDGED,
                 summary=f"Requests wait for {name_engine(facts, engine)} while its KV cache has room.",
                 evidence=list_evidence(
-                    ("waiting_seconds", capped.seconds, "requests waited for {} with room in the KV cache"),
-                    ("running", capped.running, "never more than {} ran: probably the value of --max-num-seqs"),
+                    (
+                        "waiting_seconds",
+                        capped.seconds,
+                        "requests waited for {} with room in the KV cache",
+                    ),
+                    (
+                        "running",
+                        capped.running,
+                        "never more than {} ran: probably the value of --max-num-seqs",
+                    ),
                     ("kv_used_ratio", capped.kv_used_ratio, "{} of the KV cache in use meanwhile"),
                 ),
                 changes=(change,),
@@ -303,7 +367,9 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
         return None
     if prefix.seconds is not None and prefix.queries < PREFIX_TOKENS_PER_SECOND * prefix.seconds:
         return None
-    judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND if prefix.seconds is None else prefix.seconds
+    judged_seconds = (
+        prefix.queries / PREFIX_TOKENS_PER_SECOND if prefix.seconds is None else prefix.seconds
+    )
     if judged_seconds < PREFIX_SECONDS:
         least = format_duration(PREFIX_SECONDS)
         return f"Too little was looked up in the prefix cache to judge it: {least} of traffic do."
@@ -311,7 +377,11 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
         why = "before vLLM 0.27 waiting requests are counted again in each step."
         return f"The prefix cache's low hit ratio is not reliable: {why}"
     ratio, recent = prefix.hits / prefix.queries, prefix.recent_ratio
-    over = "since the engine's start" if prefix.seconds is None else f"over {format_duration(prefix.seconds)}"
+    over = (
+        "since the engine's start"
+        if prefix.seconds is None
+        else f"over {format_duration(prefix.seconds)}"
+    )
     return Advice(
         cause=Cause.PREFIX_CACHE,
         summary=f"The prefix cache of {name_engine(facts, engine)} rarely hits.",

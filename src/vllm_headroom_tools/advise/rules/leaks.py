@@ -8,7 +8,15 @@ from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.verdicts import LOW_BYTES, STRANDED
 from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakLocation, LeakState
-from vllm_headroom_tools.advise.facts import AIM_BYTES, Facts, GpuFacts, Leak, Origin, Shortage, Spell
+from vllm_headroom_tools.advise.facts import (
+    AIM_BYTES,
+    Facts,
+    GpuFacts,
+    Leak,
+    Origin,
+    Shortage,
+    Spell,
+)
 from vllm_headroom_tools.advise.finding import (
     Advice,
     Cause,
@@ -30,7 +38,9 @@ LOST_RISES: Final = 3
 """The share of the KV cache that no request holds, and its rises (alert HeadroomKvBlocksLeak)."""
 
 RESTART: Final = "a restart: drain the engine first, while another replica serves"
-EVIDENCE_FIRST: Final = "Save the trace and the engine's log first: a report needs them, and a restart deletes them"
+EVIDENCE_FIRST: Final = (
+    "Save the trace and the engine's log first: a report needs them, and a restart deletes them"
+)
 VERSION: Final = "Upgrade vLLM, or go back to the version before the leak"
 
 CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
@@ -47,7 +57,9 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
             " newer ones: it grows outside torch, where neither vLLM nor torch can free it"
         ),
     ),
-    LeakLocation.TENSORS: (f"{VERSION}; the growth is tensors that nobody frees: report it to vLLM with the trace",),
+    LeakLocation.TENSORS: (
+        f"{VERSION}; the growth is tensors that nobody frees: report it to vLLM with the trace",
+    ),
     None: (VERSION,),
 }
 """The fixes by location, and one for an unknown location."""
@@ -59,12 +71,18 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     if found is None:
         return None
     names, name, leak, alarm = found
-    what = "of vLLM fixes fragmentation" if alarm.location is LeakLocation.FRAGMENTATION else "fixes a leak"
+    what = (
+        "of vLLM fixes fragmentation"
+        if alarm.location is LeakLocation.FRAGMENTATION
+        else "fixes a leak"
+    )
     return Advice(
         cause=Cause.GPU_LEAK,
         summary=f"The engine leaks GPU memory on {names}.",
         evidence=_list_leak_evidence(name, leak, alarm),
-        changes=_list_remedies(leak, alarm, "in a quiet hour", "out of memory", CURES[alarm.location]),
+        changes=_list_remedies(
+            leak, alarm, "in a quiet hour", "out of memory", CURES[alarm.location]
+        ),
         remark=f"No option {what}: a smaller share for vLLM only delays the next restart.",
     )
 
@@ -78,12 +96,19 @@ def find_host_leak(facts: Facts) -> Advice | None:
     held = next((host.held_bytes for host in facts.hosts if host.process == name), None)
     version, holds = facts.settings.version, f"{name} holds {{}} of host memory"
     quiet = "before the container's memory limit is reached"
-    known = [fault.cure for fault in FAULTS if fault.role == name and version and fault.is_in(version)]
+    known = [
+        fault.cure for fault in FAULTS if fault.role == name and version and fault.is_in(version)
+    ]
     return Advice(
         cause=Cause.HOST_LEAK,
         summary=f"The engine's processes leak host memory: {names}.",
-        evidence=(*_list_leak_evidence(name, leak, alarm), *list_evidence(("held_bytes", held, holds))),
-        changes=_list_remedies(leak, alarm, quiet, "a kill by the kernel", known or ["Upgrade vLLM"]),
+        evidence=(
+            *_list_leak_evidence(name, leak, alarm),
+            *list_evidence(("held_bytes", held, holds)),
+        ),
+        changes=_list_remedies(
+            leak, alarm, quiet, "a kill by the kernel", known or ["Upgrade vLLM"]
+        ),
         remark="No option that sizes GPU memory affects it.",
     )
 
@@ -94,18 +119,31 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> tuple[str, str, Leak,
     if not alarms:
         return None
     names = ", ".join(name for name, *_ in alarms)
-    worst = max(alarms, key=lambda each: (each[1].ended_seconds is None, each[2].bytes_per_second or 0.0))
+    worst = max(
+        alarms, key=lambda each: (each[1].ended_seconds is None, each[2].bytes_per_second or 0.0)
+    )
     end = worst[1].ended_seconds
-    return names if end is None else f"{names}; it ended at {format_instant(end)}, as with a restart", *worst
+    return (
+        names if end is None else f"{names}; it ended at {format_instant(end)}, as with a restart",
+        *worst,
+    )
 
 
-def _list_remedies(leak: Leak, alarm: Moment, quiet: str, end: str, cures: Iterable[str]) -> tuple[Change, ...]:
-    upgrades = tuple(Change(text=text, cost="a test of another version; a restart") for text in cures)
+def _list_remedies(
+    leak: Leak, alarm: Moment, quiet: str, end: str, cures: Iterable[str]
+) -> tuple[Change, ...]:
+    upgrades = tuple(
+        Change(text=text, cost="a test of another version; a restart") for text in cures
+    )
     if leak.ended_seconds is not None:
         return upgrades
     lower = alarm.time_to_oom_seconds_lower
     soon = alarm.time_to_oom_seconds if lower is None else lower
-    when = quiet if soon is None else f"within {format_duration(soon)}, the lower bound of the time to {end}"
+    when = (
+        quiet
+        if soon is None
+        else f"within {format_duration(soon)}, the lower bound of the time to {end}"
+    )
     return (Change(text=f"Restart the engine {when}. {EVIDENCE_FIRST}", cost=RESTART), *upgrades)
 
 
@@ -137,7 +175,9 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
     for _, held in lost:
         rose = f"it was more at {held.rises} idle times, after {format_percent(held.first_ratio)} at the first"
         stayed = "{} of the KV cache stayed in use a minute after the last request"
-        evidence += list_evidence(("stranded_ratio", held.ratio, stayed), ("rises", held.rises or None, rose))
+        evidence += list_evidence(
+            ("stranded_ratio", held.ratio, stayed), ("rises", held.rises or None, rose)
+        )
     return Advice(
         cause=Cause.KV_BLOCK_LEAK,
         summary=f"Blocks of the KV cache are lost: {', '.join(name_engine(facts, engine) for engine, _ in lost)}.",
@@ -182,14 +222,18 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     changes = drop_none(take_less(facts, gpu, AIM_BYTES - spell.least_bytes))
     remark = "The share in use means little, since vLLM takes most of the GPU at its start; what is left counts."
     if kind is Shortage.PEAK:
-        summary = f"Bursts fill {gpu.called}, and the engine exits" if ended else text.format(gpu.called)
-        changes = (*drop_none(_halve_steps(facts), _run_fewer(facts, gpu, spell)), *changes)
-        remark = (
-            "A lower share for vLLM makes room for bursts and shrinks the KV cache; a full KV cache is no shortage."
+        summary = (
+            f"Bursts fill {gpu.called}, and the engine exits" if ended else text.format(gpu.called)
         )
+        changes = (*drop_none(_halve_steps(facts), _run_fewer(facts, gpu, spell)), *changes)
+        remark = "A lower share for vLLM makes room for bursts and shrinks the KV cache; a full KV cache is no shortage."
     seconds = "" if spell.seconds is None else f", for {format_duration(spell.seconds)}"
     at = "" if spell.began_seconds is None else f" from {format_instant(spell.began_seconds)}"
-    roomy = "" if gpu.roomy_running is None else f", at most {gpu.roomy_running:,.0f} while more was left"
+    roomy = (
+        ""
+        if gpu.roomy_running is None
+        else f", at most {gpu.roomy_running:,.0f} while more was left"
+    )
     now, times = facts.settings.gpu_memory_utilization, len(found) if len(found) > 1 else None
     evidence = list_evidence(
         ("least_room_bytes", spell.least_bytes, f"{{}} were left on {gpu.called}{at}{seconds}"),
@@ -199,7 +243,9 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
         ("running", spell.running, f"{{}} requests ran then{roomy}"),
         ("gpu_memory_utilization", now, f"vLLM may take {now or 0.0:.3g} of the GPU"),
     )
-    return Advice(cause=cause, summary=f"{summary}.", evidence=evidence, changes=changes, remark=remark)
+    return Advice(
+        cause=cause, summary=f"{summary}.", evidence=evidence, changes=changes, remark=remark
+    )
 
 
 def _halve_steps(facts: Facts) -> Change | None:
@@ -208,13 +254,24 @@ def _halve_steps(facts: Facts) -> Change | None:
     if now is None or now < 1024:  # noqa: PLR2004 - below, prompts take more steps than that saves
         return None
     text = "halves what one step computes, and with it the memory of its peak"
-    return lower_option(facts, Flag.MAX_NUM_BATCHED_TOKENS, now // 2, text, "long prompts take more steps; a restart")
+    return lower_option(
+        facts,
+        Flag.MAX_NUM_BATCHED_TOKENS,
+        now // 2,
+        text,
+        "long prompts take more steps; a restart",
+    )
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
     """Limit the requests to as many as ran with room, where more ran in the burst."""
     engines = len(facts.engines)
-    if not engines or not gpu.roomy_running or spell.running is None or gpu.roomy_running >= spell.running:
+    if (
+        not engines
+        or not gpu.roomy_running
+        or spell.running is None
+        or gpu.roomy_running >= spell.running
+    ):
         return None
     text = f"as many as ran with {format_size(LOW_BYTES)} and more left"
     cost = "in a burst requests wait in the queue; a restart"

@@ -11,7 +11,15 @@ from vllm_headroom.model import Ending
 from vllm_headroom.units import MIB, format_instant, format_size
 from vllm_headroom.vocabulary import EndCause, Sureness
 from vllm_headroom_tools.advise.facts import AIM_BYTES, Facts, Origin
-from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, list_evidence, lower_option
+from vllm_headroom_tools.advise.finding import (
+    Advice,
+    Cause,
+    Change,
+    Evidence,
+    drop_none,
+    list_evidence,
+    lower_option,
+)
 from vllm_headroom_tools.advise.rules.capacity import (
     HIGHEST_UTILIZATION,
     change_share,
@@ -44,15 +52,27 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    rooms, cause, remark = _list_rooms(starts), Cause.START_UP, 'vLLM\'s log shows the step: look for "memory" in it.'
+    rooms, cause, remark = (
+        _list_rooms(starts),
+        Cause.START_UP,
+        'vLLM\'s log shows the step: look for "memory" in it.',
+    )
     usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
     loaded = tuple(start for start in starts if _find_held(start) >= LOADED_RATIO * usable)
     if median(map(_find_others, starts)) > NEIGHBOUR_BYTES:
-        summary, changes = "The engine exits while it starts, on a GPU that others already use.", _avoid_others(facts)
-    elif (full := _advise_on_shared_memory(facts, starts)) is not None or not (rooms or len(loaded) >= FAILED_STARTS):
+        summary, changes = (
+            "The engine exits while it starts, on a GPU that others already use.",
+            _avoid_others(facts),
+        )
+    elif (full := _advise_on_shared_memory(facts, starts)) is not None or not (
+        rooms or len(loaded) >= FAILED_STARTS
+    ):
         return full
     elif min(rooms, default=LOW_BYTES) < LOW_BYTES:
-        summary, changes = "The engine runs out of GPU memory while it starts.", _shrink_engine(facts)
+        summary, changes = (
+            "The engine runs out of GPU memory while it starts.",
+            _shrink_engine(facts),
+        )
     elif len(loaded) >= FAILED_STARTS:
         cause, starts = Cause.MODEL_DOES_NOT_FIT, loaded
         summary = "The engine loads its model and exits before it serves, with GPU memory left."
@@ -78,16 +98,22 @@ def _advise_on_shared_memory(facts: Facts, starts: tuple[Ending, ...]) -> Advice
     if room_bytes >= LEAST_SHM_BYTES:
         return None
     limit = format_size(host.shm_limit_bytes)
-    room = list_evidence(("shm_room_bytes", float(max(0, room_bytes)), f"{{}} of the {limit} of /dev/shm were left"))
+    room = list_evidence(
+        ("shm_room_bytes", float(max(0, room_bytes)), f"{{}} of the {limit} of /dev/shm were left")
+    )
     return Advice(
         cause=Cause.START_UP,
         summary="The engine exits while it starts, with /dev/shm full.",
         evidence=(*_list_start_evidence(starts), *room),
         changes=(
             Change(
-                text="Remove what a killed run left in /dev/shm (vllm_*, psm_*, nccl-*)", cost="none to this engine"
+                text="Remove what a killed run left in /dev/shm (vllm_*, psm_*, nccl-*)",
+                cost="none to this engine",
             ),
-            Change(text="Make /dev/shm larger (--shm-size, or an emptyDir with medium: Memory)", cost="a restart"),
+            Change(
+                text="Make /dev/shm larger (--shm-size, or an emptyDir with medium: Memory)",
+                cost="a restart",
+            ),
         ),
     )
 
@@ -130,12 +156,21 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 
 def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
     rooms = _list_rooms(facts.failed_starts)
-    lower = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
-    half, text = (facts.settings.max_num_seqs or 0) // 2, "warming up the sampler and the graphs take less"
-    fewer = lower_option(facts, Flag.MAX_NUM_SEQS, half, text, "in a burst requests wait in the queue; a restart")
+    lower = (
+        take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
+    )
+    half, text = (
+        (facts.settings.max_num_seqs or 0) // 2,
+        "warming up the sampler and the graphs take less",
+    )
+    fewer = lower_option(
+        facts, Flag.MAX_NUM_SEQS, half, text, "in a burst requests wait in the queue; a restart"
+    )
     slower = "every token comes slower; a restart"
     eager = Change(
-        flag=Flag.ENFORCE_EAGER, text="captures no CUDA graphs, if it exits while it captures them", cost=slower
+        flag=Flag.ENFORCE_EAGER,
+        text="captures no CUDA graphs, if it exits while it captures them",
+        cost=slower,
     )
     wider = split_model(facts, "if it exits while it loads the weights, which then do not fit")
     return drop_none(lower, fewer, eager, wider)
@@ -144,7 +179,12 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
 def _raise_share(facts: Facts, starts: tuple[Ending, ...]) -> Change | None:
     """Return a larger share where all of these starts left more than AIM_BYTES."""
     rooms, settings = _list_rooms(starts), facts.settings
-    if not rooms or settings.sizes_cache_in_bytes or settings.gpu_memory_utilization is None or has_run_short(facts):
+    if (
+        not rooms
+        or settings.sizes_cache_in_bytes
+        or settings.gpu_memory_utilization is None
+        or has_run_short(facts)
+    ):
         return None
     least, usable = min(rooms), max(gpu.usable_bytes or 0.0 for gpu in facts.gpus)
     if least <= AIM_BYTES:
@@ -169,10 +209,14 @@ def find_crash(facts: Facts) -> Advice | None:
         return None
     last, times = found[-1], "once," if len(found) == 1 else f"{len(found)} times, the last"
     when = format_instant(last.seconds)
-    look = f"Read vLLM's log up to {when} (kubectl logs --previous), and the kernel's log for an Xid"
+    look = (
+        f"Read vLLM's log up to {when} (kubectl logs --previous), and the kernel's log for an Xid"
+    )
     room = 0 if last.worst is None else last.worst.last_room_bytes or 0
     orphans = max(end.orphan_bytes for end in found) or None
-    is_sure = orphans or any(judge_ending(end)[0].sureness is not Sureness.POSSIBLE for end in found)
+    is_sure = orphans or any(
+        judge_ending(end)[0].sureness is not Sureness.POSSIBLE for end in found
+    )
     what = "crashed" if is_sure else "exited at work, by a crash or on purpose"
     return Advice(
         cause=Cause.CRASH,
@@ -215,7 +259,11 @@ def find_host_shortage(facts: Facts) -> Advice | None:
         cause=Cause.HOST_MEMORY,
         summary="Host memory, not the GPU's, is too small for this engine.",
         evidence=list_evidence(
-            ("oom_kills", host.oom_kills or None, f"out-of-memory kills in its container: {host.oom_kills}"),
+            (
+                "oom_kills",
+                host.oom_kills or None,
+                f"out-of-memory kills in its container: {host.oom_kills}",
+            ),
             ("host_used_bytes", used, of),
             ("shm_used_bytes", host.shm_used_bytes or None, "{} of it in /dev/shm"),
         ),
@@ -257,7 +305,9 @@ def find_other_tenant(facts: Facts) -> Advice | None:
     if not found:
         return None
     gpu, others = max(found, key=lambda each: each[1].most)
-    needs = [0.0]  # AIM_BYTES at peaks, and its share free, without which vLLM refuses to start (worker/utils.py)
+    needs = [
+        0.0
+    ]  # AIM_BYTES at peaks, and its share free, without which vLLM refuses to start (worker/utils.py)
     if gpu.least_room_bytes is not None:
         needs.append(AIM_BYTES - gpu.least_room_bytes)
     utilization = facts.settings.gpu_memory_utilization
@@ -269,7 +319,11 @@ def find_other_tenant(facts: Facts) -> Advice | None:
         cause=Cause.ANOTHER_TENANT,
         summary=f"Another process takes memory of {gpu.called}{now}.",
         evidence=list_evidence(
-            ("others_bytes", others.now, f"processes that are not the engine's hold {{}} of {gpu.called}"),
+            (
+                "others_bytes",
+                others.now,
+                f"processes that are not the engine's hold {{}} of {gpu.called}",
+            ),
             ("most_others_bytes", most, f"between {format_size(others.least)} and {{}}"),
             ("least_room_bytes", gpu.least_room_bytes, "{} were left at the highest peak"),
         ),
@@ -280,7 +334,9 @@ def find_other_tenant(facts: Facts) -> Advice | None:
             ),
             share,
         ),
-        remark=None if share is None else "A smaller share for vLLM is right only if both have to stay on this GPU.",
+        remark=None
+        if share is None
+        else "A smaller share for vLLM is right only if both have to stay on this GPU.",
     )
 
 

@@ -67,7 +67,11 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
         stride = max(1, most_steps) * self.step_ms
         starts = range(self.start_ms, self.end_ms + 1, stride)
         return [
-            TimeSpan(start_ms=start, end_ms=min(start + stride - self.step_ms, self.end_ms), step_ms=self.step_ms)
+            TimeSpan(
+                start_ms=start,
+                end_ms=min(start + stride - self.step_ms, self.end_ms),
+                step_ms=self.step_ms,
+            )
             for start in starts
         ]
 
@@ -79,8 +83,12 @@ Time = tuple[bool, float]
 def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:
     """Build the span of --start, --end and --step; raises BadInput."""
     if start is None:
-        raise BadInput("--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h")
-    start_ms, end_ms = (round((seconds + now_seconds * from_now) * 1000) for from_now, seconds in (start, end))
+        raise BadInput(
+            "--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h"
+        )
+    start_ms, end_ms = (
+        round((seconds + now_seconds * from_now) * 1000) for from_now, seconds in (start, end)
+    )
     if not 0 <= start_ms < end_ms:
         raise BadInput("--start is not a time before --end")
     return TimeSpan(start_ms=start_ms, end_ms=end_ms, step_ms=round(step_seconds * 1000))
@@ -93,7 +101,9 @@ class PrometheusApi:
     BadInput where one of them cannot be used.
     """
 
-    def __init__(self, url: httpx.URL, *, bearer_token_file: Path | None = None, ca_file: Path | None = None) -> None:
+    def __init__(
+        self, url: httpx.URL, *, bearer_token_file: Path | None = None, ca_file: Path | None = None
+    ) -> None:
         base = url.copy_with(query=None, fragment=None)
         self.shown = str(base.copy_with(userinfo=b""))
         self._address = base.copy_with(path=base.path.rstrip("/") + "/api/v1/query_range")
@@ -124,7 +134,9 @@ class PrometheusApi:
                     body += part
                     if len(body) > _MOST_BYTES:
                         most = format_size(_MOST_BYTES)
-                        raise BadInput(f"{self.shown} answers a query with more than {most}: {_LESS}")
+                        raise BadInput(
+                            f"{self.shown} answers a query with more than {most}: {_LESS}"
+                        )
         except (httpx.HTTPError, ssl.SSLError) as error:
             if isinstance(error, httpx.DecodingError):
                 unpacked = f"the answer of {self.shown} cannot be unpacked ({_shorten(error)})"
@@ -143,7 +155,9 @@ class PrometheusApi:
         if response.status_code != HTTPStatus.OK or answer.get("status") != "success":
             raise BadInput(self._explain_refusal(response, answer))
         if warnings := answer.get("warnings"):
-            raise BadInput(f"{self.shown} has only part of this history: {_shorten(json.dumps(warnings))}")
+            raise BadInput(
+                f"{self.shown} has only part of this history: {_shorten(json.dumps(warnings))}"
+            )
         try:
             found = []
             for row in answer["data"]["result"]:
@@ -151,7 +165,13 @@ class PrometheusApi:
                 pairs = ((round(float(at) * 1000), float(text)) for at, text in row["values"])
                 values = {at_ms: value for at_ms, value in pairs if math.isfinite(value)}
                 found.append(Series(name=labels.pop("__name__", ""), labels=labels, values=values))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # JSON of another shape
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ):  # JSON of another shape
             wrong = f"{self.shown} does not answer a range query with a range: check that it is Prometheus"
             raise BadInput(wrong) from None
         return found
@@ -163,7 +183,11 @@ class PrometheusApi:
         match response.status_code:
             case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
                 return f"{answered}: give a token with the right to query by --bearer-token-file"
-            case HTTPStatus.TOO_MANY_REQUESTS | HTTPStatus.BAD_GATEWAY | HTTPStatus.SERVICE_UNAVAILABLE:
+            case (
+                HTTPStatus.TOO_MANY_REQUESTS
+                | HTTPStatus.BAD_GATEWAY
+                | HTTPStatus.SERVICE_UNAVAILABLE
+            ):
                 return f"{answered}: it is overloaded or starting, try again later"
         if response.has_redirect_location:
             return f"{answered}, a redirect to a login or another address: give the address of Prometheus itself"

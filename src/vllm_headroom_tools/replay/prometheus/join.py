@@ -73,9 +73,13 @@ def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Ser
     `last_over_time` bounds the age of a value. A plain selector repeats the last one for five minutes after a series
     without a staleness marker ends, so that the memory of a dead engine would seem level.
     """
-    series = api.query_range(_select_latest(build_selector(source.kind.names, source.matchers), source.window_ms), page)
+    series = api.query_range(
+        _select_latest(build_selector(source.kind.names, source.matchers), source.window_ms), page
+    )
     if source.kind.has_start_time:
-        series += _read_start_times(api, source, page, [each for each in series if each.name == source.lead])
+        series += _read_start_times(
+            api, source, page, [each for each in series if each.name == source.lead]
+        )
     handover = -(-source.window_ms // page.step_ms)
     return _merge_series(source.kind, series, handover)
 
@@ -84,13 +88,23 @@ def _select_latest(selected: str, window_ms: int) -> str:
     return f"last_over_time({selected}[{window_ms}ms])"
 
 
-def _read_start_times(api: PrometheusApi, source: Scraped, page: TimeSpan, leads: Sequence[Series]) -> list[Series]:
+def _read_start_times(
+    api: PrometheusApi, source: Scraped, page: TimeSpan, leads: Sequence[Series]
+) -> list[Series]:
     """Read the start time of each engine's process; every target of Prometheus has that series."""
-    targets = {label: sorted({each.labels.get(label, "") for each in leads}) for label in ("job", "instance")}
+    targets = {
+        label: sorted({each.labels.get(label, "") for each in leads})
+        for label in ("job", "instance")
+    }
     if not leads:
         return []
-    matchers = [f"{label}=~{json.dumps('|'.join(map(re.escape, values)))}" for label, values in targets.items()]
-    found = api.query_range(_select_latest(build_selector((_START_TIME,), matchers), source.window_ms), page)
+    matchers = [
+        f"{label}=~{json.dumps('|'.join(map(re.escape, values)))}"
+        for label, values in targets.items()
+    ]
+    found = api.query_range(
+        _select_latest(build_selector((_START_TIME,), matchers), source.window_ms), page
+    )
     return [
         replace(start, labels=lead.labels)
         for lead in leads
@@ -107,7 +121,9 @@ def _merge_series(kind: Exporter, found: Iterable[Series], handover: int) -> lis
     groups: dict[tuple[str, ...], list[Series]] = {}
     for series in found:
         own = sorted(item for item in series.labels.items() if item[0] in kind.identity)
-        groups.setdefault((series.name, *(text for item in own for text in item)), []).append(series)
+        groups.setdefault((series.name, *(text for item in own for text in item)), []).append(
+            series
+        )
     joined = []
     for group in groups.values():
         group.sort(key=lambda each: min(each.values, default=0))
@@ -127,7 +143,9 @@ def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     differing = {name: texts for name, texts in values.items() if len(texts) > 1}
     if not differing:
         return f"{len(group)} series of {group[0].name} do not differ in any label: query a single Prometheus"
-    own = ", ".join(f'{name}="{text}"' for name, text in group[0].labels.items() if name in kind.identity)
+    own = ", ".join(
+        f'{name}="{text}"' for name, text in group[0].labels.items() if name in kind.identity
+    )
     some = {
         name: " or ".join(f'"{text}"' for text in texts[:_MOST_VALUES])
         + (f" and {len(texts) - _MOST_VALUES} more" if len(texts) > _MOST_VALUES else "")
@@ -144,7 +162,9 @@ _MIB: Final = 2**20
 _MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
 
 
-def _sample_gpus(fields: Mapping[str, str], uuid_label: str, unit_bytes: int, values: Iterable[Value]) -> Side:
+def _sample_gpus(
+    fields: Mapping[str, str], uuid_label: str, unit_bytes: int, values: Iterable[Value]
+) -> Side:
     """Return the devices, of this exporter those that it attributed to the engine; a holder is a field."""
     devices: dict[str, dict[str, float]] = {}
     ours: dict[str, bool] = {}
@@ -166,7 +186,9 @@ def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dic
 
     Where reserved is not exported either, the sum lacks it, and the room on the device is still right.
     """
-    known = {fact: round(facts[fact] * unit_bytes) for fact in (*_MEMORY_FACTS, "free") if fact in facts}
+    known = {
+        fact: round(facts[fact] * unit_bytes) for fact in (*_MEMORY_FACTS, "free") if fact in facts
+    }
     if "used" in known and "free" in known:
         known.setdefault("total", known["used"] + known["free"] + known.get("reserved", 0))
     device: dict[str, Any] = {"gpu": int(facts["gpu"]) if "gpu" in facts else None, "uuid": uuid}
@@ -196,7 +218,11 @@ OWN_GPUS: Final = _describe_gpus(
     *("gpu", "uuid", "holder", "attribution"),
 )
 DCGM_GPUS: Final = _describe_gpus(
-    {"DCGM_FI_DEV_FB_USED": "used", "DCGM_FI_DEV_FB_FREE": "free", "DCGM_FI_DEV_FB_RESERVED": "reserved"},
+    {
+        "DCGM_FI_DEV_FB_USED": "used",
+        "DCGM_FI_DEV_FB_FREE": "free",
+        "DCGM_FI_DEV_FB_RESERVED": "reserved",
+    },
     *("gpu", "UUID"),
     unit_bytes=_MIB,  # dcgm-exporter, default-counters.csv
 )
@@ -217,10 +243,14 @@ _FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake
 PARTS: Final = frozenset({"finished_reason", "is_streaming"})
 """Labels of counters whose series add up."""
 
-_OWN_FIELDS: Final = {each.metric: field for field, each in INPUTS.items() if each.metric and field in _FACTS}
+_OWN_FIELDS: Final = {
+    each.metric: field for field, each in INPUTS.items() if each.metric and field in _FACTS
+}
 
 
-def _sample_own(labels: Mapping[str, str], fields: Mapping[str, str], values: Iterable[Value]) -> Side:
+def _sample_own(
+    labels: Mapping[str, str], fields: Mapping[str, str], values: Iterable[Value]
+) -> Side:
     """Return the engines or processes: of each series, the fields by its labels, and one by its name."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for series, value in values:
@@ -231,8 +261,12 @@ def _sample_own(labels: Mapping[str, str], fields: Mapping[str, str], values: It
 
 
 def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
-    page = build_page(profile, [Sample(series.name, dict(series.labels), value) for series, value in values])
-    return [] if isinstance(page, Failure) else [build_engine_entry(engine) for engine in page.engines]
+    page = build_page(
+        profile, [Sample(series.name, dict(series.labels), value) for series, value in values]
+    )
+    return (
+        [] if isinstance(page, Failure) else [build_engine_entry(engine) for engine in page.engines]
+    )
 
 
 def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
@@ -244,7 +278,12 @@ def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
 def _list_labels(profile: Profile) -> frozenset[str]:
     """Return the labels that distinguish an engine's series, not only their scrapes."""
     chosen = {fact.where[0] for fact in profile.facts if fact.where is not None}
-    named = {profile.model_label, profile.engine_label, *profile.repeat_labels, *profile.replica_labels}
+    named = {
+        profile.model_label,
+        profile.engine_label,
+        *profile.repeat_labels,
+        *profile.replica_labels,
+    }
     return frozenset(named | chosen | PARTS) - {""}
 
 
@@ -260,7 +299,11 @@ OWN_PROCESSES: Final = Exporter(
     lead=(catalog.HOST_MEMORY.name,),
     names=(catalog.HOST_MEMORY.name, catalog.HOST_SWAP.name),
     identity=frozenset(catalog.HOST_MEMORY.labels),
-    sample=partial(_sample_own, {"process": "role"}, {catalog.HOST_MEMORY.name: "rss", catalog.HOST_SWAP.name: "swap"}),
+    sample=partial(
+        _sample_own,
+        {"process": "role"},
+        {catalog.HOST_MEMORY.name: "rss", catalog.HOST_SWAP.name: "swap"},
+    ),
 )
 ENGINES: Final = tuple(
     Exporter(

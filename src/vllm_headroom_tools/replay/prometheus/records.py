@@ -35,12 +35,18 @@ stride / interval, whether or not the window includes its ends."""
 
 _GPUS: Final = (OWN_GPUS, DCGM_GPUS, SMI_GPUS)
 _ENGINES: Final = (OWN_ENGINES, *ENGINES)
-_HISTORIES: Final = ((OWN_GPUS, OWN_ENGINES), *((gpus, engine) for gpus in (DCGM_GPUS, SMI_GPUS) for engine in ENGINES))
+_HISTORIES: Final = (
+    (OWN_GPUS, OWN_ENGINES),
+    *((gpus, engine) for gpus in (DCGM_GPUS, SMI_GPUS) for engine in ENGINES),
+)
 """The pairs, best first: only this exporter's series have the holder of memory."""
 
 
 def find_sources(
-    api: PrometheusApi, span: TimeSpan, gpu_matchers: tuple[str, ...], engine_matchers: tuple[str, ...]
+    api: PrometheusApi,
+    span: TimeSpan,
+    gpu_matchers: tuple[str, ...],
+    engine_matchers: tuple[str, ...],
 ) -> list[Scraped]:
     """Find the sources of the best history in the span, GPUs first; raises BadInput where a side is missing."""
     start_ms = span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS
@@ -54,7 +60,9 @@ def find_sources(
                 sides.append((OWN_PROCESSES, engine_names, engine_matchers))
             return [_build_source(api, look, *side) for side in sides]
     begin, end = (
-        datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        datetime.fromtimestamp(time_ms / 1000, UTC)
+        .isoformat(timespec="seconds")
+        .replace("+00:00", "Z")
         for time_ms in (span.start_ms, span.end_ms)
     )
     between = f"in {api.shown} from {begin} to {end}"
@@ -69,21 +77,35 @@ def _find_present(
 ) -> frozenset[str]:
     selected = build_selector([name for kind in kinds for name in kind.lead], matchers)
     expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
-    return frozenset(series.name for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page))
+    return frozenset(
+        series.name
+        for page in look.pages(MOST_STEPS)
+        for series in api.query_range(expression, page)
+    )
 
 
 def _build_source(
-    api: PrometheusApi, look: TimeSpan, kind: Exporter, names: frozenset[str], matchers: tuple[str, ...]
+    api: PrometheusApi,
+    look: TimeSpan,
+    kind: Exporter,
+    names: frozenset[str],
+    matchers: tuple[str, ...],
 ) -> Scraped:
     """Build a source with the shortest scrape interval in the span."""
     lead = next(name for name in kind.lead if name in names)
     expression = f"max(count_over_time({build_selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
-    found = [series for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page)]
+    found = [
+        series for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page)
+    ]
     most = max((value for series in found for value in series.values.values()), default=1.0)
-    return Scraped(kind=kind, matchers=matchers, lead=lead, interval_ms=round(_STRIDE_MS / max(most, 1.0)))
+    return Scraped(
+        kind=kind, matchers=matchers, lead=lead, interval_ms=round(_STRIDE_MS / max(most, 1.0))
+    )
 
 
-def _explain_missing(side: str, between: str, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]) -> str:
+def _explain_missing(
+    side: str, between: str, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
+) -> str:
     wanted = " or ".join(kind.lead[0] for kind in kinds)
     if not matchers:
         return f"no {side} {between}: looked for {wanted}"
@@ -105,7 +127,9 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     span = build_span(args.start, args.end, args.step, time.time())
     both, gpu, engine = (tuple(each) for each in (args.match, args.match_gpu, args.match_engine))
-    api = PrometheusApi(args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file)
+    api = PrometheusApi(
+        args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file
+    )
     with closing(api):
         sources = find_sources(api, span, both + gpu, both + engine)
         if sources[0].interval_ms > span.step_ms * _NEARLY:
@@ -115,8 +139,17 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for page in shown:
             sides = [(source.kind, read_series(api, source, page)) for source in sources]
             for time_ms in page.times():
-                record: dict[str, Any] = {"t": time_ms / 1000, "gpus": None, "engines": None, "processes": None}
+                record: dict[str, Any] = {
+                    "t": time_ms / 1000,
+                    "gpus": None,
+                    "engines": None,
+                    "processes": None,
+                }
                 for kind, found in sides:
-                    values = [(series, series.values[time_ms]) for series in found if time_ms in series.values]
+                    values = [
+                        (series, series.values[time_ms])
+                        for series in found
+                        if time_ms in series.values
+                    ]
                     record[kind.side] = kind.sample(values) or None
                 yield record
