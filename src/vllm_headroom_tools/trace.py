@@ -38,7 +38,14 @@ from vllm_headroom.parse.fields import (
     read_within,
     refuse_number,
 )
-from vllm_headroom.trace.entries import FACTS, HEADER, HOST, LONGEST_LINE, PROCESS, YEAR_10000
+from vllm_headroom.trace.entries import (
+    ENGINE_FIELDS,
+    HEADER,
+    HOST_FIELDS,
+    LONGEST_LINE_BYTES,
+    PROCESS_FIELDS,
+    YEAR_10000,
+)
 from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import (
     REASONS,
@@ -125,7 +132,7 @@ def read_lines(stream: BufferedReader) -> Iterator[bytes]:
     """Yield the lines, also of a gzip file; raises BadInput where that is damaged."""
     plain = GzipFile(fileobj=stream) if _is_packed(stream) else stream
     try:
-        yield from iter(partial(plain.readline, LONGEST_LINE), b"")
+        yield from iter(partial(plain.readline, LONGEST_LINE_BYTES), b"")
     except (BadGzipFile, EOFError, zlib.error) as error:
         raise BadInput(
             "what gzip packed is damaged, cut off or followed by something else"
@@ -272,7 +279,7 @@ NO_PID: Final = 0
 def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
     """Return an engine; without a name it is identified by its place in the list."""
     named = {"model_name": "unknown", "engine": str(place)}
-    return EngineReading(**named | _read_facts(entry, EngineReading, FACTS))
+    return EngineReading(**named | _read_facts(entry, EngineReading, ENGINE_FIELDS))
 
 
 def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
@@ -344,7 +351,7 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
         raise WrongFieldError("role", name, ", ".join(Role))
     facts: dict[str, Any] = {
         "started_at_seconds": 0.0,
-        **_read_facts(entry, EngineProcess, PROCESS),
+        **_read_facts(entry, EngineProcess, PROCESS_FIELDS),
     }
     return EngineProcess(pid=NO_PID, role=role, **facts) if "rss_bytes" in facts else None
 
@@ -367,4 +374,4 @@ def parse_host(entry: Mapping[str, Any]) -> HostMemory:
     """Return the host memory; a basis that this version does not know is none."""
     named = read_text(entry, "basis")
     basis = next((basis for basis in HostBasis if basis == named), None)
-    return HostMemory(basis=basis, **_read_facts(entry, HostMemory, HOST))
+    return HostMemory(basis=basis, **_read_facts(entry, HostMemory, HOST_FIELDS))

@@ -26,7 +26,7 @@ from tests.unit.commands.replay.traces import leaking
 from tests.unit.commands.smoke.serving import Vllm as ServingVllm
 from tests.unit.sizing.models import FOLDER as MODELS
 from vllm_headroom.trace.entries import encode_line
-from vllm_headroom.trace.flight import keep, set_aside
+from vllm_headroom.trace.flight import append_to_record, write_incident
 
 ENGINE: Final = "127.0.0.1:8000"
 HISTORY_MINUTES: Final = 6.5 * 60
@@ -145,8 +145,8 @@ def incident_recorded(folder: Path) -> Iterator[Scene]:
     incident = scene(leak, 3)
     assert incident.header is not None
     for sample in incident.samples:
-        keep(folder, encode_line(sample))
-    set_aside(folder, incident.header["t"], incident.header | {"version": "0.1.0"})
+        append_to_record(folder, encode_line(sample))
+    write_incident(folder, incident.header["t"], incident.header | {"version": "0.1.0"})
     yield Scene(environment={"HEADROOM_STATE_DIR": str(folder)})
 
 

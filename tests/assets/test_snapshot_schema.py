@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tests.assets.console import ROOT
 from tests.conftest import Golden
-from vllm_headroom.expose.snapshot import MANY, METRICS, STATE, WHOLE, build_key
+from vllm_headroom.expose.snapshot import DOCUMENT_METRICS, LIST_LABELS, LIST_METRICS, STATE_LABEL, build_key
 from vllm_headroom.model import Metric
 from vllm_headroom.vocabulary import Level, Situation
 
@@ -23,9 +23,9 @@ def form(metric: Metric, own: tuple[str, ...]) -> dict[str, Any]:
         return NUMBER
     if metric.name.endswith("_info"):
         return {"type": ["object", "null"], "properties": dict.fromkeys(own, TEXT), "required": list(own)}
-    if own == (STATE,):
+    if own == (STATE_LABEL,):
         return MAYBE
-    values = TEXT if own[-1] == STATE else {"type": "number"}
+    values = TEXT if own[-1] == STATE_LABEL else {"type": "number"}
     return {"type": ["object", "null"], "additionalProperties": values}
 
 
@@ -49,8 +49,8 @@ def schema() -> dict[str, Any]:
     level = {"enum": list(Level)}
     curve = {"type": "array", "description": "pairs of seconds since the epoch and a value, null for a gap"}
     lists = {
-        name: listed(closed({**dict.fromkeys(labels, TEXT), **facts(METRICS[name], name, labels)}))
-        for name, labels in MANY.items()
+        name: listed(closed({**dict.fromkeys(labels, TEXT), **facts(LIST_METRICS[name], name, labels)}))
+        for name, labels in LIST_LABELS.items()
     }
     verdict = {"subject": TEXT, "level": level, "sentence": TEXT, "alert": MAYBE, "runbook": MAYBE}
     verdict |= {"situation": {"enum": [str(each) for each in Situation]}}
@@ -72,7 +72,7 @@ def schema() -> dict[str, Any]:
         "verdicts": listed(closed(verdict)),
         "problems": listed(closed(dict.fromkeys(("source", "reason", "message"), TEXT))),
         "last_incident": {**closed(incident), "type": ["object", "null"]},
-        **facts(WHOLE, None, ()),
+        **facts(DOCUMENT_METRICS, None, ()),
         **lists,
         "history": closed(history),
     }

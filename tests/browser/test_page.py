@@ -19,7 +19,7 @@ import pytest
 from tests.samples import failure, gpu
 from tests.unit.expose.views import NOW, day, view
 from vllm_headroom.expose.page import render_page, respond_html
-from vllm_headroom.expose.view import History, Incident, View
+from vllm_headroom.expose.view import History, LastIncident, View
 from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
 
@@ -62,9 +62,13 @@ SCENES: Final[dict[str, Callable[[], View]]] = {
     "healthy": day,
     "leak": lambda: day(leaking=frozenset({0})),
     "eight": lambda: day(gpus=8, leaking=frozenset({3})),
-    "unwell": lambda: day(unwell="not turned for 40 s", notice="simulated: scenario leak", runbooks="https://wiki"),
+    "unwell": lambda: day(
+        stall_reason="not turned for 40 s", notice="simulated: scenario leak", runbooks="https://wiki"
+    ),
     "long words": lambda: day(
-        last_incident=Incident(seconds=NOW, what="ended", reason=None, sentence="gone " * 20, file=f"/{'state' * 20}")
+        last_incident=LastIncident(
+            seconds=NOW, what="ended", reason=None, sentence="gone " * 20, file=f"/{'state' * 20}"
+        )
     ),
     "failed": all_failed,
     "empty": nothing_seen,

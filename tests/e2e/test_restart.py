@@ -14,7 +14,7 @@ from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.process import Page, daemon
 from tests.unit.daemon.state.engine import ALARM_STEPS, REQUESTS_PER_STEP, after, held, kept, seen
 from vllm_headroom.daemon.state.file import HISTORY, STATE
-from vllm_headroom.expose.view import Event, KeptHistory
+from vllm_headroom.expose.view import HistoryEvent, SavedHistory
 from vllm_headroom.vocabulary import Level
 
 FAST = {"SAMPLE_INTERVAL_SECONDS": "1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.2"}
@@ -82,8 +82,8 @@ def test_the_verdict_survives_restarts_of_the_sidecar(engine: EngineServer, nvml
 
 
 def test_the_history_survives_a_restart_of_the_sidecar(engine: EngineServer, nvml: FakeNvml, folder: Path) -> None:
-    event = Event(seconds=time.time() - 60, level=Level.WARNING, text="GPU 0 ran low.")
-    HISTORY.write(folder, KeptHistory(events=(event,)))
+    event = HistoryEvent(seconds=time.time() - 60, level=Level.WARNING, text="GPU 0 ran low.")
+    HISTORY.write(folder, SavedHistory(events=(event,)))
 
     with daemon(ENGINE_URL=engine.url, STATE_DIR=str(folder), **FAST, **nvml.environment()) as running:
         running.sees(is_in, "a leak state")

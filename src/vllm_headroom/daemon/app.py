@@ -259,12 +259,12 @@ class Daemon:
         """Return the states that an earlier process kept of this engine, and restore the history it kept."""
         states = {} if self._keeper is None else await self._keeper.recall(snapshot)
         if HISTORY.name in states:
-            self._history.take_up(states[HISTORY.name])
+            self._history.restore(states[HISTORY.name])
         return states
 
     async def _save_states(self, keeper: StateKeeper) -> None:
         def collect() -> Mapping[str, Any]:
-            return {**self._sampler.states, HISTORY.name: self._history.kept()}
+            return {**self._sampler.states, HISTORY.name: self._history.save()}
 
         try:
             await loop.run_every(SAVE_SECONDS, lambda: keeper.save(collect()), self._clock)
@@ -289,7 +289,7 @@ class Daemon:
             age_seconds=0.0
             if published is None
             else self._clock.monotonic() - published.monotonic_seconds,
-            unwell=self._heartbeat.find_stall(),
+            stall_reason=self._heartbeat.find_stall(),
             notice=self._parts.notice,
             runbooks=self._settings.runbooks_url,
             last_incident=None if self._flight is None else self._flight.last,

@@ -15,7 +15,7 @@ from vllm_headroom import catalog
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.derive.life.judge import judge_ending
-from vllm_headroom.expose.view import Incident
+from vllm_headroom.expose.view import LastIncident
 from vllm_headroom.log import Log
 from vllm_headroom.model import (
     Ending,
@@ -28,7 +28,13 @@ from vllm_headroom.model import (
     Verdict,
 )
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import FLIGHT, find_newest, keep, locate_incident, set_aside
+from vllm_headroom.trace.flight import (
+    FLIGHT,
+    append_to_record,
+    find_newest,
+    locate_incident,
+    write_incident,
+)
 from vllm_headroom.trace.incident import Event as IncidentEvent
 from vllm_headroom.trace.incident import add_evidence, find_decisive, read_incident
 from vllm_headroom.trace.recorder import FileWriter
@@ -197,7 +203,7 @@ class Flight:
         lock: FolderLock,
         mappings: Mappings,
     ) -> None:
-        self.last: Incident | None = None
+        self.last: LastIncident | None = None
         self._folder, self._lines, self._version, self._lock = folder, lines, version, lock
         self._mappings = mappings
         self._writing = FileWriter("flight record", folder / FLIGHT)
@@ -230,7 +236,9 @@ class Flight:
             }
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now
-            await self._writing.do(lambda: keep(self._folder, encode_line(build_record(snapshot))))
+            await self._writing.do(
+                lambda: append_to_record(self._folder, encode_line(build_record(snapshot)))
+            )
         if self._incident is not None and now >= self._incident.due:
             self._incident = await self._set_aside(self._incident, now)
 
@@ -273,7 +281,7 @@ class Flight:
     async def _set_aside(self, incident: OpenIncident, now: float) -> OpenIncident | None:
         """Write the incident so far; return it while it continues, None when it is complete or abandoned."""
         done = await self._writing.do(
-            partial(set_aside, self._folder, incident.seconds, self._build_header(incident))
+            partial(write_incident, self._folder, incident.seconds, self._build_header(incident))
         )
         if done:
             file = locate_incident(self._folder, incident.seconds)
@@ -310,13 +318,13 @@ class Flight:
         self.last = None if found is None else _build_incident(*found)
 
 
-def _build_incident(file: Path, known: Mapping[str, Any]) -> Incident | None:
+def _build_incident(file: Path, known: Mapping[str, Any]) -> LastIncident | None:
     found = read_incident(known)
     if found is None:
         return None
     said = (
         None if found.sentence is None else f"{found.sentence} ({found.sure or Sureness.POSSIBLE})"
     )
-    return Incident(
+    return LastIncident(
         seconds=found.t, what=found.what, reason=found.reason, sentence=said, file=str(file)
     )

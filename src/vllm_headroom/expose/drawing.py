@@ -81,12 +81,12 @@ class Frame(Struct, frozen=True, kw_only=True):
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
-    """From a value at a time to zero after `seconds`, at the earliest after `least_seconds`, where known."""
+    """From a value at a time to zero after `seconds`, at the earliest after `earliest_seconds`, where known."""
 
     begin: float
     value: float
     seconds: float
-    least_seconds: float | None = None
+    earliest_seconds: float | None = None
 
 
 def build_curve(points: Iterable[Point]) -> Curve:
@@ -147,9 +147,9 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
     begin = forecast.begin, forecast.value
     likely = _find_end(frame, forecast, forecast.seconds)
     drawn = draw_line(frame, [[begin, likely]], kind="ahead")
-    if forecast.least_seconds is None:
+    if forecast.earliest_seconds is None:
         return drawn
-    least = _find_end(frame, forecast, forecast.least_seconds)
+    least = _find_end(frame, forecast, forecast.earliest_seconds)
     reached = least[0] if least[1] == 0 else likely[0]
     corners = [begin, least, (reached, least[1]), (likely[0], least[1]), likely]
     return f'<path class="edge" d="{_draw_path(frame, corners)}Z"/>{drawn}'

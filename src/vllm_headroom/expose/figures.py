@@ -31,7 +31,7 @@ LEGEND: Final = (
 def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield a figure of the room on each of the engine's GPUs and the host, and one of the load over the same time."""
     curve, value, owned, host = (
-        view.history.curve,
+        view.history.read_curve,
         view.values.value,
         snapshot.owned[:MOST_GPUS],
         snapshot.host,
@@ -93,7 +93,7 @@ def _draw_room(
     now = 0.0 if view.snapshot is None else view.snapshot.time_seconds
     forecast = None
     if left[0] is not None and room is not None:
-        forecast = Forecast(begin=now, value=room[0], seconds=left[0], least_seconds=left[1])
+        forecast = Forecast(begin=now, value=room[0], seconds=left[0], earliest_seconds=left[1])
     begin = curves[0][0][0]
     if forecast is not None:
         begin = min(begin, now - HOUR_SECONDS)

@@ -140,7 +140,10 @@ def respond_html(page: str) -> Response:
 def render_page(view: View) -> str:
     """Return the HTML page, which one script keeps up to date."""
     notice = f'<p class="notice">{escape_text(view.notice)}</p>' if view.notice else ""
-    first, seconds = view.shown[0], max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))
+    first, seconds = (
+        view.shown_verdicts[0],
+        max(LEAST_REFRESH_SECONDS, round(view.interval_seconds)),
+    )
     seen = "the start" if view.snapshot is None else format_instant(view.snapshot.time_seconds)
     age = "" if view.snapshot is None else f"seen {seen}, {format_duration(view.age_seconds)} ago; "
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in PATHS)
@@ -228,8 +231,8 @@ def _find_number(view: View, first: Verdict) -> tuple[str, str]:
 
 def _render_verdicts(view: View) -> str:
     """Return the verdicts after the first; many quiet GPUs, and many in its situation, are one line that opens."""
-    rest, quiet = _fold(view, view.shown[1:], Situation.HEALTHY)
-    rest, alike = _fold(view, rest, view.shown[0].situation)
+    rest, quiet = _fold(view, view.shown_verdicts[1:], Situation.HEALTHY)
+    rest, alike = _fold(view, rest, view.shown_verdicts[0].situation)
     return f"{alike}{_render_list(view, rest)}{quiet}"
 
 

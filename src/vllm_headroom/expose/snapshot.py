@@ -8,16 +8,16 @@ from msgspec.structs import asdict
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Response
-from vllm_headroom.expose.view import STEP_SECONDS, View
+from vllm_headroom.expose.view import CURVE_STEP_SECONDS, View
 from vllm_headroom.model import Metric, Values, find_worst
 
-STATE: Final = "state"
-MANY: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": catalog.ENGINE}
+STATE_LABEL: Final = "state"
+LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": catalog.ENGINE}
 """The lists of the document, by the labels that identify their entries."""
 
-METRICS: Final = {
+LIST_METRICS: Final = {
     name: tuple(metric for metric in catalog.METRICS if metric.labels[:2] == labels)
-    for name, labels in MANY.items()
+    for name, labels in LIST_LABELS.items()
 }
 """The metrics of each list's entries."""
 
@@ -29,8 +29,10 @@ AT_THE_SCRAPE: Final = (
 )
 """On the metrics page only: `version`, `age_seconds` and `last_incident` contain the first three."""
 
-_OTHERS: Final = (metric for metric in catalog.METRICS if metric.labels[:2] not in MANY.values())
-WHOLE: Final = tuple(metric for metric in _OTHERS if metric not in AT_THE_SCRAPE)
+_OTHERS: Final = (
+    metric for metric in catalog.METRICS if metric.labels[:2] not in LIST_LABELS.values()
+)
+DOCUMENT_METRICS: Final = tuple(metric for metric in _OTHERS if metric not in AT_THE_SCRAPE)
 
 
 def respond_snapshot(view: View) -> Response:
@@ -49,41 +51,42 @@ def build_document(view: View) -> dict[str, Any]:
         "version": view.version,
         "t": None if snapshot is None else snapshot.time_seconds,
         "age_seconds": None if snapshot is None else view.age_seconds,
-        "level": find_worst(view.shown),
+        "level": find_worst(view.shown_verdicts),
         "verdicts": [
-            {**asdict(each), "runbook": view.find_runbook(each.alert)} for each in view.shown
+            {**asdict(each), "runbook": view.find_runbook(each.alert)}
+            for each in view.shown_verdicts
         ],
         "problems": [] if snapshot is None else [asdict(each) for each in snapshot.failures],
         "last_incident": None
         if last is None
         else {"t": incident.pop("seconds"), **incident, "command": last.command},
-        **_collect_facts(values, WHOLE, ()),
+        **_collect_facts(values, DOCUMENT_METRICS, ()),
         **{
             name: [
                 {
                     **dict(zip(labels, each, strict=True)),
-                    **_collect_facts(values, METRICS[name], each, name),
+                    **_collect_facts(values, LIST_METRICS[name], each, name),
                 }
                 for each in dict.fromkeys(
-                    each[:2] for metric in METRICS[name] for each in values.of(metric)
+                    each[:2] for metric in LIST_METRICS[name] for each in values.of(metric)
                 )
             ]
-            for name, labels in MANY.items()
+            for name, labels in LIST_LABELS.items()
         },
         "history": {
-            "step_seconds": STEP_SECONDS,
+            "step_seconds": CURVE_STEP_SECONDS,
             "gpus": [
                 {
                     "uuid": labels[1],
-                    "free_bytes": list(zip(*history.curve(f"free {labels[1]}"), strict=True)),
+                    "free_bytes": list(zip(*history.read_curve(f"free {labels[1]}"), strict=True)),
                     "free_at_peak_bytes": list(
-                        zip(*history.curve(f"peak {labels[1]}"), strict=True)
+                        zip(*history.read_curve(f"peak {labels[1]}"), strict=True)
                     ),
                 }
                 for labels in values.of(catalog.GPU_INFO)
             ],
-            "host_free_bytes": list(zip(*history.curve("host"), strict=True)),
-            "running": list(zip(*history.curve("running"), strict=True)),
+            "host_free_bytes": list(zip(*history.read_curve("host"), strict=True)),
+            "running": list(zip(*history.read_curve("running"), strict=True)),
             "events": [
                 {"t": event.seconds, "level": event.level, "text": event.text}
                 for event in history.events
@@ -117,7 +120,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
     }
     if metric.name.endswith("_info"):
         return next((dict(zip(own, each, strict=True)) for each in found), None)
-    if own[-1] == STATE:
+    if own[-1] == STATE_LABEL:
         held = {" ".join(each[:-1]): each[-1] for each, value in found.items() if value}
         return held or None if own[:-1] else held.get("")
     return {" ".join(each): value for each, value in found.items()} or None

@@ -13,22 +13,22 @@ from vllm_headroom.expose.drawing import Curve
 from vllm_headroom.model import NO_VERDICT, GpuReading, Snapshot, Values, Verdict
 from vllm_headroom.vocabulary import EngineState, Level, Situation
 
-STEP_SECONDS: Final = 60
+CURVE_STEP_SECONDS: Final = 60
 POINTS: Final = 1440
 """A day: for eight GPUs 98 kB, and 131 kB on disk."""
 
 MOST_BACK: Final = 5
 """Minutes by which a clock may be corrected: the newest minute continues until the clock has caught up."""
 
-MOST_GPUS: Final = 64
-MOST_CURVES: Final = 2 * MOST_GPUS + 2
-MOST_EVENTS: Final = 50
+MOST_CURVE_GPUS: Final = 64
+MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 2
+MOST_HISTORY_EVENTS: Final = 50
 
 TYPE: Final = "f"
 """Four bytes a value, exact to 8 KiB at 80 GiB."""
 
 
-class Event(Struct, frozen=True, kw_only=True):
+class HistoryEvent(Struct, frozen=True, kw_only=True):
     """A change, in seconds since the epoch."""
 
     seconds: float
@@ -40,12 +40,12 @@ VerdictKey = tuple[str, Level, str | None]
 """The subject of a verdict, its level, and its alert or, without one, the engine's state."""
 
 
-class KeptHistory(Struct, frozen=True, kw_only=True):
+class SavedHistory(Struct, frozen=True, kw_only=True):
     """The saved history: the newest minute, a day's curves as floats of 32 bits, events and the last verdicts."""
 
     minute: int | None = None
     curves: dict[str, bytes] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()
+    events: tuple[HistoryEvent, ...] = ()
     said: frozenset[VerdictKey] | None = None
 
 
@@ -53,14 +53,14 @@ class History:
     """A day in a ring, by the minute: the lowest free memory of GPUs, at peaks too, and host, the most requests."""
 
     def __init__(self) -> None:
-        self.events: tuple[Event, ...] = ()
+        self.events: tuple[HistoryEvent, ...] = ()
         self._minute: int | None = None
         self._curves: dict[str, array[float]] = {}
         self._said: frozenset[VerdictKey] | None = None
 
     def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
         """Add one tick; after a large step back of the clock the day starts over."""
-        minute = int(snapshot.time_seconds // STEP_SECONDS)
+        minute = int(snapshot.time_seconds // CURVE_STEP_SECONDS)
         if self._minute is None or minute < self._minute - MOST_BACK:
             self._curves, self._minute = {}, minute
         elif minute > self._minute:
@@ -68,7 +68,7 @@ class History:
             for curve, passed in product(self._curves.values(), skipped):
                 curve[passed % POINTS] = nan
             self._minute = minute
-        gpus = snapshot.owned[:MOST_GPUS]
+        gpus = snapshot.owned[:MOST_CURVE_GPUS]
         if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that are gone
             shown = {"", *(gpu.reading.uuid for gpu in gpus)}
             self._curves = {
@@ -82,7 +82,7 @@ class History:
         self._add("running", running, max)
         self._note(snapshot, verdicts)
 
-    def curve(self, name: str) -> Curve:
+    def read_curve(self, name: str) -> Curve:
         """Return `free UUID` or `peak UUID`, the free memory of a GPU in bytes, or that of the `host`, or `running`."""
         curve, newest = self._curves.get(name), self._minute
         if curve is None or newest is None:
@@ -95,17 +95,25 @@ class History:
         ):  # 1e39 requests, which a page may claim, are infinite as these floats
             values = [value if isfinite(value) else None for value in floats]
         first = next((place for place, value in enumerate(values) if value is not None), POINTS)
-        times = range((oldest + first) * STEP_SECONDS, (newest + 1) * STEP_SECONDS, STEP_SECONDS)
+        times = range(
+            (oldest + first) * CURVE_STEP_SECONDS,
+            (newest + 1) * CURVE_STEP_SECONDS,
+            CURVE_STEP_SECONDS,
+        )
         return times, values[first:]
 
-    def kept(self) -> KeptHistory:
+    def save(self) -> SavedHistory:
         """Return the history for a later process."""
         curves = {name: curve.tobytes() for name, curve in self._curves.items()}
-        return KeptHistory(minute=self._minute, curves=curves, events=self.events, said=self._said)
+        return SavedHistory(minute=self._minute, curves=curves, events=self.events, said=self._said)
 
-    def take_up(self, kept: KeptHistory) -> None:
+    def restore(self, kept: SavedHistory) -> None:
         """Continue the history of an earlier process; curves of another length are left out."""
-        self._minute, self.events, self._said = kept.minute, kept.events[-MOST_EVENTS:], kept.said
+        self._minute, self.events, self._said = (
+            kept.minute,
+            kept.events[-MOST_HISTORY_EVENTS:],
+            kept.said,
+        )
         whole = {
             name: values
             for name, values in kept.curves.items()
@@ -141,10 +149,10 @@ class History:
         if self._said is not None:
             new = [each for what, each in said.items() if what not in self._said]
             events = [
-                Event(seconds=snapshot.time_seconds, level=each.level, text=each.sentence)
+                HistoryEvent(seconds=snapshot.time_seconds, level=each.level, text=each.sentence)
                 for each in new
             ]
-            self.events = (*self.events, *events)[-MOST_EVENTS:]
+            self.events = (*self.events, *events)[-MOST_HISTORY_EVENTS:]
         asleep = state is EngineState.ASLEEP
         slept_on = {
             each
@@ -154,7 +162,7 @@ class History:
         self._said = frozenset(slept_on | said.keys())
 
 
-class Incident(Struct, frozen=True, kw_only=True):
+class LastIncident(Struct, frozen=True, kw_only=True):
     """An incident on disk, in seconds since the epoch; `sentence` is its cause and how sure it is, None if unknown."""
 
     seconds: float
@@ -172,7 +180,7 @@ class Incident(Struct, frozen=True, kw_only=True):
 class View(Struct, frozen=True, kw_only=True):
     """The last sample with its values and verdicts, none before the first; `age_seconds` is its age.
 
-    `host` is the sidecar's pod or machine, `unwell` why the sampling loop does not run, `notice` is for people,
+    `host` is the sidecar's pod or machine, `stall_reason` why the sampling loop does not run, `notice` is for people,
     `runbooks` is their URL.
     """
 
@@ -185,17 +193,17 @@ class View(Struct, frozen=True, kw_only=True):
     values: Values = Values(())
     verdicts: tuple[Verdict, ...] = (NO_VERDICT,)
     age_seconds: float = 0.0
-    unwell: str | None = None
+    stall_reason: str | None = None
     notice: str = ""
     runbooks: str | None = None
-    last_incident: Incident | None = None
+    last_incident: LastIncident | None = None
 
     @property
-    def shown(self) -> tuple[Verdict, ...]:
+    def shown_verdicts(self) -> tuple[Verdict, ...]:
         """The verdicts to show now: while the loop does not run, nothing is known."""
-        if self.unwell is None:
+        if self.stall_reason is None:
             return self.verdicts
-        text = f"The sidecar does not sample: {self.unwell}; the values below are old."
+        text = f"The sidecar does not sample: {self.stall_reason}; the values below are old."
         stopped = Verdict(
             subject="sidecar",
             level=Level.ALARM,

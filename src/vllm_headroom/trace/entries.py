@@ -21,15 +21,17 @@ _NAMES: Final = {
 }
 """The engine's facts with another name in the format."""
 
-FACTS: Final = tuple((fact, _NAMES.get(fact, fact)) for fact in EngineReading.__struct_fields__)
+ENGINE_FIELDS: Final = tuple(
+    (fact, _NAMES.get(fact, fact)) for fact in EngineReading.__struct_fields__
+)
 """Each field of EngineReading, and its name in a trace."""
 
-HOST: Final = tuple(
+HOST_FIELDS: Final = tuple(
     (fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis"
 )
 """Each figure of HostMemory, and its name in a trace."""
 
-PROCESS: Final = tuple(
+PROCESS_FIELDS: Final = tuple(
     (fact, fact.removesuffix("_bytes").removesuffix("_seconds").removesuffix("_ratio"))
     for fact in EngineProcess.__struct_fields__
     if fact not in {"pid", "role", "since_boot_seconds"}
@@ -39,7 +41,7 @@ PROCESS: Final = tuple(
 
 def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
     """Return all facts of an engine."""
-    return drop_unreadable({name: getattr(engine, fact) for fact, name in FACTS})
+    return drop_unreadable({name: getattr(engine, fact) for fact, name in ENGINE_FIELDS})
 
 
 def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
@@ -72,14 +74,14 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
 def build_process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
     return drop_unreadable(
-        {"role": process.role, **{name: getattr(process, fact) for fact, name in PROCESS}}
+        {"role": process.role, **{name: getattr(process, fact) for fact, name in PROCESS_FIELDS}}
     )
 
 
 def build_host_entry(host: HostMemory) -> dict[str, Any]:
     """Return the engine's host memory."""
     return drop_unreadable(
-        {"basis": host.basis, **{name: getattr(host, fact) for fact, name in HOST}}
+        {"basis": host.basis, **{name: getattr(host, fact) for fact, name in HOST_FIELDS}}
     )
 
 
@@ -99,7 +101,7 @@ def _escape_text(value: object) -> object:
 
 
 HEADER: Final = {"headroom_trace": 1}
-LONGEST_LINE: Final = 2**20
+LONGEST_LINE_BYTES: Final = 2**20
 """Bytes of a line: a file without lines is not read into memory."""
 
 YEAR_10000: Final = 253_402_300_800

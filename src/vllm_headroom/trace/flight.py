@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.log import Log
-from vllm_headroom.trace.entries import HEADER, LONGEST_LINE, YEAR_10000, encode_line
-from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
+from vllm_headroom.trace.entries import HEADER, LONGEST_LINE_BYTES, YEAR_10000, encode_line
+from vllm_headroom.trace.recorder import NOT_A_TRACE, append, make_folder, replace_file
 from vllm_headroom.units import MIB
 
 log = Log(__name__)
@@ -23,7 +23,7 @@ SPOILED: Final = f"spoiled-{FLIGHT}"
 """Not matched by FLIGHT*, by which people put the record together."""
 
 INCIDENTS: Final = "incidents"
-INCIDENT: Final = "incident"
+INCIDENT_KEY: Final = "incident"
 """The key of an incident's facts, in the header of its trace."""
 
 
@@ -68,7 +68,7 @@ def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest incident beside a record, and its facts; raises OSError."""
     for file in reversed(list_incidents(folder / INCIDENTS)):
         with file.open("rb") as stream:
-            known = parse_known(stream.readline(LONGEST_LINE))
+            known = parse_incident_facts(stream.readline(LONGEST_LINE_BYTES))
         if (
             known is not None
             and isinstance(known.get("t"), int | float)
@@ -86,18 +86,18 @@ def parse_start(file: Path) -> float | None:
         return None
 
 
-def parse_known(first_line: bytes) -> dict[str, Any] | None:
+def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
     """Return the facts in the header of an incident; None for any other line."""
     try:
         header = json.loads(first_line)
-        known = header.get(INCIDENT) if isinstance(header, dict) else None
-        encode_line({INCIDENT: known})  # Python also reads numbers that JSON has not
+        known = header.get(INCIDENT_KEY) if isinstance(header, dict) else None
+        encode_line({INCIDENT_KEY: known})  # Python also reads numbers that JSON has not
     except (ValueError, RecursionError):
         return None
     return known if isinstance(known, dict) else None
 
 
-def keep(folder: Path, written: bytes) -> None:
+def append_to_record(folder: Path, written: bytes) -> None:
     """Add a line to the record; raises OSError, and ValueError where a link is in its place.
 
     A file that is no trace is set aside: a crash of the machine leaves zeros, and a bad disk anything.
@@ -105,8 +105,8 @@ def keep(folder: Path, written: bytes) -> None:
     make_folder(folder)
     file = folder / FLIGHT
     if file.is_symlink():  # a link in the daemon's folder is an attack
-        raise ValueError(FOREIGN)
-    most_bytes = int(find_share(folder) * FLIGHT_BYTES)
+        raise ValueError(NOT_A_TRACE)
+    most_bytes = int(find_size_share(folder) * FLIGHT_BYTES)
     try:
         append(file, written, most_bytes)
     except ValueError:
@@ -115,12 +115,12 @@ def keep(folder: Path, written: bytes) -> None:
         append(file, written, most_bytes)
 
 
-def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
+def write_incident(folder: Path, seconds: float, known: dict[str, Any]) -> None:
     """Create or replace the incident of that time from the current record, atomically; raises OSError.
 
     At least half of its size is for samples; where there are too many, the oldest are left out.
     """
-    most_bytes, incidents = int(find_share(folder) * INCIDENT_BYTES), folder / INCIDENTS
+    most_bytes, incidents = int(find_size_share(folder) * INCIDENT_BYTES), folder / INCIDENTS
     header = _build_header(known, most_bytes // 2)
     samples = _select_samples(
         _read_lines(folder), seconds, max(most_bytes // 2, most_bytes - len(header))
@@ -133,17 +133,18 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
 
 
 def _build_header(known: dict[str, Any], most_bytes: int) -> bytes:
-    """Return the first line, which readers take up to LONGEST_LINE, without the longest fields of `before`."""
+    """Return the first line, which readers take up to LONGEST_LINE_BYTES, without the longest fields of `before`."""
     before = dict(known.get("before", {}))
     while (
-        len(header := encode_line({**HEADER, INCIDENT: {**known, "before": before}})) > most_bytes
+        len(header := encode_line({**HEADER, INCIDENT_KEY: {**known, "before": before}}))
+        > most_bytes
         and before
     ):
         del before[max(before, key=lambda name: len(encode_line(before[name])))]
     return header
 
 
-def find_share(folder: Path) -> float:
+def find_size_share(folder: Path) -> float:
     """Return the share of the usual sizes to use, so that half of a small volume is left for the state."""
     volume = os.statvfs(folder)
     return min(1.0, volume.f_blocks * volume.f_frsize / ROOMY_BYTES)
@@ -167,7 +168,7 @@ def _read_lines(folder: Path) -> Iterator[bytes]:
     for file in (folder / f"{FLIGHT}.1", folder / FLIGHT):
         if file.is_file():
             with file.open("rb") as stream:
-                yield from iter(partial(stream.readline, LONGEST_LINE), b"")
+                yield from iter(partial(stream.readline, LONGEST_LINE_BYTES), b"")
 
 
 def _select_samples(lines: Iterable[bytes], seconds: float, most_bytes: int) -> Iterable[bytes]:

@@ -9,7 +9,7 @@ from typing import BinaryIO, Final
 
 from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.entries import HEADER, LONGEST_LINE, build_record, encode_line
+from vllm_headroom.trace.entries import HEADER, LONGEST_LINE_BYTES, build_record, encode_line
 from vllm_headroom.worker import Worker
 
 log = Log(__name__)
@@ -59,7 +59,7 @@ class FileWriter:
         return self._problem is None
 
 
-FOREIGN: Final = "the file is there and is no trace: move it away, or name another"
+NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name another"
 
 
 class Recorder:
@@ -96,15 +96,15 @@ def _mend(stream: BinaryIO) -> int:
     if not size:
         return 0
     stream.seek(0)
-    head = stream.readline(LONGEST_LINE)
+    head = stream.readline(LONGEST_LINE_BYTES)
     if not is_trace_start(head):
-        raise ValueError(FOREIGN)
+        raise ValueError(NOT_A_TRACE)
     if not head.endswith(b"\n"):
         return stream.truncate(0)
     stream.seek(size - 1)
     if stream.read() == b"\n":
         return size
-    begin = stream.seek(max(0, size - LONGEST_LINE))
+    begin = stream.seek(max(0, size - LONGEST_LINE_BYTES))
     return stream.truncate(begin + stream.read().rfind(b"\n") + 1)
 
 

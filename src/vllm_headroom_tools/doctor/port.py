@@ -18,8 +18,8 @@ from vllm_headroom.expose.web.config import WebConfigError, read_web_config
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.exposition import parse_samples
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.trace.entries import LONGEST_LINE
-from vllm_headroom.trace.recorder import FOREIGN, is_trace_start
+from vllm_headroom.trace.entries import LONGEST_LINE_BYTES
+from vllm_headroom.trace.recorder import NOT_A_TRACE, is_trace_start
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker
 from vllm_headroom_tools.doctor.fixes import POD, Check, Fix, Status, fix_setting, put
@@ -153,7 +153,7 @@ async def _check_writable(
             "in the systemd unit", "StateDirectory=vllm-headroom", f"Environment={variable}={value}"
         ),
     )
-    if problem == FOREIGN:
+    if problem == NOT_A_TRACE:
         ways = (fix_setting(f"{variable}={path}.jsonl"),)
     return Check(Status.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=ways)
 
@@ -175,5 +175,5 @@ def _record_in(file: Path) -> None:
     if file.exists():
         with file.open("a+b") as stream:
             stream.seek(0)
-            if not is_trace_start(stream.readline(LONGEST_LINE)):
-                raise ValueError(FOREIGN)
+            if not is_trace_start(stream.readline(LONGEST_LINE_BYTES)):
+                raise ValueError(NOT_A_TRACE)

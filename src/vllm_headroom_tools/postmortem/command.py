@@ -11,7 +11,7 @@ from vllm_headroom.derive.life.case import build_ending, describe_gpus
 from vllm_headroom.derive.life.judge import UNKNOWN, judge_ending
 from vllm_headroom.derive.life.lives import RunState
 from vllm_headroom.model import Diagnosis, Ending, GpuAtEnd, Snapshot
-from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_known
+from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_incident_facts
 from vllm_headroom.trace.incident import Incident, add_evidence, find_decisive, read_incident
 from vllm_headroom.vocabulary import EndCause, IncidentKind, LeakState, Sureness
 from vllm_headroom_tools.cli import Command, save
@@ -139,7 +139,7 @@ def read_facts(file: Path) -> Incident | None:
     """Read the facts of an incident, None for another trace; raises BadInput."""
     try:
         with file.open("rb") as stream:
-            known = parse_known(next(read_lines(stream), b""))
+            known = parse_incident_facts(next(read_lines(stream), b""))
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
     if known is None:

@@ -79,7 +79,7 @@ def _build_forecast(course: Course, points: list[Point]) -> Forecast | None:
     ):
         return None
     left, least = last.time_to_oom_seconds, last.time_to_oom_seconds_lower
-    return Forecast(begin=last.seconds, value=free, seconds=left, least_seconds=least)
+    return Forecast(begin=last.seconds, value=free, seconds=left, earliest_seconds=least)
 
 
 def _draw_box(

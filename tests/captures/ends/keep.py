@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.trace.entries import HEADER, encode_line
-from vllm_headroom.trace.flight import FLIGHT, INCIDENT, find_newest
+from vllm_headroom.trace.flight import FLIGHT, INCIDENT_KEY, find_newest
 
 HERE: Final = Path(__file__).parent
 BEFORE_SECONDS: Final = 600.0
@@ -36,7 +36,7 @@ def keep(folder: Path, name: str) -> None:
     assert found is not None, f"{folder} has no incident"
     known = found[1]
     samples = read_samples(folder, known["t"] - BEFORE_SECONDS)
-    lines = b"".join(map(encode_line, ({**HEADER, INCIDENT: known}, *samples)))
+    lines = b"".join(map(encode_line, ({**HEADER, INCIDENT_KEY: known}, *samples)))
     for pattern, instead in PLACES:
         lines = pattern.sub(instead, lines)
     with (HERE / f"{name}.jsonl.gz").open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as stream:

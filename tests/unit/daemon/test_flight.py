@@ -30,7 +30,13 @@ from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import keep, list_incidents, locate_incident, parse_known, set_aside
+from vllm_headroom.trace.flight import (
+    append_to_record,
+    list_incidents,
+    locate_incident,
+    parse_incident_facts,
+    write_incident,
+)
 from vllm_headroom.vocabulary import Level, Role
 from vllm_headroom.worker import Worker
 from vllm_headroom_tools.trace import read_trace
@@ -72,7 +78,7 @@ def died(subject: Flight, watch: Watch | None = None) -> Watch:
 
 def header(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
-        known = parse_known(stream.readline())
+        known = parse_incident_facts(stream.readline())
     assert known is not None
     return known
 
@@ -270,8 +276,8 @@ def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
 
 def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: Path) -> None:
     for at in range(0, 3600, 5):
-        keep(tmp_path, encode_line(build_record(snapshot(at=at))))
-    set_aside(tmp_path, BEGAN + 3595, {"t": 1})
+        append_to_record(tmp_path, encode_line(build_record(snapshot(at=at))))
+    write_incident(tmp_path, BEGAN + 3595, {"t": 1})
 
     found = times(the_incident(tmp_path))
     assert found[:3] == [0.0, 10.0, 25.0]  # the first of each 15 s of the clock
@@ -281,20 +287,20 @@ def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: P
 def test_an_incident_is_bounded_and_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "INCIDENT_BYTES", 2000)
     for at in range(100):
-        keep(tmp_path, encode_line(build_record(snapshot(at=at))))
-    set_aside(tmp_path, BEGAN + 99, {"t": 1})
+        append_to_record(tmp_path, encode_line(build_record(snapshot(at=at))))
+    write_incident(tmp_path, BEGAN + 99, {"t": 1})
 
     assert the_incident(tmp_path).stat().st_size <= 2000
     assert times(the_incident(tmp_path))[-1] == 99.0
 
 
 def test_of_many_incidents_those_stay_that_followed_none_soon(tmp_path: Path) -> None:
-    keep(tmp_path, encode_line(build_record(snapshot(at=0))))
+    append_to_record(tmp_path, encode_line(build_record(snapshot(at=0))))
     day = 86400.0
     alone = [BEGAN + n * day for n in range(4)]
     loop = [BEGAN + 5 * day + n * 400.0 for n in range(30)]
     for seconds in (*alone, *loop):
-        set_aside(tmp_path, seconds, {"t": seconds})
+        write_incident(tmp_path, seconds, {"t": seconds})
 
     found = [header(file)["t"] for file in list_incidents(tmp_path / "incidents")]
     assert len(found) == record.MOST_INCIDENTS
@@ -304,10 +310,12 @@ def test_of_many_incidents_those_stay_that_followed_none_soon(tmp_path: Path) ->
 @pytest.mark.parametrize("step_seconds", [-7200.0, 7200.0])
 def test_a_clock_that_is_set_costs_nothing_of_the_last_minutes(tmp_path: Path, step_seconds: float) -> None:
     for at in range(0, 600, 5):
-        keep(tmp_path, encode_line(build_record(snapshot(at=at))))
+        append_to_record(tmp_path, encode_line(build_record(snapshot(at=at))))
     for at in range(600, 700, 5):
-        keep(tmp_path, encode_line(build_record(replace(snapshot(at=at), time_seconds=BEGAN + at + step_seconds))))
-    set_aside(tmp_path, BEGAN + 695 + step_seconds, {"t": 1})
+        append_to_record(
+            tmp_path, encode_line(build_record(replace(snapshot(at=at), time_seconds=BEGAN + at + step_seconds)))
+        )
+    write_incident(tmp_path, BEGAN + 695 + step_seconds, {"t": 1})
 
     found = times(the_incident(tmp_path))
     assert [at - step_seconds for at in found[-20:]] == [float(at) for at in range(600, 700, 5)]
@@ -354,7 +362,7 @@ def test_an_incident_is_never_set_aside_through_a_link(tmp_path: Path, linked: s
     (tmp_path / linked).symlink_to(other)
 
     with pytest.raises(OSError, match="a link is in the place"):
-        set_aside(tmp_path / "state", 1_760_000_000.0, {})
+        write_incident(tmp_path / "state", 1_760_000_000.0, {})
 
     assert list(other.iterdir()) == []
 
@@ -419,18 +427,18 @@ def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path, m
 KILLED = """
 import sys
 from pathlib import Path
-from vllm_headroom.trace.flight import set_aside
+from vllm_headroom.trace.flight import write_incident
 print("begins", flush=True)
 number = 0
 while True:
     number += 1
-    set_aside(Path(sys.argv[1]), 1_760_000_400.0 + number % 12, {"t": 1.0, "number": number})
+    write_incident(Path(sys.argv[1]), 1_760_000_400.0 + number % 12, {"t": 1.0, "number": number})
 """
 
 
 def test_kill_9_while_incidents_are_written_leaves_whole_ones(tmp_path: Path) -> None:
     for at in range(400):
-        keep(tmp_path, encode_line(build_record(snapshot(at=at))))
+        append_to_record(tmp_path, encode_line(build_record(snapshot(at=at))))
     for kill in range(30):
         process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
         assert process.stdout is not None

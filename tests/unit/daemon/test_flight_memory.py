@@ -9,7 +9,7 @@ from tests.samples import gpu, snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight, the_incident
 from vllm_headroom.daemon.flight import MOST_LOOKS
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import INCIDENT_BYTES, keep
+from vllm_headroom.trace.flight import INCIDENT_BYTES, append_to_record
 from vllm_headroom.units import MIB
 
 MOST_BYTES = 4 * MIB
@@ -19,7 +19,7 @@ GPUS = [f"GPU-0000000{index:x}" for index in range(16)]
 def test_an_incident_as_large_as_can_be_takes_less_than_four_mebibytes(tmp_path: Path) -> None:
     cards = tuple(gpu(index=index, uuid=uuid) for index, uuid in enumerate(GPUS))
     for at in (*range(-6 * 3600, -600, 15), *range(-600, 0)):
-        keep(tmp_path, encode_line(build_record(snapshot(at=float(at), gpus=cards))))
+        append_to_record(tmp_path, encode_line(build_record(snapshot(at=float(at), gpus=cards))))
     assert (tmp_path / "flight.jsonl").stat().st_size > 0.9 * INCIDENT_BYTES
 
     tracemalloc.start()

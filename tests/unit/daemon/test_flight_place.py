@@ -12,7 +12,7 @@ from tests.logs import capture_logs
 from tests.samples import snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import keep, list_incidents, set_aside
+from vllm_headroom.trace.flight import append_to_record, list_incidents, write_incident
 from vllm_headroom.units import MIB
 from vllm_headroom_tools.trace import read_trace
 
@@ -38,15 +38,15 @@ def test_a_record_that_a_crash_left_as_zeros_is_set_aside_as_it_is(tmp_path: Pat
     record.write_bytes(zeros)
 
     with capture_logs() as lines:
-        keep(tmp_path, sample)
-        keep(tmp_path, sample)
+        append_to_record(tmp_path, sample)
+        append_to_record(tmp_path, sample)
 
     assert [each["file"] for each in lines] == [str(aside)]
     assert aside.read_bytes() == zeros
     assert len(list(read_trace(str(record)))) == 2
 
     record.write_bytes(bytes(7))
-    keep(tmp_path, sample)
+    append_to_record(tmp_path, sample)
     assert aside.read_bytes() == bytes(7), "of another crash, over the one before"
     assert len(list(read_trace(str(record)))) == 1
 
@@ -54,7 +54,7 @@ def test_a_record_that_a_crash_left_as_zeros_is_set_aside_as_it_is(tmp_path: Pat
 def test_a_pipe_in_place_of_the_record_is_set_aside(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "flight.jsonl")
 
-    keep(tmp_path, encode_line(build_record(snapshot())))
+    append_to_record(tmp_path, encode_line(build_record(snapshot())))
 
     assert (tmp_path / "spoiled-flight.jsonl").is_fifo()
     assert len(list(read_trace(str(tmp_path / "flight.jsonl")))) == 1
@@ -65,20 +65,20 @@ def test_a_record_that_is_no_trace_is_set_aside_and_costs_no_sample(tmp_path: Pa
     record = tmp_path / "flight.jsonl"
     record.write_bytes(foreign)
 
-    keep(tmp_path, encode_line(build_record(snapshot())))
+    append_to_record(tmp_path, encode_line(build_record(snapshot())))
 
     assert (tmp_path / "spoiled-flight.jsonl").read_bytes() == foreign
     assert len(list(read_trace(str(record)))) == 1
 
 
 def test_a_record_without_an_end_of_line_is_not_taken_into_memory(tmp_path: Path) -> None:
-    keep(tmp_path, encode_line(build_record(snapshot())))
+    append_to_record(tmp_path, encode_line(build_record(snapshot())))
     with (tmp_path / "flight.jsonl.1").open("wb") as stream:
         stream.truncate(64 * MIB)
 
     tracemalloc.start()
     try:
-        set_aside(tmp_path, BEGAN + 1001, {"what": "ended"})
+        write_incident(tmp_path, BEGAN + 1001, {"what": "ended"})
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -66,14 +66,14 @@ def test_a_forecast_reaches_zero_when_it_says() -> None:
 
 
 def test_a_forecast_is_cut_off_at_the_frame() -> None:
-    drawn = draw_forecast(FRAME, Forecast(begin=50.0, value=5.0, seconds=100.0, least_seconds=25.0))
+    drawn = draw_forecast(FRAME, Forecast(begin=50.0, value=5.0, seconds=100.0, earliest_seconds=25.0))
 
     assert 'class="ahead" d="M50.0 5.0L100.0 7.5"' in drawn
     assert 'class="edge" d="M50.0 5.0L75.0 10.0' in drawn
 
 
 def test_an_end_that_is_now_does_not_divide_by_zero() -> None:
-    assert "L50.0 10.0" in draw_forecast(FRAME, Forecast(begin=50.0, value=5.0, seconds=0.0, least_seconds=0.0))
+    assert "L50.0 10.0" in draw_forecast(FRAME, Forecast(begin=50.0, value=5.0, seconds=0.0, earliest_seconds=0.0))
 
 
 def test_a_mark_outside_is_not_drawn() -> None:

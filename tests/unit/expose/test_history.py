@@ -8,11 +8,18 @@ from msgspec.structs import replace
 
 from tests.samples import failure, gpu, snapshot
 from vllm_headroom.expose.drawing import Curve, Point
-from vllm_headroom.expose.view import MOST_CURVES, MOST_EVENTS, MOST_GPUS, POINTS, STEP_SECONDS, History
+from vllm_headroom.expose.view import (
+    CURVE_STEP_SECONDS,
+    MOST_CURVE_GPUS,
+    MOST_CURVES,
+    MOST_HISTORY_EVENTS,
+    POINTS,
+    History,
+)
 from vllm_headroom.model import EngineStatus, Snapshot, Verdict
 from vllm_headroom.vocabulary import EngineState, Level, Source
 
-DAY: Final = POINTS * STEP_SECONDS
+DAY: Final = POINTS * CURVE_STEP_SECONDS
 BEGIN: Final = 1_760_000_040.0
 GOOD: Final = Verdict(subject="GPU 0", level=Level.GOOD, sentence="GPU 0: no leak seen.")
 BAD: Final = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", alert="HeadroomGpuMemoryLeak")
@@ -38,19 +45,19 @@ def history(*snapshots: Snapshot) -> History:
 def test_a_minute_keeps_its_lowest() -> None:
     seen = history(at(0, used=900), at(5, used=950), at(10, used=910), at(60, used=800))
 
-    assert points(seen.curve("free GPU-a")) == [(BEGIN, 50.0), (BEGIN + 60, 200.0)]
+    assert points(seen.read_curve("free GPU-a")) == [(BEGIN, 50.0), (BEGIN + 60, 200.0)]
 
 
 def test_what_a_peak_left_is_apart() -> None:
-    assert points(history(at(0, used=900, peak=990)).curve("peak GPU-a")) == [(BEGIN, 10.0)]
-    assert points(history(at(0, used=900, peak=100)).curve("peak GPU-a")) == [(BEGIN, 100.0)]
-    assert points(history(at(0)).curve("peak GPU-a")) == []
+    assert points(history(at(0, used=900, peak=990)).read_curve("peak GPU-a")) == [(BEGIN, 10.0)]
+    assert points(history(at(0, used=900, peak=100)).read_curve("peak GPU-a")) == [(BEGIN, 100.0)]
+    assert points(history(at(0)).read_curve("peak GPU-a")) == []
 
 
 def test_minutes_without_a_reading_are_gaps() -> None:
     unread = replace(at(60), gpus=failure(Source.NVML))
 
-    assert points(history(at(0), unread, at(120)).curve("free GPU-a")) == [
+    assert points(history(at(0), unread, at(120)).read_curve("free GPU-a")) == [
         (BEGIN, 100.0),
         (BEGIN + 60, None),
         (BEGIN + 120, 100.0),
@@ -60,49 +67,49 @@ def test_minutes_without_a_reading_are_gaps() -> None:
 def test_after_a_day_the_oldest_is_forgotten() -> None:
     seen = history(at(0, used=1), at(DAY - 60), at(DAY))
 
-    assert [point for point in points(seen.curve("free GPU-a")) if point[1] is not None] == [
+    assert [point for point in points(seen.read_curve("free GPU-a")) if point[1] is not None] == [
         (BEGIN + DAY - 60, 100.0),
         (BEGIN + DAY, 100.0),
     ]
 
 
 def test_a_day_without_samples_leaves_nothing_of_the_day_before() -> None:
-    assert points(history(at(0), at(3 * DAY)).curve("free GPU-a")) == [(BEGIN + 3 * DAY, 100.0)]
+    assert points(history(at(0), at(3 * DAY)).read_curve("free GPU-a")) == [(BEGIN + 3 * DAY, 100.0)]
 
 
 def test_a_clock_that_is_set_back_begins_anew() -> None:
-    assert points(history(at(600), at(0)).curve("free GPU-a")) == [(BEGIN, 100.0)]
+    assert points(history(at(600), at(0)).read_curve("free GPU-a")) == [(BEGIN, 100.0)]
 
 
 def test_a_clock_that_steps_back_over_the_turn_of_a_minute_costs_no_point() -> None:
     seen = history(at(0, used=900), at(60, used=800), at(59.9, used=850), at(120, used=700))
 
-    assert points(seen.curve("free GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, 150.0), (BEGIN + 120, 300.0)]
+    assert points(seen.read_curve("free GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, 150.0), (BEGIN + 120, 300.0)]
 
 
 def test_gpus_that_have_gone_make_room_for_those_that_are_there() -> None:
-    minutes = range(2 * MOST_GPUS)
+    minutes = range(2 * MOST_CURVE_GPUS)
     here = [(gpu(used=minute), gpu(used=minute, uuid=f"MIG-{minute}")) for minute in minutes]
     seen = history(*(replace(at(60 * minute), gpus=gpus) for minute, gpus in enumerate(here)))
 
-    assert points(seen.curve("free GPU-a")) == [(BEGIN + 60 * minute, 1000.0 - minute) for minute in minutes]
-    assert points(seen.curve(f"free MIG-{minutes[-1]}")) == [(BEGIN + 60 * minutes[-1], 1000.0 - minutes[-1])]
-    assert len(seen.kept().curves) <= MOST_CURVES + 2
+    assert points(seen.read_curve("free GPU-a")) == [(BEGIN + 60 * minute, 1000.0 - minute) for minute in minutes]
+    assert points(seen.read_curve(f"free MIG-{minutes[-1]}")) == [(BEGIN + 60 * minutes[-1], 1000.0 - minutes[-1])]
+    assert len(seen.save().curves) <= MOST_CURVES + 2
 
 
 def test_every_gpu_of_a_full_machine_is_followed() -> None:
-    gpus = tuple(gpu(uuid=f"GPU-{index}", used_peak_bytes=900) for index in range(MOST_GPUS))
+    gpus = tuple(gpu(uuid=f"GPU-{index}", used_peak_bytes=900) for index in range(MOST_CURVE_GPUS))
     made = History()
     for minute in range(3):
         made.step(replace(at(60 * minute), gpus=gpus), (), 1.0)
 
-    assert {len(points(made.curve(f"free {each.reading.uuid}"))) for each in gpus} == {3}
+    assert {len(points(made.read_curve(f"free {each.reading.uuid}"))) for each in gpus} == {3}
 
 
 def test_a_gpu_of_others_is_not_followed() -> None:
     others = replace(at(0), gpus=(gpu(attribution=None),))
 
-    assert points(history(others).curve("free GPU-a")) == []
+    assert points(history(others).read_curve("free GPU-a")) == []
 
 
 def test_the_most_requests_of_a_minute_are_kept() -> None:
@@ -110,7 +117,7 @@ def test_the_most_requests_of_a_minute_are_kept() -> None:
     for seconds, running in ((0, 4.0), (5, 9.0), (10, 1.0)):
         made.step(at(seconds), (), running)
 
-    assert points(made.curve("running")) == [(BEGIN, 9.0)]
+    assert points(made.read_curve("running")) == [(BEGIN, 9.0)]
 
 
 def test_a_changed_verdict_is_an_event_and_a_changed_figure_is_not() -> None:
@@ -139,34 +146,34 @@ def test_a_leak_is_one_event_however_often_its_engine_sleeps() -> None:
 
 def test_events_are_bounded() -> None:
     made = History()
-    for step in range(2 * MOST_EVENTS):
+    for step in range(2 * MOST_HISTORY_EVENTS):
         made.step(at(step), (BAD if step % 2 else GOOD,), None)
 
-    assert len(made.events) == MOST_EVENTS
+    assert len(made.events) == MOST_HISTORY_EVENTS
 
 
 def test_a_later_process_goes_on_from_what_was_kept() -> None:
     before, after = history(at(0)), History()
 
-    after.take_up(before.kept())
+    after.restore(before.save())
     after.step(at(120), (), None)
 
-    assert points(after.curve("free GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
+    assert points(after.read_curve("free GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
 
 
 def test_curves_of_another_length_are_left_out() -> None:
-    kept, after = history(at(0)).kept(), History()
+    kept, after = history(at(0)).save(), History()
 
-    after.take_up(replace(kept, curves={**kept.curves, "running": b"x" * 75}))
+    after.restore(replace(kept, curves={**kept.curves, "running": b"x" * 75}))
 
-    assert points(after.curve("free GPU-a")) == [(BEGIN, 100.0)]
-    assert points(after.curve("running")) == []
+    assert points(after.read_curve("free GPU-a")) == [(BEGIN, 100.0)]
+    assert points(after.read_curve("running")) == []
 
 
 def test_what_changed_while_no_process_looked_is_an_event() -> None:
     before, after = History(), History()
     before.step(at(0), (GOOD,), None)
-    after.take_up(before.kept())
+    after.restore(before.save())
     after.step(at(300), (BAD,), None)
     after.step(at(305), (BAD,), None)
 
@@ -178,4 +185,4 @@ def test_a_number_beyond_any_is_no_point() -> None:
     for seconds, running in ((0, 4.0), (60, 1e300), (120, 5.0)):
         made.step(at(seconds), (), running)
 
-    assert points(made.curve("running")) == [(BEGIN, 4.0), (BEGIN + 60, None), (BEGIN + 120, 5.0)]
+    assert points(made.read_curve("running")) == [(BEGIN, 4.0), (BEGIN + 60, None), (BEGIN + 120, 5.0)]

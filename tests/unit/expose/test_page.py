@@ -14,7 +14,7 @@ from tests.samples import engine, failure, gpu, page, snapshot
 from tests.unit.expose.views import NOW, day, host_day, view
 from vllm_headroom import catalog
 from vllm_headroom.expose.page import SCRIPT, render_page, respond_html
-from vllm_headroom.expose.view import Event, History, Incident, View
+from vllm_headroom.expose.view import History, HistoryEvent, LastIncident, View
 from vllm_headroom.model import EngineStatus, Sample, Verdict
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, Level, Situation, Source
@@ -173,7 +173,7 @@ def test_the_axis_ends_at_the_card(free: float, top: str) -> None:
 
 
 def test_a_loop_that_does_not_turn_is_an_alarm_above_all() -> None:
-    shown = render_page(day(unwell="not turned for 40 s"))
+    shown = render_page(day(stall_reason="not turned for 40 s"))
 
     assert "<title>ALARM: sidecar blind" in shown
     assert "The sidecar does not sample: not turned for 40 s" in shown
@@ -182,7 +182,7 @@ def test_a_loop_that_does_not_turn_is_an_alarm_above_all() -> None:
 
 def test_an_alarm_marks_the_figure_of_its_gpu_and_no_other() -> None:
     seen = day(gpus=2)
-    seen.history.events = (Event(seconds=NOW - 3600, level=Level.ALARM, text="GPU 1 leaks."),)
+    seen.history.events = (HistoryEvent(seconds=NOW - 3600, level=Level.ALARM, text="GPU 1 leaks."),)
 
     first, second = render_page(seen).split("<b>GPU 1</b>")
 
@@ -236,7 +236,7 @@ def test_a_verdict_cannot_write_html() -> None:
 
 
 def test_the_last_incident_is_shown_with_what_tells_more() -> None:
-    last = Incident(
+    last = LastIncident(
         seconds=1_760_000_000.0,
         what="ended",
         reason="gone",

@@ -13,7 +13,7 @@ from tests.samples import A_GPU, failure, snapshot
 from tests.unit.expose.views import day, view
 from vllm_headroom import catalog
 from vllm_headroom.expose.snapshot import build_document, respond_snapshot
-from vllm_headroom.expose.view import History, Incident, View
+from vllm_headroom.expose.view import History, LastIncident, View
 from vllm_headroom.model import Sample
 from vllm_headroom.vocabulary import LeakState, Source
 
@@ -55,7 +55,7 @@ def test_a_failure_is_among_the_problems() -> None:
 
 
 def test_the_last_incident_is_told_with_its_command() -> None:
-    last = Incident(seconds=5.0, what="stalled", reason=None, sentence=None, file="/state/a.jsonl")
+    last = LastIncident(seconds=5.0, what="stalled", reason=None, sentence=None, file="/state/a.jsonl")
     schema: dict[str, Any] = json.loads((ROOT / "docs" / "snapshot.schema.json").read_text())
     shown = build_document(replace(view(), last_incident=last))
 

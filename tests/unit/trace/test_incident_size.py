@@ -9,7 +9,14 @@ import pytest
 from tests.samples import snapshot
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
-from vllm_headroom.trace.flight import INCIDENT_BYTES, find_newest, find_share, keep, list_incidents, set_aside
+from vllm_headroom.trace.flight import (
+    INCIDENT_BYTES,
+    append_to_record,
+    find_newest,
+    find_size_share,
+    list_incidents,
+    write_incident,
+)
 from vllm_headroom.units import MIB
 from vllm_headroom_tools.trace import read_trace
 
@@ -20,8 +27,10 @@ SENTENCE = {"sentence": "GPU 0 leaks."}
 def kept(folder: Path, log: str = "", **before: object) -> int:
     """Set the samples of 100 s aside with what was known; return the size of the incident, which has the newest."""
     for at in range(100):
-        keep(folder, encode_line(build_record(snapshot(at=float(at)))))
-    set_aside(folder, ENDED, {"what": "ended", "t": ENDED, "log": log, "before": {"verdicts": [SENTENCE], **before}})
+        append_to_record(folder, encode_line(build_record(snapshot(at=float(at)))))
+    write_incident(
+        folder, ENDED, {"what": "ended", "t": ENDED, "log": log, "before": {"verdicts": [SENTENCE], **before}}
+    )
     (file,) = list_incidents(folder / "incidents")
     assert [each.time_seconds for each in read_trace(str(file))][-1] == ENDED - 1
     return file.stat().st_size
@@ -43,7 +52,7 @@ def test_files_of_the_probe_that_say_a_megabyte_leave_an_incident_that_can_be_re
 def test_on_a_small_volume_the_longest_of_what_was_known_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "ROOMY_BYTES", int(record.ROOMY_BYTES / find_share(tmp_path)))
+    monkeypatch.setattr(record, "ROOMY_BYTES", int(record.ROOMY_BYTES / find_size_share(tmp_path)))
     monkeypatch.setattr(record, "INCIDENT_BYTES", 4000)
 
     assert kept(tmp_path, used="x" * 5000, holders=["y"]) <= 4000

@@ -20,7 +20,7 @@ from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.derive.per_request import Baselines
 from vllm_headroom.derive.readings import count_finished, identify_run, list_named
 from vllm_headroom.derive.stability import LoadState
-from vllm_headroom.expose.view import KeptHistory
+from vllm_headroom.expose.view import SavedHistory
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.trace.recorder import make_folder, replace_file
 
@@ -280,5 +280,5 @@ STATE: Final = StateFile("state.json", SavedState, FORMAT, "the leak detector st
 RUNS: Final = StateFile("lives.json", EngineRuns, 2, "the engine's restarts are counted afresh")
 """Separate from the leak detector's state, which is of one run: this continues when that is set aside."""
 
-HISTORY: Final = StateFile("history.json", KeptHistory, 3, "the page draws its curves afresh")
+HISTORY: Final = StateFile("history.json", SavedHistory, 3, "the page draws its curves afresh")
 """Separate from the rest: it is of any engine, and only shown."""

@@ -8,8 +8,8 @@ import pytest
 from tests.samples import snapshot
 from tests.unit.commands.doctor.looking import examined, lines
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
-from vllm_headroom.trace.flight import INCIDENTS, keep, list_incidents, set_aside
-from vllm_headroom.trace.recorder import FOREIGN
+from vllm_headroom.trace.flight import INCIDENTS, append_to_record, list_incidents, write_incident
+from vllm_headroom.trace.recorder import NOT_A_TRACE
 from vllm_headroom_tools.doctor.fixes import Check, Status
 
 USER = f"user {os.getuid()}"
@@ -91,15 +91,15 @@ def test_a_file_that_is_no_trace_is_missing_another_name(tmp_path: Path) -> None
 
 def test_an_incident_is_no_trace_to_record_into_for_the_daemon_would_not_either(tmp_path: Path) -> None:
     sample = build_record(snapshot())
-    keep(tmp_path, encode_line(sample))
-    set_aside(tmp_path, sample["t"], {"t": sample["t"]})
+    append_to_record(tmp_path, encode_line(sample))
+    write_incident(tmp_path, sample["t"], {"t": sample["t"]})
     (incident,) = list_incidents(tmp_path / INCIDENTS)
     content = incident.read_bytes()
 
     found = trace_file(incident)
 
     assert (found.state, incident.read_bytes()) == (Status.MISSING, content)
-    assert found.text.endswith(f": {FOREIGN}")
+    assert found.text.endswith(f": {NOT_A_TRACE}")
 
 
 def test_a_trace_in_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:

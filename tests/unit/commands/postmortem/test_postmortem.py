@@ -14,7 +14,7 @@ from tests.command import read_data, run_command
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
 from vllm_headroom.trace.entries import HEADER, encode_line
-from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, locate_incident, set_aside
+from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, locate_incident, write_incident
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs
 from vllm_headroom_tools.cli import execute
@@ -41,7 +41,7 @@ def write(folder: Path, scene: Scene) -> Path:
         stream.write(encode_line(HEADER))
         stream.writelines(map(encode_line, scene.samples))
     assert scene.header is not None
-    set_aside(folder, scene.header["t"], scene.header)
+    write_incident(folder, scene.header["t"], scene.header)
     return locate_incident(folder, scene.header["t"])
 
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from tests.captures.ends.keep import HERE
 from vllm_headroom.model import Ending
 from vllm_headroom.trace.entries import HEADER, encode_line
-from vllm_headroom.trace.flight import INCIDENT
+from vllm_headroom.trace.flight import INCIDENT_KEY
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, Role
 from vllm_headroom_tools.history import LeakReplay
 from vllm_headroom_tools.postmortem.command import read_postmortem
@@ -125,7 +125,7 @@ def test_its_samples_alone_have_one_exit_at_its_time_and_its_cause(tmp_path: Pat
 
 
 def read_header(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(read_lines(name)[0])[INCIDENT]
+    found: dict[str, Any] = json.loads(read_lines(name)[0])[INCIDENT_KEY]
     return found
 
 

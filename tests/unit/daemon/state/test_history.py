@@ -16,7 +16,7 @@ from vllm_headroom.daemon.state.file import HISTORY, _compute_checksum
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.per_request import Baselines
-from vllm_headroom.expose.view import Event, History, KeptHistory
+from vllm_headroom.expose.view import History, HistoryEvent, SavedHistory
 from vllm_headroom.vocabulary import Level
 
 
@@ -31,7 +31,7 @@ def keeper(folder: Path) -> StateKeeper:
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    kept = replace(past().kept(), events=(Event(seconds=1.0, level=Level.ALARM, text="it leaks"),))
+    kept = replace(past().save(), events=(HistoryEvent(seconds=1.0, level=Level.ALARM, text="it leaks"),))
 
     HISTORY.write(tmp_path, kept)
 
@@ -44,19 +44,19 @@ def test_the_keeper_hands_it_to_the_next_process(tmp_path: Path) -> None:
         seen = snapshot()
         before = keeper(tmp_path)
         await before.recall(seen)
-        await before.save({HISTORY.name: past().kept(), "leak": LeakMemory(), "baseline": Baselines()})
+        await before.save({HISTORY.name: past().save(), "leak": LeakMemory(), "baseline": Baselines()})
         return dict(await keeper(tmp_path).recall(seen))
 
     kept = asyncio.run(live())[HISTORY.name]
 
-    assert isinstance(kept, KeptHistory)
+    assert isinstance(kept, SavedHistory)
     after = History()
-    after.take_up(kept)
-    assert after.curve("free GPU-a") == past().curve("free GPU-a")
+    after.restore(kept)
+    assert after.read_curve("free GPU-a") == past().read_curve("free GPU-a")
 
 
 def test_a_curve_that_is_none_sets_the_file_aside(tmp_path: Path) -> None:
-    content = HISTORY.encode(past().kept())
+    content = HISTORY.encode(past().save())
     document = {**json.loads(content), "curves": {"running": "!"}}
     del document["checksum"]
     (tmp_path / HISTORY.name).write_bytes(json.dumps({**document, "checksum": _compute_checksum(document)}).encode())
