@@ -1,4 +1,4 @@
-"""Every recorded page and the page it makes: twelve byte for byte, the others in what differs from the first."""
+"""What recorded pages become: one whole page for each version of an engine, and the readings of every recording."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.conftest import Golden
-from tests.contract.recorded import CAPTURES, FOLDER, HANDMADE, OTHERS
+from tests.contract.recorded import CAPTURES, FOLDER, OTHERS
 from tests.samples import gpu
 from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.life.lives import RunState, update_run
@@ -23,27 +24,29 @@ from vllm_headroom.vocabulary import Role, Source
 
 EXPECTED = Path(__file__).parent / "expected"
 GIB = 2**30
-PAGES = {
-    **{name: FOLDER / f"{name}.prom" for name in CAPTURES},
-    **{f"handmade/{path.stem}": path for path in sorted(HANDMADE.glob("*.prom"))},
-    **{f"engines/{path.stem}": path for path in sorted(OTHERS.glob("*.prom"))},
+WHOLE = {
+    name: folder / f"{name}.prom"
+    for folder, names in {
+        FOLDER: (
+            "vllm-0.8.5.post2-v0-single-process/load-waiting",
+            "vllm-0.9.2.post2-v0/load-waiting",
+            "vllm-0.10.2.post2/load-waiting",
+            "vllm-0.13.0/load-waiting",
+            "vllm-0.16.0/load-waiting",
+            "vllm-0.20.2/kv-many-preemptions",
+            "vllm-0.28.0/load-waiting",
+            "vllm-0.32.0/load-waiting",
+            "vllm-0.32.0/after-reset-prefix-cache",  # asleep
+            "vllm-0.32.0-data-parallel-2/load-waiting",
+            "vllm-0.32.0-disable-log-stats/idle",
+            "vllm-0.32.0-pooling/after-60-embeddings",
+            "vllm-0.33.0/load-waiting",
+        ),
+        OTHERS: ("sglang-0.5.23", "llama-cpp-load"),
+    }.items()
+    for name in names
 }
-FIRST = "vllm-0.32.0/load-waiting"
-WHOLE = (
-    FIRST,
-    "vllm-0.32.0/after-reset-prefix-cache",  # asleep
-    "vllm-0.32.0-data-parallel-2/load-waiting",
-    "vllm-0.32.0-disable-log-stats/idle",
-    "vllm-0.32.0-pooling/after-60-embeddings",
-    "vllm-0.20.2/kv-many-preemptions",
-    "vllm-0.13.0/load-waiting",
-    "vllm-0.10.2.post2/load-waiting",
-    "vllm-0.9.2.post2-v0/load-waiting",
-    "vllm-0.8.5.post2-v0-single-process/load-waiting",
-    "engines/sglang-0.5.23",  # bytes by a metric
-    "engines/llama-cpp-load",
-)
-"""One for each situation and profile; beside every page stand the same GPUs, whose series need no more than these."""
+"""One page for each version and each situation that has series of its own."""
 
 
 def beside() -> tuple[Gpu, ...]:
@@ -80,39 +83,41 @@ def rendered(snapshot: Snapshot) -> str:
 
 @cache
 def page_of(name: str) -> str:
-    return rendered(seen(PAGES[name].read_text()))
+    return rendered(seen(WHOLE[name].read_text()))
 
 
-def values(page: str) -> dict[str, str]:
-    """Return the value of each series, which ends its line."""
-    lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
-    return {series: value for series, _, value in lines}
+def describe_readings(name: str) -> str:
+    """Return the engines of a recording as lines: what the page gives, by the names of the fields."""
+    page = CAPTURES[name].read()
+    missing = " ".join(name for name, is_present in page.inputs if not is_present)
+    lines = [f"{name}: {page.profile}, without {missing or 'nothing'}"]
+    for engine in page.engines:
+        facts = {field: value for field, value in asdict(engine).items() if value is not None}
+        lines.append("    " + " ".join(f"{field}={value}" for field, value in facts.items()))
+    return "\n".join(lines) + "\n"
 
 
-def differing(page: str) -> str:
-    """Return the series with another value than on the first page, and after them those that are not there."""
-    first, here = values(page_of(FIRST)), values(page)
-    other = [f"{series} {value}\n" for series, value in here.items() if first.get(series) != value]
-    return "".join([*other, *(f"not {series}\n" for series in first if series not in here)])
-
-
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_recorded_page_makes_the_expected_page(name: str, golden: Golden) -> None:
-    page = page_of(name)
+    golden(EXPECTED / f"{name}.txt", page_of(name))
 
-    golden(EXPECTED / f"{name}.txt", page if name in WHOLE else differing(page))
+
+def test_every_recording_gives_the_expected_readings(golden: Golden) -> None:
+    golden(EXPECTED / "readings.txt", "".join(map(describe_readings, CAPTURES)))
 
 
 def test_every_expected_page_has_its_recording_and_every_recording_its_truth() -> None:
-    assert {str(path.relative_to(EXPECTED))[:-4] for path in EXPECTED.rglob("*.txt")} == set(PAGES)
+    expected = {str(path.relative_to(EXPECTED))[:-4] for path in EXPECTED.rglob("*.txt")}
+
+    assert expected == {*WHOLE, "readings"}
     assert {str(path.relative_to(FOLDER))[:-5] for path in FOLDER.rglob("*.prom")} == set(CAPTURES)
 
 
-def test_every_metric_is_on_a_whole_page() -> None:
-    def names(pages: Iterable[str]) -> set[str]:
-        return {series.partition("{")[0] for page in pages for series in values(page_of(page))}
+def test_every_version_has_a_whole_page() -> None:
+    def versions(names: Iterable[str]) -> set[str]:
+        return {name.removeprefix("vllm-").split(".post")[0].split("-")[0].split("/")[0] for name in names}
 
-    assert names(PAGES) == names(WHOLE)
+    assert versions(CAPTURES) <= versions(WHOLE)
 
 
 def test_prometheus_finds_nothing_to_complain_about() -> None:
