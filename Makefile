@@ -16,6 +16,16 @@ SCORE ?=
 HANGS := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true --max-worker-restart 1
 PYTEST := $(BIN)/pytest -n 5 --dist loadfile --no-loadscope-reorder $(HANGS)
 
+# An environment of another Python than the one that PYTHON names is made again: `make test PYTHON=python3.13`.
+SHOW_VERSION := -c 'import sys; print(sys.version_info[:2])'
+ifneq ($(origin PYTHON),file)
+ifneq ($(wildcard $(BIN)/python),)
+ifneq ($(shell $(PYTHON) $(SHOW_VERSION)),$(shell $(BIN)/python $(SHOW_VERSION)))
+$(shell rm -rf $(VENV))
+endif
+endif
+endif
+
 # Compiled files are kept even where the environment forbids it: else pip, pytest and every process compile again.
 export PYTHONDONTWRITEBYTECODE :=
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,14 @@ def test_what_runs_before_a_merge_is_what_ci_runs_on_a_bare_machine() -> None:
 
     assert ".ci/run" in [step.get("run") for step in steps_of(checks)]
     assert {"push", "pull_request"} <= checks[True].keys()  # YAML 1.1 reads "on" as true; GitHub does not
+
+
+def test_the_tests_run_on_every_python_that_the_package_promises() -> None:
+    checks = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    promised = [name.rpartition(" ")[2] for name in project["classifiers"] if "Python :: 3." in name]
+
+    assert checks["jobs"]["check"]["strategy"]["matrix"]["python"] == promised
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
