@@ -97,7 +97,7 @@ def snapshot(
     reading_times: tuple[ReadingTime, ...] = (),
     host: HostMemory | None = None,
     probe: ProbeReadings | Failure | None = None,
-    life: EngineStatus | None = None,
+    engine_status: EngineStatus | None = None,
 ) -> Snapshot:
     return Snapshot(
         time_seconds=1_760_000_000.0 + at,
@@ -108,7 +108,7 @@ def snapshot(
         probe=probe,
         reading_times=reading_times,
         host=host,
-        life=life,
+        engine_status=engine_status,
     )
 
 

@@ -17,7 +17,7 @@ from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.growth import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.derive.life.runs import RunState, update_run
 from vllm_headroom.derive.readings import count_running
 from vllm_headroom.expose.drawing import Point
 from vllm_headroom.model import Ending, HostMemory, Sample, Snapshot
@@ -122,7 +122,7 @@ class Moment(Struct, frozen=True, kw_only=True):
     location: LeakLocation | None = None
 
 
-class Course(Struct):
+class LeakCourse(Struct):
     """The states of one series.
 
     `growing` are the intervals of the early warning, `leaking` of the alarm; `first` and `last` the first and newest
@@ -183,7 +183,7 @@ class LeakVerdict(StrEnum):
     CANNOT_TELL = "cannot_tell"
 
 
-def judge_course(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
+def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, str]:
     """Judge a course of so many seconds, with the reason: a short one proves no absence."""
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"
@@ -226,26 +226,26 @@ class LeakReplay:
         self._now = self._shift = 0.0
         self.events: list[Ending] = []
         self._indices: dict[str, int] = {}
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, LeakCourse] = {}
         self.memory: HostMemory | None = None
         self.residues: dict[tuple[str, str], dict[float, float]] = {}
         self.stranded: dict[tuple[str, str], float] = {}
 
     @property
-    def gpus(self) -> tuple[tuple[int, str, Course], ...]:
+    def gpus(self) -> tuple[tuple[int, str, LeakCourse], ...]:
         """Index, UUID and course of each GPU, by index."""
         return tuple(
             sorted((index, uuid, self._courses[uuid]) for uuid, index in self._indices.items())
         )
 
     @property
-    def host(self) -> tuple[tuple[Role, Course], ...]:
+    def host(self) -> tuple[tuple[Role, LeakCourse], ...]:
         """The course of each role's resident memory."""
         return tuple((role, self._courses[role]) for role in Role if role in self._courses)
 
-    def course(self, series: str) -> Course:
+    def course(self, series: str) -> LeakCourse:
         """Return the course of a GPU, by UUID, or of a host role; an empty one before its first sample."""
-        return self._courses.get(series) or Course()
+        return self._courses.get(series) or LeakCourse()
 
     def requests(self, series: str) -> float:
         """Return the requests that finished since the detector began with a series in this run of the engine."""
@@ -257,10 +257,12 @@ class LeakReplay:
         self.span = self.span[0] if self.samples else snapshot.time_seconds, snapshot.time_seconds
         self.samples += 1
         self.run, snapshot = update_run(self.run, self._steady_clock(snapshot))
-        if snapshot.life is not None and snapshot.life.event is not None:
-            self.events.append(snapshot.life.event)
+        if snapshot.engine_status is not None and snapshot.engine_status.event is not None:
+            self.events.append(snapshot.engine_status.event)
         self.memory = _merge_host(self.memory, snapshot.host)
-        for engine, ratio in () if snapshot.life is None else snapshot.life.stranded:
+        for engine, ratio in (
+            () if snapshot.engine_status is None else snapshot.engine_status.stranded
+        ):
             self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
         before = self._memory
         self._memory, samples = answer(LEAK, before, snapshot)
@@ -292,7 +294,7 @@ class LeakReplay:
         *place, name, state = sample.labels
         if place:
             self._indices[name] = int(place[0])
-        course = self._courses.setdefault(name, Course())
+        course = self._courses.setdefault(name, LeakCourse())
         old, track = (
             (memory.gpus if place else memory.host).get(name)  # none before the engine has worked
             for memory in (before, self._memory)

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from tests.assets import alerts
-from vllm_headroom.derive.life.lives import LOOP_SECONDS
+from vllm_headroom.derive.life.runs import LOOP_SECONDS
 from vllm_headroom.derive.verdicts import (
     DAY_SECONDS,
     GPU_ALERTS,

@@ -16,7 +16,7 @@ from tests.conftest import Golden
 from tests.contract.recorded import CAPTURES, FOLDER, OTHERS
 from tests.samples import gpu
 from vllm_headroom.derive import answer, build_derivations
-from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.derive.life.runs import RunState, update_run
 from vllm_headroom.expose.metrics import HeadroomCollector
 from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Sample, Snapshot
 from vllm_headroom.parse.engines import parse_engines

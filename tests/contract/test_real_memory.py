@@ -11,7 +11,7 @@ import pytest
 from tests.contract.traces import read_recording, watch_recording
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.vocabulary import LeakState, Role
-from vllm_headroom_tools.history import Course, LeakReplay, Moment
+from vllm_headroom_tools.history import LeakCourse, LeakReplay, Moment
 
 FOLDER: Final = Path(__file__).parent / "memory"
 NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -48,7 +48,7 @@ def held(name: str, role: Role) -> list[tuple[float, float, float]]:
     return found[len(found) // 2 :]
 
 
-def newest(course: Course) -> Moment:
+def newest(course: LeakCourse) -> Moment:
     moment = course.last or course.warning
     assert moment is not None, "it is found"
     return moment

@@ -12,7 +12,7 @@ from tests.e2e.life import Start, becomes, last_look, settings, state
 from tests.fakes.engine_server import LOOPBACK
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon
-from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.derive.life.runs import RunState, update_run
 from vllm_headroom.vocabulary import EngineState
 from vllm_headroom_tools.trace import read_trace
 

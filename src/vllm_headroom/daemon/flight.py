@@ -35,8 +35,7 @@ from vllm_headroom.trace.flight import (
     locate_incident,
     write_incident,
 )
-from vllm_headroom.trace.incident import Event as IncidentEvent
-from vllm_headroom.trace.incident import add_evidence, find_decisive, read_incident
+from vllm_headroom.trace.incident import EngineEvent, add_evidence, find_decisive, read_incident
 from vllm_headroom.trace.recorder import FileWriter
 from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 
@@ -182,7 +181,7 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
     seconds: float
     closes: float
     due: float
-    events: tuple[IncidentEvent, ...]
+    events: tuple[EngineEvent, ...]
     ending: Ending
     before: Mapping[str, Any]
 
@@ -221,14 +220,14 @@ class Flight:
         self.recent.note(snapshot)
         self._mappings.step(snapshot, values)
         self._ooms = list_ooms(snapshot) or self._ooms
-        event = None if snapshot.life is None else self._take_event(snapshot.life)
+        event = None if snapshot.engine_status is None else self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:
             return  # the other daemon records it
         if self._written is None:
             await self._writing.do(self._look_back)
         if event is not None:
             self._begin(event, snapshot)
-        elif not self._served or snapshot.life is None or snapshot.in_service:
+        elif not self._served or snapshot.engine_status is None or snapshot.in_service:
             self._served = self._served or snapshot.in_service
             self._before = {
                 **build_context(snapshot, verdicts, values),
@@ -242,21 +241,27 @@ class Flight:
         if self._incident is not None and now >= self._incident.due:
             self._incident = await self._set_aside(self._incident, now)
 
-    def _take_event(self, life: EngineStatus) -> Ending | None:
-        if life.event is not None and self._state is EngineState.SERVING:
+    def _take_event(self, engine_status: EngineStatus) -> Ending | None:
+        if engine_status.event is not None and self._state is EngineState.SERVING:
             self._incident = None  # it had served again: the one before was over
         if (
-            life.state is not EngineState.UNKNOWN
+            engine_status.state is not EngineState.UNKNOWN
         ):  # a stall that was out of sight for a time is one stall
-            self._state = life.state
-        return life.event
+            self._state = engine_status.state
+        return engine_status.event
 
     def _begin(self, ending: Ending, snapshot: Snapshot) -> None:
-        now, going, life = snapshot.monotonic_seconds, self._incident, snapshot.life
-        age = (
-            None if life is None or ending.what is IncidentKind.ENDED else life.progress_age_seconds
+        now, going, engine_status = (
+            snapshot.monotonic_seconds,
+            self._incident,
+            snapshot.engine_status,
         )
-        event = IncidentEvent(
+        age = (
+            None
+            if engine_status is None or ending.what is IncidentKind.ENDED
+            else engine_status.progress_age_seconds
+        )
+        event = EngineEvent(
             t=round(ending.seconds, 3),
             what=ending.what,
             reason=ending.reason,

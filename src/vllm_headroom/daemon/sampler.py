@@ -17,7 +17,7 @@ from vllm_headroom.derive.configured import complete_page, list_pools
 from vllm_headroom.derive.health import add_lost_gpus
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.derive.inside import add_inside, classify_probe
-from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState, forget_run, update_run
+from vllm_headroom.derive.life.runs import ENGINE_RUN, RunState, forget_run, update_run
 from vllm_headroom.derive.readings import is_page_awake, list_named
 from vllm_headroom.log import Log
 from vllm_headroom.model import (
@@ -111,13 +111,13 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
     """Return a model of the server while all its engines are present, awake and idle."""
     if (
         isinstance(snapshot.engines, Failure)
-        or snapshot.life is None
+        or snapshot.engine_status is None
         or is_page_awake(snapshot.engines) is False
     ):
         return None
     engines = list_named(snapshot.engines)
-    may_answer = snapshot.life.state in (EngineState.SERVING, EngineState.STALLED) or bool(
-        snapshot.life.hang_signs
+    may_answer = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED) or bool(
+        snapshot.engine_status.hang_signs
     )
     if not may_answer or not engines:
         return None

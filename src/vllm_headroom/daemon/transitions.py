@@ -71,7 +71,7 @@ class Transitions:
         left = describe_orphans(snapshot.left_behind, ())
         if self._is_new("left behind", left, usual=None) and left is not None:
             log.warning("an engine that exited left processes behind", problem=left)
-        self._life(snapshot.life)
+        self._log_engine(snapshot.engine_status)
 
     def verdicts(self, values: Values) -> None:
         """Log where the leak detector begins and ceases to find growth; not where it cannot judge."""
@@ -92,20 +92,22 @@ class Transitions:
                     "leak suspected", of=whose, verdict=now, before=before or "nothing found"
                 )
 
-    def _life(self, life: EngineStatus | None) -> None:
-        if life is None:
+    def _log_engine(self, engine_status: EngineStatus | None) -> None:
+        if engine_status is None:
             return
-        if self._state is not None and life.ended is not None:
-            log.warning("engine exited", reason=str(life.ended), restarts=life.restarts)
-        if life.state is self._state:
+        if self._state is not None and engine_status.ended is not None:
+            log.warning(
+                "engine exited", reason=str(engine_status.ended), restarts=engine_status.restarts
+            )
+        if engine_status.state is self._state:
             return
-        is_alarming = life.state in (EngineState.DOWN, EngineState.STALLED)
+        is_alarming = engine_status.state in (EngineState.DOWN, EngineState.STALLED)
         write = log.warning if is_alarming else log.info
         write(
-            STATES.get(life.state, f"engine is {life.state}"),
+            STATES.get(engine_status.state, f"engine is {engine_status.state}"),
             before=str(self._state or "nothing yet"),
         )
-        self._state = life.state
+        self._state = engine_status.state
 
     def log_fault(self, name: str, error: Exception | None) -> None:
         """Log a derivation's fault with its traceback, and its recovery."""

@@ -55,7 +55,10 @@ def build_gate(
                 if left < within
                 else None
             )
-            if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
+            if (
+                snapshot.engine_status is not None
+                and snapshot.engine_status.state is EngineState.STALLED
+            ):
                 reason = "the engine should make progress and makes none"
             samples.append(Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)))
         if guardrail is not None:
@@ -71,7 +74,7 @@ def build_gate(
 
 def _find_leak(values: Values, snapshot: Snapshot, guardrail: Guardrail) -> str | None:
     """Return why the pod is to be evicted: a leak that is sure, of an engine that serves, and little time."""
-    if snapshot.life is None or snapshot.life.state is not EngineState.SERVING:
+    if snapshot.engine_status is None or snapshot.engine_status.state is not EngineState.SERVING:
         return None
     leaking = {
         name_device(*labels[:-1]) if metric is catalog.LEAK_STATE else HOST

@@ -70,7 +70,7 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     Such a GPU has no UUID and no process list: it is the engine's if no more GPUs are unreadable than missing. A
     readable GPU is then not assumed to be the engine's, even if it is the only one left.
     """
-    known = {} if snapshot.life is None else dict(snapshot.life.first_rooms)
+    known = {} if snapshot.engine_status is None else dict(snapshot.engine_status.first_rooms)
     missing = sorted(known.keys() - {gpu.reading.uuid for gpu in snapshot.devices})
     unopened = sum(not gpu.reading.uuid for gpu in snapshot.devices)
     if not missing or not snapshot.devices:

@@ -96,7 +96,7 @@ def derive_prefix_cache(
 
     A counter that fell restarted from 0. vLLM V0 has no counters: there the ratio is the engine's lifetime average.
     """
-    if snapshot.life is not None and not snapshot.life.in_service:
+    if snapshot.engine_status is not None and not snapshot.engine_status.in_service:
         return PrefixCacheState(), ()
     now, counts, samples = snapshot.monotonic_seconds, dict(state.engines), []
     present = {label_engine(engine): engine for engine in list_engines(snapshot.page)}
@@ -157,11 +157,11 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
     beside it for something other than the KV cache. No sample while nothing runs or the engine does not serve: the
     gauges of a sleeping or stalled engine are frozen.
     """
-    serves = snapshot.life is None or snapshot.life.state is EngineState.SERVING
+    serves = snapshot.engine_status is None or snapshot.engine_status.state is EngineState.SERVING
     if snapshot.page is None or not serves:
         return state, ()
-    if snapshot.life is not None and snapshot.life.restarts != state.restarts:
-        state = Batches(restarts=snapshot.life.restarts)
+    if snapshot.engine_status is not None and snapshot.engine_status.restarts != state.restarts:
+        state = Batches(restarts=snapshot.engine_status.restarts)
     batches, samples = {}, []
     for engine in list_named(snapshot.page):
         labels, running, used = label_engine(engine), engine.running or 0.0, engine.kv_used_ratio

@@ -37,7 +37,7 @@ class Baselines(Struct, frozen=True, kw_only=True):
     `busiest` is the most requests that ran at once, and when, in seconds since the epoch.
     """
 
-    life: str | None = None
+    run_id: str | None = field(default=None, name="life")  # its name in the state file
     finished_total: float | None = None
     bands: dict[str, dict[int, tuple[int, float]]] = field(default_factory=dict)
     busiest: tuple[float, float] = (0.0, 0.0)
@@ -55,11 +55,11 @@ def derive_baseline(
     page = snapshot.page
     if page is None or not snapshot.in_service or isinstance(snapshot.gpus, Failure):
         return state, ()
-    life, finished_total = identify_run(page), count_finished(page)
-    is_new = is_new_run(state.life, life, state.finished_total, finished_total)
-    kept = (is_new and life) or state.life or life
+    run_id, finished_total = identify_run(page), count_finished(page)
+    is_new = is_new_run(state.run_id, run_id, state.finished_total, finished_total)
+    kept = (is_new and run_id) or state.run_id or run_id
     state = replace(
-        state, life=kept, finished_total=finished_total, bands={} if is_new else state.bands
+        state, run_id=kept, finished_total=finished_total, bands={} if is_new else state.bands
     )
     running = count_running(page)
     if not running:

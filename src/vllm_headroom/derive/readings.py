@@ -58,7 +58,7 @@ def identify_run(page: EnginePage | None) -> str | None:
 
 
 def is_new_run(
-    life: str | None, new_life: str | None, finished: float | None, new_finished: float | None
+    run_id: str | None, new_run_id: str | None, finished: float | None, new_finished: float | None
 ) -> bool:
     """Return whether the second pair belongs to another run than the first; unknown values prove nothing.
 
@@ -71,17 +71,17 @@ def is_new_run(
         and new_finished is not None
         and new_finished < RESTART_SHARE * finished
     )
-    if life is None or new_life is None:
+    if run_id is None or new_run_id is None:
         return fell
-    if life == new_life:  # nearly always: their parts are not looked at then
+    if run_id == new_run_id:  # nearly always: their parts are not looked at then
         return False
-    before, now = _find_latest_start(life), _find_latest_start(new_life)
-    return now > before or (now < before and fell) or life.count(",") != new_life.count(",")
+    before, now = _find_latest_start(run_id), _find_latest_start(new_run_id)
+    return now > before or (now < before and fell) or run_id.count(",") != new_run_id.count(",")
 
 
-def _find_latest_start(life: str) -> tuple[int, str]:
+def _find_latest_start(run_id: str) -> tuple[int, str]:
     """Return a sortable key of the latest start; a process has its pid before its start."""
-    starts = [name.rpartition(":")[2] for name in life.split(",")]
+    starts = [name.rpartition(":")[2] for name in run_id.split(",")]
     return max((len(start), start) for start in starts)
 
 
@@ -190,7 +190,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
 
 def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the server's state, the start and number of its runs, and its progress."""
-    known = snapshot.life
+    known = snapshot.engine_status
     if known is None:
         return ()
     samples = [*make_states(catalog.ENGINE_STATE, (), known.state)]

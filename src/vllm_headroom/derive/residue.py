@@ -29,7 +29,7 @@ class SleepState(Struct, frozen=True, kw_only=True):
     taken again before the page reports the wake.
     """
 
-    life: str | None = None
+    run_id: str | None = field(default=None, name="life")  # its name in the state file
     since_seconds: float | None = None
     settled: bool = False
     least_bytes: dict[str, int] = field(default_factory=dict)
@@ -52,17 +52,17 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
     if page is None:
         return state
     now, named = snapshot.monotonic_seconds, identify_run(page)
-    is_new = is_new_run(state.life, named, None, None)
-    state = SleepState(life=named) if is_new else replace(state, life=state.life or named)
+    is_new = is_new_run(state.run_id, named, None, None)
+    state = SleepState(run_id=named) if is_new else replace(state, run_id=state.run_id or named)
     if is_page_awake(page) is not False:
-        return SleepState(life=state.life, least_bytes=state.least_bytes)
+        return SleepState(run_id=state.run_id, least_bytes=state.least_bytes)
     since = now if state.since_seconds is None else state.since_seconds
     if now - since < SETTLED_SECONDS:
         return replace(state, since_seconds=since)
     held = {
         gpu.reading.uuid: gpu.held_bytes for gpu in snapshot.owned if gpu.held_bytes is not None
     }
-    to_wake = {} if snapshot.life is None else dict(snapshot.life.to_wake)
+    to_wake = {} if snapshot.engine_status is None else dict(snapshot.engine_status.to_wake)
     held = {
         uuid: n_bytes
         for uuid, n_bytes in held.items()

@@ -239,7 +239,7 @@ def _judge_gpus(
 def _judge_gpu(
     values: Values, device: Gpu, snapshot: Snapshot, watches: Mapping[str, float]
 ) -> Verdict:
-    reading, life = device.reading, snapshot.life
+    reading, engine_status = device.reading, snapshot.engine_status
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     if reading.failure is not None:
         text = _end_sentence(f"{name} cannot be read: {reading.failure.message}")
@@ -268,9 +268,11 @@ def _judge_gpu(
         quiet = f"{quiet} and holds {format_size(held)}"
     free = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid)
     room = [] if free is None else [f"{format_size(free)} are free"]
-    to_wake = 0 if life is None else dict(life.to_wake).get(uuid, 0)
+    to_wake = 0 if engine_status is None else dict(engine_status.to_wake).get(uuid, 0)
     wake = [f"to wake takes {format_size(to_wake)}"] if to_wake else []
-    trouble = _find_trouble(values, (gpu, uuid), life, inf if free is None else free, to_wake)
+    trouble = _find_trouble(
+        values, (gpu, uuid), engine_status, inf if free is None else free, to_wake
+    )
     if trouble is None:
         sentence = f"{name}: {'; '.join([quiet, *wake, *room])}."
         return Verdict(subject=name, level=level, sentence=sentence)
@@ -283,10 +285,14 @@ def _judge_gpu(
 
 
 def _find_trouble(
-    values: Values, labels: tuple[str, str], life: EngineStatus | None, free: float, to_wake: float
+    values: Values,
+    labels: tuple[str, str],
+    engine_status: EngineStatus | None,
+    free: float,
+    to_wake: float,
 ) -> tuple[Situation, str | None, str] | None:
     """Return what is wrong with a GPU on which nothing grows, the alert that fires, and the words."""
-    first = 0 if life is None else dict(life.first_rooms).get(labels[1], 0)
+    first = 0 if engine_status is None else dict(engine_status.first_rooms).get(labels[1], 0)
     over = values.of(catalog.MEMORY_DISCREPANCY).items()
     excess = max((value for found, value in over if found[:2] == labels), default=0.0)
     others = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
@@ -297,7 +303,7 @@ def _find_trouble(
         return Situation.LOW_MEMORY, alert, f"{wake}only {format_size(free)} are free"
     blocks = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
     waits = (values.value(catalog.MEMORY_PRESSURE) or 0.0) > WAITING_RATIO
-    loads = life is not None and life.state is EngineState.STARTING
+    loads = engine_status is not None and engine_status.state is EngineState.STARTING
     if blocks is not None and blocks < min(BLOCKS_BYTES, free) and (waits or loads):
         text = f"the card's memory is in the page cache: only {format_size(blocks)} are free in blocks of 2 MiB"
         return Situation.LOW_MEMORY, "HeadroomUnifiedMemoryCached" if waits else None, text
@@ -374,12 +380,16 @@ def _judge_growth(
 
 
 def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
-    state = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
+    state = EngineState.UNKNOWN if snapshot.engine_status is None else snapshot.engine_status.state
     engine, (situation, level, text, alert) = (
         partial(Verdict, subject="engine"),
         ENGINE_SENTENCES[state],
     )
-    if state is EngineState.DOWN and snapshot.life is not None and not snapshot.life.was_seen:
+    if (
+        state is EngineState.DOWN
+        and snapshot.engine_status is not None
+        and not snapshot.engine_status.was_seen
+    ):
         level, alert = (
             Level.UNKNOWN,
             None,
@@ -391,12 +401,12 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         cause = f"; {snapshot.engines.message}"
         if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
             cause = f"; the machine is short of CPU{cause}"
-    elif snapshot.life is not None and snapshot.life.hang_signs:
+    elif snapshot.engine_status is not None and snapshot.engine_status.hang_signs:
         text, alert = (
             "is stalled" if state is EngineState.STALLED else "may be stalled",
             "HeadroomEngineStalled",
         )
-        cause = f": its page shows no work, and {', and '.join(each.value for each in snapshot.life.hang_signs)}"
+        cause = f": its page shows no work, and {', and '.join(each.value for each in snapshot.engine_status.hang_signs)}"
     else:
         cause = _describe_load(values) if state is EngineState.SERVING else ""
     yield engine(
@@ -405,7 +415,7 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         alert=alert,
         situation=situation,
     )
-    ends = 0 if snapshot.life is None else snapshot.life.recent_ends
+    ends = 0 if snapshot.engine_status is None else snapshot.engine_status.recent_ends
     if ends >= LOOP:
         text = f"The engine ended {ends} times in the last 90 minutes."
         yield engine(
@@ -468,7 +478,7 @@ def _judge_host(
         )
         host, first = (
             snapshot.host or HostMemory(),
-            snapshot.life and snapshot.life.first_host_room_bytes,
+            snapshot.engine_status and snapshot.engine_status.first_host_room_bytes,
         )
         known = host.room_bytes is not None and first is not None
         least = min(

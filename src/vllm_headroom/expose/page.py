@@ -206,9 +206,12 @@ WITHOUT_ROOM: Final = {Situation.DOWN, Situation.BLIND}
 
 def _find_number(view: View, first: Verdict) -> tuple[str, str]:
     """Return the number that matters in a situation, and what it is; empty where none is known."""
-    values, life = view.values, None if view.snapshot is None else view.snapshot.life
-    if first.situation is Situation.CRASH_LOOP and life is not None:
-        return f"{life.recent_ends} exits", "in the last 90 minutes"
+    values, engine_status = (
+        view.values,
+        None if view.snapshot is None else view.snapshot.engine_status,
+    )
+    if first.situation is Situation.CRASH_LOOP and engine_status is not None:
+        return f"{engine_status.recent_ends} exits", "in the last 90 minutes"
     left, least = (
         min(values.of(each).values(), default=None)
         for each in GROWS.get(first.situation, GROWS[Situation.LEAKING])

@@ -137,7 +137,7 @@ class History:
 
     def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
         """Add an event for each new verdict, without regard to figures; after a sleep those from before are not new."""
-        state = None if snapshot.life is None else snapshot.life.state
+        state = None if snapshot.engine_status is None else snapshot.engine_status.state
         said = {
             (
                 each.subject,

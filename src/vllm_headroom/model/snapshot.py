@@ -29,7 +29,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     without a folder, `host` where the host's memory is unknown. `unanswered_since_seconds` is since when, on the
     monotonic clock, the engine has not answered a request of the daemon. `neighbours` are the first processes of other
     engines; `ambiguous` is the number of engines if the watched one could not be identified. `left_behind` are the pids
-    that serve no engine. `life` is None if unknown, as after an error: then no evidence is collected. `has_silent_core`
+    that serve no engine. `engine_status` is None if unknown, as after an error: then no evidence is collected. `has_silent_core`
     is as in ProbeReadings, which a trace does not have. `pools` are those that vLLM was configured to fill.
     `token_bytes` is of the model that the engine's processes load; None where it is not visible.
     """
@@ -42,7 +42,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     probe: ProbeReadings | Failure | None = None
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
-    life: EngineStatus | None = None
+    engine_status: EngineStatus | None = None
     neighbours: frozenset[ProcessName] = frozenset()
     ambiguous: int = 0
     left_behind: frozenset[int] = frozenset()
@@ -59,7 +59,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     @property
     def in_service(self) -> bool:
         """Whether the engine is known to be in a run that has worked and still runs."""
-        return self.life is not None and bool(self.life.in_service)
+        return self.engine_status is not None and bool(self.engine_status.in_service)
 
     @property
     def devices(self) -> tuple[Gpu, ...]:

@@ -27,7 +27,7 @@ PEAK_SECONDS: Final = 60.0
 """The highest use in this time before the newest sample counts as its peak."""
 
 
-class Event(Struct, frozen=True, kw_only=True):
+class EngineEvent(Struct, frozen=True, kw_only=True):
     """An exit or a stall of the engine."""
 
     t: Seconds
@@ -121,14 +121,14 @@ class Oom(Struct, frozen=True, kw_only=True):
         return f"torch raised OutOfMemoryError on {self.uuid}: {free}{own}{used}"
 
 
-def find_decisive(events: Sequence[Event]) -> Event:
+def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
     """Return the event that an incident is judged by: the first, or the exit for memory that followed it at once."""
     ended = next((each for each in events if each.what is IncidentKind.ENDED), events[0])
     is_one = 0 <= ended.t - events[0].t <= SEQUENCE_SECONDS and ended.reason in MEMORY_REASONS
     return ended if is_one else events[0]
 
 
-class Incident(Event, frozen=True, kw_only=True):
+class Incident(EngineEvent, frozen=True, kw_only=True):
     """The facts of an incident: its decisive event, its cause, all events, and what was known; the header's schema.
 
     A field that is missing or does not fit is empty: other versions may write more, or less.
@@ -138,7 +138,7 @@ class Incident(Event, frozen=True, kw_only=True):
     cause: EndCause | None = None
     sure: Sureness | None = None
     sentence: str | None = None
-    events: tuple[Event, ...] = ()
+    events: tuple[EngineEvent, ...] = ()
     before: Before = Before()
     xids: tuple[Xid, ...] = ()
     ooms: tuple[Oom, ...] = ()

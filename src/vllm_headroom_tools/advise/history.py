@@ -30,7 +30,13 @@ from vllm_headroom_tools.advise.facts import (
     measure_others,
 )
 from vllm_headroom_tools.advise.settings import EngineArgs, add_page_settings, find_oldest_version
-from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, Course, Histogram, LeakReplay, Rise
+from vllm_headroom_tools.history import (
+    LONGEST_STEP_SECONDS,
+    Histogram,
+    LeakCourse,
+    LeakReplay,
+    Rise,
+)
 from vllm_headroom_tools.versions import OLDEST, Version
 
 WAITING_REQUESTS: Final = 10
@@ -300,7 +306,7 @@ class TraceHistory:
             for key, one in engines.items()
         ):
             self._since, self._engines, self._gpus = self._now, {}, {}
-        stranded = {} if snapshot.life is None else dict(snapshot.life.stranded)
+        stranded = {} if snapshot.engine_status is None else dict(snapshot.engine_status.stranded)
         for key, engine in engines.items():
             self._engines.setdefault(key, EngineHistory(*key)).step(
                 engine, seconds, stranded.get(key)
@@ -341,8 +347,8 @@ class TraceHistory:
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
         running = count_running(snapshot.page)
-        ended = snapshot.life is not None and snapshot.life.ended is not None
-        serving = self._watch.run.lives.present.ready and is_page_awake(snapshot.page) is not False
+        ended = snapshot.engine_status is not None and snapshot.engine_status.ended is not None
+        serving = self._watch.run.runs.present.ready and is_page_awake(snapshot.page) is not False
         for history in self._gpus.values() if ended or not serving else ():
             history.close_spell(self._now, ended_engine=ended)
         for gpu in snapshot.devices:
@@ -351,7 +357,7 @@ class TraceHistory:
             history.step(gpu, self._now, seconds, running, serving=serving)
 
 
-def _build_leak(course: Course) -> Leak:
+def _build_leak(course: LeakCourse) -> Leak:
     return Leak(
         state=course.state,
         alarm=course.last,

@@ -20,7 +20,7 @@ from vllm_headroom_tools.check.record import (
     pair_gpus,
 )
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.history import Course, Moment
+from vllm_headroom_tools.history import LeakCourse, Moment
 
 THOUSAND: Final = 1000
 NONE_SEEN: Final = "none seen"
@@ -110,7 +110,7 @@ def _judge_quiet(
     return replace(draft, why=why)
 
 
-def _describe_course(course: Course) -> str:
+def _describe_course(course: LeakCourse) -> str:
     value = _compute_per_thousand(course.newest)
     if course.last is None and not course.is_undecided:
         return NONE_SEEN

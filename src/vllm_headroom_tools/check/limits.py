@@ -215,11 +215,11 @@ def judge_restarts(
     )
     yield Judgement(
         limit=RESTARTS,
-        verdict=compare(record.replay.run.lives.restarts, most, missing),
+        verdict=compare(record.replay.run.runs.restarts, most, missing),
         unit=Unit.COUNT,
-        value=float(record.replay.run.lives.restarts),
+        value=float(record.replay.run.runs.restarts),
         most=most,
-        baseline=None if before is None else float(before.replay.run.lives.restarts),
+        baseline=None if before is None else float(before.replay.run.runs.restarts),
         why=missing or " ".join(dict.fromkeys(causes)),
     )
 

@@ -20,7 +20,7 @@ from vllm_headroom.derive.readings import count_finished, count_running, list_na
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import format_duration
 from vllm_headroom.vocabulary import MemoryPart, Role
-from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, Course, LeakReplay, Rise
+from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, LeakCourse, LeakReplay, Rise
 
 DetectorInput = tuple[Observation, float]
 """An observation that the detector was given, and the requests finished by then, as the detector counts them."""
@@ -99,7 +99,7 @@ class MemorySeries:
     `parts` by the probe, a size `total_bytes` and a highest discrepancy `excess`, known for the time in `budgeted`.
     """
 
-    def __init__(self, key: str, name: str, course: Course, *, keeps: bool) -> None:
+    def __init__(self, key: str, name: str, course: LeakCourse, *, keeps: bool) -> None:
         self.key, self.name = key, name
         self.course = course
         self.coverage, self.budgeted = Coverage(), Coverage()
@@ -204,8 +204,8 @@ class TraceRecord:
     def _add_page(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)
         restarted, self._restarts = (
-            self.replay.run.lives.restarts != self._restarts,
-            self.replay.run.lives.restarts,
+            self.replay.run.runs.restarts != self._restarts,
+            self.replay.run.runs.restarts,
         )
         self.finished.step(count_finished(page), restarted=restarted)
         self.preemptions.step(

@@ -31,8 +31,8 @@ from vllm_headroom_tools.demo.world import (
     MOST_RUNNING,
     RESERVED_BYTES,
     TOTAL_BYTES,
-    EngineRun,
     Scenario,
+    SimulatedRun,
     World,
 )
 
@@ -67,7 +67,7 @@ class SimulatedEngine(Simulated):
         return render_page(world.engine, self._epoch_seconds) if world.serves else ENGINE_DOWN
 
 
-def render_page(engine: EngineRun, epoch_seconds: float) -> str:
+def render_page(engine: SimulatedRun, epoch_seconds: float) -> str:
     """Return what the engine exports, as Prometheus text."""
     figures = {
         "num_requests_running": engine.running,

@@ -161,7 +161,7 @@ WARM_SECONDS: Final = 3_600
 NEIGHBOUR_CONTEXT_MIB: Final = 450
 
 
-class EngineRun:
+class SimulatedRun:
     """A server of one model on one GPU: its queue, its counters and its memory.
 
     Times are seconds since the demo began, and `number` counts runs from 0. The pid of the API server is `first_pid`;
@@ -343,11 +343,11 @@ class World:
 
     def _start_engine(
         self, number: int, started_seconds: float, serving_seconds: float
-    ) -> EngineRun:
+    ) -> SimulatedRun:
         span = self._scenario.restart_after_seconds
         self._ends_seconds = (
             inf if span is None else max(0.0, serving_seconds) + self._fate.uniform(*span)
         )
-        return EngineRun(
+        return SimulatedRun(
             self._seed, number, started_seconds=started_seconds, serving_seconds=serving_seconds
         )

@@ -10,8 +10,8 @@ from vllm_headroom.model import name_device
 from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import IncidentKind, Source
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
-from vllm_headroom_tools.history import Course, Histogram, LeakReplay, LeakVerdict, judge_course
-from vllm_headroom_tools.load.run import SHARES, Observation, SeriesSummary, Stage
+from vllm_headroom_tools.history import Histogram, LeakCourse, LeakReplay, LeakVerdict, judge_course
+from vllm_headroom_tools.load.run import SHARES, LoadObservation, SeriesSummary, Stage
 from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.target import LoadOrder
 from vllm_headroom_tools.terminal import join_paragraphs
@@ -60,7 +60,7 @@ def build_report(
     order: LoadOrder,
     model: str,
     steps: Sequence[Stage],
-    whole: Observation,
+    whole: LoadObservation,
     watch: LeakReplay,
     *,
     stopped: bool,
@@ -133,7 +133,7 @@ def _explain(outcomes: Counter[Outcome], *, stopped: bool) -> str:
     return "no request had time to finish"
 
 
-def _list_unread(whole: Observation, page: str) -> Iterator[str]:
+def _list_unread(whole: LoadObservation, page: str) -> Iterator[str]:
     for source, (count, failure) in whole.failures.items():
         why = f"{page} ({failure.reason})" if source is Source.ENGINE else failure.message
         yield f"{source} in {count} of {whole.samples} samples: {why}"
@@ -194,7 +194,9 @@ def _describe_step(step: Stage) -> dict[str, Any]:
     }
 
 
-def _describe_memory(span: SeriesSummary, whole: Observation, course: Course) -> dict[str, Any]:
+def _describe_memory(
+    span: SeriesSummary, whole: LoadObservation, course: LeakCourse
+) -> dict[str, Any]:
     delta_bytes, finished = span.last - span.first, whole.count_growth(catalog.ENGINE_FINISHED)
     leak = None if course.last is None else course.last.bytes_per_request
     judged, reason = judge_course(course, whole.seconds)

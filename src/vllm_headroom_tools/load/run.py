@@ -70,7 +70,7 @@ class SeriesSummaries(dict[Labels, SeriesSummary]):
             span.last, span.most = value, max(span.most, value)
 
 
-class Observation:
+class LoadObservation:
     """Collects the samples of a stretch; what none of them had is absent.
 
     `failures` has, of each source that failed, in how many of the samples, and the newest failure.
@@ -175,9 +175,9 @@ class Sampling:
     def __init__(
         self, *, parts: Parts, selection: Selection, interval_seconds: float, trace: Path
     ) -> None:
-        self.whole = Observation()
+        self.whole = LoadObservation()
         self.watch = LeakReplay()
-        self._step = Observation()
+        self._step = LoadObservation()
         self._parts = parts
         self._interval_seconds = interval_seconds
         self._turn = asyncio.Lock()
@@ -197,7 +197,7 @@ class Sampling:
         """Sample until cancelled."""
         await run_every(self._interval_seconds, self.tick, self._parts.clock)
 
-    async def look(self, step: Observation) -> None:
+    async def look(self, step: LoadObservation) -> None:
         """Let `step` take what is sampled from now on, a sample of this moment first."""
         self._step = step
         await self.tick()
@@ -284,7 +284,7 @@ class Stage(Struct, frozen=True, kw_only=True):
     rate: float | None = None
     seconds: float
     tally: Tally
-    observed: Observation
+    observed: LoadObservation
 
 
 def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
@@ -319,7 +319,7 @@ class LoadRun:
         return tuple(done)
 
     async def _step(self, number: int, share: float) -> Stage:
-        count, observed = count_streams(self.concurrency, share), Observation()
+        count, observed = count_streams(self.concurrency, share), LoadObservation()
         await self._sample(self.sampling.look(observed))
         tally = self._tally = Tally(monotonic())
         self.screen.begin(

@@ -9,7 +9,7 @@ from msgspec.structs import asdict, replace
 
 from vllm_headroom.derive.life.case import build_ending, describe_gpus
 from vllm_headroom.derive.life.judge import UNKNOWN, judge_ending
-from vllm_headroom.derive.life.lives import RunState
+from vllm_headroom.derive.life.runs import RunState
 from vllm_headroom.model import Diagnosis, Ending, GpuAtEnd, Snapshot
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_incident_facts
 from vllm_headroom.trace.incident import Incident, add_evidence, find_decisive, read_incident
@@ -49,13 +49,15 @@ class Follower:
         """Add a sample; return it with the state of the engine added."""
         before = self.watch.run
         snapshot = self.watch.step(snapshot)
-        event = None if snapshot.life is None else snapshot.life.event
+        event = None if snapshot.engine_status is None else snapshot.engine_status.event
         if self._incident is not None:
             event = self._build_due(self._incident, snapshot, event, before)
         if event is not None:
             found = replace(event, gpus=tuple(map(self._add_leak, event.gpus)))
             self.ending = found if self._incident is None else add_evidence(found, self._incident)
-        if snapshot.life is not None and (snapshot.life.ended or not self.watch.run.case.gpus):
+        if snapshot.engine_status is not None and (
+            snapshot.engine_status.ended or not self.watch.run.case.gpus
+        ):
             self._leaks = {}
         for _, uuid, course in self.watch.gpus:
             if snapshot.in_service and course.state is not LeakState.UNKNOWN:
@@ -71,11 +73,15 @@ class Follower:
         late = snapshot.time_seconds - known.t
         if not (abs(late) <= SAME_SECONDS or (self.ending is None and late > 0)):
             return None
-        run, age = before.lives.newest or before.lives.present, None
+        run, age = before.runs.newest or before.runs.present, None
         reason = known.reason or (None if event is None else event.reason)
         if known.what is IncidentKind.STALLED:
-            run, reason = self.watch.run.lives.present, None
-            age = None if snapshot.life is None else snapshot.life.progress_age_seconds
+            run, reason = self.watch.run.runs.present, None
+            age = (
+                None
+                if snapshot.engine_status is None
+                else snapshot.engine_status.progress_age_seconds
+            )
         gpus = describe_gpus(before.case, run, snapshot)
         return build_ending(
             before.case, run, snapshot, known.what, reason=reason, gpus=gpus, age_seconds=age

@@ -130,14 +130,14 @@ class Timeline:
 
     def step(self, snapshot: Snapshot, watch: LeakReplay) -> None:
         """Add the changes of a sample."""
-        now, life = snapshot.time_seconds, snapshot.life
-        if life is not None:
-            if life.ended is not None:
+        now, engine_status = snapshot.time_seconds, snapshot.engine_status
+        if engine_status is not None:
+            if engine_status.ended is not None:
                 self._moments.append((now, "the engine exited"))
-            if life.state is not self._state:
+            if engine_status.state is not self._state:
                 first = "the record begins: " if self._state is None else ""
-                self._moments.append((now, f"{first}{STATES[life.state]}"))
-            self._state = life.state
+                self._moments.append((now, f"{first}{STATES[engine_status.state]}"))
+            self._state = engine_status.state
         for index, uuid, course in watch.gpus:
             if (
                 course.state in (LeakState.GROWING, LeakState.LEAKING)

@@ -67,7 +67,7 @@ class Kind(StrEnum):
     ENGINE = "engine"
 
 
-class Finding(Struct, frozen=True):
+class Obstacle(Struct, frozen=True):
     """One thing that keeps vLLM from starting, that is not known, or, with GOOD, that is worth a remark.
 
     `fix` is None where `text` ends in what to do; `gpu` is an NVML index. With `may_pass`, waiting may fix it.
@@ -105,17 +105,17 @@ LARGER_SHM: Final = (
 )
 
 
-def report_failure(failure: Failure, gpu: int | None = None) -> Finding:
+def report_failure(failure: Failure, gpu: int | None = None) -> Obstacle:
     """Report a failure of NVML, or of one GPU; its message ends in what to do."""
     verdict = Conclusion.NOT_GOOD if failure.reason in CERTAIN else Conclusion.CANNOT_TELL
-    return Finding(
+    return Obstacle(
         Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=failure.reason is Reason.TIMEOUT
     )
 
 
 def check_memory(
     device: GpuReading, ask: MemoryRequest, held_by: str, swap_bytes: int | None
-) -> Iterator[Finding]:
+) -> Iterator[Obstacle]:
     """Compare the free memory with what vLLM requests and takes besides; `held_by` says who has the rest.
 
     Swap, zram included, is no room for a GPU that works on the machine's memory.
@@ -146,7 +146,7 @@ def check_memory(
             )
     if device.memory is not None and device.memory.is_unified and swap_bytes:
         swap = f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room"
-        yield Finding(
+        yield Obstacle(
             Kind.HOST,
             Conclusion.GOOD,
             f"{swap}: it would hang before they are full",
@@ -156,7 +156,7 @@ def check_memory(
 
 def _check_machine(
     device: GpuReading, memory: GpuMemory, ask: MemoryRequest, available_bytes: int
-) -> Iterator[Finding]:
+) -> Iterator[Obstacle]:
     """Check the free blocks, which a driver maps, and what is left to a machine that shares its memory."""
     blocks, asked_bytes = memory.machine_free_blocks_bytes, compute_asked_bytes(ask, memory)
     if blocks is not None and blocks < asked_bytes:
@@ -167,7 +167,7 @@ def _check_machine(
         )
         fix = "drop the page cache before the start and while the model loads (sync; echo 3 >/proc/sys/vm/drop_caches)"
         verdict = Conclusion.NOT_GOOD if blocks < BLOCKS_BYTES else Conclusion.GOOD
-        yield Finding(
+        yield Obstacle(
             Kind.HOST, verdict, text, f"{fix}; or --ignore host", gpu=device.index, may_pass=True
         )
     left_bytes = available_bytes - asked_bytes - ask.most_own_bytes
@@ -183,14 +183,14 @@ def _check_machine(
             if highest is None
             else f"start with --gpu-memory-utilization {highest:.2f}"
         )
-        yield Finding(
+        yield Obstacle(
             Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index
         )
 
 
 def _report_shortage(
     device: GpuReading, memory: GpuMemory, ask: MemoryRequest, held_by: str
-) -> Finding:
+) -> Obstacle:
     asked, usable = compute_asked_bytes(ask, memory), memory.usable_bytes
     asks = f"{format_gib(asked)} besides the {format_gib(LEAST_OWN_BYTES)} or more that it takes before its check"
     if asked + LEAST_OWN_BYTES > usable:
@@ -207,15 +207,15 @@ def _report_shortage(
 
 def _report_memory(
     device: GpuReading, verdict: Conclusion, text: str, fix: str, *, may_pass: bool = False
-) -> Finding:
-    return Finding(Kind.MEMORY, verdict, text, fix, gpu=device.index, may_pass=may_pass)
+) -> Obstacle:
+    return Obstacle(Kind.MEMORY, verdict, text, fix, gpu=device.index, may_pass=may_pass)
 
 
-def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Finding]:
+def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obstacle]:
     """Check what waits for a reset or a new GPU (NVIDIA's GPU memory error management guide); None is no answer."""
     if faults is None:
         text = "the GPU did not report in time whether a reset is due: look for Xid lines in the node's kernel log"
-        yield Finding(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
+        yield Obstacle(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
         return
     reset = f"reset it while nothing runs on it (nvidia-smi --gpu-reset -i {faults.index}, on the node), or reboot the node"
     is_on, will_be = ("on" if ecc else "off" for ecc in faults.ecc or (False, False))
@@ -228,12 +228,12 @@ def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Findi
         (faults.row_remap_failed, failed, "have it replaced: NVIDIA takes it back for this"),
     ):
         if is_so:
-            yield Finding(
+            yield Obstacle(
                 Kind.ECC, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index
             )
 
 
-def check_host_memory(host: HostMemory | None, ask: MemoryRequest) -> Iterator[Finding]:
+def check_host_memory(host: HostMemory | None, ask: MemoryRequest) -> Iterator[Obstacle]:
     """Compare what is left of the container's memory, or the machine's, with what vLLM's processes hold themselves."""
     needed_bytes = HOST_BYTES_PER_PROCESS * (2 + ask.tensor_parallel_size)
     if (
@@ -248,10 +248,10 @@ def check_host_memory(host: HostMemory | None, ask: MemoryRequest) -> Iterator[F
             " starts"
         )
         fix = "raise the container's memory limit, or stop what else takes memory here; or --ignore host"
-        yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, fix, may_pass=True)
+        yield Obstacle(Kind.HOST, Conclusion.NOT_GOOD, text, fix, may_pass=True)
 
 
-def check_left_files(left: Mapping[str, int]) -> Iterator[Finding]:
+def check_left_files(left: Mapping[str, int]) -> Iterator[Obstacle]:
     """Report files of an earlier run's tier of the KV cache in /dev/shm, by their sizes."""
     if left:
         names = ", ".join(f"{name} ({format_gib(size)})" for name, size in left.items())
@@ -259,7 +259,7 @@ def check_left_files(left: Mapping[str, int]) -> Iterator[Finding]:
             "no vLLM is visible that uses these files of a KV cache's tier, and a start can fail on them"
             f" (vllm-project/vllm#51317): {names}"
         )
-        yield Finding(
+        yield Obstacle(
             Kind.SHM,
             Conclusion.NOT_GOOD,
             text,
@@ -267,10 +267,10 @@ def check_left_files(left: Mapping[str, int]) -> Iterator[Finding]:
         )
 
 
-def check_shared_memory(shm: Shm | None) -> Iterator[Finding]:
+def check_shared_memory(shm: Shm | None) -> Iterator[Obstacle]:
     """Compare /dev/shm with what several processes of vLLM need."""
     if shm is None:
-        yield Finding(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
+        yield Obstacle(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
         return
     free = (
         f"{_format_mib(shm.free_bytes)} of the {_format_mib(shm.total_bytes)} of /dev/shm are free"
@@ -283,10 +283,10 @@ def check_shared_memory(shm: Shm | None) -> Iterator[Finding]:
             if left
             else LARGER_SHM
         )
-        yield Finding(Kind.SHM, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore shm")
+        yield Obstacle(Kind.SHM, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore shm")
     elif shm.free_bytes < ENOUGH_SHM_BYTES:
         text = f"{free}: NVIDIA asks for {_format_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
-        yield Finding(Kind.SHM, Conclusion.GOOD, text, LARGER_SHM)
+        yield Obstacle(Kind.SHM, Conclusion.GOOD, text, LARGER_SHM)
 
 
 def _format_mib(n_bytes: int) -> str:
@@ -308,7 +308,7 @@ class GpuChoice(Struct, frozen=True, kw_only=True):
 
 def choose_gpus(
     devices: tuple[GpuReading, ...], wanted: GpuChoice
-) -> tuple[tuple[GpuReading, ...], tuple[Finding, ...]]:
+) -> tuple[tuple[GpuReading, ...], tuple[Obstacle, ...]]:
     """Return the GPUs that vLLM will use, and the problems of that choice.
 
     Those that are named; else, of those that CUDA_VISIBLE_DEVICES leaves, the first `count`, as vLLM takes them.
@@ -329,21 +329,21 @@ def choose_gpus(
         visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
         text = f"{given_by} names GPUs that are not visible: {', '.join(missing)}"
         fix = f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES"
-        problems.append(Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix))
+        problems.append(Obstacle(Kind.GPUS, Conclusion.NOT_GOOD, text, fix))
     if len(chosen) < (count := wanted.count or 1):
         text = f"vLLM needs {count} GPUs, and {len(chosen)} are there for it"
         fix = "lower --tensor-parallel-size, or give this container more GPUs"
-        problems.append(Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix))
+        problems.append(Obstacle(Kind.GPUS, Conclusion.NOT_GOOD, text, fix))
     by_index = any(name.isdecimal() for name in wanted.visible or ())
     in_order = len(chosen) < len(left) or (by_index and len(left) < len(devices))
     if in_order and not wanted.in_slot_order and len({device.name for device in devices}) > 1:
         text = "which of these different GPUs vLLM takes is not known: CUDA counts the fastest first, NVML by slot"
         fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"
-        problems.append(Finding(Kind.GPUS, Conclusion.CANNOT_TELL, text, fix))
+        problems.append(Obstacle(Kind.GPUS, Conclusion.CANNOT_TELL, text, fix))
     return chosen, tuple(problems)
 
 
-def check_identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
+def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
     """Check that GPUs which work in parallel are alike; those that cannot be read have findings already."""
     kinds = {
         (device.name, device.memory.total_bytes) for device in devices if device.memory is not None
@@ -355,7 +355,7 @@ def check_identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
             "name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so"
             " does their ECC mode; or --ignore identical"
         )
-        yield Finding(Kind.IDENTICAL, Conclusion.NOT_GOOD, text, fix)
+        yield Obstacle(Kind.IDENTICAL, Conclusion.NOT_GOOD, text, fix)
 
 
 def _is_named(device: GpuReading, name: str) -> bool:

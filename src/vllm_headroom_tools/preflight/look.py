@@ -28,7 +28,7 @@ ENDED: Final = "a process that has ended"
 """NVML lists it, and in the machine's /proc it is not or is a zombie: the driver has not taken its memory back yet."""
 
 
-class Holder(Struct, frozen=True, kw_only=True):
+class GpuOccupant(Struct, frozen=True, kw_only=True):
     """A process on a GPU; `name` and `used_bytes` are None where they cannot be known from here."""
 
     pid: int
@@ -46,7 +46,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
     readings: GpuReadings | Failure
     faults: tuple[GpuFaults, ...]
-    holders: Mapping[str, tuple[Holder, ...]]
+    holders: Mapping[str, tuple[GpuOccupant, ...]]
     shm: Shm | None
     left: Mapping[str, int] = {}
     host: HostMemory | None = None
@@ -94,7 +94,7 @@ def _find_left(shm: Path) -> dict[str, int]:
 
 async def _find_holders(
     readings: GpuReadings, listed: ProcessReadings | Failure, proc: Path
-) -> dict[str, tuple[Holder, ...]]:
+) -> dict[str, tuple[GpuOccupant, ...]]:
     names: dict[int, str] = {}
     listed_on_gpus = [process for device in readings.devices for process in device.processes or ()]
     if not isinstance(listed, Failure) and are_pids_true(readings, listed):
@@ -114,7 +114,7 @@ async def _find_holders(
     memory_is_true = is_process_memory_true(readings, listed)
     return {
         device.uuid: tuple(
-            Holder(
+            GpuOccupant(
                 pid=each.pid,
                 name=names.get(each.pid),
                 used_bytes=each.used_bytes if memory_is_true else None,

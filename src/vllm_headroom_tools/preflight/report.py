@@ -13,8 +13,8 @@ from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools import conclusion
 from vllm_headroom_tools.conclusion import Conclusion, Report, find_worst
 from vllm_headroom_tools.preflight import checks
-from vllm_headroom_tools.preflight.checks import Finding, GpuChoice, Kind, MemoryRequest
-from vllm_headroom_tools.preflight.look import Conditions, Holder
+from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest, Obstacle
+from vllm_headroom_tools.preflight.look import Conditions, GpuOccupant
 
 
 class GpuReport(Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     reading: GpuReading
     asked_bytes: int | None
     highest_utilization_ratio: float | None
-    holders: tuple[Holder, ...] | None
+    holders: tuple[GpuOccupant, ...] | None
     unlisted_bytes: int | None
 
 
@@ -35,7 +35,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
     """What was seen and found; the findings with GOOD are remarks."""
 
     conditions: Conditions
-    findings: tuple[Finding, ...]
+    findings: tuple[Obstacle, ...]
     gpus: tuple[GpuReport, ...] = ()
     waited_seconds: float = 0.0
 
@@ -45,7 +45,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
         return find_worst(finding.verdict for finding in self.findings)
 
     @property
-    def hindrances(self) -> tuple[Finding, ...]:
+    def hindrances(self) -> tuple[Obstacle, ...]:
         """What is in the way of a go."""
         return tuple(finding for finding in self.findings if finding.verdict is not Conclusion.GOOD)
 
@@ -257,7 +257,7 @@ def _check_wake(
     page: EnginePage | Failure,
     request: MemoryRequest | None,
     gpus: tuple[GpuReport, ...],
-) -> tuple[Finding, ...]:
+) -> tuple[Obstacle, ...]:
     fix = None
     if isinstance(page, Failure):
         text = page.message
@@ -268,7 +268,7 @@ def _check_wake(
         if host is not None and host.limit_bytes is not None and host.room_bytes is not None:
             left = f"{format_gib(host.room_bytes)} of {format_gib(host.limit_bytes)} are left"
             text += f"; sleep level 1 would put its weights into host memory, of which {left}"
-        return (Finding(Kind.ENGINE, Conclusion.GOOD, text),)
+        return (Obstacle(Kind.ENGINE, Conclusion.GOOD, text),)
     elif not gpus:
         text, fix = "none of its processes is seen on a visible GPU", SEE_IT
     elif request is None:
@@ -276,7 +276,7 @@ def _check_wake(
         fix = "set it with --gpu-memory-utilization or --bytes; a sidecar that saw the engine awake exports it"
     else:
         return tuple(_check_gpu_wake(gpu, request, conditions.engine_pids) for gpu in gpus)
-    return (Finding(Kind.ENGINE, Conclusion.CANNOT_TELL, text, fix),)
+    return (Obstacle(Kind.ENGINE, Conclusion.CANNOT_TELL, text, fix),)
 
 
 def _find_request(page: EnginePage | Failure, ask: MemoryRequest) -> MemoryRequest | None:
@@ -290,20 +290,22 @@ def _find_request(page: EnginePage | Failure, ask: MemoryRequest) -> MemoryReque
     return None if in_bytes or share is None else replace(ask, utilization_ratio=share)
 
 
-def _check_gpu_wake(gpu: GpuReport, request: MemoryRequest, engine_pids: frozenset[int]) -> Finding:
+def _check_gpu_wake(
+    gpu: GpuReport, request: MemoryRequest, engine_pids: frozenset[int]
+) -> Obstacle:
     memory, index = gpu.reading.memory, gpu.reading.index
     held = sum_known(each.used_bytes for each in gpu.holders or () if each.pid in engine_pids)
     if memory is None or held is None:
         text = "what the engine holds of it cannot be seen from here"
-        return Finding(Kind.ENGINE, Conclusion.CANNOT_TELL, text, SEE_IT, gpu=index)
+        return Obstacle(Kind.ENGINE, Conclusion.CANNOT_TELL, text, SEE_IT, gpu=index)
     to_wake = max(0, checks.compute_asked_bytes(request, memory) - held)
     text = f"the engine sleeps and holds {format_gib(held)}; to wake takes about {format_gib(to_wake)}, and"
     free = f"{format_gib(memory.free_bytes)} are free"
     if to_wake <= memory.free_bytes:
-        return Finding(Kind.ENGINE, Conclusion.GOOD, f"{text} {free}", gpu=index)
+        return Obstacle(Kind.ENGINE, Conclusion.GOOD, f"{text} {free}", gpu=index)
     missing = f"{format_gib(to_wake - memory.free_bytes)} are missing{describe_holders(gpu)}"
     fix = "stop or move what else is there first: a vLLM that wakes without room fails with an out-of-memory"
-    return Finding(
+    return Obstacle(
         Kind.MEMORY,
         Conclusion.NOT_GOOD,
         f"{text} only {free}: {missing}",

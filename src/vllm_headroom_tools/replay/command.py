@@ -19,9 +19,9 @@ from vllm_headroom.units import NUMBER, format_duration, format_instant, format_
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.history import (
-    Course,
     Curves,
     Interval,
+    LeakCourse,
     LeakReplay,
     LeakVerdict,
     Moment,
@@ -64,7 +64,7 @@ def format_verdict(watch: LeakReplay) -> Iterator[str]:
         yield NO_GPU
 
 
-def _name_series(watch: LeakReplay) -> Iterator[tuple[str, Course]]:
+def _name_series(watch: LeakReplay) -> Iterator[tuple[str, LeakCourse]]:
     for index, uuid, course in watch.gpus:
         yield f"GPU {index}" if uuid == name_by_index(index) else f"GPU {index} ({uuid})", course
     for role, course in watch.host:
@@ -92,7 +92,7 @@ def _describe_host(watch: LeakReplay) -> Iterator[str]:
             yield f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by no request."
 
 
-def _judge_series(name: str, course: Course, span_seconds: float) -> Finding:
+def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding:
     verdict, reason = judge_course(course, span_seconds)
     said = {
         LeakVerdict.LEAKING: "LEAKING",

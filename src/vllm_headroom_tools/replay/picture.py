@@ -18,7 +18,7 @@ from vllm_headroom.expose.drawing import (
 from vllm_headroom.model import name_device
 from vllm_headroom.units import GIB, format_instant, format_size
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.history import Course, Curves, LeakReplay
+from vllm_headroom_tools.history import Curves, LeakCourse, LeakReplay
 from vllm_headroom_tools.terminal import Pick, draw_bars
 
 WIDTH: Final = 1000.0
@@ -66,7 +66,7 @@ def draw_picture(watch: LeakReplay, curves: Curves) -> str:
     return drawing.draw_picture(frame, (style, ground, placed), title=title, stretch=False)
 
 
-def _build_forecast(course: Course, points: list[Point]) -> Forecast | None:
+def _build_forecast(course: LeakCourse, points: list[Point]) -> Forecast | None:
     last, free = (
         course.last,
         next((value for _, value in reversed(points) if value is not None), None),

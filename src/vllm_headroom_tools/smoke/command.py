@@ -73,15 +73,15 @@ class EngineServer:
         return Failure(source=answer.source, reason=answer.reason, message=message)
 
 
-class Step(NamedTuple):
+class SmokeStep(NamedTuple):
     """The result of one step: what was seen, or why it failed or cannot be taken, and what to do."""
 
     verdict: Conclusion
     text: str
 
 
-def _skip(text: str) -> Step:
-    return Step(Conclusion.CANNOT_TELL, text)
+def _skip(text: str) -> SmokeStep:
+    return SmokeStep(Conclusion.CANNOT_TELL, text)
 
 
 MODELS: Final = "v1/models"
@@ -105,15 +105,15 @@ NOT_SERVED: Final = frozenset(
 SAID_CHARACTERS: Final = 200
 
 
-async def request_completion(reach: EngineServer, deadline_seconds: float) -> Step:
+async def request_completion(reach: EngineServer, deadline_seconds: float) -> SmokeStep:
     """Ask the first model that the server lists for a completion, and where it has none for a chat's answer."""
     now = asyncio.get_running_loop().time
     listed = await reach.text(MODELS, min(10.0, deadline_seconds))
     if isinstance(listed, Failure):
-        return Step(Conclusion.NOT_GOOD, listed.message)
+        return SmokeStep(Conclusion.NOT_GOOD, listed.message)
     model = parse_first_model(listed)
     if model is None:
-        return Step(
+        return SmokeStep(
             Conclusion.NOT_GOOD,
             f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port",
         )
@@ -124,13 +124,13 @@ async def request_completion(reach: EngineServer, deadline_seconds: float) -> St
         answer = await reach.post(path, body, deadline_seconds)
         tokens = _read_completion(answer, reach.address(path))
         if isinstance(tokens, int):
-            return Step(
+            return SmokeStep(
                 Conclusion.GOOD, f"{model.name} gave {tokens} tokens in {now() - began:.2f} s"
             )
         problem = problem or tokens
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
-            return Step(Conclusion.NOT_GOOD, tokens)
-    return Step(Conclusion.NOT_GOOD, problem)
+            return SmokeStep(Conclusion.NOT_GOOD, tokens)
+    return SmokeStep(Conclusion.NOT_GOOD, problem)
 
 
 def _read_completion(answer: Reply | Failure, address: str) -> int | str:
@@ -167,7 +167,7 @@ NO_COUNTERS: Final = (
 
 async def check_counters(
     reach: EngineServer, before: EnginePage | Failure, patience_seconds: float = COUNTED_SECONDS
-) -> tuple[Step, EnginePage | Failure]:
+) -> tuple[SmokeStep, EnginePage | Failure]:
     """Return whether one more request has finished than in `before`, and the page that says so."""
 
     def count_finished(page: EnginePage | Failure) -> float:
@@ -187,25 +187,25 @@ async def check_counters(
         await asyncio.sleep(0.5)
     found = _check_inputs(page, NO_COUNTERS)
     if found.verdict is Conclusion.GOOD and more >= 1:
-        found = Step(Conclusion.GOOD, f"{found.text}; finished requests rose by {more:.0f}")
+        found = SmokeStep(Conclusion.GOOD, f"{found.text}; finished requests rose by {more:.0f}")
     elif found.verdict is Conclusion.GOOD:
         stay = f"finished requests stay at {finished_before:.0f} after a completion"
         fix = "check that HEADROOM_ENGINE_URL is the page of the server that answers beside it"
-        found = Step(Conclusion.NOT_GOOD, f"{stay}: {fix}")
+        found = SmokeStep(Conclusion.NOT_GOOD, f"{stay}: {fix}")
     return found, page
 
 
-def _check_inputs(page: EnginePage | Failure, nothing: str) -> Step:
+def _check_inputs(page: EnginePage | Failure, nothing: str) -> SmokeStep:
     if isinstance(page, Failure):
-        return Step(Conclusion.NOT_GOOD, page.message)
+        return SmokeStep(Conclusion.NOT_GOOD, page.message)
     if not page.engines:
-        return Step(Conclusion.NOT_GOOD, nothing)
+        return SmokeStep(Conclusion.NOT_GOOD, nothing)
     needed = ("requests_running", "requests_waiting", "requests_finished")
     if missing := [name for name, is_there in page.inputs if name in needed and not is_there]:
         text = f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more"
-        return Step(Conclusion.NOT_GOOD, text)
+        return SmokeStep(Conclusion.NOT_GOOD, text)
     there = sum(is_there for _, is_there in page.inputs)
-    return Step(Conclusion.GOOD, f"{there} of {len(page.inputs)} inputs are on the page")
+    return SmokeStep(Conclusion.GOOD, f"{there} of {len(page.inputs)} inputs are on the page")
 
 
 SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
@@ -215,7 +215,7 @@ NOT_ITS_OWN: Final = -0.5
 
 async def check_discrepancy(
     settings: Settings, page: EnginePage | Failure, limit_ratio: float
-) -> Step:
+) -> SmokeStep:
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
@@ -239,7 +239,7 @@ async def check_discrepancy(
     return _skip(f"the page has no series of an engine, and so no budget: {SET_REPORTED_BYTES}")
 
 
-def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
+def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
     """Return how the discrepancies, of which the first label is the GPU, compare with the limit."""
     ratios = {
         name_device(*sample.labels[:2]): sample.value
@@ -258,12 +258,12 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Step
     if max(ratios.values()) > limit_ratio:
         text = f"more is held than was asked for, {shown}, where {limit_ratio:.1%} is allowed: who holds it is in"
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
-        return Step(Conclusion.NOT_GOOD, text)
+        return SmokeStep(Conclusion.NOT_GOOD, text)
     if strangers := [gpu for gpu, ratio in ratios.items() if ratio < NOT_ITS_OWN]:
         return _skip(
             f"{shown}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are"
         )
-    return Step(Conclusion.GOOD, f"{shown}, {limit_ratio:.1%} is allowed")
+    return SmokeStep(Conclusion.GOOD, f"{shown}, {limit_ratio:.1%} is allowed")
 
 
 Seconds = Annotated[float, from_text(parse_duration), Field(gt=0, le=86400)]
@@ -294,7 +294,7 @@ PATH: Final = "health"
 
 async def wait_until_healthy(
     reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]
-) -> Step:
+) -> SmokeStep:
     """Poll /health until it answers 200; report what it waits for when that changes, and every half minute."""
     now = asyncio.get_running_loop().time
     began = say_at = now()
@@ -304,7 +304,7 @@ async def wait_until_healthy(
             PATH, min(5.0, deadline_seconds)
         )  # the last question's time as well
         if not isinstance(answer, Failure):
-            return Step(Conclusion.GOOD, f"healthy after {format_duration(now() - began)}")
+            return SmokeStep(Conclusion.GOOD, f"healthy after {format_duration(now() - began)}")
         if answer.reason is Reason.CREDENTIALS:
             raise BadInput(answer.message)
         if answer.reason in {
@@ -312,9 +312,9 @@ async def wait_until_healthy(
             Reason.UNAUTHORIZED,
             Reason.REDIRECT,
         }:  # no model that is loading gives these
-            return Step(Conclusion.NOT_GOOD, answer.message)
+            return SmokeStep(Conclusion.NOT_GOOD, answer.message)
         if now() >= ends:
-            return Step(
+            return SmokeStep(
                 Conclusion.NOT_GOOD,
                 f"not healthy within {format_duration(deadline_seconds)}: {answer.message}",
             )
@@ -338,7 +338,7 @@ async def _run(given: Namespace) -> Report:
     return build_report(reach.address(""), await take_steps(settings, reach, tell))
 
 
-def build_report(address: str, steps: Mapping[str, Step]) -> Report:
+def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
     """Return the report on the steps by name; what was skipped does not fail."""
     failed = [name for name, step in steps.items() if step.verdict is Conclusion.NOT_GOOD]
     headline = f"vLLM does not serve: {', '.join(failed)}." if failed else "vLLM serves."
@@ -365,7 +365,7 @@ def build_report(address: str, steps: Mapping[str, Step]) -> Report:
 
 async def take_steps(
     settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]
-) -> dict[str, Step]:
+) -> dict[str, SmokeStep]:
     """Take the steps one after another; without health the others are skipped."""
     health = await wait_until_healthy(reach, settings.deadline, say)
     if health.verdict is Conclusion.NOT_GOOD:

@@ -46,7 +46,7 @@ def read_memory(rate: float, room: float, interval: float, seed: int) -> Iterato
             held_bytes=held,
             finished_total=REQUESTS_PER_SECOND * seconds,
             running=30.0,
-            life="a",
+            run_id="a",
             room_bytes=int(total - held),
         )
         if held >= total - 100 * MIB:

@@ -11,7 +11,7 @@ from traces import Labelled
 
 from vllm_headroom.model import Snapshot
 from vllm_headroom_tools.trace import parse_snapshot
-from vllm_headroom_tools.history import Course, Moment
+from vllm_headroom_tools.history import LeakCourse, Moment
 from vllm_headroom_tools.history import LeakReplay
 
 END_SECONDS = 600.0
@@ -34,11 +34,11 @@ def judge(trace: Labelled) -> dict[str, Any]:
         if ends is not None and sample["t"] <= ends - END_SECONDS:
             course = _course(watch, trace.truth["series"])
             before_end = course.last if course is not None else None
-    course = _course(watch, trace.truth["series"]) or Course()
+    course = _course(watch, trace.truth["series"]) or LeakCourse()
     return score(course, before_end, trace.truth, read_series(trace))
 
 
-def score(course: Course, before_end: Moment | None, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
+def score(course: LeakCourse, before_end: Moment | None, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
     """Return the row of a trace with this course; `before_end` is the last moment long enough before out-of-memory."""
     row = {key: truth[key] for key in ("scenario", "seed", "group", "leak", "ambiguous")}
     row |= _alarms(course, truth, readings)
@@ -51,7 +51,7 @@ def score(course: Course, before_end: Moment | None, truth: dict[str, Any], read
     return row
 
 
-def _course(watch: LeakReplay, series: str) -> Course | None:
+def _course(watch: LeakReplay, series: str) -> LeakCourse | None:
     if series == "gpu":
         return next((course for _, _, course in watch.gpus), None)
     return next((course for role, course in watch.host if role == series), None)
@@ -69,7 +69,7 @@ def read_series(trace: Labelled) -> list[plain.Reading]:
     return found
 
 
-def _alarms(course: Course, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
+def _alarms(course: LeakCourse, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
     leak, onset = truth["leak"], truth["onset"]
     rises, early = _edges(course.leaking, APART_SECONDS), _edges(course.growing, APART_SECONDS)
     false = [edge for edge in rises if not leak or edge < onset]

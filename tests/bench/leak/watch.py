@@ -14,12 +14,12 @@ from traces import Labelled
 from vllm_headroom.derive.leak.facts import Certainty, Observation, Track, observe_gpus
 from vllm_headroom.derive.leak.leak import find_leak_state, is_alone, observe_host
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.derive.life.runs import RunState, update_run
 from vllm_headroom.derive.life.signs import keep_service
 from vllm_headroom.derive.stability import LoadState, derive_load
 from vllm_headroom.model import EngineStatus, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState
-from vllm_headroom_tools.history import Course, _build_moment
+from vllm_headroom_tools.history import LeakCourse, _build_moment
 from vllm_headroom_tools.trace import parse_snapshot
 
 
@@ -49,7 +49,7 @@ def watch(trace: Labelled) -> Watched:
         snapshot = parse_snapshot(sample)
         assert isinstance(snapshot, Snapshot), snapshot
         if is_up and found and found[-1].in_service:  # it will stay so: saves half of the time
-            snapshot = replace(snapshot, life=SERVING)
+            snapshot = replace(snapshot, engine_status=SERVING)
         else:
             state, snapshot = update_run(state, snapshot)
         served = keep_service(snapshot)
@@ -67,7 +67,7 @@ def watch(trace: Labelled) -> Watched:
 def follow(watched: Watched) -> Row:
     """Return the trace's row, as `judge` does."""
     samples, truth, readings = watched
-    course, track, before_end = Course(), None, None
+    course, track, before_end = LeakCourse(), None, None
     for seen in samples:
         state, known, again = LeakState.UNKNOWN, None, False
         if seen.observation is not None:

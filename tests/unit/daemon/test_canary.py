@@ -56,7 +56,7 @@ def seen(*engines: EngineReading, state: EngineState = EngineState.SERVING) -> S
 
 
 def lived(engines: EnginePage | Failure, state: EngineState = EngineState.SERVING) -> Snapshot:
-    return replace(snapshot(engines=engines), life=EngineStatus(state=state))
+    return replace(snapshot(engines=engines), engine_status=EngineStatus(state=state))
 
 
 def turned(canary: Canary, *snapshots: Snapshot | None) -> None:
@@ -68,7 +68,7 @@ def test_an_idle_engine_that_may_hang_is_asked() -> None:
     asked = Engine([True])
     doubted = EngineStatus(state=EngineState.UNKNOWN, hang_signs=(HangSign.STUCK,))
 
-    turned(Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15), replace(seen(), life=doubted))
+    turned(Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15), replace(seen(), engine_status=doubted))
 
     assert asked.models == ["m"]
 
@@ -99,7 +99,7 @@ def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bo
         seen(replace(RESTING, model_name="")),
         lived(page()),
         lived(failure(Source.ENGINE)),
-        replace(seen(), life=None),
+        replace(seen(), engine_status=None),
         *(seen(state=state) for state in EngineState if state not in (EngineState.SERVING, EngineState.STALLED)),
     ],
 )

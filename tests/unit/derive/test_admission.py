@@ -27,7 +27,7 @@ def more(*looks: Look | Failure, restarts: tuple[int, ...] = ()) -> float | None
         )
         seen = snapshot(at=5.0 * place, engines=engines)
         if restarts:
-            seen = replace(seen, life=EngineStatus(state=EngineState.SERVING, restarts=restarts[place]))
+            seen = replace(seen, engine_status=EngineStatus(state=EngineState.SERVING, restarts=restarts[place]))
         state, samples = derive_admission(state, seen)
         last = values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
     return last
@@ -77,9 +77,9 @@ def test_what_is_frozen_in_an_engine_tells_no_limit_and_nothing_more_fits(doing:
     state, frozen = Batches(), page(engine(running=3.0, waiting=5.0, kv_used_ratio=0.1))
     for place in range(2 * TIMES):
         seen = snapshot(at=5.0 * place, engines=frozen)
-        state, samples = derive_admission(state, replace(seen, life=EngineStatus(state=doing)))
+        state, samples = derive_admission(state, replace(seen, engine_status=EngineStatus(state=doing)))
         assert not samples
-    _, samples = derive_admission(state, replace(seen, life=EngineStatus(state=EngineState.SERVING)))
+    _, samples = derive_admission(state, replace(seen, engine_status=EngineStatus(state=EngineState.SERVING)))
 
     assert values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS)[AN_ENGINE] == 27
 

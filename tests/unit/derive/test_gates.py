@@ -27,7 +27,7 @@ def ask(
     """Return the gate where so many seconds are left."""
     labels = A_GPU if metric is catalog.TIME_TO_OOM_LOWER else ()
     values = Values(() if left is None else (Sample(metric, labels, left),))
-    return build_gate(least, values, guardrail).step(OPEN, replace(snapshot(), life=EngineStatus(state=state)))
+    return build_gate(least, values, guardrail).step(OPEN, replace(snapshot(), engine_status=EngineStatus(state=state)))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def find_due(
         else (Sample(catalog.LEAK_STATE, (*A_GPU, leak), 1.0), Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, left))
     )
     gate = build_gate(None, Values(samples), replace(HOLDER, quiet_hour=quiet_hour))
-    seen = replace(snapshot(), life=EngineStatus(state=state), time_seconds=1_760_054_400.0 + 3600.0 * hour)
+    seen = replace(snapshot(), engine_status=EngineStatus(state=state), time_seconds=1_760_054_400.0 + 3600.0 * hour)
     return gate.step(OPEN, seen)[0].due
 
 
@@ -97,7 +97,7 @@ def test_the_end_of_one_gpu_and_the_leak_of_another_are_not_taken_together() -> 
         Sample(catalog.TIME_TO_OOM_LOWER, ("0", "GPU-a"), 1.0),
         Sample(catalog.TIME_TO_OOM_LOWER, ("1", "GPU-b"), 9999.0),
     )
-    serving = replace(snapshot(), life=EngineStatus(state=EngineState.SERVING))
+    serving = replace(snapshot(), engine_status=EngineStatus(state=EngineState.SERVING))
 
     assert build_gate(None, Values(samples), HOLDER).step(OPEN, serving)[0].due is None
 

@@ -67,7 +67,9 @@ def test_memory_per_running_request_is_absent_while_nothing_runs_and_on_other_gp
 
 def test_an_engine_that_died_between_the_readings_costs_nothing_that_is_known() -> None:
     seen = snapshot(
-        engines=page(engine(running=2.0)), gpus=(gpu(used=0, engine=0),), life=EngineStatus(state=EngineState.SERVING)
+        engines=page(engine(running=2.0)),
+        gpus=(gpu(used=0, engine=0),),
+        engine_status=EngineStatus(state=EngineState.SERVING),
     )
 
     assert derive_per_request(seen) == ()

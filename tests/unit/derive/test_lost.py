@@ -22,7 +22,7 @@ def unopened(index: int) -> Gpu:
 
 def seen(*gpus: Gpu, had: tuple[str, ...]) -> Snapshot:
     life = EngineStatus(state=EngineState.SERVING, first_rooms=tuple((uuid, 5) for uuid in had))
-    return replace(snapshot(gpus=gpus), life=life)
+    return replace(snapshot(gpus=gpus), engine_status=life)
 
 
 def owned(at: Snapshot) -> list[tuple[int, str]]:
@@ -53,7 +53,7 @@ def test_another_that_is_the_only_one_left_is_not_the_engines() -> None:
     [
         seen(IDLE, unopened(1), had=()),
         seen(gpu(index=0, uuid="GPU-a"), unopened(1), had=("GPU-a",)),
-        replace(seen(IDLE, unopened(1), had=("GPU-b",)), life=None),
+        replace(seen(IDLE, unopened(1), had=("GPU-b",)), engine_status=None),
         replace(seen(had=("GPU-b",)), gpus=failure(Source.NVML)),
     ],
     ids=["no life with a GPU", "all show", "life not known", "no GPU can be read"],

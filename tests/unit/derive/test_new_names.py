@@ -7,7 +7,7 @@ from typing import Final
 
 from tests.samples import engine, failure, gpu, page, probed, snapshot
 from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.derive.life.runs import RunState, update_run
 from vllm_headroom.derive.readings import MOST_REMEMBERED
 from vllm_headroom.model import AllocatorReading, Inside, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import Source

@@ -46,7 +46,7 @@ def state(value: str, metric: Metric = catalog.LEAK_STATE, labels: tuple[str, ..
 def seen(life: EngineState = EngineState.SERVING) -> Snapshot:
     return replace(
         snapshot(engines=page(engine()), gpus=(replace(gpu(), process_count=1),)),
-        life=EngineStatus(state=life, exits=((ExitReason.GONE, 1),)),
+        engine_status=EngineStatus(state=life, exits=((ExitReason.GONE, 1),)),
     )
 
 
@@ -191,7 +191,7 @@ def test_each_state_of_the_engine_has_its_sentence(life: EngineState) -> None:
 
 
 def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
-    at = replace(seen(), life=EngineStatus(state=EngineState.DOWN, was_seen=False))
+    at = replace(seen(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=False))
 
     said = of("engine", at=at)
     assert (said.level, said.alert) == (Level.UNKNOWN, None)
@@ -213,7 +213,9 @@ def test_an_engine_that_served_and_whose_exit_cannot_be_counted_has_been_seen() 
 
 def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
     def said(free_mib: int, first_mib: int) -> tuple[Level, str | None]:
-        at = replace(seen(), life=EngineStatus(state=EngineState.SERVING, first_rooms=((A_GPU[1], first_mib * MIB),)))
+        at = replace(
+            seen(), engine_status=EngineStatus(state=EngineState.SERVING, first_rooms=((A_GPU[1], first_mib * MIB),))
+        )
         found = of(
             "GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_FREE, A_GPU, float(free_mib * MIB)), at=at
         )
@@ -293,7 +295,7 @@ def test_without_a_page_it_is_said_what_the_engine_was(doing: EngineState, says:
 def test_an_idle_engine_that_hangs_is_described_by_its_signs(
     doing: EngineState, signs: tuple[HangSign, ...], level: Level, says: str
 ) -> None:
-    said = of("engine", at=replace(seen(), life=EngineStatus(state=doing, hang_signs=signs)))
+    said = of("engine", at=replace(seen(), engine_status=EngineStatus(state=doing, hang_signs=signs)))
 
     assert (said.level, said.sentence, said.alert) == (level, f"The engine {says}.", "HeadroomEngineStalled")
 
@@ -317,7 +319,7 @@ def test_a_silent_server_on_a_machine_that_is_short_of_cpu_is_starved(
 
 
 def test_a_life_that_nobody_follows_is_not_known() -> None:
-    assert of("engine", at=replace(seen(), life=None)).level is Level.UNKNOWN
+    assert of("engine", at=replace(seen(), engine_status=None)).level is Level.UNKNOWN
 
 
 def test_stranded_blocks_are_a_warning() -> None:
@@ -394,7 +396,7 @@ def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float
 
 def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
     def said(ends: int) -> list[tuple[Level, str | None]]:
-        at = replace(seen(), life=EngineStatus(state=EngineState.SERVING, recent_ends=ends))
+        at = replace(seen(), engine_status=EngineStatus(state=EngineState.SERVING, recent_ends=ends))
         return [(each.level, each.alert) for each in judge_snapshot(at, Values(())) if each.subject == "engine"]
 
     assert said(2) == [(Level.GOOD, None)]
@@ -472,7 +474,7 @@ def test_little_host_memory_that_was_more_is_a_warning(used: float, first: float
     at = replace(
         seen(),
         host=HostMemory(used_bytes=int(used * GIB), limit_bytes=64 * GIB),
-        life=EngineStatus(state=EngineState.SERVING, first_host_room_bytes=room),
+        engine_status=EngineStatus(state=EngineState.SERVING, first_host_room_bytes=room),
     )
 
     verdict = of("host memory", stable, at=at)
@@ -507,7 +509,7 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     ],
 )
 def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, level: Level, says: str) -> None:
-    at = replace(seen(), life=EngineStatus(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
+    at = replace(seen(), engine_status=EngineStatus(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB), at=at)
 
@@ -517,7 +519,7 @@ def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, lev
 
 def test_where_little_is_free_it_is_still_said_what_waking_lacks() -> None:
     life = EngineStatus(state=EngineState.ASLEEP, to_wake=(("GPU-a", 9 * GIB),), first_rooms=(("GPU-a", 5 * GIB),))
-    at = replace(seen(), life=life)
+    at = replace(seen(), engine_status=life)
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 256.0 * MIB), at=at)
 
@@ -532,7 +534,7 @@ OTHERS: Final = Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 3.0 * GIB)
 STRANDED: Final = Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)
 GROWS: Final = state(LeakState.GROWING)
 HOST_LEAKS: Final = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("engine_core",))
-LOOPS: Final = replace(seen(), life=EngineStatus(state=EngineState.DOWN, was_seen=True, recent_ends=3))
+LOOPS: Final = replace(seen(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=True, recent_ends=3))
 UNREAD: Final = replace(seen(), gpus=failure(Source.NVML))
 
 

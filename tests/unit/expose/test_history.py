@@ -139,7 +139,7 @@ def test_a_leak_is_one_event_however_often_its_engine_sleeps() -> None:
         (25, GOOD, EngineState.SERVING),
         (30, BAD, EngineState.SERVING),
     ):
-        made.step(replace(at(seconds), life=EngineStatus(state=state)), (verdict,), None)
+        made.step(replace(at(seconds), engine_status=EngineStatus(state=state)), (verdict,), None)
 
     assert [event.seconds - BEGIN for event in made.events if event.text == BAD.sentence] == [5, 30]
 

@@ -32,7 +32,7 @@ def test_before_the_first_sample_the_page_says_so() -> None:
 
 def test_a_gpu_of_which_nothing_is_known_yet_is_not_called_healthy() -> None:
     serving = EngineStatus(state=EngineState.SERVING)
-    seen = replace(snapshot(engines=page(engine()), gpus=(gpu(),)), time_seconds=NOW, life=serving)
+    seen = replace(snapshot(engines=page(engine()), gpus=(gpu(),)), time_seconds=NOW, engine_status=serving)
 
     shown = render_page(view([Sample(catalog.LEAK_STATE, (*GPU, "warming_up"), 1.0)], at=seen))
 
@@ -114,7 +114,7 @@ def test_a_healthy_engine_shows_the_least_free_memory_and_nothing_to_do() -> Non
 
 
 def test_a_crash_loop_shows_how_often_the_engine_exited() -> None:
-    looping = replace(snapshot(), life=EngineStatus(state=EngineState.STARTING, recent_ends=4))
+    looping = replace(snapshot(), engine_status=EngineStatus(state=EngineState.STARTING, recent_ends=4))
 
     assert "<b>4 exits <small>in the last 90 minutes</small></b>" in render_page(view(at=looping))
 

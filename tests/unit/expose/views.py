@@ -58,7 +58,7 @@ def day(
         lost = 6e6 * minute
         seen = tuple(device(index, free - (lost if index in leaking else 0.0)) for index in range(gpus))
         time = NOW + late - 60.0 * (minutes - 1 - minute)
-        at = replace(snapshot(gpus=seen), time_seconds=time, life=EngineStatus(state=EngineState.SERVING))
+        at = replace(snapshot(gpus=seen), time_seconds=time, engine_status=EngineStatus(state=EngineState.SERVING))
         history.step(at, (), float(minute % 50))
     return view(_samples(seen, leaking), at=at, history=history, **known)
 

@@ -33,7 +33,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     """What identifies a run of an engine: its models, its start time and its count of requests, where known."""
 
     models: tuple[str, ...]
-    life: str | None
+    run_id: str | None = field(name="life")  # its name in files of older versions
     finished_total: float | None
 
 
@@ -43,7 +43,7 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
         return None
     models = sorted({engine.model_name for engine in list_named(page)})
     return Identity(
-        models=tuple(models), life=identify_run(page), finished_total=count_finished(page)
+        models=tuple(models), run_id=identify_run(page), finished_total=count_finished(page)
     )
 
 
@@ -51,9 +51,9 @@ def explain_mismatch(saved: Identity, now: Identity, gap_seconds: float) -> str 
     """Return why this is not the saved run; None when it is. Without a start time the count of requests decides."""
     if now.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"
-    if now.life != saved.life:
+    if now.run_id != saved.run_id:
         return "it is of another engine, or from before the engine's restart"
-    if now.life is not None:
+    if now.run_id is not None:
         return None
     if (
         saved.finished_total is None

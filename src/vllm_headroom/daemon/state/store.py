@@ -23,7 +23,7 @@ from vllm_headroom.daemon.state.file import (
     is_gpu_list_known,
     restore_memory,
 )
-from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState
+from vllm_headroom.derive.life.runs import ENGINE_RUN, RunState
 from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
 from vllm_headroom.worker import Worker
@@ -57,10 +57,10 @@ class StateKeeper:
             await self._lock_state()
         runs: dict[str, Any] = {}
         if self._owned is not None:  # a file that cannot be read is tried again at the next tick
-            lives, history = await self._read(RUNS), await self._read(HISTORY)
+            saved_runs, history = await self._read(RUNS), await self._read(HISTORY)
             self._saved = await self._read(STATE) or self._saved
             found = {
-                ENGINE_RUN: None if lives is None else RunState(lives=lives),
+                ENGINE_RUN: None if saved_runs is None else RunState(runs=saved_runs),
                 HISTORY.name: history,
             }
             runs = {name: state for name, state in found.items() if state is not None}
@@ -92,10 +92,8 @@ class StateKeeper:
         if not self._owned:
             return
         run = states.get(ENGINE_RUN)
-        if RUNS.name not in self._unread and run is not None and run.lives.newest is not None:
-            await self._try(
-                RUNS.name, partial(RUNS.write, self._folder, run.lives), timeout_seconds
-            )
+        if RUNS.name not in self._unread and run is not None and run.runs.newest is not None:
+            await self._try(RUNS.name, partial(RUNS.write, self._folder, run.runs), timeout_seconds)
         if HISTORY.name not in self._unread and HISTORY.name in states:
             await self._try(
                 HISTORY.name,

@@ -31,7 +31,7 @@ class Certainty(IntEnum):
 class Observation(Struct, frozen=True, kw_only=True):
     """One reading: monotonic seconds, bytes held (None: unknown now), finished requests and who is observed.
 
-    `life` identifies the run of the engine, `neighbours` is the number of processes where their memory cannot be
+    `run_id` identifies the run of the engine, `neighbours` is the number of processes where their memory cannot be
     distinguished. `room_bytes` is what is left on the device, `bound_bytes` what configured pools may fill in all.
     """
 
@@ -39,7 +39,7 @@ class Observation(Struct, frozen=True, kw_only=True):
     held_bytes: int | None
     finished_total: float | None = None
     running: float | None = None
-    life: str | None = None
+    run_id: str | None = None
     neighbours: int | None = None
     awake: bool | None = None
     room_bytes: int | None = None
@@ -84,7 +84,7 @@ class Work(Struct, frozen=True, kw_only=True):
     finished_total: float | None = None
     base_requests: float = 0.0
     below_since: float | None = None
-    life: str | None = None
+    run_id: str | None = field(default=None, name="life")  # its name in the state file
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
@@ -114,7 +114,7 @@ class Step(Struct, frozen=True, gc=False):
     top_bytes: float
 
 
-class Incident(Struct, frozen=True, kw_only=True):
+class LeakAlarm(Struct, frozen=True, kw_only=True):
     """A leak, from its first alarm: where its growth began, its newest rise, and the sum of the squared rises."""
 
     began: Point
@@ -153,7 +153,7 @@ class Track(Struct, frozen=True, kw_only=True):
     held_bytes: float | None = None
     steps: tuple[Step, ...] = ()
     bound_bytes: int = 0
-    incident: Incident | None = None
+    incident: LeakAlarm | None = None
     risen_seconds: float | None = None
     verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
@@ -167,7 +167,7 @@ def observe_page(snapshot: Snapshot) -> Observation:
         held_bytes=None,
         finished_total=count_finished(page),
         running=count_running(page),
-        life=identify_run(page),
+        run_id=identify_run(page),
         awake=is_page_awake(page),
     )
 

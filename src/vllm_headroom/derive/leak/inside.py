@@ -52,7 +52,7 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
         for uuid, track in tracks.items()
         if 0 <= now - track.in_use.clock < FORGET_SECONDS
     }
-    restarts = 0 if snapshot.life is None else snapshot.life.restarts
+    restarts = 0 if snapshot.engine_status is None else snapshot.engine_status.restarts
     for gpu, seen in observe_gpus(snapshot, snapshot.devices):
         uuid, mark = gpu.reading.uuid, _make_mark(gpu, now)
         if gpu.inside is not None and seen.awake is False:

@@ -14,7 +14,7 @@ from vllm_headroom.derive.leak.facts import (
     RISE_BYTES,
     Certainty,
     Estimate,
-    Incident,
+    LeakAlarm,
     Point,
     Track,
 )
@@ -149,7 +149,7 @@ def _judge_rings(
             replace(grown.points[at], floor_bytes=grown.kept_bytes[at]) for at in (0, -1)
         )
         squares = grown.typical_bytes * grown.grown_bytes
-        track = replace(track, incident=Incident(began=began, newest=newest, squares=squares))
+        track = replace(track, incident=LeakAlarm(began=began, newest=newest, squares=squares))
     return track, grown if best is verdict or track.estimate is None else None
 
 
@@ -201,7 +201,7 @@ def _judge_even(grown: Growth, odds: float, room_bytes: float | None) -> Certain
     return Certainty.LEAKING if left is not None and grown.lasted >= left else Certainty.GROWING
 
 
-def _update_incident(track: Track, incident: Incident, now: Point) -> Track:
+def _update_incident(track: Track, incident: LeakAlarm, now: Point) -> Track:
     """Return the track with its incident after a block, or without it and its evidence: it ended, or was given back."""
     began, newest = incident.began, incident.newest
     if now.floor_bytes >= newest.floor_bytes + RISE_BYTES:

@@ -191,7 +191,7 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
             )
             bound_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is role)
             memory = {"held_bytes": sum(held), "room_bytes": room_bytes, "bound_bytes": bound_bytes}
-            yield role, replace(observe_page(snapshot), life=",".join(names), **memory)
+            yield role, replace(observe_page(snapshot), run_id=",".join(names), **memory)
 
 
 class LeakMemory(Struct, frozen=True, kw_only=True):

@@ -56,9 +56,9 @@ def observe(track: Track, seen: Observation) -> Track:
     if not is_confirmed and not 0 <= seen.seconds - track.clock < DOUBTED_SECONDS:
         return replace(track, doubted_clock=seen.seconds)
     work, elapsed = track.work, max(0.0, seen.seconds - track.clock)
-    another = is_new_run(work.life, seen.life, work.finished_total, seen.finished_total)
+    another = is_new_run(work.run_id, seen.run_id, work.finished_total, seen.finished_total)
     if another or elapsed >= DOUBTED_SECONDS:
-        return observe(Track(clock=seen.seconds), replace(seen, life=seen.life or work.life))
+        return observe(Track(clock=seen.seconds), replace(seen, run_id=seen.run_id or work.run_id))
     now = track.seconds + elapsed
     track = replace(
         track,
@@ -89,13 +89,13 @@ def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     While the counter cannot be read, or belongs to another server, requests continue at the last known rate: treated as
     idle time, a gap would turn its growth into growth without work.
     """
-    life = work.life or seen.life
+    run_id = work.run_id or seen.run_id
     highest, total = work.finished_total, seen.finished_total
     lower = highest is not None and total is not None and total < highest
     since = (now if work.below_since is None else work.below_since) if lower else None
     requests, rate, base = work.requests, work.rate, work.base_requests
     if total is None or (since is not None and now < since + RESET_SECONDS):
-        return replace(work, requests=requests + rate * elapsed, life=life, below_since=since)
+        return replace(work, requests=requests + rate * elapsed, run_id=run_id, below_since=since)
     if highest is not None and not lower:
         requests = max(requests, base + total - highest)
     if elapsed > 0:
@@ -103,7 +103,7 @@ def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
             (requests - work.requests) / elapsed - rate
         )
     return Work(
-        requests=requests, rate=rate, finished_total=total, base_requests=requests, life=life
+        requests=requests, rate=rate, finished_total=total, base_requests=requests, run_id=run_id
     )
 
 

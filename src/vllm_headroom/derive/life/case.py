@@ -43,7 +43,7 @@ SEQUENCE_SECONDS: Final = 15.0
 MEMORY_REASONS: Final = (ExitReason.OUT_OF_MEMORY, ExitReason.OOM_KILLED)
 
 
-class Level(Struct, frozen=True, gc=False):
+class MemoryLevel(Struct, frozen=True, gc=False):
     """The extremes of one GPU's memory in a slot of time, at samples and at peaks, None where unknown.
 
     `seconds` is its newest sample, on the monotonic clock; `held` is the engine's.
@@ -62,8 +62,8 @@ class Level(Struct, frozen=True, gc=False):
 class GpuCase(Struct, frozen=True, kw_only=True):
     """A GPU of the engine: its level when the engine began to serve, those of the last minutes, its newest sample."""
 
-    first: Level
-    levels: tuple[Level, ...]
+    first: MemoryLevel
+    levels: tuple[MemoryLevel, ...]
     newest: Gpu
     newest_seconds: float
 
@@ -195,7 +195,7 @@ def _add_sample(case: Case, gpu: Gpu, snapshot: Snapshot, is_first: bool) -> Gpu
     memory, held = gpu.reading.memory, gpu.held_bytes
     room = None if memory is None else memory.left_bytes
     above = 0 if memory is None else max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
-    level = Level(
+    level = MemoryLevel(
         now,
         now,
         least_room_bytes=room,
@@ -217,7 +217,7 @@ def _add_sample(case: Case, gpu: Gpu, snapshot: Snapshot, is_first: bool) -> Gpu
             for name, value in asdict(level).items()
             if not name.endswith("seconds")
         }
-        levels, level = levels[:-1], Level(levels[-1].begun_seconds, now, **extremes)
+        levels, level = levels[:-1], MemoryLevel(levels[-1].begun_seconds, now, **extremes)
     else:
         levels = tuple(
             each for each in levels if now - BEFORE_SECONDS - LAST_SECONDS <= each.seconds

@@ -54,7 +54,7 @@ class EngineRun(Struct, frozen=True, kw_only=True):
     """
 
     began_seconds: float | None = None
-    page_life: str | None = None
+    page_run_id: str | None = field(default=None, name="page_life")  # its name in the state file
     finished_total: float | None = None
     processes: tuple[ProcessName, ...] = ()
     ready: bool = False
@@ -121,7 +121,7 @@ class Signs(Struct, frozen=True, kw_only=True):
     blind: bool
     sighted: bool | None
     page: EnginePage | None
-    page_life: str | None
+    page_run_id: str | None
     finished_total: float | None
     processes: tuple[EngineProcess, ...] | None
     held: dict[str, int]
@@ -193,7 +193,7 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
         blind=blind,
         sighted=sighted,
         page=page,
-        page_life=identify_run(page),
+        page_run_id=identify_run(page),
         finished_total=count_finished(page),
         processes=processes,
         held=held,
@@ -362,8 +362,12 @@ def keep_service(snapshot: Snapshot) -> Snapshot:
 
 def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
     """Return the leak samples of an engine out of service: its state instead of a leak's."""
-    life = snapshot.life
-    engine = EngineState.UNKNOWN if life is None or life.in_service is None else life.state
+    engine_status = snapshot.engine_status
+    engine = (
+        EngineState.UNKNOWN
+        if engine_status is None or engine_status.in_service is None
+        else engine_status.state
+    )
     state = _BEFORE_WORK.get(engine, LeakState.UNKNOWN)
     found = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned:

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from vllm_headroom_tools.demo.world import MOST_RUNNING, PROMPT_TOKENS, TABLE, EngineRun, World
+from vllm_headroom_tools.demo.world import MOST_RUNNING, PROMPT_TOKENS, TABLE, SimulatedRun, World
 
 FLOOD = 60
 TRICKLE = 5
 
 
 def test_no_request_is_lost_or_served_twice_through_queue_and_preemption() -> None:
-    traffic = EngineRun(1, 0, started_seconds=0.0, serving_seconds=0.0)
+    traffic = SimulatedRun(1, 0, started_seconds=0.0, serving_seconds=0.0)
     arrived = 0
     for second in range(4_000):
         arriving = FLOOD if second % 500 < 60 else TRICKLE
@@ -23,7 +23,7 @@ def test_no_request_is_lost_or_served_twice_through_queue_and_preemption() -> No
 
 
 def test_a_flood_fills_the_batch_and_the_cache_and_no_more() -> None:
-    traffic = EngineRun(2, 0, started_seconds=0.0, serving_seconds=0.0)
+    traffic = SimulatedRun(2, 0, started_seconds=0.0, serving_seconds=0.0)
     running, kv_used = set(), set()
     for _ in range(600):
         traffic.step(FLOOD)
@@ -36,7 +36,7 @@ def test_a_flood_fills_the_batch_and_the_cache_and_no_more() -> None:
 
 
 def test_an_idle_engine_holds_nothing() -> None:
-    traffic = EngineRun(3, 0, started_seconds=0.0, serving_seconds=0.0)
+    traffic = SimulatedRun(3, 0, started_seconds=0.0, serving_seconds=0.0)
     traffic.step(40)
     for _ in range(200):
         traffic.step(0)

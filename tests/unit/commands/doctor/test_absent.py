@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.catalog import METRICS
 from vllm_headroom.derive import answer, build_derivations
-from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.derive.life.runs import RunState, update_run
 from vllm_headroom.model import (
     INPUTS,
     EnginePage,

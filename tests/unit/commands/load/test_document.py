@@ -16,10 +16,10 @@ from vllm_headroom.model import Failure, Sample
 from vllm_headroom.vocabulary import CONTROLS, LeakState, Reason, Source
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.conclusion import Conclusion, Report
-from vllm_headroom_tools.history import Course, LeakReplay, Moment
+from vllm_headroom_tools.history import LeakCourse, LeakReplay, Moment
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.report import build_report
-from vllm_headroom_tools.load.run import SHARES, Observation, Stage
+from vllm_headroom_tools.load.run import SHARES, LoadObservation, Stage
 from vllm_headroom_tools.load.stream import Completion, Outcome, Tally
 
 HERE = Path(__file__).parent
@@ -49,8 +49,8 @@ def tally(outcomes: Mapping[Outcome, int], said: str = "") -> Tally:
     return made
 
 
-def observed(running: float) -> Observation:
-    made = Observation()
+def observed(running: float) -> LoadObservation:
+    made = LoadObservation()
     samples = [
         Sample(catalog.ENGINE_RUNNING, AN_ENGINE, running),
         Sample(catalog.ENGINE_WAITING, AN_ENGINE, 0.0),
@@ -68,9 +68,9 @@ def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, said: str = "")
     )
 
 
-def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False, unread: int = 0) -> Observation:
+def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False, unread: int = 0) -> LoadObservation:
     """Return what was seen in 240 samples of an hour or more: 70 GB held, 73 at most, 72 at the end."""
-    made = Observation()
+    made = LoadObservation()
     for number in range(240):
         held = {0: 70, 239: 72}.get(number, 73) * GB
         counts = [Sample(catalog.ENGINE_PREEMPTIONS, AN_ENGINE, 0.0)]
@@ -90,7 +90,7 @@ def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False
 def watched(state: LeakState, *series: str) -> LeakReplay:
     made = LeakReplay()
     for name in series:
-        course = made._courses[name] = Course()
+        course = made._courses[name] = LeakCourse()
         course.step(state, Moment(seconds=1.0, bytes_per_request=500.0))
     return made
 
@@ -99,7 +99,9 @@ STABLE = watched(LeakState.STABLE, "GPU-a")
 LEAK = watched(LeakState.LEAKING, "GPU-a", "worker")
 
 
-def report(*steps: Stage, seen: Observation | None = None, watch: LeakReplay = STABLE, stopped: bool = False) -> Report:
+def report(
+    *steps: Stage, seen: LoadObservation | None = None, watch: LeakReplay = STABLE, stopped: bool = False
+) -> Report:
     given = read_order(parser_of(COMMAND, "load").read(WORDS))
     return build_report(given, "m", steps, seen or whole(), watch, stopped=stopped)
 
@@ -180,7 +182,7 @@ def test_growth_is_per_thousand_requests_that_the_engine_finished() -> None:
 
 
 def test_gpus_of_which_none_is_the_engines_are_told() -> None:
-    seen = Observation()
+    seen = LoadObservation()
     seen.take(snapshot(gpus=(gpu(attribution=None),)), ())
 
     unread = report(seen=seen).data["unread"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.unit.commands.replay.traces import flat, leaking
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.history import Course, LeakReplay, LeakVerdict, judge_course
+from vllm_headroom_tools.history import LeakCourse, LeakReplay, LeakVerdict, judge_course
 from vllm_headroom_tools.trace import parse_snapshot
 
 
@@ -40,7 +40,7 @@ def test_a_flat_line_of_minutes_proves_nothing() -> None:
 
 
 def test_hours_in_which_the_detector_never_settled_prove_nothing() -> None:
-    course = Course()
+    course = LeakCourse()
     course.state = LeakState.UNSETTLED
 
     assert judge_course(course, 7200.0) == (

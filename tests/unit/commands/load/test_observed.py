@@ -6,7 +6,7 @@ from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample
 from vllm_headroom.vocabulary import Reason, Source
-from vllm_headroom_tools.load.run import Observation
+from vllm_headroom_tools.load.run import LoadObservation
 
 OTHER_ENGINE = ("m", "1")
 GONE = Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message="it is gone")
@@ -17,7 +17,7 @@ def samples(*values: tuple[Metric, tuple[str, ...], float]) -> tuple[Sample, ...
 
 
 def test_memory_has_its_first_its_newest_and_its_highest_value() -> None:
-    observed = Observation()
+    observed = LoadObservation()
     for n_bytes in (700, 900, 800):
         observed.take(snapshot(gpus=(gpu(engine=n_bytes),)), samples((catalog.HOST_MEMORY, ("worker",), n_bytes / 10)))
 
@@ -27,7 +27,7 @@ def test_memory_has_its_first_its_newest_and_its_highest_value() -> None:
 
 
 def test_what_is_not_known_is_absent() -> None:
-    observed = Observation()
+    observed = LoadObservation()
     observed.take(snapshot(gpus=failure(Source.NVML)), ())
     observed.take(snapshot(gpus=(gpu(held=None),)), ())
 
@@ -38,7 +38,7 @@ def test_what_is_not_known_is_absent() -> None:
 
 
 def test_engines_count_together_and_the_fullest_cache_counts() -> None:
-    observed = Observation()
+    observed = LoadObservation()
     values = (
         (catalog.ENGINE_RUNNING, AN_ENGINE, 3.0),
         (catalog.ENGINE_RUNNING, OTHER_ENGINE, 4.0),
@@ -57,7 +57,7 @@ def test_engines_count_together_and_the_fullest_cache_counts() -> None:
 
 @pytest.mark.parametrize(("counts", "grown"), [((5, 5, 9), 4), ((5,), 0), ((5, 2, 9), None)])
 def test_a_counter_grows_unless_it_began_anew(counts: tuple[float, ...], grown: float | None) -> None:
-    observed = Observation()
+    observed = LoadObservation()
     for count in counts:
         observed.take(snapshot(), samples((catalog.ENGINE_PREEMPTIONS, AN_ENGINE, count)))
 
@@ -66,7 +66,7 @@ def test_a_counter_grows_unless_it_began_anew(counts: tuple[float, ...], grown: 
 
 
 def test_the_cost_of_a_running_request_is_the_median() -> None:
-    observed = Observation()
+    observed = LoadObservation()
     for cost in (10, 1000, 20):
         observed.take(snapshot(), samples((catalog.MEMORY_PER_RUNNING_REQUEST, A_GPU, cost)))
 
@@ -78,7 +78,7 @@ def started(*times: float | None) -> EnginePage:
 
 
 def ended(*pages: EnginePage | Failure) -> str | None:
-    observed = Observation()
+    observed = LoadObservation()
     for each in pages:
         observed.take(snapshot(engines=each), ())
     return observed.ended
@@ -109,7 +109,7 @@ def test_a_page_that_comes_late_is_no_end() -> None:
 
 
 def test_each_source_that_failed_is_counted_with_its_newest_failure() -> None:
-    observed = Observation()
+    observed = LoadObservation()
     newest = Failure(source=Source.NVML, reason=Reason.TIMEOUT, message="it hangs")
     observed.take(snapshot(at=0, gpus=failure(Source.NVML)), ())
     observed.take(snapshot(at=1), ())

@@ -32,8 +32,8 @@ from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.compose import _build_parts
 from vllm_headroom_tools.load.run import (
     OTHER_MACHINE,
+    LoadObservation,
     LoadRun,
-    Observation,
     Sampling,
     Stage,
     UnavailableSource,
@@ -67,7 +67,7 @@ def records(trace: Path) -> list[dict[str, object]]:
 
 
 def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeNvml, tmp_path: Path) -> None:
-    trace, first, second = tmp_path / "trace", Observation(), Observation()
+    trace, first, second = tmp_path / "trace", LoadObservation(), LoadObservation()
     create_trace(trace)
 
     async def steps(server: StreamingServer) -> Sampling:

@@ -118,8 +118,8 @@ def test_its_samples_alone_have_one_exit_at_its_time_and_its_cause(tmp_path: Pat
     reason = truth.replayed or truth.reason
 
     assert [each.reason for each in watch.events if each.what is IncidentKind.ENDED] == [reason]
-    assert watch.run.lives.exits == {reason: 1}
-    assert watch.run.lives.restarts == 0
+    assert watch.run.runs.exits == {reason: 1}
+    assert watch.run.runs.restarts == 0
     assert all(each.seconds >= truth.at for each in watch.events)
     assert read_postmortem(file).findings[0].cause == truth.cause
 

@@ -13,7 +13,7 @@ from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.preflight.checks import Finding, GpuChoice, Kind, MemoryRequest
+from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest, Obstacle
 from vllm_headroom_tools.preflight.command import wait_until_settled
 from vllm_headroom_tools.preflight.look import Conditions, look
 from vllm_headroom_tools.preflight.report import Clearance, judge
@@ -97,7 +97,7 @@ class Preflight:
         return asyncio.run(main())
 
 
-def only(report: Clearance) -> Finding:
+def only(report: Clearance) -> Obstacle:
     """Return the one finding, which is why it is no go."""
     (finding,) = report.findings
     assert report.verdict is finding.verdict is Conclusion.NOT_GOOD

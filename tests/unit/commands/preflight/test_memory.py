@@ -4,7 +4,7 @@ from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.preflight.checks import Kind, MemoryRequest
-from vllm_headroom_tools.preflight.look import Holder
+from vllm_headroom_tools.preflight.look import GpuOccupant
 from vllm_headroom_tools.preflight.report import build_report
 
 RESERVED = 600 * MIB
@@ -35,7 +35,7 @@ def test_a_taken_gpu_is_no_go_and_says_who_has_it_and_what_would_work(preflight:
     assert finding.fix is not None
     assert finding.fix.endswith("or start with --gpu-memory-utilization 0.74")
     assert report.highest_utilization_ratio == 0.74
-    assert report.gpus[0].holders == (Holder(pid=4242, name="python3 train.py", used_bytes=17 * GIB),)
+    assert report.gpus[0].holders == (GpuOccupant(pid=4242, name="python3 train.py", used_bytes=17 * GIB),)
     assert report.gpus[0].unlisted_bytes == 3 * GIB
 
 
@@ -118,7 +118,7 @@ def test_a_container_with_an_old_driver_names_no_process(preflight: Preflight, n
 
     finding = only(report := preflight.report())
 
-    assert report.gpus[0].holders == (Holder(pid=4242, name=None, used_bytes=None),)
+    assert report.gpus[0].holders == (GpuOccupant(pid=4242, name=None, used_bytes=None),)
     assert report.gpus[0].unlisted_bytes is None
     assert finding.text.endswith("are missing; held: an unknown share by pid 4242")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from tests.settings import load_as
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.smoke.command import EngineServer, SmokeSettings, Step, take_steps
+from vllm_headroom_tools.smoke.command import EngineServer, SmokeSettings, SmokeStep, take_steps
 
-Steps = dict[str, Step]
+Steps = dict[str, SmokeStep]
 
 
 def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None) -> Steps:

@@ -8,12 +8,12 @@ from tests.fakes.engine_server import Answer, cut, hang, page, reset, with_head
 from tests.unit.commands.smoke.serving import CHAT, COMPLETION, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.smoke.command import Step
+from vllm_headroom_tools.smoke.command import SmokeStep
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
 
-def completion(vllm: Vllm, *words: str) -> Step:
+def completion(vllm: Vllm, *words: str) -> SmokeStep:
     return smoke(vllm.url, *words)["completion"]
 
 

@@ -12,7 +12,7 @@ from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.smoke.command import (
     EngineServer,
     SmokeSettings,
-    Step,
+    SmokeStep,
     check_counters,
     check_discrepancy,
 )
@@ -20,11 +20,11 @@ from vllm_headroom_tools.smoke.command import (
 pytestmark = pytest.mark.usefixtures("nvml")
 
 
-def soon(vllm: Vllm) -> Step:
+def soon(vllm: Vllm) -> SmokeStep:
     """Look for a completion that was not made, without patience."""
     reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
 
-    async def steps() -> Step:
+    async def steps() -> SmokeStep:
         step, _ = await check_counters(reach, await reach.page(), 0.0)
         return step
 
@@ -45,7 +45,7 @@ def test_a_counter_that_is_not_there_before_the_first_request_begins_at_0(vllm: 
     vllm.answers["/metrics"] = page(first)
     reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
 
-    async def steps() -> Step:
+    async def steps() -> SmokeStep:
         before = await reach.page()
         del vllm.answers["/metrics"]
         vllm.finished = 1
@@ -99,7 +99,7 @@ def test_a_page_without_counters_has_no_budget_either(vllm: Vllm) -> None:
     vllm.answers["/metrics"] = page("python_info 1\n")
     settings = load_as(SmokeSettings, ["--engine-url", vllm.url], {})
 
-    async def step() -> Step:
+    async def step() -> SmokeStep:
         return await check_discrepancy(settings, await EngineServer(settings).page(), 0.05)
 
     assert asyncio.run(step()).text.startswith("the page has no series of an engine, and so no budget")

@@ -5,13 +5,13 @@ from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.smoke.serving import RECORDED, Vllm
 from tests.unit.commands.smoke.smoking import smoke
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.smoke.command import Step
+from vllm_headroom_tools.smoke.command import SmokeStep
 
 BUDGET = 0.92 * 80 * GIB
 DRIVER_MISSING = 9
 
 
-def discrepancy(vllm: Vllm, *words: str) -> Step:
+def discrepancy(vllm: Vllm, *words: str) -> SmokeStep:
     return smoke(vllm.url, *words)["discrepancy"]
 
 

@@ -59,7 +59,9 @@ def seen(
         gpus=(device(step),) if gpus is None else gpus,
         processes=(worker,),
     )
-    return replace(at, monotonic_seconds=at.monotonic_seconds + shift, life=EngineStatus(state=EngineState.SERVING))
+    return replace(
+        at, monotonic_seconds=at.monotonic_seconds + shift, engine_status=EngineStatus(state=EngineState.SERVING)
+    )
 
 
 def followed(memory: Memory, snapshots: Iterable[Snapshot]) -> Iterator[tuple[Memory, tuple[Sample, ...]]]:

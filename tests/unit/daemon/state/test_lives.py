@@ -13,7 +13,7 @@ from tests.logs import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
 from vllm_headroom.daemon.state.file import RUNS, STATE, Memory
-from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState
+from vllm_headroom.derive.life.runs import ENGINE_RUN, RunState
 from vllm_headroom.vocabulary import ExitReason
 
 
@@ -47,9 +47,9 @@ def test_they_come_back_exactly_and_at_once_while_the_engine_is_down(tmp_path: P
 
     found, _ = taken_up(tmp_path)
 
-    assert found == {ENGINE_RUN: RunState(lives=before.lives)}
-    assert found[ENGINE_RUN].lives.exits == {ExitReason.GONE: 2}
-    assert found[ENGINE_RUN].lives.restarts == 1
+    assert found == {ENGINE_RUN: RunState(runs=before.runs)}
+    assert found[ENGINE_RUN].runs.exits == {ExitReason.GONE: 2}
+    assert found[ENGINE_RUN].runs.restarts == 1
 
 
 def test_nothing_by_the_clock_of_the_last_process_comes_back(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_they_go_on_when_what_the_detector_learned_is_of_another_life(alarmed: M
 
     found, _ = taken_up(tmp_path, ALARM_STEPS + 10)
 
-    assert found[ENGINE_RUN].lives.restarts == 1
+    assert found[ENGINE_RUN].runs.restarts == 1
     assert (tmp_path / STATE.name).exists(), "it waits until an engine is seen"
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_state_is_set_aside(content: bytes, tmp_path: Path) ->
 
 
 def test_a_change_of_one_byte_is_noticed(tmp_path: Path) -> None:
-    written = RUNS.encode(crashed().lives)
+    written = RUNS.encode(crashed().runs)
     (tmp_path / RUNS.name).write_bytes(written.replace(b'"restarts":1', b'"restarts":2'))
 
     assert taken_up(tmp_path)[0] == {}

@@ -42,7 +42,7 @@ def look(
         engines=page(engine(running=30.0, finished_total=at * 50.0, awake=awake)),
         gpus=(gpu(total=TOTAL, used=held, inside=inside),),
     )
-    return replace(seen, life=EngineStatus(state=EngineState.SERVING, restarts=restarts))
+    return replace(seen, engine_status=EngineStatus(state=EngineState.SERVING, restarts=restarts))
 
 
 def followed(looks: int, grown: Callable[[int], Grown], tracks: InsideTracks | None = None) -> InsideTracks:

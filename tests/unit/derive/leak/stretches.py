@@ -56,7 +56,7 @@ def readings(shape: Shape, hours: float, *, start: float = 0.0, rate: float = RA
             seconds=seconds,
             held_bytes=held,
             finished_total=float(int((seconds - start) * rate)),
-            life="1",
+            run_id="1",
             room_bytes=max(0, TOTAL - held),
         )
 

@@ -42,7 +42,9 @@ def looks(hours: float, lost: Shape, cached: Shape, sleeps: Sleeps, *, started: 
         told = engine(running=0.0 if asleep else 80.0, finished_total=awake_seconds * RATE, awake=not asleep)
         seen = gpu(total=TOTAL, used=size, engine=size, other=0)
         told = replace(told, started_at_seconds=1.0 + started)
-        yield snapshot(at=seconds, engines=page(told), gpus=(seen,), life=EngineStatus(state=EngineState.SERVING))
+        yield snapshot(
+            at=seconds, engines=page(told), gpus=(seen,), engine_status=EngineStatus(state=EngineState.SERVING)
+        )
 
 
 def said(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> Iterator[tuple[LeakMemory, tuple[Sample, ...]]]:
@@ -149,7 +151,7 @@ def test_an_alarm_ends_with_a_sleep_that_gave_back_what_had_grown() -> None:
 def test_what_is_kept_before_the_engine_has_worked_is_told_and_measures_nothing() -> None:
     """Its first use of kernels takes what the sleeps after it keep as well."""
     *asleep, awake = looks(0.1, flat, flat, lambda seconds: seconds < 0.1 * HOUR - STEP)
-    begun = (replace(each, life=EngineStatus(state=EngineState.ASLEEP, in_service=False)) for each in asleep)
+    begun = (replace(each, engine_status=EngineStatus(state=EngineState.ASLEEP, in_service=False)) for each in asleep)
     *_, (before, kept) = said(begun)
     *_, (after, _) = said(iter([awake]), before)
 

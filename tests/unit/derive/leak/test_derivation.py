@@ -46,7 +46,7 @@ def run(hours: float, shape: Callable[[float], float], change: Change = unchange
             engines=page(engine(running=80.0, waiting=0.0, finished_total=seconds * RATE, started_at_seconds=1.0)),
             gpus=(gpu(total=TOTAL, used=size, engine=size, other=0),),
             processes=(EngineProcess(pid=7, role=Role.WORKER, rss_bytes=size, started_at_seconds=1.0),),
-            life=SERVING,
+            engine_status=SERVING,
         )
         state, samples = derive_leaks(state, change(seen, seconds))
         yield samples
@@ -158,7 +158,7 @@ def test_a_core_that_fills_its_cgroup_in_17_minutes_is_leaking_while_a_third_of_
             engines=page(engine(running=1.0, waiting=0.0, finished_total=float(int(seconds)), started_at_seconds=1.0)),
             processes=(EngineProcess(pid=7, role=Role.ENGINE_CORE, rss_bytes=size, started_at_seconds=1.0),),
             host=HostMemory(used_bytes=size, limit_bytes=int(6e9) + 1020 * rate),
-            life=SERVING,
+            engine_status=SERVING,
         )
         state, samples = derive_leaks(state, seen)
         if "leaking" in states(samples, catalog.HOST_LEAK_STATE):
@@ -176,7 +176,7 @@ def test_a_series_is_watched_from_its_first_reading_on() -> None:
         seen = snapshot(
             at=seconds,
             processes=(EngineProcess(pid=7, role=Role.WORKER, rss_bytes=10**9, started_at_seconds=1.0),),
-            life=SERVING,
+            engine_status=SERVING,
         )
         state, _ = derive_leaks(state, seen)
 
@@ -310,7 +310,7 @@ def ratios(held: Callable[[int], int], turns: int, configured: float | None = No
             at=turn * 5.0,
             engines=page(engine(running=running, finished_total=2000.0 + turn, started_at_seconds=1.0)),
             gpus=(gpu(total=10**12, used=held(turn), engine=held(turn)),),
-            life=SERVING,
+            engine_status=SERVING,
         )
         state, samples = derive_baseline(state, seen, configured_bytes=configured)
         found.append(values(samples, catalog.MEMORY_PER_REQUEST_RATIO).get(A_GPU))
@@ -335,7 +335,7 @@ def test_a_configured_baseline_is_compared_only_at_full_load() -> None:
         seen = replace(
             snapshot(engines=page(engine(running=running)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),)),
             time_seconds=seconds,
-            life=SERVING,
+            engine_status=SERVING,
         )
         return derive_baseline(state, seen, configured_bytes=500.0)
 
@@ -347,8 +347,10 @@ def test_a_configured_baseline_is_compared_only_at_full_load() -> None:
 
 
 def test_a_baseline_of_another_life_is_forgotten() -> None:
-    state = Baselines(life="1.000", finished_total=5000.0, bands={"GPU-a": {24: (READINGS, 1.0)}})
-    seen = snapshot(engines=page(engine(running=10.0, finished_total=6000.0, started_at_seconds=2.0)), life=SERVING)
+    state = Baselines(run_id="1.000", finished_total=5000.0, bands={"GPU-a": {24: (READINGS, 1.0)}})
+    seen = snapshot(
+        engines=page(engine(running=10.0, finished_total=6000.0, started_at_seconds=2.0)), engine_status=SERVING
+    )
 
     state, samples = derive_baseline(state, seen, configured_bytes=None)
 
@@ -361,7 +363,8 @@ def test_what_is_not_in_service_has_no_ratio() -> None:
     lost = EngineStatus(state=EngineState.STALLED, in_service=False)
 
     said = [
-        derive_baseline(Baselines(), replace(seen, life=life), configured_bytes=500.0) for life in (SERVING, lost, None)
+        derive_baseline(Baselines(), replace(seen, engine_status=life), configured_bytes=500.0)
+        for life in (SERVING, lost, None)
     ]
 
     assert [len(samples) for _, samples in said] == [1, 0, 0]
@@ -369,5 +372,5 @@ def test_what_is_not_in_service_has_no_ratio() -> None:
 
 def test_there_is_no_ratio_while_nothing_runs_or_one_engine_does_not_say() -> None:
     for running in (0.0, None):
-        seen = snapshot(engines=page(engine(running=running, finished_total=5000.0)), life=SERVING)
+        seen = snapshot(engines=page(engine(running=running, finished_total=5000.0)), engine_status=SERVING)
         assert derive_baseline(Baselines(), seen, configured_bytes=1.0)[1] == ()

@@ -58,14 +58,14 @@ def jittered(seen: Iterable[Observation], seed: int = 8) -> Iterator[Observation
 
 
 def silent(seen: Iterable[Observation]) -> Iterator[Observation]:
-    return (replace(each, finished_total=None, life=None) for each in seen)
+    return (replace(each, finished_total=None, run_id=None) for each in seen)
 
 
 def in_turn(seen: Iterable[Observation]) -> Iterator[Observation]:
     """Let two servers answer in turn, one that began later and has done a little less."""
     chance = random.Random(9)  # noqa: S311 - it plays a load balancer
     for each in seen:
-        later = replace(each, life="2", finished_total=0.9 * (each.finished_total or 0.0))
+        later = replace(each, run_id="2", finished_total=0.9 * (each.finished_total or 0.0))
         yield chance.choice((each, later))
 
 
@@ -125,7 +125,7 @@ def test_one_wild_date_interrupts_no_alarm() -> None:
         last = course.track.clock
         after = follow(
             [
-                Observation(seconds=wild, held_bytes=1, life="1"),
+                Observation(seconds=wild, held_bytes=1, run_id="1"),
                 *(replace(each, seconds=last + each.seconds) for each in readings(leak, 0.1)),
             ],
             course.track,

@@ -26,7 +26,7 @@ def every_5_seconds(shape: Shape, hours: float) -> Iterator[Observation]:
             seconds=number * 5.0,
             held_bytes=held,
             finished_total=number * 50.0,
-            life="1",
+            run_id="1",
             room_bytes=max(0, TOTAL - held),
         )
 

@@ -129,7 +129,7 @@ def observations(report: Report) -> Iterator[Observation]:
             seconds=seconds,
             held_bytes=int(report.first_bytes + grown),
             finished_total=float(int(seconds * RATE)),
-            life="1",
+            run_id="1",
             room_bytes=None if report.room_bytes is None else max(0, int(report.room_bytes - grown)),
         )
 

@@ -132,7 +132,7 @@ def test_a_collectors_teeth_alone_are_not_a_leak() -> None:
 def test_a_restart_begins_anew(life: str | None) -> None:
     first = follow(readings(leak, 2))
     assert first.verdicts[-1] is Certainty.LEAKING
-    again = changed(readings(flat, 1, start=2 * HOUR), lambda _: True, life=life)
+    again = changed(readings(flat, 1, start=2 * HOUR), lambda _: True, run_id=life)
 
     second = follow(again, first.track)
 
@@ -213,7 +213,7 @@ def host_over_sleeps(hours: float, *, stays: bool) -> Iterator[Observation]:
             seconds=seconds,
             held_bytes=HELD_BY_HOST + int(sleeps) * 900 * MIB + (BACKUP if backed_up else 0),
             finished_total=(sleeps * 1.1 + min(since / HOUR, 1.1)) * HOUR * 3,
-            life="1",
+            run_id="1",
             awake=not asleep,
             room_bytes=30_000 * MIB,
         )
@@ -249,7 +249,7 @@ def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None
             seconds=HOUR + 15 * turn,
             held_bytes=int(BASE * 0.3 + leak(15 * turn)),
             finished_total=36000 + 150.0 * turn,
-            life="1",
+            run_id="1",
             room_bytes=9_000 * MIB,
         )
         for turn in range(4 * 240)
@@ -290,7 +290,7 @@ def test_a_leak_is_found_through_gaps_of_both_sides() -> None:
         return 1800 < each.seconds < 3000
 
     blind = changed(readings(leak, 3), gap, held_bytes=None)
-    deaf = changed(readings(leak, 3), gap, finished_total=None, life=None)
+    deaf = changed(readings(leak, 3), gap, finished_total=None, run_id=None)
 
     assert follow(blind).verdicts[-1] is Certainty.LEAKING
     assert follow(deaf).verdicts[-1] is Certainty.LEAKING
@@ -302,7 +302,7 @@ def test_a_leak_is_found_without_any_request_counter() -> None:
 
 def test_a_gap_without_a_counter_is_not_taken_for_growth_without_work() -> None:
     deaf = changed(
-        readings(records(7, 10), 10), lambda each: 4 * HOUR < each.seconds < 6 * HOUR, finished_total=None, life=None
+        readings(records(7, 10), 10), lambda each: 4 * HOUR < each.seconds < 6 * HOUR, finished_total=None, run_id=None
     )
 
     assert follow(deaf).worst is Certainty.NONE

@@ -12,7 +12,7 @@ from tests.samples import gpu
 from tests.unit.derive.life.watch import CORE, REFUSED, SERVER, SILENT, Watch, process, working
 from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.model import Diagnosis, Ending, EnginePage, EngineProcess, Failure, Fate, Gpu, HostMemory, Leftover
-from vllm_headroom.trace.incident import Event, Incident, Oom, Xid, add_evidence, find_decisive
+from vllm_headroom.trace.incident import EngineEvent, Incident, Oom, Xid, add_evidence, find_decisive
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EndCause, Role
 
@@ -46,7 +46,7 @@ class Timeline:
     """An engine that follows a plan, sampled by a sidecar."""
 
     def __init__(self, plan: Plan, rng: Random) -> None:
-        self.plan, self.watch, self.events = plan, Watch(processes=(), gpus=()), list[tuple[Event, Ending]]()
+        self.plan, self.watch, self.events = plan, Watch(processes=(), gpus=()), list[tuple[EngineEvent, Ending]]()
         self._all = (SERVER, CORE, *(process(12 + rank, Role.WORKER) for rank in range(plan.workers)))
         self._phase = rng.uniform(0.0, plan.tick)
         self._done = 100.0
@@ -79,7 +79,7 @@ class Timeline:
         )
         if status.event is not None:
             event = status.event
-            self.events.append((Event(t=event.seconds, what=event.what, reason=event.reason), event))
+            self.events.append((EngineEvent(t=event.seconds, what=event.what, reason=event.reason), event))
 
     def _page(self, at: float, left: tuple[EngineProcess, ...]) -> EnginePage | Failure:
         if SERVER not in left or at >= self.plan.shuts:

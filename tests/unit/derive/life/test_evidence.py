@@ -174,13 +174,13 @@ def test_whatever_fails_whenever_a_run_ends_once_and_when_it_did(
         for sources, begin, length, is_late in windows:
             if begin <= turn < min(begin + length, HEALED):
                 late = (
-                    LATE if is_late or not world.watch.state.lives.sighted else UNSEEN
+                    LATE if is_late or not world.watch.state.runs.sighted else UNSEEN
                 )  # closed from the start: no view
                 failing = {"page": page, "processes": late, "gpus": NO_GPU, "probe": NO_PROBE}
                 failures |= {source: failing[source] for source in sources}
         life = world.look(stage, failures)
         if turn < ENDED:
-            runs_seen = int(world.watch.state.lives.newest is not None)
+            runs_seen = int(world.watch.state.runs.newest is not None)
             assert (exits(life), life.restarts) == (0, 0)
             assert turn < 2 * 20 or life.state is not EngineState.DOWN
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tests.samples import probed
 from tests.unit.derive.life.watch import CORE, SERVER, SILENT, STEP_SECONDS, UNSEEN, WORKER, Watch, working
-from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.derive.life.runs import RunState, update_run
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, HangSign, ProbeReadings, SchedulerReading, Snapshot
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
 from vllm_headroom.vocabulary import EngineState, Reason, Source
@@ -60,16 +60,16 @@ class Idle:
         probe = ProbeReadings(present=others, silent=(WRITES,)) if is_mute else ProbeReadings(present=(*others, WRITES))
         self.watch.look(page, processes=LATE if is_late else processes, probe=probe, after=self._step_seconds)
         assert self.watch.seen is not None
-        assert self.watch.seen.life is not None
+        assert self.watch.seen.engine_status is not None
         self.snapshots.append(self.watch.seen)
-        self.states.append(self.watch.seen.life.state)
+        self.states.append(self.watch.seen.engine_status.state)
         return self.states[-1]
 
     @property
     def signs(self) -> tuple[HangSign, ...]:
         assert self.watch.seen is not None
-        assert self.watch.seen.life is not None
-        return self.watch.seen.life.hang_signs
+        assert self.watch.seen.engine_status is not None
+        return self.watch.seen.engine_status.hang_signs
 
 
 SIGNS: Final[dict[str, Callable[[float], dict[str, object]]]] = {
@@ -189,8 +189,8 @@ def spinning(looks: int, page: Failure, pressure: float | None) -> tuple[list[En
         server = replace(SERVER, cpu_seconds=1000.0 + 4.0 * turn, cpu_pressure_ratio=pressure)
         watch.look(page if turn >= 0 else working(turn + 20), processes=(server, CORE, WORKER))
         assert watch.seen is not None
-        assert watch.seen.life is not None
-        states.append(watch.seen.life.state)
+        assert watch.seen.engine_status is not None
+        states.append(watch.seen.engine_status.state)
         snapshots.append(watch.seen)
     return states[12:], snapshots
 
@@ -221,8 +221,8 @@ def replay(snapshots: list[Snapshot]) -> list[EngineState]:
     state, states = RunState(), list[EngineState]()
     for snapshot in parse_trace(lines):
         state, judged = update_run(state, snapshot)
-        assert judged.life is not None
-        states.append(judged.life.state)
+        assert judged.engine_status is not None
+        states.append(judged.engine_status.state)
     return states
 
 

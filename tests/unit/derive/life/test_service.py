@@ -62,7 +62,7 @@ def test_out_of_service_there_is_no_page_no_process_and_nothing_held() -> None:
     loading, watch = snapshot(engines=REFUSED, gpus=(card(30),), processes=WHOLE), Watch()
     watch.look(REFUSED)
     assert watch.seen is not None
-    assert loading.life is None
+    assert loading.engine_status is None
 
     for each in map(keep_service, (watch.seen, loading)):
         assert isinstance(each.engines, Failure)

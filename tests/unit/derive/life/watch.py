@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.derive.life.runs import RunState, update_run
 from vllm_headroom.model import (
     EnginePage,
     EngineProcess,
@@ -96,8 +96,8 @@ class Watch:
         now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous=ambiguous)
         now = replace(now, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core)
         self.state, self.seen = update_run(self.state, now)
-        assert self.seen.life is not None
-        return self.seen.life
+        assert self.seen.engine_status is not None
+        return self.seen.engine_status
 
     def state_of(self, engines: EnginePage | Failure, **seen: Any) -> EngineState:
         return self.look(engines, **seen).state

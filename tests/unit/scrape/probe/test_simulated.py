@@ -22,7 +22,7 @@ from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
-from vllm_headroom_tools.history import Course as States
+from vllm_headroom_tools.history import LeakCourse as States
 from vllm_headroom_tools.history import LeakReplay
 from vllm_headroom_tools.trace import parse_snapshot
 

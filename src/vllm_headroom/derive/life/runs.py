@@ -101,8 +101,10 @@ def _is_over(run: EngineRun, seen: Signs, *, answered_before: bool) -> bool:
     A lower counter alone may come from another of several servers that answer in turn: it counts if it fell far, or if
     the page was unavailable before.
     """
-    if run.page_life is not None and seen.page_life is not None:
-        return is_new_run(run.page_life, seen.page_life, run.finished_total, seen.finished_total)
+    if run.page_run_id is not None and seen.page_run_id is not None:
+        return is_new_run(
+            run.page_run_id, seen.page_run_id, run.finished_total, seen.finished_total
+        )
     if run.processes and seen.names:
         return not _is_among(run.processes, seen.names)
     if run.finished_total is None or seen.finished_total is None:
@@ -138,7 +140,7 @@ def _update_seen(run: EngineRun, seen: Signs) -> EngineRun:
         return run
     return replace(
         run,
-        page_life=run.page_life or seen.page_life,
+        page_run_id=run.page_run_id or seen.page_run_id,
         finished_total=run.finished_total if seen.finished_total is None else seen.finished_total,
         ready=True,
         worked=run.worked or has_worked(seen.page),
@@ -240,7 +242,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     kept by `update_hints`.
     """
 
-    lives: EngineRuns = field(default_factory=EngineRuns)
+    runs: EngineRuns = field(default_factory=EngineRuns)
     movements: dict[Labels, Movement] = field(default_factory=dict)
     silent_seconds: float | None = None
     blind_seconds: float | None = None
@@ -265,7 +267,7 @@ class RunState(Struct, frozen=True, kw_only=True):
 
 def forget_run(state: RunState) -> RunState:
     """Return the state without the current run, whose data may have made a sample fail; the counts stay."""
-    return RunState(lives=replace(state.lives, newest=None))
+    return RunState(runs=replace(state.runs, newest=None))
 
 
 def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]:
@@ -274,14 +276,14 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
     Left-over processes that exit within seconds are removed from it. DESIGN.md, 38 has the table of states.
     """
     before, now = state, snapshot.monotonic_seconds
-    seen = collect_signs(snapshot, before.lives)
-    runs, event = advance(before.lives, seen, before.case, snapshot.time_seconds)
-    goes_on, answered = runs.restarts == before.lives.restarts, seen.answer is Answer.GIVEN
+    seen = collect_signs(snapshot, before.runs)
+    runs, event = advance(before.runs, seen, before.case, snapshot.time_seconds)
+    goes_on, answered = runs.restarts == before.runs.restarts, seen.answer is Answer.GIVEN
     movements = before.movements if goes_on else {}
     movements = movements if seen.page is None else update_movements(movements, seen.page, now)
     state = replace(
         before,
-        lives=runs,
+        runs=runs,
         movements=movements,
         hints=update_hints(before.hints if goes_on else {}, seen, movements, now),
         silent_seconds=None
@@ -305,7 +307,7 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
     )
     doing, served = _judge_state(state, seen, age, now), state.served_bytes
     if doing is EngineState.SERVING:
-        least = {} if before.lives.present.asleep else served
+        least = {} if before.runs.present.asleep else served
         most = {uuid: max(n_bytes, least.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
         served = limit_remembered(least | most, most)
     is_stalled = doing is EngineState.STALLED
@@ -324,7 +326,7 @@ def update_run(state: RunState, snapshot: Snapshot) -> tuple[RunState, Snapshot]
     state = replace(state, state=doing, served_bytes=served, known=known, case=case)
     stays = frozenset(pid for pid, since in state.left.items() if now - since >= LEFT_SECONDS)
     return state, replace(
-        snapshot, life=_describe_run(state, seen, age, now, event), left_behind=stays
+        snapshot, engine_status=_describe_run(state, seen, age, now, event), left_behind=stays
     )
 
 
@@ -334,7 +336,7 @@ def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) ->
     While it is unknown whether its processes exist, nothing ends: the state is held, and then unknown. An engine that
     ended stays down behind a closed port, since nothing shows that another began.
     """
-    run = state.lives.newest
+    run = state.runs.newest
     if seen.page is not None:
         return _judge_answering(state, seen, age)
     may_be_alive = seen.answer is not Answer.REFUSED or (
@@ -360,9 +362,9 @@ def _judge_state(state: RunState, seen: Signs, age: float | None, now: float) ->
 
 
 def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineState:
-    run = state.lives.present
+    run = state.runs.present
     is_known = (
-        run.page_life is not None or run.finished_total is not None
+        run.page_run_id is not None or run.finished_total is not None
     )  # of itself: a page does not forget that
     if seen.page is None or not (seen.page.engines or (seen.processes and not is_known)):
         return EngineState.UNKNOWN
@@ -380,17 +382,17 @@ def _judge_answering(state: RunState, seen: Signs, age: float | None) -> EngineS
 def _describe_run(
     state: RunState, seen: Signs, age: float | None, now: float, event: Ending | None
 ) -> EngineStatus:
-    run = state.lives.present
+    run = state.runs.present
     is_lost = state.state is EngineState.DOWN or bool(run.lost)
     return EngineStatus(
         state=state.state,
         in_service=False if is_lost else run.worked,
-        was_seen=state.lives.newest is not None,
+        was_seen=state.runs.newest is not None,
         began_seconds=run.began_seconds,
-        restarts=state.lives.restarts,
-        exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in ExitReason]),
+        restarts=state.runs.restarts,
+        exits=tuple([(reason, state.runs.exits.get(reason, 0)) for reason in ExitReason]),
         event=event,
-        recent_ends=len(state.lives.ends_seconds),
+        recent_ends=len(state.runs.ends_seconds),
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,
         stranded=() if seen.page is None else find_stranded(state.movements, now),
         first_rooms=tuple(run.rooms.items()),
