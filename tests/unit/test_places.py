@@ -83,8 +83,8 @@ def test_a_raw_fact_takes_three_places(source: Path) -> None:
     )
     add(
         source / "catalog.py",
-        "ENGINE_WAITING",
-        'ENGINE_SWAPPED: Final = _gauge("engine_requests_swapped", ENGINE, "Requests swapped out.")\n',
+        "ENGINE_RUNNING",
+        'ENGINE_SWAPPED: Final = _declare_gauge("engine_requests_swapped", ENGINE, "Requests swapped out.")\n',
     )
 
     found = look(source, PAGE + 'vllm:num_requests_swapped{model_name="m",engine="0"} 7\n')
@@ -98,8 +98,8 @@ def test_a_raw_fact_takes_three_places(source: Path) -> None:
 def test_a_derived_metric_takes_three_places_and_its_test(source: Path) -> None:
     add(
         source / "catalog.py",
-        "ENGINE_WAITING",
-        'ENGINE_HALF: Final = _gauge("engine_half", ENGINE, "Half of what runs.", needs=("running",))\n',
+        "ENGINE_RUNNING",
+        'ENGINE_HALF: Final = _declare_gauge("engine_half", ENGINE, "Half of what runs.", needs=("running",))\n',
     )
     (source / "derive/half.py").write_text(
         "from vllm_headroom import catalog\n"
@@ -130,7 +130,7 @@ def test_an_engine_takes_one_file_and_its_name_in_the_table(source: Path) -> Non
     )
     profiles = source / "parse/profiles/__init__.py"
     add(profiles, "from vllm_headroom.parse.profiles.vllm", "from vllm_headroom.parse.profiles.other import OTHER\n")
-    profiles.write_text(profiles.read_text().replace("= (VLLM,", "= (VLLM, OTHER,"))
+    add(profiles, "    VLLM,", "    OTHER,\n")
 
     found = look(source, 'other:busy{model_name="m",engine="0"} 3\n')
 
