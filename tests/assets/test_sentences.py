@@ -10,18 +10,17 @@ import pytest
 from tests.assets import alerts
 from vllm_headroom.derive.life.runs import LOOP_SECONDS
 from vllm_headroom.derive.verdicts import (
-    DAY_SECONDS,
+    CRASH_LOOP_EXITS,
     GPU_ALERTS,
     HOST_ALERTS,
-    HOUR_SECONDS,
-    LOOP,
     LOW_BYTES,
     LOW_HOST_BYTES,
     LOW_HOST_SHARE,
     LOW_SHARE,
     NEIGHBOUR_BYTES,
-    STRANDED,
+    STRANDED_RATIO,
 )
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 from vllm_headroom_tools.advise.facts import PEAK_BYTES
 from vllm_headroom_tools.advise.history import WAITING_REQUESTS
 from vllm_headroom_tools.advise.rules.capacity import PAYING_RATIO, PREFIX_TOKENS_PER_SECOND
@@ -45,13 +44,13 @@ SAME: Final = (
     (PAYING_RATIO, 0.3, "HeadroomPrefixCacheNotPaying", "< 0.3"),
     (PREFIX_TOKENS_PER_SECOND, 100, "HeadroomPrefixCacheNotPaying", "> 100"),
     (STALE_SECONDS, 120, "HeadroomSampleStale", "> 120"),
-    (STRANDED, 0.05, "HeadroomKvCacheStranded", "> 0.05"),
+    (STRANDED_RATIO, 0.05, "HeadroomKvCacheStranded", "> 0.05"),
     (WORTH_A_WORD, 0.01, "HeadroomKvBlocksLeak", "> 0.01"),
     # an increase is extrapolated to what lies before the first and after the last scrape: half an end less is asked for
-    (LOOP, 3, "HeadroomEngineCrashLoop", "> 2.5"),
+    (CRASH_LOOP_EXITS, 3, "HeadroomEngineCrashLoop", "> 2.5"),
     (LOOP_SECONDS, 90 * 60, "HeadroomEngineCrashLoop", "[90m]"),
-    *((HOUR_SECONDS, 3600, alert, "< 3600") for each in (GPU_ALERTS, HOST_ALERTS) for alert in each[:2]),
-    *((DAY_SECONDS, 86_400, each[1], "< 86400") for each in (GPU_ALERTS, HOST_ALERTS)),
+    *((HOUR_SECONDS, 3600, alert, "< 3600") for each in (GPU_ALERTS, HOST_ALERTS) for alert in (each.hour, each.day)),
+    *((DAY_SECONDS, 86_400, each.day, "< 86400") for each in (GPU_ALERTS, HOST_ALERTS)),
 )
 
 

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Final
 
 import pytest
+from msgspec.structs import astuple
 
 from tests.assets.promql import written_rules
 from tests.dashboards.rules import alerting
@@ -52,8 +53,9 @@ def test_every_shipped_alert_belongs_to_a_situation() -> None:
 
 
 def test_the_alert_of_a_sentence_is_one_of_its_situation() -> None:
-    said = {alert: situation for situation, _, _, alert in ENGINE_SENTENCES.values() if alert}
-    said |= dict.fromkeys(GPU_ALERTS, Situation.LEAKING) | dict.fromkeys(HOST_ALERTS, Situation.HOST_LEAK)
+    said = {row.alert: row.situation for row in ENGINE_SENTENCES.values() if row.alert}
+    said |= dict.fromkeys(astuple(GPU_ALERTS), Situation.LEAKING)
+    said |= dict.fromkeys(astuple(HOST_ALERTS), Situation.HOST_LEAK)
 
     assert [(alert, situation) for alert, situation in said.items() if alert not in alerts(situation)] == []
 

@@ -27,7 +27,7 @@ _OPTIONS: Final = {
 }
 """Facts of an engine that an option of the command line gives where the page does not."""
 
-OFFLOAD_HIGH: Final = 1.92
+OFFLOAD_FACTOR: Final = 1.92
 """Times the size of a tier of the KV cache that it took (vllm#53042); of offloaded weights 1.9 times (vllm#56410)."""
 
 MULTIMODAL_CACHE_GB: Final = 4.0

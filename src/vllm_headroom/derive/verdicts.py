@@ -1,34 +1,42 @@
 """The verdict on each GPU, the engine and its host memory, one sentence each."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Final
 
-from msgspec.structs import replace
+from msgspec import Struct
 
 from vllm_headroom import catalog
 from vllm_headroom.derive import Derivation
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
-from vllm_headroom.derive.configured import OFFLOAD_HIGH
+from vllm_headroom.derive.configured import OFFLOAD_FACTOR
 from vllm_headroom.derive.host_memory import SCOPES, count_shared
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
 from vllm_headroom.derive.life.signs import is_starved
-from vllm_headroom.derive.readings import make_states
+from vllm_headroom.derive.readings import label_gpu, make_states
 from vllm_headroom.model import (
     NO_VERDICT,
     EngineStatus,
     Failure,
     Gpu,
+    HangSign,
     HostMemory,
+    Pool,
     Sample,
     Snapshot,
     Values,
     Verdict,
 )
-from vllm_headroom.units import format_duration, format_size
+from vllm_headroom.units import (
+    DAY_SECONDS,
+    GIB,
+    HOUR_SECONDS,
+    MIB,
+    format_duration,
+    format_size,
+)
 from vllm_headroom.vocabulary import (
     EngineState,
     HostPart,
@@ -38,76 +46,151 @@ from vllm_headroom.vocabulary import (
     Situation,
 )
 
-NEIGHBOUR_BYTES: Final = 2**30
-"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA contexts are smaller. Files
-in /dev/shm too, as in HeadroomHostMemoryLow."""
+# Limits at which a sentence begins to warn: each is that of the alert it names.
 
-OVERSHOT: Final = 1.15
-"""Times the planned size of offloads from which they take more: buffers and queues of vLLM are shared memory too."""
+NEIGHBOUR_BYTES: Final = GIB
+"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA
+contexts are smaller. Files in /dev/shm too, as in HeadroomHostMemoryLow."""
 
-LOW_BYTES: Final = 512 * 2**20
+LOW_BYTES: Final = 512 * MIB
+"""Free memory of a GPU below this is low, as in HeadroomGpuMemoryLow, where LOW_SHARE holds too."""
+
 LOW_SHARE: Final = 0.5
-"""As HeadroomGpuMemoryLow: free memory below this, and below this share of what was free when the engine became
-ready."""
+"""Free memory is low below this share of what was free when the engine became ready: of a GPU as in
+HeadroomGpuMemoryLow, of the host as in HeadroomHostMemoryLow. One configured to leave little is not
+short of memory."""
+
+LOW_HOST_BYTES: Final = 4 * GIB
+"""Free host memory below this is low, as in HeadroomHostMemoryLow, where both shares hold too."""
+
+LOW_HOST_SHARE: Final = 0.05
+"""Free host memory below this share of its limit is low, as in HeadroomHostMemoryLow."""
 
 TIGHT_SHARE: Final = 0.02
 """An engine over its budget on a GPU with less free than this share is reported."""
 
-BLOCKS_BYTES: Final = 2**30
-"""Allocations on unified memory failed with 22.5 GiB available (vllm-project/vllm#54200): they need blocks of 2 MiB.
-Where nothing is loaded and nobody waits for memory, few of them are usual: the page cache takes what is free.
-"""
+SCARCE_BLOCKS_BYTES: Final = GIB
+"""Unified memory free in blocks of 2 MiB, below which allocations may fail: they failed with 22.5
+GiB available (vllm-project/vllm#54200). Where nothing is loaded and nobody waits for memory, few
+such blocks are usual: the page cache takes what is free."""
+
 WAITING_RATIO: Final = 0.05
+"""Somebody waits for memory above this share of the last ten seconds (PSI)."""
 
-LOW_HOST_BYTES: Final = 4 * 2**30
-LOW_HOST_SHARE: Final = 0.05
-"""As HeadroomHostMemoryLow: less left than this, and than this share of the limit; LOW_SHARE applies too."""
+OVERSHOOT_FACTOR: Final = 1.15
+"""Times the planned size of offloads from which they take more: buffers and queues of vLLM are
+shared memory too."""
 
-GPU_LOST: Final = "HeadroomGpuLost"
-NEIGHBOUR: Final = "HeadroomNeighbourGrowing"
-
-STRANDED: Final = 0.05
+STRANDED_RATIO: Final = 0.05
 """As HeadroomKvCacheStranded."""
 
-LOOP: Final = 3
+CRASH_LOOP_EXITS: Final = 3
 """Exits in 90 minutes, as in HeadroomEngineCrashLoop."""
 
-ENGINE_SENTENCES: Final[dict[EngineState, tuple[Situation, Level, str, str | None]]] = {
-    EngineState.DOWN: (
-        Situation.DOWN,
-        Level.ALARM,
-        "is down: its metrics page does not answer and no engine process is running",
-        "HeadroomEngineDown",
+SURE_SECONDS: Final = 4 * HOUR_SECONDS
+"""A leak in large steps is an alarm after four hours, an even one mostly sooner: until then none is
+only not seen."""
+
+# Alerts named in more than one place.
+
+GPU_LOST: Final = "HeadroomGpuLost"
+BLIND: Final = "HeadroomSidecarBlind"
+STALLED: Final = "HeadroomEngineStalled"
+
+
+class GrowthAlerts(Struct, frozen=True, kw_only=True):
+    """The alerts of growing memory, by the time left until it is full."""
+
+    hour: str
+    """A leak that leaves less than an hour."""
+
+    day: str
+    """A leak that leaves less than a day, or a possible one that leaves less than an hour."""
+
+    later: str
+    """Any other growth."""
+
+
+GPU_ALERTS: Final = GrowthAlerts(
+    hour="HeadroomOutOfMemorySoon",
+    day="HeadroomGpuMemoryLeak",
+    later="HeadroomGpuMemoryGrowing",
+)
+HOST_ALERTS: Final = GrowthAlerts(
+    hour="HeadroomHostOutOfMemorySoon",
+    day="HeadroomHostMemoryRunsOut",
+    later="HeadroomHostMemoryLeak",
+)
+
+
+class EngineSentence(Struct, frozen=True, kw_only=True):
+    """The verdict on an engine in one state; the sentence is what follows "The engine"."""
+
+    situation: Situation
+    level: Level
+    sentence: str
+    alert: str | None = None
+
+
+ENGINE_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
+    EngineState.DOWN: EngineSentence(
+        situation=Situation.DOWN,
+        level=Level.ALARM,
+        sentence="is down: its metrics page does not answer and no engine process is running",
+        alert="HeadroomEngineDown",
     ),
-    EngineState.STARTING: (
-        Situation.STARTING,
-        Level.UNKNOWN,
-        "is starting: leak detection begins when it serves",
-        None,
+    EngineState.STARTING: EngineSentence(
+        situation=Situation.STARTING,
+        level=Level.UNKNOWN,
+        sentence="is starting: leak detection begins when it serves",
     ),
-    EngineState.STALLED: (
-        Situation.STALLED,
-        Level.ALARM,
-        "is stalled: it should make progress and makes none",
-        "HeadroomEngineStalled",
+    EngineState.STALLED: EngineSentence(
+        situation=Situation.STALLED,
+        level=Level.ALARM,
+        sentence="is stalled: it should make progress and makes none",
+        alert=STALLED,
     ),
-    EngineState.ASLEEP: (Situation.ASLEEP, Level.GOOD, "is asleep", None),
-    EngineState.SERVING: (Situation.HEALTHY, Level.GOOD, "serves", None),
-    EngineState.UNKNOWN: (
-        Situation.BLIND,
-        Level.UNKNOWN,
-        "may be up or down: that is not known",
-        "HeadroomSidecarBlind",
+    EngineState.ASLEEP: EngineSentence(
+        situation=Situation.ASLEEP,
+        level=Level.GOOD,
+        sentence="is asleep",
+    ),
+    EngineState.SERVING: EngineSentence(
+        situation=Situation.HEALTHY,
+        level=Level.GOOD,
+        sentence="serves",
+    ),
+    EngineState.UNKNOWN: EngineSentence(
+        situation=Situation.BLIND,
+        level=Level.UNKNOWN,
+        sentence="may be up or down: that is not known",
+        alert=BLIND,
     ),
 }
 
-LAST_SEEN: Final = {
-    EngineState.SERVING: "served when last seen",
-    EngineState.ASLEEP: "was asleep when last seen",
+NEVER_SEEN: Final = EngineSentence(
+    situation=Situation.DOWN,
+    level=Level.UNKNOWN,
+    sentence="has not been seen yet: its metrics page does not answer and no engine process is"
+    " running",
+)
+"""Instead of DOWN before the first run; HeadroomEngineDown also waits until an engine was seen."""
+
+UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
+    EngineState.SERVING: EngineSentence(
+        situation=Situation.BLIND,
+        level=Level.UNKNOWN,
+        sentence="served when last seen",
+    ),
+    EngineState.ASLEEP: EngineSentence(
+        situation=Situation.BLIND,
+        level=Level.UNKNOWN,
+        sentence="was asleep when last seen",
+    ),
 }
 """Used without a page while the state is still assumed from the last one."""
 
-QUIET: Final[dict[str | None, tuple[Level, str]]] = {
+NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),
     LeakState.UNSETTLED: (Level.GOOD, "no leak seen under a load that changes"),
     LeakState.ASLEEP: (Level.GOOD, "the engine sleeps"),
@@ -115,38 +198,31 @@ QUIET: Final[dict[str | None, tuple[Level, str]]] = {
 }
 """The sentence where nothing grows; the most informative state comes first."""
 
-HOUR_SECONDS: Final = 3600.0
-DAY_SECONDS: Final = 24 * HOUR_SECONDS
-"""HeadroomOutOfMemorySoon pages, and HeadroomGpuMemoryLeak is critical, below these times left."""
-
-GPU_ALERTS: Final = ("HeadroomOutOfMemorySoon", "HeadroomGpuMemoryLeak", "HeadroomGpuMemoryGrowing")
-HOST_ALERTS: Final = (
-    "HeadroomHostOutOfMemorySoon",
-    "HeadroomHostMemoryRunsOut",
-    "HeadroomHostMemoryLeak",
-)
-"""For a leak that ends within the hour, within the day, and for any other growth."""
-
-SURE_SECONDS: Final = 4 * HOUR_SECONDS
-"""A leak in large steps is an alarm after four hours, an even one mostly sooner: until then none is only not seen."""
+GROWING_STATES: Final = (LeakState.LEAKING, LeakState.GROWING)
 
 VERDICTS: Final = "verdicts"
+"""The name of the derivation, and of its state."""
 
 SERVING: Final = "serving"
-PLANNED: Final = ("swapped", "shared-gpu")  # others use their GPU by plan
+"""The declared role of an engine where no other is set; it has no series."""
+
+SHARING_ROLES: Final = ("swapped", "shared-gpu")
+"""The declared roles of engines whose GPUs others use by plan."""
 
 
 def build_verdicts(
     values: Values, watches: Mapping[str, float], role: str = SERVING
 ) -> Derivation[tuple[Verdict, ...]]:
-    """Build the derivation of the verdicts, its state, and of the situation, that of the first of them."""
+    """Build the derivation of the verdicts, its state, and of the first one's situation."""
 
     def step(
         _: tuple[Verdict, ...], snapshot: Snapshot
     ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-        said = judge_snapshot(snapshot, values, watches, role)
-        declared = () if role == SERVING else (Sample(catalog.ROLE, (role,), 1.0),)
-        return said, (*make_states(catalog.SITUATION, (), said[0].situation), *declared)
+        verdicts = judge_snapshot(snapshot, values, watches, role)
+        samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
+        if role != SERVING:
+            samples += (Sample(catalog.ROLE, (role,), 1.0),)
+        return verdicts, samples
 
     return Derivation(name=VERDICTS, initial=(NO_VERDICT,), step=step)
 
@@ -167,65 +243,85 @@ def judge_snapshot(
     watches: Mapping[str, float] = MappingProxyType({}),
     role: str = SERVING,
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts on a tick: alarms, then warnings, then the rest, each by its situation; at least one.
+    """Return the verdicts on a tick: alarms, then warnings, then the rest, each by its situation.
 
-    `watches` is for how long the detector has been comparing each GPU, by UUID, and each role's memory.
+    There is at least one. `watches` is for how many seconds the detector has been comparing each
+    GPU, by UUID, and each role's memory. Of a `role` that shares its GPUs, neighbours are no
+    reason to warn.
     """
-    said = [
-        *_judge_gpus(snapshot, values, watches),
+    verdicts = [
+        *_judge_gpus(snapshot, values, watches, has_planned_neighbours=role in SHARING_ROLES),
         *_judge_engine(snapshot, values),
         *_judge_host(snapshot, values, watches),
+        *_judge_gates(values),
     ]
-    for (name,), value in values.of(catalog.GATE_OPEN).items():
-        if value == 0:
-            text = f"The gate /gate/{name} is closed; its answer has the reason."
-            said.append(
-                Verdict(
-                    subject="gates", level=Level.WARNING, sentence=text, situation=Situation.GROWING
-                )
+    return tuple(sorted(verdicts, key=_rank_verdict))
+
+
+def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
+    """Return a sort key: the first of the verdicts is the worst, and gives the situation."""
+    severity = tuple(Level).index(verdict.level)
+    situation_rank = tuple(Situation).index(verdict.situation)
+    if verdict.level in (Level.WARNING, Level.ALARM):
+        return (-severity, situation_rank, -severity)
+    return (0, situation_rank, -severity)
+
+
+def _judge_gates(values: Values) -> Iterator[Verdict]:
+    """Yield a verdict on each closed gate."""
+    for (name,), is_open in values.of(catalog.GATE_OPEN).items():
+        if not is_open:
+            yield Verdict(
+                subject="gates",
+                level=Level.WARNING,
+                sentence=f"The gate /gate/{name} is closed; its answer has the reason.",
+                situation=Situation.GROWING,
             )
-    if role in PLANNED:
-        fine = {"level": Level.GOOD, "alert": None, "situation": Situation.HEALTHY}
-        said = [replace(each, **fine) if each.alert == NEIGHBOUR else each for each in said]
-
-    def rank(verdict: Verdict) -> tuple[int, int, int]:
-        level = tuple(Level).index(verdict.level)
-        return (
-            -level if verdict.level in (Level.WARNING, Level.ALARM) else 0,
-            tuple(Situation).index(verdict.situation),
-            -level,
-        )
-
-    return tuple(sorted(said, key=rank))
 
 
-def _describe_quiet(states: Collection[str | None], watches: Iterable[float]) -> tuple[Level, str]:
-    state = next((state for state in QUIET if state in states), None)
-    watched = min(watches, default=SURE_SECONDS)
-    if state != LeakState.STABLE or watched >= SURE_SECONDS:
-        return QUIET.get(state, (Level.UNKNOWN, "whether it leaks is not known"))
-    return Level.GOOD, f"watched for {format_duration(watched)}, no leak seen"
+def _describe_no_growth(
+    states: Collection[str | None], watched_seconds: float
+) -> tuple[Level, str]:
+    """Return the level and the words for the most informative state of memory without growth."""
+    state = next((state for state in NO_GROWTH_SENTENCES if state in states), None)
+    if state == LeakState.STABLE and watched_seconds < SURE_SECONDS:
+        return Level.GOOD, f"watched for {format_duration(watched_seconds)}, no leak seen"
+    unknown = (Level.UNKNOWN, "whether it leaks is not known")
+    return NO_GROWTH_SENTENCES.get(state, unknown)
 
 
 def _judge_gpus(
-    snapshot: Snapshot, values: Values, watches: Mapping[str, float]
+    snapshot: Snapshot,
+    values: Values,
+    watches: Mapping[str, float],
+    *,
+    has_planned_neighbours: bool,
 ) -> Iterator[Verdict]:
-    blind = partial(Verdict, situation=Situation.BLIND)
+    """Yield the verdicts on the engine's GPUs, also on those that the configured list omits."""
     if isinstance(snapshot.gpus, Failure):
-        text = _end_sentence(f"The GPUs cannot be read: {snapshot.gpus.message}")
-        yield blind(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSourceDown")
+        yield Verdict(
+            subject="GPUs",
+            level=Level.UNKNOWN,
+            sentence=_end_sentence(f"The GPUs cannot be read: {snapshot.gpus.message}"),
+            alert="HeadroomSourceDown",
+            situation=Situation.BLIND,
+        )
         return
     if not snapshot.owned:
-        text = "No GPU is known to be the engine's: no GPU memory is judged."
-        yield blind(
-            subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind"
+        yield Verdict(
+            subject="GPUs",
+            level=Level.UNKNOWN,
+            sentence="No GPU is known to be the engine's: no GPU memory is judged.",
+            alert=BLIND,
+            situation=Situation.BLIND,
         )
-    for gpu in (each for each in snapshot.devices if each.is_left_out):
-        text = f"the engine's processes hold {format_size(gpu.engine_bytes or 0)} of it, and HEADROOM_GPUS leaves it out"
-        name = gpu.reading.called
-        yield blind(subject=name, level=Level.WARNING, sentence=f"{name} is not judged: {text}.")
-    for gpu in sorted(snapshot.owned, key=lambda each: each.reading.index):
-        yield _judge_gpu(values, gpu, snapshot, watches)
+    for gpu in snapshot.devices:
+        if gpu.is_left_out:
+            yield _judge_left_out_gpu(gpu)
+    for gpu in sorted(snapshot.owned, key=lambda gpu: gpu.reading.index):
+        yield _judge_gpu(
+            gpu, snapshot, values, watches, has_planned_neighbours=has_planned_neighbours
+        )
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.called,
@@ -236,298 +332,587 @@ def _judge_gpus(
             )
 
 
+def _judge_left_out_gpu(gpu: Gpu) -> Verdict:
+    name = gpu.reading.called
+    engine_bytes = gpu.engine_bytes or 0
+    return Verdict(
+        subject=name,
+        level=Level.WARNING,
+        sentence=f"{name} is not judged: the engine's processes hold {format_size(engine_bytes)}"
+        " of it, and HEADROOM_GPUS leaves it out.",
+        situation=Situation.BLIND,
+    )
+
+
 def _judge_gpu(
-    values: Values, device: Gpu, snapshot: Snapshot, watches: Mapping[str, float]
+    gpu: Gpu,
+    snapshot: Snapshot,
+    values: Values,
+    watches: Mapping[str, float],
+    *,
+    has_planned_neighbours: bool,
 ) -> Verdict:
-    reading, engine_status = device.reading, snapshot.engine_status
-    gpu, uuid, name = str(reading.index), reading.uuid, reading.called
+    """Return the verdict on one GPU of the engine: unreadable, growing, in trouble, or quiet."""
+    reading = gpu.reading
+    name = reading.called
     if reading.failure is not None:
-        text = _end_sentence(f"{name} cannot be read: {reading.failure.message}")
         return Verdict(
             subject=name,
             level=Level.ALARM,
-            sentence=text,
+            sentence=_end_sentence(f"{name} cannot be read: {reading.failure.message}"),
             alert=GPU_LOST,
             situation=Situation.BLIND,
         )
     if reading.memory is None:
-        text = f"The memory of {name} is not known: the driver does not report it, or reports what cannot be."
         return Verdict(
             subject=name,
             level=Level.UNKNOWN,
-            sentence=text,
-            alert="HeadroomSidecarBlind",
+            sentence=f"The memory of {name} is not known: the driver does not report it, or"
+            " reports what cannot be.",
+            alert=BLIND,
             situation=Situation.BLIND,
         )
-    state = values.state(catalog.LEAK_STATE, gpu, uuid)
-    if state in (LeakState.LEAKING, LeakState.GROWING):
-        return _judge_growth(values, snapshot, name, (gpu, uuid, ""), state, alone=is_alone(device))
-    level, quiet = _describe_quiet({state}, [watches[uuid]] if uuid in watches else [])
-    held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
-    if state == LeakState.ASLEEP and held is not None:
-        quiet = f"{quiet} and holds {format_size(held)}"
-    free = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid)
-    room = [] if free is None else [f"{format_size(free)} are free"]
-    to_wake = 0 if engine_status is None else dict(engine_status.to_wake).get(uuid, 0)
-    wake = [f"to wake takes {format_size(to_wake)}"] if to_wake else []
+    leak_state = values.state(catalog.LEAK_STATE, *label_gpu(gpu))
+    if leak_state in GROWING_STATES:
+        growth = _measure_gpu_growth(
+            gpu, snapshot, values, is_leaking=leak_state == LeakState.LEAKING
+        )
+        return _judge_growth(growth)
+    return _judge_quiet_gpu(
+        gpu,
+        leak_state,
+        snapshot.engine_status,
+        values,
+        watches,
+        has_planned_neighbours=has_planned_neighbours,
+    )
+
+
+def _judge_quiet_gpu(
+    gpu: Gpu,
+    leak_state: str | None,
+    status: EngineStatus | None,
+    values: Values,
+    watches: Mapping[str, float],
+    *,
+    has_planned_neighbours: bool,
+) -> Verdict:
+    """Return the verdict on a GPU on which nothing grows."""
+    labels = label_gpu(gpu)
+    uuid = gpu.reading.uuid
+    name = gpu.reading.called
+    watched_seconds = watches.get(uuid, SURE_SECONDS)
+    level, no_growth = _describe_no_growth({leak_state}, watched_seconds)
+    held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
+    if leak_state == LeakState.ASLEEP and held_bytes is not None:
+        no_growth = f"{no_growth} and holds {format_size(held_bytes)}"
+    free_bytes = values.value(catalog.GPU_MEMORY_FREE, *labels)
+    free_parts = []
+    if free_bytes is not None:
+        free_parts.append(f"{format_size(free_bytes)} are free")
+    wake_bytes = 0
+    if status is not None:
+        wake_bytes = dict(status.to_wake).get(uuid, 0)
+
     trouble = _find_trouble(
-        values, (gpu, uuid), engine_status, inf if free is None else free, to_wake
+        labels,
+        status,
+        values,
+        free_bytes=inf if free_bytes is None else free_bytes,
+        wake_bytes=wake_bytes,
+        has_planned_neighbours=has_planned_neighbours,
     )
     if trouble is None:
-        sentence = f"{name}: {'; '.join([quiet, *wake, *room])}."
-        return Verdict(subject=name, level=level, sentence=sentence)
-    situation, alert, text = trouble
-    rest = room if situation in (Situation.OVER_BUDGET, Situation.NEIGHBOUR) else []
-    sentence = f"{name}: {'; '.join([text, *rest, quiet])}."
+        parts = [no_growth]
+        if wake_bytes:
+            parts.append(f"to wake takes {format_size(wake_bytes)}")
+        parts += free_parts
+        return Verdict(subject=name, level=level, sentence=f"{name}: {'; '.join(parts)}.")
+    parts = [trouble.text]
+    if trouble.needs_free_bytes:
+        parts += free_parts
+    parts.append(no_growth)
     return Verdict(
-        subject=name, level=Level.WARNING, sentence=sentence, alert=alert, situation=situation
+        subject=name,
+        level=trouble.level,
+        sentence=f"{name}: {'; '.join(parts)}.",
+        alert=trouble.alert,
+        situation=trouble.situation,
     )
+
+
+class Trouble(Struct, frozen=True, kw_only=True):
+    """What is wrong with a GPU on which nothing grows."""
+
+    situation: Situation
+    text: str
+    alert: str | None = None
+    """The alert that fires, None where none does."""
+    level: Level = Level.WARNING
+    needs_free_bytes: bool = False
+    """Whether the sentence adds how much is free; otherwise the text has it, or it does not
+    matter."""
 
 
 def _find_trouble(
-    values: Values,
     labels: tuple[str, str],
-    engine_status: EngineStatus | None,
-    free: float,
-    to_wake: float,
-) -> tuple[Situation, str | None, str] | None:
-    """Return what is wrong with a GPU on which nothing grows, the alert that fires, and the words."""
-    first = 0 if engine_status is None else dict(engine_status.first_rooms).get(labels[1], 0)
-    over = values.of(catalog.MEMORY_DISCREPANCY).items()
-    excess = max((value for found, value in over if found[:2] == labels), default=0.0)
-    others = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
-    low = free < min(LOW_BYTES, LOW_SHARE * first)
-    if low or free < to_wake:
-        wake = f"to wake takes {format_size(to_wake)}, and " if to_wake else ""
-        alert = "HeadroomGpuMemoryLow" if low else None
-        return Situation.LOW_MEMORY, alert, f"{wake}only {format_size(free)} are free"
-    blocks = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
-    waits = (values.value(catalog.MEMORY_PRESSURE) or 0.0) > WAITING_RATIO
-    loads = engine_status is not None and engine_status.state is EngineState.STARTING
-    if blocks is not None and blocks < min(BLOCKS_BYTES, free) and (waits or loads):
-        text = f"the card's memory is in the page cache: only {format_size(blocks)} are free in blocks of 2 MiB"
-        return Situation.LOW_MEMORY, "HeadroomUnifiedMemoryCached" if waits else None, text
-    if excess > 0 and free < TIGHT_SHARE * (values.value(catalog.GPU_MEMORY_TOTAL, *labels) or 0.0):
-        text = f"the engine holds {format_size(excess)} more than its budget"
-        return Situation.OVER_BUDGET, "HeadroomMemoryDiscrepancy", text
-    if others >= NEIGHBOUR_BYTES:
-        return Situation.NEIGHBOUR, NEIGHBOUR, f"other processes hold {format_size(others)} of it"
-    return None
-
-
-def _judge_growth(
+    status: EngineStatus | None,
     values: Values,
-    snapshot: Snapshot,
-    name: str,
-    labels: tuple[str, str, str],
-    state: str,
     *,
-    alone: bool = True,
-) -> Verdict:
-    """Return the verdict on memory that leaks, may leak, or fills, by others or as a configured pool.
+    free_bytes: float,
+    wake_bytes: int,
+    has_planned_neighbours: bool,
+) -> Trouble | None:
+    """Return the worst trouble of a GPU; None where there is none.
 
-    It is that of a GPU, or of a role's processes; `labels` are those of its bound.
+    `wake_bytes` is what a sleeping engine needs to wake; 0 where it does not sleep.
     """
-    (*gpu, role), sure = labels, state == LeakState.LEAKING
-    known = sure or alone
-    verdict = partial(Verdict, subject="host memory" if role else name)
-    bound = values.value(catalog.LEAK_BOUND, *labels)
-    pools = [pool for pool in snapshot.pools if (pool.role or "") == role]
-    pool_bytes = sum(pool.size_bytes for pool in pools)
-    if not sure and bound:
-        filled = f"filling, {format_size(pool_bytes - bound)} of {format_size(pool_bytes)}"
-        text = f"{name} grows as its configured pools do: {filled}."
-        return verdict(level=Level.GOOD, sentence=text, situation=Situation.FILLING)
-    if role:
-        rate, per_request, where = values.value(catalog.HOST_LEAK_RATE, role), None, None
-        left, least = (
-            values.value(catalog.HOST_TIME_TO_OOM),
-            values.value(catalog.HOST_TIME_TO_OOM_LOWER),
+    return (
+        _find_low_memory(labels, status, free_bytes, wake_bytes)
+        or _find_scarce_blocks(labels, status, values, free_bytes)
+        or _find_excess(labels, values, free_bytes)
+        or _find_neighbour(labels, values, is_planned=has_planned_neighbours)
+    )
+
+
+def _find_low_memory(
+    labels: tuple[str, str], status: EngineStatus | None, free_bytes: float, wake_bytes: int
+) -> Trouble | None:
+    uuid = labels[1]
+    first_free_bytes = 0
+    if status is not None:
+        first_free_bytes = dict(status.first_rooms).get(uuid, 0)
+    is_low = free_bytes < min(LOW_BYTES, LOW_SHARE * first_free_bytes)
+    if not is_low and free_bytes >= wake_bytes:
+        return None
+    wake = f"to wake takes {format_size(wake_bytes)}, and " if wake_bytes else ""
+    return Trouble(
+        situation=Situation.LOW_MEMORY,
+        text=f"{wake}only {format_size(free_bytes)} are free",
+        alert="HeadroomGpuMemoryLow" if is_low else None,
+    )
+
+
+def _find_scarce_blocks(
+    labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
+) -> Trouble | None:
+    """Return the trouble of unified memory that is free, but in small blocks."""
+    blocks_bytes = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
+    if blocks_bytes is None or blocks_bytes >= min(SCARCE_BLOCKS_BYTES, free_bytes):
+        return None
+    pressure_ratio = values.value(catalog.MEMORY_PRESSURE) or 0.0
+    is_waited_for = pressure_ratio > WAITING_RATIO
+    is_loading = status is not None and status.state is EngineState.STARTING
+    if not is_waited_for and not is_loading:
+        return None
+    return Trouble(
+        situation=Situation.LOW_MEMORY,
+        text="the card's memory is in the page cache: only"
+        f" {format_size(blocks_bytes)} are free in blocks of 2 MiB",
+        alert="HeadroomUnifiedMemoryCached" if is_waited_for else None,
+    )
+
+
+def _find_excess(labels: tuple[str, str], values: Values, free_bytes: float) -> Trouble | None:
+    """Return the trouble of an engine that holds more than its budget on a GPU almost full."""
+    excess_bytes = 0.0
+    for series, difference_bytes in values.of(catalog.MEMORY_DISCREPANCY).items():
+        if series[:2] == labels:
+            excess_bytes = max(excess_bytes, difference_bytes)
+    total_bytes = values.value(catalog.GPU_MEMORY_TOTAL, *labels) or 0.0
+    if excess_bytes <= 0 or free_bytes >= TIGHT_SHARE * total_bytes:
+        return None
+    return Trouble(
+        situation=Situation.OVER_BUDGET,
+        text=f"the engine holds {format_size(excess_bytes)} more than its budget",
+        alert="HeadroomMemoryDiscrepancy",
+        needs_free_bytes=True,
+    )
+
+
+def _find_neighbour(labels: tuple[str, str], values: Values, *, is_planned: bool) -> Trouble | None:
+    """Return the trouble of other processes on the GPU; a planned one is only mentioned."""
+    other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
+    if other_bytes < NEIGHBOUR_BYTES:
+        return None
+    text = f"other processes hold {format_size(other_bytes)} of it"
+    if is_planned:
+        return Trouble(
+            situation=Situation.HEALTHY, text=text, level=Level.GOOD, needs_free_bytes=True
         )
-        alerts, situation = HOST_ALERTS, Situation.HOST_LEAK
+    return Trouble(
+        situation=Situation.NEIGHBOUR,
+        text=text,
+        alert="HeadroomNeighbourGrowing",
+        needs_free_bytes=True,
+    )
+
+
+class Growth(Struct, frozen=True, kw_only=True):
+    """Growing memory of a GPU, or of the processes of one role on the host; None is unknown."""
+
+    subject: str
+    name: str
+    """The memory at the beginning of a sentence."""
+
+    is_leaking: bool
+    """Whether this is the alarm; otherwise it is the early warning."""
+
+    is_of_engine: bool
+    """Whether the engine is known to be what grows; otherwise it may be a neighbour."""
+
+    bytes_per_second: float | None
+    bytes_per_request: float | None = None
+    location: str | None = None
+    oom_seconds: float | None
+    earliest_oom_seconds: float | None
+    pools: tuple[Pool, ...]
+    """What vLLM was configured to fill there."""
+
+    bound_bytes: float | None
+    """What these pools may still take."""
+
+    alerts: GrowthAlerts
+    situation: Situation
+
+    @property
+    def pool_bytes(self) -> int:
+        """The size of all pools."""
+        return sum(pool.size_bytes for pool in self.pools)
+
+
+def _measure_gpu_growth(
+    gpu: Gpu, snapshot: Snapshot, values: Values, *, is_leaking: bool
+) -> Growth:
+    labels = label_gpu(gpu)
+    return Growth(
+        subject=gpu.reading.called,
+        name=gpu.reading.called,
+        is_leaking=is_leaking,
+        is_of_engine=is_leaking or is_alone(gpu),
+        bytes_per_second=values.value(catalog.LEAK_RATE, *labels),
+        bytes_per_request=values.value(catalog.LEAK_PER_REQUEST, *labels),
+        location=values.state(catalog.LEAK_LOCATION, *labels),
+        oom_seconds=values.value(catalog.TIME_TO_OOM, *labels),
+        earliest_oom_seconds=values.value(catalog.TIME_TO_OOM_LOWER, *labels),
+        pools=tuple(pool for pool in snapshot.pools if pool.role is None),
+        bound_bytes=values.value(catalog.LEAK_BOUND, *labels, ""),
+        alerts=GPU_ALERTS,
+        situation=Situation.LEAKING if is_leaking else Situation.GROWING,
+    )
+
+
+def _measure_host_growth(
+    role: str, snapshot: Snapshot, values: Values, *, is_leaking: bool
+) -> Growth:
+    return Growth(
+        subject="host memory",
+        name=f"Host memory of {role}",
+        is_leaking=is_leaking,
+        is_of_engine=True,
+        bytes_per_second=values.value(catalog.HOST_LEAK_RATE, role),
+        oom_seconds=values.value(catalog.HOST_TIME_TO_OOM),
+        earliest_oom_seconds=values.value(catalog.HOST_TIME_TO_OOM_LOWER),
+        pools=tuple(pool for pool in snapshot.pools if pool.role == role),
+        bound_bytes=values.value(catalog.LEAK_BOUND, "", "", role),
+        alerts=HOST_ALERTS,
+        situation=Situation.HOST_LEAK,
+    )
+
+
+def _judge_growth(growth: Growth) -> Verdict:
+    """Return the verdict on memory that leaks, may leak, or fills."""
+    if growth.bound_bytes and not growth.is_leaking:
+        return _judge_filling_pools(growth, growth.bound_bytes)
+    if growth.is_of_engine:
+        text = _describe_engine_growth(growth)
     else:
-        rate, per_request = (
-            values.value(catalog.LEAK_RATE, *gpu),
-            values.value(catalog.LEAK_PER_REQUEST, *gpu),
-        )
-        where = values.state(catalog.LEAK_LOCATION, *gpu)
-        left, least = (
-            values.value(catalog.TIME_TO_OOM, *gpu),
-            values.value(catalog.TIME_TO_OOM_LOWER, *gpu),
-        )
-        alerts, situation = GPU_ALERTS, Situation.LEAKING if sure else Situation.GROWING
-    how = "" if rate is None else f" {format_size(HOUR_SECONDS * rate)} an hour"
-    if per_request is not None and known:
-        how = f" {format_size(1000 * per_request)} per 1,000 requests"
-    place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
-    said = f"{'leaks' if sure else 'may leak'}{how}{place}"
-    if not known:
-        said = f"fills{how and ' by'}{how}, not known by whom"
-    if left is not None and left < 1:
-        said += ": out of memory at any moment"
-    elif left is not None:
-        earliest = (
-            "" if least is None or not known else f", at the earliest in {format_duration(least)}"
-        )
-        said += f": out of memory in about {format_duration(left)}{earliest}"
-    if bound == 0 and any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in pools):
-        said += f"; its pools of {format_size(pool_bytes)} are full: offloads can take {OFFLOAD_HIGH} times that"
-    soon = left is not None and left < HOUR_SECONDS
-    near = known and left is not None and left < (DAY_SECONDS if sure else HOUR_SECONDS)
-    alert = alerts[0] if sure and soon else alerts[1] if near else alerts[2]
-    level = Level.ALARM if known and (sure or soon) else Level.WARNING
-    return verdict(level=level, sentence=f"{name} {said}.", alert=alert, situation=situation)
+        text = _describe_foreign_growth(growth)
+    text += _describe_time_to_oom(growth)
+    text += _describe_full_pools(growth)
+    return Verdict(
+        subject=growth.subject,
+        level=_choose_level(growth),
+        sentence=f"{growth.name} {text}.",
+        alert=_choose_alert(growth),
+        situation=growth.situation,
+    )
+
+
+def _judge_filling_pools(growth: Growth, bound_bytes: float) -> Verdict:
+    """Return the verdict on growth that a configured pool explains while it has room."""
+    filled = format_size(growth.pool_bytes - bound_bytes)
+    return Verdict(
+        subject=growth.subject,
+        level=Level.GOOD,
+        sentence=f"{growth.name} grows as its configured pools do: filling, {filled} of"
+        f" {format_size(growth.pool_bytes)}.",
+        situation=Situation.FILLING,
+    )
+
+
+def _describe_engine_growth(growth: Growth) -> str:
+    """Return that the engine leaks or may leak, how fast and where."""
+    words = ["leaks" if growth.is_leaking else "may leak"]
+    rate = _describe_rate(growth)
+    if growth.bytes_per_request is not None:
+        rate = f"{format_size(1000 * growth.bytes_per_request)} per 1,000 requests"
+    if rate:
+        words.append(rate)
+    text = " ".join(words)
+    if growth.location is not None:
+        text += f", in {PLACES[LeakLocation(growth.location)]}"
+    return text
+
+
+def _describe_foreign_growth(growth: Growth) -> str:
+    """Return that memory fills, and how fast, where others may be what grows."""
+    rate = _describe_rate(growth)
+    if not rate:
+        return "fills, not known by whom"
+    return f"fills by {rate}, not known by whom"
+
+
+def _describe_rate(growth: Growth) -> str:
+    """Return the growth in an hour; empty where it is not known."""
+    if growth.bytes_per_second is None:
+        return ""
+    return f"{format_size(HOUR_SECONDS * growth.bytes_per_second)} an hour"
+
+
+def _describe_time_to_oom(growth: Growth) -> str:
+    if growth.oom_seconds is None:
+        return ""
+    if growth.oom_seconds < 1:
+        return ": out of memory at any moment"
+    text = f": out of memory in about {format_duration(growth.oom_seconds)}"
+    if growth.earliest_oom_seconds is not None and growth.is_of_engine:
+        text += f", at the earliest in {format_duration(growth.earliest_oom_seconds)}"
+    return text
+
+
+def _describe_full_pools(growth: Growth) -> str:
+    has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
+    if growth.bound_bytes != 0 or not has_offloads:
+        return ""
+    size = format_size(growth.pool_bytes)
+    return f"; its pools of {size} are full: offloads can take {OFFLOAD_FACTOR} times that"
+
+
+def _choose_level(growth: Growth) -> Level:
+    if not growth.is_of_engine:
+        return Level.WARNING
+    if growth.is_leaking or _is_oom_within(growth, HOUR_SECONDS):
+        return Level.ALARM
+    return Level.WARNING
+
+
+def _choose_alert(growth: Growth) -> str:
+    if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
+        return growth.alerts.hour
+    near_seconds = DAY_SECONDS if growth.is_leaking else HOUR_SECONDS
+    if growth.is_of_engine and _is_oom_within(growth, near_seconds):
+        return growth.alerts.day
+    return growth.alerts.later
+
+
+def _is_oom_within(growth: Growth, seconds: float) -> bool:
+    return growth.oom_seconds is not None and growth.oom_seconds < seconds
 
 
 def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
-    state = EngineState.UNKNOWN if snapshot.engine_status is None else snapshot.engine_status.state
-    engine, (situation, level, text, alert) = (
-        partial(Verdict, subject="engine"),
-        ENGINE_SENTENCES[state],
-    )
-    if (
-        state is EngineState.DOWN
-        and snapshot.engine_status is not None
-        and not snapshot.engine_status.was_seen
-    ):
-        level, alert = (
-            Level.UNKNOWN,
-            None,
-        )  # HeadroomEngineDown also waits until an engine has been seen
-        text = "has not been seen yet: its metrics page does not answer and no engine process is running"
-    if isinstance(snapshot.engines, Failure):
-        if state in LAST_SEEN:
-            level, text, situation = Level.UNKNOWN, LAST_SEEN[state], Situation.BLIND
-        cause = f"; {snapshot.engines.message}"
-        if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
-            cause = f"; the machine is short of CPU{cause}"
-    elif snapshot.engine_status is not None and snapshot.engine_status.hang_signs:
-        text, alert = (
-            "is stalled" if state is EngineState.STALLED else "may be stalled",
-            "HeadroomEngineStalled",
-        )
-        cause = f": its page shows no work, and {', and '.join(each.value for each in snapshot.engine_status.hang_signs)}"
-    else:
-        cause = _describe_load(values) if state is EngineState.SERVING else ""
-    yield engine(
-        level=level,
-        sentence=_end_sentence(f"The engine {text}{cause}"),
-        alert=alert,
-        situation=situation,
-    )
-    ends = 0 if snapshot.engine_status is None else snapshot.engine_status.recent_ends
-    if ends >= LOOP:
-        text = f"The engine ended {ends} times in the last 90 minutes."
-        yield engine(
+    """Yield the verdict on the engine's state, then those on a crash loop and a stranded cache."""
+    yield _judge_engine_state(snapshot, values)
+    status = snapshot.engine_status
+    if status is not None and status.recent_ends >= CRASH_LOOP_EXITS:
+        yield Verdict(
+            subject="engine",
             level=Level.ALARM,
-            sentence=text,
+            sentence=f"The engine ended {status.recent_ends} times in the last 90 minutes.",
             alert="HeadroomEngineCrashLoop",
             situation=Situation.CRASH_LOOP,
         )
-    stranded = max(values.of(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
-    if stranded > STRANDED:
-        text = f"{100 * stranded:.0f} % of the KV cache is held by no request."
-        yield engine(
+    stranded_ratio = max(values.of(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
+    if stranded_ratio > STRANDED_RATIO:
+        yield Verdict(
+            subject="engine",
             level=Level.WARNING,
-            sentence=text,
+            sentence=f"{100 * stranded_ratio:.0f} % of the KV cache is held by no request.",
             alert="HeadroomKvCacheStranded",
             situation=Situation.STRANDED,
         )
 
 
+def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
+    status = snapshot.engine_status
+    state = EngineState.UNKNOWN if status is None else status.state
+    row = ENGINE_SENTENCES[state]
+    if status is not None and state is EngineState.DOWN and not status.was_seen:
+        row = NEVER_SEEN
+    text = row.sentence
+    level = row.level
+    situation = row.situation
+    alert = row.alert
+    detail = ""
+    if isinstance(snapshot.engines, Failure):
+        if state in UNREAD_SENTENCES:
+            unread = UNREAD_SENTENCES[state]
+            text = unread.sentence
+            level = unread.level
+            situation = unread.situation
+        detail = f"; {snapshot.engines.message}"
+        if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
+            detail = f"; the machine is short of CPU{detail}"
+    elif status is not None and status.hang_signs:
+        text = "is stalled" if state is EngineState.STALLED else "may be stalled"
+        alert = STALLED
+        detail = _describe_hang(status.hang_signs)
+    elif state is EngineState.SERVING:
+        detail = _describe_load(values)
+    return Verdict(
+        subject="engine",
+        level=level,
+        sentence=_end_sentence(f"The engine {text}{detail}"),
+        alert=alert,
+        situation=situation,
+    )
+
+
+def _describe_hang(hang_signs: Iterable[HangSign]) -> str:
+    signs = ", and ".join(sign.value for sign in hang_signs)
+    return f": its page shows no work, and {signs}"
+
+
 def _describe_load(values: Values) -> str:
-    """Return the current load; while requests wait there is no room for more, whatever the KV cache has left."""
-    counted = ((catalog.ENGINE_RUNNING, "running"), (catalog.ENGINE_WAITING, "waiting"))
-    words = [
-        f"{sum(found.values()):.0f} {word}"
-        for metric, word in counted
-        if (found := values.of(metric))
-    ]
-    used = values.of(catalog.ENGINE_KV_USED).values()
-    waits = any(values.of(catalog.ENGINE_WAITING).values())
-    more = () if waits else values.of(catalog.ENGINE_ADDITIONAL_REQUESTS).values()
-    words += [f"KV cache {100 * max(used):.0f} % used"] if used else []
-    words += [f"room in it for {sum(more):.0f} more"] if more else []
+    """Return the current load; while requests wait there is no room for more.
+
+    That holds whatever the KV cache has left.
+    """
+    running = values.of(catalog.ENGINE_RUNNING).values()
+    waiting = values.of(catalog.ENGINE_WAITING).values()
+    used_ratios = values.of(catalog.ENGINE_KV_USED).values()
+    additional = values.of(catalog.ENGINE_ADDITIONAL_REQUESTS).values()
+    words = []
+    if running:
+        words.append(f"{sum(running):.0f} running")
+    if waiting:
+        words.append(f"{sum(waiting):.0f} waiting")
+    if used_ratios:
+        words.append(f"KV cache {100 * max(used_ratios):.0f} % used")
+    if additional and not any(waiting):
+        words.append(f"room in it for {sum(additional):.0f} more")
     return f": {', '.join(words)}" if words else ""
 
 
 def _judge_host(
     snapshot: Snapshot, values: Values, watches: Mapping[str, float]
 ) -> Iterator[Verdict]:
-    found = {
-        labels[0]: labels[1]
-        for labels, value in values.of(catalog.HOST_LEAK_STATE).items()
-        if value
-    }
-    grows = {
-        role: state
-        for role, state in found.items()
-        if state in (LeakState.LEAKING, LeakState.GROWING)
-    }
-    left = describe_orphans(snapshot.left_behind, snapshot.owned)
-    if left is not None:
-        text = f"{left[0].upper()}{left[1:]}."
+    """Yield the verdicts on processes left behind, and on the memory of the engine's processes.
+
+    That is one verdict for each role whose memory grows, or one for all where none does.
+    """
+    orphans = describe_orphans(snapshot.left_behind, snapshot.owned)
+    if orphans is not None:
         yield Verdict(
-            subject="processes", level=Level.WARNING, sentence=text, situation=Situation.NEIGHBOUR
+            subject="processes",
+            level=Level.WARNING,
+            sentence=f"{orphans[0].upper()}{orphans[1:]}.",
+            situation=Situation.NEIGHBOUR,
         )
-    for role, state in grows.items():
-        yield _judge_growth(values, snapshot, f"Host memory of {role}", ("", "", role), state)
-    if found and not grows:
-        level, text = _describe_quiet(
-            found.values(), [watches[role] for role in found if role in watches]
-        )
-        host, first = (
-            snapshot.host or HostMemory(),
-            snapshot.engine_status and snapshot.engine_status.first_host_room_bytes,
-        )
-        known = host.room_bytes is not None and first is not None
-        least = min(
-            LOW_HOST_BYTES, LOW_HOST_SHARE * (host.limit_bytes or 0), LOW_SHARE * (first or 0)
-        )
-        low = known and (host.room_bytes or 0) < least
-        used, limit = (
-            values.value(catalog.HOST_MEMORY_USED),
-            values.value(catalog.HOST_MEMORY_LIMIT),
-        )
-        use = f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}"
-        if used is not None and limit is not None:
-            use = f"{format_size(used)} of {format_size(limit)} are in use{SCOPES.get(host.basis, '')}"
-        shared = host.shm_used_bytes or 0
-        use += f", {format_size(shared)} of it in /dev/shm" if shared > NEIGHBOUR_BYTES else ""
-        use += f", and {format_size(host.swap_bytes)} are swapped out" if host.swap_bytes else ""
-        use += _describe_offloads(snapshot, values)
-        yield Verdict(
+    leak_states = {}
+    for (role, leak_state), is_current in values.of(catalog.HOST_LEAK_STATE).items():
+        if is_current:
+            leak_states[role] = leak_state
+    growing_roles = [role for role, state in leak_states.items() if state in GROWING_STATES]
+    for role in growing_roles:
+        is_leaking = leak_states[role] == LeakState.LEAKING
+        yield _judge_growth(_measure_host_growth(role, snapshot, values, is_leaking=is_leaking))
+    if leak_states and not growing_roles:
+        yield _judge_quiet_host(snapshot, values, leak_states, watches)
+
+
+def _judge_quiet_host(
+    snapshot: Snapshot,
+    values: Values,
+    leak_states: Mapping[str, str],
+    watches: Mapping[str, float],
+) -> Verdict:
+    """Return the verdict on host memory of which no role's grows; `leak_states` is by role."""
+    watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
+    level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)
+    use = _describe_host_use(snapshot, values) + _describe_offloads(snapshot, values)
+    sentence = f"Host memory: {no_growth}; {use}."
+    if _is_host_memory_low(snapshot):
+        return Verdict(
             subject="host memory",
-            level=Level.WARNING if low else level,
-            sentence=f"Host memory: {text}; {use}.",
-            alert="HeadroomHostMemoryLow" if low else None,
-            situation=Situation.LOW_MEMORY if low else Situation.HEALTHY,
+            level=Level.WARNING,
+            sentence=sentence,
+            alert="HeadroomHostMemoryLow",
+            situation=Situation.LOW_MEMORY,
         )
+    return Verdict(subject="host memory", level=level, sentence=sentence)
+
+
+def _is_host_memory_low(snapshot: Snapshot) -> bool:
+    """Return whether little is left before the kernel kills; False where that is unknown."""
+    host = snapshot.host
+    first_room_bytes = (
+        None if snapshot.engine_status is None else snapshot.engine_status.first_host_room_bytes
+    )
+    if host is None or host.room_bytes is None or first_room_bytes is None:
+        return False
+    low_bytes = min(
+        LOW_HOST_BYTES,
+        LOW_HOST_SHARE * (host.limit_bytes or 0),
+        LOW_SHARE * first_room_bytes,
+    )
+    return host.room_bytes < low_bytes
+
+
+def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
+    """Return how much host memory is in use, of what, and how much of it in /dev/shm and swap."""
+    host = snapshot.host or HostMemory()
+    used_bytes = values.value(catalog.HOST_MEMORY_USED)
+    limit_bytes = values.value(catalog.HOST_MEMORY_LIMIT)
+    if used_bytes is None or limit_bytes is None:
+        held_bytes = sum(values.of(catalog.HOST_MEMORY).values())
+        text = f"the engine's processes hold {format_size(held_bytes)}"
+    else:
+        scope = SCOPES.get(host.basis, "")
+        text = f"{format_size(used_bytes)} of {format_size(limit_bytes)} are in use{scope}"
+    shm_bytes = host.shm_used_bytes or 0
+    if shm_bytes > NEIGHBOUR_BYTES:
+        text += f", {format_size(shm_bytes)} of it in /dev/shm"
+    if host.swap_bytes:
+        text += f", and {format_size(host.swap_bytes)} are swapped out"
+    return text
 
 
 def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
-    """Return what offloads were planned to take, and what is known to be taken: they are shared memory.
+    """Return what offloads were planned to take, and what they are known to take; or nothing.
 
-    Beside another engine, which may use the same /dev/shm, the largest process alone counts.
+    What they take is shared memory. Beside another engine, which may use the same /dev/shm, only
+    the largest process counts.
     """
-    planned = values.of(catalog.HOST_MEMORY_PLANNED)
-    offloads = sum(
-        planned.get((part,), 0.0) for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD)
-    )
-    processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
-    host = HostMemory() if snapshot.host is None or snapshot.neighbours else snapshot.host
-    taken = count_shared(processes, host.shm_used_bytes)
-    if not offloads or taken < offloads:
-        return (
-            f"; offloads of {format_size(offloads)} may take up to {OFFLOAD_HIGH} times that"
-            if offloads
-            else ""
-        )
-    is_over = taken > OVERSHOT * offloads and taken > offloads + NEIGHBOUR_BYTES
-    times = (
-        f", {taken / offloads:.2f} times that (vllm-project/vllm#53042, #56410)" if is_over else ""
-    )
-    return f"; offloads of {format_size(offloads)} take {format_size(taken)}{times}"
+    planned_bytes = values.of(catalog.HOST_MEMORY_PLANNED)
+    offload_bytes = 0.0
+    for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD):
+        offload_bytes += planned_bytes.get((part,), 0.0)
+    if not offload_bytes:
+        return ""
+    shm_bytes = None
+    if snapshot.host is not None and not snapshot.neighbours:
+        shm_bytes = snapshot.host.shm_used_bytes
+    shared_bytes = count_shared(snapshot.engine_processes, shm_bytes)
+    planned = f"; offloads of {format_size(offload_bytes)}"
+    if shared_bytes < offload_bytes:
+        return f"{planned} may take up to {OFFLOAD_FACTOR} times that"
+    text = f"{planned} take {format_size(shared_bytes)}"
+    is_far_over = shared_bytes > OVERSHOOT_FACTOR * offload_bytes
+    if is_far_over and shared_bytes > offload_bytes + NEIGHBOUR_BYTES:
+        factor = shared_bytes / offload_bytes
+        text += f", {factor:.2f} times that (vllm-project/vllm#53042, #56410)"
+    return text
 
 
 def _end_sentence(text: str) -> str:

@@ -67,6 +67,11 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         return () if isinstance(self.gpus, Failure) else self.gpus
 
     @property
+    def engine_processes(self) -> tuple[EngineProcess, ...]:
+        """The engine's processes, none where they could not be read."""
+        return () if isinstance(self.processes, Failure) else self.processes
+
+    @property
     def owned(self) -> tuple[Gpu, ...]:
         """The engine's GPUs."""
         return tuple(gpu for gpu in self.devices if gpu.attribution is not None)

@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.configured import OFFLOAD_HIGH
+from vllm_headroom.derive.configured import OFFLOAD_FACTOR
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.sizing.estimate import (
     LEFT_TO_THE_MACHINE_BYTES,
@@ -241,7 +241,7 @@ def _list_options(question: Question) -> Iterator[tuple[Settings, str, Question]
         yield (("--quantization", "fp8"),), "weights are rounded", rounded
     if host is not None and question.kv_offloading_bytes:
         rest = estimate_host(replace(question, kv_offloading_bytes=0)).high
-        spare = max(0, floor((host - rest) / OFFLOAD_HIGH / question.data_parallel_size / GIB))
+        spare = max(0, floor((host - rest) / OFFLOAD_FACTOR / question.data_parallel_size / GIB))
         price = "fewer prefixes are kept" if spare else "no prefix is kept on the host"
         yield (
             (("--kv-offloading-size", str(spare)),),

@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.verdicts import BLOCKS_BYTES
+from vllm_headroom.derive.verdicts import SCARCE_BLOCKS_BYTES
 from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
 from vllm_headroom.scrape.nvml.device import GpuFaults
 from vllm_headroom.units import GIB, MIB, format_gib
@@ -166,7 +166,7 @@ def _check_machine(
             " takes it back"
         )
         fix = "drop the page cache before the start and while the model loads (sync; echo 3 >/proc/sys/vm/drop_caches)"
-        verdict = Conclusion.NOT_GOOD if blocks < BLOCKS_BYTES else Conclusion.GOOD
+        verdict = Conclusion.NOT_GOOD if blocks < SCARCE_BLOCKS_BYTES else Conclusion.GOOD
         yield Obstacle(
             Kind.HOST, verdict, text, f"{fix}; or --ignore host", gpu=device.index, may_pass=True
         )

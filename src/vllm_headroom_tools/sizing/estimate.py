@@ -5,7 +5,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.configured import OFFLOAD_HIGH
+from vllm_headroom.derive.configured import OFFLOAD_FACTOR
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.sizing.encoder import USUAL_WIDTH
 from vllm_headroom_tools.sizing.footprint import (
@@ -142,7 +142,7 @@ def estimate_host(question: Question) -> Range:
     images = 2 * engines * question.mm_processor_cache_bytes if question.shape.encoder else 0
     offloaded = question.cpu_offload_bytes * workers + question.kv_offloading_bytes * engines
     own = processes * HOST_BYTES_PER_PROCESS
-    return Range(low=own + offloaded, high=own + images + OFFLOAD_HIGH * offloaded)
+    return Range(low=own + offloaded, high=own + images + OFFLOAD_FACTOR * offloaded)
 
 
 def estimate_outside(question: Question) -> Range:

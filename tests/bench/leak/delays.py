@@ -18,7 +18,7 @@ from rent import write_table
 
 from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Track
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.derive.verdicts import DAY_SECONDS, HOUR_SECONDS
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 RATES = (10e3, 50e3, 200e3, 1e6, 5e6)
 ROOMS = (4, 16, 60)

@@ -5,7 +5,7 @@ from math import floor
 from typing import Final
 
 from vllm_headroom.derive.leak.inside import PLACES
-from vllm_headroom.derive.verdicts import LOW_BYTES, STRANDED
+from vllm_headroom.derive.verdicts import LOW_BYTES, STRANDED_RATIO
 from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakLocation, LeakState
 from vllm_headroom_tools.advise.facts import (
@@ -167,7 +167,7 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
         (engine, held)
         for engine in facts.engines
         if (held := engine.stranded) is not None
-        and (held.ratio > STRANDED or (held.rises >= LOST_RISES and held.ratio > LOST_RATIO))
+        and (held.ratio > STRANDED_RATIO or (held.rises >= LOST_RISES and held.ratio > LOST_RATIO))
     ]
     if not lost:
         return None
