@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 from unittest.mock import patch
 
-from vllm_headroom.config import Settings, read_descriptions, variable, words
+from vllm_headroom.config import Settings, find_display, name_variable
 from vllm_headroom_tools.options import Parser
 from vllm_headroom_tools.settings import ModelSettings
 
@@ -30,9 +30,8 @@ def load_as(kind: type[AnySettings], argv: Sequence[str], environ: Mapping[str, 
 
 def settings_table() -> str:
     """Return docs' table of settings, in Markdown."""
-    descriptions = read_descriptions(Settings)
-    rows = [
-        f"| `{variable(name)}` | {words(field)['default']} | {descriptions[name]} | {words(field)['accepts']} |"
-        for name, field in Settings.model_fields.items()
-    ]
+    rows = []
+    for name, field in Settings.model_fields.items():
+        display = find_display(field)
+        rows.append(f"| `{name_variable(name)}` | {display.default} | {field.description} | {display.accepts} |")
     return "\n".join(("| setting | default | meaning | accepts |", "| --- | --- | --- | --- |", *rows)) + "\n"

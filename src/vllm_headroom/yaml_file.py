@@ -1,22 +1,22 @@
-"""A YAML file that people write: a key given twice is found, and a value can stay the text that was written."""
+"""Read YAML that people write: report repeated keys, and keep values as text where wanted."""
 
 from collections.abc import Iterator
 from errno import EFBIG
 from os import strerror
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import yaml
 
 from vllm_headroom.text_file import read_file
 
-MOST_BYTES: Final = 2**20
+MAX_FILE_BYTES: Final = 2**20
 """A thousand users with their passwords take 100 kB; what has no end need not be held in memory."""
 
-NULL: Final = "tag:yaml.org,2002:null"
+NULL_TAG: Final = "tag:yaml.org,2002:null"
 
 
-class WithoutAliases(yaml.parser.Parser, yaml.composer.Composer):
+class AliasRefuser(yaml.parser.Parser, yaml.composer.Composer):
     """Refuses aliases: a few, nested, make gigabytes of 400 bytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -29,23 +29,31 @@ class WithoutAliases(yaml.parser.Parser, yaml.composer.Composer):
         return super().compose_node(parent, index)
 
 
-class PlainLoader(WithoutAliases, yaml.SafeLoader):
+class PlainLoader(AliasRefuser, yaml.SafeLoader):
     """Reads values as YAML means them."""
 
 
-class TextLoader(WithoutAliases, yaml.BaseLoader):
+class TextLoader(AliasRefuser, yaml.BaseLoader):
     """Keeps every value but null as the text it is: `yes` is no number, and 1:30 is not 90."""
 
 
-_null_words = next(
-    each for tag, each in yaml.SafeLoader.yaml_implicit_resolvers["~"] if tag == NULL
+# PyYAML lists its patterns by the first character of a value; `~` is null in every YAML.
+NULL_PATTERN: Final = next(
+    pattern for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers["~"] if tag == NULL_TAG
 )
-TextLoader.add_implicit_resolver(NULL, _null_words, ["~", "n", "N", ""])
-TextLoader.add_constructor(NULL, lambda *_: None)
+TextLoader.add_implicit_resolver(NULL_TAG, NULL_PATTERN, ["~", "n", "N", ""])
+TextLoader.add_constructor(NULL_TAG, lambda *_: None)
+
+
+class YamlDocument(NamedTuple):
+    """What YAML contains, and the keys that one of its mappings has more than once."""
+
+    document: object
+    repeated_keys: tuple[str, ...]
 
 
 class NotYamlError(ValueError):
-    """What is not YAML; `place` is the line, where it is known, and `problem` what is wrong there."""
+    """A text is not YAML; `place` names the line, empty where it is unknown."""
 
     def __init__(self, place: str, problem: str) -> None:
         self.place: Final = place
@@ -53,18 +61,19 @@ class NotYamlError(ValueError):
         super().__init__(problem)
 
 
-def read_yaml(path: Path, *, as_text: bool = False) -> tuple[object, tuple[str, ...]]:
-    """Return what the file holds and the keys that one of its mappings has twice; raises OSError and NotYamlError."""
-    held = read_file(path, MOST_BYTES + 1)
-    if len(held) > MOST_BYTES:
+def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
+    """Read a YAML file; raise OSError and NotYamlError."""
+    content = read_file(path, MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
         raise OSError(EFBIG, strerror(EFBIG))
-    return parse_yaml(held, as_text=as_text)
+    return parse_yaml(content, as_text=as_text)
 
 
-def parse_yaml(held: bytes, *, as_text: bool = False) -> tuple[object, tuple[str, ...]]:
-    """Return what YAML in UTF-8 says and the keys that one of its mappings has twice; raises NotYamlError."""
+def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
+    """Parse YAML in UTF-8; with `as_text` every value but null stays a text; raise NotYamlError."""
+    loader_class = TextLoader if as_text else PlainLoader
     try:
-        loader = (TextLoader if as_text else PlainLoader)(held.decode())
+        loader = loader_class(content.decode())
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
@@ -74,15 +83,19 @@ def parse_yaml(held: bytes, *, as_text: bool = False) -> tuple[object, tuple[str
         raise NotYamlError("", "nested too deep") from None
     except (ValueError, AttributeError, yaml.YAMLError):  # AttributeError: `!!timestamp x`
         raise NotYamlError("", "it is no text in UTF-8") from None
-    return document, tuple(dict.fromkeys(_find_repeated(root)))
+    repeated_keys = dict.fromkeys(_find_repeated_keys(root))
+    return YamlDocument(document=document, repeated_keys=tuple(repeated_keys))
 
 
-def _find_repeated(node: yaml.Node | None) -> Iterator[str]:
-    """Yield the keys that a mapping has more than once."""
-    if node is None or isinstance(node.value, str):
-        return
-    pairs = [each if isinstance(each, tuple) else (None, each) for each in node.value]
-    names = [key.value for key, _ in pairs if key is not None and isinstance(key.value, str)]
-    yield from (name for name in names if names.count(name) > 1)
-    for _, value in pairs:
-        yield from _find_repeated(value)
+def _find_repeated_keys(node: yaml.Node | None) -> Iterator[str]:
+    """Yield the keys that a mapping has more than once, once for each time."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        for key in keys:
+            if keys.count(key) > 1:
+                yield key
+        for _, value in node.value:
+            yield from _find_repeated_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _find_repeated_keys(item)

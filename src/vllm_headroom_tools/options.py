@@ -1,4 +1,4 @@
-"""The options of a command: the kinds of their values, and a reader that reports every mistake at once."""
+"""The options of a command: their kinds of values, and a parser that reports all mistakes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from msgspec import Struct, field
 
@@ -18,10 +18,10 @@ from vllm_headroom.inputs import (
     parse_metrics_url,
     parse_number,
     parse_path,
-    parse_whole,
+    parse_whole_number,
     show_url,
     show_value,
-    split_closed,
+    split_closed_set,
 )
 from vllm_headroom.units import parse_duration, parse_share, parse_size, parse_vllm_number
 from vllm_headroom.vocabulary import CONTROLS
@@ -33,15 +33,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
-MOST: Final = 2**53
+MAX_WHOLE_NUMBER: Final = 2**53
+"""The largest integer up to which a float represents each exactly."""
+
+
+SMALLEST_FLOAT: Final = 5e-324
+LARGEST_FLOAT: Final = 1.7e308
 
 
 class Value(Struct, Generic[T], frozen=True, kw_only=True):
-    """How a text becomes a value: `read` raises ValueError for one that is not what it `accepts`."""
+    """How a text becomes a value."""
 
     read: Callable[[str], T]
+    """Raises ValueError for a text that is not accepted."""
+
     accepts: str
-    shown: Callable[[object], str] = show_value
+    """The values that are accepted, as the end of a sentence."""
+
+    show: Callable[[object], str] = show_value
+    """How a refused value is shown."""
 
     def __call__(self, text: str) -> T:
         """Return the value, as argparse has it."""
@@ -49,20 +59,20 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
 
 
 def bounded(read: Callable[[str], Number], low: float, high: float) -> Callable[[str], Number]:
-    """Return what reads a number from `low` to `high`, and refuses any other."""
+    """Return a function that reads a number from `low` to `high`, and refuses any other."""
 
-    def checked(text: str) -> Number:
-        value = read(text)
-        if not low <= value <= high:
+    def read_bounded(text: str) -> Number:
+        number = read(text)
+        if not low <= number <= high:
             raise ValueError
-        return value
+        return number
 
-    return checked
+    return read_bounded
 
 
-def above_zero(read: Callable[[str], float], high: float = 1.7e308) -> Callable[[str], float]:
-    """Return what reads a number above 0, and refuses any other."""
-    return bounded(read, 5e-324, high)
+def above_zero(read: Callable[[str], float], high: float = LARGEST_FLOAT) -> Callable[[str], float]:
+    """Return a function that reads a number above 0, and refuses any other."""
+    return bounded(read, SMALLEST_FLOAT, high)
 
 
 TEXT: Final = Value(read=str, accepts="a text")
@@ -91,13 +101,16 @@ def size(example: str) -> Value[int]:
     )
 
 
-def whole(low: int = 1, high: int = MOST) -> Value[int]:
+def whole_number(low: int = 1, high: int = MAX_WHOLE_NUMBER) -> Value[int]:
     """Return the kind of a whole number from `low` to `high`."""
-    most = f" to {high}" if high < MOST else " on"
-    return Value(read=bounded(parse_whole, low, high), accepts=f"a whole number from {low}{most}")
+    upper_bound = f" to {high}" if high < MAX_WHOLE_NUMBER else " on"
+    return Value(
+        read=bounded(parse_whole_number, low, high),
+        accepts=f"a whole number from {low}{upper_bound}",
+    )
 
 
-def tokens(high: int = MOST) -> Value[int]:
+def tokens(high: int = MAX_WHOLE_NUMBER) -> Value[int]:
     """Return the kind of a number of tokens, as vLLM's options take it."""
     accepts = f"a whole number from 1 to {high}, such as 32768, 32k (32,000) or 32K (32,768)"
     return Value(read=bounded(parse_vllm_number, 1, high), accepts=accepts)
@@ -117,14 +130,14 @@ def choice(names: Sequence[str]) -> Value[str]:
 def url(example: str) -> Value[httpx.URL]:
     """Return the kind of an http or https URL."""
     return Value(
-        read=parse_http_url, accepts=f"an http or https URL such as {example}", shown=show_url
+        read=parse_http_url, accepts=f"an http or https URL such as {example}", show=show_url
     )
 
 
 def page_url(example: str) -> Value[str]:
     """Return the kind of the URL of a page of metrics."""
     return Value(
-        read=parse_metrics_url, accepts=f"an http or https URL such as {example}", shown=show_url
+        read=parse_metrics_url, accepts=f"an http or https URL such as {example}", show=show_url
     )
 
 
@@ -140,12 +153,12 @@ class Printed(Exception):  # noqa: N818 - no error: what was asked for in place 
     """The text that --help, --version or --print-config print."""
 
 
-def option(key: str) -> str:
+def name_option(key: str) -> str:
     """Return how the command line spells a setting."""
     return "--" + key.replace("_", "-")
 
 
-SOURCES: Final = """\
+SOURCES_HELP: Final = """\
 Each is an option, an environment variable and a key of the YAML file:
   --sample-interval-seconds 5
   HEADROOM_SAMPLE_INTERVAL_SECONDS=5
@@ -159,25 +172,39 @@ OPTION: Final = re.compile(r"--|-[A-Za-z]")
 """How an option begins; a negative number is a value."""
 
 
-class Typed(Struct):
-    """An option as it was typed with the words that are taken for its values; `action` is None for an unknown one."""
+class TypedOption(Struct):
+    """An option as it was typed, with the words that follow it."""
 
     name: str
+
     action: argparse.Action | None
+    """What argparse knows of it; None where there is no such option."""
+
     values: list[str] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
         """Whether the next word is its value."""
-        return not self.values and (self.action is None or self.action.nargs != 0)
+        takes_value = self.action is None or self.action.nargs != 0
+        return takes_value and not self.values
 
 
-Option = tuple[str, argparse.Action, str]
-"""An option or a place as it was typed, and its value, empty for a flag."""
+class Argument(NamedTuple):
+    """An option, or a positional argument, with the value that was typed for it."""
+
+    name: str
+    action: argparse.Action
+
+    text: str
+    """Empty for a flag."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's options; a default that is a list takes an option as often as it is given."""
+    """The options of a command, whose mistakes are all reported at once.
+
+    argparse describes the options and formats the help; its own parsing stops at the first
+    mistake. An option whose default is a list may be given more than once.
+    """
 
     def __init__(self, prog: str, version: Callable[[], str] = str) -> None:
         super().__init__(
@@ -187,39 +214,54 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
         )
         self._version = version
-        self._settings: type[Settings] | None = None
-        self._of_settings: list[argparse.Action] = []
+        self._settings_class: type[Settings] | None = None
+        self._settings_actions: list[argparse.Action] = []
         self.add_argument("-h", "--help", action="store_true", help="show this and exit")
         self.add_argument("--version", action="store_true", help="show the version and exit")
 
-    def add_settings(self, kind: type[Settings]) -> None:
-        """Add the settings of `kind`, its own first; the environment and a file may give them as well."""
-        from vllm_headroom.config import Settings, key, read_descriptions, variable, words  # noqa: PLC0415 - most have none
+    def add_settings(self, settings_class: type[Settings]) -> None:
+        """Add an option for each setting, first for those that `settings_class` adds to Settings.
 
-        self._settings = kind
-        yaml, text = (
-            Value(read=str, accepts="the path of a YAML file"),
-            "read settings from it, as HEADROOM_CONFIG",
+        The environment and a file may give them as well.
+        """
+        from vllm_headroom.config import (  # noqa: PLC0415 - it needs pydantic, and most commands none
+            Settings,
+            find_display,
+            name_key,
+            name_variable,
         )
-        self._of_settings = [self.add_argument("--config", metavar="FILE", type=yaml, help=text)]
+
+        self._settings_class = settings_class
+        config = self.add_argument(
+            "--config",
+            metavar="FILE",
+            type=Value(read=str, accepts="the path of a YAML file"),
+            help="read settings from it, as HEADROOM_CONFIG",
+        )
+        self._settings_actions = [config]
         self.add_argument(
             "--print-config",
             action="store_true",
             help="show what is in force, as such a file, and exit",
         )
-        add = self.add_argument_group("settings", SOURCES).add_argument
-        descriptions = read_descriptions(kind)
-        for name in sorted(kind.model_fields, key=lambda name: name in Settings.model_fields):
-            if name not in kind.no_options:
-                shown = words(kind.model_fields[name])
-                word, accepts, default = (shown[each] for each in ("word", "accepts", "default"))
-                text = f"{descriptions[name]} Accepts {accepts}. {variable(name)}; default: {default}".replace(
-                    "%", "%%"
-                )
-                value = Value(read=str, accepts=accepts)
-                self._of_settings.append(
-                    add(option(key(name)), metavar=word, type=value, help=text)
-                )
+        group = self.add_argument_group("settings", SOURCES_HELP)
+        own_names = [
+            name for name in settings_class.model_fields if name not in Settings.model_fields
+        ]
+        for name in (*own_names, *Settings.model_fields):
+            if name in settings_class.no_options:
+                continue
+            setting = settings_class.model_fields[name]
+            display = find_display(setting)
+            description = f"{setting.description} Accepts {display.accepts}."
+            source = f"{name_variable(name)}; default: {display.default}"
+            action = group.add_argument(
+                name_option(name_key(name)),
+                metavar=display.metavar,
+                type=Value(read=str, accepts=display.accepts),
+                help=f"{description} {source}".replace("%", "%%"),
+            )
+            self._settings_actions.append(action)
 
     def explain(self, action: argparse.Action) -> str:
         """Return the help of an option, with its default in place."""
@@ -227,131 +269,180 @@ class Parser(argparse.ArgumentParser):
 
     def list_values(self, action: argparse.Action) -> list[str]:
         """Return the values of an option that takes one of a few, none of any other."""
-        return split_closed(_kind(action).accepts)
+        return split_closed_set(_find_kind(action).accepts)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the values by name, with `settings` where they were added.
 
-        A first word that is a URL is the engine's, where the command has no place for words. Raises BadOptions with
-        every mistake, also in a value that another source overrides, and Printed.
+        A first word that is a URL is the engine's, where the command has no positional arguments.
+        Raise BadOptions with every mistake, also in a value that another source overrides, and
+        Printed.
         """
-        places = [action for action in self._actions if not action.option_strings]
-        is_url = any("://" in word and not OPTION.match(word) for word in argv[:1])
-        if is_url and not places and ENGINE_URL in self._option_string_actions:
+        positionals = [action for action in self._actions if not action.option_strings]
+        if self._begins_with_url(argv) and not positionals:
             argv = (ENGINE_URL, *argv)
-        typed, loose = self._split(argv, len(places))
-        sound, mistakes = self._sound(typed)
-        mistakes += [f"{word!r}: not an option, see --help" for word in loose[len(places) :]]
-        sound += [
-            (str(place.metavar), place, word) for place, word in zip(places, loose, strict=False)
-        ]
-        given = argparse.Namespace(
-            **{
-                each.dest: _kind(each)(each.default)
-                if isinstance(each.default, str)
-                else each.default
-                for each in self._actions
-            }
-        )
-        for name, action, word in sound:
-            if action not in self._of_settings:
-                mistakes += _take(name, action, word, given)
-        if self._settings is not None:
-            mistakes += self._take_settings(self._settings, sound, given)
-        named = [each.action for each in typed]
-        lacking = [action for action in self._actions if action.required and action not in named]
-        mistakes += [
-            f"{each.option_strings[-1]}: needed, accepts {_kind(each).accepts}" for each in lacking
-        ]
+        typed_options, loose_words = self._split(argv, len(positionals))
+        arguments, mistakes = self._check(typed_options)
+        for place, word in enumerate(loose_words):
+            if place < len(positionals):
+                action = positionals[place]
+                arguments.append(Argument(str(action.metavar), action, word))
+            else:
+                mistakes.append(f"{word!r}: not an option, see --help")
+
+        namespace = self._build_defaults()
+        for argument in arguments:
+            if argument.action not in self._settings_actions:
+                mistakes += _store(argument, namespace)
+        if self._settings_class is not None:
+            mistakes += self._store_settings(self._settings_class, arguments, namespace)
+        mistakes += self._list_missing(typed_options)
         if mistakes:
             raise BadOptions(*dict.fromkeys(mistakes))
-        if self._settings is not None and given.print_config:
-            from vllm_headroom.config import settings_yaml  # noqa: PLC0415 - as above
+        if self._settings_class is not None and namespace.print_config:
+            from vllm_headroom_tools.sources import format_settings  # noqa: PLC0415 - it needs pydantic
 
-            raise Printed(settings_yaml(given.settings).rstrip())
-        return given
+            raise Printed(format_settings(namespace.settings).rstrip())
+        return namespace
 
-    def _split(self, argv: Sequence[str], places: int) -> tuple[list[Typed], list[str]]:
-        """Return the options in order, and the words that are no option's; `_` in a name counts as `-`."""
-        typed: list[Typed] = []
-        loose: list[str] = []
+    def _begins_with_url(self, argv: Sequence[str]) -> bool:
+        """Return whether the first word is a URL, and the command takes the engine's."""
+        if not argv or ENGINE_URL not in self._option_string_actions:
+            return False
+        return "://" in argv[0] and not OPTION.match(argv[0])
+
+    def _build_defaults(self) -> argparse.Namespace:
+        namespace = argparse.Namespace()
+        for action in self._actions:
+            default = action.default
+            if isinstance(default, str):
+                default = _find_kind(action).read(default)
+            setattr(namespace, action.dest, default)
+        return namespace
+
+    def _split(
+        self, argv: Sequence[str], positional_count: int
+    ) -> tuple[list[TypedOption], list[str]]:
+        """Return the options in order, and the words that are no option's.
+
+        `_` in a name counts as `-`. A word beyond the positional arguments counts as another value
+        of the option before it, because a value with a space was most likely not quoted.
+        """
+        typed_options: list[TypedOption] = []
+        loose_words: list[str] = []
         for word in argv:
-            name, equals, value = word.partition("=")
             if OPTION.match(word):
-                spelt = name.replace("_", "-") if name.startswith("--") else name
-                typed.append(
-                    Typed(name, self._option_string_actions.get(spelt), [value] if equals else [])
-                )
-            elif typed and (typed[-1].is_open or len(loose) == places):
-                typed[-1].values.append(word)
+                typed_options.append(self._parse_option(word))
+                continue
+            is_value = bool(typed_options) and (
+                typed_options[-1].is_open or len(loose_words) == positional_count
+            )
+            if is_value:
+                typed_options[-1].values.append(word)
             else:
-                loose.append(word)
-        return typed, loose
+                loose_words.append(word)
+        return typed_options, loose_words
 
-    def _sound(self, typed: Sequence[Typed]) -> tuple[list[Option], list[str]]:
-        """Return the options that are known and have the value they need, and a line for each other; raises Printed."""
-        sound: list[Option] = []
+    def _parse_option(self, word: str) -> TypedOption:
+        name, equals_sign, value = word.partition("=")
+        spelling = name.replace("_", "-") if name.startswith("--") else name
+        return TypedOption(
+            name=name,
+            action=self._option_string_actions.get(spelling),
+            values=[value] if equals_sign else [],
+        )
+
+    def _check(self, typed_options: Sequence[TypedOption]) -> tuple[list[Argument], list[str]]:
+        """Return the options that can be used, and a line for each other one.
+
+        Raise Printed for --help and --version, unless a mistake precedes them.
+        """
+        arguments: list[Argument] = []
         mistakes: list[str] = []
-        times = Counter(each.action.dest for each in typed if each.action is not None)
-        for each in typed:
-            problem = self._problem(each, times)
+        counts = Counter(
+            option.action.dest for option in typed_options if option.action is not None
+        )
+        for option in typed_options:
+            action = option.action
+            if action is None:
+                line = describe_unknown(option.name, self._option_string_actions, "an option")
+                mistakes.append(line)
+                continue
+            problem = _describe_misuse(option.name, action, option.values, counts[action.dest])
             if problem is not None:
                 mistakes.append(problem)
-            elif (
-                each.action is not None and each.action.dest in {"help", "version"} and not mistakes
-            ):
-                raise Printed(
-                    self.format_help().rstrip() if each.action.dest == "help" else self._version()
-                )
-            elif each.action is not None:
-                sound.append((each.name, each.action, "".join(each.values)))
-        return sound, mistakes
+                continue
+            if action.dest == "help" and not mistakes:
+                raise Printed(self.format_help().rstrip())
+            if action.dest == "version" and not mistakes:
+                raise Printed(self._version())
+            arguments.append(Argument(option.name, action, "".join(option.values)))
+        return arguments, mistakes
 
-    def _problem(self, typed: Typed, times: Counter[str]) -> str | None:
-        name, action, values = typed.name, typed.action, typed.values
-        if action is None:
-            return describe_unknown(name, self._option_string_actions, "an option")
-        if times[action.dest] > 1 and not isinstance(action.default, list):
-            return f"{name}: given {times[action.dest]} times, accepts one"
-        if action.nargs == 0:
-            return f"{name}: takes no value" if values else None
-        if len(values) > 1:
-            return (
-                f"{name}: got {len(values)} words, accepts one: put a value with spaces in quotes"
-            )
-        return None if values else f"{name}: got nothing, accepts {_kind(action).accepts}"
+    def _list_missing(self, typed_options: Sequence[TypedOption]) -> Iterator[str]:
+        """Yield a line for each required option that was not typed."""
+        typed_actions = [option.action for option in typed_options]
+        for action in self._actions:
+            if action.required and action not in typed_actions:
+                yield f"{action.option_strings[-1]}: needed, accepts {_find_kind(action).accepts}"
 
-    def _take_settings(
-        self, kind: type[Settings], sound: Sequence[Option], given: argparse.Namespace
+    def _store_settings(
+        self,
+        settings_class: type[Settings],
+        arguments: Sequence[Argument],
+        namespace: argparse.Namespace,
     ) -> Sequence[str]:
-        """Put the settings into what is given; return the lines that refuse them, if they are refused."""
-        from vllm_headroom.config import CONFIG, Given, Settings, read_settings  # noqa: PLC0415 - as above
+        """Store the settings in the namespace, or return a line for each mistake."""
+        from vllm_headroom.config import Settings  # noqa: PLC0415 - it needs pydantic
+        from vllm_headroom_tools.sources import CONFIG, Entry, read_settings  # noqa: PLC0415 - the same
 
         options = {
-            action.dest: Given(name, word)
-            for name, action, word in sound
-            if action in self._of_settings
+            argument.action.dest: Entry(argument.name, argument.text)
+            for argument in arguments
+            if argument.action in self._settings_actions
         }
-        settings = read_settings(kind, options, options.pop(CONFIG, None))
+        config = options.pop(CONFIG, None)
+        settings = read_settings(settings_class, options, config)
         if not isinstance(settings, Settings):
             return settings
-        given.settings = settings
+        namespace.settings = settings
         return ()
 
 
-def _take(
-    name: str, action: argparse.Action, word: str, given: argparse.Namespace
-) -> Iterator[str]:
-    """Put the value of an option into what is given; yield the line that refuses it, if it is refused."""
-    kind = _kind(action)
+def _describe_misuse(
+    name: str, action: argparse.Action, values: Sequence[str], count: int
+) -> str | None:
+    """Return the line on an option that was given `count` times, last with these values.
+
+    None where it was given as it should be.
+    """
+    if count > 1 and not isinstance(action.default, list):
+        return f"{name}: given {count} times, accepts one"
+    if action.nargs == 0:
+        return f"{name}: takes no value" if values else None
+    if not values:
+        return f"{name}: got nothing, accepts {_find_kind(action).accepts}"
+    if len(values) > 1:
+        return f"{name}: got {len(values)} words, accepts one: put a value with spaces in quotes"
+    return None
+
+
+def _store(argument: Argument, namespace: argparse.Namespace) -> Iterator[str]:
+    """Store the value of an option in the namespace; yield the line that refuses it, if any."""
+    action = argument.action
+    if action.nargs == 0:
+        setattr(namespace, action.dest, True)
+        return
+    kind = _find_kind(action)
     try:
-        value: object = True if action.nargs == 0 else kind(word)
+        value = kind.read(argument.text)
     except ValueError as error:
-        yield describe_refused(name, word, kind.accepts, error, kind.shown)
-    else:
-        is_list = isinstance(action.default, list)
-        setattr(given, action.dest, [*getattr(given, action.dest), value] if is_list else value)
+        yield describe_refused(argument.name, argument.text, kind.accepts, error, kind.show)
+        return
+    if isinstance(action.default, list):
+        value = [*getattr(namespace, action.dest), value]
+    setattr(namespace, action.dest, value)
 
 
-def _kind(action: argparse.Action) -> Value[Any]:
+def _find_kind(action: argparse.Action) -> Value[Any]:
     return action.type if isinstance(action.type, Value) else TEXT

@@ -28,7 +28,8 @@ from tests.assets.kubernetes.rendering import (
 )
 from tests.assets.promql import read_yaml
 from tests.conftest import Golden
-from vllm_headroom.config import CONFIG, Settings, variable
+from vllm_headroom.config import Settings, name_variable
+from vllm_headroom_tools.sources import CONFIG
 
 CHARTS: Final = (helm.CHART, helm.CLUSTER)
 
@@ -178,7 +179,7 @@ def test_the_environment_takes_every_setting_that_the_chart_does_not_set_itself(
     schema = json.loads((helm.CHART / "values.schema.json").read_text())
     taken = schema["properties"]["sidecar"]["properties"]["env"]["propertyNames"]["enum"]
 
-    assert taken == sorted(variable(name) for name in {*Settings.model_fields, CONFIG} - set(OWN))
+    assert taken == sorted(name_variable(name) for name in {*Settings.model_fields, CONFIG} - set(OWN))
 
 
 @pytest.mark.parametrize(("gpus", "limit"), [("0", "64GiB"), ("", "")], ids=["set", "empty"])

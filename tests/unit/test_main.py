@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from tests.command import OWN, run_command, run_process
-from vllm_headroom.config import Settings, key
+from vllm_headroom.config import Settings, name_key
 from vllm_headroom_tools.cli import COMMANDS
-from vllm_headroom_tools.options import option
+from vllm_headroom_tools.options import name_option
 
 SCENARIOS = "healthy, leak, burst, neighbour, restart, crash, hang, slow-start, sleep, mig or fleet"
 
@@ -25,7 +25,7 @@ def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("usage: vllm-headroom [run] [OPTION VALUE]...\n")
     assert "\n  demo       Runs the daemon over a simulated engine and GPU.\n" in process.stdout
-    assert all(f"\n  {option(key(name))} " in process.stdout for name in Settings.model_fields)
+    assert all(f"\n  {name_option(name_key(name))} " in process.stdout for name in Settings.model_fields)
     assert max(map(len, process.stdout.splitlines())) <= 80
 
 
@@ -78,7 +78,7 @@ def test_print_config_shows_what_is_in_force_without_secrets(tmp_path: Path) -> 
     printed = yaml.safe_load(process.stdout)
 
     assert (process.returncode, process.stderr) == (0, "")
-    assert list(printed) == list(map(key, Settings.model_fields))
+    assert list(printed) == list(map(name_key, Settings.model_fields))
     assert printed["listen_port"] == 1
     assert printed["gpus"] == ["0", "1"]
     assert printed["log_level"] == "debug"

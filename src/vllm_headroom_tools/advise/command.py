@@ -22,7 +22,7 @@ from vllm_headroom_tools.options import (
     Value,
     page_url,
     tokens,
-    whole,
+    whole_number,
 )
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
 from vllm_headroom_tools.trace import BadInput, read_trace
@@ -171,7 +171,7 @@ def _options(parser: Parser) -> None:
     add("--vllm-version", metavar="VERSION", type=version, help=only)
     add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
     for name, kind in (
-        ("num-seqs", whole()),
+        ("num-seqs", whole_number()),
         ("model-len", tokens()),
         ("num-batched-tokens", tokens()),
     ):

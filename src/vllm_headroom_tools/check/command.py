@@ -36,9 +36,9 @@ from vllm_headroom_tools.options import (
     Value,
     bounded,
     choice,
-    option,
+    name_option,
     size,
-    whole,
+    whole_number,
 )
 from vllm_headroom_tools.terminal import wrap_text
 from vllm_headroom_tools.trace import BadInput, read_trace
@@ -253,7 +253,7 @@ JUDGES: Final[dict[str, tuple[str, Callable[..., Iterator[Judgement]], str, Valu
         RESTARTS,
         judge_restarts,
         "N",
-        whole(0),
+        whole_number(0),
         "of the engine during the trace; 0 if not given",
     ),
 }
@@ -303,7 +303,7 @@ def _options(parser: Parser) -> None:
         "limits, on each GPU, process or engine; at least one"
     ).add_argument
     for name, (_, _, word, kind, text) in JUDGES.items():
-        limit(option(name), metavar=word, type=kind, help=text)
+        limit(name_option(name), metavar=word, type=kind, help=text)
     budget = parser.add_argument_group(
         "the engine's budget on each GPU, for --max-discrepancy"
     ).add_argument

@@ -1,4 +1,4 @@
-"""The command `demo`: what an operator can set of it, and the daemon over a simulated engine and GPU."""
+"""The command `demo`: its settings, and the daemon over a simulated engine and GPU."""
 
 from argparse import Namespace
 from typing import Annotated, ClassVar, Final
@@ -14,12 +14,12 @@ from vllm_headroom_tools.settings import ModelSettings
 FLEET: Final = "fleet"
 SCENARIOS: Final = (*TABLE, FLEET)
 SCENARIO: Final = choice(SCENARIOS)
-FASTEST: Final = 1000
+MAX_SPEED: Final = 1000
 MOST_GPUS: Final = 64
 
 
 class DemoSettings(ModelSettings):
-    """The daemon's settings and the demo's; those that reach an engine or the API server are left out."""
+    """The daemon's settings, without those that reach an engine or the API server, and the demo's."""
 
     no_options: ClassVar = frozenset(
         name
@@ -28,13 +28,17 @@ class DemoSettings(ModelSettings):
     )
 
     scenario: Annotated[str, from_text(SCENARIO.read)] = setting(
-        SCENARIOS[0], "NAME", SCENARIO.accepts
+        SCENARIOS[0],
+        "What happens in the simulation.",
+        metavar="NAME",
+        accepts=SCENARIO.accepts,
     )
-    """What happens in the simulation."""
-    speed: Annotated[Number, Field(gt=0, le=FASTEST)] = setting(
-        60, "NUMBER", f"a number above 0, at most {FASTEST}"
+    speed: Annotated[Number, Field(gt=0, le=MAX_SPEED)] = setting(
+        60,
+        "How many times as fast as the clock the simulation's time runs.",
+        metavar="NUMBER",
+        accepts=f"a number above 0, at most {MAX_SPEED}",
     )
-    """How many times as fast as the clock the simulation's time runs."""
 
 
 async def _run(given: Namespace) -> int:

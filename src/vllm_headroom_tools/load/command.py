@@ -27,7 +27,7 @@ from vllm_headroom_tools.options import (
     Parser,
     Value,
     page_url,
-    whole,
+    whole_number,
 )
 
 PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
@@ -39,7 +39,7 @@ def add_options(parser: Parser) -> None:
     base = Value(
         read=parse_base_url,
         accepts="an http or https URL without user, password and query",
-        shown=show_url,
+        show=show_url,
     )
     add(
         "--engine-url",
@@ -76,7 +76,7 @@ def add_options(parser: Parser) -> None:
     add(
         "--concurrency",
         metavar="NUMBER",
-        type=whole(1, 1_000_000),
+        type=whole_number(1, 1_000_000),
         required=True,
         help="clients in the step of 100 %%",
     )
@@ -123,7 +123,7 @@ def add_options(parser: Parser) -> None:
             help=f"{of}; without it %(default)s",
         )
     most = "requests of all steps together, at most"
-    add("--max-requests", dest="most_requests", metavar="NUMBER", type=whole(), help=most)
+    add("--max-requests", dest="most_requests", metavar="NUMBER", type=whole_number(), help=most)
     rate = "open loop: requests a second in the step of 100 %%, by Poisson; --concurrency are then the most at once"
     add("--rate", dest="requests_per_second", metavar="NUMBER", type=NUMBER, help=rate)
     page = page_url("http://127.0.0.1:8000")

@@ -21,10 +21,10 @@ from vllm_headroom_tools.options import (
     Value,
     bounded,
     choice,
-    option,
+    name_option,
     size,
     tokens,
-    whole,
+    whole_number,
 )
 from vllm_headroom_tools.plan.report import build_report, read_parts
 from vllm_headroom_tools.sizing.estimate import estimate_memory
@@ -115,9 +115,9 @@ def _read_shape(given: argparse.Namespace) -> ModelShape | str:
             return f"{given.model_config}: {shape}"
         is_complete = all(getattr(given, name) is not None for name in NEEDED_SIZES)
         return replace(shape, unknown_type=None) if is_complete else shape
-    missing = [option(name) for name in NEEDED_SIZES if getattr(given, name) is None]
+    missing = [name_option(name) for name in NEEDED_SIZES if getattr(given, name) is None]
     if missing:
-        return f"needs --model-config, or without it {', '.join(map(option, NEEDED_SIZES))}; missing: {', '.join(missing)}"
+        return f"needs --model-config, or without it {', '.join(map(name_option, NEEDED_SIZES))}; missing: {', '.join(missing)}"
     return parse_model_config("{}", overrides)
 
 
@@ -156,9 +156,9 @@ def _apply_dtype(
     )
 
 
-MOST: Final = 2**24
-COUNT: Final = whole(1, MOST)
-TOKENS: Final = tokens(MOST)
+MAX_WHOLE_NUMBER: Final = 2**24
+COUNT: Final = whole_number(1, MAX_WHOLE_NUMBER)
+TOKENS: Final = tokens(MAX_WHOLE_NUMBER)
 AUTO: Final = -1
 LENGTH: Final = Value(
     read=lambda text: AUTO if text in {"auto", str(AUTO)} else TOKENS.read(text),
@@ -207,7 +207,7 @@ def add_options(parser: Parser) -> None:
         help="the same of the model that speculates",
     )
     for name, _, meaning in SIZES:
-        add(option(name), metavar="N", type=COUNT, help=f"{meaning}, instead of the file's")
+        add(name_option(name), metavar="N", type=COUNT, help=f"{meaning}, instead of the file's")
     parameters = Value(
         read=_parse_parameters, accepts="a number of parameters, such as 70600000000 or 70.6B"
     )

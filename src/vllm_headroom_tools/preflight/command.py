@@ -27,7 +27,7 @@ from vllm_headroom_tools.options import (
     choice,
     page_url,
     size,
-    whole,
+    whole_number,
 )
 from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import look
@@ -57,7 +57,7 @@ def add_options(parser: Parser) -> None:
     )
     add("--gpus", metavar="GPUS", type=GPUS, help=gpus)
     parallel = "as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at"
-    add("-tp", "--tensor-parallel-size", metavar="N", type=whole(1, 64), help=parallel)
+    add("-tp", "--tensor-parallel-size", metavar="N", type=whole_number(1, 64), help=parallel)
     engine = "where a vLLM sleeps: says whether it could wake now, in place of whether another would start"
     add("--engine-url", metavar="URL", type=page_url("http://127.0.0.1:8000"), help=engine)
     duration = Value(read=parse_duration, accepts="a duration such as 120s or 2m")

@@ -267,7 +267,7 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Smok
 
 
 Seconds = Annotated[float, from_text(parse_duration), Field(gt=0, le=86400)]
-DURATION: Final = ("DURATION", "a duration above 0, at most a day, such as 90s or 15m")
+ACCEPTS_DURATION: Final = "a duration above 0, at most a day, such as 90s or 15m"
 
 
 class SmokeSettings(Settings):
@@ -279,14 +279,27 @@ class SmokeSettings(Settings):
         if not name.startswith("engine_") and name not in ("gpus", "reported_bytes")
     )
 
-    deadline: Seconds = setting(900, *DURATION, shown="15m")
-    """How long vLLM may take until it is healthy; a large model loads for minutes."""
-    completion_deadline: Seconds = setting(120, *DURATION, shown="2m")
-    """How long the one completion may take; the first compiles kernels."""
-    max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(
-        0.05, "SHARE", SHARE.accepts, shown="5%"
+    deadline: Seconds = setting(
+        900,
+        "How long vLLM may take until it is healthy; a large model loads for minutes.",
+        metavar="DURATION",
+        accepts=ACCEPTS_DURATION,
+        shown_default="15m",
     )
-    """How much more GPU memory vLLM may hold than configured."""
+    completion_deadline: Seconds = setting(
+        120,
+        "How long the one completion may take; the first compiles kernels.",
+        metavar="DURATION",
+        accepts=ACCEPTS_DURATION,
+        shown_default="2m",
+    )
+    max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(
+        0.05,
+        "How much more GPU memory vLLM may hold than configured.",
+        metavar="SHARE",
+        accepts=SHARE.accepts,
+        shown_default="5%",
+    )
 
 
 PATH: Final = "health"

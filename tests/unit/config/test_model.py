@@ -9,9 +9,9 @@ import yaml
 
 from tests.settings import load
 from tests.unit.sizing.models import FOLDER, config_text, model
-from vllm_headroom.config import settings_yaml
 from vllm_headroom_tools.options import BadOptions
 from vllm_headroom_tools.settings import ModelSettings
+from vllm_headroom_tools.sources import format_settings
 
 TINY = FOLDER / "tiny.json"
 
@@ -74,7 +74,7 @@ def test_an_empty_or_a_misspelt_option_is_told() -> None:
 
 def test_what_is_printed_of_it_is_what_config_accepts(tmp_path: Path) -> None:
     settings = load(["--model-config", str(TINY)], {})
-    printed = settings_yaml(settings)
+    printed = format_settings(settings)
     (tmp_path / "headroom.yaml").write_text(printed)
 
     assert yaml.safe_load(printed)["model_config"] == str(TINY)

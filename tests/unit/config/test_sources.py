@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.settings import load
-from vllm_headroom.config import Settings, variable
+from vllm_headroom.config import Settings, name_variable
 from vllm_headroom_tools.options import BadOptions
 from vllm_headroom_tools.settings import ModelSettings
 
@@ -46,7 +46,7 @@ def test_what_only_looks_like_a_services_variable_is_a_mistake() -> None:
 @settings(deadline=None)
 @given(setting=st.sampled_from(sorted(Settings.model_fields)), text=st.text())
 def test_any_text_is_a_value_or_one_line_that_names_its_setting(setting: str, text: str) -> None:
-    name = variable(setting)
+    name = name_variable(setting)
 
     lines = mistakes([], {name: text})
 

@@ -4,19 +4,18 @@ import pytest
 import yaml
 
 from tests.settings import load, load_as, settings_table
-from vllm_headroom.config import Settings, key, read_descriptions, settings_yaml, variable, words
+from vllm_headroom.config import Settings, find_display, name_key, name_variable
 from vllm_headroom_tools.demo.command import DemoSettings
-from vllm_headroom_tools.options import Parser, option
+from vllm_headroom_tools.options import Parser, name_option
+from vllm_headroom_tools.sources import format_settings
 
 
 def test_every_setting_says_what_it_is_for_and_what_it_accepts() -> None:
-    descriptions = read_descriptions(DemoSettings)
-
     for name, field in DemoSettings.model_fields.items():
-        assert descriptions[name].endswith("."), name
-        assert words(field)["accepts"], name
-        assert words(field)["default"], name
-        assert words(field)["word"].isupper(), name
+        assert (field.description or "").endswith("."), name
+        assert find_display(field).accepts, name
+        assert find_display(field).default, name
+        assert find_display(field).metavar.isupper(), name
 
 
 def help_of(kind: type[Settings], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -30,8 +29,8 @@ def test_help_has_every_setting_with_its_variable_and_its_default(monkeypatch: p
     text = " ".join((*help_of(Settings, monkeypatch).split(), ""))
 
     for name, field in Settings.model_fields.items():
-        assert f" {option(key(name))} {words(field)['word']} " in text
-        assert f" {variable(name)}; default: {words(field)['default']} " in text
+        assert f" {name_option(name_key(name))} {find_display(field).metavar} " in text
+        assert f" {name_variable(name)}; default: {find_display(field).default} " in text
     assert " Accepts a number of seconds from 0 to 3600. HEADROOM_GPU_FATAL_GRACE_SECONDS; default: 60 " in text
 
 
@@ -60,14 +59,14 @@ def test_the_table_has_a_row_per_setting() -> None:
 def test_what_is_printed_is_what_config_accepts(tmp_path: Path) -> None:
     file = tmp_path / "headroom.yaml"
     settings = load(["--gpus", "0,GPU-8a1b0d6e", "--reported-bytes=72GiB", "--engine-ca-file=/ca"], {})
-    file.write_text(settings_yaml(settings))
+    file.write_text(format_settings(settings))
 
     assert load(["--config", str(file)], {}) == settings
 
 
 def test_the_printed_defaults_are_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "headroom.yaml"
-    file.write_text(settings_yaml(Settings()))
+    file.write_text(format_settings(Settings()))
 
     assert load_as(Settings, ["--config", str(file)], {}) == Settings()
 
@@ -78,7 +77,7 @@ def test_secrets_are_neither_printed_nor_shown_by_repr() -> None:
         "HEADROOM_ENGINE_HEADERS": '{"X-Key": "hunter2"}',
     }
     settings = load([], environ)
-    printed = settings_yaml(settings)
+    printed = format_settings(settings)
 
     assert yaml.safe_load(printed)["engine_url"] == "http://***@engine:8000/metrics"
     assert yaml.safe_load(printed)["engine_headers"] == {"X-Key": "***"}

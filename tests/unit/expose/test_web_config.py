@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, WebConfig, WebConfigError, read_web_config
-from vllm_headroom.yaml_file import MOST_BYTES
+from vllm_headroom.yaml_file import MAX_FILE_BYTES
 
 HASH = "$2y$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
 
@@ -64,7 +64,7 @@ BOMB = "\n".join(
         ("{", "it is not YAML, line 1 (expected the node content, but found '<stream end>')"),
         (BOMB, "it is not YAML, line 2 (an alias is not read here, write its value out)"),
         ("[" * 5000, "it is not YAML (nested too deep)"),
-        ("#" * (MOST_BYTES + 1), "it cannot be read (File too large)"),
+        ("#" * (MAX_FILE_BYTES + 1), "it cannot be read (File too large)"),
         ("a: 2026-99-99", "it is not YAML (it is no text in UTF-8)"),
         (f"basic_auth_users: {{alice: {HASH}}}\nbasic_auth_users: {{}}", "basic_auth_users: given twice"),
         ("http_server_config: {headers: {X-Frame-Options: a, X-Frame-Options: b}}", "X-Frame-Options: given twice"),

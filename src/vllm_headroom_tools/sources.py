@@ -1,0 +1,159 @@
+"""Read settings from options, the environment and a file, with a line for each mistake in them."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import EnvSettingsSource
+
+from vllm_headroom.config import PREFIX, Settings, find_display, name_key, name_variable
+from vllm_headroom.inputs import describe_refused, describe_unknown, show_url, show_value
+
+CONFIG: Final = "config"
+"""The key of the option and the variable that name the file; it is no setting itself."""
+
+AnySettings = TypeVar("AnySettings", bound=Settings)
+
+
+class Entry(NamedTuple):
+    """A value as its author wrote it, and its name in its source."""
+
+    name: str
+    value: object
+
+
+Entries = Mapping[str, Entry]
+"""What one source gives, by the key of the setting."""
+
+
+class Source(NamedTuple):
+    """What one source gives, and a line for each mistake in its names or its form."""
+
+    entries: Entries
+    mistakes: tuple[str, ...]
+
+
+NO_SOURCE: Final = Source(entries={}, mistakes=())
+
+SERVICE_VARIABLE: Final = re.compile(
+    r"HEADROOM_(?:\w+_)?"
+    r"(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)=.*"
+    r"|HEADROOM_(?:\w+_)?PORT=(?:tcp|udp|sctp)://.*",
+    re.DOTALL,
+)
+"""What Kubernetes sets in every container for a Service named headroom or headroom-anything."""
+
+SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
+    "engine_url": show_url,
+    "runbooks_url": show_url,
+    "engine_headers": lambda _: "a value that is kept secret",
+}
+"""How a refused value that may hold a secret is shown, by the key of its setting."""
+
+
+def read_settings(
+    kind: type[AnySettings], options: Entries, config: Entry | None = None
+) -> AnySettings | tuple[str, ...]:
+    """Read the settings, or return a line for each mistake.
+
+    A value that another source overrides may be a mistake too. The options beat the environment,
+    where an empty variable counts as not set, and the environment beats the file, which `config`
+    or HEADROOM_CONFIG names.
+    """
+    environment = _read_environment(kind)
+    config = config or environment.entries.get(CONFIG)
+    file = NO_SOURCE if config is None else _read_file(kind, config)
+    mistakes = (
+        *_list_refused(kind, options),
+        *environment.mistakes,
+        *_list_refused(kind, environment.entries),
+        *file.mistakes,
+        *_list_refused(kind, file.entries),
+    )
+    if mistakes:
+        return mistakes
+    merged = {**file.entries, **environment.entries, **options}
+    return kind.model_validate(_list_values(merged))
+
+
+def _list_values(entries: Entries) -> dict[str, object]:
+    return {key: entry.value for key, entry in entries.items() if key != CONFIG}
+
+
+def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
+    """Yield a line for each value that pydantic refuses, in the order in which they were given."""
+    try:
+        kind.model_validate(_list_values(entries))
+    except ValidationError as error:
+        reasons = {
+            details["loc"][0]: details.get("ctx", {}).get("error")
+            for details in error.errors(include_input=False)
+        }
+        accepts = {
+            name_key(name): find_display(field).accepts for name, field in kind.model_fields.items()
+        }
+        for key, entry in entries.items():
+            if key in reasons:
+                show = SHOW_SECRET.get(key, show_value)
+                yield describe_refused(entry.name, entry.value, accepts[key], reasons[key], show)
+
+
+def _read_environment(kind: type[Settings]) -> Source:
+    variables = {
+        name: text
+        for name, text in sorted(os.environ.items())
+        if name.startswith(PREFIX) and text.strip()
+    }
+    values = EnvSettingsSource(kind)()
+    values[CONFIG] = variables.get(name_variable(CONFIG))
+    entries = {
+        key: Entry(name_variable(key), value)
+        for key, value in values.items()
+        if name_variable(key) in variables
+    }
+    setting_names = [name_variable(name) for name in (*kind.model_fields, CONFIG)]
+    mistakes = []
+    for name, text in variables.items():
+        is_service = SERVICE_VARIABLE.fullmatch(f"{name}={text}") is not None
+        if name not in setting_names and not is_service:
+            mistakes.append(describe_unknown(name, setting_names))
+    return Source(entries=entries, mistakes=tuple(mistakes))
+
+
+def _read_file(kind: type[Settings], config: Entry) -> Source:
+    """Read the YAML file, in which null counts as not set."""
+    from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML costs 25 ms
+
+    path = str(config.value)
+    try:
+        document, repeated_keys = read_yaml(Path(path), as_text=True)
+    except OSError as error:
+        accepts = "accepts the path of a YAML file"
+        return Source({}, (f"{config.name}: got {path!r} ({error.strerror}), {accepts}",))
+    except NotYamlError as error:
+        return Source({}, (f"{path}{error.place}: not YAML ({error.problem})",))
+    if not isinstance(document, dict | None):
+        accepts = "accepts settings such as 'sample_interval_seconds: 5'"
+        return Source({}, (f"{path}: not a mapping, {accepts}",))
+    setting_keys = {name_key(name) for name in kind.model_fields}
+    entries = {}
+    mistakes = []
+    for key, value in (document or {}).items():
+        name = f"{key or 'a key that is no text'} in {path}"
+        if str(key) not in setting_keys:
+            mistakes.append(describe_unknown(name, setting_keys))
+        elif value is not None:
+            entries[str(key)] = Entry(name, value)
+    mistakes += [f"{key} in {path}: given twice" for key in repeated_keys]
+    return Source(entries=entries, mistakes=tuple(mistakes))
+
+
+def format_settings(settings: Settings) -> str:
+    """Return what is in force as YAML that --config accepts, with stars for secrets."""
+    import yaml  # noqa: PLC0415 - YAML costs 25 ms of the start
+
+    in_force = settings.model_dump(mode="json", exclude=set(settings.no_options), by_alias=True)
+    return yaml.safe_dump(in_force, sort_keys=False, allow_unicode=True)
