@@ -49,7 +49,7 @@ def build_context(
 ) -> dict[str, Any]:
     """Return what a later reader cannot derive from the samples alone."""
     parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
-    owned = [gpu.reading for gpu in snapshot.owned]
+    owned = [gpu.reading for gpu in snapshot.owned_gpus]
     holders = [
         {"uuid": gpu.uuid, "pid": each.pid, "used": each.used_bytes}
         for gpu in owned
@@ -83,7 +83,7 @@ def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
     probe = snapshot.probe
-    return probe.known if isinstance(probe, ProbeReadings) else ()
+    return probe.processes if isinstance(probe, ProbeReadings) else ()
 
 
 def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON

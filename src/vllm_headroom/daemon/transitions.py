@@ -76,8 +76,8 @@ class Transitions:
     def verdicts(self, values: Values) -> None:
         """Log where the leak detector begins and ceases to find growth; not where it cannot judge."""
         for labels, held in {
-            **values.of(catalog.LEAK_STATE),
-            **values.of(catalog.HOST_LEAK_STATE),
+            **values.find_all(catalog.LEAK_STATE),
+            **values.find_all(catalog.HOST_LEAK_STATE),
         }.items():
             *named, state = labels
             if not held or state in (LeakState.UNKNOWN, LeakState.ASLEEP):

@@ -14,7 +14,7 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
     the device cannot be read.
     """
     page, samples = snapshot.page, list[Sample]()
-    for gpu in snapshot.owned if page is not None else ():
+    for gpu in snapshot.owned_gpus if page is not None else ():
         memory = gpu.reading.memory
         report = (
             None

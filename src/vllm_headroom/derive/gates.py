@@ -79,7 +79,7 @@ def _find_leak(values: Values, snapshot: Snapshot, guardrail: Guardrail) -> str 
     leaking = {
         name_device(*labels[:-1]) if metric is catalog.LEAK_STATE else HOST
         for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE)
-        for labels, held in values.of(metric).items()
+        for labels, held in values.find_all(metric).items()
         if held and labels[-1] == LeakState.LEAKING
     }
     is_quiet = snapshot.time_seconds % DAY_SECONDS // 3600 == guardrail.quiet_hour
@@ -94,7 +94,7 @@ def _find_leak(values: Values, snapshot: Snapshot, guardrail: Guardrail) -> str 
 
 def _list_times(values: Values) -> Iterator[tuple[float, str]]:
     """Yield the lower bounds of the time to out-of-memory, and whose each is."""
-    for gpu, left in values.of(catalog.TIME_TO_OOM_LOWER).items():
+    for gpu, left in values.find_all(catalog.TIME_TO_OOM_LOWER).items():
         yield left, name_device(*gpu)
-    for left in values.of(catalog.HOST_TIME_TO_OOM_LOWER).values():
+    for left in values.find_all(catalog.HOST_TIME_TO_OOM_LOWER).values():
         yield left, HOST

@@ -154,7 +154,7 @@ class Counts(Struct, frozen=True, kw_only=True):
 
 def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
     """Return the allocator counters per GPU of the engine; an exited process counts with its last file."""
-    probe, gpus = snapshot.probe, snapshot.owned
+    probe, gpus = snapshot.probe, snapshot.owned_gpus
     if not isinstance(probe, ProbeReadings) or not gpus:
         return state, ()
     uuids = {gpu.reading.uuid.casefold() for gpu in gpus}
@@ -182,7 +182,7 @@ def _count(
     """Add the errors on a device: at least those the probe's observer saw, as the allocator's count may be older."""
     uuid, oom, ooms = device.uuid.casefold(), process.oom, device.ooms
     if oom is not None and oom.uuid is not None and oom.uuid.casefold() == uuid:
-        ooms = max(ooms or 0, oom.seen or 1)
+        ooms = max(ooms or 0, oom.count or 1)
     for metric, count in zip(_METRICS, (device.retries, ooms), strict=True):
         if count is not None:
             key = (uuid, metric.name, process.pid, process.started_at_seconds)

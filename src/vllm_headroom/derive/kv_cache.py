@@ -30,10 +30,10 @@ def derive_kv_cache(
     model = model or snapshot.token_bytes
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
     gpus = (
-        -(-len(snapshot.owned) // max(1, len(ranks))) or None
+        -(-len(snapshot.owned_gpus) // max(1, len(ranks))) or None
     )  # the most that one engine can have
     inside = [
-        gpu.inside or Inside() for gpu in snapshot.owned
+        gpu.inside or Inside() for gpu in snapshot.owned_gpus
     ]  # a cache that sleep has dropped is unknown, not free
     held_bytes = sum_known(dict(each.parts).get(MemoryPart.KV_CACHE) for each in inside)
     tokens = sum_known(engine.kv_capacity_tokens for engine in list_named(snapshot.page))

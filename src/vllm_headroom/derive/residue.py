@@ -41,7 +41,9 @@ def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tup
     A new run has not slept yet.
     """
     state = _update_sleep(state, snapshot)
-    kept = ((label_gpu(gpu), state.least_bytes.get(gpu.reading.uuid)) for gpu in snapshot.owned)
+    kept = (
+        (label_gpu(gpu), state.least_bytes.get(gpu.reading.uuid)) for gpu in snapshot.owned_gpus
+    )
     return state, tuple(
         Sample(catalog.SLEEP_RESIDUE, labels, float(n)) for labels, n in kept if n is not None
     )
@@ -60,7 +62,9 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
     if now - since < SETTLED_SECONDS:
         return replace(state, since_seconds=since)
     held = {
-        gpu.reading.uuid: gpu.held_bytes for gpu in snapshot.owned if gpu.held_bytes is not None
+        gpu.reading.uuid: gpu.held_bytes
+        for gpu in snapshot.owned_gpus
+        if gpu.held_bytes is not None
     }
     to_wake = {} if snapshot.engine_status is None else dict(snapshot.engine_status.to_wake)
     held = {

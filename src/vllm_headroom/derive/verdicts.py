@@ -269,7 +269,7 @@ def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
 
 def _judge_gates(values: Values) -> Iterator[Verdict]:
     """Yield a verdict on each closed gate."""
-    for (name,), is_open in values.of(catalog.GATE_OPEN).items():
+    for (name,), is_open in values.find_all(catalog.GATE_OPEN).items():
         if not is_open:
             yield Verdict(
                 subject="gates",
@@ -307,7 +307,7 @@ def _judge_gpus(
             situation=Situation.BLIND,
         )
         return
-    if not snapshot.owned:
+    if not snapshot.owned_gpus:
         yield Verdict(
             subject="GPUs",
             level=Level.UNKNOWN,
@@ -318,22 +318,22 @@ def _judge_gpus(
     for gpu in snapshot.devices:
         if gpu.is_left_out:
             yield _judge_left_out_gpu(gpu)
-    for gpu in sorted(snapshot.owned, key=lambda gpu: gpu.reading.index):
+    for gpu in sorted(snapshot.owned_gpus, key=lambda gpu: gpu.reading.index):
         yield _judge_gpu(
             gpu, snapshot, values, watches, has_planned_neighbours=has_planned_neighbours
         )
         for leftover in gpu.leftovers:
             yield Verdict(
-                subject=gpu.reading.called,
+                subject=gpu.reading.display_name,
                 level=Level.WARNING,
-                sentence=f"{gpu.reading.called}: {describe_leftover(leftover)}.",
+                sentence=f"{gpu.reading.display_name}: {describe_leftover(leftover)}.",
                 alert="HeadroomMemoryLeftBehind",
                 situation=Situation.NEIGHBOUR,
             )
 
 
 def _judge_left_out_gpu(gpu: Gpu) -> Verdict:
-    name = gpu.reading.called
+    name = gpu.reading.display_name
     engine_bytes = gpu.engine_bytes or 0
     return Verdict(
         subject=name,
@@ -354,7 +354,7 @@ def _judge_gpu(
 ) -> Verdict:
     """Return the verdict on one GPU of the engine: unreadable, growing, in trouble, or quiet."""
     reading = gpu.reading
-    name = reading.called
+    name = reading.display_name
     if reading.failure is not None:
         return Verdict(
             subject=name,
@@ -400,7 +400,7 @@ def _judge_quiet_gpu(
     """Return the verdict on a GPU on which nothing grows."""
     labels = label_gpu(gpu)
     uuid = gpu.reading.uuid
-    name = gpu.reading.called
+    name = gpu.reading.display_name
     watched_seconds = watches.get(uuid, SURE_SECONDS)
     level, no_growth = _describe_no_growth({leak_state}, watched_seconds)
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
@@ -516,7 +516,7 @@ def _find_scarce_blocks(
 def _find_excess(labels: tuple[str, str], values: Values, free_bytes: float) -> Trouble | None:
     """Return the trouble of an engine that holds more than its budget on a GPU almost full."""
     excess_bytes = 0.0
-    for series, difference_bytes in values.of(catalog.MEMORY_DISCREPANCY).items():
+    for series, difference_bytes in values.find_all(catalog.MEMORY_DISCREPANCY).items():
         if series[:2] == labels:
             excess_bytes = max(excess_bytes, difference_bytes)
     total_bytes = values.value(catalog.GPU_MEMORY_TOTAL, *labels) or 0.0
@@ -586,8 +586,8 @@ def _measure_gpu_growth(
 ) -> Growth:
     labels = label_gpu(gpu)
     return Growth(
-        subject=gpu.reading.called,
-        name=gpu.reading.called,
+        subject=gpu.reading.display_name,
+        name=gpu.reading.display_name,
         is_leaking=is_leaking,
         is_of_engine=is_leaking or is_alone(gpu),
         bytes_per_second=values.value(catalog.LEAK_RATE, *labels),
@@ -732,7 +732,7 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
             alert="HeadroomEngineCrashLoop",
             situation=Situation.CRASH_LOOP,
         )
-    stranded_ratio = max(values.of(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
+    stranded_ratio = max(values.find_all(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
     if stranded_ratio > STRANDED_RATIO:
         yield Verdict(
             subject="engine",
@@ -788,10 +788,10 @@ def _describe_load(values: Values) -> str:
 
     That holds whatever the KV cache has left.
     """
-    running = values.of(catalog.ENGINE_RUNNING).values()
-    waiting = values.of(catalog.ENGINE_WAITING).values()
-    used_ratios = values.of(catalog.ENGINE_KV_USED).values()
-    additional = values.of(catalog.ENGINE_ADDITIONAL_REQUESTS).values()
+    running = values.find_all(catalog.ENGINE_RUNNING).values()
+    waiting = values.find_all(catalog.ENGINE_WAITING).values()
+    used_ratios = values.find_all(catalog.ENGINE_KV_USED).values()
+    additional = values.find_all(catalog.ENGINE_ADDITIONAL_REQUESTS).values()
     words = []
     if running:
         words.append(f"{sum(running):.0f} running")
@@ -811,7 +811,7 @@ def _judge_host(
 
     That is one verdict for each role whose memory grows, or one for all where none does.
     """
-    orphans = describe_orphans(snapshot.left_behind, snapshot.owned)
+    orphans = describe_orphans(snapshot.left_behind, snapshot.owned_gpus)
     if orphans is not None:
         yield Verdict(
             subject="processes",
@@ -820,7 +820,7 @@ def _judge_host(
             situation=Situation.NEIGHBOUR,
         )
     leak_states = {}
-    for (role, leak_state), is_current in values.of(catalog.HOST_LEAK_STATE).items():
+    for (role, leak_state), is_current in values.find_all(catalog.HOST_LEAK_STATE).items():
         if is_current:
             leak_states[role] = leak_state
     growing_roles = [role for role, state in leak_states.items() if state in GROWING_STATES]
@@ -875,7 +875,7 @@ def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
     used_bytes = values.value(catalog.HOST_MEMORY_USED)
     limit_bytes = values.value(catalog.HOST_MEMORY_LIMIT)
     if used_bytes is None or limit_bytes is None:
-        held_bytes = sum(values.of(catalog.HOST_MEMORY).values())
+        held_bytes = sum(values.find_all(catalog.HOST_MEMORY).values())
         text = f"the engine's processes hold {format_size(held_bytes)}"
     else:
         scope = SCOPES.get(host.basis, "")
@@ -894,7 +894,7 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     What they take is shared memory. Beside another engine, which may use the same /dev/shm, only
     the largest process counts.
     """
-    planned_bytes = values.of(catalog.HOST_MEMORY_PLANNED)
+    planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
     offload_bytes = 0.0
     for part in (HostPart.KV_OFFLOAD, HostPart.WEIGHTS_OFFLOAD):
         offload_bytes += planned_bytes.get((part,), 0.0)

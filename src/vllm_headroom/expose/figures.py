@@ -33,7 +33,7 @@ def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     curve, value, owned, host = (
         view.history.read_curve,
         view.values.value,
-        snapshot.owned[:MOST_GPUS],
+        snapshot.owned_gpus[:MOST_GPUS],
         snapshot.host,
     )
     host_curve, running = curve("host"), curve("running")
@@ -54,8 +54,8 @@ def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
             reading.name.removesuffix(find_part(reading.uuid)).rstrip(),
         )
         left = value(catalog.TIME_TO_OOM, *labels), value(catalog.TIME_TO_OOM_LOWER, *labels)
-        figure = _draw_room(view, (reading.called, name), curves, room, left, columns=columns)
-        drawn.append((places.get(reading.called, len(places)), figure))
+        figure = _draw_room(view, (reading.display_name, name), curves, room, left, columns=columns)
+        drawn.append((places.get(reading.display_name, len(places)), figure))
     if host_curve[0]:
         room = (
             None

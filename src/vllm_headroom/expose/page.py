@@ -164,8 +164,8 @@ def render_page(view: View) -> str:
 def _list_names(view: View) -> Iterator[str]:
     """Yield whose page it is: pod or host, engine, models and GPUs."""
     yield from filter(None, ("vllm-headroom", view.host, view.engine_url))
-    yield from dict.fromkeys(labels[0] for labels in view.values.of(catalog.ENGINE_INFO))
-    owned = () if view.snapshot is None else view.snapshot.owned
+    yield from dict.fromkeys(labels[0] for labels in view.values.find_all(catalog.ENGINE_INFO))
+    owned = () if view.snapshot is None else view.snapshot.owned_gpus
     for name, count in Counter(gpu.reading.name for gpu in owned if gpu.reading.name).items():
         yield f"{count} \N{MULTIPLICATION SIGN} {name}" if count > 1 else name
 
@@ -213,7 +213,7 @@ def _find_number(view: View, first: Verdict) -> tuple[str, str]:
     if first.situation is Situation.CRASH_LOOP and engine_status is not None:
         return f"{engine_status.recent_ends} exits", "in the last 90 minutes"
     left, least = (
-        min(values.of(each).values(), default=None)
+        min(values.find_all(each).values(), default=None)
         for each in GROWS.get(first.situation, GROWS[Situation.LEAKING])
     )
     if first.situation in GROWS and left is not None:
@@ -222,7 +222,7 @@ def _find_number(view: View, first: Verdict) -> tuple[str, str]:
     age = values.value(catalog.ENGINE_PROGRESS_AGE)
     if first.situation is Situation.STALLED and age is not None:
         return format_duration(age), "without progress"
-    free = values.of(catalog.GPU_MEMORY_FREE)
+    free = values.find_all(catalog.GPU_MEMORY_FREE)
     if first.situation in WITHOUT_ROOM or not free:
         return "", ""
     labels = min(free, key=lambda each: free[each])
@@ -267,8 +267,8 @@ def _sum_up(view: View, alike: tuple[Verdict, ...]) -> str:
         numbers = ", ".join(each.subject.removeprefix("GPU ") for each in alike)
         word = first.situation.replace("_", " ")
         return f"<b class={first.level}>{WORDS[first.level]}</b> {len(alike)} more GPUs {word}: {escape_text(numbers)}"
-    owned = view.snapshot.owned if view.snapshot else ()
-    rooms = (gpu.reading.memory for gpu in owned if gpu.reading.called in names)
+    owned = view.snapshot.owned_gpus if view.snapshot else ()
+    rooms = (gpu.reading.memory for gpu in owned if gpu.reading.display_name in names)
     free = min((memory.free_bytes for memory in rooms if memory is not None), default=None)
     return f"{len(alike)} GPUs quiet" + (
         "" if free is None else f", at least {format_size(free)} free on each GPU"
@@ -313,7 +313,7 @@ NOT_KNOWN: Final = "not known"
 
 def _list_gpus(values: Values) -> Iterator[tuple[str, ...]]:
     yield ("GPU", *HOLDERS, "free", "total")
-    for gpu, uuid, name, attribution in values.of(catalog.GPU_INFO):
+    for gpu, uuid, name, attribution in values.find_all(catalog.GPU_INFO):
         held = (values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS)
         room = (
             values.value(metric, gpu, uuid)
@@ -326,7 +326,7 @@ def _list_gpus(values: Values) -> Iterator[tuple[str, ...]]:
 
 def _list_roles(values: Values) -> Iterator[tuple[str, ...]]:
     yield ("processes", "resident", "swapped out", "leak", "growth an hour")
-    for (role,), resident in values.of(catalog.HOST_MEMORY).items():
+    for (role,), resident in values.find_all(catalog.HOST_MEMORY).items():
         held = map(_format_gib, (resident, values.value(catalog.HOST_SWAP, role)))
         rate = values.value(catalog.HOST_LEAK_RATE, role)
         growth = "" if rate is None else format_size(HOUR_SECONDS * rate)
@@ -335,7 +335,7 @@ def _list_roles(values: Values) -> Iterator[tuple[str, ...]]:
 
 def _list_engines(values: Values) -> Iterator[tuple[str, ...]]:
     yield ("engine", *(title for title, _, _ in ENGINE))
-    for model_name, engine, _profile in values.of(catalog.ENGINE_INFO):
+    for model_name, engine, _profile in values.find_all(catalog.ENGINE_INFO):
         shown = (
             NOT_KNOWN
             if (value := values.value(metric, model_name, engine)) is None
@@ -357,7 +357,7 @@ ENGINE: Final[tuple[tuple[str, Metric, str], ...]] = (
 def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
     yield ("source", "last reading", "took", "last worked", "cause and cure")
     failures = {str(failure.source): failure for failure in snapshot.failures}
-    for (source,), up in values.of(catalog.SOURCE_UP).items():
+    for (source,), up in values.find_all(catalog.SOURCE_UP).items():
         took = values.value(catalog.SOURCE_READ_SECONDS, source)
         worked = values.value(catalog.SOURCE_LAST_SUCCESS, source)
         ago = (

@@ -68,7 +68,7 @@ def build_document(view: View) -> dict[str, Any]:
                     **_collect_facts(values, LIST_METRICS[name], each, name),
                 }
                 for each in dict.fromkeys(
-                    each[:2] for metric in LIST_METRICS[name] for each in values.of(metric)
+                    each[:2] for metric in LIST_METRICS[name] for each in values.find_all(metric)
                 )
             ]
             for name, labels in LIST_LABELS.items()
@@ -83,7 +83,7 @@ def build_document(view: View) -> dict[str, Any]:
                         zip(*history.read_curve(f"peak {labels[1]}"), strict=True)
                     ),
                 }
-                for labels in values.of(catalog.GPU_INFO)
+                for labels in values.find_all(catalog.GPU_INFO)
             ],
             "host_free_bytes": list(zip(*history.read_curve("host"), strict=True)),
             "running": list(zip(*history.read_curve("running"), strict=True)),
@@ -115,7 +115,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
         return values.value(metric, *labels)
     found = {
         each[len(labels) :]: value
-        for each, value in values.of(metric).items()
+        for each, value in values.find_all(metric).items()
         if each[: len(labels)] == labels
     }
     if metric.name.endswith("_info"):

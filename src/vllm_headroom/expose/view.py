@@ -68,7 +68,7 @@ class History:
             for curve, passed in product(self._curves.values(), skipped):
                 curve[passed % POINTS] = nan
             self._minute = minute
-        gpus = snapshot.owned[:MOST_CURVE_GPUS]
+        gpus = snapshot.owned_gpus[:MOST_CURVE_GPUS]
         if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that are gone
             shown = {"", *(gpu.reading.uuid for gpu in gpus)}
             self._curves = {

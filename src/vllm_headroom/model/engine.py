@@ -191,7 +191,7 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
 class EngineOptions(Struct, frozen=True, kw_only=True):
     """What the command line of vLLM's server sets, by the names of its options; None where it does not.
 
-    A file named by `config` may set more. `given` are the names of all options in their order. `command` is the line
+    A file named by `config` may set more. `option_names` are the names of all options in their order. `command` is the line
     with its secrets starred. Sizes without `bytes` in their name are in GiB. `kv_connector_bytes` of an engine and
     `lmcache_gb` of each worker are in `kv_transfer_config`.
     """
@@ -212,7 +212,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     kv_connector_bytes: float | None = None
     lmcache_gb: float | None = None
     config: str | None = None
-    given: tuple[str, ...] = ()
+    option_names: tuple[str, ...] = ()
     command: str = ""
 
 

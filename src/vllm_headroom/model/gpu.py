@@ -68,7 +68,7 @@ class SchedulerReading(Struct, frozen=True, kw_only=True):
 
 
 class OomRecord(Struct, frozen=True, kw_only=True):
-    """The newest of a process's `seen` OutOfMemoryErrors, in seconds since the epoch, with torch's figures then."""
+    """The newest of a process's `count` OutOfMemoryErrors, in seconds since the epoch, with torch's figures then."""
 
     at_seconds: float
     uuid: str | None = None
@@ -76,7 +76,7 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     free_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    seen: int | None = None
+    count: int | None = None
 
 
 class ProbedProcess(Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
     others: tuple[ProbedProcess, ...] = ()
 
     @property
-    def known(self) -> tuple[ProbedProcess, ...]:
+    def processes(self) -> tuple[ProbedProcess, ...]:
         """All of them, including exited ones."""
         return self.present + self.silent + self.others
 
@@ -218,7 +218,7 @@ class Device(Struct, frozen=True, kw_only=True):
     uuid: str
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """Its name in a sentence."""
         return name_device(self.index, self.uuid)
 

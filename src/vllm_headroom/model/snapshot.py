@@ -72,7 +72,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         return () if isinstance(self.processes, Failure) else self.processes
 
     @property
-    def owned(self) -> tuple[Gpu, ...]:
+    def owned_gpus(self) -> tuple[Gpu, ...]:
         """The engine's GPUs."""
         return tuple(gpu for gpu in self.devices if gpu.attribution is not None)
 
@@ -121,20 +121,20 @@ class Values:
         for metric, labels, value in samples:
             self._families[metric.name][labels] = value
 
-    def of(self, metric: Metric) -> dict[tuple[str, ...], float]:
+    def find_all(self, metric: Metric) -> dict[tuple[str, ...], float]:
         """Return a metric's values by their labels."""
         return self._families.get(metric.name, {})
 
     def value(self, metric: Metric, *labels: str) -> float | None:
         """Return one value, None where unknown."""
-        return self.of(metric).get(labels)
+        return self.find_all(metric).get(labels)
 
     def state(self, metric: Metric, *labels: str) -> str | None:
         """Return the one state that is 1, of a metric whose last label is the state."""
         return next(
             (
                 found[-1]
-                for found, value in self.of(metric).items()
+                for found, value in self.find_all(metric).items()
                 if value and found[:-1] == labels
             ),
             None,

@@ -73,12 +73,12 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
         wrong = "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
         raise BadInput(wrong) from None
     if (
-        len(page.of(catalog.BUILD_INFO)) != 1
-        or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES
+        len(page.find_all(catalog.BUILD_INFO)) != 1
+        or {index for index, *_ in page.find_all(catalog.GPU_INFO)} - INDICES
     ):
         ours = "--headroom-url takes its address, port 9839 unless it is set otherwise"
         raise BadInput(f"the page is not vllm-headroom's: {ours}")
-    engines = tuple(page.of(catalog.ENGINE_INFO))
+    engines = tuple(page.find_all(catalog.ENGINE_INFO))
     if {profile for *_, profile in engines} - {"vllm"}:
         raise BadInput(
             "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
@@ -91,7 +91,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
         age_seconds=page.value(catalog.SAMPLE_AGE),
         gpus=tuple(
             _read_gpu(page, (index, uuid), running)
-            for index, uuid, _, attribution in page.of(catalog.GPU_INFO)
+            for index, uuid, _, attribution in page.find_all(catalog.GPU_INFO)
             if attribution
         ),
         engines=tuple(_read_engine(page, model_name, engine) for model_name, engine, _ in engines),
@@ -101,7 +101,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
                 leak=_read_leak(page, catalog.HOST_LEAK_STATE, (role,), ON_THE_HOST),
                 held_bytes=held,
             )
-            for (role,), held in page.of(catalog.HOST_MEMORY).items()
+            for (role,), held in page.find_all(catalog.HOST_MEMORY).items()
         ),
         host=HostMemory(
             basis=None, **{fact: int(value) for fact, value in host if value is not None}
@@ -117,7 +117,7 @@ def _read_settings(page: Values, given: EngineArgs) -> EngineArgs:
     sized = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     ratios = {
         round(budget / total, 4)
-        for (*gpu, basis), budget in page.of(catalog.MEMORY_REPORTED).items()
+        for (*gpu, basis), budget in page.find_all(catalog.MEMORY_REPORTED).items()
         if basis == "budget" and (total := page.value(catalog.GPU_MEMORY_TOTAL, *gpu))
     }
     return replace(

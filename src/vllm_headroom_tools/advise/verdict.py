@@ -148,8 +148,8 @@ def list_missing(facts: Facts) -> Iterator[str]:
         yield "memory of the engine's GPUs: no GPU is known to be the engine's"
     for gpu in facts.gpus:
         if gpu.least_room_bytes is None:
-            yield f"{gpu.called}: its memory was not read"
-        yield from _explain_leak(gpu.called, gpu.leak)
+            yield f"{gpu.display_name}: its memory was not read"
+        yield from _explain_leak(gpu.display_name, gpu.leak)
     for host in facts.hosts:
         if host.leak.state is not LeakState.UNKNOWN:
             yield from _explain_leak(f"host memory of {host.process}", host.leak)
@@ -215,7 +215,7 @@ def _compare_ranks(facts: Facts) -> Iterator[str]:
     )
     if most - least >= APART_BYTES:
         yield (
-            f"{fullest.called} had {format_size(most - least)} less room than another of the engine's GPUs: vLLM sizes"
+            f"{fullest.display_name} had {format_size(most - least)} less room than another of the engine's GPUs: vLLM sizes"
             " the KV cache of all by the fullest."
         )
 

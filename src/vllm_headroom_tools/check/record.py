@@ -182,7 +182,9 @@ class TraceRecord:
         running = None if (count_finished(page) or 0.0) < WARM_REQUESTS else count_running(page)
         for gpu, seen in observe_gpus(snapshot, snapshot.devices):
             reading, uuid = gpu.reading, gpu.reading.uuid
-            new = MemorySeries(uuid, reading.called, self.replay.course(uuid), keeps=self._keeps)
+            new = MemorySeries(
+                uuid, reading.display_name, self.replay.course(uuid), keeps=self._keeps
+            )
             series = self._gpus.setdefault(uuid, new)
             series.total_bytes = (
                 series.total_bytes if reading.memory is None else reading.memory.total_bytes

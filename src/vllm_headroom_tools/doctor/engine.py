@@ -376,7 +376,7 @@ def check_options(survey: Survey) -> Check:
     if not wrong:
         return Check(
             Status.OK,
-            f"vLLM's command line sets {', '.join(options.given) or 'nothing'}",
+            f"vLLM's command line sets {', '.join(options.option_names) or 'nothing'}",
             details=shown,
         )
     change = put(fixes.VLLM, "# one of the two options, by the name that vLLM knows")
@@ -389,12 +389,12 @@ def check_options(survey: Survey) -> Check:
 
 
 def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str]:
-    for name in options.given:
+    for name in options.option_names:
         if name in NEVER:
             yield f"no version of vLLM has --{name.replace('_', '-')}: {NEVER[name]} does that"
-        if f"no_{name}" in options.given:
+        if f"no_{name}" in options.option_names:
             yield f"--{name.replace('_', '-')} and its --no- form are both given: the last one counts"
-    if {"kv_cache_memory_bytes", "gpu_memory_utilization"} <= set(options.given):
+    if {"kv_cache_memory_bytes", "gpu_memory_utilization"} <= set(options.option_names):
         yield "--kv-cache-memory-bytes is given, so --gpu-memory-utilization does not size the KV cache"
     page = None if isinstance(survey.page, Failure) else survey.page
     shares = {engine.gpu_memory_utilization_ratio for engine in page.engines} if page else set()
@@ -410,7 +410,7 @@ def check_faults(survey: Survey) -> Check:
     version = None if survey.version is None else parse_version(survey.version)
     if version is None:
         return Check(Status.NOT_APPLICABLE, "the version is not known, nor which faults it has")
-    given = (read_options(survey) or EngineOptions()).given
+    given = (read_options(survey) or EngineOptions()).option_names
     known = tuple(map(describe_fault, list_faults(version, given)))
     text = f"known faults of vLLM {survey.version} with these options: {len(known) or 'none'}"
     return Check(Status.OK, text, details=known)

@@ -146,7 +146,7 @@ class Timeline:
                 verb = "leaks" if course.state is LeakState.LEAKING else "may leak"
                 self._moments.append((now, f"by this record {name_device(index, uuid)} {verb}"))
             self._leaks[uuid] = course.state
-        for gpu in snapshot.owned:
+        for gpu in snapshot.owned_gpus:
             if gpu.other_bytes is not None:
                 self._add_neighbour(now, gpu.reading, gpu.other_bytes)
 
@@ -160,7 +160,7 @@ class Timeline:
     def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
         before = self._others.setdefault(gpu.uuid, other_bytes)
         if abs(other_bytes - before) >= GIB:
-            text = f"others hold {format_size(other_bytes)} of {gpu.called}, {format_size(before)} before"
+            text = f"others hold {format_size(other_bytes)} of {gpu.display_name}, {format_size(before)} before"
             self._moments.append((now, text))
             self._others[gpu.uuid] = other_bytes
 
@@ -185,7 +185,7 @@ def list_numbers(end: Ending, known: Incident) -> Iterator[Line]:
             ", ".join(_describe_engine(engine)) or "no figures",
         )
     for gpu in end.gpus:
-        yield gpu.called, ", ".join(_describe_gpu(gpu))
+        yield gpu.display_name, ", ".join(_describe_gpu(gpu))
     for holder in known.before.holders[-MOST_HOLDERS:]:
         yield "held by", f"{holder.uuid} pid {holder.pid} {format_amount(holder.used)}"
     devices = ((process, each) for process in known.before.probe for each in process.devices)
@@ -403,7 +403,7 @@ def _draw_figures(report: Postmortem) -> Iterator[str]:
     used = report.known.before.used
     for uuid in report.curves.uuids:
         gpu = gpus.get(uuid)
-        what = f"Free memory of {uuid if gpu is None else gpu.called}"
+        what = f"Free memory of {uuid if gpu is None else gpu.display_name}"
         yield _draw_figure(f"{what}, down to zero", report.curves.of("free", uuid), at, sized=True)
         if gpu is not None and gpu.usable_bytes is not None:
             free: list[Point] = [

@@ -58,7 +58,7 @@ def watch(trace: Labelled) -> Watched:
         if trace.truth["series"] != "gpu":
             observation = dict(observe_host(served)).get(trace.truth["series"])
         else:
-            for gpu, observation in observe_gpus(served, served.owned[:1]):
+            for gpu, observation in observe_gpus(served, served.owned_gpus[:1]):
                 alone = is_alone(gpu)
         found.append(Seen(sample["t"], observation, load.stable is not False, alone, bool(snapshot.in_service)))
     return found, trace.truth, read_series(trace)

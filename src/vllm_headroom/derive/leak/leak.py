@@ -215,7 +215,7 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     loaded, load_samples = derive_load(state.load, served)
     settled = loaded.stable is not False
     inside = update_insides(state.inside, served)
-    seen = tuple(observe_gpus(served, served.owned))
+    seen = tuple(observe_gpus(served, served.owned_gpus))
     asleep = update_residues(state.asleep, slept.least_bytes, seen)
     gpus, gpu_samples = derive_gpu_leaks(
         state.gpus, seen, settled=settled, inside=inside, asleep=asleep

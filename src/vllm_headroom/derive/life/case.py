@@ -115,7 +115,8 @@ def update_case(case: Case, snapshot: Snapshot, run: EngineRun, *, stalled: bool
         case.gpus
         if run.lost
         else {
-            gpu.reading.uuid: _add_sample(case, gpu, snapshot, is_first) for gpu in snapshot.owned
+            gpu.reading.uuid: _add_sample(case, gpu, snapshot, is_first)
+            for gpu in snapshot.owned_gpus
         }
     )
     case = replace(
@@ -175,7 +176,10 @@ def _list_orphaned(case: Case, snapshot: Snapshot) -> list[EngineProcess]:
     In a trace without pids these are workers, or the core of an engine that has no workers.
     """
     pids = [
-        left.pid for gpu in snapshot.owned for left in gpu.leftovers if left.fate is Fate.ORPHANED
+        left.pid
+        for gpu in snapshot.owned_gpus
+        for left in gpu.leftovers
+        if left.fate is Fate.ORPHANED
     ]
     if any(pids):
         return [each for each in case.whole if each.pid in pids]
@@ -187,7 +191,7 @@ def _list_orphaned(case: Case, snapshot: Snapshot) -> list[EngineProcess]:
 
 def _count_orphans(snapshot: Snapshot) -> int:
     """Count the orphaned processes on the engine's GPUs: a stopped engine leaves none."""
-    return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
+    return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned_gpus for left in gpu.leftovers)
 
 
 def _add_sample(case: Case, gpu: Gpu, snapshot: Snapshot, is_first: bool) -> GpuCase:  # noqa: FBT001 - private
@@ -238,7 +242,7 @@ def _find_most(values: Iterable[int | None]) -> int | None:
 def describe_gpus(case: Case, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
     """Return each GPU of a run that has ended with this snapshot, whose peaks may still be the run's."""
     now, found = snapshot.monotonic_seconds, []
-    peaks = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned}
+    peaks = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned_gpus}
     recent = now - BEFORE_SECONDS - LAST_SECONDS
     for uuid, gpu in case.gpus.items():
         first, reading, memory = gpu.first, gpu.newest.reading, gpu.newest.reading.memory

@@ -120,12 +120,14 @@ def _fit_neighbour(end: Ending) -> Fit | None:
     if gpu is None:
         return None
     if gpu.others_bytes is None:
-        said = f"Out of GPU memory by a neighbour: another process had appeared on {gpu.called}."
+        said = (
+            f"Out of GPU memory by a neighbour: another process had appeared on {gpu.display_name}."
+        )
         why = "its memory is not known: the sidecar could not attribute memory to processes"
         return (Sureness.LIKELY, said, (why,)) if gpu.joined else None
     if gpu.share(gpu.others_bytes) < MOSTLY:
         return None
-    said = f"Out of GPU memory by a neighbour: other processes took {format_size(gpu.others_bytes)} of {gpu.called}."
+    said = f"Out of GPU memory by a neighbour: other processes took {format_size(gpu.others_bytes)} of {gpu.display_name}."
     sure = gpu.is_full and gpu.share(gpu.others_bytes) >= NEARLY_ALL
     return Sureness.SURE if sure else Sureness.LIKELY, said, ()
 
@@ -135,7 +137,7 @@ def _fit_leak(end: Ending) -> Fit | None:
     gpu = end.full
     if gpu is None or max(gpu.share(gpu.jumped_bytes), gpu.share(gpu.others_bytes)) >= MOSTLY:
         return None
-    said = f"Out of GPU memory by a leak: the engine grew until {gpu.called} was full."
+    said = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
     if gpu.leak in GROWN:
         is_attributed = gpu.others_bytes is not None and gpu.jumped_bytes is not None
         sure = gpu.leak is LeakState.LEAKING and gpu.is_full and is_attributed
@@ -154,7 +156,7 @@ def _fit_burst(end: Ending) -> Fit | None:
         said = (
             failed
             if end.ooms
-            else f"Out of GPU memory in a burst: {gpu.called} was filled within minutes."
+            else f"Out of GPU memory in a burst: {gpu.display_name} was filled within minutes."
         )
         likely = Sureness.LIKELY if share >= MOSTLY or end.ooms else Sureness.POSSIBLE
         return Sureness.SURE if sure else likely, said, ()
@@ -167,7 +169,7 @@ def _fit_burst(end: Ending) -> Fit | None:
         return None
     said = f"Out of GPU memory in a burst, perhaps: {format_size(worst.last_room_bytes or 0)} were left on"
     why = "no figure shows a failed allocation: look for OutOfMemoryError in vLLM's log"
-    return Sureness.POSSIBLE, f"{said} {worst.called}.", (why,)
+    return Sureness.POSSIBLE, f"{said} {worst.display_name}.", (why,)
 
 
 def _fit_hang(end: Ending) -> Fit | None:
@@ -291,13 +293,13 @@ def _describe_full(gpu: GpuAtEnd, seconds: float) -> Iterator[str]:
 
 def _describe_room(gpu: GpuAtEnd) -> str:
     if gpu.last_room_bytes is None:
-        return f"the memory left on {gpu.called} is not known"
+        return f"the memory left on {gpu.display_name} is not known"
     before = (
         ""
         if gpu.first_room_bytes is None
         else f", {format_size(max(0, gpu.first_room_bytes))} at first"
     )
-    return f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.called}{before}"
+    return f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.display_name}{before}"
 
 
 CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], Fit | None]], ...]] = (

@@ -153,7 +153,7 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
 
     Little held memory does not prove the end of an engine that was asleep, or of one with an unreadable GPU.
     """
-    page, run, gpus = snapshot.page, runs.present, snapshot.owned
+    page, run, gpus = snapshot.page, runs.present, snapshot.owned_gpus
     readings = snapshot.processes
     may_show = snapshot.ambiguous > 0 or (
         isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT
@@ -178,7 +178,7 @@ def collect_signs(snapshot: Snapshot, runs: EngineRuns) -> Signs:
         was_weighed = run.top_bytes > 0 or (run is runs.newest and not run.ready)
         blind = alive is None and was_weighed and not is_weighed
     probe, failed = snapshot.probe, snapshot.engines
-    files = probe.known if isinstance(probe, ProbeReadings) else ()
+    files = probe.processes if isinstance(probe, ProbeReadings) else ()
     ooms = [
         (each.oom.at_seconds, each.written_at_seconds) for each in files if each.oom is not None
     ]
@@ -370,7 +370,7 @@ def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tu
     )
     state = _BEFORE_WORK.get(engine, LeakState.UNKNOWN)
     found = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
-    for gpu in snapshot.owned:
+    for gpu in snapshot.owned_gpus:
         is_in = LeakState.UNKNOWN if gpu.held_bytes is None else state
         found += make_states(catalog.LEAK_STATE, label_gpu(gpu), is_in)
     processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes

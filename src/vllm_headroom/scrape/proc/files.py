@@ -43,7 +43,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     group: int = 0
 
     @property
-    def called(self) -> tuple[int, float]:
+    def display_name(self) -> tuple[int, float]:
         """What identifies it among all processes since boot."""
         return self.pid, self.started_seconds
 
@@ -110,9 +110,9 @@ def read_entry(
         process, state, _ = _read_stat(proc, pid)
         if state == "Z":
             return None
-        if known is not None and (process.name, process.called, process.family) == (
+        if known is not None and (process.name, process.display_name, process.family) == (
             known.name,
-            known.called,
+            known.display_name,
             known.family,
         ):
             is_bare = known.command == (known.name,) and known.parent_pid != KERNEL_THREADS
@@ -156,7 +156,7 @@ def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float, str] | None:
     except (OSError, ValueError, IndexError) as error:
         _raise_failure(error, is_engine=True)
         return None
-    is_same = state != "Z" and now.called == process.called
+    is_same = state != "Z" and now.display_name == process.display_name
     return (pages * _PAGE_BYTES, cpu_seconds, state) if is_same and pages else None
 
 

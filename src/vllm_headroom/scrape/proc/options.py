@@ -81,7 +81,7 @@ def read_options(command: tuple[str, ...]) -> EngineOptions | None:
         if (sizes := each.findall(connector))
     }
     given = tuple(dict.fromkeys(name for name, _ in pairs))[:_MOST_NAMES]
-    return EngineOptions(**found, given=given, command=star_secrets(command))
+    return EngineOptions(**found, option_names=given, command=star_secrets(command))
 
 
 def _read(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions

@@ -22,7 +22,7 @@ RAY: Final = "ray::"
 """How the titles of Ray's actors begin."""
 
 Name = tuple[int, float]
-"""A process as ProcEntry.called."""
+"""A process as ProcEntry.display_name."""
 
 ServedPort = tuple[int | None, bool]
 """The port that an engine's command line names, and whether it can listen at the address of the page."""
@@ -118,11 +118,11 @@ def choose_roots(
         above = [entries[each] for each in {of_engine[0].parent_pid} & entries.keys()]
         starts = [each.started_seconds for each in serving[roots] + above]
         ranks[roots] = _rank_engine(
-            {each.called for each in of_engine}, starts, served[roots], page, before
+            {each.display_name for each in of_engine}, starts, served[roots], page, before
         )
     best = max(ranks.values(), default=Rank())
     chosen = [roots for roots in engines if ranks[roots] == best != Rank()]
-    names = frozenset(entries[pid].called for roots in engines for pid in roots)
+    names = frozenset(entries[pid].display_name for roots in engines for pid in roots)
     strangers = before.strangers & names
     is_certain = best.precision > 0 or best.has_port or (page.answers and before.served is None)
     is_guess = page.on_host and before.served is None and not is_certain
@@ -140,7 +140,7 @@ def choose_roots(
         actors = actors if page.listens and not engines else ()
         before = replace(before, roots=actors, names=frozenset(), others=names, strangers=strangers)
         return replace(before, ambiguous=len(engines) if chosen else 0, ports=ports)
-    own = frozenset(each.called for each in serving[of_chosen])
+    own = frozenset(each.display_name for each in serving[of_chosen])
     return Choice(
         roots=of_chosen + actors,
         names=own,
@@ -229,7 +229,7 @@ def find_orphans(
     alive = {
         pid: entries[pid]
         for pid, was in {**before, **engine}.items()
-        if pid in entries and entries[pid].called == was.called
+        if pid in entries and entries[pid].display_name == was.display_name
     }
     tops = {
         pid

@@ -41,7 +41,7 @@ class ServedModel:
             if (
                 options is not None
                 and options.model is not None
-                and _OTHERWISE.isdisjoint(options.given)
+                and _OTHERWISE.isdisjoint(options.option_names)
             ):
                 first = processes.engine[0]
                 served = ((first.pid, first.started_at_seconds), options.model)

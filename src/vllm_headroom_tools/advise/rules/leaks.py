@@ -67,7 +67,7 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
 
 def find_gpu_leak(facts: Facts) -> Advice | None:
     """Fit where the leak detector raised its alarm on a GPU (docs/leaks.md)."""
-    found = _pick_worst_leak((gpu.called, gpu.leak) for gpu in facts.gpus)
+    found = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if found is None:
         return None
     names, name, leak, alarm = found
@@ -218,12 +218,14 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     gpu, spell = min(found, key=lambda each: each[1].least_bytes)
     cause, text = SHORTAGES[kind]
     ended = sum(each.ended_engine for _, each in found)
-    summary = text.format(gpu.called) + (" now" if facts.origin is Origin.PAGE else "")
+    summary = text.format(gpu.display_name) + (" now" if facts.origin is Origin.PAGE else "")
     changes = drop_none(take_less(facts, gpu, AIM_BYTES - spell.least_bytes))
     remark = "The share in use means little, since vLLM takes most of the GPU at its start; what is left counts."
     if kind is Shortage.PEAK:
         summary = (
-            f"Bursts fill {gpu.called}, and the engine exits" if ended else text.format(gpu.called)
+            f"Bursts fill {gpu.display_name}, and the engine exits"
+            if ended
+            else text.format(gpu.display_name)
         )
         changes = (*drop_none(_halve_steps(facts), _run_fewer(facts, gpu, spell)), *changes)
         remark = "A lower share for vLLM makes room for bursts and shrinks the KV cache; a full KV cache is no shortage."
@@ -236,7 +238,11 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     )
     now, times = facts.settings.gpu_memory_utilization, len(found) if len(found) > 1 else None
     evidence = list_evidence(
-        ("least_room_bytes", spell.least_bytes, f"{{}} were left on {gpu.called}{at}{seconds}"),
+        (
+            "least_room_bytes",
+            spell.least_bytes,
+            f"{{}} were left on {gpu.display_name}{at}{seconds}",
+        ),
         ("times", times, f"{{}} times less than {format_size(LOW_BYTES)}"),
         ("leak_state", gpu.leak.state, f"the leak detector's state is {gpu.leak.state}"),
         ("engine_ended", ended or None, "the engine released its memory after {} of them"),

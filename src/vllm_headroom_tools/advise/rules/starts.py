@@ -317,12 +317,12 @@ def find_other_tenant(facts: Facts) -> Advice | None:
     now, most = (" now", None) if facts.origin is Origin.PAGE else ("", others.most)
     return Advice(
         cause=Cause.ANOTHER_TENANT,
-        summary=f"Another process takes memory of {gpu.called}{now}.",
+        summary=f"Another process takes memory of {gpu.display_name}{now}.",
         evidence=list_evidence(
             (
                 "others_bytes",
                 others.now,
-                f"processes that are not the engine's hold {{}} of {gpu.called}",
+                f"processes that are not the engine's hold {{}} of {gpu.display_name}",
             ),
             ("most_others_bytes", most, f"between {format_size(others.least)} and {{}}"),
             ("least_room_bytes", gpu.least_room_bytes, "{} were left at the highest peak"),
@@ -347,7 +347,7 @@ def find_leftovers(facts: Facts) -> Advice | None:
             (
                 "left_behind_bytes",
                 "unknown" if left.used_bytes is None else left.used_bytes,
-                f"{gpu.called}: {describe_leftover(left)}",
+                f"{gpu.display_name}: {describe_leftover(left)}",
             )
             for gpu in facts.gpus
             for left in gpu.leftovers

@@ -89,7 +89,7 @@ def test_the_room_is_what_is_left_awake() -> None:
 def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> None:
     def crowded(seen: Iterator[Snapshot]) -> Iterator[Snapshot]:
         for each in seen:
-            yield replace(each, gpus=tuple(replace(gpu, engine_bytes=None, process_count=2) for gpu in each.owned))
+            yield replace(each, gpus=tuple(replace(gpu, engine_bytes=None, process_count=2) for gpu in each.owned_gpus))
 
     *_, (state, _) = said(crowded(looks(1, leak, cache, in_rollouts)))
     found = states(crowded(looks(3.2, leak, flat, twice)))
@@ -137,7 +137,7 @@ def over_a_sleep(change: Callable[[Snapshot], Snapshot]) -> tuple[list[LeakState
 
 def test_an_alarm_ends_with_a_sleep_that_gave_back_what_had_grown() -> None:
     def given_back(seen: Snapshot) -> Snapshot:
-        (held,) = seen.owned
+        (held,) = seen.owned_gpus
         assert held.engine_bytes is not None
         size = KEPT if held.engine_bytes < BASE / 2 else BASE
         return replace(seen, gpus=(gpu(total=TOTAL, used=size, engine=size, other=0),))

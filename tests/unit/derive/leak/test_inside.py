@@ -15,7 +15,7 @@ from vllm_headroom.model import Gpu, Snapshot
 
 
 def told(seen: Snapshot) -> tuple[tuple[Gpu, Observation], ...]:
-    return tuple(observe_gpus(seen, seen.owned))
+    return tuple(observe_gpus(seen, seen.owned_gpus))
 
 
 def verdict(tracks: InsideTracks) -> Certainty:

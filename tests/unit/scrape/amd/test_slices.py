@@ -42,7 +42,7 @@ def test_each_part_of_a_cut_card_has_its_own_memory_and_processes(machine: Machi
         GpuProcess(pid=4243, used_bytes=GIB),
     )
     assert gpus[3].name == "AMD Instinct MI300X OAM partition 3"
-    assert gpus[3].called == "GPU 0 partition 3"
+    assert gpus[3].display_name == "GPU 0 partition 3"
     assert (gpus[0].memory and gpus[0].memory.used_bytes, gpus[0].processes) == (0, ())
     assert all((gpu.power_watts, gpu.utilization_ratio) == (None, None) for gpu in gpus), "they are the whole card's"
 

@@ -37,7 +37,11 @@ def test_a_gpu_in_mig_mode_is_its_instances_never_both(fake: FakeNvml) -> None: 
         plain, small, large = await devices(nvml)
 
         assert (plain.index, plain.uuid) == (0, "GPU-plain")
-        assert (plain.called, small.called, large.called) == ("GPU 0", "GPU 1 MIG-small", "GPU 1 MIG-large")
+        assert (plain.display_name, small.display_name, large.display_name) == (
+            "GPU 0",
+            "GPU 1 MIG-small",
+            "GPU 1 MIG-large",
+        )
         assert (small.index, small.uuid, small.name) == (1, "MIG-small", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
         assert small.memory is not None
         assert (small.memory.total_bytes, small.memory.used_bytes) == (10 * GIB, GIB)

@@ -49,7 +49,7 @@ def test_all_that_is_used_is_read_by_vllms_names() -> None:
     assert (options.kv_cache_dtype, options.kv_cache_memory_bytes) == ("fp8", 20 * GIB)
     assert (options.kv_offloading_size, options.cpu_offload_gb, options.mm_processor_cache_gb) == (64.0, 10.5, 0.0)
     assert (options.model, options.config) == ("/models/llama", "/etc/vllm.yaml")
-    assert options.given[:3] == ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    assert options.option_names[:3] == ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 LMCACHE = '{"kv_connector":"LMCacheConnectorV1","kv_connector_extra_config":{"lmcache.max_local_cpu_size": 20.5}}'
