@@ -67,7 +67,7 @@ SCENES: Final[dict[str, Callable[[], View]]] = {
     ),
     "long words": lambda: day(
         last_incident=LastIncident(
-            seconds=NOW, what="ended", reason=None, sentence="gone " * 20, file=f"/{'state' * 20}"
+            seconds=NOW, kind="ended", reason=None, sentence="gone " * 20, file=f"/{'state' * 20}"
         )
     ),
     "failed": all_failed,

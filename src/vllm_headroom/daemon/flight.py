@@ -331,5 +331,5 @@ def _build_incident(file: Path, known: Mapping[str, Any]) -> LastIncident | None
         None if found.sentence is None else f"{found.sentence} ({found.sure or Sureness.POSSIBLE})"
     )
     return LastIncident(
-        seconds=found.t, what=found.what, reason=found.reason, sentence=said, file=str(file)
+        seconds=found.t, kind=found.what, reason=found.reason, sentence=said, file=str(file)
     )

@@ -2,161 +2,228 @@
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from operator import itemgetter
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.drawing import MARGIN, Curve, Forecast, Frame, escape_text
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Snapshot, find_part
-from vllm_headroom.units import format_duration, format_size
+from vllm_headroom.model import GpuReading, HostMemory, Snapshot, find_part
+from vllm_headroom.units import HOUR_SECONDS, format_duration, format_size
 from vllm_headroom.vocabulary import Level
 
 MOST_COLUMNS: Final = 480
-"""Of all curves together: two points of 10 characters each are 10 kB, and the page stays below 60 kB."""
+"""Of all curves together: two points of 10 characters each are 10 kB, and the page stays below
+60 kB."""
 
 LEAST_COLUMNS: Final = 32
-MOST_GPUS: Final = 16
-HOUR_SECONDS: Final = 3600.0
-_Figure = tuple[Frame, str]
-_Room = tuple[int, int]
-_Left = tuple[float | None, float | None]
+"""Of one curve, our choice: with fewer, a day has no shape."""
+
+MOST_DRAWN_GPUS: Final = 16
+"""Our choice: of more GPUs the page has the verdicts and tables alone."""
+
 LEGEND: Final = (
-    "<span><i class=free></i>free memory</span><span><i class=low></i>its lowest value per minute</span>"
-    "<span><i class=to></i>forecast to zero, with its earliest time</span><span><i class=at></i>an alarm, or now</span>"
+    "<span><i class=free></i>free memory</span>"
+    "<span><i class=low></i>its lowest value per minute</span>"
+    "<span><i class=to></i>forecast to zero, with its earliest time</span>"
+    "<span><i class=at></i>an alarm, or now</span>"
 )
 
 
+class _Room(Struct, frozen=True, kw_only=True):
+    """The free memory of a GPU or of the host."""
+
+    subject: str  # as alarms name it
+    name: str  # the model of a GPU
+    rank: int  # the place of its verdict
+    free_curve: Curve  # never empty
+    peak_curve: Curve
+    free_bytes: int | None  # now; None where unknown
+    total_bytes: int  # 0 where unknown
+    left_seconds: float | None  # until nothing is free
+    earliest_seconds: float | None  # the lower bound of `left_seconds`
+
+
+class _Figure(Struct, frozen=True, kw_only=True):
+    """A figure as HTML, and the frame of its picture."""
+
+    frame: Frame
+    html: str
+
+
 def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a figure of the room on each of the engine's GPUs and the host, and one of the load over the same time."""
-    curve, value, owned, host = (
-        view.history.read_curve,
-        view.values.value,
-        snapshot.owned_gpus[:MOST_GPUS],
-        snapshot.host,
-    )
-    host_curve, running = curve("host"), curve("running")
-    columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned) + bool(host_curve[0])))
-    places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
-    drawn: list[tuple[int, _Figure]] = []
-    for reading in (gpu.reading for gpu in owned):
-        curves = curve(f"free {reading.uuid}"), curve(f"peak {reading.uuid}")
-        if not curves[0][0]:
-            continue
-        room = (
-            None
-            if reading.memory is None
-            else (reading.memory.free_bytes, reading.memory.total_bytes)
-        )
-        labels, name = (
-            (str(reading.index), reading.uuid),
-            reading.name.removesuffix(find_part(reading.uuid)).rstrip(),
-        )
-        left = value(catalog.TIME_TO_OOM, *labels), value(catalog.TIME_TO_OOM_LOWER, *labels)
-        figure = _draw_room(view, (reading.display_name, name), curves, room, left, columns=columns)
-        drawn.append((places.get(reading.display_name, len(places)), figure))
-    if host_curve[0]:
-        room = (
-            None
-            if host is None or host.room_bytes is None
-            else (host.room_bytes, host.limit_bytes or 0)
-        )
-        left = value(catalog.HOST_TIME_TO_OOM), value(catalog.HOST_TIME_TO_OOM_LOWER)
-        figure = _draw_room(
-            view, ("Host memory", ""), (host_curve, ((), ())), room, left, columns=columns
-        )
-        drawn.append((0 if places.get("host memory") == 0 else len(places), figure))
-    rooms = [figure for _, figure in sorted(drawn, key=itemgetter(0))]
-    if rooms:
-        yield f"{rooms[0][1]}<p class=key>{LEGEND}</p>"
-    if len(running[0]) > 1:
-        yield _draw_load(running, columns, snapshot.time_seconds, rooms[0][0] if rooms else None)
-    if rooms[1:]:
-        yield f"<div class=rooms>{''.join(room for _, room in rooms[1:])}</div>"
+    """Yield a figure of each of the engine's GPUs and the host, and one of the load.
 
-
-def _draw_room(
-    view: View,
-    names: tuple[str, str],
-    curves: tuple[Curve, Curve],
-    room: _Room | None,
-    left: _Left,
-    *,
-    columns: int,
-) -> _Figure:
-    """Return the frame and the figure of free memory and its peaks.
-
-    `room` is what is free now and of how much, `left` the time until none is, and its lower bound.
+    The one with the worst verdict is first and large, with the load below it over the same time.
     """
-    called, name = names
-    now = 0.0 if view.snapshot is None else view.snapshot.time_seconds
+    now = snapshot.time_seconds
+    columns = _count_columns(view, snapshot)
+    rooms = sorted(_list_rooms(view, snapshot), key=lambda room: room.rank)
+    figures = [_draw_room(view, room, now, columns) for room in rooms]
+    if figures:
+        yield f"{figures[0].html}<p class=key>{LEGEND}</p>"
+    running_curve = view.history.read_curve("running")
+    if len(running_curve[0]) > 1:
+        yield _draw_load(running_curve, columns, now, figures[0].frame if figures else None)
+    if len(figures) > 1:
+        yield f"<div class=rooms>{''.join(figure.html for figure in figures[1:])}</div>"
+
+
+def _count_columns(view: View, snapshot: Snapshot) -> int:
+    """Return into how many columns each curve is thinned."""
+    curves = 2 * len(snapshot.owned_gpus[:MOST_DRAWN_GPUS])
+    if view.history.read_curve("host")[0]:
+        curves += 1
+    return max(LEAST_COLUMNS, MOST_COLUMNS // max(1, curves))
+
+
+def _list_rooms(view: View, snapshot: Snapshot) -> Iterator[_Room]:
+    """Yield the GPUs of the engine and the host, without those that have no curve yet."""
+    ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
+    for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:
+        free_curve = view.history.read_curve(f"free {gpu.reading.uuid}")
+        if free_curve[0]:
+            rank = ranks.get(gpu.reading.display_name, len(ranks))
+            yield _build_gpu_room(view, gpu.reading, rank, free_curve)
+    host_curve = view.history.read_curve("host")
+    if host_curve[0]:
+        # the host comes first where its verdict is the worst, and last otherwise
+        rank = 0 if ranks.get("host memory") == 0 else len(ranks)
+        yield _build_host_room(view, snapshot.host, rank, host_curve)
+
+
+def _build_gpu_room(view: View, gpu: GpuReading, rank: int, free_curve: Curve) -> _Room:
+    free_bytes = None
+    total_bytes = 0
+    if gpu.memory is not None:
+        free_bytes = gpu.memory.free_bytes
+        total_bytes = gpu.memory.total_bytes
+    labels = (str(gpu.index), gpu.uuid)
+    return _Room(
+        subject=gpu.display_name,
+        name=gpu.name.removesuffix(find_part(gpu.uuid)).rstrip(),
+        rank=rank,
+        free_curve=free_curve,
+        peak_curve=view.history.read_curve(f"peak {gpu.uuid}"),
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        left_seconds=view.values.value(catalog.TIME_TO_OOM, *labels),
+        earliest_seconds=view.values.value(catalog.TIME_TO_OOM_LOWER, *labels),
+    )
+
+
+def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve: Curve) -> _Room:
+    free_bytes = None
+    total_bytes = 0
+    if host is not None:
+        free_bytes = host.room_bytes
+        total_bytes = host.limit_bytes or 0
+    return _Room(
+        subject="Host memory",
+        name="",
+        rank=rank,
+        free_curve=free_curve,
+        peak_curve=((), ()),
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        left_seconds=view.values.value(catalog.HOST_TIME_TO_OOM),
+        earliest_seconds=view.values.value(catalog.HOST_TIME_TO_OOM_LOWER),
+    )
+
+
+def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
+    """Return the figure of free memory and its peaks, with the forecast to zero."""
+    begin = room.free_curve[0][0]
+    end = now
     forecast = None
-    if left[0] is not None and room is not None:
-        forecast = Forecast(begin=now, value=room[0], seconds=left[0], earliest_seconds=left[1])
-    begin = curves[0][0][0]
-    if forecast is not None:
+    if room.left_seconds is not None and room.free_bytes is not None:
+        forecast = Forecast(
+            begin=now,
+            value=room.free_bytes,
+            seconds=room.left_seconds,
+            earliest_seconds=room.earliest_seconds,
+        )
         begin = min(begin, now - HOUR_SECONDS)
-    past, peaks = (svg.thin_curve(curve, columns, begin=begin) for curve in curves)
-    if past and room is not None:
-        past[-1].append((now, room[0]))
-    known = [value for stretch in past for _, value in stretch]
-    top = svg.find_top(known, most=None if room is None else room[1])
-    end = now if forecast is None else now + MARGIN * max(forecast.seconds, 1.0)
-    frame = Frame(begin=begin, end=end, top=top, now=None if forecast is None else now)
-    alarms = [event for event in view.history.events if event.level is Level.ALARM]
-    shapes = [
-        svg.draw_curve(frame, past),
-        svg.draw_line(frame, peaks, kind="peak"),
-        *(  # alarms of this GPU or of none: a text begins with its subject
-            svg.draw_mark(frame, event.seconds)
-            for event in alarms
-            if not event.text.startswith("GPU ") or event.text.startswith(f"{called} ")
+        end = now + MARGIN * max(forecast.seconds, 1.0)
+    past = svg.thin_curve(room.free_curve, columns, begin=begin)
+    peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
+    if past and room.free_bytes is not None:
+        past[-1].append((now, room.free_bytes))
+    frame = Frame(
+        begin=begin,
+        end=end,
+        top=svg.find_top(
+            (value for stretch in past for _, value in stretch),
+            limit=None if room.free_bytes is None else room.total_bytes,
         ),
-        "" if forecast is None else svg.draw_forecast(frame, forecast) + svg.draw_mark(frame, now),
-        svg.draw_zero(frame),
-    ]
+        now=None if forecast is None else now,
+    )
+    shapes = [svg.draw_curve(frame, past), svg.draw_line(frame, peaks, kind="peak")]
+    shapes += [svg.draw_mark(frame, seconds) for seconds in _list_alarm_times(view, room)]
+    if forecast is not None:
+        shapes.append(svg.draw_forecast(frame, forecast))
+        shapes.append(svg.draw_mark(frame, now))
+    shapes.append(svg.draw_zero(frame))
     title = (
-        f"{called}: free memory from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
+        f"{room.subject}: free memory from {_format_clock(begin)} to {_format_clock(end)}, "
+        "down to zero"
     )
-    text = (
-        "memory not known now"
-        if room is None
-        else f"{format_size(room[0])} of {format_size(room[1])} free"
-    )
-    return frame, (
-        f"<figure><figcaption><b>{escape_text(called)}</b> {escape_text(name)}: {text}</figcaption>"
+    caption = "memory not known now"
+    if room.free_bytes is not None:
+        caption = f"{format_size(room.free_bytes)} of {format_size(room.total_bytes)} free"
+    html = (
+        f"<figure><figcaption><b>{escape_text(room.subject)}</b> {escape_text(room.name)}: "
+        f"{caption}</figcaption>"
         f"<i>{format_size(frame.top)}</i>{svg.draw_picture(frame, shapes, title=title)}"
         f"{_draw_axis(frame, now, forecast)}</figure>"
     )
+    return _Figure(frame=frame, html=html)
+
+
+def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
+    """Yield when there was an alarm of this GPU or of no GPU: a text begins with its subject."""
+    for event in view.history.events:
+        is_of_this_gpu = event.text.startswith(f"{room.subject} ")
+        is_of_no_gpu = not event.text.startswith("GPU ")
+        if event.level is Level.ALARM and (is_of_this_gpu or is_of_no_gpu):
+            yield event.seconds
 
 
 def _draw_axis(frame: Frame, now: float, forecast: Forecast | None) -> str:
-    words = [f"{format_duration(now - frame.begin)} before", f"now, {_format_clock(now)}"]
+    """Return the texts below a figure: its begin, now and, with a forecast, its end."""
+    texts = [f"{format_duration(now - frame.begin)} before", f"now, {_format_clock(now)}"]
     if forecast is not None:
-        words.append(
-            f"out of memory {_format_clock(now + forecast.seconds)}, in {format_duration(forecast.seconds)}"
-        )
+        end = _format_clock(now + forecast.seconds)
+        texts.append(f"out of memory {end}, in {format_duration(forecast.seconds)}")
     elif frame.now is not None:
-        words.append("")
+        texts.append("")  # the third of the forecast in the figure above
     kind = "axis" if frame.now is None else '"axis ahead"'
-    return (
-        f"<div class={kind}>{''.join(f'<span>{escape_text(word)}</span>' for word in words)}</div>"
-    )
+    spans = "".join(f"<span>{escape_text(text)}</span>" for text in texts)
+    return f"<div class={kind}>{spans}</div>"
 
 
-def _draw_load(running: Curve, columns: int, now: float, above: Frame | None) -> str:
-    begin, end, bend = (
-        (running[0][0], now, None) if above is None else (above.begin, above.end, above.now)
-    )
-    stretches = svg.thin_curve(running, columns, begin=begin)
-    top = max((value for stretch in stretches for _, value in stretch), default=1.0)
-    frame = Frame(begin=begin, end=end, top=MARGIN * top or 1.0, height=40.0, now=bend)
+def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | None) -> str:
+    """Return the figure of running requests, over the same time as the frame above it."""
+    begin = running_curve[0][0]
+    end = now
+    scale_change = None
+    if above is not None:
+        begin = above.begin
+        end = above.end
+        scale_change = above.now
+    stretches = svg.thin_curve(running_curve, columns, begin=begin)
+    most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
+    top = MARGIN * most_running or 1.0
+    frame = Frame(begin=begin, end=end, top=top, height=40.0, now=scale_change)
     title = (
-        f"Running requests, from {_format_clock(begin)} to {_format_clock(now)}, at most {top:.0f}"
+        f"Running requests, from {_format_clock(begin)} to {_format_clock(now)}, "
+        f"at most {most_running:.0f}"
     )
+    caption = f"<b>Load</b>: running requests, at most {most_running:.0f}"
     return (
-        f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"
+        f"<figure class=strip><figcaption>{caption}</figcaption>"
         f"{svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)}"
         f"{_draw_axis(frame, now, None)}</figure>"
     )

@@ -77,8 +77,8 @@ _FASTEST: Final = 1
 """Of gzip's levels; a page of eight GPUs takes 60 us, and becomes a sixth."""
 
 _MOST_FORMATS: Final = 3
-"""Formats kept per sample: there are two, times a version and an escaping scheme that a scraper chooses. Each takes
-8 MiB for the largest page that an engine's names can produce."""
+"""Formats kept per sample: there are two, times a version and an escaping scheme that a scraper
+chooses. Each takes 8 MiB for the largest page that an engine's names can produce."""
 
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
 

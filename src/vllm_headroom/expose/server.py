@@ -23,7 +23,8 @@ MOST_HEAD_BYTES: Final = 16 * 2**10
 
 
 AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
-"""Clients that use the daemon as a proxy send it before the path; servers must accept it (RFC 9112, 3.2.2)."""
+"""Clients that use the daemon as a proxy send it before the path; servers must accept it (RFC 9112,
+3.2.2)."""
 
 
 class Phase(Enum):
@@ -183,19 +184,19 @@ class Connection(asyncio.Protocol):
 log = Log(__name__)
 
 MOST_CONNECTIONS: Final = 256
-"""Scrapers of one sidecar are few; beyond this, the connection that waits longest for its client is closed, and the
-oldest handshake or password check is cancelled."""
+"""Scrapers of one sidecar are few; beyond this, the connection that waits longest for its client is
+closed, and the oldest handshake or password check is cancelled."""
 
 PATIENCE_SECONDS: Final = {Phase.HEAD: 5.0, Phase.TURN: 10.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
-"""How long a client may take for a request and an answer, may wait for its turn (including its password check), and may
-keep its connection: Prometheus scrapes at least every minute."""
+"""How long a client may take for a request and an answer, may wait for its turn (including its
+password check), and may keep its connection: Prometheus scrapes at least every minute."""
 
 SLOW_SECONDS: Final = 1.0
 """A client that has not taken its answer after this time is as idle as one that says nothing."""
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
-"""The kernel's buffer of a connection each way, which it doubles. The default takes 2.5 MB of unread answers, which
-count against the container's limit, and makes the client look idle."""
+"""The kernel's buffer of a connection each way, which it doubles. The default takes 2.5 MB of
+unread answers, which count against the container's limit, and makes the client look idle."""
 
 ACCEPT_AGAIN_SECONDS: Final = 0.1
 SWEEP_SECONDS: Final = 2.0
@@ -219,8 +220,8 @@ def count_places() -> int:
 class Server:
     """Answers requests that `door` admits, without one all, with `handler`, which is fast.
 
-    Between two answers the event loop runs once, so that sampling waits for at most one answer. Short requests and
-    others are answered in turn, so that neither kind blocks the other.
+    Between two answers the event loop runs once, so that sampling waits for at most one answer.
+    Short requests and others are answered in turn, so that neither kind blocks the other.
     """
 
     def __init__(self, handler: Handler, door: Door | None = None) -> None:

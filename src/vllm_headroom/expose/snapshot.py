@@ -8,10 +8,12 @@ from msgspec.structs import asdict
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Response
-from vllm_headroom.expose.view import CURVE_STEP_SECONDS, View
+from vllm_headroom.expose.view import CURVE_STEP_SECONDS, History, LastIncident, View
 from vllm_headroom.model import Metric, Values, find_worst
 
 STATE_LABEL: Final = "state"
+"""The last label of a metric that has a series for each state, of which one is 1."""
+
 LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": catalog.ENGINE}
 """The lists of the document, by the labels that identify their entries."""
 
@@ -27,100 +29,142 @@ AT_THE_SCRAPE: Final = (
     catalog.LAST_INCIDENT,
     catalog.WEB_CONFIG_RELOAD,
 )
-"""On the metrics page only: `version`, `age_seconds` and `last_incident` contain the first three."""
+"""On the metrics page only: `version`, `age_seconds` and `last_incident` have the first three."""
 
-_OTHERS: Final = (
+_UNLISTED_METRICS: Final = (
     metric for metric in catalog.METRICS if metric.labels[:2] not in LIST_LABELS.values()
 )
-DOCUMENT_METRICS: Final = tuple(metric for metric in _OTHERS if metric not in AT_THE_SCRAPE)
+DOCUMENT_METRICS: Final = tuple(
+    metric for metric in _UNLISTED_METRICS if metric not in AT_THE_SCRAPE
+)
+"""The metrics at the top of the document."""
 
 
 def respond_snapshot(view: View) -> Response:
     """Return the document; unknown is null, never 0."""
-    return Response(
-        status=200, body=json.dumps(build_document(view)).encode(), content_type="application/json"
-    )
+    body = json.dumps(build_document(view)).encode()
+    return Response(status=200, body=body, content_type="application/json")
 
 
 def build_document(view: View) -> dict[str, Any]:
     """Return the last sample with its verdicts, and the day's curves."""
-    values, snapshot, history, last = view.values, view.snapshot, view.history, view.last_incident
-    incident = {} if last is None else asdict(last)
-    return {
+    snapshot = view.snapshot
+    document: dict[str, Any] = {
         "headroom_snapshot": 1,
         "version": view.version,
         "t": None if snapshot is None else snapshot.time_seconds,
         "age_seconds": None if snapshot is None else view.age_seconds,
         "level": find_worst(view.shown_verdicts),
         "verdicts": [
-            {**asdict(each), "runbook": view.find_runbook(each.alert)}
-            for each in view.shown_verdicts
+            {**asdict(verdict), "runbook": view.find_runbook(verdict.alert)}
+            for verdict in view.shown_verdicts
         ],
-        "problems": [] if snapshot is None else [asdict(each) for each in snapshot.failures],
-        "last_incident": None
-        if last is None
-        else {"t": incident.pop("seconds"), **incident, "command": last.command},
-        **_collect_facts(values, DOCUMENT_METRICS, ()),
-        **{
-            name: [
-                {
-                    **dict(zip(labels, each, strict=True)),
-                    **_collect_facts(values, LIST_METRICS[name], each, name),
-                }
-                for each in dict.fromkeys(
-                    each[:2] for metric in LIST_METRICS[name] for each in values.find_all(metric)
-                )
-            ]
-            for name, labels in LIST_LABELS.items()
-        },
-        "history": {
-            "step_seconds": CURVE_STEP_SECONDS,
-            "gpus": [
-                {
-                    "uuid": labels[1],
-                    "free_bytes": list(zip(*history.read_curve(f"free {labels[1]}"), strict=True)),
-                    "free_at_peak_bytes": list(
-                        zip(*history.read_curve(f"peak {labels[1]}"), strict=True)
-                    ),
-                }
-                for labels in values.find_all(catalog.GPU_INFO)
-            ],
-            "host_free_bytes": list(zip(*history.read_curve("host"), strict=True)),
-            "running": list(zip(*history.read_curve("running"), strict=True)),
-            "events": [
-                {"t": event.seconds, "level": event.level, "text": event.text}
-                for event in history.events
-            ],
-        },
+        "problems": [] if snapshot is None else [asdict(failure) for failure in snapshot.failures],
+        "last_incident": _build_incident(view.last_incident),
+    }
+    for metric in DOCUMENT_METRICS:
+        document[build_key(metric, None)] = _read_fact(view.values, metric, ())
+    for list_name in LIST_LABELS:
+        document[list_name] = _build_list(view.values, list_name)
+    document["history"] = _build_history(view.values, view.history)
+    return document
+
+
+def _build_incident(incident: LastIncident | None) -> dict[str, Any] | None:
+    if incident is None:
+        return None
+    return {
+        "t": incident.seconds,
+        "what": incident.kind,
+        "reason": incident.reason,
+        "sentence": incident.sentence,
+        "file": incident.file,
+        "command": incident.command,
     }
 
 
-def build_key(metric: Metric, name: str | None) -> str:
-    """Return a metric's key in the entries of a list, or in the document: its name without the common prefix."""
-    return metric.name.removeprefix("headroom_").removeprefix(
-        f"{name.removesuffix('s')}_" if name else ""
-    )
+def _build_list(values: Values, list_name: str) -> list[dict[str, Any]]:
+    """Return an entry for each GPU or engine that any metric of this list has."""
+    metrics = LIST_METRICS[list_name]
+    entry_labels: dict[tuple[str, ...], None] = {}
+    for metric in metrics:
+        for labels in values.find_all(metric):
+            entry_labels[labels[:2]] = None
+    entries = []
+    for labels in entry_labels:
+        entry: dict[str, Any] = dict(zip(LIST_LABELS[list_name], labels, strict=True))
+        for metric in metrics:
+            entry[build_key(metric, list_name)] = _read_fact(values, metric, labels)
+        entries.append(entry)
+    return entries
 
 
-def _collect_facts(
-    values: Values, metrics: Iterable[Metric], labels: tuple[str, ...], name: str | None = None
-) -> dict[str, Any]:
-    """Return each metric's value, or values by additional labels; of states the current one, of infos the labels."""
-    return {build_key(metric, name): _read_fact(values, metric, labels) for metric in metrics}
+def _build_history(values: Values, history: History) -> dict[str, Any]:
+    def list_points(name: str) -> list[tuple[float, float | None]]:
+        times, curve_values = history.read_curve(name)
+        return list(zip(times, curve_values, strict=True))
+
+    uuids = [labels[1] for labels in values.find_all(catalog.GPU_INFO)]
+    return {
+        "step_seconds": CURVE_STEP_SECONDS,
+        "gpus": [
+            {
+                "uuid": uuid,
+                "free_bytes": list_points(f"free {uuid}"),
+                "free_at_peak_bytes": list_points(f"peak {uuid}"),
+            }
+            for uuid in uuids
+        ],
+        "host_free_bytes": list_points("host"),
+        "running": list_points("running"),
+        "events": [
+            {"t": event.seconds, "level": event.level, "text": event.text}
+            for event in history.events
+        ],
+    }
+
+
+def build_key(metric: Metric, list_name: str | None) -> str:
+    """Return a metric's key in the document or in a list's entries: its name without a prefix."""
+    key = metric.name.removeprefix("headroom_")
+    if list_name is None:
+        return key
+    return key.removeprefix(f"{list_name.removesuffix('s')}_")
 
 
 def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any:  # noqa: ANN401 - any value of JSON
-    own = metric.labels[len(labels) :]
-    if not own:
+    """Return a metric's value for these first labels; None where unknown.
+
+    A metric with more labels is an object from the values of these labels to the metric's value. Of
+    an info metric it is the additional labels themselves, and of a metric with states it is the
+    current state, in an object where there are labels besides the state.
+    """
+    more_label_names = metric.labels[len(labels) :]
+    if not more_label_names:
         return values.value(metric, *labels)
-    found = {
-        each[len(labels) :]: value
-        for each, value in values.find_all(metric).items()
-        if each[: len(labels)] == labels
+    series = {
+        series_labels[len(labels) :]: value
+        for series_labels, value in values.find_all(metric).items()
+        if series_labels[: len(labels)] == labels
     }
     if metric.name.endswith("_info"):
-        return next((dict(zip(own, each, strict=True)) for each in found), None)
-    if own[-1] == STATE_LABEL:
-        held = {" ".join(each[:-1]): each[-1] for each, value in found.items() if value}
-        return held or None if own[:-1] else held.get("")
-    return {" ".join(each): value for each, value in found.items()} or None
+        return _read_info(more_label_names, series)
+    if more_label_names[-1] == STATE_LABEL:
+        states = {
+            " ".join(more_labels[:-1]): more_labels[-1]
+            for more_labels, value in series.items()
+            if value
+        }
+        if more_label_names == (STATE_LABEL,):
+            return states.get("")
+        return states or None
+    return {" ".join(more_labels): value for more_labels, value in series.items()} or None
+
+
+def _read_info(
+    label_names: tuple[str, ...], series: Iterable[tuple[str, ...]]
+) -> dict[str, str] | None:
+    """Return the labels of the first series by their names; None without a series."""
+    for labels in series:
+        return dict(zip(label_names, labels, strict=True))
+    return None

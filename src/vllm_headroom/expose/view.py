@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
 from math import isfinite, isnan, nan
 from typing import Final
 
@@ -14,26 +13,33 @@ from vllm_headroom.model import NO_VERDICT, GpuReading, Snapshot, Values, Verdic
 from vllm_headroom.vocabulary import EngineState, Level, Situation
 
 CURVE_STEP_SECONDS: Final = 60
-POINTS: Final = 1440
+"""The time between two points of a curve."""
+
+CURVE_POINTS: Final = 1440
 """A day: for eight GPUs 98 kB, and 131 kB on disk."""
 
-MOST_BACK: Final = 5
-"""Minutes by which a clock may be corrected: the newest minute continues until the clock has caught up."""
+MOST_MINUTES_BACK: Final = 5
+"""By how much a clock may be corrected: the newest minute continues until the clock catches up."""
 
 MOST_CURVE_GPUS: Final = 64
-MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 2
-MOST_HISTORY_EVENTS: Final = 50
+"""Our choice: GPUs, or parts of them, that have curves."""
 
-TYPE: Final = "f"
+MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 2
+"""Two curves for each GPU, one for the host and one for the running requests."""
+
+MOST_HISTORY_EVENTS: Final = 50
+"""Our choice: the page shows the newest ten, the snapshot all."""
+
+FLOAT_TYPECODE: Final = "f"
 """Four bytes a value, exact to 8 KiB at 80 GiB."""
 
 
 class HistoryEvent(Struct, frozen=True, kw_only=True):
-    """A change, in seconds since the epoch."""
+    """A verdict that became true."""
 
-    seconds: float
+    seconds: float  # since the epoch
     level: Level
-    text: str
+    text: str  # the verdict's sentence
 
 
 VerdictKey = tuple[str, Level, str | None]
@@ -41,134 +47,174 @@ VerdictKey = tuple[str, Level, str | None]
 
 
 class SavedHistory(Struct, frozen=True, kw_only=True):
-    """The saved history: the newest minute, a day's curves as floats of 32 bits, events and the last verdicts."""
+    """The history as it is saved in a file of state."""
 
+    # the newest minute, counted since the epoch; None before the first sample
     minute: int | None = None
+    # a day's values of each curve, as floats of 32 bits
     curves: dict[str, bytes] = field(default_factory=dict)
     events: tuple[HistoryEvent, ...] = ()
-    said: frozenset[VerdictKey] | None = None
+    # the verdicts of the last sample; None before the first. `said` is their key in files of state
+    verdict_keys: frozenset[VerdictKey] | None = field(default=None, name="said")
 
 
 class History:
-    """A day in a ring, by the minute: the lowest free memory of GPUs, at peaks too, and host, the most requests."""
+    """The last day by the minute, in a ring, with the events of that day.
+
+    There is a curve for the lowest free memory of each GPU, one for the same at the peaks between
+    two samples, one for the lowest free memory of the host, and one for the highest number of
+    running requests.
+    """
 
     def __init__(self) -> None:
         self.events: tuple[HistoryEvent, ...] = ()
         self._minute: int | None = None
         self._curves: dict[str, array[float]] = {}
-        self._said: frozenset[VerdictKey] | None = None
+        self._verdict_keys: frozenset[VerdictKey] | None = None
 
     def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
-        """Add one tick; after a large step back of the clock the day starts over."""
-        minute = int(snapshot.time_seconds // CURVE_STEP_SECONDS)
-        if self._minute is None or minute < self._minute - MOST_BACK:
-            self._curves, self._minute = {}, minute
-        elif minute > self._minute:
-            skipped = range(max(self._minute, minute - POINTS) + 1, minute + 1)
-            for curve, passed in product(self._curves.values(), skipped):
-                curve[passed % POINTS] = nan
-            self._minute = minute
+        """Add one tick. After a large step back of the clock the day starts over."""
+        self._move_to(int(snapshot.time_seconds // CURVE_STEP_SECONDS))
         gpus = snapshot.owned_gpus[:MOST_CURVE_GPUS]
-        if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that are gone
-            shown = {"", *(gpu.reading.uuid for gpu in gpus)}
-            self._curves = {
-                name: curve
-                for name, curve in self._curves.items()
-                if name.partition(" ")[2] in shown
-            }
+        self._drop_curves_of_others({gpu.reading.uuid for gpu in gpus})
         for gpu in gpus:
             self._add_gpu(gpu.reading)
-        self._add("host", None if snapshot.host is None else snapshot.host.room_bytes, min)
+        if snapshot.host is not None:
+            self._add("host", snapshot.host.room_bytes, min)
         self._add("running", running, max)
-        self._note(snapshot, verdicts)
+        self._add_events(snapshot, verdicts)
 
     def read_curve(self, name: str) -> Curve:
-        """Return `free UUID` or `peak UUID`, the free memory of a GPU in bytes, or that of the `host`, or `running`."""
-        curve, newest = self._curves.get(name), self._minute
-        if curve is None or newest is None:
+        """Return one curve from its first known value on; empty where nothing is known.
+
+        `free UUID` and `peak UUID` are the free memory of a GPU in bytes, `host` that of the host,
+        and `running` is the number of running requests.
+        """
+        ring = self._curves.get(name)
+        newest_minute = self._minute
+        if ring is None or newest_minute is None:
             return (), ()
-        oldest = newest - POINTS + 1
-        floats = (curve[oldest % POINTS :] + curve[: oldest % POINTS]).tolist()
+        oldest_minute = newest_minute - CURVE_POINTS + 1
+        start = oldest_minute % CURVE_POINTS
+        floats = (ring[start:] + ring[:start]).tolist()
         values: Sequence[float | None] = floats
-        if not isfinite(
-            sum(floats)
-        ):  # 1e39 requests, which a page may claim, are infinite as these floats
+        # nearly always there is no gap; infinite are 1e39 requests, which a page may claim
+        if not isfinite(sum(floats)):
             values = [value if isfinite(value) else None for value in floats]
-        first = next((place for place, value in enumerate(values) if value is not None), POINTS)
+        unknown_points = next(
+            (place for place, value in enumerate(values) if value is not None), CURVE_POINTS
+        )
+        first_minute = oldest_minute + unknown_points
         times = range(
-            (oldest + first) * CURVE_STEP_SECONDS,
-            (newest + 1) * CURVE_STEP_SECONDS,
+            first_minute * CURVE_STEP_SECONDS,
+            (newest_minute + 1) * CURVE_STEP_SECONDS,
             CURVE_STEP_SECONDS,
         )
-        return times, values[first:]
+        return times, values[unknown_points:]
 
     def save(self) -> SavedHistory:
         """Return the history for a later process."""
-        curves = {name: curve.tobytes() for name, curve in self._curves.items()}
-        return SavedHistory(minute=self._minute, curves=curves, events=self.events, said=self._said)
-
-    def restore(self, kept: SavedHistory) -> None:
-        """Continue the history of an earlier process; curves of another length are left out."""
-        self._minute, self.events, self._said = (
-            kept.minute,
-            kept.events[-MOST_HISTORY_EVENTS:],
-            kept.said,
+        return SavedHistory(
+            minute=self._minute,
+            curves={name: curve.tobytes() for name, curve in self._curves.items()},
+            events=self.events,
+            verdict_keys=self._verdict_keys,
         )
-        whole = {
-            name: values
-            for name, values in kept.curves.items()
-            if len(values) == POINTS * array(TYPE).itemsize
+
+    def restore(self, saved: SavedHistory) -> None:
+        """Continue the history of an earlier process. Curves of another length are left out."""
+        self._minute = saved.minute
+        self.events = saved.events[-MOST_HISTORY_EVENTS:]
+        self._verdict_keys = saved.verdict_keys
+        curve_bytes = CURVE_POINTS * array(FLOAT_TYPECODE).itemsize
+        self._curves = {
+            name: array(FLOAT_TYPECODE, values)
+            for name, values in saved.curves.items()
+            if len(values) == curve_bytes
         }
-        self._curves = {name: array(TYPE, values) for name, values in whole.items()}
+
+    def _move_to(self, minute: int) -> None:
+        """Make this the newest minute, with gaps for the minutes in between."""
+        if self._minute is None or minute < self._minute - MOST_MINUTES_BACK:
+            self._curves = {}
+            self._minute = minute
+            return
+        if minute <= self._minute:
+            return
+        skipped_minutes = range(max(self._minute, minute - CURVE_POINTS) + 1, minute + 1)
+        for curve in self._curves.values():
+            for skipped_minute in skipped_minutes:
+                curve[skipped_minute % CURVE_POINTS] = nan
+        self._minute = minute
+
+    def _drop_curves_of_others(self, uuids: set[str]) -> None:
+        """Where there are too many curves, drop those of GPUs, or parts of GPUs, that are gone."""
+        if len(self._curves) <= MOST_CURVES:
+            return
+        # a curve's name is "free UUID" or "peak UUID", or one word without a UUID
+        kept_uuids = {"", *uuids}
+        self._curves = {
+            name: curve
+            for name, curve in self._curves.items()
+            if name.partition(" ")[2] in kept_uuids
+        }
 
     def _add_gpu(self, gpu: GpuReading) -> None:
-        if gpu.memory is not None:
-            self._add(f"free {gpu.uuid}", gpu.memory.free_bytes, min)
-            if gpu.used_peak_bytes is not None:
-                rise_bytes = max(0, gpu.used_peak_bytes - gpu.memory.used_bytes)
-                self._add(f"peak {gpu.uuid}", max(0, gpu.memory.free_bytes - rise_bytes), min)
+        if gpu.memory is None:
+            return
+        self._add(f"free {gpu.uuid}", gpu.memory.free_bytes, min)
+        if gpu.used_peak_bytes is None:
+            return
+        rise_bytes = max(0, gpu.used_peak_bytes - gpu.memory.used_bytes)
+        self._add(f"peak {gpu.uuid}", max(0, gpu.memory.free_bytes - rise_bytes), min)
 
-    def _add(self, name: str, value: float | None, chosen: Callable[[float, float], float]) -> None:
+    def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
+        """Add a value to a curve's newest minute; `choose` returns which of two values stays."""
         if value is None:
             return
-        curve = self._curves.setdefault(name, array(TYPE, [nan]) * POINTS)
-        slot = (self._minute or 0) % POINTS
-        curve[slot] = value if isnan(curve[slot]) else chosen(curve[slot], value)
+        curve = self._curves.setdefault(name, array(FLOAT_TYPECODE, [nan]) * CURVE_POINTS)
+        slot = (self._minute or 0) % CURVE_POINTS
+        curve[slot] = value if isnan(curve[slot]) else choose(curve[slot], value)
 
-    def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
-        """Add an event for each new verdict, without regard to figures; after a sleep those from before are not new."""
+    def _add_events(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
+        """Add an event for each new verdict; one whose figures alone have changed is not new."""
         state = None if snapshot.engine_status is None else snapshot.engine_status.state
-        said = {
-            (
-                each.subject,
-                each.level,
-                each.alert or (state if each.subject == "engine" else None),
-            ): each
-            for each in verdicts
-        }
-        if self._said is not None:
-            new = [each for what, each in said.items() if what not in self._said]
+        verdicts_by_key = {_build_verdict_key(verdict, state): verdict for verdict in verdicts}
+        previous_keys = self._verdict_keys or frozenset()
+        if self._verdict_keys is not None:
             events = [
-                HistoryEvent(seconds=snapshot.time_seconds, level=each.level, text=each.sentence)
-                for each in new
+                HistoryEvent(
+                    seconds=snapshot.time_seconds, level=verdict.level, text=verdict.sentence
+                )
+                for key, verdict in verdicts_by_key.items()
+                if key not in previous_keys
             ]
             self.events = (*self.events, *events)[-MOST_HISTORY_EVENTS:]
-        asleep = state is EngineState.ASLEEP
-        slept_on = {
-            each
-            for each in self._said or ()
-            if asleep and each[0] != "engine" and each[2] is not None
-        }
-        self._said = frozenset(slept_on | said.keys())
+        self._verdict_keys = frozenset(verdicts_by_key)
+        if state is EngineState.ASLEEP:
+            # an alert that pauses while the engine sleeps is not new when it wakes up
+            self._verdict_keys |= {key for key in previous_keys if _is_paused_by_sleep(key)}
+
+
+def _build_verdict_key(verdict: Verdict, state: EngineState | None) -> VerdictKey:
+    distinction = verdict.alert
+    if distinction is None and verdict.subject == "engine":
+        distinction = state
+    return verdict.subject, verdict.level, distinction
+
+
+def _is_paused_by_sleep(key: VerdictKey) -> bool:
+    subject, _, alert = key
+    return subject != "engine" and alert is not None
 
 
 class LastIncident(Struct, frozen=True, kw_only=True):
-    """An incident on disk, in seconds since the epoch; `sentence` is its cause and how sure it is, None if unknown."""
+    """The newest incident on disk."""
 
-    seconds: float
-    what: str
+    seconds: float  # since the epoch
+    kind: str
     reason: str | None
-    sentence: str | None
+    sentence: str | None  # its cause, and how sure that is; None where unknown
     file: str
 
     @property
@@ -178,23 +224,20 @@ class LastIncident(Struct, frozen=True, kw_only=True):
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """The last sample with its values and verdicts, none before the first; `age_seconds` is its age.
-
-    `host` is the sidecar's pod or machine, `stall_reason` why the sampling loop does not run, `notice` is for people,
-    `runbooks` is their URL.
-    """
+    """The last sample with what belongs to it; `snapshot` is None before the first."""
 
     version: str
     interval_seconds: float
     history: History
-    host: str = ""
+    host: str = ""  # the sidecar's pod or machine
     engine_url: str = ""
     snapshot: Snapshot | None = None
     values: Values = Values(())
     verdicts: tuple[Verdict, ...] = (NO_VERDICT,)
-    age_seconds: float = 0.0
-    stall_reason: str | None = None
-    notice: str = ""
+    age_seconds: float = 0.0  # of the sample
+    stall_reason: str | None = None  # why the sampling loop does not run; None while it runs
+    notice: str = ""  # a line for people, at the top of the page
+    # the URL of the runbooks, with `{alert}` in the place of the name or the name at its end
     runbooks: str | None = None
     last_incident: LastIncident | None = None
 
@@ -203,22 +246,19 @@ class View(Struct, frozen=True, kw_only=True):
         """The verdicts to show now: while the loop does not run, nothing is known."""
         if self.stall_reason is None:
             return self.verdicts
-        text = f"The sidecar does not sample: {self.stall_reason}; the values below are old."
-        stopped = Verdict(
+        stall = Verdict(
             subject="sidecar",
             level=Level.ALARM,
-            sentence=text,
+            sentence=f"The sidecar does not sample: {self.stall_reason}; the values below are old.",
             alert="HeadroomSampleStale",
             situation=Situation.BLIND,
         )
-        return (stopped, *(replace(each, level=Level.UNKNOWN) for each in self.verdicts))
+        return (stall, *(replace(verdict, level=Level.UNKNOWN) for verdict in self.verdicts))
 
     def find_runbook(self, alert: str | None) -> str | None:
-        """Return the URL of an alert's runbook, None where unknown."""
+        """Return the URL of an alert's runbook; None where unknown."""
         if alert is None or self.runbooks is None:
             return None
-        return (
-            self.runbooks.replace("{alert}", alert)
-            if "{alert}" in self.runbooks
-            else f"{self.runbooks}/{alert}"
-        )
+        if "{alert}" in self.runbooks:
+            return self.runbooks.replace("{alert}", alert)
+        return f"{self.runbooks}/{alert}"

@@ -10,7 +10,7 @@ from msgspec import Struct, to_builtins
 
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Frame, Point, escape_text
-from vllm_headroom.expose.page import PAGE_STYLE
+from vllm_headroom.expose.assets import PAGE_STYLE
 from vllm_headroom.model import (
     Diagnosis,
     Ending,

@@ -134,7 +134,7 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
     assert file == locate_incident(tmp_path, BEGAN + 15)
     last = subject.last
     assert last is not None
-    assert (last.seconds, last.what, last.reason, last.file) == (BEGAN + 15, "ended", "gone", str(file))
+    assert (last.seconds, last.kind, last.reason, last.file) == (BEGAN + 15, "ended", "gone", str(file))
     later = flight(tmp_path)
     step(later, snapshot(at=900))
     assert later.last == last

@@ -51,7 +51,7 @@ def test_a_card_that_is_empty_for_a_moment_does_not_flatten_the_rest() -> None:
 
 def test_a_scale_ends_at_the_highest_value_or_at_what_there_can_be() -> None:
     assert find_top([5.0, 5.0]) == 5.0
-    assert find_top([5.0, 5.0], most=80.0) == pytest.approx(5.75)
+    assert find_top([5.0, 5.0], limit=80.0) == pytest.approx(5.75)
     assert find_top([None]) == 1.0
 
 

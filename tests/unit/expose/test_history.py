@@ -9,17 +9,17 @@ from msgspec.structs import replace
 from tests.samples import failure, gpu, snapshot
 from vllm_headroom.expose.drawing import Curve, Point
 from vllm_headroom.expose.view import (
+    CURVE_POINTS,
     CURVE_STEP_SECONDS,
     MOST_CURVE_GPUS,
     MOST_CURVES,
     MOST_HISTORY_EVENTS,
-    POINTS,
     History,
 )
 from vllm_headroom.model import EngineStatus, Snapshot, Verdict
 from vllm_headroom.vocabulary import EngineState, Level, Source
 
-DAY: Final = POINTS * CURVE_STEP_SECONDS
+DAY: Final = CURVE_POINTS * CURVE_STEP_SECONDS
 BEGIN: Final = 1_760_000_040.0
 GOOD: Final = Verdict(subject="GPU 0", level=Level.GOOD, sentence="GPU 0: no leak seen.")
 BAD: Final = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", alert="HeadroomGpuMemoryLeak")

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from tests.samples import engine, failure, gpu, page, snapshot
 from tests.unit.expose.views import NOW, day, host_day, view
 from vllm_headroom import catalog
-from vllm_headroom.expose.page import SCRIPT, render_page, respond_html
+from vllm_headroom.expose.assets import SCRIPT
+from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.view import History, HistoryEvent, LastIncident, View
 from vllm_headroom.model import EngineStatus, Sample, Verdict
 from vllm_headroom.units import GIB
@@ -238,7 +239,7 @@ def test_a_verdict_cannot_write_html() -> None:
 def test_the_last_incident_is_shown_with_what_tells_more() -> None:
     last = LastIncident(
         seconds=1_760_000_000.0,
-        what="ended",
+        kind="ended",
         reason="gone",
         sentence="A crash. (likely)",
         file="/state/<incidents>/a.jsonl",

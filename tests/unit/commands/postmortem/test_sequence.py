@@ -85,11 +85,11 @@ def test_the_page_of_the_sidecar_names_the_end_and_not_the_stall(tmp_path: Path)
     engine = Recorded(tmp_path, killed(0))
     engine.look(working(44), processes=(SERVER,), gpus=(FREE,), host=killed(1))
     assert engine.daemon.last is not None
-    assert engine.daemon.last.what == IncidentKind.STALLED
+    assert engine.daemon.last.kind == IncidentKind.STALLED
 
     engine.look(REFUSED, processes=(), after=3.0)
 
-    assert (engine.daemon.last.what, engine.daemon.last.reason) == (IncidentKind.ENDED, ExitReason.OOM_KILLED)
+    assert (engine.daemon.last.kind, engine.daemon.last.reason) == (IncidentKind.ENDED, ExitReason.OOM_KILLED)
 
 
 def test_an_end_that_came_later_or_for_no_known_reason_leaves_the_stall(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,184 @@
+"""List the rows of the page's tables and render them."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom import catalog
+from vllm_headroom.expose.drawing import escape_text
+from vllm_headroom.model import Metric, Snapshot, Values, find_part
+from vllm_headroom.units import HOUR_SECONDS, format_duration, format_gib, format_size
+from vllm_headroom.vocabulary import Level
+
+NOT_KNOWN: Final = "not known"
+"""The text of a cell whose value is unknown."""
+
+
+class Cell(Struct, frozen=True):
+    """A cell of a table; with a level it is in bold, in the colour of the level."""
+
+    text: str
+    level: Level | None = None
+
+
+class Table(Struct, frozen=True, kw_only=True):
+    """A table as plain data; the first cell of a row is its heading."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    kind: str = "figures"
+    """Its class in the page's style: `figures` are aligned to the right, `words` to the left."""
+
+
+def list_tables(values: Values, snapshot: Snapshot) -> tuple[Table, ...]:
+    """Return the tables of the page, those without rows too."""
+    return (
+        Table(
+            title="Who holds the memory",
+            columns=("GPU", *HOLDERS, "free", "total"),
+            rows=tuple(_list_gpus(values)),
+        ),
+        Table(
+            title="Host memory by process",
+            columns=("processes", "resident", "swapped out", "leak", "growth an hour"),
+            rows=tuple(_list_roles(values)),
+        ),
+        Table(
+            title="Engines",
+            columns=("engine", *(title for title, _, _ in ENGINE_COLUMNS)),
+            rows=tuple(_list_engines(values)),
+        ),
+        Table(
+            title="Sources",
+            columns=("source", "last reading", "took", "last worked", "cause and cure"),
+            rows=tuple(_list_sources(values, snapshot)),
+            kind="words",
+        ),
+    )
+
+
+HOLDERS: Final = ("engine", "other", "unattributed")
+"""Who may hold a GPU's memory: values of a label, and titles of columns."""
+
+
+def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
+    for gpu, uuid, name, attribution in values.find_all(catalog.GPU_INFO):
+        # a MIG device's name may end with its part of the GPU already
+        part = find_part(uuid)
+        number = gpu if part in name else f"{gpu} {part}"
+        owner = "not the engine's"
+        if attribution:
+            owner = f"the engine's by {attribution}"
+        sizes_bytes = [
+            *(values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS),
+            values.value(catalog.GPU_MEMORY_FREE, gpu, uuid),
+            values.value(catalog.GPU_MEMORY_TOTAL, gpu, uuid),
+        ]
+        yield (
+            Cell(f"{number} {name}, {owner}"),
+            *(Cell(_format_known_gib(size_bytes)) for size_bytes in sizes_bytes),
+        )
+
+
+def _list_roles(values: Values) -> Iterator[tuple[Cell, ...]]:
+    for (role,), resident_bytes in values.find_all(catalog.HOST_MEMORY).items():
+        swapped_bytes = values.value(catalog.HOST_SWAP, role)
+        leak_state = values.state(catalog.HOST_LEAK_STATE, role)
+        bytes_per_second = values.value(catalog.HOST_LEAK_RATE, role)
+        growth = ""
+        if bytes_per_second is not None:
+            growth = format_size(HOUR_SECONDS * bytes_per_second)
+        yield (
+            Cell(role),
+            Cell(_format_known_gib(resident_bytes)),
+            Cell(_format_known_gib(swapped_bytes)),
+            Cell(leak_state or NOT_KNOWN),
+            Cell(growth),
+        )
+
+
+ENGINE_COLUMNS: Final[tuple[tuple[str, Metric, str], ...]] = (
+    ("running", catalog.ENGINE_RUNNING, "{:.0f}"),
+    ("waiting", catalog.ENGINE_WAITING, "{:.0f}"),
+    ("KV cache used", catalog.ENGINE_KV_USED, "{:.1%}"),
+    ("prefix hits, 5 min", catalog.ENGINE_PREFIX_HIT_RATIO, "{:.1%}"),
+    ("more requests fit", catalog.ENGINE_ADDITIONAL_REQUESTS, "{:.0f}"),
+)
+"""A column's title, the metric that it shows and the value's format."""
+
+
+def _list_engines(values: Values) -> Iterator[tuple[Cell, ...]]:
+    for model_name, engine, _profile in values.find_all(catalog.ENGINE_INFO):
+        cells = [Cell(f"{model_name} / {engine}")]
+        for _, metric, value_format in ENGINE_COLUMNS:
+            value = values.value(metric, model_name, engine)
+            cells.append(Cell(_format_known(value, value_format)))
+        yield tuple(cells)
+
+
+def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ...]]:
+    failures = {str(failure.source): failure for failure in snapshot.failures}
+    for (source,), up in values.find_all(catalog.SOURCE_UP).items():
+        read_seconds = values.value(catalog.SOURCE_READ_SECONDS, source)
+        read_ms = None if read_seconds is None else 1000 * read_seconds
+        success_seconds = values.value(catalog.SOURCE_LAST_SUCCESS, source)
+        cause = ""
+        if source in failures:
+            failure = failures[source]
+            cause = f"{failure.reason}: {failure.message}"
+        if up:
+            last_success = "this time"
+        elif success_seconds is None:
+            last_success = "never"
+        else:
+            age_seconds = max(0.0, snapshot.time_seconds - success_seconds)
+            last_success = f"{format_duration(age_seconds)} before"
+        yield (
+            Cell(source),
+            Cell("answers") if up else Cell("failed", Level.ALARM),
+            Cell(_format_known(read_ms, "{:.1f} ms")),
+            Cell(last_success),
+            Cell(cause),
+        )
+
+
+def render_table(table: Table) -> str:
+    """Return a table with a heading; empty without rows."""
+    if not table.rows:
+        return ""
+    title = escape_text(table.title)
+    column_titles = [escape_text(column) for column in table.columns]
+    head = "".join(f"<th scope=col>{column_title}</th>" for column_title in column_titles)
+    rows = "".join(_render_row(row, column_titles) for row in table.rows)
+    return (
+        f'<h2>{title}</h2><div class=wide role=region tabindex=0 aria-label="{title}">'
+        f"<table class={table.kind}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        "</div>"
+    )
+
+
+def _render_row(row: tuple[Cell, ...], column_titles: list[str]) -> str:
+    heading, *cells = row
+    # on narrow screens the style hides the head and writes `data-t` before each cell
+    rendered_cells = "".join(
+        f'<td data-t="{column_title}">{_render_cell(cell)}</td>'
+        for column_title, cell in zip(column_titles[1:], cells, strict=True)
+    )
+    return f"<tr><th scope=row>{escape_text(heading.text)}</th>{rendered_cells}</tr>"
+
+
+def _render_cell(cell: Cell) -> str:
+    text = escape_text(cell.text)
+    if cell.level is None:
+        return text
+    return f"<b class={cell.level}>{text}</b>"
+
+
+def _format_known(value: float | None, value_format: str) -> str:
+    return NOT_KNOWN if value is None else value_format.format(value)
+
+
+def _format_known_gib(n_bytes: float | None) -> str:
+    return NOT_KNOWN if n_bytes is None else format_gib(n_bytes)
