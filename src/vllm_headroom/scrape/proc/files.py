@@ -13,37 +13,51 @@ from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
-"""Holds a program and its first arguments, where a command line may be megabytes; a stat or a /sys file has less."""
+"""Enough for a program and its first arguments, and for any stat or /sys file; a command line may
+be megabytes."""
 
-_MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
-"""Prefixes of the names of processes whose command line can become or change within vLLM's without a new name."""
+_CHUNK_BYTES: Final = 2**16
 
-KERNEL_THREADS: Final = 2
-"""Their parent; they have no command line. Other processes have none only during exec, which sets the name first."""
+_TITLED_PREFIXES: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
+"""Prefixes of process names whose command line can become, or change within, vLLM's without a new
+name."""
+
+KTHREADD_PID: Final = 2
+"""The parent of all kernel threads, which have no command line. Other processes have none only
+during exec, which sets the name first."""
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
-"""The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h: PROC_PID_INIT_INO)."""
+"""The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h:
+PROC_PID_INIT_INO)."""
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
+ZOMBIE_STATE: Final = "Z"
+
+_STAT_FIELDS: Final = 20
+"""Fields of stat after the name, up to the start time."""
+
+ProcIdentity = tuple[int, float]
+"""A process by pid and start in seconds since boot; the kernel reuses pids."""
+
 
 class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
-    """One process: `command` is its command line or, where it has none, its name cut to 15 characters.
-
-    A process title replaces the command line. pid and `started_seconds` (since boot) together identify the process;
-    the kernel reuses pids. `group` is the process group.
-    """
+    """One process of /proc."""
 
     pid: int
     parent_pid: int
     started_seconds: float
+    """Since boot."""
     command: tuple[str, ...] = ()
+    """Its command line, which a process title replaces; where it has none, its name."""
     name: str = ""
+    """Cut by the kernel to 15 characters."""
     group: int = 0
+    """The process group."""
 
     @property
-    def display_name(self) -> tuple[int, float]:
+    def identity(self) -> ProcIdentity:
         """What identifies it among all processes since boot."""
         return self.pid, self.started_seconds
 
@@ -54,25 +68,58 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def role(self) -> Role | None:
-        """Its role in an engine, by its command line alone; cached, since every process is checked at each change."""
+        """Its role in an engine, by its command line alone; None for any other process.
+
+        Cached, since every process is checked at each change.
+        """
         return find_role(self.command)
 
 
-def read_content(file: Path | str, most_bytes: int | None = None) -> bytes:
-    """Return a kernel file's content or start, without a buffer (a host may have 10,000 processes); raise OSError."""
+class ProcStat(Struct, frozen=True, kw_only=True):
+    """The content of a process's stat file."""
+
+    process: ProcEntry
+    """Without a command line."""
+    state: str
+    """The kernel's letter: R, S, D, Z and others."""
+    cpu_seconds: float
+    """User and system time of all threads."""
+
+
+class ProcUsage(Struct, frozen=True, kw_only=True):
+    """What a process uses."""
+
+    rss_bytes: int
+    cpu_seconds: float
+    state: str
+
+
+def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
+    """Return a kernel file's content, or its first `max_bytes`; raise OSError.
+
+    Unbuffered: a host may have 10,000 processes.
+    """
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        if most_bytes is not None:
-            return os.read(descriptor, most_bytes)
-        return b"".join(iter(partial(os.read, descriptor, 2**16), b""))
+        if max_bytes is not None:
+            return os.read(descriptor, max_bytes)
+        return b"".join(iter(partial(os.read, descriptor, _CHUNK_BYTES), b""))
     finally:
         os.close(descriptor)
 
 
+def read_start(path: str) -> bytes:
+    """Return the first 4 KiB of a file; raise OSError."""
+    return read_content(path, _START_BYTES)
+
+
 def find_number(text: bytes, name: bytes) -> int | None:
-    """Return the number after a name (with its separator) at the start of a line; None without one."""
-    _, _, rest = (b"\n" + text).partition(b"\n" + name)
-    words = rest.split(maxsplit=1)
+    """Return the number after `name` at the start of a line; None without one.
+
+    `name` includes the separator between the two.
+    """
+    _, _, following = (b"\n" + text).partition(b"\n" + name)
+    words = following.split(maxsplit=1)
     return int(words[0]) if words and words[0].isdigit() else None
 
 
@@ -81,56 +128,49 @@ def list_pids(proc: Path) -> frozenset[int]:
     return frozenset(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208 - no Path per process
 
 
-def _read_stat(proc: Path, pid: int) -> tuple[ProcEntry, str, float]:
-    """Return the process without command line, its state and all threads' CPU seconds; raise OSError or ValueError."""
-    text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
-    name, _, rest = text.partition("(")[2].rpartition(") ")  # the name may hold any byte
-    fields = rest.split(
-        maxsplit=20
-    )  # from field 3 of proc(5), the state, up to field 22, the start time
-    parent_pid, group, user, system, started = (
-        int(field) for field in (*fields[1:3], *fields[11:13], *fields[19:20])
-    )
-    started_seconds = started / _TICKS_PER_SECOND
-    process = ProcEntry(
-        pid=pid, parent_pid=parent_pid, started_seconds=started_seconds, name=name, group=group
-    )
-    return process, fields[0], (user + system) / _TICKS_PER_SECOND
+def read_own_pid(proc: Path) -> int:
+    """Return the pid under which `proc` shows this process; raise OSError where it does not."""
+    return int((proc / "self").readlink().name)
 
 
 def read_entry(
-    proc: Path, pid: int, known: ProcEntry | None = None, *, is_engine: bool = False
+    proc: Path, pid: int, previous: ProcEntry | None = None, *, is_engine: bool = False
 ) -> ProcEntry | None:
-    """Return the process, or None when it has exited or is a zombie; raise OSError where that is unknown.
+    """Return the process, or None when it has exited or is a zombie.
 
-    `known`, the last result, is returned again where name, parent, group and start are the same. Only for names that
-    can keep their name across a new command line is the command line read again.
+    Raises OSError where that is unknown.
+
+    `previous`, the last result, is returned again where the process has not changed and its command
+    line cannot have.
     """
     try:
-        process, state, _ = _read_stat(proc, pid)
-        if state == "Z":
+        stat = _read_stat(proc, pid)
+        if stat.state == ZOMBIE_STATE:
             return None
-        if known is not None and (process.name, process.display_name, process.family) == (
-            known.name,
-            known.display_name,
-            known.family,
-        ):
-            is_bare = known.command == (known.name,) and known.parent_pid != KERNEL_THREADS
-            if not (is_bare or known.name.startswith(_MAY_BE_VLLM)):
-                return known
-        return replace(
-            process,
-            command=_split_arguments(read_start(f"{proc}/{pid}/cmdline")) or (process.name,),
-        )
+        if previous is not None and _is_unchanged(stat.process, previous):
+            return previous
+        arguments = _split_arguments(read_start(f"{proc}/{pid}/cmdline"))
+        return replace(stat.process, command=arguments or (stat.process.name,))
     except (OSError, ValueError) as error:
-        _raise_failure(error, is_engine=is_engine)
+        _raise_if_unknown(error, is_engine=is_engine)
         return None
+
+
+def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
+    """Return whether a process is certainly the same as before, with the same command line."""
+    if process.name != previous.name or process.identity != previous.identity:
+        return False
+    if process.family != previous.family:
+        return False
+    # Without a command line it was in exec, unless it is a kernel thread.
+    was_in_exec = previous.command == (previous.name,) and previous.parent_pid != KTHREADD_PID
+    return not was_in_exec and not previous.name.startswith(_TITLED_PREFIXES)
 
 
 def is_zombie(proc: Path, pid: int) -> bool:
     """Return whether the process has exited and its parent has not reaped it."""
     try:
-        return _read_stat(proc, pid)[1] == "Z"
+        return _read_stat(proc, pid).state == ZOMBIE_STATE
     except (OSError, ValueError):
         return False
 
@@ -143,33 +183,62 @@ def read_command(proc: Path, pid: int) -> tuple[str, ...]:
         return ()
 
 
-def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float, str] | None:
-    """Return the process's resident bytes, CPU seconds and state; None when it has exited or its pid was reused.
+def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
+    """Return what the process uses; None when it has exited or its pid was reused.
 
-    A process that is exiting has no memory left and counts as exited. Raises OSError where that is unknown.
+    A process that is exiting has no memory left and counts as exited. Raises OSError where that is
+    unknown.
     """
     try:
-        pages = int(read_start(f"{proc}/{process.pid}/statm").split()[1])
-        now, state, cpu_seconds = _read_stat(
-            proc, process.pid
-        )  # after statm: if it is the same, it vouches for both
+        resident_pages = int(read_start(f"{proc}/{process.pid}/statm").split()[1])
+        # stat comes after statm: if it is of the same process, then both are
+        stat = _read_stat(proc, process.pid)
     except (OSError, ValueError, IndexError) as error:
-        _raise_failure(error, is_engine=True)
+        _raise_if_unknown(error, is_engine=True)
         return None
-    is_same = state != "Z" and now.display_name == process.display_name
-    return (pages * _PAGE_BYTES, cpu_seconds, state) if is_same and pages else None
+    is_reused = stat.process.identity != process.identity
+    if is_reused or stat.state == ZOMBIE_STATE or resident_pages == 0:
+        return None
+    return ProcUsage(
+        rss_bytes=resident_pages * _PAGE_BYTES, cpu_seconds=stat.cpu_seconds, state=stat.state
+    )
 
 
-def _raise_failure(error: Exception, *, is_engine: bool) -> None:
-    """Raise the error if it says nothing about the process: a shortage here or, of the engine, all but absence."""
-    is_absent = isinstance(error, FileNotFoundError | ProcessLookupError) or not is_engine
-    if isinstance(error, OSError) and (error.errno in SHORTAGES or not is_absent):
+def _read_stat(proc: Path, pid: int) -> ProcStat:
+    """Parse a process's stat file, see proc(5); raise OSError or ValueError."""
+    text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
+    # The name stands in parentheses and may contain any byte, parentheses too.
+    name, _, following = text.partition("(")[2].rpartition(") ")
+    # proc(5) numbers the fields from 1; the state, field 3, is the first after the name
+    fields = following.split(maxsplit=20)
+    if len(fields) < _STAT_FIELDS:
+        raise ValueError(f"the stat file of process {pid} is incomplete")
+    user_ticks = int(fields[11])
+    system_ticks = int(fields[12])
+    process = ProcEntry(
+        pid=pid,
+        parent_pid=int(fields[1]),
+        started_seconds=int(fields[19]) / _TICKS_PER_SECOND,
+        name=name,
+        group=int(fields[2]),
+    )
+    return ProcStat(
+        process=process,
+        state=fields[0],
+        cpu_seconds=(user_ticks + system_ticks) / _TICKS_PER_SECOND,
+    )
+
+
+def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
+    """Raise an OSError that does not mean that the process has exited.
+
+    That is a shortage on this side and, for the engine's processes, every error but absence.
+    """
+    if not isinstance(error, OSError):
+        return
+    is_absent = isinstance(error, FileNotFoundError | ProcessLookupError)
+    if error.errno in SHORTAGES or (is_engine and not is_absent):
         raise error
-
-
-def read_start(path: str) -> bytes:
-    """Return the start of a file; raise OSError."""
-    return read_content(path, _START_BYTES)
 
 
 def _split_arguments(arguments: bytes) -> tuple[str, ...]:
@@ -185,14 +254,12 @@ def has_host_pids(proc: Path) -> bool:
         return False
 
 
-def has_same_network(proc: Path, pid: int, *, otherwise: bool = True) -> bool:
-    """Return whether a process is in this network namespace, by an inode that, unlike ns/net, all can read."""
+def has_same_network(proc: Path, pid: int, *, default: bool = True) -> bool:
+    """Return whether a process is in this network namespace; `default` where that cannot be read.
+
+    Compares the inode of net/stat, which all users can read, unlike ns/net.
+    """
     try:
         return (proc / str(pid) / "net" / "stat").samefile(proc / "self" / "net" / "stat")
     except OSError:
-        return otherwise
-
-
-def read_own_pid(proc: Path) -> int:
-    """Return the pid under which `proc` shows this process; raise OSError where it does not."""
-    return int((proc / "self").readlink().name)
+        return default

@@ -9,105 +9,143 @@ from vllm_headroom.model import EngineOptions
 from vllm_headroom.scrape.proc.servers import find_server, list_options
 from vllm_headroom.units import MOST_BYTES, parse_vllm_number
 
-_SHORT: Final = {
+_SHORT_OPTIONS: Final = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
     "-asc": "api_server_count",
 }
-_READS: Final[Mapping[object, Callable[[str], Any]]] = {
+_PARSERS_BY_TYPE: Final[Mapping[object, Callable[[str], Any]]] = {
     int | None: parse_vllm_number,
     float | None: float,
     str | None: str,
 }
-_VALUES: Final = {
-    name: _READS[kind] for name, kind in get_type_hints(EngineOptions).items() if kind in _READS
+_PARSERS: Final = {
+    name: _PARSERS_BY_TYPE[kind]
+    for name, kind in get_type_hints(EngineOptions).items()
+    if kind in _PARSERS_BY_TYPE
 }
-_CONNECTOR: Final = {
+"""How to parse the value of each option, by its name in EngineOptions."""
+
+_CONNECTOR_SIZES: Final = {
     "kv_connector_bytes": re.compile(r'"cpu_bytes_to_use"\s*:\s*"?(\d{1,15})(?!\d)'),
     "lmcache_gb": re.compile(
         r'"lmcache\.max_local_cpu_size"\s*:\s*"?(\d{1,6}(?:\.\d{1,6})?)(?!\d)'
     ),
 }
-"""Sizes in the JSON of --kv-transfer-config, of any of its connectors (vllm/v1/kv_offload/, LMCache's config.py)."""
+"""Sizes in the JSON of --kv-transfer-config, of any of its connectors (vllm/v1/kv_offload/,
+LMCache's config.py)."""
 
-_LONGEST_SHOWN: Final = 4096
-"""Characters of a command line that are shown: some are megabytes."""
+_MAX_SHOWN_CHARACTERS: Final = 4096
+"""Of a command line: some are megabytes."""
 
-_MOST_NAMES: Final = 1000
+_MAX_OPTION_NAMES: Final = 1000
 """Options in one command line: vLLM has about 300."""
 
-_LONGEST_READ: Final = 2**16
-"""Characters of an argument that are searched for secrets, more than are shown: a cut hides where a secret ends."""
+_MAX_SEARCHED_CHARACTERS: Final = 2**16
+"""Of an argument that is searched for secrets. More than are shown: a cut hides where a secret
+ends."""
 
-_NAMES_A_SECRET: Final = re.compile(
+_SECRET_OPTION: Final = re.compile(
     r"--[\w-]{0,60}(key|token|password|secret|credentials?)$", re.IGNORECASE
 )
 _SECRETS: Final = re.compile(
-    r"(?P<before>://)[^/\s]+(?=@)"  # in URLs
-    r"|(?P<name>(?:key|token|password|secret)[\"']?\s?[:=]\s?[\"']?)[^\"',}\s]+"  # in JSON and NAME=VALUE
+    # in URLs
+    r"(?P<before>://)[^/\s]+(?=@)"
+    # in JSON and NAME=VALUE
+    r"|(?P<name>(?:key|token|password|secret)[\"']?\s?[:=]\s?[\"']?)[^\"',}\s]+"
     r"|(?P<start>\b(?:hf_|sk-|Bearer\s))[\w.~+/-]{8,}",
     re.IGNORECASE,
 )
-_STARS: Final = r"\g<before>\g<name>\g<start>***"
+_STARS: Final = "***"
+_STARRED: Final = rf"\g<before>\g<name>\g<start>{_STARS}"
 
 
 def read_options(command: tuple[str, ...]) -> EngineOptions | None:
     """Return what a vLLM's command line sets; None for any other program's.
 
-    vLLM accepts an option with underscores or dashes, and its value behind a space or `=`; of several the last counts.
-    What does not have the option's type is as if it was not given.
+    vLLM accepts an option with underscores or dashes, and its value behind a space or `=`; the last
+    of several counts. A value that does not have the option's type is ignored.
     """
     server = find_server(command) if command else None
     if server is None or server.product != "vLLM":
         return None
-    pairs = [
-        (_SHORT.get(name) or name[2:].replace("-", "_"), value)
-        for name, value in list_options(command)
-        if name in _SHORT or name[:2] == "--" != name
-    ]
-    found = {
-        name: value
-        for name, text in pairs
-        if name in _VALUES and (value := _read(name, text)) is not None
-    }
-    if "model" not in found and "serve" in command[:-1]:
-        named = command[command.index("serve") + 1]
-        found |= {} if named.startswith("-") else {"model": named}
-    connector = dict(pairs).get("kv_transfer_config", "")
-    found |= {
-        name: sum(map(float, sizes))
-        for name, each in _CONNECTOR.items()
-        if (sizes := each.findall(connector))
-    }
-    given = tuple(dict.fromkeys(name for name, _ in pairs))[:_MOST_NAMES]
-    return EngineOptions(**found, option_names=given, command=star_secrets(command))
+    texts: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for argument, text in list_options(command):
+        name = _find_option_name(argument)
+        if name is None:
+            continue
+        texts[name] = text
+        value = _parse_value(name, text) if name in _PARSERS else None
+        if value is not None:
+            values[name] = value
+    if "model" not in values:
+        model = _find_positional_model(command)
+        if model is not None:
+            values["model"] = model
+    connector = texts.get("kv_transfer_config", "")
+    for name, pattern in _CONNECTOR_SIZES.items():
+        sizes = pattern.findall(connector)
+        if sizes:
+            values[name] = sum(map(float, sizes))
+    return EngineOptions(
+        **values, option_names=tuple(texts)[:_MAX_OPTION_NAMES], command=star_secrets(command)
+    )
 
 
-def _read(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
+def _find_option_name(argument: str) -> str | None:
+    """Return an option's name with underscores, the long one; None for an argument that is none."""
+    if argument in _SHORT_OPTIONS:
+        return _SHORT_OPTIONS[argument]
+    if argument.startswith("--") and argument != "--":
+        return argument[2:].replace("-", "_")
+    return None
+
+
+def _find_positional_model(command: tuple[str, ...]) -> str | None:
+    """Return the argument after `serve` if it is no option."""
+    if "serve" not in command[:-1]:
+        return None
+    argument = command[command.index("serve") + 1]
+    return None if argument.startswith("-") else argument
+
+
+def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
+    """Return the value of an option; None where it has another type or is out of bounds."""
     try:
-        value = _VALUES[name](text)
+        value = _PARSERS[name](text)
     except (ValueError, InvalidOperation):  # "auto", or another option where none has a value
         return None
     if isinstance(value, str):
-        return value if len(value) <= _LONGEST_SHOWN else None
-    return value if 0 <= value <= (1 if name == "gpu_memory_utilization" else MOST_BYTES) else None
+        return value if len(value) <= _MAX_SHOWN_CHARACTERS else None
+    max_value = 1 if name == "gpu_memory_utilization" else MOST_BYTES
+    return value if 0 <= value <= max_value else None
 
 
 def star_secrets(command: tuple[str, ...]) -> str:
-    """Return a command line to show: the values of options that name a secret, and what looks like one, are stars."""
-    shown, is_secret, room = [], False, _LONGEST_SHOWN
+    """Return a command line to show, with its secrets replaced by stars.
+
+    Secrets are the values of options that name one, and what looks like one anywhere.
+    """
+    shown_arguments: list[str] = []
+    room_characters = _MAX_SHOWN_CHARACTERS
+    is_secret_value = False
     for argument in command:
-        is_option = argument.startswith("-")
-        is_secret = (is_option and bool(_NAMES_A_SECRET.match(argument))) or (
-            is_secret and not is_option
-        )
-        shown.append(
-            "***"
-            if is_secret and not is_option
-            else _SECRETS.sub(_STARS, argument[:_LONGEST_READ])[:room]
-        )
-        room -= len(shown[-1]) + 1
-        if room <= 0:
-            return f"{' '.join(shown)[:_LONGEST_SHOWN]}..."
-    return " ".join(shown)
+        if argument.startswith("-"):
+            is_secret_value = bool(_SECRET_OPTION.match(argument))
+            shown = _star_argument(argument)[:room_characters]
+        elif is_secret_value:
+            # such an option may take several values: all are secret up to the next option
+            shown = _STARS
+        else:
+            shown = _star_argument(argument)[:room_characters]
+        shown_arguments.append(shown)
+        room_characters -= len(shown) + 1
+        if room_characters <= 0:
+            return f"{' '.join(shown_arguments)[:_MAX_SHOWN_CHARACTERS]}..."
+    return " ".join(shown_arguments)
+
+
+def _star_argument(argument: str) -> str:
+    return _SECRETS.sub(_STARRED, argument[:_MAX_SEARCHED_CHARACTERS])

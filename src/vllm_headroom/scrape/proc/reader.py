@@ -21,47 +21,69 @@ from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom.worker import Worker
 
-
-def assign_roles(
-    entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]
-) -> dict[int, Role]:
-    """Return the role of each process of an engine by pid: its `roots` and their descendants, without the daemon's."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for pid, process in entries.items():
-        children[process.parent_pid].append(pid)
-    roles: dict[int, Role] = {}
-    waiting = list(roots)
-    while waiting:
-        pid = waiting.pop()
-        if pid in roles or pid == own_pid:
-            continue
-        command, parent = entries[pid].command, entries.get(entries[pid].parent_pid)
-        if parent is not None and command == parent.command:
-            roles[pid] = Role.OTHER  # a fork has its parent's name
-        else:  # titles may have any VLLM_PROCESS_NAME_PREFIX
-            title = f"VLLM::{command[0].partition('::')[2]}"
-            roles[pid] = entries[pid].role or find_role((title,)) or Role.OTHER
-        waiting.extend(children[pid])
-    return roles
-
-
 HIDDEN: Final = Failure(
     source=Source.PROCESS,
     reason=Reason.UNAVAILABLE,
     message=(
-        "no process but the daemon's own can be seen, though the engine's URL is of this machine: share the pod's"
-        " processes (shareProcessNamespace: true), or mount /proc without hidepid"
+        "no process but the daemon's own can be seen, though the engine's URL is of this machine:"
+        " share the pod's processes (shareProcessNamespace: true), or mount /proc without hidepid"
     ),
 )
-"""An empty list would mean that the engine is down: so it does once the engine was visible, and pid 1 still is."""
+"""Returned instead of an empty list, which means that the engine is down. An empty list does mean
+that once the engine was visible, as long as pid 1 is."""
+
+
+def assign_roles(
+    entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]
+) -> dict[int, Role]:
+    """Return by pid the roles of an engine's `roots` and their descendants.
+
+    The daemon itself, which may run below the engine's entrypoint, is left out with its children.
+    """
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid, process in entries.items():
+        children[process.parent_pid].append(pid)
+    roles: dict[int, Role] = {}
+    pending_pids = list(roots)
+    while pending_pids:
+        pid = pending_pids.pop()
+        if pid in roles or pid == own_pid:
+            continue
+        process = entries[pid]
+        parent = entries.get(process.parent_pid)
+        if parent is not None and process.command == parent.command:
+            roles[pid] = Role.OTHER  # a fork that has not set its own title
+        else:
+            # vLLM's titles may have any prefix (VLLM_PROCESS_NAME_PREFIX).
+            title = f"VLLM::{process.command[0].partition('::')[2]}"
+            roles[pid] = process.role or find_role((title,)) or Role.OTHER
+        pending_pids.extend(children[pid])
+    return roles
+
+
+def sees_other_processes(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
+    """Return whether processes outside the daemon's own line of descent are visible.
+
+    With hidepid, pid 1 is not visible: then every visible process is this user's and proves
+    nothing.
+    """
+    if proc_roots.INIT_PID not in entries:
+        return False
+    own_line = {own_pid}
+    if own_pid in entries:
+        own_line |= proc_roots.list_ancestors(entries, own_pid)
+    for pid in entries:
+        if pid not in own_line and own_pid not in proc_roots.list_ancestors(entries, pid):
+            return True
+    return False
 
 
 class Processes:
     """Finds the processes of the vLLM that serves `engine_port` under `proc`, and measures them.
 
-    A new process is read at once. Each is read again within `rescan_seconds`, because it gets its title only after its
-    start: a share at every reading, so that no reading of a full host takes long. When one of the engine's has exited,
-    all are read again.
+    A new process is read at once. Each is read again within `rescan_seconds`, because it gets its
+    title only after its start: a share of them at every reading, so that no reading of a full host
+    takes long. When one of the engine's processes has exited, all are read again.
 
     `engine_is_here`: the engine's page is served on this machine, so its processes must be visible.
     """
@@ -79,28 +101,37 @@ class Processes:
         self._proc = proc
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
-        self._scanned_at_seconds = monotonic()
+        self._worker = Worker[ProcessReadings | Failure]("processes")
+
+        # The scan: every visible process, the one read longest ago first.
         self._entries: dict[int, ProcEntry] = {}
-        self._page = self._first_page = proc_roots.PageState(port=engine_port)
+        self._scanned_at_seconds = monotonic()
+
+        # The engine found in it.
+        self._unrequested_page = proc_roots.PageState(port=engine_port)
+        self._page = self._unrequested_page
         self._choice = proc_roots.Choice()
         self._roles: dict[int, Role] = {}
+        self._engine_entries: dict[int, ProcEntry] = {}
         self._options: EngineOptions | None = None
-        self._known: dict[int, ProcEntry] = {}
+
+        # Processes of exited runs, with their descendants in `_orphan_pids` and `_stray_pids`.
         self._orphans: dict[int, ProcEntry] = {}
-        self._orphaned: frozenset[int] = frozenset()
-        self._strays: frozenset[int] = frozenset()
+        self._orphan_pids: frozenset[int] = frozenset()
+        self._stray_pids: frozenset[int] = frozenset()
+
         self._sees_others = True
-        self._has_shown = False
-        self._worker = Worker[ProcessReadings | Failure]("processes")
+        self._has_seen_engine = False
 
     async def read(
         self, timeout_seconds: float, page: EnginePage | Failure | None = None
     ) -> ProcessReadings | Failure:
         """Return the engine's running processes, and every visible pid.
 
-        `page` is the engine's last page, None without a request: `roots.choose_roots` chooses the engine by it. The
-        thread that reads can block on a command line, behind a process stuck in a driver: TIMEOUT until that returns.
-        UNAVAILABLE where there is no /proc, HIDDEN where the engine cannot be visible in it.
+        `page` is the engine's last page, None without a request: `roots.choose_roots` chooses the
+        engine by it. The reading thread can block on a command line, behind a process stuck in a
+        driver: TIMEOUT until that returns. UNAVAILABLE where there is no /proc, HIDDEN where the
+        engine cannot be visible in it.
         """
         try:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
@@ -113,144 +144,191 @@ class Processes:
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
-        pids, state = proc_files.list_pids(self._proc), self._describe_page(page)
+        pids = proc_files.list_pids(self._proc)
+        page_state = self._describe_page(page)
         if not pids:
             raise OSError("no process shows, not even the daemon's own")
         if not pids >= self._roles.keys():
-            self._entries, self._roles = {}, {}
-        engine = self._read_engine(pids, state)
-        if len(engine) < len(self._roles):
-            self._entries, self._roles = {}, {}
-            engine = self._read_engine(pids, state)
-        self._has_shown = self._has_shown or bool(engine)
-        if self._engine_is_here and not (
-            engine or self._sees_others or (self._has_shown and proc_roots.INIT in pids)
-        ):
+            self._forget_entries()
+        engine = self._read_engine(pids, page_state)
+        if len(engine) < len(self._roles):  # one has exited since its pid was listed
+            self._forget_entries()
+            engine = self._read_engine(pids, page_state)
+        if engine:
+            self._has_seen_engine = True
+        if self._is_engine_hidden(pids, engine):
             return HIDDEN
+        unread_pids = pids - self._entries.keys()
         return ProcessReadings(
             engine=engine,
             visible_pids=pids,
             sees_host_pids=self._sees_host_pids,
-            ambiguous_roots=self._choice.ambiguous,
+            ambiguous_roots=self._choice.ambiguous_engines,
             neighbours=frozenset(
-                (pid, self._boot_time_seconds + began) for pid, began in self._choice.others
+                (pid, self._boot_time_seconds + started_seconds)
+                for pid, started_seconds in self._choice.neighbours
             ),
             ports=self._choice.ports,
-            orphans=self._orphaned,
-            strays=self._strays,
-            zombies=frozenset(
-                pid for pid in pids - self._entries.keys() if proc_files.is_zombie(self._proc, pid)
-            ),
+            orphans=self._orphan_pids,
+            strays=self._stray_pids,
+            zombies=frozenset(pid for pid in unread_pids if proc_files.is_zombie(self._proc, pid)),
             options=self._options if engine else None,
             host=read_host(self._proc, engine[0].pid if engine else None),
         )
 
+    def _forget_entries(self) -> None:
+        """Have the next scan read every process."""
+        self._entries = {}
+        self._roles = {}
+
+    def _is_engine_hidden(self, pids: frozenset[int], engine: tuple[EngineProcess, ...]) -> bool:
+        """Return whether nothing was found because the engine's processes cannot be visible."""
+        if not self._engine_is_here or engine or self._sees_others:
+            return False
+        # An engine that was visible before has exited, unless pid 1 has disappeared with it.
+        return not (self._has_seen_engine and proc_roots.INIT_PID in pids)
+
     def _describe_page(self, page: EnginePage | Failure | None) -> proc_roots.PageState:
         if page is None:
-            return self._first_page
+            return self._unrequested_page
         if isinstance(page, Failure):
-            listens = not (self._engine_is_here and page.reason is Reason.UNREACHABLE)
-            return replace(self._first_page, listens=listens, on_host=self._sees_host_pids)
-        starts = [
-            each.started_at_seconds for each in page.engines if each.started_at_seconds is not None
+            is_refused = self._engine_is_here and page.reason is Reason.UNREACHABLE
+            return replace(
+                self._unrequested_page, can_listen=not is_refused, is_on_host=self._sees_host_pids
+            )
+        starts_at_seconds = [
+            engine.started_at_seconds
+            for engine in page.engines
+            if engine.started_at_seconds is not None
         ]
-        since = min(starts) - self._boot_time_seconds if starts else None
-        return replace(self._first_page, answers=bool(page.engines), began_seconds=since)
+        server_start_seconds = None
+        if starts_at_seconds:
+            server_start_seconds = min(starts_at_seconds) - self._boot_time_seconds
+        return replace(
+            self._unrequested_page,
+            is_answered=bool(page.engines),
+            server_start_seconds=server_start_seconds,
+        )
 
     def _read_engine(
         self, pids: frozenset[int], page: proc_roots.PageState
     ) -> tuple[EngineProcess, ...]:
-        if self._scan(pids) or page != self._page:
+        has_changed = self._scan(pids)
+        if has_changed or page != self._page:
             self._page = page
-            entries = self._entries
-            own_pid = proc_files.read_own_pid(self._proc)
-            self._strays = proc_roots.add_children(
-                entries, proc_roots.find_strays(entries, self._known)
-            )
-            last = (self._known, self._orphans, self._choice.roots)
-            self._orphans = proc_roots.find_orphans(entries, *last, answers=page.answers)
-            self._orphaned = proc_roots.add_children(entries, self._orphans)
-            left = self._orphaned | self._strays
-            rest = {pid: entry for pid, entry in entries.items() if pid not in left}
-            self._choice = proc_roots.choose_roots(
-                rest, self._find_served, self._page, self._choice
-            )
-            self._roles = assign_roles(rest, own_pid, self._choice.roots)
-            # of the engine's server, or of the program above a titled rank
-            tops = [
-                each for root in self._choice.roots[:1] for each in (root, entries[root].parent_pid)
-            ]
-            set_by = (read_options(proc_files.read_command(self._proc, pid)) for pid in tops)
-            self._options = next((options for options in set_by if options is not None), None)
-            self._known = {pid: rest[pid] for pid in self._roles}
-            ancestors = proc_roots.list_ancestors
-            line = {own_pid} | (ancestors(entries, own_pid) if own_pid in entries else set())
-            others = (
-                pid for pid in entries if pid not in line and own_pid not in ancestors(entries, pid)
-            )
-            self._sees_others = proc_roots.INIT in entries and any(
-                others
-            )  # with hidepid, pid 1 is not visible
-        found = (
+            self._find_engine()
+        measured = (
             self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items())
         )
-        return tuple(process for process in found if process)
+        return tuple(process for process in measured if process is not None)
 
     def _scan(self, pids: frozenset[int]) -> bool:
-        """Read a share of the processes, the kernel's only once, and move it to the end; return whether any changed."""
-        now = self._monotonic()
-        share = (
-            (now - self._scanned_at_seconds) / self._rescan_seconds if self._rescan_seconds else 1.0
-        )
-        self._scanned_at_seconds = now
-        gone, unknown = self._entries.keys() - pids, pids - self._entries.keys()
-        for pid in gone:
+        """Read new processes and a share of the others; return whether any has changed.
+
+        Those that are read move to the end of `_entries`.
+        """
+        now_seconds = self._monotonic()
+        share = 1.0
+        if self._rescan_seconds:
+            share = (now_seconds - self._scanned_at_seconds) / self._rescan_seconds
+        self._scanned_at_seconds = now_seconds
+
+        exited_pids = self._entries.keys() - pids
+        new_pids = pids - self._entries.keys()
+        for pid in exited_pids:
             del self._entries[pid]
-        kthreadd = self._entries.get(
-            proc_files.KERNEL_THREADS
-        )  # in a container this pid is an ordinary process
-        has_kernel = kthreadd is not None and (kthreadd.name, *kthreadd.command) == (
-            "kthreadd",
-            "kthreadd",
-        )
-        never = proc_files.KERNEL_THREADS if has_kernel else None
-        others = [pid for pid, entry in self._entries.items() if entry.parent_pid != never]
-        changed = bool(gone)
-        for pid in (*others[: ceil(share * len(others))], *unknown):
-            before = self._entries.get(pid)
-            entry = proc_files.read_entry(self._proc, pid, before, is_engine=pid in self._roles)
-            self._entries.pop(pid, None)
+
+        # Kernel threads never change: they are read once.
+        kernel_parent = self._find_kernel_parent()
+        known_pids = [
+            pid for pid, entry in self._entries.items() if entry.parent_pid != kernel_parent
+        ]
+        due_pids = known_pids[: ceil(share * len(known_pids))]
+        has_changed = bool(exited_pids)
+        for pid in (*due_pids, *new_pids):
+            previous = self._entries.pop(pid, None)
+            entry = proc_files.read_entry(self._proc, pid, previous, is_engine=pid in self._roles)
             if entry is not None:
                 self._entries[pid] = entry
-            changed |= entry != before
-        return changed
+            if entry != previous:
+                has_changed = True
+        return has_changed
 
-    def _find_served(self, pid: int) -> proc_roots.ServedPort:
-        """Return its port, and whether it shares the daemon's network, which a page on a loopback address needs."""
-        may_listen = not self._engine_is_here or proc_files.has_same_network(self._proc, pid)
-        command, above = (
-            proc_files.read_command(self._proc, each)
-            for each in (pid, self._entries[pid].parent_pid)
+    def _find_kernel_parent(self) -> int | None:
+        """Return the pid of kthreadd; None in a container, where pid 2 is another process."""
+        process = self._entries.get(proc_files.KTHREADD_PID)
+        if process is None:
+            return None
+        is_kthreadd = process.name == "kthreadd" and process.command == ("kthreadd",)
+        return proc_files.KTHREADD_PID if is_kthreadd else None
+
+    def _find_engine(self) -> None:
+        """Find the engine, its options, and what exited runs left, among the scanned processes."""
+        entries = self._entries
+        own_pid = proc_files.read_own_pid(self._proc)
+
+        strays = proc_roots.find_strays(entries, self._engine_entries)
+        self._stray_pids = proc_roots.add_descendants(entries, strays)
+        self._orphans = proc_roots.find_orphans(
+            entries,
+            self._engine_entries,
+            self._orphans,
+            self._choice.roots,
+            is_page_answered=self._page.is_answered,
         )
-        return find_port(command, self._page.port, above), may_listen
+        self._orphan_pids = proc_roots.add_descendants(entries, self._orphans)
+
+        leftover_pids = self._orphan_pids | self._stray_pids
+        candidates = {pid: entry for pid, entry in entries.items() if pid not in leftover_pids}
+        self._choice = proc_roots.choose_roots(
+            candidates, self._find_served_port, self._page, self._choice
+        )
+        self._roles = assign_roles(candidates, own_pid, self._choice.roots)
+        self._engine_entries = {pid: candidates[pid] for pid in self._roles}
+        self._options = self._read_options()
+        self._sees_others = sees_other_processes(entries, own_pid)
+
+    def _find_served_port(self, pid: int) -> proc_roots.ServedPort:
+        """Return the port of a server, and whether it can listen there."""
+        # A page on an address of this machine is of a server in the daemon's own network.
+        can_listen = not self._engine_is_here or proc_files.has_same_network(self._proc, pid)
+        command = proc_files.read_command(self._proc, pid)
+        parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)
+        port = find_port(command, self._page.port, parent_command)
+        return proc_roots.ServedPort(port, can_listen)
+
+    def _read_options(self) -> EngineOptions | None:
+        """Return the options of the engine's server, or of the program above a titled rank."""
+        if not self._choice.roots:
+            return None
+        root_pid = self._choice.roots[0]
+        for pid in (root_pid, self._entries[root_pid].parent_pid):
+            options = read_options(proc_files.read_command(self._proc, pid))
+            if options is not None:
+                return options
+        return None
 
     def _measure(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
         usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
-        serves = role is Role.API_SERVER and entry.pid in self._choice.roots
-        is_near = serves and proc_files.has_same_network(self._proc, entry.pid, otherwise=False)
+        cpu_pressure_ratio = None
+        wait_seconds = None
+        if role is Role.API_SERVER and entry.pid in self._choice.roots:
+            cpu_pressure_ratio = read_cpu_pressure(self._proc)
+            if proc_files.has_same_network(self._proc, entry.pid, default=False):
+                wait_seconds = find_wait(self._choice.ports or {self._page.port})
         return EngineProcess(
             pid=entry.pid,
             role=role,
-            rss_bytes=usage[0],
+            rss_bytes=usage.rss_bytes,
             started_at_seconds=self._boot_time_seconds + entry.started_seconds,
             since_boot_seconds=entry.started_seconds,
-            cpu_seconds=usage[1],
+            cpu_seconds=usage.cpu_seconds,
             **read_parts(self._proc, entry.pid),
-            state=usage[2],
-            cpu_pressure_ratio=read_cpu_pressure(self._proc) if serves else None,
-            wait_seconds=find_wait(self._choice.ports or {self._page.port}) if is_near else None,
+            state=usage.state,
+            cpu_pressure_ratio=cpu_pressure_ratio,
+            wait_seconds=wait_seconds,
         )
 
     @cached_property
@@ -260,5 +338,5 @@ class Processes:
 
     @cached_property
     def _boot_time_seconds(self) -> float:
-        """Read once: a clock step would move it, and with it the start times that identify processes."""
+        """Read once: a clock step would move it and the start times that identify processes."""
         return read_boot_time(self._proc)

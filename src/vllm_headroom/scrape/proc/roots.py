@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from enum import IntEnum
 from math import inf
 from typing import Final, NamedTuple
 
@@ -10,274 +10,412 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.model import SAME_START_SECONDS
-from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.files import ProcEntry, ProcIdentity
 from vllm_headroom.scrape.proc.servers import find_server, is_supervisor
 from vllm_headroom.vocabulary import Role
 
-INIT: Final = 1
-EXACT_SECONDS: Final = 0.2
-"""Starts are counted in hundredths of a second: further apart, the clock was set, and a port is surer."""
+INIT_PID: Final = 1
 
-RAY: Final = "ray::"
-"""How the titles of Ray's actors begin."""
+EXACT_START_SECONDS: Final = 0.2
+"""The kernel counts starts in hundredths of a second. A larger difference means that the clock was
+set: then an equal port is stronger evidence than the start."""
 
-Name = tuple[int, float]
-"""A process as ProcEntry.display_name."""
+RAY_TITLE: Final = "ray::"
+"""Prefix of the process titles of Ray's actors."""
 
-ServedPort = tuple[int | None, bool]
-"""The port that an engine's command line names, and whether it can listen at the address of the page."""
+
+class ServedPort(NamedTuple):
+    """Where an engine may serve its page."""
+
+    port: int | None
+    """The port that its command line names; None where unknown."""
+    can_listen: bool
+    """Whether it can listen at the address of the page."""
 
 
 class PageState(Struct, frozen=True, kw_only=True):
-    """The port of the engine's page, and the result of the last request; without a request everything is possible.
+    """The result of the last request for the engine's page.
 
-    `listens`: something may listen there. `answers`: an engine answers there. `began_seconds`: when the server behind
-    the page started, in seconds since boot; None where the page does not say. `on_host`: processes of other pods are
-    visible.
+    The defaults are those before any request: then everything is possible.
     """
 
     port: int
-    listens: bool = True
-    answers: bool = False
-    began_seconds: float | None = None
-    on_host: bool = False
+    can_listen: bool = True
+    """Something may listen on the port."""
+    is_answered: bool = False
+    """An engine answers on the port."""
+    server_start_seconds: float | None = None
+    """When the server behind the page started, in seconds since boot; None where the page does not
+    say."""
+    is_on_host: bool = False
+    """Processes of other pods are visible."""
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The root processes of the engine; none where it is down, or where it could be any of `ambiguous` engines.
-
-    `names` are its servers. `served` is its port when it was last certain; None before the first time. `others` are the
-    roots of the other engines; `strangers` are those of them that were seen when a page identified the engine by its
-    start, `since`. `ports` are the engine's, or those of all engines where none is chosen.
-    """
+    """The chosen engine, and what the next choice needs to know about this one."""
 
     roots: tuple[int, ...] = ()
-    ambiguous: int = 0
-    served: ServedPort | None = None
-    names: frozenset[Name] = frozenset()
-    others: frozenset[Name] = frozenset()
-    strangers: frozenset[Name] = frozenset()
-    since: float | None = None
+    """The engine's root processes; none where it is down, or could be any of several."""
+    ambiguous_engines: int = 0
+    """How many engines are visible when it is unknown which of them is the engine; else 0."""
+    certain_port: ServedPort | None = None
+    """The engine's port when the choice was last certain; None before the first time."""
+    servers: frozenset[ProcIdentity] = frozenset()
+    """The engine's roots and the API servers directly below them."""
+    neighbours: frozenset[ProcIdentity] = frozenset()
+    """The roots of all other engines."""
+    strangers: frozenset[ProcIdentity] = frozenset()
+    """Those neighbours that were visible when a page identified the engine by its start."""
+    identified_start_seconds: float | None = None
+    """The start, since boot, by which a page last identified the engine."""
     ports: frozenset[int] = frozenset()
+    """The engine's port, or those of all engines where none is chosen."""
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """An engine that may serve the page, with its evidence."""
+
+    roots: tuple[int, ...]
+    root_processes: frozenset[ProcIdentity]
+    servers: frozenset[ProcIdentity]
+    """The roots and the API servers directly below them: any of these may answer for the page."""
+    starts_seconds: tuple[float, ...]
+    """When its servers, and the program above its first root, started, since boot. A page may name
+    any of these."""
+    served_port: ServedPort
+
+
+class StartMatch(IntEnum):
+    """How well a start agrees with the start that the page names."""
+
+    NONE = 0
+    NEAR = 1
+    """Within SAME_START_SECONDS."""
+    EXACT = 2
+    """Within EXACT_START_SECONDS."""
 
 
 class Rank(NamedTuple):
-    """How certain it is that an engine serves the page; ranks compare field by field, the most certain first."""
+    """How certain it is that an engine serves the page; ranks compare field by field."""
 
-    precision: int = 0
-    """1 if it started within SAME_START_SECONDS of the start that the page names, 2 within EXACT_SECONDS. One start
-    identifies one engine, because the last page of an exited engine is still known when its pid is reused."""
+    start_match: StartMatch = StartMatch.NONE
     has_port: bool = False
-    """It has the port and can listen at the page's address, or has the port that the engine had when it was certain."""
+    """It has the page's port and can listen there, or has the port that the engine had when it was
+    certain."""
     closeness: float = -inf
-    """Minus the seconds between its start and the start that the page names; -inf where they do not match."""
+    """Minus the seconds between its start and the start that the page names; -inf where they do not
+    match."""
     may_have_port: bool = False
-    """Its port is unknown, or differs while something listens that may forward: a proxy or a port mapping."""
+    """Its port is unknown, or differs while something listens that may forward: a proxy or a port
+    mapping."""
     was_chosen: bool = False
+
+
+NO_EVIDENCE: Final = Rank()
 
 
 def choose_roots(
     entries: Mapping[int, ProcEntry],
     find_served: Callable[[int], ServedPort],
     page: PageState,
-    before: Choice,
+    previous: Choice,
 ) -> Choice:
-    """Return which process trees are the engine's, given the last choice.
+    """Return which process trees are the engine's, given the previous choice.
 
-    A root is an engine's process without another above it, except one that supervises ranks. An engine core without a
-    server, beside a server, is a leftover: counting its memory as the engine's would hide the leak. Ray's actors
-    descend from Ray, not from their engine: beside one engine they belong to it, without an engine they are the engine
-    while something listens, beside several none is chosen.
-
-    The engine of the highest rank is chosen. Without any rank the engine is down; with two of the same rank it is
-    unknown which one it is. On a host, an engine that only may have the port is not chosen before the page answers.
+    The engine of the highest rank is chosen. Without any rank the engine is down; with two of the
+    same rank it is unknown which one it is.
     """
-    named = {
-        pid: process
+    tops = _find_tops(entries)
+    ray_actors = tuple(pid for pid in tops if _is_ray_actor(entries[pid]))
+    # Ray's actors descend from Ray, not from their engine, so they form no engine of their own.
+    engines = _group_engines(entries, [pid for pid in tops if pid not in ray_actors])
+    candidates = [_describe_candidate(entries, roots, find_served(roots[0])) for roots in engines]
+
+    ranks = [_rank_candidate(candidate, page, previous) for candidate in candidates]
+    best_rank = max(ranks, default=NO_EVIDENCE)
+    best_candidates = []
+    if best_rank != NO_EVIDENCE:
+        best_candidates = [
+            candidate
+            for candidate, rank in zip(candidates, ranks, strict=True)
+            if rank == best_rank
+        ]
+
+    is_first_choice = previous.certain_port is None
+    is_certain = (
+        best_rank.start_match is not StartMatch.NONE
+        or best_rank.has_port
+        or (page.is_answered and is_first_choice)
+    )
+    # On a host, the only visible engine may be another pod's: wait until the page answers.
+    is_guess = page.is_on_host and is_first_choice and not is_certain
+    # Beside one engine Ray's actors belong to it; beside several their owner is unknown.
+    has_unowned_actors = bool(ray_actors) and len(candidates) > 1
+    if len(best_candidates) != 1 or is_guess or has_unowned_actors:
+        # Without any engine, the actors are the engine while something listens.
+        is_ray_only = page.can_listen and not candidates
+        return _choose_none(
+            candidates,
+            previous,
+            roots=ray_actors if is_ray_only else (),
+            is_ambiguous=bool(best_candidates),
+        )
+
+    chosen = best_candidates[0]
+    port = chosen.served_port.port
+    neighbours = _list_root_processes(candidates) - chosen.servers
+    choice = Choice(
+        roots=chosen.roots + ray_actors,
+        servers=chosen.servers,
+        certain_port=chosen.served_port if is_certain else previous.certain_port,
+        neighbours=neighbours,
+        ports=frozenset() if port is None else frozenset({port}),
+    )
+    if best_rank.start_match is StartMatch.NONE:
+        return replace(
+            choice,
+            strangers=previous.strangers & _list_root_processes(candidates),
+            identified_start_seconds=previous.identified_start_seconds,
+        )
+    return replace(choice, strangers=neighbours, identified_start_seconds=page.server_start_seconds)
+
+
+def _choose_none(
+    candidates: list[Candidate],
+    previous: Choice,
+    *,
+    roots: tuple[int, ...],
+    is_ambiguous: bool,
+) -> Choice:
+    """Return that no engine is chosen; what identified the engine before is kept for its return."""
+    root_processes = _list_root_processes(candidates)
+    ports = {candidate.served_port.port for candidate in candidates}
+    return replace(
+        previous,
+        roots=roots,
+        ambiguous_engines=len(candidates) if is_ambiguous else 0,
+        servers=frozenset(),
+        neighbours=root_processes,
+        strangers=previous.strangers & root_processes,
+        ports=frozenset(port for port in ports if port is not None),
+    )
+
+
+def _list_root_processes(candidates: Iterable[Candidate]) -> frozenset[ProcIdentity]:
+    return frozenset[ProcIdentity]().union(*(candidate.root_processes for candidate in candidates))
+
+
+def _find_tops(entries: Mapping[int, ProcEntry]) -> list[int]:
+    """Return the sorted pids of engine processes without another engine process above them.
+
+    A supervisor of ranks is no engine process here: each rank below it is an engine with its own
+    port.
+    """
+    engine_pids = {
+        pid
         for pid, process in entries.items()
         if process.role and not is_supervisor(process.command)
     }
-    tops = tuple(
-        sorted(pid for pid in named if named.keys().isdisjoint(list_ancestors(entries, pid)))
+    return sorted(
+        pid for pid in engine_pids if engine_pids.isdisjoint(list_ancestors(entries, pid))
     )
-    actors = tuple(pid for pid in tops if entries[pid].command[0].startswith(RAY))
-    engines = _group_engines(entries, [pid for pid in tops if pid not in actors])
-    served = {roots: find_served(roots[0]) for roots in engines}
-    serving: dict[
-        tuple[int, ...], list[ProcEntry]
-    ] = {}  # what may serve the page: the roots, and servers below them
-    ranks: dict[tuple[int, ...], Rank] = {}
-    for roots in engines:
-        of_engine = [entries[pid] for pid in roots]
-        below = [
-            each
-            for each in named.values()
-            if each.parent_pid in roots and each.role is Role.API_SERVER
-        ]
-        serving[roots] = of_engine + below
-        above = [entries[each] for each in {of_engine[0].parent_pid} & entries.keys()]
-        starts = [each.started_seconds for each in serving[roots] + above]
-        ranks[roots] = _rank_engine(
-            {each.display_name for each in of_engine}, starts, served[roots], page, before
-        )
-    best = max(ranks.values(), default=Rank())
-    chosen = [roots for roots in engines if ranks[roots] == best != Rank()]
-    names = frozenset(entries[pid].display_name for roots in engines for pid in roots)
-    strangers = before.strangers & names
-    is_certain = best.precision > 0 or best.has_port or (page.answers and before.served is None)
-    is_guess = page.on_host and before.served is None and not is_certain
-    of_chosen = (
-        chosen[0]
-        if len(chosen) == 1 and not (actors and len(engines) > 1) and not is_guess
-        else None
-    )
-    ports = frozenset(
-        port
-        for roots, (port, _) in served.items()
-        if port is not None and of_chosen in {None, roots}
-    )
-    if of_chosen is None:
-        actors = actors if page.listens and not engines else ()
-        before = replace(before, roots=actors, names=frozenset(), others=names, strangers=strangers)
-        return replace(before, ambiguous=len(engines) if chosen else 0, ports=ports)
-    own = frozenset(each.display_name for each in serving[of_chosen])
-    return Choice(
-        roots=of_chosen + actors,
-        names=own,
-        served=served[of_chosen] if is_certain else before.served,
-        others=names - own,
-        strangers=names - own if best.precision else strangers,
-        since=page.began_seconds if best.precision else before.since,
-        ports=ports,
-    )
+
+
+def _is_ray_actor(process: ProcEntry) -> bool:
+    return process.command[0].startswith(RAY_TITLE)
 
 
 def _group_engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> list[tuple[int, ...]]:
     """Return the roots of each engine.
 
-    Without any server, cores and workers below one parent are one engine: a program that embeds vLLM. Beside a server
-    they are one only with an API server among them, which has outlived the process that started them all.
+    A server, or a rank below a supervisor, is an engine by itself. The others are grouped by parent
+    and process group.
     """
-    alone: list[tuple[int, ...]] = []
+    servers: list[tuple[int, ...]] = []
     siblings: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
-    for process in (entries[pid] for pid in tops):
-        above = entries.get(process.parent_pid)
-        if find_server(process.command) is not None or (
-            above is not None and is_supervisor(above.command)
-        ):
-            alone.append((process.pid,))
+    for pid in tops:
+        process = entries[pid]
+        parent = entries.get(process.parent_pid)
+        is_rank = parent is not None and is_supervisor(parent.command)
+        if is_rank or find_server(process.command) is not None:
+            servers.append((pid,))
         else:
-            siblings[process.family] += (process.pid,)
+            siblings[process.family] += (pid,)
     families = list(siblings.values())
-    outlived = [
-        roots for roots in families if any(entries[pid].role is Role.API_SERVER for pid in roots)
-    ]
-    return alone + outlived if alone else families
+    if not servers:
+        # Without any server, cores and workers below one parent are a program that embeds vLLM.
+        return families
+    # Beside a server, an engine core without one is a leftover: counting its memory as the
+    # engine's would hide the leak. A family with an API server still serves: it has outlived the
+    # process that started it.
+    return servers + [roots for roots in families if _has_api_server(entries, roots)]
 
 
-def _rank_engine(
-    names: AbstractSet[Name],
-    starts: Iterable[float],
-    served: ServedPort,
-    page: PageState,
-    before: Choice,
-) -> Rank:
-    """Return the rank of one engine."""
-    since, never_certain = page.began_seconds, before.served is None
-    has_port = served in {(page.port, True), before.served}
-    apart = inf if since is None else min(abs(start - since) for start in starts)
-    may_be_named = since != before.since or bool(names & before.names)
-    closeness = -apart if apart <= SAME_START_SECONDS and may_be_named else -inf
-    rank = Rank(precision=(closeness > -inf) + (closeness >= -EXACT_SECONDS), closeness=closeness)
-    # a page that names its server supports no other engine, unless that has the port: setting the clock moves the start
-    if names & before.strangers or (since is not None and never_certain and not has_port):
-        return rank
-    may_have_port = never_certain and (page.listens or served == (None, True))
-    was_chosen = bool(names & before.names)
-    return rank._replace(has_port=has_port, may_have_port=may_have_port, was_chosen=was_chosen)
+def _has_api_server(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> bool:
+    return any(entries[pid].role is Role.API_SERVER for pid in pids)
+
+
+def _is_api_server(process: ProcEntry) -> bool:
+    return process.role is Role.API_SERVER and not is_supervisor(process.command)
+
+
+def _describe_candidate(
+    entries: Mapping[int, ProcEntry], roots: tuple[int, ...], served_port: ServedPort
+) -> Candidate:
+    root_processes = [entries[pid] for pid in roots]
+    children = [process for process in entries.values() if process.parent_pid in roots]
+    servers = root_processes + [child for child in children if _is_api_server(child)]
+    starts_seconds = [process.started_seconds for process in servers]
+    program = entries.get(root_processes[0].parent_pid)
+    if program is not None:
+        starts_seconds.append(program.started_seconds)
+    return Candidate(
+        roots=roots,
+        root_processes=frozenset(process.identity for process in root_processes),
+        servers=frozenset(process.identity for process in servers),
+        starts_seconds=tuple(starts_seconds),
+        served_port=served_port,
+    )
+
+
+def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> Rank:
+    is_first_choice = previous.certain_port is None
+    was_chosen = not candidate.root_processes.isdisjoint(previous.servers)
+    has_port = candidate.served_port in {ServedPort(page.port, True), previous.certain_port}  # noqa: FBT003 - a tuple
+
+    closeness = _measure_closeness(candidate, page)
+    # One start identifies one engine, and this start is already the previous engine's: the last
+    # page of an exited engine is still known when its pid is reused.
+    is_start_taken = page.server_start_seconds == previous.identified_start_seconds
+    if is_start_taken and not was_chosen:
+        closeness = -inf
+    start_rank = Rank(start_match=_match_start(closeness), closeness=closeness)
+
+    # Visible when a page named another engine's start: only a start of its own can name it now.
+    if not candidate.root_processes.isdisjoint(previous.strangers):
+        return start_rank
+    # A page that names its server's start supports no other engine, unless that engine has the
+    # port: setting the clock moves the start.
+    if page.server_start_seconds is not None and is_first_choice and not has_port:
+        return start_rank
+    is_port_unknown = candidate.served_port == ServedPort(None, True)  # noqa: FBT003 - a tuple
+    return start_rank._replace(
+        has_port=has_port,
+        may_have_port=is_first_choice and (page.can_listen or is_port_unknown),
+        was_chosen=was_chosen,
+    )
+
+
+def _measure_closeness(candidate: Candidate, page: PageState) -> float:
+    """Return minus the seconds between the page's start and the candidate's nearest one.
+
+    -inf where they are too far apart to match, or the page names no start.
+    """
+    page_start_seconds = page.server_start_seconds
+    if page_start_seconds is None:
+        return -inf
+    distance_seconds = min(abs(start - page_start_seconds) for start in candidate.starts_seconds)
+    return -distance_seconds if distance_seconds <= SAME_START_SECONDS else -inf
+
+
+def _match_start(closeness: float) -> StartMatch:
+    if closeness >= -EXACT_START_SECONDS:
+        return StartMatch.EXACT
+    return StartMatch.NONE if closeness == -inf else StartMatch.NEAR
 
 
 def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
-    """Return the pids above; a pid that is reused between two reads can close a circle."""
+    """Return the pids of all processes above."""
     ancestors: set[int] = set()
     parent = entries[pid].parent_pid
+    # A pid that is reused between two reads can close a circle.
     while parent in entries and parent not in ancestors | {pid}:
         ancestors.add(parent)
         parent = entries[parent].parent_pid
     return ancestors
 
 
-_SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
-"""They run an entrypoint and become the parent of what a server in its own group leaves; no engine is one."""
+def add_descendants(entries: Mapping[int, ProcEntry], pids: Collection[int]) -> frozenset[int]:
+    """Return the pids with those of all processes below them."""
+    if not pids:
+        return frozenset()
+    return frozenset(
+        pid for pid in entries if not ({pid} | list_ancestors(entries, pid)).isdisjoint(pids)
+    )
 
 
 def find_orphans(
     entries: Mapping[int, ProcEntry],
     engine: Mapping[int, ProcEntry],
-    before: Mapping[int, ProcEntry],
+    previous_orphans: Mapping[int, ProcEntry],
     roots: Iterable[int],
     *,
-    answers: bool,
+    is_page_answered: bool,
 ) -> dict[int, ProcEntry]:
     """Return the former processes of an engine that descend from none of its roots now.
 
-    `engine` has its processes, roots included, as they were, `before` its last orphans. The parent of an orphan is
-    init, or another process that adopts orphans, and never a later engine. A root that is no server has a program above
-    it, and is an orphan without it. Where the page `answers` and one of its servers runs, the engine continues without
-    the process that started it (seen: vLLM 0.32 with two API servers).
+    `engine` has the engine's processes, roots included, as last read; `roots` are its last roots.
     """
-    alive = {
-        pid: entries[pid]
-        for pid, was in {**before, **engine}.items()
-        if pid in entries and entries[pid].display_name == was.display_name
-    }
-    tops = {
-        pid
-        for pid in roots
-        if pid in alive
-        and (alive[pid].parent_pid == engine[pid].parent_pid or alive[pid].role is Role.API_SERVER)
-    }
-    serves = any(process.role is Role.API_SERVER for process in alive.values())
-    if serves and answers and not tops:
+    survivors: dict[int, ProcEntry] = {}
+    for pid, process in {**previous_orphans, **engine}.items():
+        current = entries.get(pid)
+        if current is not None and current.identity == process.identity:
+            survivors[pid] = current
+    # A root without a server has a program above it and is an orphan without that program. The
+    # parent of an orphan is init, or another process that adopts orphans, and never a later engine.
+    running_roots: set[int] = set()
+    for pid in roots:
+        root = survivors.get(pid)
+        if root is None:
+            continue
+        if root.parent_pid == engine[pid].parent_pid or root.role is Role.API_SERVER:
+            running_roots.add(pid)
+
+    has_server = _has_api_server(survivors, survivors)
+    if has_server and is_page_answered and not running_roots:
+        # The engine continues without the process that started it (seen: vLLM 0.32 with two API
+        # servers).
         return {}
-    if not serves and any(process.role is Role.API_SERVER for process in engine.values()):
-        tops = set()
+    if not has_server and _has_api_server(engine, engine):
+        running_roots = set()
     return {
         pid: process
-        for pid, process in alive.items()
-        if pid in before or tops.isdisjoint(list_ancestors(entries, pid) | {pid})
+        for pid, process in survivors.items()
+        if pid in previous_orphans or running_roots.isdisjoint(list_ancestors(entries, pid) | {pid})
     }
+
+
+_SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
+"""They run an entrypoint and become the parent of what a server in its own group leaves; no engine
+is one."""
 
 
 def find_strays(entries: Mapping[int, ProcEntry], engine: Collection[int]) -> set[int]:
-    """Return the pids of cores and workers, none of the engine's, that were adopted from an unseen server.
+    """Return the pids of cores and workers whose server was never seen and has exited.
 
-    Only those with a title, and not Ray's, whose daemon starts them. Only a process that adopts orphans is the parent
-    of a process of another group: an engine's processes share the group of their parent. With an adopted API server
-    among them, they still serve.
+    None of the engine's. Only processes with a title count, and not Ray's, which Ray's daemon
+    starts.
     """
-    servers = [each for each in entries.values() if each.role is Role.API_SERVER]
-    served = {each.family for each in servers if not find_server(each.command)}
+    # A family with an adopted API server still serves.
+    serving_families = {
+        process.family
+        for process in entries.values()
+        if process.role is Role.API_SERVER and not find_server(process.command)
+    }
     strays = set()
     for pid, process in entries.items():
-        above = entries.get(process.parent_pid)
-        if (
-            process.role in {Role.ENGINE_CORE, Role.WORKER}
-            and pid not in engine
-            and not process.command[0].startswith(RAY)
-            and process.family not in served
-            and above is not None
-            and not above.role
-            and (above.group != process.group or above.name in _SHELLS)
-        ):
+        if process.role not in {Role.ENGINE_CORE, Role.WORKER} or pid in engine:
+            continue
+        if _is_ray_actor(process) or process.family in serving_families:
+            continue
+        if _is_adopted(process, entries.get(process.parent_pid)):
             strays.add(pid)
     return strays
 
 
-def add_children(entries: Mapping[int, ProcEntry], left: Collection[int]) -> frozenset[int]:
-    """Return the pids with those of all processes below them."""
-    return frozenset(
-        pid
-        for pid in entries
-        if left and not ({pid} | list_ancestors(entries, pid)).isdisjoint(left)
-    )
+def _is_adopted(process: ProcEntry, parent: ProcEntry | None) -> bool:
+    """Return whether the parent is a process that adopts orphans."""
+    if parent is None or parent.role:
+        return False
+    # An engine's processes share the process group of their parent.
+    return parent.group != process.group or parent.name in _SHELLS

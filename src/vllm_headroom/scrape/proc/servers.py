@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final
 
 from msgspec import Struct
@@ -14,21 +15,24 @@ _OPTIONS_WITH_VALUE: Final = ("-X", "-W")
 
 
 class ServerKind(Struct, frozen=True, kw_only=True):
-    """A kind of server: the start of its command line after the interpreter, and the place of its port.
-
-    `commands` are a program or module and, where it has several, its subcommand. The port is that of `port_options`,
-    else of the environment's `variable`, else `port`; with one of `elsewhere` it is unknown. `titles` are the names
-    that its processes take, cut to 15 characters as process names are, and their roles.
-    """
+    """How to recognise a kind of server, and how it chooses its port."""
 
     product: str
     commands: tuple[str, ...]
-    port: int
+    """The start of its command line after the interpreter: a program or module and, where that has
+    several, its subcommand."""
     scripts: tuple[str, ...] = ()
+    """The ends of the paths of scripts that start it."""
+    default_port: int
+    """Used without a port option and without the variable."""
     port_options: tuple[str, ...] = ("--port",)
-    variable: str = ""
-    elsewhere: frozenset[str] = frozenset()
+    port_variable: str = ""
+    """The environment variable that sets the port where no option does."""
+    options_hiding_port: frozenset[str] = frozenset()
+    """Options with which the port is unknown, where no port option is given."""
     titles: tuple[tuple[str, Role], ...] = ()
+    """The titles that its processes set, cut to 15 characters as process names are, and their
+    roles."""
 
 
 SERVERS: Final = (
@@ -39,10 +43,11 @@ SERVERS: Final = (
             *("vllm serve", "vllm.entrypoints.cli.main serve", "vllm-rs serve", "vllm-rs frontend"),
         ),
         scripts=("/vllm/entrypoints/openai/api_server.py",),
-        port=8000,
+        default_port=8000,
         # A port in a file, or none (vllm/entrypoints/openai/cli_args.py, cli/serve.py).
-        elsewhere=frozenset({"--config", "--uds", "--headless"}),
-        titles=(  # from 0.10.1 on (`set_process_title`; Ray names its own by the actor's class)
+        options_hiding_port=frozenset({"--config", "--uds", "--headless"}),
+        # From 0.10.1 on (`set_process_title`; Ray names its own by the actor's class).
+        titles=(
             ("VLLM::APIServer", Role.API_SERVER),
             ("VLLM::ExternalL", Role.API_SERVER),
             ("VLLM::EngineCor", Role.ENGINE_CORE),
@@ -58,127 +63,164 @@ SERVERS: Final = (
         product="SGLang",
         commands=("sglang.launch_server", "sglang serve"),
         scripts=("/sglang/launch_server.py",),
-        port=30000,
-        elsewhere=frozenset({"--config"}),
+        default_port=30000,
+        options_hiding_port=frozenset({"--config"}),
         titles=(("sglang::schedul", Role.ENGINE_CORE), ("sglang::", Role.OTHER)),
     ),
-    ServerKind(product="TensorRT-LLM", commands=("trtllm-serve",), port=8000),
+    ServerKind(product="TensorRT-LLM", commands=("trtllm-serve",), default_port=8000),
     ServerKind(
         product="LMDeploy",
         commands=("lmdeploy serve",),
-        port=23333,
+        default_port=23333,
         port_options=("--server-port",),
     ),
     ServerKind(
         product="Text Generation Inference",
         commands=("text-generation-launcher", "text-generation-router"),
-        port=3000,
+        default_port=3000,
         port_options=("--port", "-p"),
-        variable="PORT",  # 80 in its image
+        port_variable="PORT",  # 80 in its image
         titles=(("text-generation-server", Role.WORKER),),
     ),
     ServerKind(
-        product="llama.cpp", commands=("llama-server",), port=8080, variable="LLAMA_ARG_PORT"
+        product="llama.cpp",
+        commands=("llama-server",),
+        default_port=8080,
+        port_variable="LLAMA_ARG_PORT",
     ),
     ServerKind(
         product="Aphrodite",
         commands=("aphrodite.endpoints.openai.api_server", "aphrodite run", "aphrodite serve"),
-        port=2242,
-        elsewhere=frozenset({"--config", "--uds"}),
+        default_port=2242,
+        options_hiding_port=frozenset({"--config", "--uds"}),
     ),
     ServerKind(
         product="Dynamo",
         commands=("dynamo.frontend", "dynamo.vllm", "dynamo.sglang", "dynamo.trtllm"),
-        port=8000,
+        default_port=8000,
         port_options=("--http-port",),
-        variable="DYN_HTTP_PORT",
+        port_variable="DYN_HTTP_PORT",
     ),
 )
-"""Every kind of server that the daemon recognises; the titles were observed, or are in the server's source."""
+"""Every kind of server that the daemon recognises; the titles were observed, or are in the server's
+source."""
 
 
-_MENTIONED: Final = re.compile(
-    "|".join(sorted({re.split("[ .]", each)[0] for s in SERVERS for each in s.commands}))
-)
-_ROLES: Final = tuple(each for server in SERVERS for each in server.titles)
-_TITLES: Final = tuple(title for title, _ in _ROLES)
+_COMMANDS: Final = tuple(chain.from_iterable(server.commands for server in SERVERS))
+_FIRST_WORDS: Final = {re.split("[ .]", command)[0] for command in _COMMANDS}
+_ANY_SERVER: Final = re.compile("|".join(sorted(_FIRST_WORDS)))
+_TITLE_ROLES: Final = tuple(chain.from_iterable(server.titles for server in SERVERS))
+_TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 
 def find_role(command: tuple[str, ...]) -> Role | None:
     """Return the role of a title or a server's command line; None for any other process."""
     if command[0].startswith(_TITLES):
-        return next(role for title, role in _ROLES if command[0].startswith(title))
+        return next(role for title, role in _TITLE_ROLES if command[0].startswith(title))
     return Role.API_SERVER if find_server(command) else None
 
 
 def find_server(command: tuple[str, ...]) -> ServerKind | None:
     """Return the kind of server that this command line runs; None where it only mentions one."""
-    if not _MENTIONED.search("\0".join(command)):  # most of a host's processes, in a microsecond
+    # Fast path: most of a host's processes do not mention a server. This takes a microsecond.
+    if not _ANY_SERVER.search("\0".join(command)):
         return None
-    if _INTERPRETER.fullmatch(_strip_folder(command[0])):  # it runs a script or a module
-        command = command[1:]
-        while command and command[0].startswith("-") and not _MODULE_OPTION.fullmatch(command[0]):
-            command = command[2:] if command[0] in _OPTIONS_WITH_VALUE else command[1:]
-        command = (command[1:] if command and command[0].startswith("-") else command) or ("",)
-    named = f"{_strip_folder(command[0])} {' '.join(command[1:2])} "
+    if _INTERPRETER.fullmatch(_strip_folder(command[0])):
+        command = _strip_interpreter(command)
+    program_and_subcommand = f"{_strip_folder(command[0])} {' '.join(command[1:2])} "
     for server in SERVERS:
         if server.scripts and command[0].endswith(server.scripts):
             return server
-        if any(named.startswith(f"{each} ") for each in server.commands):
+        if any(program_and_subcommand.startswith(f"{start} ") for start in server.commands):
             return server
     return None
 
 
-_SUPERVISOR: Final = frozenset({"--data-parallel-multi-port-external-lb", "-dpm"})
-_MOST_DIGITS: Final = 5
+def _strip_interpreter(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the script or module that an interpreter runs, with its arguments.
+
+    Without one, return an empty argument.
+    """
+    position = 1
+    while position < len(command):
+        argument = command[position]
+        if _MODULE_OPTION.fullmatch(argument):
+            position += 1
+            break
+        if not argument.startswith("-"):
+            break
+        position += 2 if argument in _OPTIONS_WITH_VALUE else 1
+    return command[position:] or ("",)
+
+
+_SUPERVISOR_OPTIONS: Final = frozenset({"--data-parallel-multi-port-external-lb", "-dpm"})
+_LOCAL_SIZE_OPTIONS: Final = frozenset({"--data-parallel-size-local", "-dpl"})
+_MAX_DIGITS: Final = 5
+"""Of a port."""
 
 
 def is_supervisor(command: tuple[str, ...]) -> bool:
-    """Return whether a vLLM serves nothing itself but starts a server for each data-parallel rank."""
-    return not _SUPERVISOR.isdisjoint(command)
+    """Return whether this vLLM only starts a server for each data-parallel rank."""
+    return not _SUPERVISOR_OPTIONS.isdisjoint(command)
 
 
 def list_options(command: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield each argument with what would be its value as an option: the text after `=`, or the next argument."""
-    for argument, following in zip(command, (*command[1:], ""), strict=True):
-        name, joined, value = argument.partition("=")
-        yield name, value if joined else following
+    """Yield each argument with what would be its value if it is an option.
+
+    That is the text after `=`, or else the next argument.
+    """
+    for argument, next_argument in zip(command, (*command[1:], ""), strict=True):
+        name, separator, value = argument.partition("=")
+        yield name, value if separator else next_argument
 
 
 def find_port(
-    command: tuple[str, ...], wanted: int | None = None, above: tuple[str, ...] = ()
+    command: tuple[str, ...],
+    wanted_port: int | None = None,
+    parent_command: tuple[str, ...] = (),
 ) -> int | None:
-    """Return the port that a server's command line names, else its default; None where it is unknown.
+    """Return the port that a server's command line names, else its default; None where unknown.
 
-    A default other than the `wanted` port is unknown too where a variable may have changed it. Ranks have consecutive
-    ports from that of the supervisor `above` them (vllm/entrypoints/openai/dp_supervisor.py).
+    Where an environment variable may have changed it, the default counts only if it is the
+    `wanted_port`, or no port is wanted.
     """
-    if is_supervisor(above):
-        local = {"--data-parallel-size-local", "-dpl"}
-        first, ranks = (
-            find_port(above),
-            _parse_count([v for name, v in list_options(above) if name in local]),
-        )
-        rank = _parse_count([command[0].rpartition("_")[2]])
-        return None if first is None or not ranks or rank is None else first + rank % ranks
+    if is_supervisor(parent_command):
+        return _find_rank_port(command, parent_command)
     server = find_server(command) if command else None
     if server is None:
         return None
     options = list(list_options(command))
-    if ports := [value for name, value in options if name in server.port_options]:
-        return _parse_count(ports)
-    is_elsewhere = any(name in server.elsewhere for name, _ in options)
-    may_be_set = server.variable and wanted not in {None, server.port}
-    return None if is_elsewhere or may_be_set else server.port
+    ports = [value for name, value in options if name in server.port_options]
+    if ports:
+        return _parse_count(ports[-1])
+    if any(name in server.options_hiding_port for name, _ in options):
+        return None
+    if server.port_variable and wanted_port not in {None, server.default_port}:
+        return None
+    return server.default_port
 
 
-def _parse_count(texts: list[str]) -> int | None:
-    """Return the last number, of up to five digits, as ports have."""
-    return (
-        int(texts[-1])
-        if texts and texts[-1].isdecimal() and len(texts[-1]) <= _MOST_DIGITS
-        else None
-    )
+def _find_rank_port(command: tuple[str, ...], supervisor_command: tuple[str, ...]) -> int | None:
+    """Return the port of a rank below a supervisor; None where unknown.
+
+    Ranks have consecutive ports from the supervisor's on
+    (vllm/entrypoints/openai/dp_supervisor.py).
+    """
+    sizes = [
+        value for name, value in list_options(supervisor_command) if name in _LOCAL_SIZE_OPTIONS
+    ]
+    first_port = find_port(supervisor_command)
+    local_ranks = _parse_count(sizes[-1]) if sizes else None
+    # A rank's title ends with its rank among all nodes: VLLM::ExternalLBRank_5.
+    global_rank = _parse_count(command[0].rpartition("_")[2])
+    if first_port is None or not local_ranks or global_rank is None:
+        return None
+    return first_port + global_rank % local_ranks
+
+
+def _parse_count(text: str) -> int | None:
+    """Return a number of up to five digits; None for any other text."""
+    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None
 
 
 def _strip_folder(program: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roots import Choice, PageState, choose_roots
+from vllm_headroom.scrape.proc.roots import Choice, PageState, ServedPort, choose_roots
 from vllm_headroom.scrape.proc.servers import find_port
 
 PORT = 8000
@@ -19,16 +19,16 @@ def tree(*processes: tuple[int, int, str]) -> Tree:
     }
 
 
-REFUSED = PageState(port=PORT, listens=False)
+REFUSED = PageState(port=PORT, can_listen=False)
 """Nobody listens where the page is asked for."""
 
 ANYTHING = PageState(port=PORT)
-ON_HOST = PageState(port=PORT, on_host=True)
+ON_HOST = PageState(port=PORT, is_on_host=True)
 
 
 def named(began_seconds: float | None = None) -> PageState:
     """Return what a page tells, and when its server began."""
-    return PageState(port=PORT, answers=True, began_seconds=began_seconds)
+    return PageState(port=PORT, is_answered=True, server_start_seconds=began_seconds)
 
 
 def choice(
@@ -37,7 +37,10 @@ def choice(
     """Return the choice after `before`; those `away` are on another network than the daemon."""
     nobody = ProcEntry(pid=0, parent_pid=0, started_seconds=0.0, command=())
     above = {pid: seen.get(process.parent_pid, nobody).command for pid, process in seen.items()}
-    told = {pid: (find_port(each.command, above=above[pid]), pid not in away) for pid, each in seen.items()}
+    told = {
+        pid: ServedPort(find_port(each.command, parent_command=above[pid]), pid not in away)
+        for pid, each in seen.items()
+    }
     return choose_roots(seen, told.__getitem__, asked, before or Choice())
 
 

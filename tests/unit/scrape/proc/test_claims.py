@@ -42,8 +42,8 @@ def test_a_default_port_counts() -> None:
 def test_where_nothing_tells_none_is_taken(servers: tuple[tuple[int, int, str], ...]) -> None:
     found = choice(tree(*servers), asked=ANYTHING)
 
-    assert (found.roots, found.ambiguous) == ((), 2)
-    assert found.others == {(pid, 1.0) for pid, _, _ in servers}
+    assert (found.roots, found.ambiguous_engines) == ((), 2)
+    assert found.neighbours == {(pid, 1.0) for pid, _, _ in servers}
 
 
 @pytest.mark.parametrize("others", [(NEIGHBOUR,), (NEIGHBOUR, ANOTHER)])
@@ -53,7 +53,7 @@ def test_once_the_server_with_the_port_was_seen_its_neighbours_are_none_while_it
     seen = choice(tree(OURS))
 
     alone = choice(tree(*others), asked=ANYTHING, before=seen)
-    assert (alone.roots, alone.ambiguous) == ((), 0)
+    assert (alone.roots, alone.ambiguous_engines) == ((), 0)
     assert choice(tree(OURS, *others), before=alone).roots == (10,)
 
 
@@ -86,7 +86,7 @@ def test_one_behind_a_mapping_is_known_again_and_those_beside_it_stay_strangers(
     assert first.roots == (20,)
 
     dead = choice(tree(OURS), asked=ANYTHING, before=first, away=[10])
-    assert (dead.roots, dead.ambiguous) == ((), 0)
+    assert (dead.roots, dead.ambiguous_engines) == ((), 0)
 
     again = {**tree(OURS), 21: replace(twins[20], pid=21, started_seconds=90.0)}
     assert choice(again, before=dead, away=[10, 21]).roots == (21,)
@@ -98,7 +98,7 @@ def test_the_one_that_was_chosen_stays_it_unless_its_pid_is_anothers() -> None:
 
     assert choice(seen, before=first).roots == (10,)
     recycled = {**seen, 10: replace(seen[10], started_seconds=50.0)}
-    assert choice(recycled, before=first).ambiguous == 2
+    assert choice(recycled, before=first).ambiguous_engines == 2
 
 
 def test_of_two_that_began_within_a_second_the_nearer_is_meant() -> None:
@@ -122,7 +122,7 @@ def test_what_was_seen_beside_a_named_server_is_none_until_the_page_names_it() -
     first = choice({**tree(OURS), 20: other}, asked=last)
 
     dead = choice({20: other}, asked=last, before=first)
-    assert (first.roots, dead.roots, dead.ambiguous) == ((10,), (), 0)
+    assert (first.roots, dead.roots, dead.ambiguous_engines) == ((10,), (), 0)
 
     recycled = {10: replace(tree(NEIGHBOUR)[20], pid=10, started_seconds=1.1)}
     assert choice(recycled, asked=last, before=first).roots == ()
@@ -144,13 +144,13 @@ def test_on_a_host_one_that_only_may_be_it_is_not_known_to_be_before_the_page_an
     seen = tree((10, 1, command))
 
     before = choice(seen, asked=ON_HOST)
-    assert (before.roots, before.ambiguous) == ((), 1)
+    assert (before.roots, before.ambiguous_engines) == ((), 1)
     assert choice(seen).roots == (() if "9000" in command else (10,))
     assert choice(seen, asked=ANYTHING).roots == (10,)
 
-    served = choice(seen, asked=replace(named(), on_host=True), before=before)
+    served = choice(seen, asked=replace(named(), is_on_host=True), before=before)
     assert served.roots == (10,)
-    assert choice(seen, asked=replace(REFUSED, on_host=True), before=served).roots == (10,)
+    assert choice(seen, asked=replace(REFUSED, is_on_host=True), before=served).roots == (10,)
 
 
 def test_on_a_host_one_with_the_port_is_known_before_it_answers() -> None:

@@ -56,7 +56,7 @@ def test_each_rank_below_a_supervisor_is_an_engine_with_a_port_of_its_own() -> N
     found = choice(tree((10, 1, f"{SUPERVISOR} 4"), *RANKS))
 
     assert found.roots == (22,)
-    assert found.others == {(20, 1.0), (21, 1.0), (23, 1.0)}
+    assert found.neighbours == {(20, 1.0), (21, 1.0), (23, 1.0)}
     assert assign_roles(tree(*RANKS), 99, found.roots) == {22: Role.API_SERVER, 32: Role.ENGINE_CORE}
 
 
@@ -65,7 +65,7 @@ def test_ranks_whose_ports_do_not_tell_are_told_by_their_start_on_the_page(local
     seen = tree((10, 1, f"{SUPERVISOR} {local}"), *RANKS)
     seen[23] = replace(seen[23], started_seconds=1.5)
 
-    assert choice(seen, asked=ANYTHING).ambiguous == 4
+    assert choice(seen, asked=ANYTHING).ambiguous_engines == 4
     assert choice(seen, asked=named(1.5)).roots == (23,)
 
 
@@ -124,7 +124,7 @@ def test_programs_that_embed_vllm_are_engines_without_a_port() -> None:
     other = ((17, 1, "python serve.py"), (18, 17, "VLLM::EngineCore"))
 
     assert choice(tree(*one)).roots == (8, 9)
-    assert choice(tree(*one, *other)).ambiguous == 2
+    assert choice(tree(*one, *other)).ambiguous_engines == 2
 
 
 RAY = ((40, 1, "raylet"), (41, 40, "ray::RayWorkerWrapper.execute_method"), (42, 40, "ray::EngineCoreActor.run"))
@@ -149,7 +149,7 @@ def test_rays_actors_are_nothing_that_comes_to_listen_here() -> None:
 
 
 def test_nothing_tells_whose_rays_actors_are_beside_several_servers() -> None:
-    assert choice(tree(*RAY, OURS, NEIGHBOUR)).ambiguous == 2
+    assert choice(tree(*RAY, OURS, NEIGHBOUR)).ambiguous_engines == 2
 
 
 def test_a_circle_of_parents_is_walked_once() -> None:
