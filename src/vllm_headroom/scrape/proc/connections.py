@@ -1,64 +1,97 @@
-"""Find how long clients of a server have waited, by the kernel's account of its connections."""
+"""Find how long clients of a server have waited, by the kernel's record of its connections."""
 
 import socket
 from collections.abc import Collection, Iterator
-from itertools import product
 from struct import Struct
 from typing import Final
 
 SLOW_SECONDS: Final = 40.0
-"""An idle server answers sooner, although it may take 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT)."""
+"""An idle server answers sooner, although it may take 30 s to load a video
+(VLLM_VIDEO_FETCH_TIMEOUT)."""
 
-# linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h
-_SOCK_DIAG, _BY_FAMILY, _DUMP, _ENDS, _ESTABLISHED, _TCP_INFO = 4, 20, 0x301, (2, 3), 1 << 1, 2
-_QUESTION, _PORT, _MESSAGE, _ATTRIBUTE = (
-    Struct("=IHHII BBBxI"),
-    Struct(">H46x"),
-    Struct("=IH"),
-    Struct("=HH"),
-)
+# The kernel's sock_diag protocol: linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h.
+_NETLINK_SOCK_DIAG: Final = 4
+_SOCK_DIAG_BY_FAMILY: Final = 20
+_DUMP_FLAGS: Final = 0x301
+"""NLM_F_REQUEST and NLM_F_DUMP: list all sockets."""
+_END_KINDS: Final = (2, 3)
+"""NLMSG_ERROR and NLMSG_DONE: no further message follows."""
+_ESTABLISHED_STATES: Final = 1 << 1
+"""The set of states with TCP_ESTABLISHED alone."""
+_INET_DIAG_INFO: Final = 2
+"""The attribute with a socket's tcp_info."""
+
+_REQUEST: Final = Struct("=IHHII BBBxI")
+"""A message's header (size, kind, flags, sequence, port), then the start of inet_diag_req_v2:
+family, protocol, attributes and states."""
+_SOCKET_ID: Final = Struct(">H46x")
+"""The rest of the request: the server's port, with any address and peer."""
+_MESSAGE_HEADER: Final = Struct("=IH")
+_ATTRIBUTE_HEADER: Final = Struct("=HH")
 _FIXED_BYTES: Final = 88
-_DATA: Final = Struct("=48xI4xI64xQQ")
-"""Milliseconds since data was last sent, and received; bytes acknowledged, and received."""
+"""Of a message, before its attributes."""
+_TCP_INFO: Final = Struct("=48xI4xI64xQQ")
+"""An attribute's milliseconds since data was last sent, and received; bytes acknowledged, and
+received."""
+
+_RECEIVE_BYTES: Final = 2**16
 
 
 def find_wait(ports: Collection[int]) -> float | None:
-    """Return how long the newest slow request to these ports has waited; None without one, or where it is unknown.
+    """Return for how many seconds the newest slow request to these ports has waited.
 
-    A request waits on a connection that has received data since it last sent any, or at once and has sent none: one
-    that is kept alive has sent last. The connections are those of this process's network.
+    None without a slow request, or where that is unknown. A request waits on a connection that has
+    received data since it last sent any. A connection that is kept alive has sent last. The
+    connections are those of this process's network.
     """
+    waits_seconds: list[float] = []
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
-            asked = product((socket.AF_INET, socket.AF_INET6), ports)
-            waits = [wait for family, port in asked for wait in _list_waits(kernel, family, port)]
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
+            for family in (socket.AF_INET, socket.AF_INET6):
+                for port in ports:
+                    waits_seconds += _list_waits(kernel, family, port)
     except OSError:
         return None
-    return min((wait for wait in waits if wait >= SLOW_SECONDS), default=None)
+    return min((wait for wait in waits_seconds if wait >= SLOW_SECONDS), default=None)
 
 
 def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float]:
-    """Yield the seconds that each request to a port has waited for."""
-    about = (family, socket.IPPROTO_TCP, _TCP_INFO, _ESTABLISHED)
-    kernel.send(
-        _QUESTION.pack(_QUESTION.size + _PORT.size, _BY_FAMILY, _DUMP, 0, 0, *about)
-        + _PORT.pack(port)
+    """Yield for how many seconds each request to a port has waited."""
+    size = _REQUEST.size + _SOCKET_ID.size
+    request = _REQUEST.pack(
+        size,
+        _SOCK_DIAG_BY_FAMILY,
+        _DUMP_FLAGS,
+        0,
+        0,
+        family,
+        socket.IPPROTO_TCP,
+        _INET_DIAG_INFO,
+        _ESTABLISHED_STATES,
     )
+    kernel.send(request + _SOCKET_ID.pack(port))
     while True:
-        for kind, message in _split(memoryview(kernel.recv(2**16)), _MESSAGE):
-            if kind in _ENDS:
+        received = memoryview(kernel.recv(_RECEIVE_BYTES))
+        for kind, message in _split_parts(received, _MESSAGE_HEADER):
+            if kind in _END_KINDS:
                 return
-            for name, info in _split(message[_FIXED_BYTES:], _ATTRIBUTE):
-                sent, received, n_acked, n_received = (
-                    _DATA.unpack_from(info) if name == _TCP_INFO else (0, 0, 0, 0)
-                )
-                if received < sent or (received == sent and n_received > n_acked == 0):
-                    yield received / 1000
+            for attribute, content in _split_parts(message[_FIXED_BYTES:], _ATTRIBUTE_HEADER):
+                if attribute != _INET_DIAG_INFO:
+                    continue
+                sent_ago, received_ago, acked_bytes, received_bytes = _TCP_INFO.unpack_from(content)
+                # Equal times, as at a connection's start, show no order; then it waits if it has
+                # received data and has sent none.
+                has_only_received = received_bytes > 0 and acked_bytes == 0
+                is_waiting = received_ago < sent_ago
+                if is_waiting or (received_ago == sent_ago and has_only_received):
+                    yield received_ago / 1000
 
 
-def _split(parts: memoryview, header: Struct) -> Iterator[tuple[int, memoryview]]:
+def _split_parts(parts: memoryview, header: Struct) -> Iterator[tuple[int, memoryview]]:
     """Yield the kind and the bytes, header included, of each message or attribute."""
     while parts:
         size, kind = header.unpack_from(parts)
         yield kind, parts[:size]
-        parts = parts[(size + 3) & ~3 :]
+        # each part starts at a multiple of four bytes
+        aligned_size = (size + 3) & ~3
+        parts = parts[aligned_size:]

@@ -1,6 +1,7 @@
 """Read the files of one /proc, with no state between two reads."""
 
 import os
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
@@ -8,13 +9,16 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.scrape.proc.servers import find_role
+from vllm_headroom.scrape.proc.servers import Command, find_role
 from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
 """Enough for a program and its first arguments, and for any stat or /sys file; a command line may
 be megabytes."""
+
+KIB: Final = 1024
+"""The unit of sizes in /proc."""
 
 _CHUNK_BYTES: Final = 2**16
 
@@ -49,7 +53,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     parent_pid: int
     started_seconds: float
     """Since boot."""
-    command: tuple[str, ...] = ()
+    command: Command = ()
     """Its command line, which a process title replaces; where it has none, its name."""
     name: str = ""
     """Cut by the kernel to 15 characters."""
@@ -73,6 +77,10 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
         Cached, since every process is checked at each change.
         """
         return find_role(self.command)
+
+
+ProcEntries = Mapping[int, ProcEntry]
+"""Processes by pid."""
 
 
 class ProcStat(Struct, frozen=True, kw_only=True):
@@ -125,7 +133,8 @@ def find_number(text: bytes, name: bytes) -> int | None:
 
 def list_pids(proc: Path) -> frozenset[int]:
     """Return every visible pid; raise OSError where there is no /proc."""
-    return frozenset(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208 - no Path per process
+    names = os.listdir(proc)  # noqa: PTH208 - no Path per process
+    return frozenset(int(name) for name in names if name.isdecimal())
 
 
 def read_own_pid(proc: Path) -> int:
@@ -175,7 +184,7 @@ def is_zombie(proc: Path, pid: int) -> bool:
         return False
 
 
-def read_command(proc: Path, pid: int) -> tuple[str, ...]:
+def read_command(proc: Path, pid: int) -> Command:
     """Return the process's whole command line, empty when it has exited."""
     try:
         return _split_arguments(read_content(proc / str(pid) / "cmdline"))
@@ -190,7 +199,8 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
     unknown.
     """
     try:
-        resident_pages = int(read_start(f"{proc}/{process.pid}/statm").split()[1])
+        memory_pages = read_start(f"{proc}/{process.pid}/statm").split()
+        resident_pages = int(memory_pages[1])
         # stat comes after statm: if it is of the same process, then both are
         stat = _read_stat(proc, process.pid)
     except (OSError, ValueError, IndexError) as error:
@@ -208,7 +218,8 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
     """Parse a process's stat file, see proc(5); raise OSError or ValueError."""
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     # The name stands in parentheses and may contain any byte, parentheses too.
-    name, _, following = text.partition("(")[2].rpartition(") ")
+    _, _, name_and_fields = text.partition("(")
+    name, _, following = name_and_fields.rpartition(") ")
     # proc(5) numbers the fields from 1; the state, field 3, is the first after the name
     fields = following.split(maxsplit=20)
     if len(fields) < _STAT_FIELDS:
@@ -241,7 +252,7 @@ def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
         raise error
 
 
-def _split_arguments(arguments: bytes) -> tuple[str, ...]:
+def _split_arguments(arguments: bytes) -> Command:
     text = arguments.rstrip(b"\0").decode(errors="replace")
     return tuple(text.split("\0")) if text else ()
 
@@ -249,9 +260,10 @@ def _split_arguments(arguments: bytes) -> tuple[str, ...]:
 def has_host_pids(proc: Path) -> bool:
     """Return whether this process is known to be in the machine's first PID namespace."""
     try:
-        return str((proc / "self" / "ns" / "pid").readlink()) == _FIRST_PID_NAMESPACE
+        namespace = (proc / "self" / "ns" / "pid").readlink()
     except OSError:
         return False
+    return str(namespace) == _FIRST_PID_NAMESPACE
 
 
 def has_same_network(proc: Path, pid: int, *, default: bool = True) -> bool:
@@ -259,7 +271,9 @@ def has_same_network(proc: Path, pid: int, *, default: bool = True) -> bool:
 
     Compares the inode of net/stat, which all users can read, unlike ns/net.
     """
+    own_file = proc / "self" / "net" / "stat"
+    other_file = proc / str(pid) / "net" / "stat"
     try:
-        return (proc / str(pid) / "net" / "stat").samefile(proc / "self" / "net" / "stat")
+        return other_file.samefile(own_file)
     except OSError:
         return default

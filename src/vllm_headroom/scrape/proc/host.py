@@ -4,33 +4,55 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Final, NamedTuple
+from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.model import Cgroup, HostReading, MachineMemory, Shm
-from vllm_headroom.scrape.proc.files import find_number, read_content
+from vllm_headroom.scrape.proc.files import KIB, find_number, read_content
+from vllm_headroom.units import MIB
 
 
-class _Version(NamedTuple):
-    """The file names of a cgroup version, and the entries of memory.stat that the kernel reclaims before it kills.
-
-    Active files count too: mapped weights are among them. Shared memory is on neither list.
-    """
+class CgroupVersion(Struct, frozen=True, kw_only=True):
+    """The names of a cgroup version's files."""
 
     limit: str
     used: str
-    kills: str
-    cache: str
+    events: str
+    """The file that counts the kernel's kills."""
+    cache: tuple[str, ...]
+    """Entries of memory.stat that the kernel reclaims before it kills. Active files count too:
+    mapped weights are among them. Shared memory does not."""
 
 
-_V2: Final = _Version(
-    "memory.max", "memory.current", "memory.events", "active_file inactive_file slab_reclaimable"
+_V2: Final = CgroupVersion(
+    limit="memory.max",
+    used="memory.current",
+    events="memory.events",
+    cache=("active_file", "inactive_file", "slab_reclaimable"),
 )
-_V1: Final = _Version(
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    "memory.oom_control",
-    "total_active_file total_inactive_file",
+_V1: Final = CgroupVersion(
+    limit="memory.limit_in_bytes",
+    used="memory.usage_in_bytes",
+    events="memory.oom_control",
+    cache=("total_active_file", "total_inactive_file"),
 )
+
+
+class CgroupMount(Struct, frozen=True, kw_only=True):
+    """Where a tree of memory cgroups is mounted."""
+
+    version: CgroupVersion
+    root: str
+    """The cgroup that is mounted there: in a container not always the first of the tree."""
+    path: Path
+
+
+class CgroupFolder(Struct, frozen=True, kw_only=True):
+    """A folder that may be a process's cgroup."""
+
+    mount: CgroupMount
+    path: Path
 
 
 def _read(path: Path) -> bytes:
@@ -41,133 +63,180 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
-    """Return the memory of the process's cgroup, at the level with the lowest limit; None where it is not visible.
+def _read_lines(path: Path) -> list[str]:
+    """Return a file's lines; raise OSError."""
+    return read_content(path).decode(errors="replace").splitlines()
 
-    Its folder must list the process. A limit above the machine's memory is no limit.
+
+def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
+    """Return the memory of a process's cgroup, at the level with the lowest limit.
+
+    None where the cgroup is not visible: its folder must list the process. A limit above the
+    machine's memory is no limit.
     """
     try:
-        for version, folder, top in _list_folders(proc, pid):
-            if (
-                str(pid).encode() in _read(folder / "cgroup.procs").split()
-                and (folder / version.used).exists()
-            ):
-                return _read_memory(version, folder, top, machine_bytes)
+        for cgroup in _list_folders(proc, pid):
+            pids = _read(cgroup.path / "cgroup.procs").split()
+            has_memory = (cgroup.path / cgroup.mount.version.used).exists()
+            if str(pid).encode() in pids and has_memory:
+                return _read_memory(cgroup, machine_bytes)
     except (OSError, ValueError):
         return None
     return None
 
 
-def _list_folders(proc: Path, pid: int) -> Iterator[tuple[_Version, Path, Path]]:
-    """Yield where the process's cgroup may be: its version, its folder, and the mount point of the cgroup tree."""
-    mounts: list[tuple[_Version, str, str]] = []
-    for line in read_content(proc / "self" / "mountinfo").decode(errors="replace").splitlines():
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2) if after.count(" ") > 1 else ("", "", "")
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            root, top = before.split(" ")[3:5]
-            mounts.append((_V2 if kind == "cgroup2" else _V1, root, top))
-    for line in read_content(proc / str(pid) / "cgroup").decode(errors="replace").splitlines():
+def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
+    """Yield where the process's cgroup may be; raise OSError or ValueError."""
+    mounts = []
+    for line in _read_lines(proc / "self" / "mountinfo"):
+        mount = _parse_mount(line)
+        if mount is not None:
+            mounts.append(mount)
+    for line in _read_lines(proc / str(pid) / "cgroup"):
         hierarchy, controllers, path = line.split(":", 2)
-        version = (
-            _V1
-            if "memory" in controllers.split(",")
-            else _V2
-            if (hierarchy, controllers) == ("0", "")
-            else None
-        )
-        for mounted, root, top in mounts:
-            if mounted is version and PurePosixPath(path).is_relative_to(root):
-                yield mounted, Path(top) / PurePosixPath(path).relative_to(root), Path(top)
+        if "memory" in controllers.split(","):
+            version = _V1
+        elif (hierarchy, controllers) == ("0", ""):
+            version = _V2
+        else:
+            continue
+        for mount in mounts:
+            cgroup = PurePosixPath(path)
+            if mount.version is version and cgroup.is_relative_to(mount.root):
+                yield CgroupFolder(mount=mount, path=mount.path / cgroup.relative_to(mount.root))
 
 
-def _read_memory(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgroup | None:
-    limits: list[tuple[int, Path]] = []
+def _parse_mount(line: str) -> CgroupMount | None:
+    """Return the mount of a line of mountinfo, see proc(5); None for other file systems."""
+    fields, _, file_system = line.partition(" - ")
+    kind, _, source_and_options = file_system.partition(" ")
+    options = source_and_options.partition(" ")[2].split(",")
+    if kind == "cgroup2":
+        version = _V2
+    elif kind == "cgroup" and "memory" in options:
+        version = _V1
+    else:
+        return None
+    root, path = fields.split(" ")[3:5]
+    return CgroupMount(version=version, root=root, path=Path(path))
+
+
+def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
+    """Return the memory at the level with the lowest limit, None where it cannot be read."""
+    version = cgroup.mount.version
     try:
-        for level in (folder, *(above for above in folder.parents if above.is_relative_to(top))):
-            with contextlib.suppress(
-                FileNotFoundError, PermissionError
-            ):  # any other failure is not "no limit"
-                if (limit := find_number(read_content(level / version.limit), b"")) is not None:
-                    limits.append((limit, level))
-        limit_bytes, wall = min(limits, key=lambda each: each[0], default=(machine_bytes, folder))
-        stat = read_content(wall / "memory.stat")
-        swap = _read(wall / "memory.swap.current")  # version 1 has it in memory.stat
+        limit_bytes, level = _find_lowest_limit(cgroup) or (machine_bytes, cgroup.path)
+        stat = read_content(level / "memory.stat")
+        cache_bytes = 0
+        for name in version.cache:
+            cache_bytes += find_number(stat, f"{name} ".encode()) or 0
+        swap = _read(level / "memory.swap.current")
+        # version 1 has it in memory.stat
+        swap_bytes = find_number(swap, b"") if swap else find_number(stat, b"total_swap ")
         return Cgroup(
-            identity=f"{folder}:{folder.stat().st_ino}",
-            used_bytes=int(read_content(wall / version.used)),
-            cache_bytes=sum(
-                find_number(stat, f"{name} ".encode()) or 0 for name in version.cache.split()
-            ),
+            identity=f"{cgroup.path}:{cgroup.path.stat().st_ino}",
+            used_bytes=int(read_content(level / version.used)),
+            cache_bytes=cache_bytes,
             limit_bytes=limit_bytes if limit_bytes < machine_bytes else None,
-            oom_kills=find_number(read_content(folder / version.kills), b"oom_kill "),
-            swap_bytes=find_number(swap, b"") if swap else find_number(stat, b"total_swap "),
-            pressure_ratio=_read_pressure(wall / "memory.pressure", b"avg10="),
+            oom_kills=find_number(read_content(cgroup.path / version.events), b"oom_kill "),
+            swap_bytes=swap_bytes,
+            pressure_ratio=_read_pressure(level / "memory.pressure", b"avg10="),
         )
     except (OSError, ValueError):
         return None
 
 
-SHM: Final = "dev/shm"
-_KIB: Final = 1024
+def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
+    """Return the lowest limit of the cgroup and those above it, in bytes, with its folder.
+
+    None where none has a limit. Raises OSError where a limit cannot be read.
+    """
+    mount = cgroup.mount
+    limits: list[tuple[int, Path]] = []
+    for level in (cgroup.path, *cgroup.path.parents):
+        if not level.is_relative_to(mount.path):
+            continue
+        # Any other failure does not mean that there is no limit.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            limit_bytes = find_number(read_content(level / mount.version.limit), b"")
+            if limit_bytes is not None:
+                limits.append((limit_bytes, level))
+    return min(limits, key=lambda limit: limit[0], default=None)
+
+
+SHM_FOLDER: Final = "dev/shm"
+
+_UNLIMITED_BYTES: Final = 2**63
+"""Above every limit, for a machine whose memory is unknown."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:
-    """Return the visible host memory; the container is that of a process, of the engine its server."""
+    """Return the visible host memory; the cgroup and /dev/shm are those of the process `pid`."""
     machine = read_machine(proc)
     if pid is None:
         return HostReading(machine=machine)
-    cgroup = read_cgroup(proc, pid, machine_bytes=2**63 if machine is None else machine.total_bytes)
+    machine_bytes = _UNLIMITED_BYTES if machine is None else machine.total_bytes
+    cgroup = read_cgroup(proc, pid, machine_bytes=machine_bytes)
     return HostReading(cgroup=cgroup, machine=machine, shm=_read_process_shm(proc, pid))
 
 
 def read_machine(proc: Path) -> MachineMemory | None:
     """Return the machine's memory, None where /proc does not have it."""
     meminfo = _read(proc / "meminfo")
-    total_kib, available_kib = (
-        find_number(meminfo, b"MemTotal:"),
-        find_number(meminfo, b"MemAvailable:"),
-    )
+    total_kib = find_number(meminfo, b"MemTotal:")
+    available_kib = find_number(meminfo, b"MemAvailable:")
     if total_kib is None or available_kib is None:
         return None
     return MachineMemory(
-        total_bytes=total_kib * _KIB,
-        available_bytes=available_kib * _KIB,
-        swap_bytes=(find_number(meminfo, b"SwapTotal:") or 0) * _KIB,
-        swap_free_bytes=(find_number(meminfo, b"SwapFree:") or 0) * _KIB,
+        total_bytes=total_kib * KIB,
+        available_bytes=available_kib * KIB,
+        swap_bytes=(find_number(meminfo, b"SwapTotal:") or 0) * KIB,
+        swap_free_bytes=(find_number(meminfo, b"SwapFree:") or 0) * KIB,
         oom_kills=find_number(_read(proc / "vmstat"), b"oom_kill "),
         pressure_ratio=_read_pressure(proc / "pressure" / "memory", b"avg10="),
     )
 
 
-BLOCK_BYTES: Final = 2 * 2**20
-"""What a driver maps at a time: smaller free blocks do not help a GPU that uses the machine's memory."""
+DRIVER_BLOCK_BYTES: Final = 2 * MIB
+"""What a driver maps at a time: smaller free blocks do not help a GPU that uses the machine's
+memory."""
 
 
 def read_free_blocks(proc: Path) -> int | None:
-    """Return the free memory of the machine in blocks of 2 MiB and more; None where /proc/buddyinfo has none."""
+    """Return the bytes of the machine's free memory in blocks of 2 MiB or more.
+
+    None where /proc/buddyinfo has no counts.
+    """
     page_bytes = os.sysconf("SC_PAGE_SIZE")
-    # a line per zone counts its free blocks of one page, two pages, four pages and so on
-    zones = [
-        line.partition(b"zone")[2].split()[1:] for line in _read(proc / "buddyinfo").splitlines()
-    ]
-    try:
-        sizes = [
-            (int(count), page_bytes << order) for zone in zones for order, count in enumerate(zone)
-        ]
-    except ValueError:
-        return None
-    return sum(count * size for count, size in sizes if size >= BLOCK_BYTES) if sizes else None
+    has_counts = False
+    free_bytes = 0
+    for line in _read(proc / "buddyinfo").splitlines():
+        # A line counts a zone's free blocks of one page, two pages, four pages and so on.
+        counts = line.partition(b"zone")[2].split()[1:]
+        for order, count in enumerate(counts):
+            try:
+                blocks = int(count)
+            except ValueError:
+                return None
+            has_counts = True
+            block_bytes = page_bytes << order
+            if block_bytes >= DRIVER_BLOCK_BYTES:
+                free_bytes += blocks * block_bytes
+    return free_bytes if has_counts else None
 
 
 def read_cpu_pressure(proc: Path) -> float | None:
-    """Return the share of the last minute in which a task of the machine waited for a CPU; None with `psi=0`."""
+    """Return the share of the last minute in which a task of the machine waited for a CPU.
+
+    None where the kernel does not account for it (`psi=0`).
+    """
     return _read_pressure(proc / "pressure" / "cpu", b"avg60=")
 
 
 def _read_pressure(path: Path, window: bytes) -> float | None:
-    """Return the share of the window in which some task waited; the kernel's first line is that of some."""
+    """Return the share of the window in which at least one task waited; None where unknown."""
     try:
+        # The first line is that of "some" tasks, the second that of all.
         ratio = float(_read(path).partition(window)[2].split()[0]) / 100
     except (ValueError, IndexError):
         return None
@@ -175,28 +244,38 @@ def _read_pressure(path: Path, window: bytes) -> float | None:
 
 
 def read_boot_time(proc: Path) -> float:
-    """Return when the machine booted, in seconds since the epoch; raise OSError where /proc/stat does not have it."""
+    """Return when the machine booted, in seconds since the epoch.
+
+    Raises OSError where /proc/stat does not have it.
+    """
     seconds = find_number(read_content(proc / "stat"), b"btime ")
     if seconds is None:
         raise OSError(f"{proc / 'stat'} has no line btime")
     return float(seconds)
 
 
-def read_parts(proc: Path, pid: int) -> dict[str, int]:
-    """Return a process's anonymous, file-mapped, shared and swapped-out bytes, without what the kernel does not count.
+_STATUS_FIELDS: Final = {
+    "anonymous_bytes": b"RssAnon:",
+    "file_bytes": b"RssFile:",
+    "shared_bytes": b"RssShmem:",
+    "swap_bytes": b"VmSwap:",
+}
 
-    Not from smaps_rollup, which walks the page tables under the lock that the engine's own mappings need, for seconds
-    where weights are mapped.
+
+def read_parts(proc: Path, pid: int) -> dict[str, int]:
+    """Return the parts of a process's memory, by the names of EngineProcess's fields.
+
+    A part that the kernel does not count is left out.
     """
+    # Not from smaps_rollup: it walks the page tables under the lock that the engine's own mappings
+    # need, for seconds where weights are mapped.
     status = _read(proc / str(pid) / "status")
-    names = {
-        "anonymous": b"RssAnon:",
-        "file": b"RssFile:",
-        "shared": b"RssShmem:",
-        "swap": b"VmSwap:",
-    }
-    found = {f"{name}_bytes": find_number(status, field) for name, field in names.items()}
-    return {name: kib * _KIB for name, kib in found.items() if kib is not None}
+    parts_bytes = {}
+    for name, field in _STATUS_FIELDS.items():
+        part_kib = find_number(status, field)
+        if part_kib is not None:
+            parts_bytes[name] = part_kib * KIB
+    return parts_bytes
 
 
 def read_shm(path: Path) -> Shm | None:
@@ -211,18 +290,22 @@ def read_shm(path: Path) -> Shm | None:
 
 
 def _read_process_shm(proc: Path, pid: int) -> Shm | None:
-    """Return the process's /dev/shm: through its root where permitted, else this process's if it is the same."""
-    seen = read_shm(proc / str(pid) / "root" / SHM)
-    if seen is not None:
-        return seen
-    here = Path("/", SHM)
-    lines = (
-        line.split(" ")
-        for line in _read(proc / str(pid) / "mountinfo").decode(errors="replace").splitlines()
-    )
-    mounted = [words[2] for words in lines if words[4] == str(here)]
+    """Return the size of the process's /dev/shm, None where it cannot be read.
+
+    It is read through the process's root. Where that is not permitted, this process's own /dev/shm
+    is used if it is the same.
+    """
+    shm = read_shm(proc / str(pid) / "root" / SHM_FOLDER)
+    if shm is not None:
+        return shm
+    own_path = Path("/", SHM_FOLDER)
+    mountinfo = _read(proc / str(pid) / "mountinfo").decode(errors="replace")
+    mounts = [line.split(" ") for line in mountinfo.splitlines()]
+    # Fields 3 and 5 are the device and the path; the last mount of a path hides the earlier ones.
+    devices = [fields[2] for fields in mounts if fields[4] == str(own_path)]
     try:
-        device = here.stat().st_dev
+        own_device = own_path.stat().st_dev
     except OSError:
         return None
-    return read_shm(here) if mounted[-1:] == [f"{os.major(device)}:{os.minor(device)}"] else None
+    is_same = bool(devices) and devices[-1] == f"{os.major(own_device)}:{os.minor(own_device)}"
+    return read_shm(own_path) if is_same else None

@@ -6,7 +6,7 @@ from decimal import InvalidOperation
 from typing import Any, Final, get_type_hints
 
 from vllm_headroom.model import EngineOptions
-from vllm_headroom.scrape.proc.servers import find_server, list_options
+from vllm_headroom.scrape.proc.servers import Command, find_server, list_options
 from vllm_headroom.units import MOST_BYTES, parse_vllm_number
 
 _SHORT_OPTIONS: Final = {
@@ -61,7 +61,7 @@ _STARS: Final = "***"
 _STARRED: Final = rf"\g<before>\g<name>\g<start>{_STARS}"
 
 
-def read_options(command: tuple[str, ...]) -> EngineOptions | None:
+def read_options(command: Command) -> EngineOptions | None:
     """Return what a vLLM's command line sets; None for any other program's.
 
     vLLM accepts an option with underscores or dashes, and its value behind a space or `=`; the last
@@ -103,7 +103,7 @@ def _find_option_name(argument: str) -> str | None:
     return None
 
 
-def _find_positional_model(command: tuple[str, ...]) -> str | None:
+def _find_positional_model(command: Command) -> str | None:
     """Return the argument after `serve` if it is no option."""
     if "serve" not in command[:-1]:
         return None
@@ -123,7 +123,7 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
     return value if 0 <= value <= max_value else None
 
 
-def star_secrets(command: tuple[str, ...]) -> str:
+def star_secrets(command: Command) -> str:
     """Return a command line to show, with its secrets replaced by stars.
 
     Secrets are the values of options that name one, and what looks like one anywhere.

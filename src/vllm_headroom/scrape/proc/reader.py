@@ -1,7 +1,7 @@
 """The engine's processes and their memory, read from /proc."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -13,7 +13,7 @@ from vllm_headroom.model import EngineOptions, EnginePage, EngineProcess, Failur
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc import roots as proc_roots
 from vllm_headroom.scrape.proc.connections import find_wait
-from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.files import ProcEntries, ProcEntry
 from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_parts
 from vllm_headroom.scrape.proc.options import read_options
 from vllm_headroom.scrape.proc.servers import find_port, find_role
@@ -33,9 +33,7 @@ HIDDEN: Final = Failure(
 that once the engine was visible, as long as pid 1 is."""
 
 
-def assign_roles(
-    entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]
-) -> dict[int, Role]:
+def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
     """Return by pid the roles of an engine's `roots` and their descendants.
 
     The daemon itself, which may run below the engine's entrypoint, is left out with its children.
@@ -61,7 +59,7 @@ def assign_roles(
     return roles
 
 
-def sees_other_processes(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
+def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
     """Return whether processes outside the daemon's own line of descent are visible.
 
     With hidepid, pid 1 is not visible: then every visible process is this user's and proves

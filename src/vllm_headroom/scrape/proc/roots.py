@@ -1,7 +1,7 @@
 """Choose which of the visible engines serves a port."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from enum import IntEnum
 from math import inf
 from typing import Final, NamedTuple
@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.model import SAME_START_SECONDS
-from vllm_headroom.scrape.proc.files import ProcEntry, ProcIdentity
+from vllm_headroom.scrape.proc.files import ProcEntries, ProcEntry, ProcIdentity
 from vllm_headroom.scrape.proc.servers import find_server, is_supervisor
 from vllm_headroom.vocabulary import Role
 
@@ -22,6 +22,10 @@ set: then an equal port is stronger evidence than the start."""
 
 RAY_TITLE: Final = "ray::"
 """Prefix of the process titles of Ray's actors."""
+
+
+Roots = tuple[int, ...]
+"""The pids of one engine's processes that have no other process of the engine above them."""
 
 
 class ServedPort(NamedTuple):
@@ -54,7 +58,7 @@ class PageState(Struct, frozen=True, kw_only=True):
 class Choice(Struct, frozen=True, kw_only=True):
     """The chosen engine, and what the next choice needs to know about this one."""
 
-    roots: tuple[int, ...] = ()
+    roots: Roots = ()
     """The engine's root processes; none where it is down, or could be any of several."""
     ambiguous_engines: int = 0
     """How many engines are visible when it is unknown which of them is the engine; else 0."""
@@ -75,7 +79,7 @@ class Choice(Struct, frozen=True, kw_only=True):
 class Candidate(Struct, frozen=True, kw_only=True):
     """An engine that may serve the page, with its evidence."""
 
-    roots: tuple[int, ...]
+    roots: Roots
     root_processes: frozenset[ProcIdentity]
     servers: frozenset[ProcIdentity]
     """The roots and the API servers directly below them: any of these may answer for the page."""
@@ -115,7 +119,7 @@ NO_EVIDENCE: Final = Rank()
 
 
 def choose_roots(
-    entries: Mapping[int, ProcEntry],
+    entries: ProcEntries,
     find_served: Callable[[int], ServedPort],
     page: PageState,
     previous: Choice,
@@ -184,7 +188,7 @@ def _choose_none(
     candidates: list[Candidate],
     previous: Choice,
     *,
-    roots: tuple[int, ...],
+    roots: Roots,
     is_ambiguous: bool,
 ) -> Choice:
     """Return that no engine is chosen; what identified the engine before is kept for its return."""
@@ -205,7 +209,7 @@ def _list_root_processes(candidates: Iterable[Candidate]) -> frozenset[ProcIdent
     return frozenset[ProcIdentity]().union(*(candidate.root_processes for candidate in candidates))
 
 
-def _find_tops(entries: Mapping[int, ProcEntry]) -> list[int]:
+def _find_tops(entries: ProcEntries) -> list[int]:
     """Return the sorted pids of engine processes without another engine process above them.
 
     A supervisor of ranks is no engine process here: each rank below it is an engine with its own
@@ -225,33 +229,33 @@ def _is_ray_actor(process: ProcEntry) -> bool:
     return process.command[0].startswith(RAY_TITLE)
 
 
-def _group_engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> list[tuple[int, ...]]:
+def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
     """Return the roots of each engine.
 
     A server, or a rank below a supervisor, is an engine by itself. The others are grouped by parent
     and process group.
     """
-    servers: list[tuple[int, ...]] = []
-    siblings: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
+    engines: list[Roots] = []
+    families: defaultdict[tuple[int, int], Roots] = defaultdict(tuple)
     for pid in tops:
         process = entries[pid]
         parent = entries.get(process.parent_pid)
         is_rank = parent is not None and is_supervisor(parent.command)
         if is_rank or find_server(process.command) is not None:
-            servers.append((pid,))
+            engines.append((pid,))
         else:
-            siblings[process.family] += (pid,)
-    families = list(siblings.values())
-    if not servers:
+            families[process.family] += (pid,)
+    if not engines:
         # Without any server, cores and workers below one parent are a program that embeds vLLM.
-        return families
+        return list(families.values())
     # Beside a server, an engine core without one is a leftover: counting its memory as the
     # engine's would hide the leak. A family with an API server still serves: it has outlived the
     # process that started it.
-    return servers + [roots for roots in families if _has_api_server(entries, roots)]
+    engines.extend(roots for roots in families.values() if _has_api_server(entries, roots))
+    return engines
 
 
-def _has_api_server(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> bool:
+def _has_api_server(entries: ProcEntries, pids: Iterable[int]) -> bool:
     return any(entries[pid].role is Role.API_SERVER for pid in pids)
 
 
@@ -259,12 +263,12 @@ def _is_api_server(process: ProcEntry) -> bool:
     return process.role is Role.API_SERVER and not is_supervisor(process.command)
 
 
-def _describe_candidate(
-    entries: Mapping[int, ProcEntry], roots: tuple[int, ...], served_port: ServedPort
-) -> Candidate:
+def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedPort) -> Candidate:
     root_processes = [entries[pid] for pid in roots]
-    children = [process for process in entries.values() if process.parent_pid in roots]
-    servers = root_processes + [child for child in children if _is_api_server(child)]
+    servers = list(root_processes)
+    for process in entries.values():
+        if process.parent_pid in roots and _is_api_server(process):
+            servers.append(process)  # noqa: PERF401 - a list for two conditions reads worse
     starts_seconds = [process.started_seconds for process in servers]
     program = entries.get(root_processes[0].parent_pid)
     if program is not None:
@@ -281,7 +285,8 @@ def _describe_candidate(
 def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> Rank:
     is_first_choice = previous.certain_port is None
     was_chosen = not candidate.root_processes.isdisjoint(previous.servers)
-    has_port = candidate.served_port in {ServedPort(page.port, True), previous.certain_port}  # noqa: FBT003 - a tuple
+    page_port = ServedPort(page.port, can_listen=True)
+    has_port = candidate.served_port in {page_port, previous.certain_port}
 
     closeness = _measure_closeness(candidate, page)
     # One start identifies one engine, and this start is already the previous engine's: the last
@@ -298,7 +303,7 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
     # port: setting the clock moves the start.
     if page.server_start_seconds is not None and is_first_choice and not has_port:
         return start_rank
-    is_port_unknown = candidate.served_port == ServedPort(None, True)  # noqa: FBT003 - a tuple
+    is_port_unknown = candidate.served_port == ServedPort(None, can_listen=True)
     return start_rank._replace(
         has_port=has_port,
         may_have_port=is_first_choice and (page.can_listen or is_port_unknown),
@@ -314,7 +319,8 @@ def _measure_closeness(candidate: Candidate, page: PageState) -> float:
     page_start_seconds = page.server_start_seconds
     if page_start_seconds is None:
         return -inf
-    distance_seconds = min(abs(start - page_start_seconds) for start in candidate.starts_seconds)
+    distances_seconds = [abs(start - page_start_seconds) for start in candidate.starts_seconds]
+    distance_seconds = min(distances_seconds)
     return -distance_seconds if distance_seconds <= SAME_START_SECONDS else -inf
 
 
@@ -324,7 +330,7 @@ def _match_start(closeness: float) -> StartMatch:
     return StartMatch.NONE if closeness == -inf else StartMatch.NEAR
 
 
-def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
+def list_ancestors(entries: ProcEntries, pid: int) -> set[int]:
     """Return the pids of all processes above."""
     ancestors: set[int] = set()
     parent = entries[pid].parent_pid
@@ -335,19 +341,18 @@ def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
     return ancestors
 
 
-def add_descendants(entries: Mapping[int, ProcEntry], pids: Collection[int]) -> frozenset[int]:
+def add_descendants(entries: ProcEntries, pids: Collection[int]) -> frozenset[int]:
     """Return the pids with those of all processes below them."""
     if not pids:
         return frozenset()
-    return frozenset(
-        pid for pid in entries if not ({pid} | list_ancestors(entries, pid)).isdisjoint(pids)
-    )
+    descendants = [pid for pid in entries if not list_ancestors(entries, pid).isdisjoint(pids)]
+    return frozenset(descendants).union(pid for pid in pids if pid in entries)
 
 
 def find_orphans(
-    entries: Mapping[int, ProcEntry],
-    engine: Mapping[int, ProcEntry],
-    previous_orphans: Mapping[int, ProcEntry],
+    entries: ProcEntries,
+    engine: ProcEntries,
+    previous_orphans: ProcEntries,
     roots: Iterable[int],
     *,
     is_page_answered: bool,
@@ -378,11 +383,12 @@ def find_orphans(
         return {}
     if not has_server and _has_api_server(engine, engine):
         running_roots = set()
-    return {
-        pid: process
-        for pid, process in survivors.items()
-        if pid in previous_orphans or running_roots.isdisjoint(list_ancestors(entries, pid) | {pid})
-    }
+    orphans: dict[int, ProcEntry] = {}
+    for pid, process in survivors.items():
+        line_of_descent = {pid} | list_ancestors(entries, pid)
+        if pid in previous_orphans or running_roots.isdisjoint(line_of_descent):
+            orphans[pid] = process
+    return orphans
 
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
@@ -390,7 +396,7 @@ _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 is one."""
 
 
-def find_strays(entries: Mapping[int, ProcEntry], engine: Collection[int]) -> set[int]:
+def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
     """Return the pids of cores and workers whose server was never seen and has exited.
 
     None of the engine's. Only processes with a title count, and not Ray's, which Ray's daemon

@@ -7,83 +7,128 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.model import EngineOptions, Failure, ProcessName, ProcessReadings, TokenBytes
+from msgspec import Struct
+
+from vllm_headroom.model import Failure, ProcessName, ProcessReadings, TokenBytes
 from vllm_headroom.scrape.proc.files import read_content
 from vllm_headroom.worker import Worker
 
-_OTHERWISE: Final = frozenset(
-    {"config", "hf_config_path", "hf_overrides", "kv_cache_dtype_skip_layers"}
-    | {"speculative_config", "speculative_model"}
+_CACHE_OPTIONS: Final = frozenset(
+    {
+        "config",
+        "hf_config_path",
+        "hf_overrides",
+        "kv_cache_dtype_skip_layers",
+        "speculative_config",
+        "speculative_model",
+    }
 )
 """Options with which the cache may differ from what the model's own configuration gives."""
 
-_CACHE: Final = ".cache/huggingface/hub"
-_HUBS: Final = (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("HOME", _CACHE), ("", f"root/{_CACHE}"))
-"""Where Hugging Face's cache may be: below a variable of the environment."""
+_HUB_FOLDER: Final = ".cache/huggingface/hub"
+_HUB_PLACES: Final = (
+    ("HF_HUB_CACHE", ""),
+    ("HF_HOME", "hub"),
+    ("HOME", _HUB_FOLDER),
+    ("", f"root/{_HUB_FOLDER}"),
+)
+"""Where Hugging Face's cache may be: a variable of the environment, and the folder below it."""
+
+
+class ServedRun(Struct, frozen=True, kw_only=True):
+    """A run of an engine and the model that it serves."""
+
+    process: ProcessName
+    """The engine's first process: its pid, and its start since the epoch."""
+    model: str
+
+
+class ModelConfiguration(Struct, frozen=True, kw_only=True):
+    """The outcome of a search that did not fail."""
+
+    token_bytes: TokenBytes | None
+    """None where the model's configuration does not determine it."""
 
 
 class ServedModel:
-    """Reads the bytes per token of the model of each run once, on a separate thread: its folder may be on a network."""
+    """Reads once a run the bytes per token that the model's configuration gives.
+
+    It reads on a separate thread, since the model's folder may be on a network volume.
+    """
 
     def __init__(
         self, parse: Callable[[Path], TokenBytes | None], proc: Path = Path("/proc")
     ) -> None:
         self._parse = parse
         self._proc = proc
-        self._worker = Worker[tuple[TokenBytes | None, ...]]("model")
-        self._reading: asyncio.Future[tuple[TokenBytes | None, ...]] | None = None
-        self._served: tuple[ProcessName, str] | None = None
+        self._worker = Worker[ModelConfiguration | None]("model")
+        self._reading: asyncio.Future[ModelConfiguration | None] | None = None
+        self._run: ServedRun | None = None
 
     def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
-        """Return what the model's configuration gives, None before it could be read; the next call tries again."""
+        """Return what the model's configuration gives; None until it could be read.
+
+        Starts to read it for a new run, and again after each search that failed.
+        """
         if not isinstance(processes, Failure):
-            options, served = processes.options, None
-            if (
-                options is not None
-                and options.model is not None
-                and _OTHERWISE.isdisjoint(options.option_names)
-            ):
-                first = processes.engine[0]
-                served = ((first.pid, first.started_at_seconds), options.model)
-            if served != self._served:
-                self._served, self._reading = served, None
-            has_failed = (
-                self._reading is not None and self._reading.done() and not self._reading.result()
-            )
-            if served is not None and options is not None and (self._reading is None or has_failed):
-                with contextlib.suppress(
-                    TimeoutError, OSError
-                ):  # an earlier call hangs, or no thread can be started
-                    self._reading = self._worker.begin(partial(self._read, served[0][0], options))
-        found = self._reading.result() if self._reading is not None and self._reading.done() else ()
-        return found[0] if found else None
+            run = _describe_run(processes)
+            if run != self._run:
+                self._run = run
+                self._reading = None
+            if run is not None and (self._reading is None or self._has_failed()):
+                # An earlier call may hang, or no thread can be started.
+                with contextlib.suppress(TimeoutError, OSError):
+                    self._reading = self._worker.begin(partial(self._read, run))
+        if self._reading is None or not self._reading.done():
+            return None
+        configuration = self._reading.result()
+        return None if configuration is None else configuration.token_bytes
 
     async def wait(self, processes: ProcessReadings, timeout_seconds: float) -> TokenBytes | None:
-        """Return what the model's configuration gives, read within this time; None where it cannot be."""
+        """Return what the model's configuration gives; None where it cannot be read in time."""
         self.find(processes)
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=timeout_seconds)
         return self.find(processes)
 
-    def _read(self, pid: int, options: EngineOptions) -> tuple[TokenBytes | None, ...]:
+    def _has_failed(self) -> bool:
+        return self._reading is not None and self._reading.done() and self._reading.result() is None
+
+    def _read(self, run: ServedRun) -> ModelConfiguration | None:
+        """Return what the first configuration found gives; None where there is none to read."""
+        pid, _ = run.process
         with contextlib.suppress(OSError, ValueError):
-            for path in _list_places(self._proc / str(pid), options.model or ""):
+            for path in _list_places(self._proc / str(pid), run.model):
                 if path.is_file():
-                    return (self._parse(path),)
-        return ()
+                    return ModelConfiguration(token_bytes=self._parse(path))
+        return None
 
 
-def _list_places(process: Path, name: str) -> Iterator[Path]:
-    """Yield where the model's config.json may be, seen through the server's /proc: its folder, or the hub's cache."""
-    if name.startswith("/"):
-        yield process / "root" / name.lstrip("/") / "config.json"
+def _describe_run(processes: ProcessReadings) -> ServedRun | None:
+    """Return the engine's run; None where its model, or the effect of its options, is unknown."""
+    options = processes.options
+    if options is None or options.model is None:
+        return None
+    if not _CACHE_OPTIONS.isdisjoint(options.option_names):
+        return None
+    server = processes.engine[0]
+    return ServedRun(process=(server.pid, server.started_at_seconds), model=options.model)
+
+
+def _list_places(process: Path, model: str) -> Iterator[Path]:
+    """Yield where the model's config.json may be: in its own folder, or in the hub's cache.
+
+    Paths go through the server's folder in /proc, `process`, into its file system.
+    """
+    if model.startswith("/"):
+        yield process / "root" / model.lstrip("/") / "config.json"
         return
-    yield process / "cwd" / name / "config.json"
-    variables = read_content(process / "environ").decode(errors="replace").split("\0")
-    environ = dict(entry.split("=", 1) for entry in variables if "=" in entry)
-    for variable, below in _HUBS:
-        hub = process / "root" / environ.get(variable, "").lstrip("/") / below
-        folder = hub / f"models--{name.replace('/', '--')}"
+    yield process / "cwd" / model / "config.json"
+    entries = read_content(process / "environ").decode(errors="replace").split("\0")
+    environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    for variable, subfolder in _HUB_PLACES:
+        hub = process / "root" / environment.get(variable, "").lstrip("/") / subfolder
+        folder = hub / f"models--{model.replace('/', '--')}"
         with contextlib.suppress(OSError):
             revision = read_content(folder / "refs" / "main").decode(errors="replace").strip()
             yield folder / "snapshots" / Path(revision).name / "config.json"

@@ -14,6 +14,10 @@ _MODULE_OPTION: Final = re.compile(r"-[A-Za-z]*m")
 _OPTIONS_WITH_VALUE: Final = ("-X", "-W")
 
 
+Command = tuple[str, ...]
+"""A process's command line: its program and arguments."""
+
+
 class ServerKind(Struct, frozen=True, kw_only=True):
     """How to recognise a kind of server, and how it chooses its port."""
 
@@ -113,14 +117,14 @@ _TITLE_ROLES: Final = tuple(chain.from_iterable(server.titles for server in SERV
 _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 
-def find_role(command: tuple[str, ...]) -> Role | None:
+def find_role(command: Command) -> Role | None:
     """Return the role of a title or a server's command line; None for any other process."""
     if command[0].startswith(_TITLES):
         return next(role for title, role in _TITLE_ROLES if command[0].startswith(title))
     return Role.API_SERVER if find_server(command) else None
 
 
-def find_server(command: tuple[str, ...]) -> ServerKind | None:
+def find_server(command: Command) -> ServerKind | None:
     """Return the kind of server that this command line runs; None where it only mentions one."""
     # Fast path: most of a host's processes do not mention a server. This takes a microsecond.
     if not _ANY_SERVER.search("\0".join(command)):
@@ -136,7 +140,7 @@ def find_server(command: tuple[str, ...]) -> ServerKind | None:
     return None
 
 
-def _strip_interpreter(command: tuple[str, ...]) -> tuple[str, ...]:
+def _strip_interpreter(command: Command) -> Command:
     """Return the script or module that an interpreter runs, with its arguments.
 
     Without one, return an empty argument.
@@ -159,12 +163,12 @@ _MAX_DIGITS: Final = 5
 """Of a port."""
 
 
-def is_supervisor(command: tuple[str, ...]) -> bool:
+def is_supervisor(command: Command) -> bool:
     """Return whether this vLLM only starts a server for each data-parallel rank."""
     return not _SUPERVISOR_OPTIONS.isdisjoint(command)
 
 
-def list_options(command: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def list_options(command: Command) -> Iterator[tuple[str, str]]:
     """Yield each argument with what would be its value if it is an option.
 
     That is the text after `=`, or else the next argument.
@@ -175,9 +179,9 @@ def list_options(command: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def find_port(
-    command: tuple[str, ...],
+    command: Command,
     wanted_port: int | None = None,
-    parent_command: tuple[str, ...] = (),
+    parent_command: Command = (),
 ) -> int | None:
     """Return the port that a server's command line names, else its default; None where unknown.
 
@@ -200,7 +204,7 @@ def find_port(
     return server.default_port
 
 
-def _find_rank_port(command: tuple[str, ...], supervisor_command: tuple[str, ...]) -> int | None:
+def _find_rank_port(command: Command, supervisor_command: Command) -> int | None:
     """Return the port of a rank below a supervisor; None where unknown.
 
     Ranks have consecutive ports from the supervisor's on

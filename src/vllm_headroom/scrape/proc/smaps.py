@@ -1,61 +1,81 @@
-"""A process's memory by the kinds of its mappings: what grows outside of Python's objects has a name here."""
+"""Read a process's memory by the kind of its mappings."""
 
 import re
 import time
 from pathlib import Path
 from typing import Final
 
+from vllm_headroom.scrape.proc.files import KIB
+
 _MAPPING: Final = re.compile(rb"[0-9a-f]+-[0-9a-f]+ \S{4} \S+ \S+ \d+ *(.*)\n")
+"""The first line of a mapping; the group is its path."""
+
 _KINDS: Final = {
     "/memfd:": "memfd",
-    **dict.fromkeys(("/dev/shm/", "/SYSV", "/dev/zero"), "shm"),  # noqa: S108 - only a name
+    "/dev/shm/": "shm",  # noqa: S108 - only a name
+    "/SYSV": "shm",
+    "/dev/zero": "shm",
     "[stack": "stack",
     "[heap]": "heap",
 }
-"""The kinds by the start of the path; any other file is its name, and all else is `anonymous mmap`."""
+"""The kinds by the start of the path; see `_find_kind` for all other paths."""
 
-_MOST_KINDS: Final = 1000
+_MAX_KINDS: Final = 1000
 """A vLLM maps some 400 files."""
 
-_SECONDS: Final = 5.0
+_OTHER_FILES: Final = "other files"
+"""The kind of mapped files beyond that number."""
+
+_MAX_SECONDS: Final = 5.0
 """For one process: 40,000 mappings, of 25 lines each, take a second."""
 
 
 def read_mappings(proc: Path, pid: int) -> dict[str, int] | None:
-    """Return the resident bytes of each kind of mapping, and all that is `swapped out`; None where not visible.
+    """Return the resident bytes of each kind of mapping, and all that is `swapped out`.
 
-    The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `stack` and the name of each mapped file: a library's own
-    private memory is in its name. The kernel holds the process's mappings only while it writes a page of text.
+    The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `stack` and the name of each mapped
+    file: a library's own private memory is in its name. None where the file is not readable or
+    takes too long. The kernel locks the process's mappings only while it writes a page of text.
     """
-    found: dict[str, int] = {}
-    kind, ends = "", time.monotonic() + _SECONDS
+    sizes_bytes: dict[str, int] = {}
+    kind = ""
+    deadline = time.monotonic() + _MAX_SECONDS
     try:
         with (proc / str(pid) / "smaps").open("rb") as lines:
             for line in lines:
                 if line.startswith((b"Rss:", b"Swap:")):
-                    name = kind if line[0] == ord("R") else "swapped out"
-                    found[name] = found.get(name, 0) + int(line.split()[1]) * 1024
-                elif (mapping := _MAPPING.fullmatch(line)) is not None:
-                    path = mapping[1].decode(errors="replace")
-                    file = (
-                        path.removesuffix(" (deleted)").rpartition("/")[2]
-                        if path[:1] == "/"
-                        else "anonymous mmap"
-                    )
-                    kind = next(
-                        (kind for start, kind in _KINDS.items() if path.startswith(start)), file
-                    )
-                    kind = kind if kind in found or len(found) < _MOST_KINDS else "other files"
-                    if time.monotonic() > ends:
-                        return None
+                    name = kind if line.startswith(b"Rss:") else "swapped out"
+                    size_bytes = int(line.split()[1]) * KIB
+                    sizes_bytes[name] = sizes_bytes.get(name, 0) + size_bytes
+                    continue
+                mapping = _MAPPING.fullmatch(line)
+                if mapping is None:
+                    continue
+                kind = _find_kind(mapping[1].decode(errors="replace"))
+                if kind not in sizes_bytes and len(sizes_bytes) >= _MAX_KINDS:
+                    kind = _OTHER_FILES
+                if time.monotonic() > deadline:
+                    return None
     except (OSError, ValueError, IndexError):
         return None
-    return found or None
+    return sizes_bytes or None
 
 
-def find_growth(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """Return by how much each kind has grown or shrunk, the largest growth first, without those that have not."""
-    changes = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in before | after}
-    return dict(
-        sorted(((kind, size) for kind, size in changes.items() if size), key=lambda each: -each[1])
-    )
+def _find_kind(path: str) -> str:
+    for start, kind in _KINDS.items():
+        if path.startswith(start):
+            return kind
+    if path.startswith("/"):
+        return path.removesuffix(" (deleted)").rpartition("/")[2]
+    return "anonymous mmap"
+
+
+def find_growth(earlier: dict[str, int], later: dict[str, int]) -> dict[str, int]:
+    """Return by how many bytes each kind has grown or shrunk, the largest growth first.
+
+    Kinds of unchanged size are left out.
+    """
+    changes_bytes = {kind: later.get(kind, 0) - earlier.get(kind, 0) for kind in earlier | later}
+    changed_kinds = [kind for kind, change_bytes in changes_bytes.items() if change_bytes]
+    changed_kinds.sort(key=lambda kind: -changes_bytes[kind])
+    return {kind: changes_bytes[kind] for kind in changed_kinds}
