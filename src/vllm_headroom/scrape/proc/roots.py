@@ -131,7 +131,7 @@ def choose_roots(
     """
     tops = _find_tops(entries)
     ray_actors = tuple(pid for pid in tops if _is_ray_actor(entries[pid]))
-    # Ray's actors descend from Ray, not from their engine, so they form no engine of their own.
+    # Ray's actors descend from Ray, not from their engine, so no engine is grouped from them.
     engines = _group_engines(entries, [pid for pid in tops if pid not in ray_actors])
     candidates = [_describe_candidate(entries, roots, find_served(roots[0])) for roots in engines]
 
@@ -296,7 +296,7 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
         closeness = -inf
     start_rank = Rank(start_match=_match_start(closeness), closeness=closeness)
 
-    # Visible when a page named another engine's start: only a start of its own can name it now.
+    # Visible when a page named another engine's start: only its start on the page can name it now.
     if not candidate.root_processes.isdisjoint(previous.strangers):
         return start_rank
     # A page that names its server's start supports no other engine, unless that engine has the
