@@ -87,7 +87,7 @@ async def test_a_model_that_appears_later_is_found_then(container: Container) ->
     assert await container.find(readings(model="/models/other")) is None
 
 
-@pytest.mark.parametrize("given", [{}, {"model": "/models/m", "given": ("hf_overrides",)}, {"model": "../../x"}])
+@pytest.mark.parametrize("given", [{}, {"model": "/models/m", "option_names": ("hf_overrides",)}, {"model": "../../x"}])
 async def test_a_cache_that_may_differ_from_the_model_is_unknown(container: Container, given: dict[str, Any]) -> None:
     container.add("models/m/config.json")
 
