@@ -1,4 +1,4 @@
-"""Whether traffic should stay away from the engine, the answer of /gate/ready, and whether its pod is to be evicted."""
+"""Whether the engine should get traffic, and whether its pod is to be evicted."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -8,93 +8,136 @@ from msgspec import Struct
 from vllm_headroom import catalog
 from vllm_headroom.derive import Derivation
 from vllm_headroom.model import Sample, Snapshot, Values, name_device
-from vllm_headroom.units import format_duration
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, format_duration
 from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 
 GATE: Final = "gate"
-
-DAY_SECONDS: Final = 86400.0
-"""From one quiet hour to the next."""
+"""The name of the derivation, and of its state."""
 
 HOST: Final = "the host"
+"""The name of the host's memory in a sentence."""
 
 
 class Gate(Struct, frozen=True):
-    """Why the gate is closed, None while it is open; why the pod is to be evicted, None while it is not."""
+    """The answer of /gate/ready, and whether the pod is to be evicted."""
 
     reason: str | None = None
+    """Why the gate is closed, None while it is open."""
+
     due: str | None = None
+    """Why the pod is to be evicted, None while it is not."""
 
 
 class Guardrail(Struct, frozen=True, kw_only=True):
-    """The guardrail's settings and state: `is_holder` while this pod holds the Lease of its workload."""
+    """The guardrail's settings and state."""
 
     near_seconds: float
+    """The pod is evicted where a leak may end its engine within this time."""
+
     quiet_hour: int | None
+    """The hour of the day, in UTC, in which a day is near enough; None without one."""
+
     is_holder: bool
+    """Whether this pod holds the Lease of its workload: one pod at a time is evicted."""
+
     requests: tuple[tuple[EvictionResult, int], ...] = ()
+    """How many evictions were requested so far, by their result."""
+
+
+class TimeToOom(Struct, frozen=True, order=True):
+    """The lower bound of the time until memory is full, and whose memory; the nearest sorts
+    first.
+    """
+
+    earliest_seconds: float
+    owner: str
+    """The GPU, or the host, whose memory it is, as named in a sentence."""
+
+    def __str__(self) -> str:
+        """Return it as the end of a sentence on its owner."""
+        return f"may be out of memory in {format_duration(self.earliest_seconds)}"
 
 
 def build_gate(
-    least_seconds: float | None, values: Values, guardrail: Guardrail | None = None
+    gate_seconds: float | None, values: Values, guardrail: Guardrail | None = None
 ) -> Derivation[Gate]:
     """Build the derivation of the gate, which runs after all others have filled `values`.
 
-    The gate closes where the engine is stalled, and, for the holder of the Lease alone, where it may be out of memory
-    within `least_seconds`, by the lower bound. Unknown values never close it; without configuration it is always open.
+    The gate closes where the engine is stalled, and, for the holder of the Lease alone, where it
+    may be out of memory within `gate_seconds`, by the lower bound. Unknown values never close it.
+    Where `gate_seconds` is None it is always open and has no series.
     """
 
     def step(_: Gate, snapshot: Snapshot) -> tuple[Gate, tuple[Sample, ...]]:
-        reason, due, samples = None, None, []
-        if least_seconds is not None:
+        reason = None
+        due = None
+        samples = []
+        if gate_seconds is not None:
             is_holder = guardrail is not None and guardrail.is_holder
-            within = least_seconds if is_holder else 0.0
-            left, whose = min(_list_times(values), default=(within, ""))
-            reason = (
-                f"{whose} may be out of memory in {format_duration(left)}"
-                if left < within
-                else None
-            )
-            if (
-                snapshot.engine_status is not None
-                and snapshot.engine_status.state is EngineState.STALLED
-            ):
-                reason = "the engine should make progress and makes none"
+            reason = _find_gate_reason(snapshot, values, gate_seconds, is_holder=is_holder)
             samples.append(Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)))
         if guardrail is not None:
-            due = _find_leak(values, snapshot, guardrail)
-            samples += [
-                Sample(catalog.EVICTION_REQUESTS, (result,), float(n))
-                for result, n in guardrail.requests
-            ]
+            due = _find_eviction_reason(snapshot, values, guardrail)
+            for result, count in guardrail.requests:
+                samples.append(Sample(catalog.EVICTION_REQUESTS, (result,), float(count)))
         return Gate(reason, due), tuple(samples)
 
     return Derivation(name=GATE, initial=Gate(), step=step)
 
 
-def _find_leak(values: Values, snapshot: Snapshot, guardrail: Guardrail) -> str | None:
-    """Return why the pod is to be evicted: a leak that is sure, of an engine that serves, and little time."""
-    if snapshot.engine_status is None or snapshot.engine_status.state is not EngineState.SERVING:
+def _find_gate_reason(
+    snapshot: Snapshot, values: Values, gate_seconds: float, *, is_holder: bool
+) -> str | None:
+    """Return why traffic should stay away from the engine; None where it should not."""
+    status = snapshot.engine_status
+    if status is not None and status.state is EngineState.STALLED:
+        return "the engine should make progress and makes none"
+    # Closing the gates of all replicas at once would leave no replica to serve.
+    if not is_holder:
         return None
-    leaking = {
-        name_device(*labels[:-1]) if metric is catalog.LEAK_STATE else HOST
-        for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE)
-        for labels, held in values.find_all(metric).items()
-        if held and labels[-1] == LeakState.LEAKING
-    }
-    is_quiet = snapshot.time_seconds % DAY_SECONDS // 3600 == guardrail.quiet_hour
-    within_seconds = DAY_SECONDS if is_quiet else guardrail.near_seconds
-    near = [each for each in _list_times(values) if each[1] in leaking and each[0] < within_seconds]
-    return (
-        f"{min(near)[1]} leaks and may be out of memory in {format_duration(min(near)[0])}"
-        if near
-        else None
-    )
+    nearest = min(_list_times_to_oom(values), default=None)
+    if nearest is None or nearest.earliest_seconds >= gate_seconds:
+        return None
+    return f"{nearest.owner} {nearest}"
 
 
-def _list_times(values: Values) -> Iterator[tuple[float, str]]:
-    """Yield the lower bounds of the time to out-of-memory, and whose each is."""
-    for gpu, left in values.find_all(catalog.TIME_TO_OOM_LOWER).items():
-        yield left, name_device(*gpu)
-    for left in values.find_all(catalog.HOST_TIME_TO_OOM_LOWER).values():
-        yield left, HOST
+def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardrail) -> str | None:
+    """Return why the pod is to be evicted: a sure leak of a serving engine, and little time."""
+    status = snapshot.engine_status
+    if status is None or status.state is not EngineState.SERVING:
+        return None
+    within_seconds = guardrail.near_seconds
+    hour = snapshot.time_seconds % DAY_SECONDS // HOUR_SECONDS
+    if hour == guardrail.quiet_hour:
+        # The next quiet hour is a day away.
+        within_seconds = DAY_SECONDS
+    leaking = _list_leaking(values)
+    near = [
+        time_to_oom
+        for time_to_oom in _list_times_to_oom(values)
+        if time_to_oom.owner in leaking and time_to_oom.earliest_seconds < within_seconds
+    ]
+    if not near:
+        return None
+    nearest = min(near)
+    return f"{nearest.owner} leaks and {nearest}"
+
+
+def _list_leaking(values: Values) -> set[str]:
+    """Return the names of what surely leaks: GPUs, and the host's memory."""
+    names = set()
+    for (gpu, uuid, leak_state), is_current in values.find_all(catalog.LEAK_STATE).items():
+        if is_current and leak_state == LeakState.LEAKING:
+            names.add(name_device(gpu, uuid))
+    for (_role, leak_state), is_current in values.find_all(catalog.HOST_LEAK_STATE).items():
+        if is_current and leak_state == LeakState.LEAKING:
+            names.add(HOST)
+    return names
+
+
+def _list_times_to_oom(values: Values) -> Iterator[TimeToOom]:
+    """Yield the time left of each GPU and of the host, where it is known."""
+    for (gpu, uuid), seconds in values.find_all(catalog.TIME_TO_OOM_LOWER).items():
+        yield TimeToOom(seconds, name_device(gpu, uuid))
+    for seconds in values.find_all(catalog.HOST_TIME_TO_OOM_LOWER).values():
+        yield TimeToOom(seconds, HOST)

@@ -182,7 +182,7 @@ def _count(
     """Add the errors on a device: at least those the probe's observer saw, as the allocator's count may be older."""
     uuid, oom, ooms = device.uuid.casefold(), process.oom, device.ooms
     if oom is not None and oom.uuid is not None and oom.uuid.casefold() == uuid:
-        ooms = max(ooms or 0, oom.count or 1)
+        ooms = max(ooms or 0, oom.seen or 1)
     for metric, count in zip(_METRICS, (device.retries, ooms), strict=True):
         if count is not None:
             key = (uuid, metric.name, process.pid, process.started_at_seconds)

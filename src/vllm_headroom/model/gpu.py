@@ -68,7 +68,7 @@ class SchedulerReading(Struct, frozen=True, kw_only=True):
 
 
 class OomRecord(Struct, frozen=True, kw_only=True):
-    """The newest of a process's `count` OutOfMemoryErrors, in seconds since the epoch, with torch's figures then."""
+    """The newest of a process's `seen` OutOfMemoryErrors, in seconds since the epoch, with torch's figures then."""
 
     at_seconds: float
     uuid: str | None = None
@@ -76,7 +76,7 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     free_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    count: int | None = None
+    seen: int | None = None
 
 
 class ProbedProcess(Struct, frozen=True, kw_only=True):

@@ -166,7 +166,7 @@ def _read_shm(entry: dict[str, Any]) -> Shm | None:
 def _read_oom(entry: dict[str, Any]) -> OomRecord:
     return OomRecord(
         at_seconds=_read_needed(entry, "t"),
-        count=fields.read_size(entry, "seen"),
+        seen=fields.read_size(entry, "seen"),
         uuid=_read_label(entry, "uuid"),
         **_read_bytes(entry, "asked", "free", "allocated", "reserved"),
     )

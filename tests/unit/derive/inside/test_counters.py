@@ -55,8 +55,8 @@ def test_what_a_worker_counted_before_it_died_is_in_its_last_file() -> None:
 
 
 def test_an_error_that_only_the_observer_saw_counts() -> None:
-    seen = OomRecord(at_seconds=1.0, uuid="GPU-a", count=2)
-    elsewhere = OomRecord(at_seconds=1.0, uuid="GPU-b", count=2)
+    seen = OomRecord(at_seconds=1.0, uuid="GPU-a", seen=2)
+    elsewhere = OomRecord(at_seconds=1.0, uuid="GPU-b", seen=2)
 
     assert values(followed(here(worker(oom=seen)))[1], catalog.ALLOCATOR_OOMS) == {A_GPU: 2.0}
     assert values(followed(here(worker(ooms=3, oom=seen)))[1], catalog.ALLOCATOR_OOMS) == {A_GPU: 3.0}
