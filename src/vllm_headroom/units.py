@@ -1,7 +1,7 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
-A size is bytes with a unit. A number without one is bytes too, and accepted from 1 MiB on: less is hardly meant for the
-memory of a GPU or a page, and `80` may mean 80 GiB.
+A size is bytes with a unit. A number without one is bytes too, and accepted from 1 MiB on: less
+is hardly meant for the memory of a GPU or a page, and `80` may mean 80 GiB.
 """
 
 import re
@@ -20,7 +20,8 @@ UNITS_BYTES: Final = {"": 1, "b": 1} | {
     for byte in ("b", "")
     if binary or byte
 }
-"""Units of sizes in lower case: kB is 1000, KiB and Ki are 1024; a bare K is ambiguous and refused."""
+"""Units of sizes in lower case: kB is 1000, KiB and Ki are 1024; a bare K is ambiguous and
+refused."""
 SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
 UNITS_SECONDS: Final = {
     "ms": 0.001,
@@ -37,7 +38,7 @@ DURATION: Final = re.compile(rf"(?:{PARTS.pattern})+|{NUMBER}", re.ASCII)
 SHARE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(%?)", re.ASCII)
 PREFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 VLLM_NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])", re.ASCII)
-MOST_BYTES: Final = 2**53
+LARGEST_EXACT_BYTES: Final = 2**53
 """The largest integer a float represents exactly."""
 
 
@@ -53,13 +54,16 @@ def parse_size(text: str) -> int:
     n_bytes = int(Decimal(size[1]) * UNITS_BYTES[size[2].lower()])
     if not size[2] and 0 < n_bytes < MIB:
         raise RefusedError(f"without a unit it is bytes: {text}GiB?")
-    if not 1 <= n_bytes <= MOST_BYTES:
+    if not 1 <= n_bytes <= LARGEST_EXACT_BYTES:
         raise ValueError
     return n_bytes
 
 
 def parse_vllm_number(text: str) -> int:
-    """Parse a whole number as vLLM does: 32k is 32,000 and 32K is 32,768 (human_readable_int of its options)."""
+    """Parse a whole number as vLLM does: 32k is 32,000 and 32K is 32,768.
+
+    This is human_readable_int of its options.
+    """
     number = VLLM_NUMBER.fullmatch(text)
     if number is None:
         return int(text)

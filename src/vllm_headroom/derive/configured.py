@@ -1,22 +1,24 @@
-"""What vLLM was configured to do, where its page does not show it: settings of each engine, pools in host memory."""
+"""What vLLM was configured to do, where its page does not show it."""
 
 from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from msgspec.structs import asdict, replace
 
-from vllm_headroom.derive.readings import label_engine, list_engines, list_named
+from vllm_headroom.derive.readings import label_engine, list_named
 from vllm_headroom.model import (
     EngineOptions,
     EnginePage,
     EngineProcess,
+    EngineReading,
     Failure,
     Pool,
     ProbedProcess,
     ProbeReadings,
     SchedulerReading,
 )
-from vllm_headroom.units import GIB, MOST_BYTES
+from vllm_headroom.units import GIB, LARGEST_EXACT_BYTES
 from vllm_headroom.vocabulary import HostPart, Role
 
 _OPTIONS: Final = {
@@ -28,7 +30,8 @@ _OPTIONS: Final = {
 """Facts of an engine that an option of the command line gives where the page does not."""
 
 OFFLOAD_FACTOR: Final = 1.92
-"""Times the size of a tier of the KV cache that it took (vllm#53042); of offloaded weights 1.9 times (vllm#56410)."""
+"""Times the size of a tier of the KV cache that it took (vllm#53042); of offloaded weights 1.9
+times (vllm#56410)."""
 
 MULTIMODAL_CACHE_GB: Final = 4.0
 """vLLM's default of --mm-processor-cache-gb (vllm/config/multimodal.py)."""
@@ -41,15 +44,16 @@ def find_schedulers(
 
     They match by data-parallel rank; a single engine and a single scheduler always match.
     """
-    cores = [
-        (each.data_parallel_rank, each.scheduler)
-        for each in processes
-        if each.scheduler is not None
-    ]
+    schedulers = []
+    by_rank = {}
+    for process in processes:
+        if process.scheduler is not None:
+            schedulers.append(process.scheduler)
+            if process.data_parallel_rank is not None:
+                by_rank[str(process.data_parallel_rank)] = process.scheduler
     engines = list_named(page)
-    if len(engines) == len(cores) == 1:
-        return {label_engine(engines[0]): cores[0][1]}
-    by_rank = {str(rank): scheduler for rank, scheduler in cores if rank is not None}
+    if len(engines) == 1 and len(schedulers) == 1:
+        return {label_engine(engines[0]): schedulers[0]}
     return {
         label_engine(engine): by_rank[engine.engine]
         for engine in engines
@@ -60,29 +64,39 @@ def find_schedulers(
 def complete_page(
     page: EnginePage | Failure, probe: ProbeReadings | Failure | None, options: EngineOptions | None
 ) -> EnginePage | Failure:
-    """Add to each engine the facts that its core's probe has, then those of the command line that are still missing.
+    """Add to each engine the facts that the probe has, then those of the command line.
 
-    A silent core keeps its last facts.
+    The probe's replace those of the page; the command line adds what is still missing. A silent
+    core keeps its last facts.
     """
     if isinstance(page, Failure):
         return page
-    known = (
-        find_schedulers(page, probe.present + probe.silent)
-        if isinstance(probe, ProbeReadings)
-        else {}
-    )
+    schedulers = {}
+    if isinstance(probe, ProbeReadings):
+        schedulers = find_schedulers(page, probe.present + probe.silent)
     engines = []
     for engine in page.engines:
-        scheduler = known.get(label_engine(engine))
-        inside = {} if scheduler is None else asdict(scheduler)
-        facts: dict[str, Any] = {
-            name: float(value) for name, value in inside.items() if value is not None
-        }
-        for fact, option in _OPTIONS.items():
-            if getattr(engine, fact) is None and (value := getattr(options, option, None)):
-                facts.setdefault(fact, value)
+        scheduler = schedulers.get(label_engine(engine))
+        facts = _list_option_facts(engine, options) | _list_scheduler_facts(scheduler)
         engines.append(replace(engine, **facts) if facts else engine)
     return replace(page, engines=tuple(engines))
+
+
+def _list_scheduler_facts(scheduler: SchedulerReading | None) -> dict[str, Any]:
+    """Return what the probe knows of an engine, by the fields of EngineReading."""
+    if scheduler is None:
+        return {}
+    return {name: float(value) for name, value in asdict(scheduler).items() if value is not None}
+
+
+def _list_option_facts(engine: EngineReading, options: EngineOptions | None) -> dict[str, Any]:
+    """Return what the command line adds to the page, by the fields of EngineReading."""
+    facts = {}
+    for fact, option in _OPTIONS.items():
+        value = getattr(options, option, None)
+        if value and getattr(engine, fact) is None:
+            facts[fact] = value
+    return facts
 
 
 def list_pools(
@@ -90,42 +104,73 @@ def list_pools(
     processes: tuple[EngineProcess, ...] | Failure,
     options: EngineOptions | None,
 ) -> tuple[Pool, ...]:
-    """Return the pools that vLLM was configured to fill on this machine, as far as page and command line show them.
+    """Return the pools that vLLM was configured to fill in the host memory of this machine.
 
-    A tier of the KV cache belongs to each engine, offloaded weights to each GPU's process, and the cache of processed
-    images to every API server and engine core (vllm/config/multimodal.py).
+    They are known as far as page and command line show them.
     """
-    counts = (
-        {} if isinstance(processes, Failure) else Counter(process.role for process in processes)
-    )
-    options = options or EngineOptions()
-    engines = (
-        {}
-        if isinstance(page, Failure)
-        else {engine.engine: engine for engine in list_engines(page)}
-    )
-    core = Role.ENGINE_CORE if counts.get(Role.ENGINE_CORE) else Role.API_SERVER
-    worker = Role.WORKER if counts.get(Role.WORKER) else core
-    offload_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines.values())
-    tier_bytes = (options.kv_offloading_size or 0) * GIB or options.kv_connector_bytes or 0
-    offload_bytes = offload_bytes or tier_bytes * max(1, len(engines))
-    offload_bytes += (options.lmcache_gb or 0) * GIB * counts.get(worker, 1)
-    weights_bytes = (options.cpu_offload_gb or 0) * GIB * counts.get(worker, 1)
-    sizes = [
-        (HostPart.KV_OFFLOAD, worker, offload_bytes),
-        (HostPart.WEIGHTS_OFFLOAD, worker, weights_bytes),
+    if options is None:
+        options = EngineOptions()
+    engines: dict[str, EngineReading] = {}
+    if not isinstance(page, Failure):
+        engines = {engine.engine: engine for engine in page.engines}
+    counts = Counter[Role]()
+    if not isinstance(processes, Failure):
+        counts.update(process.role for process in processes)
+    # Without processes of their own, the core runs in the server and the worker in the core.
+    core = Role.ENGINE_CORE if counts[Role.ENGINE_CORE] else Role.API_SERVER
+    worker = Role.WORKER if counts[Role.WORKER] else core
+    workers = counts[worker] or 1
+
+    pools = [
+        _size_kv_offload(engines.values(), options, worker, workers),
+        _make_pool(HostPart.WEIGHTS_OFFLOAD, worker, workers * (options.cpu_offload_gb or 0) * GIB),
+        *_size_multimodal_caches(engines.values(), options, core, counts),
     ]
-    cache_gb = options.mm_processor_cache_gb
-    if cache_gb is None and any(
-        engine.multimodal_cache_queries_total for engine in engines.values()
-    ):
-        cache_gb = None if options.config else MULTIMODAL_CACHE_GB
-    for role in dict.fromkeys((Role.API_SERVER, core)):
-        caches = (
-            options.api_server_count or counts.get(role, 1)
-            if role is Role.API_SERVER
-            else counts[role]
-        )
-        sizes.append((HostPart.MULTIMODAL_CACHE, role, (cache_gb or 0) * GIB * caches))
-    pools = (Pool(part=part, role=role, size_bytes=int(n_bytes)) for part, role, n_bytes in sizes)
-    return tuple(pool for pool in pools if 0 < pool.size_bytes <= MOST_BYTES)
+    return tuple(pool for pool in pools if 0 < pool.size_bytes <= LARGEST_EXACT_BYTES)
+
+
+def _size_kv_offload(
+    engines: Collection[EngineReading], options: EngineOptions, worker: Role, workers: int
+) -> Pool:
+    """Return the pool of the KV cache's tiers: each engine's, and LMCache's in each worker."""
+    tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
+    if not tiers_bytes:
+        option_bytes = (options.kv_offloading_size or 0) * GIB
+        tier_bytes = option_bytes or options.kv_connector_bytes or 0
+        tiers_bytes = tier_bytes * max(1, len(engines))
+    lmcache_bytes = (options.lmcache_gb or 0) * GIB * workers
+    return _make_pool(HostPart.KV_OFFLOAD, worker, tiers_bytes + lmcache_bytes)
+
+
+def _size_multimodal_caches(
+    engines: Collection[EngineReading],
+    options: EngineOptions,
+    core: Role,
+    counts: Counter[Role],
+) -> Iterator[Pool]:
+    """Yield the caches of processed images.
+
+    Every API server and every engine core has one (vllm/config/multimodal.py). `core` is the role
+    that the core runs in.
+    """
+    cache_bytes = (_find_multimodal_cache_gb(engines, options) or 0) * GIB
+    servers = options.api_server_count or counts[Role.API_SERVER] or 1
+    yield _make_pool(HostPart.MULTIMODAL_CACHE, Role.API_SERVER, servers * cache_bytes)
+    if core is not Role.API_SERVER:
+        yield _make_pool(HostPart.MULTIMODAL_CACHE, core, counts[core] * cache_bytes)
+
+
+def _find_multimodal_cache_gb(
+    engines: Collection[EngineReading], options: EngineOptions
+) -> float | None:
+    """Return the size of one cache; None where none is used, or a file may set it."""
+    if options.mm_processor_cache_gb is not None:
+        return options.mm_processor_cache_gb
+    is_used = any(engine.multimodal_cache_queries_total for engine in engines)
+    if not is_used or options.config:
+        return None
+    return MULTIMODAL_CACHE_GB
+
+
+def _make_pool(part: HostPart, role: Role, size_bytes: float) -> Pool:
+    return Pool(part=part, role=role, size_bytes=int(size_bytes))

@@ -45,9 +45,7 @@ class Guardrail(Struct, frozen=True, kw_only=True):
 
 
 class TimeToOom(Struct, frozen=True, order=True):
-    """The lower bound of the time until memory is full, and whose memory; the nearest sorts
-    first.
-    """
+    """The lower bound of the time until memory is full; the nearest sorts first."""
 
     earliest_seconds: float
     owner: str

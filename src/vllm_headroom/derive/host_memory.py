@@ -1,6 +1,6 @@
 """The engine's host memory: its container or machine, and how much is in use."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from typing import Final
 
@@ -17,6 +17,7 @@ from vllm_headroom.model import (
     HostReading,
     MachineMemory,
     Metric,
+    Pool,
     ProbeReadings,
     ProcessReadings,
     Sample,
@@ -26,8 +27,9 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import HOST_KINDS, HostBasis, HostPart, Role
 
 FULL_SHARE: Final = 0.5
-"""A container that was less full than this when it ended was not killed for memory: between two samples, 5 s, the
-fastest reported leak takes 2 GB (vllm-project/vllm#35191), and a killed engine holds more."""
+"""A container that was less full than this when it ended was not killed for memory: between two
+samples, 5 s, the fastest reported leak takes 2 GB (vllm-project/vllm#35191), and a killed engine
+holds more."""
 
 
 SCOPES: Final[Mapping[HostBasis | None, str]] = {
@@ -39,19 +41,33 @@ SCOPES: Final[Mapping[HostBasis | None, str]] = {
 """Where the memory in use is counted, at the end of a sentence; a trace without it says nothing."""
 
 
-class ContainerState(Struct, frozen=True, kw_only=True):
-    """The last memory reading, and the scope of its figures: the engine's first process and what it was counted in.
+PROBE: Final = "probe:"
+"""How the identity of a container begins that only the probe in it reads."""
 
-    `kills` are all so far, `counted` the counter of each container, of which `container` is the newest.
-    """
+
+class ContainerState(Struct, frozen=True, kw_only=True):
+    """The last reading of the host memory, and what its figures are compared with."""
 
     memory: HostMemory = field(default_factory=HostMemory)
+    """The last reading; its figures are None where unknown."""
+
     root: str | None = None
+    """The engine's first process: its figures keep their scope while it runs."""
+
     scope: HostMemory = field(default_factory=HostMemory)
+    """What the memory of this run was counted in at best."""
+
     kills: int | None = None
+    """All kills so far, None where no counter was seen."""
+
     container: str = ""
+    """The container whose counter was read last."""
+
     counted: dict[str, int] = field(default_factory=dict)
+    """The newest counter of each container."""
+
     machine_kills: int | None = None
+    """The newest counter of the machine."""
 
 
 def update_container(
@@ -63,160 +79,226 @@ def update_container(
 ) -> tuple[ContainerState, HostMemory | None]:
     """Return the state and the host memory, from the most reliable source available.
 
-    In order: the cgroup of the engine's processes; if it has no limit, the machine; the cgroup that the probe reads;
-    else the processes' memory and /dev/shm. `limit_bytes`, from the settings, is the limit where the kernel reports
-    none. None where nothing is known. While a run lasts its figures keep their scope, or are unknown.
+    In order: the cgroup of the engine's processes; if it has no limit, the machine; the cgroup that
+    the probe reads; else the processes' memory and /dev/shm. `limit_bytes`, from the settings, is
+    the limit where the kernel reports none. None where nothing is known. While a run lasts its
+    figures keep their scope, or are unknown.
     """
-    inside, shm = _find_inside(probe)
-    if isinstance(processes, Failure) and inside is None:
+    probed_cgroup, probed_shm = _find_probed_host(probe)
+    reading = HostReading()
+    engine: tuple[EngineProcess, ...] = ()
+    if not isinstance(processes, Failure):
+        reading = processes.host
+        engine = processes.engine
+    elif probed_cgroup is None:
         return state, None
-    reading = HostReading() if isinstance(processes, Failure) else processes.host
-    engine = () if isinstance(processes, Failure) else processes.engine
-    reading = replace(reading, shm=reading.shm or shm)
-    root = None if inside is None else inside.identity
-    if engine:
-        root = f"{engine[0].pid}:{engine[0].started_at_seconds:.2f}"
-    if (
-        isinstance(processes, Failure)
-        and state.root is not None
-        and not state.root.startswith(PROBE)
-    ):
-        root = state.root
-    memory = _choose_memory(reading.cgroup, inside, engine, reading, limit_bytes)
+    reading = replace(reading, shm=reading.shm or probed_shm)
+    cgroup = reading.cgroup or probed_cgroup
+
+    root = _identify_root(state, processes, probed_cgroup)
+    memory = _choose_memory(reading, probed_cgroup, engine, limit_bytes)
     scope = state.scope if root == state.root else HostMemory()
-    same = (scope.basis, memory.basis) == (
-        HostBasis.CGROUP,
-        HostBasis.PROBE,
-    )  # it reads the same container
-    if _rank(memory) < _rank(scope) and not (same and scope.limit_bytes == memory.limit_bytes):
+    if _has_lost_scope(memory, scope):
         memory = HostMemory()
-    scope = max(memory, scope, key=_rank)
+    scope = max(memory, scope, key=_rank_basis)
+
     if reading.shm is not None:
         memory = replace(
-            memory, shm_used_bytes=reading.shm.used_bytes, shm_limit_bytes=reading.shm.total_bytes
+            memory,
+            shm_used_bytes=reading.shm.used_bytes,
+            shm_limit_bytes=reading.shm.total_bytes,
         )
-    state = _count_kills(state, reading.cgroup or inside, reading.machine, root)
-    scopes = (reading.cgroup or inside, reading.machine)
-    pressures = (scope.pressure_ratio for scope in scopes if scope is not None)
-    pressure_ratio = next((ratio for ratio in pressures if ratio is not None), None)
-    memory = replace(memory, oom_kills=state.kills, pressure_ratio=pressure_ratio)
-    return replace(
-        state, memory=memory, root=root, scope=scope
-    ), None if memory == HostMemory() else memory
+    state = _count_kills(state, cgroup, reading.machine, root)
+    memory = replace(
+        memory,
+        oom_kills=state.kills,
+        pressure_ratio=_find_pressure(cgroup, reading.machine),
+    )
+    state = replace(state, memory=memory, root=root, scope=scope)
+    if memory == HostMemory():
+        return state, None
+    return state, memory
 
 
-PROBE: Final = "probe:"
+def _identify_root(
+    state: ContainerState, processes: ProcessReadings | Failure, probed_cgroup: Cgroup | None
+) -> str | None:
+    """Return what identifies this run: the engine's first process, or what the probe has."""
+    if isinstance(processes, Failure):
+        was_seen = state.root is not None and not state.root.startswith(PROBE)
+        if was_seen:
+            return state.root
+    elif processes.engine:
+        server = processes.engine[0]
+        return f"{server.pid}:{server.started_at_seconds:.2f}"
+    return None if probed_cgroup is None else probed_cgroup.identity
 
 
-def _rank(memory: HostMemory) -> int:
+def _has_lost_scope(memory: HostMemory, scope: HostMemory) -> bool:
+    """Return whether the figures are counted in less than before, in the same run."""
+    if _rank_basis(memory) >= _rank_basis(scope):
+        return False
+    # The probe reads the same container as /proc did: only the limit may differ.
+    is_same_container = scope.basis is HostBasis.CGROUP and memory.basis is HostBasis.PROBE
+    return not (is_same_container and scope.limit_bytes == memory.limit_bytes)
+
+
+def _rank_basis(memory: HostMemory) -> int:
+    """Return the reliability of the figures, 0 where there are none."""
     return (None, *reversed(HostBasis)).index(memory.basis)
 
 
-def _find_inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, Shm | None]:
-    """Return the container and shared memory as the engine's processes read them; all share one container."""
-    present = probe.present if isinstance(probe, ProbeReadings) else ()
-    reading = next((each.host for each in present if each.host is not None), HostReading())
-    if reading.cgroup is None:
-        return None, reading.shm
-    started_at_seconds = min(each.started_at_seconds for each in present)
-    return replace(reading.cgroup, identity=f"{PROBE}{started_at_seconds:.0f}"), reading.shm
+def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> float | None:
+    """Return the memory pressure of the container, else of the machine."""
+    if cgroup is not None and cgroup.pressure_ratio is not None:
+        return cgroup.pressure_ratio
+    return None if machine is None else machine.pressure_ratio
+
+
+def _find_probed_host(
+    probe: ProbeReadings | Failure | None,
+) -> tuple[Cgroup | None, Shm | None]:
+    """Return the container and /dev/shm as the engine's processes read them; they share both."""
+    if not isinstance(probe, ProbeReadings):
+        return None, None
+    hosts = [process.host for process in probe.present if process.host is not None]
+    if not hosts:
+        return None, None
+    host = hosts[0]
+    if host.cgroup is None:
+        return None, host.shm
+    started_at_seconds = min(process.started_at_seconds for process in probe.present)
+    return replace(host.cgroup, identity=f"{PROBE}{started_at_seconds:.0f}"), host.shm
 
 
 def _choose_memory(
-    cgroup: Cgroup | None,
-    inside: Cgroup | None,
-    engine: tuple[EngineProcess, ...],
     reading: HostReading,
+    probed_cgroup: Cgroup | None,
+    engine: tuple[EngineProcess, ...],
     limit_bytes: int | None,
 ) -> HostMemory:
-    block = cgroup or inside
-    if block is not None and (
-        block.limit_bytes is not None or limit_bytes is not None or cgroup is None
-    ):
-        return HostMemory(
-            basis=HostBasis.PROBE if cgroup is None else HostBasis.CGROUP,
-            used_bytes=max(0, block.used_bytes - block.cache_bytes),
-            limit_bytes=limit_bytes if block.limit_bytes is None else block.limit_bytes,
-            swap_bytes=block.swap_bytes,
-        )
-    if cgroup is not None and reading.machine is not None:
-        machine = reading.machine
-        used_bytes = max(0, machine.total_bytes - machine.available_bytes)
-        return HostMemory(
-            basis=HostBasis.MACHINE,
-            used_bytes=used_bytes,
-            limit_bytes=machine.total_bytes,
-            swap_bytes=machine.swap_bytes - machine.swap_free_bytes,
-        )
-    own_bytes = sum_known(
-        process.anonymous_bytes for process in engine
-    )  # without the files that they map
-    if own_bytes is None:
+    """Return the memory in use by the most reliable source; all None where nothing is known."""
+    if reading.cgroup is None and probed_cgroup is not None:
+        return _measure_cgroup(probed_cgroup, HostBasis.PROBE, limit_bytes)
+    if reading.cgroup is not None:
+        has_limit = reading.cgroup.limit_bytes is not None or limit_bytes is not None
+        if has_limit:
+            return _measure_cgroup(reading.cgroup, HostBasis.CGROUP, limit_bytes)
+        if reading.machine is not None:
+            return _measure_machine(reading.machine)
+    return _measure_processes(engine, reading.shm, limit_bytes)
+
+
+def _measure_cgroup(cgroup: Cgroup, basis: HostBasis, limit_bytes: int | None) -> HostMemory:
+    return HostMemory(
+        basis=basis,
+        used_bytes=max(0, cgroup.used_bytes - cgroup.cache_bytes),
+        limit_bytes=limit_bytes if cgroup.limit_bytes is None else cgroup.limit_bytes,
+        swap_bytes=cgroup.swap_bytes,
+    )
+
+
+def _measure_machine(machine: MachineMemory) -> HostMemory:
+    return HostMemory(
+        basis=HostBasis.MACHINE,
+        used_bytes=max(0, machine.total_bytes - machine.available_bytes),
+        limit_bytes=machine.total_bytes,
+        swap_bytes=machine.swap_bytes - machine.swap_free_bytes,
+    )
+
+
+def _measure_processes(
+    engine: tuple[EngineProcess, ...], shm: Shm | None, limit_bytes: int | None
+) -> HostMemory:
+    """Return the private and shared memory of the processes, without the files that they map."""
+    private_bytes = sum_known(process.anonymous_bytes for process in engine)
+    if private_bytes is None:
         return HostMemory()
-    shm_bytes = None if reading.shm is None else reading.shm.used_bytes
-    used_bytes = own_bytes + max(shm_bytes or 0, count_shared(engine, shm_bytes))
-    swap_bytes = sum_known(process.swap_bytes for process in engine)
+    shm_bytes = None if shm is None else shm.used_bytes
+    shared_bytes = max(shm_bytes or 0, count_shared(engine, shm_bytes))
     return HostMemory(
         basis=HostBasis.PROCESSES,
-        used_bytes=used_bytes,
+        used_bytes=private_bytes + shared_bytes,
         limit_bytes=limit_bytes,
-        swap_bytes=swap_bytes,
+        swap_bytes=sum_known(process.swap_bytes for process in engine),
     )
 
 
 def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> int:
-    """Return the least shared memory that these processes can hold, where so much of /dev/shm is in use.
+    """Return the least shared memory that these processes can hold.
 
-    What is there counts once, however many of them map it. What CUDA pins is another process's never
+    `shm_bytes` is how much of /dev/shm is in use, None where unknown. What is there counts once,
+    however many of them map it. What CUDA pins is another process's never
     (vllm-project/vllm#53042: four workers had 192 GiB each, the machine 769).
     """
-    shared = [each.shared_bytes or 0 for each in processes]
+    shared_sizes = [process.shared_bytes or 0 for process in processes]
     if shm_bytes is None:
-        return max(shared, default=0)
-    return min(sum(shared), shm_bytes + sum(max(0, n_bytes - shm_bytes) for n_bytes in shared))
+        return max(shared_sizes, default=0)
+    pinned_bytes = sum(max(0, n_bytes - shm_bytes) for n_bytes in shared_sizes)
+    return min(sum(shared_sizes), shm_bytes + pinned_bytes)
 
 
 def _count_kills(
     state: ContainerState, cgroup: Cgroup | None, machine: MachineMemory | None, root: str | None
 ) -> ContainerState:
-    """Add the kills since the last reading, each once, whoever reads the container and however often.
+    """Add the kills since the last reading, each once, whoever reads the container.
 
-    When the engine has ended, its container's counter may be gone too. Then the machine's counter is used, if the
-    container was near its limit. In a container that comes back, those kills are counted already.
+    When the engine has ended, its container's counter may be gone too. Then the machine's counter
+    is used, if the container was near its limit. In a container that comes back, those kills are
+    counted already.
     """
-    kills, counted, machine_kills = (
-        state.kills,
-        state.counted,
-        None if machine is None else machine.oom_kills,
-    )
-    used_bytes, full_bytes = (
-        state.memory.used_bytes or 0,
-        FULL_SHARE * (state.memory.limit_bytes or inf),
-    )
-    ended = state.root is not None and root != state.root and used_bytes >= full_bytes
-    known = state.machine_kills if machine_kills is None else machine_kills
-    killed = 0 if known is None or state.machine_kills is None else known - state.machine_kills
-    if ended and killed > 0:
-        kills = (kills or 0) + killed
-        counted = {**counted, state.container: counted.get(state.container, 0) + killed}
-    container = state.container
+    has_ended = state.root is not None and root != state.root
+    if has_ended and _was_full(state.memory):
+        state = _count_machine_kills(state, machine)
     if cgroup is not None and cgroup.oom_kills is not None:
-        container = PROBE if cgroup.identity.startswith(PROBE) else cgroup.identity
-        names = (
-            {container, state.container} if PROBE in (container, state.container) else {container}
-        )
-        before = [
-            counted[name] for name in names if name in counted
-        ]  # the probe reads the container that /proc shows
-        if not before and root == state.root:
-            before = [cgroup.oom_kills]
-        kills = (
-            (kills or 0)
-            + cgroup.oom_kills
-            - max((n for n in before if n <= cgroup.oom_kills), default=0)
-        )
-        counted = {**limit_remembered(counted, {container}), container: cgroup.oom_kills}
-    return replace(state, kills=kills, container=container, counted=counted, machine_kills=known)
+        state = _count_container_kills(state, cgroup, cgroup.oom_kills, root)
+    if machine is not None and machine.oom_kills is not None:
+        state = replace(state, machine_kills=machine.oom_kills)
+    return state
+
+
+def _was_full(memory: HostMemory) -> bool:
+    """Return whether a container was so full that its end may be a kill."""
+    full_bytes = FULL_SHARE * (memory.limit_bytes or inf)
+    return (memory.used_bytes or 0) >= full_bytes
+
+
+def _count_machine_kills(state: ContainerState, machine: MachineMemory | None) -> ContainerState:
+    """Count the machine's new kills as those of the container read last."""
+    if machine is None or machine.oom_kills is None or state.machine_kills is None:
+        return state
+    new_kills = machine.oom_kills - state.machine_kills
+    if new_kills <= 0:
+        return state
+    counted_kills = state.counted.get(state.container, 0) + new_kills
+    return replace(
+        state,
+        kills=(state.kills or 0) + new_kills,
+        counted={**state.counted, state.container: counted_kills},
+    )
+
+
+def _count_container_kills(
+    state: ContainerState, cgroup: Cgroup, oom_kills: int, root: str | None
+) -> ContainerState:
+    """Count the new kills of a container; `oom_kills` is its counter."""
+    container = PROBE if cgroup.identity.startswith(PROBE) else cgroup.identity
+    names = {container}
+    # The probe reads the container that /proc shows: both are one counter.
+    if PROBE in (container, state.container):
+        names.add(state.container)
+    earlier_kills = [state.counted[name] for name in names if name in state.counted]
+    if not earlier_kills and root == state.root:
+        # It is read for the first time in this run: its kills may be older.
+        earlier_kills = [oom_kills]
+    # A counter that fell has restarted at 0: all its kills are new.
+    counted_kills = max((kills for kills in earlier_kills if kills <= oom_kills), default=0)
+    return replace(
+        state,
+        kills=(state.kills or 0) + oom_kills - counted_kills,
+        container=container,
+        counted={**limit_remembered(state.counted, {container}), container: oom_kills},
+    )
 
 
 FACTS: Final[tuple[tuple[Metric, str], ...]] = (
@@ -227,35 +309,41 @@ FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.HOST_SHM_LIMIT, "shm_limit_bytes"),
     (catalog.MEMORY_PRESSURE, "pressure_ratio"),
 )
+"""The metrics of the host memory, and the fields of HostMemory that they export."""
+
+PROCESS_FACTS: Final[tuple[tuple[Metric, tuple[str, ...], str], ...]] = (
+    (catalog.HOST_MEMORY, (), "rss_bytes"),
+    (catalog.HOST_SWAP, (), "swap_bytes"),
+    *((catalog.HOST_MEMORY_KIND, (kind,), f"{kind}_bytes") for kind in HOST_KINDS),
+)
+"""The metrics of the processes' memory, their labels after the role, and the fields of
+EngineProcess that are summed."""
 
 
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the memory of each role's processes and of the container; unknown values have no sample."""
-    processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
-    facts: list[tuple[Metric, tuple[str, ...], str]] = [
-        (catalog.HOST_MEMORY, (), "rss_bytes"),
-        (catalog.HOST_SWAP, (), "swap_bytes"),
-    ]
-    facts += [(catalog.HOST_MEMORY_KIND, (kind,), f"{kind}_bytes") for kind in HOST_KINDS]
-    sums = (
-        (
-            metric,
-            (str(role), *kind),
-            sum_known(getattr(each, fact) for each in processes if each.role is role),
-        )
-        for metric, kind, fact in facts
-        for role in Role
+    """Return the memory of each role's processes and of the container; unknown has no sample."""
+    return (
+        *_sum_processes(snapshot.engine_processes),
+        *_sum_pools(snapshot.pools),
+        *make_facts(FACTS, (), snapshot.host),
     )
-    roles = (
-        Sample(metric, labels, float(known)) for metric, labels, known in sums if known is not None
-    )
-    pools = (
-        (part, [each.size_bytes for each in snapshot.pools if each.role and each.part is part])
-        for part in HostPart
-    )
-    planned = (
-        Sample(catalog.HOST_MEMORY_PLANNED, (str(part),), float(sum(sizes)))
-        for part, sizes in pools
-        if sizes
-    )
-    return (*roles, *planned, *make_facts(FACTS, (), snapshot.host))
+
+
+def _sum_processes(processes: tuple[EngineProcess, ...]) -> Iterator[Sample]:
+    """Yield the sums over the processes of each role; none where one of them is not known."""
+    for metric, labels, fact in PROCESS_FACTS:
+        for role in Role:
+            n_bytes = sum_known(
+                getattr(process, fact) for process in processes if process.role is role
+            )
+            if n_bytes is not None:
+                yield Sample(metric, (str(role), *labels), float(n_bytes))
+
+
+def _sum_pools(pools: tuple[Pool, ...]) -> Iterator[Sample]:
+    """Yield the size of the pools in host memory, by what they are for."""
+    host_pools = [pool for pool in pools if pool.role]
+    for part in HostPart:
+        sizes = [pool.size_bytes for pool in host_pools if pool.part is part]
+        if sizes:
+            yield Sample(catalog.HOST_MEMORY_PLANNED, (str(part),), float(sum(sizes)))

@@ -7,7 +7,7 @@ from typing import Any, Final, get_type_hints
 
 from vllm_headroom.model import EngineOptions
 from vllm_headroom.scrape.proc.servers import Command, find_server, list_options
-from vllm_headroom.units import MOST_BYTES, parse_vllm_number
+from vllm_headroom.units import LARGEST_EXACT_BYTES, parse_vllm_number
 
 _SHORT_OPTIONS: Final = {
     "-tp": "tensor_parallel_size",
@@ -119,7 +119,7 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
         return None
     if isinstance(value, str):
         return value if len(value) <= _MAX_SHOWN_CHARACTERS else None
-    max_value = 1 if name == "gpu_memory_utilization" else MOST_BYTES
+    max_value = 1 if name == "gpu_memory_utilization" else LARGEST_EXACT_BYTES
     return value if 0 <= value <= max_value else None
 
 
