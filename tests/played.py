@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from tests.dashboards.recorded import RecordedEngine
-from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import LEAK, build_derivations
+from vllm_headroom.daemon.sampler import Judge, Sampler
+from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.verdicts import build_verdicts, measure_watches
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
 from vllm_headroom_tools.demo.world import Scenario, World
@@ -55,7 +55,7 @@ def play(
         derivations=build_derivations(kv_bytes_per_token=131_072.0),
         clock=clock,
         gpu_timeout_seconds=2,
-        judges=(lambda values, states: build_verdicts(values, measure_watches(states[LEAK.name])),),
+        judge=Judge(),
     )
     with asyncio.Runner() as runner:
         for step in range(int(hours * 3600 / SAMPLE_SECONDS)):

@@ -17,7 +17,6 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from vllm_headroom import inputs
-from vllm_headroom.model import TokenBytes
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import parse_size
 
@@ -371,21 +370,6 @@ class Settings(BaseSettings):
     @classmethod
     def _strip(cls, value: object) -> object:
         return value.strip() if isinstance(value, str) else value
-
-    @property
-    def token_bytes(self) -> TokenBytes | None:
-        """None here: vllm_headroom_tools.settings reads `model_config_` and overrides this."""
-        return None
-
-    @property
-    def parse_model(self) -> Callable[[Path], TokenBytes | None] | None:
-        """As `token_bytes`, of any model's configuration; None where the operator configured the bytes."""
-        return None
-
-    @property
-    def model_problem(self) -> str:
-        """Why the model's configuration gives no bytes per token, empty where it does or is not set."""
-        return ""
 
     @classmethod
     def settings_customise_sources(

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
-from vllm_headroom.daemon.sampler import close_all
+from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.parse.engines import parse_engines

@@ -13,7 +13,8 @@ def _run(given: Namespace) -> NoReturn:
     with no_collection():
         from vllm_headroom.daemon import app  # noqa: PLC0415 - --help and --print-config need no daemon
     gc.freeze()  # what was imported stays: a full collection would look through it for 25 ms, and scrapes would wait
-    app.serve(given.settings)
+    settings: ModelSettings = given.settings
+    app.serve(settings, settings.model_reader)
 
 
 COMMAND: Final[Command] = Command(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -11,6 +10,7 @@ from msgspec import Struct
 from pydantic import InstanceOf, PlainSerializer
 
 from vllm_headroom.config import Settings, from_text
+from vllm_headroom.daemon.model_reader import ModelReader
 from vllm_headroom.inputs import parse_path
 from vllm_headroom.model import TokenBytes
 from vllm_headroom.units import RefusedError
@@ -67,24 +67,14 @@ class ModelSettings(Settings):
         return None if self.model_config_ is None else self.model_config_.shape
 
     @property
-    def token_bytes(self) -> TokenBytes | None:
-        """The bytes per token of this model, None without one."""
+    def model_reader(self) -> ModelReader:
+        """How the bytes per token are found: of the configured model, else of the one that the engine serves."""
         if self.model_shape is None:
-            return None
+            is_configured = self.kv_bytes_per_token is not None
+            return ModelReader(parse=None if is_configured else _parse_token_bytes)
         from vllm_headroom_tools.sizing.footprint import count_engine_bytes_per_token  # noqa: PLC0415 - as above
 
-        return partial(count_engine_bytes_per_token, self.model_shape)
-
-    @property
-    def parse_model(self) -> Callable[[Path], TokenBytes | None] | None:
-        """Read the bytes per token of a model's configuration; None where the operator configured them."""
-        return (
-            _parse_token_bytes
-            if self.kv_bytes_per_token is None and self.model_config_ is None
-            else None
+        return ModelReader(
+            configured=partial(count_engine_bytes_per_token, self.model_shape),
+            problem="" if self.model_shape.has_every_token else TOKENS_DIFFER,
         )
-
-    @property
-    def model_problem(self) -> str:
-        """Why this model gives no bytes per token."""
-        return "" if self.model_shape is None or self.model_shape.has_every_token else TOKENS_DIFFER

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import httpx
 from msgspec.structs import replace
 
-from vllm_headroom.daemon.sampler import close_all
+from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.expose.drawing import find_top
 from vllm_headroom.model import Failure, name_device
 from vllm_headroom.scrape.http.failures import strip_advice

@@ -15,7 +15,7 @@ from vllm_headroom.__main__ import main
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app, evict
-from vllm_headroom.daemon.parts import Parts
+from vllm_headroom.daemon.parts import Parts, build_real_evictor
 from vllm_headroom_tools.demo import run
 from vllm_headroom_tools.demo.world import Scenario, World
 
@@ -40,7 +40,7 @@ class PodClock(run.ScaledClock):
 
 
 async def run_with_guardrail(demo: Any, settings: Settings, **how: Any) -> int:
-    vars(run)["Parts"] = partial(Parts, evictor=evict.build_evictor(settings, SystemClock()))
+    vars(run)["Parts"] = partial(Parts, evictor=build_real_evictor(settings, SystemClock()))
     return int(await demo(settings, **how))
 
 
@@ -58,7 +58,7 @@ async def run_replica(settings: Settings, *, speed: float, **_: Any) -> int:
         gpus=run.SimulatedGpus(now),
         processes=run.SimulatedProcesses(now, started_seconds).read,
         clock=clock,
-        evictor=evict.build_evictor(settings, PodClock(1.0, began)),
+        evictor=build_real_evictor(settings, PodClock(1.0, began)),
     )
     vars(app)["TURN_SECONDS"] = TURN_SECONDS * speed
     vars(evict)["LEASE_SECONDS"] = LEASE_SECONDS

@@ -14,7 +14,8 @@ from tests.fakes.cgroups import limited
 from tests.fakes.taker import Taker, taking
 from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
-from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, GpuReadings

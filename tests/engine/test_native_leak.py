@@ -69,8 +69,8 @@ async def grow(engine: Probed, way: str) -> list[dict[str, Any]]:
     for step in range(4):
         now = seen.monotonic_seconds + step * AGAIN_SECONDS
         subject.step(replace(seen, monotonic_seconds=now, processes=(process(pid, Role.ENGINE_CORE),)), GROWING)
-        if subject._begun is not None:
-            await asyncio.wait([subject._begun[1]])
+        if subject._running is not None:
+            await asyncio.wait([subject._running[1]])
         if step == 1:
             await asyncio.to_thread(leak, engine, way)
     return subject.describe()

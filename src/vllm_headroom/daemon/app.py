@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -13,23 +13,25 @@ from typing import Any, Final, NoReturn
 
 import httpx
 import uvloop
+from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon import logs, loop
-from vllm_headroom.daemon.evict import TURN_SECONDS
+from vllm_headroom.daemon.canary import Canary
+from vllm_headroom.daemon.engine_watch import EngineWatch, recall_states
+from vllm_headroom.daemon.evict import TURN_SECONDS, Evictor
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.mappings import Mappings
+from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
-from vllm_headroom.daemon.sampler import Canary, Sampler, close_all
-from vllm_headroom.daemon.state.file import HISTORY, FolderLock
+from vllm_headroom.daemon.sampler import Judge, Sampler
+from vllm_headroom.daemon.sources import close_all
+from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
-from vllm_headroom.derive import LEAK, build_derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.gates import GATE, build_gate
-from vllm_headroom.derive.readings import count_running
-from vllm_headroom.derive.verdicts import VERDICTS, build_verdicts, measure_watches
-from vllm_headroom.expose.answers import Handler, build_application
+from vllm_headroom.expose.answers import Handler, Request, Response, build_application
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.server import Server, listen
@@ -38,13 +40,19 @@ from vllm_headroom.expose.view import History, View
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.log import Log
-from vllm_headroom.model import Sample, Snapshot, Verdict
+from vllm_headroom.model import Sample
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.trace.recorder import Recorder
 
+log = Log(__name__)
+
+CANNOT_LISTEN: Final = 2
+"""Exit status where an operator has to change a setting first."""
+
 LONGEST_TICK_SECONDS: Final = 30.0
-"""Between two ticks, with hanging sources: each has a timeout of seconds. Longer, the daemon was stopped or starved."""
+"""Between two ticks, with hanging sources: each has a timeout of seconds. Longer, the daemon was
+stopped or starved."""
 
 
 @cache  # read from the distribution's files, and shown on every page
@@ -60,39 +68,38 @@ def read_build() -> tuple[str, str, str]:
     return read_version(), revision, platform.python_version()
 
 
-log = Log(__name__)
-
-CANNOT_LISTEN: Final = 2
-SAVE_SECONDS: Final = 60.0
-LAST_SAVE_SECONDS: Final = 0.5
-"""Scrapes in progress may take as long in parallel."""
-
-
-def serve(settings: Settings) -> NoReturn:
+def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     """Run the real daemon until it is stopped, and exit with its status; raise an error of the daemon itself."""
     logs.configure(settings.log_format, settings.log_level)
-    status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
-        run(build_real_parts(settings), settings)
-    )
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    status = runner.run(run(build_real_parts(settings, model), settings, model))
     logging.shutdown()
-    os._exit(
-        status
-    )  # without waiting for threads: a resolver that does not answer holds one for 10 s (measured)
+    # Do not wait for threads: a resolver that does not answer holds one for 10 s (measured).
+    os._exit(status)
 
 
-async def run(parts: Parts, settings: Settings, make: "Callable[..., Daemon] | None" = None) -> int:
-    """Run the daemon that `make` builds over `parts`, which it closes at the end; return the exit status."""
+async def run(
+    parts: Parts,
+    settings: Settings,
+    model: ModelReader = NO_MODEL,
+    build_daemon: "Callable[..., Daemon] | None" = None,
+) -> int:
+    """Run the daemon that `build_daemon` builds over `parts`, and close them at the end; return the exit status."""
+    door = None
     try:
         listener = listen(settings.listen_host, settings.listen_port)
-        door = None if settings.web_config_file is None else Door(settings.web_config_file)
+        if settings.web_config_file is not None:
+            door = Door(settings.web_config_file)
     except OSError as error:
+        problem, _, _ = str(error.strerror).partition(
+            " (while"
+        )  # the module socket adds the address
         log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
-            "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of this machine",
+            "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of"
+            " this machine",
             host=settings.listen_host or "all interfaces",
             port=settings.listen_port,
-            problem=str(error.strerror).partition(" (while")[
-                0
-            ],  # the module socket adds the address
+            problem=problem,
         )
         return CANNOT_LISTEN
     except WebConfigError as error:
@@ -103,194 +110,204 @@ async def run(parts: Parts, settings: Settings, make: "Callable[..., Daemon] | N
                 problem=line,
             )
         return CANNOT_LISTEN
-    if settings.model_problem and settings.kv_bytes_per_token is None:
-        log.warning("KV cache known in tokens only", problem=settings.model_problem)
+    if model.problem and settings.kv_bytes_per_token is None:
+        log.warning("KV cache known in tokens only", problem=model.problem)
+
     ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with loop.handle_signals(partial(loop.request_end, ending, loop.STOPPED)):
         try:
             port = listener.getsockname()[1]
             log.info("listening", port=port, version=read_version())
-            daemon = (make or Daemon)(
-                parts, settings, home=f"http://localhost:{port}/", ending=ending
+            daemon = (build_daemon or Daemon)(
+                parts, settings, model, home=f"http://localhost:{port}/", ending=ending
             )
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
-            await close_all(parts.engine, parts.gpus, parts.asked, parts.evictor)
+            await close_all(parts.engine, parts.gpus, parts.canary_request, parts.evictor)
+
+
+def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> EngineWatch:
+    """Build all that watches the engine of `parts`."""
+    clock = parts.clock
+    history = History()
+    keeper = None
+    flight = None
+    recall = None
+    if settings.state_dir is not None:
+        lock = FolderLock()
+        keeper = StateKeeper(
+            folder=settings.state_dir, clock=clock, version=read_version(), lock=lock
+        )
+        recall = partial(recall_states, keeper, history)
+        flight = Flight(
+            folder=settings.state_dir,
+            lines=partial(tuple, logs.RecentLines().lines),
+            version=read_version(),
+            lock=lock,
+            mappings=Mappings(parts.mappings),
+        )
+    recorder = None
+    if settings.trace_file is not None:
+        recorder = Recorder(file=settings.trace_file, max_bytes=settings.trace_max_bytes)
+    canary = None
+    if parts.canary_request is not None and settings.canary_interval_seconds is not None:
+        canary = Canary(
+            parts.canary_request.ask,
+            settings.canary_interval_seconds,
+            clock,
+            pause_seconds=max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds),
+        )
+    profile = None if settings.engine_profile == AUTO else settings.engine_profile
+    sampler = Sampler(
+        sources=parts,
+        parse=partial(parse_engines, profile=profile),
+        selection=Selection.of(settings.gpus),
+        derivations=build_derivations(
+            reported_bytes=settings.reported_bytes,
+            kv_bytes_per_token=settings.kv_bytes_per_token,
+            model=model.configured,
+            baseline_bytes_per_request=settings.baseline_bytes_per_request,
+        ),
+        clock=clock,
+        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
+        recall=recall,
+        host_limit_bytes=settings.host_memory_limit_bytes,
+        judge=Judge(
+            role=settings.role,
+            gate_ready_seconds=settings.gate_ready_seconds,
+            read_guardrail=None if parts.evictor is None else parts.evictor.read_guardrail,
+        ),
+        canary=canary,
+    )
+    return EngineWatch(
+        sampler=sampler,
+        history=history,
+        keeper=keeper,
+        flight=flight,
+        recorder=recorder,
+        canary=canary,
+        gpus=parts.gpus,
+        clock=clock,
+    )
 
 
 class Daemon:
-    """Joins the parts, and owns what is shown and kept beside the samples: verdicts, the day's history, incidents."""
+    """Watches one engine, shows what it finds and, where it is configured, evicts its own pod."""
 
     def __init__(
-        self, parts: Parts, settings: Settings, *, home: str, ending: asyncio.Future[int]
+        self,
+        parts: Parts,
+        settings: Settings,
+        model: ModelReader = NO_MODEL,
+        *,
+        home: str,
+        ending: asyncio.Future[int],
     ) -> None:
-        clock, version, folder, lock = parts.clock, read_version(), settings.state_dir, FolderLock()
-        self._parts, self._clock, self._home, self._ending = parts, clock, home, ending
-        self._settings, self._interval_seconds = settings, settings.sample_interval_seconds
+        """`home` is the URL of the daemon's own page, `ending` takes the exit status."""
+        self._clock = parts.clock
+        self._evictor = parts.evictor
+        self._notice = parts.notice
+        self._home = home
+        self._ending = ending
+        self._interval_seconds = settings.sample_interval_seconds
+        self._gpu_interval_seconds = settings.gpu_sample_interval_seconds
+        self._runbooks_url = settings.runbooks_url
         self._engine_url = str(hide_secrets(httpx.URL(settings.engine_url)))
         self._heartbeat = loop.Heartbeat(
-            self._interval_seconds, clock, asyncio.get_running_loop().time
+            self._interval_seconds, self._clock, asyncio.get_running_loop().time
         )
         self._grace = loop.GraceTime(settings.gpu_fatal_grace_seconds)
-        self._history = History()
-        lines = partial(tuple, logs.RecentLines().lines)
-        self._flight = None
-        if folder is not None:
-            mappings = Mappings(parts.mappings)
-            self._flight = Flight(
-                folder=folder, lines=lines, version=version, lock=lock, mappings=mappings
-            )
-        self._keeper = (
-            None
-            if folder is None
-            else StateKeeper(folder=folder, clock=clock, version=version, lock=lock)
-        )
-        trace = settings.trace_file
-        self._recorder = (
-            None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)
-        )
-        pause, canary_seconds = (
-            max(LONGEST_TICK_SECONDS, 3 * self._interval_seconds),
-            settings.canary_interval_seconds,
-        )
-        self._canary = None
-        if parts.asked is not None and canary_seconds is not None:
-            self._canary = Canary(parts.asked.ask, canary_seconds, clock, pause_seconds=pause)
-        self._sampler = Sampler(
-            sources=parts,
-            parse=partial(
-                parse_engines,
-                profile=None if settings.engine_profile == AUTO else settings.engine_profile,
-            ),
-            selection=Selection.of(settings.gpus),
-            derivations=build_derivations(
-                reported_bytes=settings.reported_bytes,
-                kv_bytes_per_token=settings.kv_bytes_per_token,
-                model=settings.token_bytes,
-                baseline_bytes_per_request=settings.baseline_bytes_per_request,
-            ),
-            clock=parts.clock,
-            gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
-            recall=None if self._keeper is None else self._recall,
-            judges=(
-                lambda values, _: build_gate(
-                    settings.gate_ready_seconds,
-                    values,
-                    None if parts.evictor is None else parts.evictor.guardrail,
-                ),
-                lambda values, states: build_verdicts(
-                    values, measure_watches(states[LEAK.name]), settings.role
-                ),
-            ),
-            canary=self._canary,
-            host_limit_bytes=settings.host_memory_limit_bytes,
-        )
+        self._watch = build_engine_watch(parts, settings, model)
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
         loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
-        if self._settings.gpu_sample_interval_seconds < self._interval_seconds:
-            loops.append(
-                loop.run_every(
-                    self._settings.gpu_sample_interval_seconds, self._sample_memory, self._clock
-                )
-            )
-        if self._keeper is not None:
-            loops.append(self._save_states(self._keeper))
-        if self._canary is not None:
-            loops.append(self._canary.run(lambda: self._sampler.snapshot))
-        if (evictor := self._parts.evictor) is not None:
-
-            async def evict() -> None:
-                await evictor.turn(
-                    None if self._heartbeat.find_stall() else self._sampler.states[GATE].due
-                )
-
-            loops.append(loop.run_every(TURN_SECONDS, evict, self._clock))
+        if self._gpu_interval_seconds < self._interval_seconds:
+            timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._gpu_interval_seconds)
+            sample_gpu_memory = partial(self._watch.sample_gpu_memory, timeout_seconds)
+            loops.append(loop.run_every(self._gpu_interval_seconds, sample_gpu_memory, self._clock))
+        loops += self._watch.list_loops()
+        if self._evictor is not None:
+            take_turn = partial(self._take_eviction_turn, self._evictor)
+            loops.append(loop.run_every(TURN_SECONDS, take_turn, self._clock))
         return loops
 
     def build_handler(self, door: Door | None) -> Handler:
         """Return the handler of all requests."""
-        sampler, find_stall = self._sampler, self._heartbeat.find_stall
+        watch = self._watch
 
-        def list_others() -> Iterator[Sample]:
-            if self._flight is not None and self._flight.last is not None:
-                yield Sample(catalog.LAST_INCIDENT, (), self._flight.last.seconds)
+        def list_other_samples() -> Iterator[Sample]:
+            if watch.last_incident is not None:
+                yield Sample(catalog.LAST_INCIDENT, (), watch.last_incident.seconds)
             if door is not None:
                 yield Sample(catalog.WEB_CONFIG_RELOAD, (), float(door.problem is None))
 
+        def show_page(_: Request) -> Response:
+            return respond_html(render_page(self._build_view()))
+
+        def show_snapshot(_: Request) -> Response:
+            return respond_snapshot(self._build_view())
+
+        def explain_closed_gate() -> str | None:
+            if watch.latest is None or self._heartbeat.find_stall():
+                return None
+            return watch.latest.gate.reason
+
         collector = HeadroomCollector(
-            lambda: sampler.published, self._clock.monotonic, read_build(), list_others
+            lambda: watch.published,
+            self._clock.monotonic,
+            read_build(),
+            list_other_samples,
         )
         return build_application(
             metrics=MetricsPage(collector),
-            page=lambda _: respond_html(render_page(self._build_view())),
-            snapshot=lambda _: respond_snapshot(self._build_view()),
-            unhealthy=find_stall,
-            ready=lambda: sampler.published is not None,
-            gate=lambda: None if find_stall() else sampler.states[GATE].reason,
+            page=show_page,
+            snapshot=show_snapshot,
+            unhealthy=self._heartbeat.find_stall,
+            ready=lambda: watch.latest is not None,
+            gate=explain_closed_gate,
         )
 
     async def _tick(self) -> None:
-        is_first = self._sampler.published is None
-        snapshot = await self._sampler.tick()
-        self._history.step(snapshot, self._verdicts, count_running(snapshot.page))
+        is_first = self._watch.latest is None
+        result = await self._watch.sample()
         self._heartbeat.beat()
         if is_first:
             log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
-        if self._grace.is_over(snapshot.gpus, self._clock.monotonic()):
+        if self._grace.update(result.snapshot.gpus, self._clock.monotonic()):
             log.critical(
                 "the GPUs stay unreadable until this container is restarted: exiting with status 3"
             )
             loop.request_end(self._ending, loop.NEEDS_NEW_CONTAINER)
-        if self._recorder is not None:
-            await self._recorder.record(snapshot)
-        if self._flight is not None:
-            await self._flight.step(snapshot, self._verdicts, self._sampler.values)
+        await self._watch.record(result)
 
-    async def _sample_memory(self) -> None:
-        timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._settings.gpu_sample_interval_seconds)
-        used_bytes = await self._parts.gpus.sample_used(timeout_seconds)
-        if self._flight is not None:
-            self._flight.recent.add(self._clock.time(), used_bytes)
-
-    async def _recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the states that an earlier process kept of this engine, and restore the history it kept."""
-        states = {} if self._keeper is None else await self._keeper.recall(snapshot)
-        if HISTORY.name in states:
-            self._history.restore(states[HISTORY.name])
-        return states
-
-    async def _save_states(self, keeper: StateKeeper) -> None:
-        def collect() -> Mapping[str, Any]:
-            return {**self._sampler.states, HISTORY.name: self._history.save()}
-
-        try:
-            await loop.run_every(SAVE_SECONDS, lambda: keeper.save(collect()), self._clock)
-        finally:
-            await keeper.save(collect(), LAST_SAVE_SECONDS)
-
-    @property
-    def _verdicts(self) -> tuple[Verdict, ...]:
-        return tuple(self._sampler.states[VERDICTS])
+    async def _take_eviction_turn(self, evictor: Evictor) -> None:
+        latest = self._watch.latest
+        if latest is None or self._heartbeat.find_stall():
+            await evictor.turn(None)  # an old sample evicts nobody
+        else:
+            await evictor.turn(latest.gate.due)
 
     def _build_view(self) -> View:
-        published = self._sampler.published
-        return View(
+        view = View(
             version=read_version(),
             interval_seconds=self._interval_seconds,
-            history=self._history,
+            history=self._watch.history,
             host=socket.gethostname(),
             engine_url=self._engine_url,
-            snapshot=self._sampler.snapshot,
-            values=self._sampler.values,
-            verdicts=self._verdicts,
-            age_seconds=0.0
-            if published is None
-            else self._clock.monotonic() - published.monotonic_seconds,
             stall_reason=self._heartbeat.find_stall(),
-            notice=self._parts.notice,
-            runbooks=self._settings.runbooks_url,
-            last_incident=None if self._flight is None else self._flight.last,
+            notice=self._notice,
+            runbooks=self._runbooks_url,
+            last_incident=self._watch.last_incident,
+        )
+        latest = self._watch.latest
+        if latest is None:
+            return view
+        return replace(
+            view,
+            snapshot=latest.snapshot,
+            values=latest.values,
+            verdicts=latest.verdicts,
+            age_seconds=self._clock.monotonic() - latest.snapshot.monotonic_seconds,
         )

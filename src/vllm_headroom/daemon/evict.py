@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from msgspec import Struct
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.config import Settings
 from vllm_headroom.derive.gates import Guardrail
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure
@@ -21,59 +21,83 @@ from vllm_headroom.vocabulary import EvictionResult
 log = Log(__name__)
 
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes mounts the credentials of the pod's service account."""
+
 TURN_SECONDS: Final = 10.0
-"""From one look to the next, and between two renewals of the Lease."""
+"""From one turn of the evictor to the next, and between two renewals of the Lease."""
 
 LEASE_SECONDS: Final = 120
-"""A Lease not renewed for so long is free: longer than an evicted pod takes to be counted as missing (milliseconds) and
-than a request to the API server may be under way."""
+"""A Lease not renewed for so long is free: longer than an evicted pod takes to be counted as missing
+(milliseconds) and than a request to the API server may be under way."""
 
 REQUEST_SECONDS: Final = 15.0
 """The API server itself tries an eviction for 10 s while others change the PodDisruptionBudget."""
 
-LONGEST_REST_SECONDS: Final = 320.0
+LONGEST_PAUSE_SECONDS: Final = 320.0
 """After refusals the pause doubles, from TURN_SECONDS to this."""
 
+SHOWN_CHARACTERS: Final = 300
+"""Characters of the API server's message that are logged."""
+
 Object = dict[str, Any]
+"""An object of Kubernetes, as JSON."""
 
 
 class NotNowError(Exception):
-    """Why nothing is evicted now, in one line.
-
-    `status` is that of a refusal; 0 without an answer, where what was asked may yet be done; None where nothing was
-    refused.
-    """
+    """Why nothing is evicted now, in one line."""
 
     def __init__(self, problem: str, status: int | None = None) -> None:
         super().__init__(problem)
         self.status = status
+        """The HTTP status of a refusal. 0 without an answer, where what was asked may yet be done;
+        None where nothing was refused."""
+
+
+class EvictionPolicy(Struct, frozen=True, kw_only=True):
+    """When the operator wants this pod evicted."""
+
+    is_dry_run: bool
+    """Only read from the API server, and log what would be done."""
+    near_seconds: float
+    quiet_hour: int | None
+    """An hour of the day in UTC."""
 
 
 class Evictor:
     """Evicts the pod `name`, at most one of its workload at a time; as a dry run it only reads."""
 
     def __init__(
-        self, api: PageReader, settings: Settings, *, namespace: str, name: str, clock: Clock
+        self, api: PageReader, policy: EvictionPolicy, *, namespace: str, name: str, clock: Clock
     ) -> None:
-        self._api, self._settings, self._clock = api, settings, clock
-        self._namespace, self._name = namespace, name
+        self._api = api
+        self._policy = policy
+        self._clock = clock
+        self._namespace = namespace
+        self._name = name
         self._requests = dict.fromkeys(EvictionResult, 0)
         self._pod: Object = {}
+        """Empty until it was read."""
+        self._identity = ""
+        """Who this pod is, as the holder of the Lease."""
+        self._leases_path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._lease_name = ""
         self._lease: Object = {}
-        self._lease_name = self._identity = ""
-        self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._version: object = None
-        self._held_until = self._rests_until = self._changed_at = 0.0
-        self._has_asked = False
+        """The Lease as this pod last wrote it."""
+        self._lease_version: object = None
+        """The Lease's resourceVersion when it was last read."""
+        self._lease_changed_at = 0.0
+        """When another version of the Lease was first read, on the monotonic clock."""
+        self._lease_held_until = 0.0
+        self._paused_until = 0.0
+        self._has_evicted = False
         self._refusals = 0
         self._problem = ""
 
-    @property
-    def guardrail(self) -> Guardrail:
-        """The settings and the state, for what is derived and shown."""
+    def read_guardrail(self) -> Guardrail:
+        """Return the settings and the state, for what is derived and shown."""
         return Guardrail(
-            near_seconds=self._settings.evict_seconds,
-            quiet_hour=self._settings.evict_quiet_hour,
+            near_seconds=self._policy.near_seconds,
+            quiet_hour=self._policy.quiet_hour,
             is_holder=self._is_holder,
             requests=tuple(self._requests.items()),
         )
@@ -84,43 +108,48 @@ class Evictor:
 
     async def turn(self, due: str | None) -> None:
         """Take the next step; `due` is why this pod should be evicted now, None while it should not."""
-        if self._clock.monotonic() < self._rests_until:
+        if self._clock.monotonic() < self._paused_until:
             return
-        problem, is_refusal = "", False
+        problem = ""
+        is_refusal = False
         try:
-            if due is not None or (self._has_asked and self._is_holder):
+            if due is not None or (self._has_evicted and self._is_holder):
                 await self._step(due or "")
             else:
                 await self._give_up()
         except NotNowError as error:
-            problem, is_refusal = str(error), error.status is not None
+            problem = str(error)
+            is_refusal = error.status is not None
         except Exception as error:  # noqa: BLE001 - objects of another shape; the guardrail's fault costs nothing else
-            problem, is_refusal = f"the API server's answer is not understood ({error!r})", True
-        self._refusals = self._refusals + 1 if is_refusal else 0
+            problem = f"the API server's answer is not understood ({error!r})"
+            is_refusal = True
         if is_refusal:
-            rest_seconds = min(TURN_SECONDS * 2**self._refusals, LONGEST_REST_SECONDS)
-            self._rests_until = self._clock.monotonic() + rest_seconds
+            self._refusals += 1
+            pause_seconds = min(TURN_SECONDS * 2**self._refusals, LONGEST_PAUSE_SECONDS)
+            self._paused_until = self._clock.monotonic() + pause_seconds
+        else:
+            self._refusals = 0
         if problem and problem != self._problem:
             log.warning("eviction of this pod waits", problem=problem, why=due)
         self._problem = problem
 
     async def _step(self, due: str) -> None:
         """Evict the pod, or renew the Lease after that; raises NotNowError."""
-        if self._has_asked and not self._is_holder:
+        if self._has_evicted and not self._is_holder:
             return
-        self._pod = self._pod or await self._read_pod()
-        began = self._clock.monotonic()
+        if not self._pod:
+            self._pod = await self._read_pod()
+        began_seconds = self._clock.monotonic()
         lease = await self._read_lease()
-        if self._has_asked:
-            await self._take_lease(lease, began)
+        if self._has_evicted:
+            await self._take_lease(lease, began_seconds)
             return
         await self._check_budget()
-        if self._settings.evict == "dry-run":
+        if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
             return
-        await self._take_lease(
-            lease, began
-        )  # nobody had it since it was read, so that the budget still holds
+        # Nobody had the Lease since it was read, so that the budget still holds.
+        await self._take_lease(lease, began_seconds)
         try:
             await self._evict()
         except NotNowError as error:
@@ -131,37 +160,34 @@ class Evictor:
 
     def _finish(self, result: EvictionResult, event: str, due: str) -> None:
         self._requests[result] += 1
-        self._has_asked = True
+        self._has_evicted = True
         log.warning(event, pod=self._name, why=due)
 
     async def _give_up(self) -> None:
-        self._has_asked = False
+        self._has_evicted = False
         if self._problem:
             log.info("eviction of this pod is not due any more")
         if self._is_holder:
             await self._release()
 
     async def _read_pod(self) -> Object:
+        """Return this pod, and name its workload's Lease; raises NotNowError where eviction would not help."""
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
-        owner = next(
-            (each for each in metadata.get("ownerReferences", ()) if each.get("controller")), None
-        )
-        if owner is None:
+        owners = metadata.get("ownerReferences", ())
+        controller = next((owner for owner in owners if owner.get("controller")), None)
+        if controller is None:
             raise NotNowError("no controller would replace this pod")
-        kind, name, template = (
-            owner["kind"],
-            owner["name"],
-            metadata.get("labels", {}).get("pod-template-hash"),
-        )
-        if (
-            kind == "ReplicaSet" and template and name.endswith(f"-{template}")
-        ):  # of a Deployment, whose name lasts
-            kind, name = "Deployment", name.removesuffix(f"-{template}")
-        self._lease_name, self._identity = (
-            f"vllm-headroom-{kind.lower()}-{name}",
-            f"{self._name}_{metadata['uid']}",
-        )
+        kind = controller["kind"]
+        workload_name = controller["name"]
+        template_hash = metadata.get("labels", {}).get("pod-template-hash")
+        # A ReplicaSet of a Deployment is replaced at each rollout; the Deployment's name lasts.
+        is_of_template = template_hash and workload_name.endswith(f"-{template_hash}")
+        if kind == "ReplicaSet" and is_of_template:
+            kind = "Deployment"
+            workload_name = workload_name.removesuffix(f"-{template_hash}")
+        self._lease_name = f"vllm-headroom-{kind.lower()}-{workload_name}"
+        self._identity = f"{self._name}_{metadata['uid']}"
         if not any("readinessProbe" in container for container in pod["spec"]["containers"]):
             raise NotNowError(
                 "no container has a readinessProbe: when a replacement serves is not known"
@@ -171,29 +197,24 @@ class Evictor:
     async def _check_budget(self) -> None:
         """Raise NotNowError unless one PodDisruptionBudget selects the pod and all pods that it expects are healthy."""
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
-        labels = self._pod["metadata"].get("labels", {}).items()
-        pairs = [
-            (each, each["spec"].get("selector", {}))
-            for each in (await self._ask("GET", path))["items"]
-        ]
-        found = [
-            each
-            for each, by in pairs
-            if by.keys() == {"matchLabels"} and by["matchLabels"].items() <= labels
-        ]
-        if len(found) != 1:
-            few = len(found) or "no"
+        budgets = (await self._ask("GET", path))["items"]
+        labels = self._pod["metadata"].get("labels", {})
+        matching_budgets = [budget for budget in budgets if _selects(budget, labels)]
+        if len(matching_budgets) != 1:
+            count = len(matching_budgets) or "no"
             raise NotNowError(
-                f"{few} PodDisruptionBudgets select this pod, by matchLabels alone: it needs one"
+                f"{count} PodDisruptionBudgets select this pod, by matchLabels alone: it needs one"
             )
-        name, status = found[0]["metadata"]["name"], found[0].get("status", {})
-        if isinstance(
-            found[0]["spec"].get("minAvailable"), int
-        ):  # the controller then expects only pods that exist
+        (budget,) = matching_budgets
+        name = budget["metadata"]["name"]
+        # With a number in minAvailable the controller expects only pods that exist.
+        if isinstance(budget["spec"].get("minAvailable"), int):
             raise NotNowError(
                 f"PodDisruptionBudget {name} does not count missing pods: it needs maxUnavailable"
             )
-        healthy, expected = status.get("currentHealthy", 0), status.get("expectedPods", 1)
+        status = budget.get("status", {})
+        healthy = status.get("currentHealthy", 0)
+        expected = status.get("expectedPods", 1)
         if healthy < expected or status.get("disruptedPods"):
             raise NotNowError(
                 f"a pod restarts: {healthy} of {expected} are healthy by PodDisruptionBudget {name}"
@@ -205,60 +226,63 @@ class Evictor:
         A Lease expires when it was seen unchanged for its duration; clocks of machines are not compared.
         """
         try:
-            lease = await self._ask("GET", f"{self._leases}/{self._lease_name}")
+            lease = await self._ask("GET", f"{self._leases_path}/{self._lease_name}")
         except NotNowError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
             return {}
-        if (version := lease["metadata"]["resourceVersion"]) != self._version:
-            self._version, self._changed_at = version, self._clock.monotonic()
+        version = lease["metadata"]["resourceVersion"]
+        if version != self._lease_version:
+            self._lease_version = version
+            self._lease_changed_at = self._clock.monotonic()
         spec = lease.get("spec", {})
-        holder, seconds = (
-            spec.get("holderIdentity"),
-            spec.get("leaseDurationSeconds") or LEASE_SECONDS,
-        )
-        if (
-            holder
-            and holder != self._identity
-            and self._clock.monotonic() <= self._changed_at + seconds
-        ):
+        holder = spec.get("holderIdentity")
+        lease_seconds = spec.get("leaseDurationSeconds") or LEASE_SECONDS
+        has_expired = self._clock.monotonic() > self._lease_changed_at + lease_seconds
+        if holder and holder != self._identity and not has_expired:
             raise NotNowError(f"{holder} holds Lease {self._lease_name}")
         return lease
 
-    async def _take_lease(self, lease: Object, began: float) -> None:
-        """Take the Lease or renew it, as it was read after `began`; raises NotNowError where another pod was faster."""
-        before = lease.get("spec", {})
+    async def _take_lease(self, lease: Object, began_seconds: float) -> None:
+        """Take the Lease or renew it, as it was read after `began_seconds`.
+
+        Raises NotNowError where another pod was faster.
+        """
+        former_spec = lease.get("spec", {})
         now = datetime.fromtimestamp(self._clock.time(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        spec = {
+        spec = former_spec | {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": LEASE_SECONDS,
             "renewTime": now,
         }
-        if before.get("holderIdentity") != self._identity:
-            spec |= {
-                "acquireTime": now,
-                "leaseTransitions": before.get("leaseTransitions", 0) + bool(lease),
-            }
-        self._lease = await self._write_lease(lease, before | spec)
-        self._held_until = began + LEASE_SECONDS
+        if former_spec.get("holderIdentity") != self._identity:
+            spec["acquireTime"] = now
+            transitions = former_spec.get("leaseTransitions", 0)
+            spec["leaseTransitions"] = transitions + 1 if lease else transitions
+        self._lease = await self._write_lease(lease, spec)
+        self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> None:
-        self._held_until = 0.0
+        self._lease_held_until = 0.0
         with suppress(NotNowError):  # it expires
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})
 
     async def _write_lease(self, lease: Object, spec: Object) -> Object:
         """Return the Lease as the API server has stored it, if nobody changed it since `lease` was read."""
-        new = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": self._lease_name},
-        }
-        method, path = (
-            ("PUT", f"{self._leases}/{self._lease_name}") if lease else ("POST", self._leases)
-        )
+        if lease:
+            method = "PUT"
+            path = f"{self._leases_path}/{self._lease_name}"
+            new_lease = lease
+        else:
+            method = "POST"
+            path = self._leases_path
+            new_lease = {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {"name": self._lease_name},
+            }
         try:
-            return await self._ask(method, path, {**(lease or new), "spec": spec})
+            return await self._ask(method, path, {**new_lease, "spec": spec})
         except NotNowError as error:
             if error.status == HTTPStatus.CONFLICT:
                 raise NotNowError(
@@ -267,10 +291,11 @@ class Evictor:
             raise
 
     async def _evict(self) -> None:
-        if self._clock.monotonic() > self._held_until - LEASE_SECONDS / 2:
+        if self._clock.monotonic() > self._lease_held_until - LEASE_SECONDS / 2:
             raise NotNowError(
                 "the API server took too long: the Lease could expire before the eviction"
             )
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{self._name}/eviction"
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
@@ -278,12 +303,13 @@ class Evictor:
             "deleteOptions": {"preconditions": {"uid": self._pod["metadata"]["uid"]}},
         }
         try:
-            await self._ask(
-                "POST", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}/eviction", body
-            )
+            await self._ask("POST", path, body)
         except NotNowError as error:
-            is_budget = error.status == HTTPStatus.TOO_MANY_REQUESTS
-            self._requests[EvictionResult.REFUSED if is_budget else EvictionResult.FAILED] += 1
+            # The API server answers so where the PodDisruptionBudget forbids the eviction.
+            if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+                self._requests[EvictionResult.REFUSED] += 1
+            else:
+                self._requests[EvictionResult.FAILED] += 1
             raise
 
     async def _ask(self, method: str, path: str, body: Object | None = None) -> Object:
@@ -297,34 +323,46 @@ class Evictor:
             is_failure = answer.get("status") == "Failure"  # which an answer of 201 may say too
             if reply.status < HTTPStatus.BAD_REQUEST and not is_failure:
                 return answer
+        message = str(answer.get("message"))[:SHOWN_CHARACTERS]
         is_refusal = HTTPStatus.BAD_REQUEST <= reply.status < HTTPStatus.INTERNAL_SERVER_ERROR
-        problem = f"the API server answers {reply.status}: {str(answer.get('message'))[:300]}"
-        raise NotNowError(problem, reply.status if is_refusal else 0)
+        raise NotNowError(
+            f"the API server answers {reply.status}: {message}", reply.status if is_refusal else 0
+        )
 
     @property
     def _is_holder(self) -> bool:
-        return self._clock.monotonic() < self._held_until
+        return self._clock.monotonic() < self._lease_held_until
 
 
-def build_evictor(settings: Settings, clock: Clock) -> Evictor | None:
-    """Return the guardrail; None where it is off, and with a log line where it was asked for outside of a pod."""
-    if settings.evict == "off":
-        return None
-    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{each}", "") for each in ("HOST", "PORT"))
+def _selects(budget: Object, labels: Object) -> bool:
+    """Return whether a PodDisruptionBudget selects a pod with these labels, by matchLabels alone."""
+    selector = budget["spec"].get("selector", {})
+    if selector.keys() != {"matchLabels"}:
+        return False
+    return bool(selector["matchLabels"].items() <= labels.items())
+
+
+def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
+    """Return the evictor; None, with a log line, outside of a pod."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
     name = os.environ.get("POD_NAME", "")
     try:
         namespace = (ACCOUNT / "namespace").read_text().strip()
     except OSError:
         namespace = ""
     if not (host and port.isdigit() and name and namespace):
-        problem = f"no pod with POD_NAME and a service account in {ACCOUNT}, which the component evict provides"
-        log.error("HEADROOM_EVICT stays off", problem=problem)
+        log.error(
+            "HEADROOM_EVICT stays off",
+            problem=f"no pod with POD_NAME and a service account in {ACCOUNT}, which the component"
+            " evict provides",
+        )
         return None
-    reader = PageReader(
+    api = PageReader(
         url=str(httpx.URL(scheme="https", host=host, port=int(port))),
         timeout_seconds=REQUEST_SECONDS,
         bearer_token_file=ACCOUNT / "token",
         ca_file=ACCOUNT / "ca.crt",
         headers={"Accept": "application/json"},
     )
-    return Evictor(reader, settings, namespace=namespace, name=name, clock=clock)
+    return Evictor(api, policy, namespace=namespace, name=name, clock=clock)

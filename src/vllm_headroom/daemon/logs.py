@@ -15,12 +15,17 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom.worker import start_thread
 
 OURS: Final = "vllm_headroom"
-MOST_WAITING: Final = 1000
+"""The logger of all lines that are not a library's."""
+
+MOST_WAITING_LINES: Final = 1000
 """Lines that wait for a slow reader of stderr: half a megabyte."""
 
-MOST_RECENT: Final = 40
-LONGEST_RECENT: Final = 500
-"""The lines around an incident, within 20 kB of memory and of its file."""
+MOST_RECENT_LINES: Final = 40
+MOST_RECENT_CHARACTERS: Final = 500
+"""The lines around an incident and the characters of each: within 20 kB of memory and of its file."""
+
+STDERR: Final = 2
+"""The file descriptor."""
 
 SHUTDOWN_SECONDS: Final = 0.2
 """How long the exit, which may take a second in all, waits for the last lines to be read."""
@@ -34,7 +39,7 @@ class Background(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._waiting: Queue[logging.LogRecord] = Queue(MOST_WAITING)
+        self._waiting: Queue[logging.LogRecord] = Queue(MOST_WAITING_LINES)
         self._dropped = 0
         self._thread: threading.Thread | None = None
 
@@ -44,8 +49,9 @@ class Background(logging.Handler):
             self._waiting.put_nowait(record)
         except Full:
             self._dropped += 1
-        with contextlib.suppress(OSError):  # no thread can be started: the lines wait
-            self._thread = self._thread or start_thread(self._run, "log")
+        if self._thread is None:
+            with contextlib.suppress(OSError):  # no thread can be started: the lines wait
+                self._thread = start_thread(self._run, "log")
 
     def flush(self) -> None:
         """Wait until all lines are written, but not for long."""
@@ -55,24 +61,25 @@ class Background(logging.Handler):
             )
 
     def _run(self) -> None:
-        reported = 0
+        reported_lines = 0
         while True:
             self._write(self._waiting.get())
-            if (dropped := self._dropped) > reported:
+            dropped_lines = self._dropped
+            if dropped_lines > reported_lines:
                 message = "log lines were dropped, stderr was not read: dropped=%d"
+                arguments = (dropped_lines - reported_lines,)
                 self._write(
-                    logging.LogRecord(
-                        OURS, logging.WARNING, "", 0, message, (dropped - reported,), None
-                    )
+                    logging.LogRecord(OURS, logging.WARNING, "", 0, message, arguments, None)
                 )
-                reported = dropped
+                reported_lines = dropped_lines
             self._waiting.task_done()
 
     def _write(self, record: logging.LogRecord) -> None:
         try:
-            left = f"{self.format(record)}\n".encode(errors="backslashreplace")
-            while left:
-                left = left[os.write(2, left) :]
+            unwritten = f"{self.format(record)}\n".encode(errors="backslashreplace")
+            while unwritten:
+                written_bytes = os.write(STDERR, unwritten)
+                unwritten = unwritten[written_bytes:]
         except Exception:  # noqa: BLE001 - there is nowhere to report it: the line is lost
             self._dropped += 1
 
@@ -82,13 +89,13 @@ class RecentLines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: deque[str] = deque(maxlen=MOST_RECENT)
+        self.lines: deque[str] = deque(maxlen=MOST_RECENT_LINES)
         self.setFormatter(Logfmt())
         logging.getLogger(OURS).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the line."""
-        self.lines.append(self.format(record)[:LONGEST_RECENT])
+        self.lines.append(self.format(record)[:MOST_RECENT_CHARACTERS])
 
 
 def configure(log_format: str, log_level: str) -> None:
@@ -104,14 +111,13 @@ def configure(log_format: str, log_level: str) -> None:
 
 
 def _read_fields(record: logging.LogRecord) -> dict[str, object]:
-    first = {
-        "ts": datetime.fromtimestamp(record.created, UTC)
-        .isoformat(timespec="microseconds")
-        .replace("+00:00", "Z"),
+    instant = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
+    fields: dict[str, object] = {
+        "ts": instant.replace("+00:00", "Z"),
         "level": record.levelname.lower(),
         "event": record.getMessage(),
     }
-    return {**first, **getattr(record, "fields", {})}
+    return fields | getattr(record, "fields", {})
 
 
 class Json(logging.Formatter):
@@ -119,8 +125,10 @@ class Json(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        exception = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
-        return json.dumps(_read_fields(record) | exception, default=repr)
+        fields = _read_fields(record)
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=repr)
 
 
 class Logfmt(logging.Formatter):
@@ -128,19 +136,22 @@ class Logfmt(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        words = (f"{name}={_render_word(value)}" for name, value in _read_fields(record).items())
-        trace = (
-            f"\n{textwrap.indent(self.formatException(record.exc_info), '  ')}"
-            if record.exc_info
-            else ""
-        )
-        return " ".join(words).translate(CONTROLS) + trace
+        fields = _read_fields(record)
+        line = " ".join(f"{name}={_render_word(value)}" for name, value in fields.items())
+        line = line.translate(CONTROLS)
+        if not record.exc_info:
+            return line
+        traceback = textwrap.indent(self.formatException(record.exc_info), "  ")
+        return f"{line}\n{traceback}"
 
 
 def _render_word(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "" if value is None else str(value).lower()
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
     text = str(value)
-    if any(each in text for each in ' ="'):
-        text = '"{}"'.format(text.replace("\\", "\\\\").replace('"', '\\"'))
+    if any(character in text for character in ' ="'):
+        escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+        text = f'"{escaped}"'
     return text.replace("\n", "\\n")

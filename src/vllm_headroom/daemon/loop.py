@@ -29,48 +29,52 @@ async def run_every(
     interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock
 ) -> None:
     """Run `step` now and at every later point of the grid that has not passed; skip a step that runs out of memory."""
-    began, was_short = clock.monotonic(), False
+    began_seconds = clock.monotonic()
+    was_out_of_memory = False
     while True:
-        is_short = False
+        is_out_of_memory = False
         try:
             await step()
         except* MemoryError:
-            is_short = True
-        if is_short is not was_short:
-            was_short = is_short
-            write = log.error if is_short else log.info
-            write(
-                "out of memory: a step of the daemon was skipped"
-                if is_short
-                else "memory is available again"
-            )
-        turns = floor((clock.monotonic() - began) / interval_seconds) + 1
-        await clock.sleep_until(began + turns * interval_seconds)
+            is_out_of_memory = True
+        if is_out_of_memory and not was_out_of_memory:
+            log.error("out of memory: a step of the daemon was skipped")
+        if was_out_of_memory and not is_out_of_memory:
+            log.info("memory is available again")
+        was_out_of_memory = is_out_of_memory
+        passed_points = floor((clock.monotonic() - began_seconds) / interval_seconds) + 1
+        await clock.sleep_until(began_seconds + passed_points * interval_seconds)
 
 
 class Heartbeat:
     """Remembers when the sampling loop last ran."""
 
     def __init__(
-        self, interval_seconds: float, clock: Clock, machine_seconds: Callable[[], float]
+        self, interval_seconds: float, clock: Clock, read_machine_seconds: Callable[[], float]
     ) -> None:
+        """`read_machine_seconds` is the machine's monotonic clock, `clock` may run faster."""
         self._interval_seconds = interval_seconds
         self._clock = clock
-        self._machine_seconds = machine_seconds
+        self._read_machine_seconds = read_machine_seconds
         self.beat()
 
     def beat(self) -> None:
         """Note that the loop has run."""
-        self._turned = self._clock.monotonic()
-        self._turned_on_machine = self._machine_seconds()
+        self._beat_seconds = self._clock.monotonic()
+        self._beat_machine_seconds = self._read_machine_seconds()
 
     def find_stall(self) -> str | None:
         """Return why the loop is unhealthy: no run for three intervals; None while it runs."""
-        silent = self._clock.monotonic() - self._turned
-        machine_silent = self._machine_seconds() - self._turned_on_machine
-        if silent <= 3 * self._interval_seconds or machine_silent <= LEAST_SILENCE_SECONDS:
+        silent_seconds = self._clock.monotonic() - self._beat_seconds
+        silent_machine_seconds = self._read_machine_seconds() - self._beat_machine_seconds
+        if silent_seconds <= 3 * self._interval_seconds:
             return None
-        return f"the sampling loop has not run for {silent:.0f} s (interval {self._interval_seconds:g} s)"
+        if silent_machine_seconds <= LEAST_SILENCE_SECONDS:
+            return None
+        return (
+            f"the sampling loop has not run for {silent_seconds:.0f} s"
+            f" (interval {self._interval_seconds:g} s)"
+        )
 
 
 class GraceTime:
@@ -78,15 +82,16 @@ class GraceTime:
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
-        self._since: float | None = None
+        self._failing_since_seconds: float | None = None
 
-    def is_over(self, gpus: tuple[Gpu, ...] | Failure, now: float) -> bool:
-        """Return whether the grace is over, given what this tick read."""
+    def update(self, gpus: tuple[Gpu, ...] | Failure, now_seconds: float) -> bool:
+        """Take what a tick read, at `now_seconds` of the monotonic clock; return whether the grace is over."""
         if not isinstance(gpus, Failure) or gpus.reason not in FATAL:
-            self._since = None
+            self._failing_since_seconds = None
             return False
-        self._since = now if self._since is None else self._since
-        return now - self._since >= self._grace_seconds
+        if self._failing_since_seconds is None:
+            self._failing_since_seconds = now_seconds
+        return now_seconds - self._failing_since_seconds >= self._grace_seconds
 
 
 def request_end(ending: asyncio.Future[int], status: int) -> None:
@@ -99,18 +104,16 @@ def request_end(ending: asyncio.Future[int], status: int) -> None:
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Let SIGTERM, SIGINT and SIGHUP (unless ignored, as with nohup) call `stop` during the block."""
     loop = asyncio.get_running_loop()
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    }
-    if before[signal.SIGHUP] is signal.SIG_IGN:
-        del before[signal.SIGHUP]
-    for number in before:
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    former_handlers = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
         loop.add_signal_handler(number, stop)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in former_handlers.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
 

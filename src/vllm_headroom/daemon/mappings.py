@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 from msgspec import Struct
@@ -22,107 +21,139 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 AGAIN_SECONDS: Final = 600.0
-"""Between two readings of a process that grows: each takes 10 to 40 ms per GiB of pages of 4 KiB, and 1 ms per GiB of
-huge pages (measured). Meanwhile a thread of the engine that maps memory may wait; one that uses memory does not."""
+"""Between two readings of a process that grows: each takes 10 to 40 ms per GiB of pages of 4 KiB,
+and 1 ms per GiB of huge pages (measured). Meanwhile a thread of the engine that maps memory may
+wait; one that uses memory does not."""
 
-MOST_PROCESSES, MOST_KINDS = 32, 8
+MOST_PROCESSES: Final = 32
+"""The processes whose mappings are read, the largest of the engine."""
+
+MOST_KINDS: Final = 8
+"""The kinds of mappings that are shown of a process, those that grew most."""
 
 Sizes = dict[str, int]
 """Resident bytes by kind of mapping."""
 
 
 class _Growth(Struct, frozen=True, kw_only=True):
-    """A process's first reading and its newest, at first the same; the next may follow at `due` (monotonic)."""
+    """A process's first reading and its newest, at first the same."""
 
     role: Role
-    due: float = 0.0
-    since: float
-    first: Sizes
+    next_reading_seconds: float = 0.0
+    """When it may be read again, on the monotonic clock."""
+    first_seconds: float
+    """Since the epoch, as `newest_seconds`."""
+    first_sizes: Sizes
     newest_seconds: float
-    newest: Sizes
+    newest_sizes: Sizes
 
     @property
-    def kinds(self) -> Sizes:
-        """The kinds that have grown, in bytes, the largest growth first."""
-        grown = list(find_growth(self.first, self.newest).items())[:MOST_KINDS]
-        return {kind: size for kind, size in grown if size >= MIB}
+    def has_one_reading(self) -> bool:
+        """Whether it was read once so far."""
+        return self.newest_sizes is self.first_sizes
+
+    @property
+    def grown_bytes(self) -> Sizes:
+        """By how much each kind has grown, the largest growth first, without growth below 1 MiB."""
+        growth = find_growth(self.first_sizes, self.newest_sizes)
+        largest_kinds = list(growth.items())[:MOST_KINDS]
+        return {kind: size_bytes for kind, size_bytes in largest_kinds if size_bytes >= MIB}
 
 
 class Mappings:
     """Owns the first reading of each process, taken once it serves, and the newest, taken while its role may leak.
 
-    `read` runs on its own thread, for one process at a time and one per step; where it hangs, no more are read.
+    `read` runs on a thread, for one process at a time and one per step; where it hangs, no more are read.
     """
 
     def __init__(self, read: Callable[[int], Sizes | None]) -> None:
-        self._read, self._worker = read, Worker[Sizes | None]("mappings")
-        self._known: dict[ProcessName, _Growth] = {}
-        self._begun: tuple[ProcessName, asyncio.Future[Sizes | None]] | None = None
+        self._read = read
+        self._worker = Worker[Sizes | None]("mappings")
+        self._growths: dict[ProcessName, _Growth] = {}
+        self._running: tuple[ProcessName, asyncio.Future[Sizes | None]] | None = None
+        """The process that is being read, and its reading."""
 
     def step(self, snapshot: Snapshot, values: Values) -> None:
         """Keep what was read since the last step, and begin the next reading that is due, without waiting for it."""
         if isinstance(snapshot.processes, Failure) or not snapshot.in_service:
             return
-        present = {(each.pid, each.started_at_seconds): each for each in snapshot.processes}
-        self._known = {name: known for name, known in self._known.items() if name in present}
-        if self._begun is not None:
-            name, reading = self._begun
+        processes = {
+            (process.pid, process.started_at_seconds): process for process in snapshot.processes
+        }
+        self._growths = {
+            name: growth for name, growth in self._growths.items() if name in processes
+        }
+        if self._running is not None:
+            name, reading = self._running
             if not reading.done():
                 return
-            self._begun = None
-            if name in present:  # so that the pid was this process's meanwhile
-                self._keep(
-                    name,
-                    present[name].role,
-                    snapshot,
-                    {} if reading.exception() else reading.result() or {},
-                )
-        due = self._find_due(present, snapshot.monotonic_seconds, values)
-        if due is not None:
+            self._running = None
+            # A process that is still there had this pid during the whole reading.
+            if name in processes:
+                sizes = None if reading.exception() else reading.result()
+                self._add_reading(name, processes[name].role, snapshot, sizes or {})
+        due_name = self._find_due(processes, snapshot.monotonic_seconds, values)
+        if due_name is not None:
+            pid, _ = due_name
             with contextlib.suppress(OSError):  # no thread can be started now
-                self._begun = due, self._worker.begin(partial(self._read, due[0]))
+                self._running = due_name, self._worker.begin(partial(self._read, pid))
 
     def describe(self) -> list[dict[str, Any]]:
         """Return by how much the kinds of each process grew that was read again, in bytes."""
         return [
             {
                 "pid": pid,
-                "role": each.role,
-                "since": each.since,
-                "t": each.newest_seconds,
-                "kinds": each.kinds,
+                "role": growth.role,
+                "since": growth.first_seconds,
+                "t": growth.newest_seconds,
+                "kinds": growth.grown_bytes,
             }
-            for (pid, _), each in self._known.items()
-            if each.newest is not each.first
+            for (pid, _), growth in self._growths.items()
+            if not growth.has_one_reading
         ]
 
     def _find_due(
-        self, present: Mapping[ProcessName, EngineProcess], now: float, values: Values
+        self, processes: Mapping[ProcessName, EngineProcess], now_seconds: float, values: Values
     ) -> ProcessName | None:
         """Return a process that was never read, else one of a growing role that was not read lately."""
-        largest = sorted(present, key=lambda name: -present[name].rss_bytes)[:MOST_PROCESSES]
-        growing = {role for role in Role if values.state(catalog.HOST_LEAK_STATE, role) in SHOWN}
-        again = (
-            name
-            for name in self._known
-            if present[name].role in growing and now >= self._known[name].due
-        )
-        return next(chain((name for name in largest if name not in self._known), again), None)
+        by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)
+        for name in by_size[:MOST_PROCESSES]:
+            if name not in self._growths:
+                return name
+        growing_roles = {
+            role for role in Role if values.state(catalog.HOST_LEAK_STATE, role) in SHOWN
+        }
+        for name, growth in self._growths.items():
+            is_growing = processes[name].role in growing_roles
+            if is_growing and now_seconds >= growth.next_reading_seconds:
+                return name
+        return None
 
-    def _keep(self, name: ProcessName, role: Role, snapshot: Snapshot, sizes: Sizes) -> None:
-        now, known = round(snapshot.time_seconds, 3), self._known.get(name)
-        if known is None or not known.first:
-            known = _Growth(role=role, since=now, first=sizes, newest_seconds=now, newest=sizes)
-        elif sizes:
-            is_second, known = (
-                known.newest is known.first,
-                replace(known, newest_seconds=now, newest=sizes),
+    def _add_reading(self, name: ProcessName, role: Role, snapshot: Snapshot, sizes: Sizes) -> None:
+        """Add a reading to those of its process; `sizes` is empty where it could not be read."""
+        now_seconds = round(snapshot.time_seconds, 3)
+        growth = self._growths.get(name)
+        if growth is None or not growth.first_sizes:
+            growth = _Growth(
+                role=role,
+                first_seconds=now_seconds,
+                first_sizes=sizes,
+                newest_seconds=now_seconds,
+                newest_sizes=sizes,
             )
-            if is_second and known.kinds:
-                grown = ", ".join(
-                    f"{format_size(size)} {kind}" for kind, size in known.kinds.items()
-                )
+        elif sizes:
+            is_second = growth.has_one_reading
+            growth = replace(growth, newest_seconds=now_seconds, newest_sizes=sizes)
+            if is_second and growth.grown_bytes:
                 log.warning(
-                    "host memory grew in these mappings", process=role, pid=name[0], grown=grown
+                    "host memory grew in these mappings",
+                    process=role,
+                    pid=name[0],
+                    grown=", ".join(
+                        f"{format_size(size_bytes)} {kind}"
+                        for kind, size_bytes in growth.grown_bytes.items()
+                    ),
                 )
-        self._known[name] = replace(known, due=snapshot.monotonic_seconds + AGAIN_SECONDS)
+        self._growths[name] = replace(
+            growth, next_reading_seconds=snapshot.monotonic_seconds + AGAIN_SECONDS
+        )

@@ -9,8 +9,9 @@ import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config import Settings
-from vllm_headroom.daemon.evict import Evictor, build_evictor
-from vllm_headroom.daemon.sampler import Sources
+from vllm_headroom.daemon.evict import EvictionPolicy, Evictor, build_evictor
+from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import CanaryRequest, PageReader, find_port, is_here
@@ -22,43 +23,69 @@ from vllm_headroom.scrape.proc.smaps import read_mappings
 GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
 
+HEALTH_SECONDS: Final = 10.0
+"""For the answer of the server's /health."""
+
 TOKEN_SECONDS: Final = 60.0
 """For one token of an idle engine; beyond it the request is abandoned and sent again."""
 
 
 class Parts(Sources, frozen=True, kw_only=True):
-    """What differs between the daemon and the demo: `notice` is for people, `asked` sends the canary's requests.
-
-    `mappings` returns a process's resident bytes by kind of mapping, None where they are not visible.
-    """
+    """What differs between the daemon and the demo."""
 
     clock: Clock
     notice: str = ""
-    asked: CanaryRequest | None = None
+    """A line for the people who look at the page."""
+    canary_request: CanaryRequest | None = None
+    """Sends the canary's requests; None where there is no canary."""
     evictor: Evictor | None = None
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
+    """Returns a process's resident bytes by kind of mapping, None where they are not visible."""
 
 
-def build_real_parts(settings: Settings) -> Parts:
+def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts:
     """Return the readers of the engine, the GPUs and /proc of this machine."""
     clock = SystemClock()
     url = httpx.URL(settings.engine_url)
-    timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
+    processes = Processes(
+        engine_port=find_port(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic
+    )
+    read_probe = None
+    if settings.probe_dir is not None:
+        read_probe = ProbeReader(settings.probe_dir, parse=parse_probe).read
+    find_served_model = None
+    if model.parse is not None:
+        find_served_model = ServedModel(model.parse).find
+    canary_request = None
+    if settings.canary_interval_seconds is not None:
+        canary_request = build_canary_request(settings)
     return Parts(
-        engine=build_page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
+        engine=build_page_reader(
+            settings,
+            settings.engine_url,
+            timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
+        ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(
-            engine_port=find_port(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic
-        ).read,
+        processes=processes.read,
         clock=clock,
-        probe=None
-        if settings.probe_dir is None
-        else ProbeReader(settings.probe_dir, parse=parse_probe).read,
-        model=None if settings.parse_model is None else ServedModel(settings.parse_model).find,
-        asked=None if settings.canary_interval_seconds is None else build_canary_request(settings),
-        evictor=build_evictor(settings, clock),
+        probe=read_probe,
+        model=find_served_model,
+        canary_request=canary_request,
+        evictor=build_real_evictor(settings, clock),
         mappings=partial(read_mappings, Path("/proc")),
     )
+
+
+def build_real_evictor(settings: Settings, clock: Clock) -> Evictor | None:
+    """Return what evicts this pod; None where the operator did not ask for it, or this is no pod."""
+    if settings.evict == "off":
+        return None
+    policy = EvictionPolicy(
+        is_dry_run=settings.evict == "dry-run",
+        near_seconds=settings.evict_seconds,
+        quiet_hour=settings.evict_quiet_hour,
+    )
+    return build_evictor(policy, clock)
 
 
 def build_page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
@@ -77,11 +104,11 @@ def build_canary_request(settings: Settings) -> CanaryRequest:
     """Return the canary's requests, to paths of the server beside its page."""
     url = httpx.URL(settings.engine_url)
 
-    def reader(path: str, seconds: float) -> PageReader:
-        return build_page_reader(settings, str(url.join(path)), timeout_seconds=seconds)
+    def build_reader(path: str, timeout_seconds: float) -> PageReader:
+        return build_page_reader(settings, str(url.join(path)), timeout_seconds=timeout_seconds)
 
     return CanaryRequest(
-        health=reader("health", 10.0),
-        sleep=reader("is_sleeping", TOKEN_SECONDS),
-        completion=reader("v1/completions", TOKEN_SECONDS),
+        health=build_reader("health", HEALTH_SECONDS),
+        sleep=build_reader("is_sleeping", TOKEN_SECONDS),
+        completion=build_reader("v1/completions", TOKEN_SECONDS),
     )

@@ -21,24 +21,28 @@ from vllm_headroom.vocabulary import EngineState, LeakState, Source
 log = Log(__name__)
 
 NOT_ATTRIBUTED: Final = (
-    "cannot tell which GPUs the engine uses: set HEADROOM_GPUS to their UUIDs or indices, or let the sidecar see the"
-    " engine's processes (shareProcessNamespace: true in the pod)"
+    "cannot tell which GPUs the engine uses: set HEADROOM_GPUS to their UUIDs or indices, or let"
+    " the sidecar see the engine's processes (shareProcessNamespace: true in the pod)"
 )
 AMBIGUOUS: Final = (
-    "several engines' servers are visible, and the one to watch is unknown: give each its own --port, let"
-    " HEADROOM_ENGINE_URL name that of the one to watch and wait until it answers, or do not share the host's processes"
+    "several engines' servers are visible, and the one to watch is unknown: give each its own"
+    " --port, let HEADROOM_ENGINE_URL name that of the one to watch and wait until it answers, or"
+    " do not share the host's processes"
 )
 
-
-STATES: Final = {
+ENGINE_EVENTS: Final = {
     EngineState.UNKNOWN: "engine's state unknown",
     EngineState.STALLED: "engine is stalled: it should make progress and makes none",
 }
 """The events of states; any other is as `engine is serving`."""
 
-MOST_STOPPED: Final = 64
+MOST_LOGGED_PROBES: Final = 64
 FORGET_SECONDS: Final = 3600.0
-"""Probes that stopped are logged so often an hour, so that files of the engine's container cannot fill the log."""
+"""So many probes that stopped are logged in so long, so that files of the engine's container cannot
+fill the log."""
+
+NOTHING_YET: Final = "nothing yet"
+"""The state of a thing before its first sample."""
 
 
 class Transitions:
@@ -46,149 +50,169 @@ class Transitions:
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
-        self._said: dict[str, object] = {}
-        self._state: EngineState | None = None
-        self._found: dict[str, str | None] = {}
-        self._stopped: set[tuple[int, float]] = set()
-        self._forgets_at = 0.0
+        self._logged_states: dict[str, object] = {}
+        self._engine_state: EngineState | None = None
+        self._leak_states: dict[str, str | None] = {}
+        """Growing or leaking, None for neither, by what it is of."""
+        self._logged_probes: set[tuple[int, float]] = set()
+        self._forget_probes_at_seconds = 0.0
 
     def report(self, snapshot: Snapshot) -> None:
         """Log what changed since the last snapshot."""
         failures = {failure.source: failure for failure in snapshot.failures}
         for source in Source:
             if source is not Source.PROBE or snapshot.probe is not None:
-                self._source(source, failures.get(source))
+                self._report_source(source, failures.get(source))
         if isinstance(snapshot.probe, ProbeReadings):
-            self._probe(snapshot.probe, snapshot.monotonic_seconds)
+            self._report_stopped_probes(snapshot.probe, snapshot.monotonic_seconds)
         if not isinstance(snapshot.engines, Failure):
-            self._page(snapshot.engines)
+            self._report_inputs(snapshot.engines)
         if not isinstance(snapshot.gpus, Failure):
-            self._gpus(snapshot.gpus)
-        if self._is_new("engines", snapshot.ambiguous) and snapshot.ambiguous:
+            self._report_left_out_gpus(snapshot.gpus)
+            self._report_owned_gpus(snapshot.gpus)
+        if self._note_change("engines", snapshot.ambiguous) and snapshot.ambiguous:
             log.warning(
                 "engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous
             )
-        left = describe_orphans(snapshot.left_behind, ())
-        if self._is_new("left behind", left, usual=None) and left is not None:
-            log.warning("an engine that exited left processes behind", problem=left)
-        self._log_engine(snapshot.engine_status)
+        orphans = describe_orphans(snapshot.left_behind, ())
+        if self._note_change("left behind", orphans, usual_state=None) and orphans is not None:
+            log.warning("an engine that exited left processes behind", problem=orphans)
+        if snapshot.engine_status is not None:
+            self._report_engine(snapshot.engine_status)
 
-    def verdicts(self, values: Values) -> None:
+    def report_leaks(self, values: Values) -> None:
         """Log where the leak detector begins and ceases to find growth; not where it cannot judge."""
-        for labels, held in {
-            **values.find_all(catalog.LEAK_STATE),
-            **values.find_all(catalog.HOST_LEAK_STATE),
-        }.items():
-            *named, state = labels
-            if not held or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
+        gpu_states = values.find_all(catalog.LEAK_STATE)
+        host_states = values.find_all(catalog.HOST_LEAK_STATE)
+        for labels, is_current in (gpu_states | host_states).items():
+            *device, state = labels
+            if not is_current or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
                 continue
-            whose = name_device(*named) if len(named) > 1 else f"host memory of {named[0]}"
-            now = state if state in (LeakState.GROWING, LeakState.LEAKING) else None
-            before, self._found[whose] = self._found.get(whose), now
-            if now is None and before is not None:
-                log.info("leak no longer suspected", of=whose, before=before)
-            elif now != before:
+            if len(device) > 1:
+                name = name_device(*device)
+            else:
+                name = f"host memory of {device[0]}"
+            is_growth = state in (LeakState.GROWING, LeakState.LEAKING)
+            growth_state = state if is_growth else None
+            former_state = self._leak_states.get(name)
+            self._leak_states[name] = growth_state
+            if growth_state == former_state:
+                continue
+            if growth_state is None:
+                log.info("leak no longer suspected", of=name, before=former_state)
+            else:
                 log.warning(
-                    "leak suspected", of=whose, verdict=now, before=before or "nothing found"
+                    "leak suspected",
+                    of=name,
+                    verdict=growth_state,
+                    before=former_state or "nothing found",
                 )
-
-    def _log_engine(self, engine_status: EngineStatus | None) -> None:
-        if engine_status is None:
-            return
-        if self._state is not None and engine_status.ended is not None:
-            log.warning(
-                "engine exited", reason=str(engine_status.ended), restarts=engine_status.restarts
-            )
-        if engine_status.state is self._state:
-            return
-        is_alarming = engine_status.state in (EngineState.DOWN, EngineState.STALLED)
-        write = log.warning if is_alarming else log.info
-        write(
-            STATES.get(engine_status.state, f"engine is {engine_status.state}"),
-            before=str(self._state or "nothing yet"),
-        )
-        self._state = engine_status.state
 
     def log_fault(self, name: str, error: Exception | None) -> None:
         """Log a derivation's fault with its traceback, and its recovery."""
-        is_new = self._is_new(f"derivation {name}", error is not None, usual=False)
-        if is_new and error is not None:
+        is_faulty = error is not None
+        if not self._note_change(f"derivation {name}", is_faulty, usual_state=False):
+            return
+        if is_faulty:
             log.error("derivation failed, its series are absent", derivation=name, exc_info=error)
-        elif is_new:
+        else:
             log.info("derivation works again", derivation=name)
 
-    def _source(self, source: Source, failure: Failure | None) -> None:
-        is_new = self._is_new(str(source), None if failure is None else failure.reason)
-        if is_new and failure is not None:
+    def _report_engine(self, status: EngineStatus) -> None:
+        if self._engine_state is not None and status.ended is not None:
+            log.warning("engine exited", reason=str(status.ended), restarts=status.restarts)
+        if status.state is self._engine_state:
+            return
+        is_alarming = status.state in (EngineState.DOWN, EngineState.STALLED)
+        write = log.warning if is_alarming else log.info
+        write(
+            ENGINE_EVENTS.get(status.state, f"engine is {status.state}"),
+            before=str(self._engine_state or NOTHING_YET),
+        )
+        self._engine_state = status.state
+
+    def _report_source(self, source: Source, failure: Failure | None) -> None:
+        reason = None if failure is None else failure.reason
+        if not self._note_change(str(source), reason):
+            return
+        if failure is None:
+            log.info("source answers", source=str(source))
+        else:
             log.warning(
                 "source failed",
                 source=str(source),
                 reason=str(failure.reason),
                 problem=failure.message,
             )
-        elif is_new:
-            log.info("source answers", source=str(source))
 
-    def _probe(self, probe: ProbeReadings, now: float) -> None:
-        stopped = {
-            (each.pid, each.started_at_seconds): each for each in probe.others if each.stopped
+    def _report_stopped_probes(self, probe: ProbeReadings, now_seconds: float) -> None:
+        stopped_probes = {
+            (process.pid, process.started_at_seconds): process
+            for process in probe.others
+            if process.stopped
         }
-        if now >= self._forgets_at:
-            self._stopped &= stopped.keys()
-            self._forgets_at = now + FORGET_SECONDS
-        for name, each in stopped.items():
-            if name not in self._stopped and len(self._stopped) < MOST_STOPPED:
-                self._stopped.add(name)
-                log.warning(
-                    "a probe gave up", pid=each.pid, role=str(each.role), problem=each.stopped
-                )
+        if now_seconds >= self._forget_probes_at_seconds:
+            self._logged_probes &= stopped_probes.keys()
+            self._forget_probes_at_seconds = now_seconds + FORGET_SECONDS
+        for name, process in stopped_probes.items():
+            if name in self._logged_probes or len(self._logged_probes) >= MOST_LOGGED_PROBES:
+                continue
+            self._logged_probes.add(name)
+            log.warning(
+                "a probe gave up", pid=process.pid, role=str(process.role), problem=process.stopped
+            )
 
-    def _page(self, page: EnginePage) -> None:
-        absent = [name for name, found in page.inputs if not found]
-        has_some = len(absent) < len(page.inputs)
-        if not self._is_new("inputs", has_some):
+    def _report_inputs(self, page: EnginePage) -> None:
+        missing_inputs = [name for name, is_offered in page.inputs if not is_offered]
+        offers_inputs = len(missing_inputs) < len(page.inputs)
+        if not self._note_change("inputs", offers_inputs):
             return
-        if has_some:
-            missing = ",".join(absent)
+        if offers_inputs:
             log.info(
                 "engine's inputs found",
                 profile=page.profile,
                 engines=len(page.engines),
-                not_offered=missing,
+                not_offered=",".join(missing_inputs),
             )
         else:
             log.warning("engine's inputs missing", problem=explain_empty_page(page))
 
-    def _gpus(self, gpus: tuple[Gpu, ...]) -> None:
+    def _report_left_out_gpus(self, gpus: tuple[Gpu, ...]) -> None:
         uuids = ",".join(sorted(gpu.reading.uuid for gpu in gpus if gpu.is_left_out))
-        if self._is_new("left out", uuids) and uuids:
+        if self._note_change("left out", uuids) and uuids:
             log.warning(
                 "HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=uuids
             )
-        owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)
-        if not self._is_new(
-            "owners", frozenset(owners)
-        ):  # after a loss NVML may number the GPUs in another order
+
+    def _report_owned_gpus(self, gpus: tuple[Gpu, ...]) -> None:
+        attributions = [
+            (gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution is not None
+        ]
+        # A set: after a loss NVML may number the GPUs in another order.
+        if not self._note_change("owners", frozenset(attributions)):
             return
-        for uuid, attribution in owners:
+        for uuid, attribution in attributions:
             log.info("GPU attributed to the engine", uuid=uuid, attribution=attribution)
-        if not owners and gpus and not self._selection.listed:
+        if gpus and not attributions and not self._selection.listed:
             log.warning(
                 "no GPU attributed to the engine", problem=NOT_ATTRIBUTED, visible=len(gpus)
             )
-        visible = {
-            name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))
-        }
-        missing = [name for name in self._selection.listed if name.casefold() not in visible]
-        if missing:
-            shown = " ".join(f"{gpu.reading.index}={gpu.reading.uuid}" for gpu in gpus)
+        visible_names: set[str] = set()
+        for gpu in gpus:
+            visible_names.add(gpu.reading.uuid.casefold())
+            visible_names.add(str(gpu.reading.index))
+        missing_names = [
+            name for name in self._selection.listed if name.casefold() not in visible_names
+        ]
+        if missing_names:
             log.warning(
                 "HEADROOM_GPUS names GPUs that are not visible",
-                missing=",".join(missing),
-                visible=shown,
+                missing=",".join(missing_names),
+                visible=" ".join(f"{gpu.reading.index}={gpu.reading.uuid}" for gpu in gpus),
             )
 
-    def _is_new(self, what: str, now: object, usual: object = "nothing yet") -> bool:
-        """Remember the state of a thing; return whether it changed."""
-        before, self._said[what] = self._said.get(what, usual), now
-        return now != before
+    def _note_change(self, name: str, state: object, usual_state: object = NOTHING_YET) -> bool:
+        """Remember the state of a thing; return whether it changed, at first from `usual_state`."""
+        former_state = self._logged_states.get(name, usual_state)
+        self._logged_states[name] = state
+        return state != former_state

@@ -6,13 +6,12 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
-from vllm_headroom.derive import Derivation
 from vllm_headroom.model import Sample, Snapshot, Values, name_device
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, format_duration
 from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 
 GATE: Final = "gate"
-"""The name of the derivation, and of its state."""
+"""The name in the log, where judging it fails."""
 
 HOST: Final = "the host"
 """The name of the host's memory in a sentence."""
@@ -56,31 +55,30 @@ class TimeToOom(Struct, frozen=True, order=True):
         return f"may be out of memory in {format_duration(self.earliest_seconds)}"
 
 
-def build_gate(
-    gate_seconds: float | None, values: Values, guardrail: Guardrail | None = None
-) -> Derivation[Gate]:
-    """Build the derivation of the gate, which runs after all others have filled `values`.
+def derive_gate(
+    snapshot: Snapshot,
+    values: Values,
+    gate_seconds: float | None,
+    guardrail: Guardrail | None = None,
+) -> tuple[Gate, tuple[Sample, ...]]:
+    """Return the gate and its samples, from the `values` of all derivations of this tick.
 
     The gate closes where the engine is stalled, and, for the holder of the Lease alone, where it
     may be out of memory within `gate_seconds`, by the lower bound. Unknown values never close it.
     Where `gate_seconds` is None it is always open and has no series.
     """
-
-    def step(_: Gate, snapshot: Snapshot) -> tuple[Gate, tuple[Sample, ...]]:
-        reason = None
-        due = None
-        samples = []
-        if gate_seconds is not None:
-            is_holder = guardrail is not None and guardrail.is_holder
-            reason = _find_gate_reason(snapshot, values, gate_seconds, is_holder=is_holder)
-            samples.append(Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)))
-        if guardrail is not None:
-            due = _find_eviction_reason(snapshot, values, guardrail)
-            for result, count in guardrail.requests:
-                samples.append(Sample(catalog.EVICTION_REQUESTS, (result,), float(count)))
-        return Gate(reason, due), tuple(samples)
-
-    return Derivation(name=GATE, initial=Gate(), step=step)
+    reason = None
+    due = None
+    samples = []
+    if gate_seconds is not None:
+        is_holder = guardrail is not None and guardrail.is_holder
+        reason = _find_gate_reason(snapshot, values, gate_seconds, is_holder=is_holder)
+        samples.append(Sample(catalog.GATE_OPEN, ("ready",), float(reason is None)))
+    if guardrail is not None:
+        due = _find_eviction_reason(snapshot, values, guardrail)
+        for result, count in guardrail.requests:
+            samples.append(Sample(catalog.EVICTION_REQUESTS, (result,), float(count)))
+    return Gate(reason, due), tuple(samples)
 
 
 def _find_gate_reason(

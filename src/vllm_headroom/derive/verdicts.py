@@ -8,7 +8,6 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
-from vllm_headroom.derive import Derivation
 from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.derive.configured import OFFLOAD_FACTOR
 from vllm_headroom.derive.host_memory import SCOPES, count_shared
@@ -17,7 +16,6 @@ from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
 from vllm_headroom.derive.life.signs import is_starved
 from vllm_headroom.derive.readings import label_gpu, make_states
 from vllm_headroom.model import (
-    NO_VERDICT,
     EngineStatus,
     Failure,
     Gpu,
@@ -210,21 +208,15 @@ SHARING_ROLES: Final = ("swapped", "shared-gpu")
 """The declared roles of engines whose GPUs others use by plan."""
 
 
-def build_verdicts(
-    values: Values, watches: Mapping[str, float], role: str = SERVING
-) -> Derivation[tuple[Verdict, ...]]:
-    """Build the derivation of the verdicts, its state, and of the first one's situation."""
-
-    def step(
-        _: tuple[Verdict, ...], snapshot: Snapshot
-    ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-        verdicts = judge_snapshot(snapshot, values, watches, role)
-        samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
-        if role != SERVING:
-            samples += (Sample(catalog.ROLE, (role,), 1.0),)
-        return verdicts, samples
-
-    return Derivation(name=VERDICTS, initial=(NO_VERDICT,), step=step)
+def derive_verdicts(
+    snapshot: Snapshot, values: Values, watches: Mapping[str, float], role: str = SERVING
+) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
+    """Return the verdicts on a tick, and the samples of the first one's situation and of the role."""
+    verdicts = judge_snapshot(snapshot, values, watches, role)
+    samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
+    if role != SERVING:
+        samples += (Sample(catalog.ROLE, (role,), 1.0),)
+    return verdicts, samples
 
 
 def measure_watches(state: LeakMemory) -> dict[str, float]:

@@ -8,11 +8,13 @@ from typing import Any, Final
 
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app
+from vllm_headroom.daemon.model_reader import ModelReader
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.expose.answers import Handler, Request, Response
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom_tools.demo.run import SIMULATED, ScaledClock, build_parts, log
 from vllm_headroom_tools.demo.world import TABLE
+from vllm_headroom_tools.settings import ModelSettings
 
 SCENARIOS: Final = (
     "leak",
@@ -38,12 +40,15 @@ class Fleet(app.Daemon):
         others: list[Parts],
         parts: Parts,
         settings: Settings,
+        model: ModelReader,
         *,
         home: str,
         ending: asyncio.Future[int],
     ) -> None:
-        super().__init__(parts, settings, home=home, ending=ending)
-        self._others = [app.Daemon(each, settings, home=home, ending=ending) for each in others]
+        super().__init__(parts, settings, model, home=home, ending=ending)
+        self._others = [
+            app.Daemon(other, settings, model, home=home, ending=ending) for other in others
+        ]
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops of all daemons."""
@@ -85,7 +90,7 @@ def join_pages(pages: list[str]) -> str:
     return "".join(head + "".join(lines) for head, lines in families.items())
 
 
-async def run(settings: Settings, *, speed: float, gpus: int) -> int:
+async def run(settings: ModelSettings, *, speed: float, gpus: int) -> int:
     """Run the fleet, each engine on so many GPUs; return the exit status."""
     log.warning(SIMULATED, scenario="fleet", speed=speed)
     clock, least = ScaledClock(speed), max(SAMPLE_SECONDS, settings.sample_interval_seconds)
@@ -95,4 +100,5 @@ async def run(settings: Settings, *, speed: float, gpus: int) -> int:
     first, *others = (
         build_parts(TABLE[name], clock, speed, gpus, seed) for seed, name in enumerate(SCENARIOS)
     )
-    return await app.run(first, settings, make=partial(Fleet, others))
+    build_fleet = partial(Fleet, others)
+    return await app.run(first, settings, settings.model_reader, build_daemon=build_fleet)

@@ -8,7 +8,6 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.clock import Clock, SystemClock
-from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.log import Log
@@ -35,6 +34,7 @@ from vllm_headroom_tools.demo.world import (
     SimulatedRun,
     World,
 )
+from vllm_headroom_tools.settings import ModelSettings
 
 ENGINE_LABELS: Final = 'model_name="simulated-8b",engine="0"'
 CACHE_CONFIG: Final = (
@@ -256,7 +256,8 @@ def build_parts(
     )
 
 
-async def run(settings: Settings, *, scenario: Scenario, speed: float, gpus: int) -> int:
+async def run(settings: ModelSettings, *, scenario: Scenario, speed: float, gpus: int) -> int:
     """Run the daemon over the simulated `scenario` on so many GPUs; return the exit status."""
     log.warning(SIMULATED, scenario=scenario.name, speed=speed)
-    return await app.run(build_parts(scenario, ScaledClock(speed), speed, gpus), settings)
+    parts = build_parts(scenario, ScaledClock(speed), speed, gpus)
+    return await app.run(parts, settings, settings.model_reader)

@@ -138,7 +138,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
         "engine_inputs": engine.check_engine_inputs(survey),
         "reported_memory": engine.check_reported_memory(survey, settings.reported_bytes),
         "kv_bytes": engine.check_kv_bytes(
-            survey, settings.kv_bytes_per_token, settings.token_bytes
+            survey, settings.kv_bytes_per_token, settings.model_reader.configured
         ),
         "vllm_options": engine.check_options(survey),
         "vllm_faults": engine.check_faults(survey),

@@ -223,8 +223,9 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     options = token_bytes = None
     if not isinstance(here.processes, Failure):
         options = here.processes.options
-        if settings.parse_model is not None:
-            token_bytes = await ServedModel(settings.parse_model, proc).wait(
+        parse_model = settings.model_reader.parse
+        if parse_model is not None:
+            token_bytes = await ServedModel(parse_model, proc).wait(
                 here.processes, VERSION_SECONDS
             )
     return Survey(

@@ -16,7 +16,8 @@ from msgspec import Struct
 from vllm_headroom import catalog
 from vllm_headroom.daemon.loop import run_every
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
-from vllm_headroom.daemon.sampler import Sampler, close_all
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.derive import LEAK, build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.readings import label_gpu
@@ -205,13 +206,11 @@ class Sampling:
     async def tick(self) -> None:
         """Take one sample."""
         async with self._turn:
-            await self._sampler.tick()
-            snapshot, published = self._sampler.snapshot, self._sampler.published
-            assert snapshot is not None and published is not None  # noqa: S101, PT018 - a tick leaves both
-            self.watch.step(snapshot)
+            result = await self._sampler.tick()
+            self.watch.step(result.snapshot)
             for observed in (self.whole, self._step):
-                observed.take(snapshot, published.samples)
-            await self._recorder.record(snapshot)
+                observed.take(result.snapshot, result.published.samples)
+            await self._recorder.record(result.snapshot)
 
     async def close(self) -> None:
         """Let go of what is read."""

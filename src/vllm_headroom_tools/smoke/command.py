@@ -14,7 +14,7 @@ from vllm_headroom import catalog
 from vllm_headroom.config import Settings, from_text, setting
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.parts import build_page_reader
-from vllm_headroom.daemon.sampler import close_all
+from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot, name_device
 from vllm_headroom.parse.engines import explain_empty_page, parse_engines

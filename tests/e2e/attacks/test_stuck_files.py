@@ -73,7 +73,7 @@ def test_what_was_dropped_is_counted_once_there_is_room_again() -> None:
         "from vllm_headroom.daemon import logs\n"
         "from vllm_headroom.log import Log\n"
         "logs.configure('logfmt', 'info')\n"
-        "for number in range(logs.MOST_WAITING + 100):\n"
+        "for number in range(logs.MOST_WAITING_LINES + 100):\n"
         "    Log('vllm_headroom').info('line', number=number)\n"
         "print('all said', flush=True)\n"
         "sys.stdin.read()\n"

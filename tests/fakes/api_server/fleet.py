@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from tests.fakes.api_server.cluster import Cluster, Pod
-from tests.settings import load
-from vllm_headroom.daemon.evict import TURN_SECONDS, Evictor
+from vllm_headroom.daemon.evict import TURN_SECONDS, EvictionPolicy, Evictor
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import PageReader, Reply
 from vllm_headroom.vocabulary import Reason, Source
@@ -139,9 +138,9 @@ class Fleet:
                 monotonic_offset=chance.uniform(0, 1e6),
                 offset=chance.uniform(-1, 1) * self.clocks_apart_seconds,
             )
-            settings = load([], {"HEADROOM_EVICT": "on"})
+            policy = EvictionPolicy(is_dry_run=False, near_seconds=self.near_seconds, quiet_hour=None)
             connection = Connection(self.cluster, lambda path: self.fault(clock.now, path))
-            made = Evictor(connection, settings, namespace="llm", name=pod.name, clock=clock)
+            made = Evictor(connection, policy, namespace="llm", name=pod.name, clock=clock)
             self._sidecars[pod.uid] = made, clock, chance.choice((0.0, STEP_SECONDS))
         evictor, clock, phase = self._sidecars[pod.uid]
         clock.now = now

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.logs import capture_logs
 from tests.samples import engine, failure, page, snapshot
-from vllm_headroom.daemon.sampler import RETRY_SECONDS, Canary
+from vllm_headroom.daemon.canary import RETRY_SECONDS, Canary
 from vllm_headroom.model import EnginePage, EngineReading, EngineStatus, Failure, HangSign, Snapshot
 from vllm_headroom.vocabulary import EngineState, Source
 
@@ -61,7 +61,7 @@ def lived(engines: EnginePage | Failure, state: EngineState = EngineState.SERVIN
 
 def turned(canary: Canary, *snapshots: Snapshot | None) -> None:
     for each in snapshots:
-        asyncio.run(canary.turn(each))
+        asyncio.run(canary.send(each))
 
 
 def test_an_idle_engine_that_may_hang_is_asked() -> None:
@@ -107,12 +107,12 @@ def test_any_other_is_not_and_owes_nothing(other: Snapshot | None) -> None:
     asked = Engine([False])
     canary = Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15)
     turned(canary, seen())
-    assert canary.since_seconds == 1000.0
+    assert canary.unanswered_since_seconds == 1000.0
 
     turned(canary, other)
 
     assert asked.models == ["m"]
-    assert canary.since_seconds is None
+    assert canary.unanswered_since_seconds is None
 
 
 def test_a_request_is_owed_an_answer_from_when_it_is_asked() -> None:
@@ -123,12 +123,12 @@ def test_a_request_is_owed_an_answer_from_when_it_is_asked() -> None:
             return await answer
 
         canary = Canary(ask, INTERVAL_SECONDS, Clock(), pause_seconds=15)
-        turn = asyncio.create_task(canary.turn(seen()))
+        turn = asyncio.create_task(canary.send(seen()))
         await asyncio.sleep(0)
-        pending = canary.since_seconds
+        pending = canary.unanswered_since_seconds
         answer.set_result(True)
         await turn
-        return pending, canary.since_seconds
+        return pending, canary.unanswered_since_seconds
 
     assert asyncio.run(waiting()) == (1000.0, None)
 
@@ -138,7 +138,7 @@ def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time(
     canary, owed = Canary(asked.ask, INTERVAL_SECONDS, clock, pause_seconds=15), list[float | None]()
 
     def newest() -> Snapshot:
-        owed.append(canary.since_seconds)
+        owed.append(canary.unanswered_since_seconds)
         return seen()
 
     with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
@@ -158,9 +158,12 @@ def test_while_the_daemon_stood_still_nobody_owed_it_an_answer() -> None:
     canary = Canary(asked.ask, INTERVAL_SECONDS, clock, pause_seconds=15)
     turned(canary, seen())
     clock.now += 5
-    assert canary.unanswered_since() == 1000.0
+    canary.note_tick()
+    assert canary.unanswered_since_seconds == 1000.0
 
     clock.now += 300  # stopped, and told to go on
-    assert canary.unanswered_since() == 1300.0
+    canary.note_tick()
+    assert canary.unanswered_since_seconds == 1300.0
     clock.now += 5
-    assert canary.unanswered_since() == 1300.0
+    canary.note_tick()
+    assert canary.unanswered_since_seconds == 1300.0

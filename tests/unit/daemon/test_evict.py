@@ -14,7 +14,8 @@ from tests.fakes.api_server.fleet import Clock, Connection
 from tests.logs import capture_logs
 from tests.settings import load
 from vllm_headroom.daemon import evict
-from vllm_headroom.daemon.evict import LEASE_SECONDS, TURN_SECONDS, Evictor, build_evictor
+from vllm_headroom.daemon.evict import LEASE_SECONDS, TURN_SECONDS, EvictionPolicy, Evictor
+from vllm_headroom.daemon.parts import build_real_evictor
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Reply
 
@@ -36,8 +37,8 @@ class Bench:
         """Return the evictor of a sidecar that has just started in the pod at this place."""
         connection = Connection(self.cluster, lambda path: self.fault(path))  # noqa: PLW0108 - it changes
         name = list(self.cluster.pods)[place]
-        settings = load([], {"HEADROOM_EVICT": self._mode})
-        return Evictor(connection, settings, namespace=NAMESPACE, name=name, clock=clock or self.clock)
+        policy = EvictionPolicy(is_dry_run=self._mode == "dry-run", near_seconds=1800.0, quiet_hour=None)
+        return Evictor(connection, policy, namespace=NAMESPACE, name=name, clock=clock or self.clock)
 
     def turn(self, *evictors: Evictor, due: str | None = DUE, seconds: float = TURN_SECONDS) -> None:
         """Let time pass in turns of all of them at once, at least one."""
@@ -56,7 +57,7 @@ class Bench:
 
 
 def counted(evictor: Evictor) -> dict[str, int]:
-    return {str(result): count for result, count in evictor.guardrail.requests if count}
+    return {str(result): count for result, count in evictor.read_guardrail().requests if count}
 
 
 def problems(events: list[dict[str, Any]]) -> list[str]:
@@ -71,7 +72,7 @@ def test_it_takes_the_lease_and_asks_for_its_own_pod() -> None:
 
     pod = next(iter(bench.cluster.pods.values()))
     assert counted(evictor) == {"accepted": 1}
-    assert evictor.guardrail.is_holder
+    assert evictor.read_guardrail().is_holder
     assert pod.gone_at == bench.cluster.grace_seconds, "the pod keeps its grace"
     assert set(bench.cluster.asked) <= ROLE
     assert bench.lease["holderIdentity"] == f"{pod.name}_{pod.uid}"
@@ -138,7 +139,7 @@ def test_the_holder_renews_until_its_pod_is_gone() -> None:
     bench.turn(first, seconds=600)
     bench.turn(first, due=None, seconds=600)
 
-    assert first.guardrail.is_holder
+    assert first.read_guardrail().is_holder
     assert bench.lease["leaseTransitions"] == 0
     assert bench.cluster.asked.count("create pods/eviction") == 1
 
@@ -227,7 +228,7 @@ def test_a_refused_eviction_is_counted_and_asked_for_again_ever_more_seldom(
     assert 10 < asked < 20, "after 20, 40, ... and then every 320 s"
     assert counted(evictor) == {result: asked}
     assert [said.startswith(problem) for said in problems(events)] == [True]
-    assert not evictor.guardrail.is_holder
+    assert not evictor.read_guardrail().is_holder
     assert bench.lease["holderIdentity"] == "", "others may try"
 
 
@@ -282,10 +283,10 @@ def test_where_no_eviction_is_due_any_more_the_lease_is_free() -> None:
     bench.fault = lambda path: "gone" if path.endswith("/eviction") else ""
     evictor = bench.evictor()
     bench.turn(evictor)
-    assert evictor.guardrail.is_holder
+    assert evictor.read_guardrail().is_holder
     bench.turn(evictor, due=None, seconds=30)
 
-    assert not evictor.guardrail.is_holder
+    assert not evictor.read_guardrail().is_holder
     assert bench.lease["holderIdentity"] == ""
 
 
@@ -300,7 +301,7 @@ def test_a_dry_run_reads_says_what_it_would_do_and_counts_it_once_a_leak() -> No
     assert counted(evictor) == {"dry_run": 2}
     assert not WRITES & set(bench.cluster.asked)
     assert [each["event"] for each in events] == ["would ask for the eviction of this pod"] * 2
-    assert not evictor.guardrail.is_holder
+    assert not evictor.read_guardrail().is_holder
 
 
 def test_a_pod_of_the_same_name_that_came_after_is_not_evicted() -> None:
@@ -325,8 +326,8 @@ def test_nonsense_changes_nothing(text: str, status: int) -> None:
         async def send(self, *_: Any) -> Reply | Failure:
             return Reply(status=status, text=text)
 
-    settings = load([], {"HEADROOM_EVICT": "on"})
-    evictor = Evictor(Nonsense(bench.cluster), settings, namespace=NAMESPACE, name="vllm-0", clock=bench.clock)
+    policy = EvictionPolicy(is_dry_run=False, near_seconds=1800.0, quiet_hour=None)
+    evictor = Evictor(Nonsense(bench.cluster), policy, namespace=NAMESPACE, name="vllm-0", clock=bench.clock)
     with capture_logs() as events:
         bench.turn(evictor, seconds=3600)
 
@@ -349,11 +350,11 @@ def test_outside_of_a_pod_it_stays_off_and_says_so(
         if name != lacks:
             monkeypatch.setenv(name, value)
     with capture_logs() as events:
-        evictor = build_evictor(load([], {"HEADROOM_EVICT": "on"}), Clock())
+        evictor = build_real_evictor(load([], {"HEADROOM_EVICT": "on"}), Clock())
 
     assert (evictor is None) is (lacks is not None)
     assert [each["event"] for each in events] == ([] if lacks is None else ["HEADROOM_EVICT stays off"])
-    assert build_evictor(load([], {}), Clock()) is None
+    assert build_real_evictor(load([], {}), Clock()) is None
 
 
 def test_it_connects_where_the_pod_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +362,7 @@ def test_it_connects_where_the_pod_is_told(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "namespace").write_text("llm\n")
     for name, value in {**IN_A_POD, "KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    evictor = build_evictor(load([], {"HEADROOM_EVICT": "on"}), Clock())
+    evictor = build_real_evictor(load([], {"HEADROOM_EVICT": "on"}), Clock())
     assert evictor is not None
 
     async def ask() -> None:

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass
 
 from tests.unit.daemon.test_sampler import Processes, Said
-from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.readings import MOST_REMEMBERED

@@ -44,8 +44,8 @@ def test_what_an_engine_left_behind_and_stays_is_told_once_and_on_the_page_where
         ):
             clock.ahead, said.processes = ahead, readings(engine=() if left else WHOLE, orphans=left)
             ticked(subject)
-            assert subject.snapshot is not None
-            sentences = [each.sentence for each in judge_snapshot(subject.snapshot, subject.values)]
+            assert subject.latest is not None
+            sentences = [each.sentence for each in judge_snapshot(subject.latest.snapshot, subject.latest.values)]
             assert (LEFT_BEHIND in sentences) is (ahead in (70, 75)), "half a minute after it was first seen so"
 
     told = [line["problem"] for line in lines if line["event"] == "an engine that exited left processes behind"]

@@ -93,26 +93,26 @@ def broken(reason: Reason) -> Failure:
 def test_what_only_a_new_container_mends_ends_the_daemon_after_the_grace(reason: Reason) -> None:
     grace = GraceTime(60.0)
 
-    assert not grace.is_over(broken(reason), 0.0)
-    assert not grace.is_over(broken(reason), 59.9)
-    assert grace.is_over(broken(reason), 60.0)
+    assert not grace.update(broken(reason), 0.0)
+    assert not grace.update(broken(reason), 59.9)
+    assert grace.update(broken(reason), 60.0)
 
 
 @pytest.mark.parametrize("between", [broken(Reason.DRIVER_MISSING), (gpu(),)])
 def test_anything_else_in_between_starts_the_grace_again(between: Failure | tuple[()]) -> None:
     grace = GraceTime(60.0)
-    grace.is_over(broken(Reason.UNKNOWN), 0.0)
-    grace.is_over(between, 30.0)
+    grace.update(broken(Reason.UNKNOWN), 0.0)
+    grace.update(between, 30.0)
 
-    assert not grace.is_over(broken(Reason.UNKNOWN), 60.0)
-    assert grace.is_over(broken(Reason.UNKNOWN), 120.0)
+    assert not grace.update(broken(Reason.UNKNOWN), 60.0)
+    assert grace.update(broken(Reason.UNKNOWN), 120.0)
 
 
 def test_a_missing_driver_never_ends_the_daemon() -> None:
     grace = GraceTime(0.0)
 
-    assert not grace.is_over(broken(Reason.LIBRARY_MISSING), 0.0)
-    assert not grace.is_over(broken(Reason.LIBRARY_MISSING), 1e9)
+    assert not grace.update(broken(Reason.LIBRARY_MISSING), 0.0)
+    assert not grace.update(broken(Reason.LIBRARY_MISSING), 1e9)
 
 
 def test_the_first_reason_to_stop_is_the_one_that_counts() -> None:

@@ -38,8 +38,8 @@ def seen(at: float, processes: tuple[EngineProcess, ...] | Failure = WHOLE) -> S
 
 async def settle(subject: Mappings) -> None:
     """Wait for the reading that has begun."""
-    if subject._begun is not None:
-        await asyncio.wait([subject._begun[1]])
+    if subject._running is not None:
+        await asyncio.wait([subject._running[1]])
 
 
 def run(subject: Mappings, *steps: tuple[Snapshot, Values]) -> list[dict[str, Any]]:

@@ -13,9 +13,11 @@ from tests.logs import capture_logs
 from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.sampler import Judge, Sampler, Sources
+from vllm_headroom.daemon.sampler import Judge, Sampler
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import Derivation, build_derivations, make_stateless
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.gates import Gate, Guardrail
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -25,7 +27,6 @@ from vllm_headroom.model import (
     ProcessReadings,
     Sample,
     Snapshot,
-    Values,
 )
 from vllm_headroom.vocabulary import Source
 
@@ -82,7 +83,7 @@ def sampler(
     selection: Selection | None = None,
     parse: Callable[[str], EnginePage | Failure] = parsed,
     recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
-    judges: tuple[Judge, ...] = (),
+    judge: Judge | None = None,
 ) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
@@ -92,7 +93,7 @@ def sampler(
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
         recall=recall,
-        judges=judges,
+        judge=judge,
     )
 
 
@@ -208,15 +209,30 @@ def test_recalled_states_are_there_for_the_same_tick_and_kept() -> None:
 
 
 def test_what_is_judged_last_is_among_the_values_that_the_page_and_the_snapshot_show() -> None:
-    def judge(said: Values, _: Mapping[str, Any]) -> Derivation[Any]:
-        ran = said.value(catalog.ENGINE_RUNNING, "m", "0") == 1.0
-        return make_stateless("gate", lambda _: (Sample(catalog.GATE_OPEN, ("ready",), float(ran)),))
-
-    subject = sampler(Said(engine="1"), judges=(judge,))
+    subject = sampler(Said(engine="1"), judge=Judge(gate_ready_seconds=60.0))
 
     assert values(ticked(subject), catalog.GATE_OPEN) == {("ready",): 1.0}
-    assert subject.values.value(catalog.GATE_OPEN, "ready") == 1.0
-    assert subject.values.value(catalog.ENGINE_RUNNING, "m", "0") == 1.0
+    assert subject.latest is not None
+    assert subject.latest.values.value(catalog.GATE_OPEN, "ready") == 1.0
+    assert subject.latest.values.value(catalog.ENGINE_RUNNING, "m", "0") == 1.0
+    situation = subject.latest.verdicts[0].situation
+    assert subject.latest.values.state(catalog.SITUATION) == situation
+
+
+def test_a_fault_of_the_guardrail_opens_the_gate_and_costs_no_other_series() -> None:
+    def read_guardrail() -> Guardrail:
+        raise RuntimeError
+
+    subject = sampler(Said(engine="1"), judge=Judge(gate_ready_seconds=60.0, read_guardrail=read_guardrail))
+    with capture_logs() as lines:
+        samples = ticked(subject)
+
+    assert [line["derivation"] for line in lines if line["event"].startswith("derivation failed")] == ["gate"]
+    assert not values(samples, catalog.GATE_OPEN)
+    assert values(samples, catalog.ENGINE_RUNNING)
+    assert values(samples, catalog.SITUATION)
+    assert subject.latest is not None
+    assert subject.latest.gate == Gate()
 
 
 def test_a_selection_that_nothing_visible_fits_is_named() -> None:

@@ -14,7 +14,8 @@ from tests.unit.daemon.test_sampler import MEMORY, Processes, Said, parsed, tick
 from tests.unit.derive.life.watch import REFUSED, WHOLE
 from vllm_headroom import catalog
 from vllm_headroom.clock import Clock, SystemClock
-from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
@@ -89,8 +90,8 @@ def test_every_change_of_a_verdict_is_told_once() -> None:
     subject = Transitions(Selection())
     with capture_logs() as lines:
         for found in (LeakState.STABLE, LeakState.GROWING, LeakState.GROWING, LeakState.LEAKING, LeakState.UNSETTLED):
-            subject.verdicts(leak(found, "0", "GPU-a"))
-        subject.verdicts(leak(LeakState.LEAKING, "worker"))
+            subject.report_leaks(leak(found, "0", "GPU-a"))
+        subject.report_leaks(leak(LeakState.LEAKING, "worker"))
 
     assert [(line["event"], line["of"], line.get("verdict")) for line in lines] == [
         ("leak suspected", "GPU 0", "growing"),
@@ -104,7 +105,7 @@ def test_instances_of_one_gpu_are_told_apart() -> None:
     subject = Transitions(Selection())
     with capture_logs() as lines:
         for uuid in ("MIG-11111111-2222", "MIG-33333333-4444"):
-            subject.verdicts(leak(LeakState.LEAKING, "1", uuid))
+            subject.report_leaks(leak(LeakState.LEAKING, "1", uuid))
 
     assert [line["of"] for line in lines] == ["GPU 1 MIG-11111111", "GPU 1 MIG-33333333"]
 
@@ -114,7 +115,7 @@ def test_a_verdict_that_cannot_be_told_for_a_while_is_not_said_to_be_over(blind:
     subject = Transitions(Selection())
     with capture_logs() as lines:
         for found in (LeakState.LEAKING, blind, LeakState.LEAKING, LeakState.STABLE):
-            subject.verdicts(Values(()) if found is None else leak(found, "0", "GPU-a"))
+            subject.report_leaks(Values(()) if found is None else leak(found, "0", "GPU-a"))
 
     assert [line["event"] for line in lines] == [
         "leak suspected",

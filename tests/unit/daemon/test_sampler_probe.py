@@ -13,8 +13,9 @@ from tests.samples import failure, probed, snapshot, values
 from tests.unit.daemon.test_sampler import Processes, Said, parsed
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.daemon.transitions import FORGET_SECONDS, MOST_STOPPED, Transitions
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.transitions import FORGET_SECONDS, MOST_LOGGED_PROBES, Transitions
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import AllocatorReading, Failure, ProbedProcess, ProbeReadings, Sample
@@ -59,9 +60,9 @@ def test_what_a_worker_says_comes_to_its_gpu() -> None:
     subject = sampler(Folder((now(),)))
     samples = ticked(subject)
 
-    assert subject.snapshot is not None
-    assert not isinstance(subject.snapshot.gpus, Failure)
-    assert [gpu.inside and gpu.inside.allocated_bytes for gpu in subject.snapshot.gpus] == [500, None]
+    assert subject.latest is not None
+    assert not isinstance(subject.latest.snapshot.gpus, Failure)
+    assert [gpu.inside and gpu.inside.allocated_bytes for gpu in subject.latest.snapshot.gpus] == [500, None]
     assert values(samples, catalog.SOURCE_UP)[("probe",)] == 1.0
 
 
@@ -103,12 +104,14 @@ def test_files_that_are_of_other_processes_each_time_do_not_fill_the_log() -> No
             folder.files = tuple(now(pid=100 * look + each, stopped="it lies") for each in range(50))
             ticked(subject)
 
-    assert len([line for line in lines if line["event"] == "a probe gave up"]) == MOST_STOPPED
+    assert len([line for line in lines if line["event"] == "a probe gave up"]) == MOST_LOGGED_PROBES
 
 
 def test_probes_that_are_gone_are_forgotten_within_the_hour_and_later_ones_are_told() -> None:
     subject = Transitions(Selection())
-    lives = [tuple(now(pid=100 * life + each, stopped="slow") for each in range(MOST_STOPPED)) for life in range(2)]
+    lives = [
+        tuple(now(pid=100 * life + each, stopped="slow") for each in range(MOST_LOGGED_PROBES)) for life in range(2)
+    ]
 
     with capture_logs() as lines:
         for at, others in ((1000.0, lives[0]), (1005.0, lives[1]), (1000.0 + FORGET_SECONDS, lives[1])):

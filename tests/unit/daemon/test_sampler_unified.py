@@ -15,10 +15,10 @@ from tests.samples import values
 from tests.unit.daemon.test_sampler_amd import Page
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.sampler import Judge, Sampler
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.verdicts import VERDICTS, build_verdicts
 from vllm_headroom.model import Verdict
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.gpus import Gpus
@@ -69,18 +69,17 @@ def test_memory_that_loading_puts_into_the_page_cache_is_seen_each_second(nvml: 
             derivations=build_derivations(),
             clock=clock,
             gpu_timeout_seconds=20.0,
-            judges=(lambda values, _: build_verdicts(values, {}),),
+            judge=Judge(),
         )
         free: list[float | None] = []
         blocks: list[float | None] = []
         for second, gib in enumerate(available):
             flood(proc.path, available_gib=gib, blocks=max(40, 14_000 - 2_000 * second), waiting_percent=4.0 * second)
-            await sampler.tick()
-            assert sampler.published is not None
-            free.append(values(sampler.published.samples, catalog.GPU_MEMORY_FREE).get(LABELS))
-            blocks.append(values(sampler.published.samples, catalog.UNIFIED_FREE_BLOCKS).get(LABELS))
+            result = await sampler.tick()
+            free.append(values(result.published.samples, catalog.GPU_MEMORY_FREE).get(LABELS))
+            blocks.append(values(result.published.samples, catalog.UNIFIED_FREE_BLOCKS).get(LABELS))
         await gpus.close()
-        return free, blocks, list(sampler.states[VERDICTS])
+        return free, blocks, list(result.verdicts)
 
     free, blocks, said = asyncio.run(run())
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates import Gate, Guardrail, build_gate
+from vllm_headroom.derive.gates import Gate, Guardrail, derive_gate
 from vllm_headroom.model import EngineStatus, Metric, Sample, Values
 from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 
@@ -27,7 +27,7 @@ def ask(
     """Return the gate where so many seconds are left."""
     labels = A_GPU if metric is catalog.TIME_TO_OOM_LOWER else ()
     values = Values(() if left is None else (Sample(metric, labels, left),))
-    return build_gate(least, values, guardrail).step(OPEN, replace(snapshot(), engine_status=EngineStatus(state=state)))
+    return derive_gate(replace(snapshot(), engine_status=EngineStatus(state=state)), values, least, guardrail)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,8 @@ def find_due(
         if is_host
         else (Sample(catalog.LEAK_STATE, (*A_GPU, leak), 1.0), Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, left))
     )
-    gate = build_gate(None, Values(samples), replace(HOLDER, quiet_hour=quiet_hour))
     seen = replace(snapshot(), engine_status=EngineStatus(state=state), time_seconds=1_760_054_400.0 + 3600.0 * hour)
-    return gate.step(OPEN, seen)[0].due
+    return derive_gate(seen, Values(samples), None, replace(HOLDER, quiet_hour=quiet_hour))[0].due
 
 
 @pytest.mark.parametrize(("is_host", "whose"), [(False, "GPU 0"), (True, "the host")])
@@ -99,7 +98,7 @@ def test_the_end_of_one_gpu_and_the_leak_of_another_are_not_taken_together() -> 
     )
     serving = replace(snapshot(), engine_status=EngineStatus(state=EngineState.SERVING))
 
-    assert build_gate(None, Values(samples), HOLDER).step(OPEN, serving)[0].due is None
+    assert derive_gate(serving, Values(samples), None, HOLDER)[0].due is None
 
 
 def test_in_the_quiet_hour_a_leak_is_due_a_day_before_its_end() -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from tests.unit.derive.life.watch import NO_GPU, REFUSED, SERVER, UNSEEN, WORKER, Watch, serving, working
 from vllm_headroom import catalog
-from vllm_headroom.derive.verdicts import build_verdicts, judge_snapshot
+from vllm_headroom.derive.verdicts import derive_verdicts, judge_snapshot
 from vllm_headroom.model import (
     EngineStatus,
     Fate,
@@ -561,7 +561,7 @@ UNREAD: Final = replace(seen(), gpus=failure(Source.NVML))
 def test_the_worst_situation_is_the_first_sentence(
     at: Snapshot, samples: tuple[Sample, ...], situation: Situation
 ) -> None:
-    said, made = build_verdicts(Values(samples), {}).step((), at)
+    said, made = derive_verdicts(at, Values(samples), {})
 
     assert said[0].situation is situation
     assert {sample.labels[0]: sample.value for sample in made} == {each: float(each is situation) for each in Situation}
@@ -595,7 +595,7 @@ def test_unified_memory_in_the_page_cache_is_not_free() -> None:
 @pytest.mark.parametrize(("role", "level"), [("serving", Level.WARNING), ("shared-gpu", Level.GOOD)])
 def test_a_neighbour_on_a_gpu_that_is_shared_by_plan_is_no_warning(role: str, level: Level) -> None:
     samples = [state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 2.0 * 2**30)]
-    said, made = build_verdicts(Values(samples), {}, role).step((), seen())
+    said, made = derive_verdicts(seen(), Values(samples), {}, role)
 
     assert {
         each.level for each in said if each.alert == "HeadroomNeighbourGrowing" or "other proc" in each.sentence

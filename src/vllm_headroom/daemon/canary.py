@@ -1,0 +1,94 @@
+"""Have an idle engine complete one token now and then, to see that it does."""
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from vllm_headroom.clock import Clock
+from vllm_headroom.derive.readings import is_page_awake, list_named
+from vllm_headroom.log import Log
+from vllm_headroom.model import Failure, Snapshot
+from vllm_headroom.vocabulary import EngineState
+
+log = Log(__name__)
+
+RETRY_SECONDS: Final = 10.0
+"""The pause before the next request to an engine that did not answer: a passing error must not count as a hang."""
+
+CANARY_EVENTS: Final = {
+    True: "canary is answered",
+    False: "canary is not answered",
+    None: "canary cannot be asked: the engine must serve its model at /v1/completions to this"
+    " sidecar's credentials",
+}
+
+
+class Canary:
+    """Sends one request at a time, on a separate task, and only while the engine is awake and idle."""
+
+    def __init__(
+        self,
+        ask: Callable[[str], Awaitable[bool | None]],
+        interval_seconds: float,
+        clock: Clock,
+        *,
+        pause_seconds: float,
+    ) -> None:
+        """With more than `pause_seconds` between two ticks the daemon was stopped, and could receive no answer."""
+        self._ask = ask
+        self._clock = clock
+        self._interval_seconds = interval_seconds
+        self._pause_seconds = pause_seconds
+        self._last_tick_seconds = clock.monotonic()
+        self._last_answer: bool | None = True
+        self.unanswered_since_seconds: float | None = None
+        """The monotonic time since when there is no answer; None while there is."""
+
+    async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
+        """Send requests for ever; `read_snapshot` returns the newest snapshot."""
+        while True:
+            pause_seconds = self._interval_seconds
+            if self.unanswered_since_seconds is not None:
+                pause_seconds = min(RETRY_SECONDS, pause_seconds)
+            await self._clock.sleep_until(self._clock.monotonic() + pause_seconds)
+            await self.send(read_snapshot())
+
+    def note_tick(self) -> None:
+        """Note that the daemon runs: an earlier pause of the daemon itself is no silence of the engine."""
+        now_seconds = self._clock.monotonic()
+        pause_seconds = now_seconds - self._last_tick_seconds
+        self._last_tick_seconds = now_seconds
+        if self.unanswered_since_seconds is not None and pause_seconds > self._pause_seconds:
+            since_seconds = self.unanswered_since_seconds + pause_seconds
+            self.unanswered_since_seconds = min(since_seconds, now_seconds)
+
+    async def send(self, snapshot: Snapshot | None) -> None:
+        """Send one request, if the engine of this snapshot is known to be idle."""
+        model_name = None if snapshot is None else _find_idle_model(snapshot)
+        if model_name is None:
+            self.unanswered_since_seconds = None
+            return
+        if self.unanswered_since_seconds is None:
+            self.unanswered_since_seconds = self._clock.monotonic()
+        answer = await self._ask(model_name)
+        if answer is not False:
+            self.unanswered_since_seconds = None
+        if answer is not self._last_answer:
+            write = log.info if answer else log.warning
+            write(CANARY_EVENTS[answer])
+        self._last_answer = answer
+
+
+def _find_idle_model(snapshot: Snapshot) -> str | None:
+    """Return a model of the server while all its engines are present, awake and idle."""
+    if isinstance(snapshot.engines, Failure) or snapshot.engine_status is None:
+        return None
+    if is_page_awake(snapshot.engines) is False:
+        return None
+    is_up = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED)
+    if not is_up and not snapshot.engine_status.hang_signs:
+        return None
+    engines = list_named(snapshot.engines)
+    if not engines:
+        return None
+    is_idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
+    return engines[0].model_name if is_idle else None

@@ -1,0 +1,116 @@
+"""All that watches one engine: a daemon may hold several, which share nothing."""
+
+from collections.abc import Coroutine, Mapping
+from typing import Any, Final
+
+from vllm_headroom.clock import Clock
+from vllm_headroom.daemon import loop
+from vllm_headroom.daemon.canary import Canary
+from vllm_headroom.daemon.flight import Flight
+from vllm_headroom.daemon.sampler import Sampler, TickResult
+from vllm_headroom.daemon.sources import GpuSource
+from vllm_headroom.daemon.state.file import HISTORY
+from vllm_headroom.daemon.state.store import StateKeeper
+from vllm_headroom.derive.readings import count_running
+from vllm_headroom.expose.view import History, LastIncident
+from vllm_headroom.model import Published, Snapshot
+from vllm_headroom.trace.recorder import Recorder
+
+SAVE_SECONDS: Final = 60.0
+"""The pause between two savings of the state."""
+
+LAST_SAVE_SECONDS: Final = 0.5
+"""How long the last saving may take. Scrapes in progress may take as long in parallel."""
+
+
+class EngineWatch:
+    """Samples one engine, and owns what is remembered, saved and recorded of it."""
+
+    def __init__(
+        self,
+        *,
+        sampler: Sampler,
+        history: History,
+        keeper: StateKeeper | None,
+        flight: Flight | None,
+        recorder: Recorder | None,
+        canary: Canary | None,
+        gpus: GpuSource,
+        clock: Clock,
+    ) -> None:
+        self.history = history
+        """The day that the page draws."""
+        self._sampler = sampler
+        self._keeper = keeper
+        self._flight = flight
+        self._recorder = recorder
+        self._canary = canary
+        self._gpus = gpus
+        self._clock = clock
+
+    @property
+    def latest(self) -> TickResult | None:
+        """The newest tick's result, None before the first."""
+        return self._sampler.latest
+
+    @property
+    def published(self) -> Published | None:
+        """The newest tick's samples, None before the first."""
+        return self._sampler.published
+
+    @property
+    def last_incident(self) -> LastIncident | None:
+        """The newest incident on disk; None without one, or where none is recorded."""
+        return None if self._flight is None else self._flight.last
+
+    async def sample(self) -> TickResult:
+        """Take one sample and add it to the history."""
+        result = await self._sampler.tick()
+        snapshot = result.snapshot
+        self.history.step(snapshot, result.verdicts, count_running(snapshot.page))
+        return result
+
+    async def record(self, result: TickResult) -> None:
+        """Write a tick to the trace and to the flight record, where they are configured."""
+        if self._recorder is not None:
+            await self._recorder.record(result.snapshot)
+        if self._flight is not None:
+            await self._flight.step(result.snapshot, result.verdicts, result.values)
+
+    async def sample_gpu_memory(self, timeout_seconds: float) -> None:
+        """Read the used memory of the GPUs alone, for their peaks and the flight record."""
+        used_bytes = await self._gpus.sample_used(timeout_seconds)
+        if self._flight is not None:
+            self._flight.recent.add(self._clock.time(), used_bytes)
+
+    def list_loops(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the loops that run beside the sampling until shutdown."""
+        loops: list[Coroutine[Any, Any, None]] = []
+        if self._keeper is not None:
+            loops.append(self._save_states(self._keeper))
+        if self._canary is not None:
+            loops.append(self._canary.run(self._read_snapshot))
+        return loops
+
+    def _read_snapshot(self) -> Snapshot | None:
+        return None if self.latest is None else self.latest.snapshot
+
+    async def _save_states(self, keeper: StateKeeper) -> None:
+        def collect_states() -> Mapping[str, Any]:
+            return {**self._sampler.states, HISTORY.name: self.history.save()}
+
+        try:
+            await loop.run_every(SAVE_SECONDS, lambda: keeper.save(collect_states()), self._clock)
+        finally:
+            await keeper.save(collect_states(), LAST_SAVE_SECONDS)
+
+
+async def recall_states(
+    keeper: StateKeeper, history: History, snapshot: Snapshot
+) -> Mapping[str, Any]:
+    """Return the states that an earlier process kept of this engine, and restore the history that it kept."""
+    states = dict(await keeper.recall(snapshot))
+    saved_history = states.pop(HISTORY.name, None)
+    if saved_history is not None:
+        history.restore(saved_history)
+    return states

@@ -1,0 +1,75 @@
+"""What the sampler needs of the outside: the sources that one tick reads."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Protocol
+
+from msgspec import Struct
+
+from vllm_headroom.model import (
+    EnginePage,
+    Failure,
+    GpuReadings,
+    ProbedProcess,
+    ProcessReadings,
+    TokenBytes,
+)
+
+CLOSE_SECONDS: Final = 0.3
+"""How long closing the sources may take, of the second that the exit may take in all."""
+
+
+class Closable(Protocol):
+    """A resource to close."""
+
+    async def close(self) -> None:
+        """Release it."""
+
+
+class EngineSource(Closable, Protocol):
+    """The source of the engine's page."""
+
+    async def fetch(self) -> str | Failure:
+        """Return the page's text."""
+
+
+class GpuSource(Closable, Protocol):
+    """The source of GPU readings."""
+
+    async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
+        """Return one reading of every device."""
+
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
+        """Return the used bytes by UUID of the GPUs that can be read, and add them to their peaks."""
+
+
+ReadProcesses = Callable[[float, EnginePage | Failure], Awaitable[ProcessReadings | Failure]]
+"""Finds the engine's processes with the help of its page, within so many seconds."""
+
+ReadProbe = Callable[[float], Awaitable[tuple[ProbedProcess, ...] | Failure]]
+"""Returns the last record of each process that the probe runs in, within so many seconds."""
+
+FindServedModel = Callable[[ProcessReadings | Failure], TokenBytes | None]
+"""Returns the bytes per token of the model that the engine's processes load."""
+
+
+class Sources(Struct, frozen=True, kw_only=True):
+    """What one tick reads in parallel, each within some seconds."""
+
+    engine: EngineSource
+    gpus: GpuSource
+    processes: ReadProcesses
+    probe: ReadProbe | None = None
+    """None where no folder of the probe is configured."""
+    model: FindServedModel | None = None
+    """None where the bytes per token are configured."""
+
+
+async def close_all(*resources: Closable | None) -> None:
+    """Close the resources, within CLOSE_SECONDS."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            for resource in resources:
+                if resource is not None:
+                    await resource.close()
