@@ -88,10 +88,8 @@ class Transitions:
             *device, state = labels
             if not is_current or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
                 continue
-            if len(device) > 1:
-                name = name_device(*device)
-            else:
-                name = f"host memory of {device[0]}"
+            is_gpu = len(device) > 1
+            name = name_device(*device) if is_gpu else f"host memory of {device[0]}"
             is_growth = state in (LeakState.GROWING, LeakState.LEAKING)
             growth_state = state if is_growth else None
             former_state = self._leak_states.get(name)
