@@ -31,7 +31,7 @@ def run_command(name: str, *words: str, stdin: str = "", **environ: str) -> Comp
         patch.setattr(sys, "stdin", read)
         patch.setattr(sys, "stdout", TextIOWrapper(out, encoding="utf-8"))
         patch.setattr(sys, "stderr", TextIOWrapper(err, encoding="utf-8", write_through=True))
-        patch.setattr(cli, "_awaited", uvloop.run)  # closes its loop, which the end of a process makes needless
+        patch.setattr(cli, "_await", uvloop.run)  # closes its loop, which the end of a process makes needless
         status = cli.execute(cli.find_command(name), name, words)
         return CompletedProcess((name, *words), status, out.getvalue().decode(), err.getvalue().decode())
 

@@ -2,19 +2,30 @@
 
 import sys
 
-from vllm_headroom_tools.early import count_files, end_on_signals, stand_in
+from vllm_headroom_tools.early import exit_on_signals, open_closed_streams, require_open_files
+
+DEFAULT_COMMAND = "run"
 
 
 def main() -> None:
     """Run the command that the process was started with, the daemon without one."""
-    is_named = len(sys.argv) > 1 and not sys.argv[1].startswith("-") and "://" not in sys.argv[1]
-    name = sys.argv[1] if is_named else "run"
-    stand_in()
-    count_files()
-    end_on_signals(0 if name in {"run", "demo"} else None)  # before imports: they take time too
+    name = DEFAULT_COMMAND
+    arguments = sys.argv[1:]
+    if arguments and _is_command_name(arguments[0]):
+        name = arguments[0]
+        arguments = arguments[1:]
+    open_closed_streams()
+    require_open_files()
+    # Before the imports: they take time too. The end of a daemon by a signal is no failure.
+    exit_on_signals(0 if name in {"run", "demo"} else None)
     from vllm_headroom_tools.cli import start  # noqa: PLC0415 - see above
 
-    start(name, sys.argv[1 + is_named :])
+    start(name, arguments)
+
+
+def _is_command_name(word: str) -> bool:
+    """Return whether a first word is neither an option nor the engine's URL."""
+    return not word.startswith("-") and "://" not in word
 
 
 if __name__ == "__main__":

@@ -17,17 +17,20 @@ from msgspec import Struct
 from vllm_headroom.inputs import describe_unknown
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
-from vllm_headroom_tools.early import no_collection
+from vllm_headroom_tools.early import pause_collection
 from vllm_headroom_tools.options import BadOptions, Parser, Printed
 from vllm_headroom_tools.terminal import render_line
 from vllm_headroom_tools.trace import BadInput
 
 PROGRAM: Final = "vllm-headroom"
-HEADLINES: Final = {
+
+HEADLINE_STYLES: Final = {
     Conclusion.GOOD: "bold green",
     Conclusion.NOT_GOOD: "bold red",
     Conclusion.CANNOT_TELL: "bold yellow",
 }
+"""How a terminal shows the headline of a report, in rich's words."""
+
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "run": ("run", "Runs the daemon beside a vLLM server; the default."),
     "demo": ("demo.command", "Runs the daemon over a simulated engine and GPU."),
@@ -51,104 +54,125 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "help": ("help", "Shows the options of a command, or its man page."),
     "completion": ("completion", "Prints what bash, zsh or fish needs to complete words."),
 }
-"""The module of each command and what it does, in a line; nothing of a command is imported before it is called."""
+"""The module of each command, and what the command does, in a line.
+
+Nothing of a command is imported before it is called.
+"""
 
 
 class Command(Struct, frozen=True, kw_only=True):
-    """A command: its options, and what it does with them.
-
-    `run` returns its report, or its exit status where it has none to make; it raises BadInput or BadOptions.
-    """
+    """A command: its texts, its options, and what it does with them."""
 
     usage: str
     description: str
+
     epilog: str
+    """What --help shows below the options: an example, and the exit statuses."""
+
     options: Callable[[Parser], None]
+    """Adds the command's own options to a parser."""
+
     run: Callable[[Namespace], Report | int | Coroutine[Any, Any, Report | int]]
+    """Returns the report, or the exit status where there is none; raises BadInput or BadOptions."""
+
     has_report: bool = True
+    """Whether --json prints the report."""
 
 
 def start(name: str, argv: Sequence[str]) -> NoReturn:
-    """Run the command of this name and end the process; an error of ours is raised.
+    """Run the command of this name and end the process; raise only what is an error of ours.
 
-    The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
-    SIGTERM may not.
+    The process ends without waiting for threads: one may wait for a resolver that does not answer
+    (10 s, measured), and SIGTERM may not.
     """
-    if name in COMMANDS and argv[:1] == [
-        "--version"
-    ]:  # a first word is no option's value, and needs no imports
-        say(_version())
-        status = 0
-    elif name in COMMANDS:
-        with no_collection():
-            command = find_command(name)
-        status = execute(command, name, argv)
-    else:
-        status = refuse([describe_unknown(repr(name), COMMANDS, "a command")], PROGRAM, argv)
+    status = _find_and_execute(name, argv)
     logging.shutdown()
     os._exit(status)
 
 
+def _find_and_execute(name: str, argv: Sequence[str]) -> int:
+    if name not in COMMANDS:
+        return refuse([describe_unknown(repr(name), COMMANDS, "a command")], PROGRAM, argv)
+    # A first word is no option's value, so the version needs no parser and no imports.
+    if argv[:1] == ["--version"]:
+        write_result(_read_version())
+        return 0
+    with pause_collection():
+        command = find_command(name)
+    return execute(command, name, argv)
+
+
 def find_command(name: str) -> Command:
     """Import the command of this name."""
-    command: Command = importlib.import_module(f"vllm_headroom_tools.{COMMANDS[name][0]}").COMMAND
+    module_name, _ = COMMANDS[name]
+    command: Command = importlib.import_module(f"vllm_headroom_tools.{module_name}").COMMAND
     return command
 
 
 def execute(command: Command, name: str, argv: Sequence[str]) -> int:
     """Run a command and show its report; return the exit status."""
     try:
-        given = parser_of(command, name).read(argv)
-        answer = command.run(given)
+        arguments = build_parser(command, name).read(argv)
+        answer = command.run(arguments)
         if isinstance(answer, Coroutine):
-            answer = _awaited(answer)
+            answer = _await(answer)
     except Printed as printed:
-        say(str(printed))
+        write_result(str(printed))
         return 0
     except (BadOptions, BadInput) as error:
-        lines = error.lines if isinstance(error, BadOptions) else (str(error),)
-        return refuse(lines, f"{PROGRAM} {name}", argv if command.has_report else ())
+        mistakes = error.lines if isinstance(error, BadOptions) else (str(error),)
+        return refuse(mistakes, f"{PROGRAM} {name}", argv if command.has_report else ())
     if isinstance(answer, int):
         return answer
-    if given.json:
-        _say_envelope(answer, name)
-        return answer.status
-    for line in answer.lines:  # one by one: what comes last, as a picture, may take long
-        style = (
-            HEADLINES[answer.verdict] if line.strip() and line.strip() in answer.headline else ""
-        )
-        say(render_line(line.translate(CONTROLS), sys.stdout, style))
+    if arguments.json:
+        _write_envelope(answer, name)
+    else:
+        _write_lines(answer)
     return answer.status
 
 
-def refuse(mistakes: Sequence[str], who: str, argv: Sequence[str]) -> int:
-    """Show the mistakes that keep a command from running, as an envelope too where --json was given."""
-    for line in mistakes:
-        tell(f"{who}: {line}")
-    findings = [Finding("input", Conclusion.CANNOT_TELL, each) for each in mistakes]
+def _write_lines(report: Report) -> None:
+    """Write the lines of a report one by one: what comes last, as a picture, may take long."""
+    for line in report.lines:
+        style = ""
+        if line.strip() and line.strip() in report.headline:
+            style = HEADLINE_STYLES[report.verdict]
+        write_result(render_line(line.translate(CONTROLS), sys.stdout, style))
+
+
+def refuse(mistakes: Sequence[str], program: str, argv: Sequence[str]) -> int:
+    """Show the mistakes that keep a command from running, also as an envelope if --json was given.
+
+    Return the exit status.
+    """
+    for mistake in mistakes:
+        write_note(f"{program}: {mistake}")
+    findings = [Finding("input", Conclusion.CANNOT_TELL, mistake) for mistake in mistakes]
     report = Report(verdict=Conclusion.CANNOT_TELL, headline=mistakes[0], findings=findings)
     if "--json" in argv:
-        _say_envelope(report, who.rpartition(" ")[2])
+        _, _, command_name = program.rpartition(" ")
+        _write_envelope(report, command_name)
     return report.status
 
 
-def _say_envelope(report: Report, name: str) -> None:
-    say(json.dumps(report.build_envelope(name), indent=2, allow_nan=False))
+def _write_envelope(report: Report, name: str) -> None:
+    write_result(json.dumps(report.build_envelope(name), indent=2, allow_nan=False))
 
 
-def parser_of(command: Command, name: str) -> Parser:
-    """Return the parser of a command's options; the help of the daemon lists all commands."""
-    parser = Parser(f"{PROGRAM} {name}", _version)
-    parser.usage, parser.description, parser.epilog = (
-        command.usage,
-        command.description,
-        command.epilog,
-    )
-    if name == next(iter(COMMANDS)):
-        lines = (f"  {each:<11}{summary}" for each, (_, summary) in COMMANDS.items())
-        parser.description = "\n".join(
-            (command.description, "Commands; each says more with --help:", *lines)
-        )
+def build_parser(command: Command, name: str) -> Parser:
+    """Build the parser of a command's options; the help of the daemon lists all commands."""
+    parser = Parser(f"{PROGRAM} {name}", _read_version)
+    parser.usage = command.usage
+    parser.description = command.description
+    parser.epilog = command.epilog
+    daemon_name = next(iter(COMMANDS))
+    if name == daemon_name:
+        lines = [
+            command.description,
+            "Commands; each says more with --help:",
+            *(f"  {command_name:<11}{summary}" for command_name, (_, summary) in COMMANDS.items()),
+        ]
+        parser.description = "\n".join(lines)
     if command.has_report:
         parser.add_argument(
             "--json", action="store_true", help="print one JSON object instead of text"
@@ -157,40 +181,47 @@ def parser_of(command: Command, name: str) -> Parser:
     return parser
 
 
-def _version() -> str:
-    from importlib import metadata  # noqa: PLC0415 - only --version asks, and it takes 20 ms
+def _read_version() -> str:
+    from importlib import metadata  # noqa: PLC0415 - only --version needs it, and it takes 20 ms
 
     return f"{PROGRAM} {metadata.version(PROGRAM)}"
 
 
-def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whatever the command answers
-    """Return what a coroutine comes to on uvloop, which is left open."""
+def _await(coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whatever the command answers
+    """Return the result of a coroutine on uvloop, which is left open."""
     import asyncio  # noqa: PLC0415 - commands that wait for nothing need no loop
 
     import uvloop  # noqa: PLC0415 - the same
 
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(coroutine)
 
 
 def save(
     file: Path | None, content: str, option: str = "", inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Write a file, where one is wanted; raises BadInput, also where it is one of the inputs."""
+    """Write a file, where one is wanted; raise BadInput, also where it is one of the inputs."""
+    if file is None:
+        return
     try:
-        if file is not None:
-            read = [Path(each) for each in inputs if each is not None]
-            if file.exists() and any(each.exists() and file.samefile(each) for each in read):
-                raise BadInput(
-                    f"{option}{file}: is what was read, and would be lost: name another file"
-                )
-            file.write_bytes(
-                content.encode(errors="replace")
-            )  # JSON, too, may name what UTF-8 cannot
+        if _is_one_of(file, inputs):
+            raise BadInput(
+                f"{option}{file}: is what was read, and would be lost: name another file"
+            )
+        # JSON, too, may name what UTF-8 cannot.
+        file.write_bytes(content.encode(errors="replace"))
     except OSError as error:
         raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error
 
 
-def say(text: str) -> None:
+def _is_one_of(file: Path, inputs: Iterable[str | Path | None]) -> bool:
+    """Return whether a file is one of the inputs, also by another name."""
+    if not file.exists():
+        return False
+    paths = [Path(name) for name in inputs if name is not None]
+    return any(path.exists() and file.samefile(path) for path in paths)
+
+
+def write_result(text: str) -> None:
     """Write to standard output; whoever stops reading it needs no more of it."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -200,14 +231,16 @@ def say(text: str) -> None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            tell(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
-            raise SystemExit(
-                2
-            ) from None  # not 1, with which `check` and others report a bad result
+            write_note(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
+            # Not 1, with which `check` and others report a bad result.
+            raise SystemExit(2) from None
 
 
-def tell(line: str) -> None:
-    """Write to standard error a line that is no result; where it cannot be written, the exit status says enough."""
+def write_note(line: str) -> None:
+    """Write to standard error a line that is no result.
+
+    Where it cannot be written, the exit status says enough.
+    """
     with suppress(OSError):
         sys.stderr.write(f"{render_line(line.translate(CONTROLS), sys.stderr)}\n")
         sys.stderr.flush()

@@ -4,13 +4,20 @@ from argparse import Action, Namespace
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom_tools.cli import COMMANDS, PROGRAM, Command, find_command, parser_of, say
+from vllm_headroom_tools.cli import (
+    COMMANDS,
+    PROGRAM,
+    Command,
+    build_parser,
+    find_command,
+    write_result,
+)
 from vllm_headroom_tools.options import BadOptions, Parser, choice
 
 
 def list_options(name: str) -> list[tuple[Action, str, list[str]]]:
     """Return the options of a command and its words, with their help, and their values where they are a closed set."""
-    parser = parser_of(find_command(name), name)
+    parser = build_parser(find_command(name), name)
     return [(each, parser.explain(each), parser.list_values(each)) for each in parser._actions]  # noqa: SLF001
 
 
@@ -76,7 +83,7 @@ def _options(parser: Parser) -> None:
 def _run(given: Namespace) -> int:
     if given.shell is None:
         raise BadOptions(f"needs a SHELL, accepts {SHELL.accepts}")
-    say("\n".join(SHELLS[given.shell]()))
+    write_result("\n".join(SHELLS[given.shell]()))
     return 0
 
 

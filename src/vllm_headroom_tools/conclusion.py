@@ -1,4 +1,4 @@
-"""What a command concludes: the verdict with its headline and findings, and the one JSON object that has them."""
+"""The verdict of a command with its findings, and the JSON object that has them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -30,7 +30,7 @@ def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
 
 
 class Finding(Struct, frozen=True):
-    """One finding: what it is about, what was found, and the lines that would fix it."""
+    """One finding, and the lines that would fix it."""
 
     subject: str
     verdict: Conclusion
@@ -39,17 +39,20 @@ class Finding(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """A command's answer; `lines` show it to people, `data` has all figures, None where unknown.
-
-    `exit_status` replaces the verdict's own, where the command does not judge.
-    """
+    """The result of a command, for people and for scripts."""
 
     verdict: Conclusion
     headline: str
     findings: Sequence[Finding] = ()
+
     data: Mapping[str, Any] = {}
+    """All figures, for --json; None where one is unknown."""
+
     lines: Iterable[str] = ()
+    """The report as text."""
+
     exit_status: int | None = None
+    """Replaces the verdict's exit status where the command does not judge."""
 
     @property
     def status(self) -> int:

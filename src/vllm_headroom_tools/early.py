@@ -1,4 +1,4 @@
-"""What a process does before it imports much: its streams, how signals end it, and what imports go without."""
+"""What a process does before it imports much: streams, limits, signals and garbage collection."""
 
 import gc
 import os
@@ -9,44 +9,56 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LEAST_FILES = 40
+MIN_OPEN_FILES = 40
 """The daemon keeps 17 open, and scrapers, the engine's page and /proc take some more."""
 
 
-def count_files() -> None:
-    """End the process with status 2 where it may not open as many files as it needs."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most < LEAST_FILES:
-        problem = f"only {most} files may be open at once, {LEAST_FILES} are needed: raise the limit (ulimit -n)"
+def require_open_files() -> None:
+    """Exit with status 2 where the process may not open as many files as it needs."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < MIN_OPEN_FILES:
+        problem = (
+            f"only {limit} files may be open at once, {MIN_OPEN_FILES} are needed:"
+            " raise the limit (ulimit -n)"
+        )
         with suppress(OSError):
             os.write(2, f"vllm-headroom: {problem}\n".encode())
         os._exit(2)
 
 
-def end_on_signals(status: int | None) -> None:
-    """Let either end the process at once and without a traceback: with `status`, or as signals end a process."""
+def exit_on_signals(status: int | None) -> None:
+    """Let SIGINT and SIGTERM end the process at once and without a traceback.
 
-    def end(number: int, _frame: object) -> None:
+    It exits with `status`; where that is None, it ends as a signal ends a process.
+    """
+
+    def exit_now(number: int, _frame: object) -> None:
         if status is not None:
             os._exit(status)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)  # so that a shell's loop ends as well
         os._exit(128 + number)  # the first process of a container is spared by signals
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+    signal.signal(signal.SIGINT, exit_now)
+    signal.signal(signal.SIGTERM, exit_now)
 
 
-def stand_in() -> None:
-    """Let a standard stream that was closed from the start lead nowhere, before another file takes its number."""
+def open_closed_streams() -> None:
+    """Connect a standard stream that was closed from the start to nothing.
+
+    Otherwise another file would take its number, and be written to in its place.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - it stays open
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Import without looking for garbage, of which imports make next to none: a tenth of the daemon's start."""
+def pause_collection() -> Iterator[None]:
+    """Import without garbage collection: imports make next to none.
+
+    It takes a tenth of the daemon's start.
+    """
     gc.disable()
     try:
         yield

@@ -4,31 +4,44 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom_tools.cli import COMMANDS, PROGRAM, Command, find_command, parser_of, say
+from vllm_headroom_tools.cli import (
+    COMMANDS,
+    PROGRAM,
+    Command,
+    build_parser,
+    find_command,
+    write_result,
+)
 from vllm_headroom_tools.options import Parser, choice
 
 
 def render_man(name: str) -> Iterator[str]:
     """Yield the man page of a command, in roff."""
-    parser = parser_of(find_command(name), name)
+    parser = build_parser(find_command(name), name)
+    _, summary = COMMANDS[name]
     yield f'.TH "{PROGRAM}-{name}" 1 "" "{PROGRAM}"'
-    yield from (".SH NAME", _escape(f"{PROGRAM}-{name} - {COMMANDS[name][1]}"))
-    yield from (
-        ".SH SYNOPSIS",
-        ".nf",
-        _escape(parser.format_usage().removeprefix("usage: ").strip()),
-        ".fi",
-    )
-    yield from (".SH DESCRIPTION", ".nf", _escape(parser.description or ""), ".fi", ".SH OPTIONS")
+    yield ".SH NAME"
+    yield _escape(f"{PROGRAM}-{name} - {summary}")
+    yield ".SH SYNOPSIS"
+    yield from _render_verbatim(parser.format_usage().removeprefix("usage: ").strip())
+    yield ".SH DESCRIPTION"
+    yield from _render_verbatim(parser.description or "")
+    yield ".SH OPTIONS"
     for action in parser._actions:  # noqa: SLF001 - argparse has no public list of what was added
         flags = ", ".join(action.option_strings)
         value = "" if action.nargs == 0 else f" {action.metavar}"
-        yield from (
-            ".TP",
-            f".B {_escape(f'{flags}{value}'.strip())}",
-            _escape(parser.explain(action)),
-        )
-    yield from (".SH EXIT STATUS AND EXAMPLES", ".nf", _escape(parser.epilog or ""), ".fi")
+        yield ".TP"
+        yield f".B {_escape(f'{flags}{value}'.strip())}"
+        yield _escape(parser.explain(action))
+    yield ".SH EXIT STATUS AND EXAMPLES"
+    yield from _render_verbatim(parser.epilog or "")
+
+
+def _render_verbatim(text: str) -> Iterator[str]:
+    """Yield text whose lines roff does not fill."""
+    yield ".nf"
+    yield _escape(text)
+    yield ".fi"
 
 
 def _escape(text: str) -> str:
@@ -44,10 +57,13 @@ def _options(parser: Parser) -> None:
     parser.add_argument("--man", action="store_true", help="print a man page")
 
 
-def _run(given: Namespace) -> int:
-    name = given.name or next(iter(COMMANDS))
-    text = parser_of(find_command(name), name).format_help().rstrip()
-    say("\n".join(render_man(name)) if given.man else text)
+def _run(arguments: Namespace) -> int:
+    name = arguments.name or next(iter(COMMANDS))
+    if arguments.man:
+        text = "\n".join(render_man(name))
+    else:
+        text = build_parser(find_command(name), name).format_help().rstrip()
+    write_result(text)
     return 0
 
 

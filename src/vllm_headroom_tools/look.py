@@ -29,11 +29,13 @@ PROC_SECONDS: Final = 3.0
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """What was read of this machine; `gpus` is empty where none could be read."""
+    """What was read of this machine."""
 
     readings: GpuReadings | Failure
     processes: ProcessReadings | Failure
+
     gpus: tuple[Gpu, ...]
+    """Empty where none could be read."""
 
 
 async def fetch_once(reader: PageReader) -> str | Failure:
@@ -57,25 +59,28 @@ async def read_machine(
 
     The processes wait for `page`: it decides which of several engines is watched.
     """
-    cards = Gpus(
+    gpu_reader = Gpus(
         monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys
     )
     url = httpx.URL(settings.engine_url)
-    found = Processes(
+    process_reader = Processes(
         engine_port=find_port(url),
         engine_is_here=is_here(url.host),
         proc=proc,
         monotonic=time.monotonic,
     )
 
-    async def seen() -> ProcessReadings | Failure:
-        return await found.read(PROC_SECONDS, await page)
+    async def read_processes() -> ProcessReadings | Failure:
+        return await process_reader.read(PROC_SECONDS, await page)
 
     try:
-        readings, processes = await asyncio.gather(cards.read(PATIENCE_SECONDS), seen())
+        readings, processes = await asyncio.gather(
+            gpu_reader.read(PATIENCE_SECONDS), read_processes()
+        )
     finally:
-        await cards.close()
+        await gpu_reader.close()
     gpus: tuple[Gpu, ...] = ()
     if not isinstance(readings, Failure):
-        gpus = attribute(AttributionState(), readings, processes, Selection.of(settings.gpus))[1]
+        selection = Selection.of(settings.gpus)
+        _, gpus = attribute(AttributionState(), readings, processes, selection)
     return Machine(readings=readings, processes=processes, gpus=gpus)

@@ -6,15 +6,20 @@ from typing import Any
 from msgspec import Struct, json
 
 
-class Model(Struct, frozen=True, kw_only=True):
-    """A model of the server; `most_tokens` is the longest request, None where it is unknown."""
+class ListedModel(Struct, frozen=True, kw_only=True):
+    """A model of the server."""
 
     name: str
-    most_tokens: int | None
+
+    max_tokens: int | None
+    """Of the longest request; None where it is unknown."""
 
 
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
-    """Parse a JSON object; return an empty one for anything else, NaN included, which Python's parser would accept."""
+    """Parse a JSON object.
+
+    Return an empty one for anything else, NaN included, which Python's parser would accept.
+    """
     try:
         answer = json.decode(text)
     except (ValueError, RecursionError):
@@ -22,14 +27,21 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def parse_first_model(text: str | bytes | bytearray) -> Model | None:
+def parse_first_model(text: str | bytes | bytearray) -> ListedModel | None:
     """Parse the first model in the answer to GET /v1/models; None where there is none."""
-    data = parse_object(text).get("data")
-    first = data[0] if isinstance(data, list) and data else None
-    if not isinstance(first, dict) or not isinstance(first.get("id"), str):
+    models = parse_object(text).get("data")
+    if not isinstance(models, list) or not models:
         return None
-    most = first.get("max_model_len")
-    return Model(name=first["id"], most_tokens=most if isinstance(most, int) else None)
+    model = models[0]
+    if not isinstance(model, dict):
+        return None
+    name = model.get("id")
+    if not isinstance(name, str):
+        return None
+    max_tokens = model.get("max_model_len")
+    if not isinstance(max_tokens, int):
+        max_tokens = None
+    return ListedModel(name=name, max_tokens=max_tokens)
 
 
 def parse_server_version(text: str) -> str | None:
@@ -43,5 +55,6 @@ def find_error(answer: Mapping[str, Any]) -> str | None:
     error = answer.get("error")
     if isinstance(error, dict):
         error = error.get("message", error)
-    error = answer.get("message") if error is None else error
+    if error is None:
+        error = answer.get("message")
     return None if error is None else str(error)

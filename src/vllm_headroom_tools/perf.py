@@ -6,63 +6,85 @@ import shutil
 import signal
 from asyncio.subprocess import DEVNULL, PIPE
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-EVERY: Final = 256
-RECORD: Final = (
-    f"record --quiet --event page-faults:u --count {EVERY} --call-graph dwarf,4096 --max-size 64M"
+FAULTS_PER_STACK: Final = 256
+"""perf takes a stack at every 256th first use of a page: 1 MiB of pages of 4 KiB."""
+
+RECORD_COMMAND: Final = (
+    f"record --quiet --event page-faults:u --count {FAULTS_PER_STACK}"
+    " --call-graph dwarf,4096 --max-size 64M"
 )
-"""A stack at every 256th first use of a page, 1 MiB of pages of 4 KiB; perf ends by itself after some 15 GiB."""
-SCRIPT: Final = "script --no-inline --fields pid,ip,sym,dso"
-ENDED: Final = (0, 130, -signal.SIGINT)
-"""Statuses of perf after it recorded: by itself, or interrupted."""
+"""perf ends by itself after some 15 GiB of new pages."""
+
+SCRIPT_COMMAND: Final = "script --no-inline --fields pid,ip,sym,dso"
+
+RECORDED_STATUSES: Final = (0, 130, -signal.SIGINT)
+"""Exit statuses of perf after it recorded: by itself, or interrupted."""
+
 END_SECONDS: Final = 120.0
-"""Stacks are unwound at the end."""
-MOST_STACKS, MOST_FRAMES = 20, 16
+"""perf unwinds the stacks at the end."""
+
+MAX_STACKS: Final = 20
+"""Of a process, in the report."""
+
+MAX_FRAMES: Final = 16
+"""Of a stack."""
 
 Faults = dict[int, list[dict[str, Any]]]
-"""By pid the stacks that used most new pages, with their number of `faults`; the line itself is first."""
+"""By pid the stacks that used most new pages, with their number of `faults`.
+
+The frame that used the page is first.
+"""
 
 
 async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[Faults, str | None]:
-    """Return where the processes used new pages, and why that is missing, None where it is not, and for no pids at all.
+    """Record where the processes use new pages; return it, and the reason where it is missing.
 
-    When cancelled, perf is killed and its file removed.
+    With None for the pids nothing is to be recorded, and there is no reason. When this is
+    cancelled, perf is killed and its file removed.
     """
-    perf = shutil.which("perf")
+    if pids is None:
+        return {}, None
     if not pids:
-        return {}, None if pids is None else "vLLM's processes are not visible here"
+        return {}, "vLLM's processes are not visible here"
+    perf = shutil.which("perf")
     if perf is None:
         return {}, "perf is not installed here"
     try:
         with TemporaryDirectory(prefix="headroom-perf-") as folder:
-            file, watched = f"{folder}/data", ",".join(map(str, pids))
-            status, said = await _run(
-                seconds, perf, *RECORD.split(), "--output", file, "--pid", watched
-            )
-            if status not in ENDED:
-                lines = (line.strip() for line in said.splitlines())
-                return (
-                    {},
-                    f"perf: {next((line for line in lines if line not in ('', 'Error:')), f'status {status}')}",
-                )
-            return count_faults(
-                (await _run(END_SECONDS, perf, *SCRIPT.split(), "--input", file))[1]
-            ), None
-    except (OSError, TimeoutError) as error:
-        return {}, f"perf: {getattr(error, 'strerror', None) or 'its record took too long to read'}"
+            file = f"{folder}/data"
+            targets = ("--output", file, "--pid", ",".join(map(str, pids)))
+            status, output = await _run(seconds, perf, *RECORD_COMMAND.split(), *targets)
+            if status not in RECORDED_STATUSES:
+                return {}, f"perf: {_find_problem(output) or f'status {status}'}"
+            _, script = await _run(END_SECONDS, perf, *SCRIPT_COMMAND.split(), "--input", file)
+            return count_faults(script), None
+    except OSError as error:  # TimeoutError is one, and has no strerror
+        return {}, f"perf: {error.strerror or 'its record took too long to read'}"
+
+
+def _find_problem(output: str) -> str | None:
+    """Return the line in which perf says what is wrong, None where there is no such line."""
+    for line in output.splitlines():
+        if line.strip() not in {"", "Error:"}:
+            return line.strip()
+    return None
 
 
 async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
-    """Run a program, interrupted after this time; return its status and what it wrote."""
+    """Run a program, interrupted after this time; return its status and what it wrote.
+
+    Raise TimeoutError where the interrupt does not end it; it is killed then.
+    """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
-        for each in (seconds, END_SECONDS):
+        for timeout_seconds in (seconds, END_SECONDS):
             with contextlib.suppress(TimeoutError):
-                out, said = await asyncio.wait_for(process.communicate(), each)
-                return process.returncode, (out or said).decode(errors="replace")
+                out, err = await asyncio.wait_for(process.communicate(), timeout_seconds)
+                return process.returncode, (out or err).decode(errors="replace")
             process.send_signal(signal.SIGINT)
         raise TimeoutError
     finally:
@@ -72,24 +94,29 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
 
 
 def count_faults(script: str) -> Faults:
-    """Return the stacks of perf's text, a paragraph per sample: a pid, and frames of address, symbol and file."""
+    """Count the faults by stack in perf's text.
+
+    It has a paragraph per sample: a pid, and frames of address, symbol and file.
+    """
     counts: dict[int, Counter[tuple[str, ...]]] = {}
     for sample in script.split("\n\n"):
         pid, *frames = map(str.strip, sample.strip().split("\n"))
-        if pid.isdecimal() and frames:
-            counts.setdefault(int(pid), Counter())[tuple(_read_frames(frames[:MOST_FRAMES]))] += (
-                EVERY
-            )
-    return {
-        pid: [
-            {"faults": faults, "stack": list(stack)}
-            for stack, faults in found.most_common(MOST_STACKS)
-        ]
-        for pid, found in counts.items()
-    }
+        if not pid.isdecimal() or not frames:
+            continue
+        stack = tuple(map(_format_frame, frames[:MAX_FRAMES]))
+        counts.setdefault(int(pid), Counter())[stack] += FAULTS_PER_STACK
+    return {pid: _list_stacks(stack_counts) for pid, stack_counts in counts.items()}
 
 
-def _read_frames(frames: Collection[str]) -> Iterator[str]:
-    for frame in frames:
-        symbol, _, file = frame.partition(" ")[2].replace(" (deleted)", "").rpartition(" (")
-        yield f"{symbol or '[unknown]'} ({file.removesuffix(')').rpartition('/')[2]})"
+def _list_stacks(counts: Counter[tuple[str, ...]]) -> list[dict[str, Any]]:
+    return [
+        {"faults": faults, "stack": list(stack)} for stack, faults in counts.most_common(MAX_STACKS)
+    ]
+
+
+def _format_frame(frame: str) -> str:
+    """Format a frame without its address, and with the name of the file without its folder."""
+    _address, _, location = frame.partition(" ")
+    symbol, _, file = location.replace(" (deleted)", "").rpartition(" (")
+    _folder, _, file_name = file.removesuffix(")").rpartition("/")
+    return f"{symbol or '[unknown]'} ({file_name})"

@@ -26,7 +26,7 @@ from vllm_headroom.scrape.proc.host import read_boot_time
 from vllm_headroom.scrape.proc.smaps import find_growth, read_mappings
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.worker import Worker
-from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.cli import Command, write_note
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.look import PROC
 from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, Value, bounded, choice
@@ -370,7 +370,9 @@ async def _run(given: Namespace) -> Report:
                 "HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory"
             )
         kinds = KINDS if given.only is None else (given.only,)
-        return report_recorded(await record(given.settings.probe_dir, given.seconds, tell, kinds))
+        return report_recorded(
+            await record(given.settings.probe_dir, given.seconds, write_note, kinds)
+        )
     raise BadOptions("needs one of: install FOLDER, record --for DURATION")
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from vllm_headroom_tools.terminal import console, is_terminal
+from vllm_headroom_tools.terminal import build_console, is_terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -18,58 +18,68 @@ Item = TypeVar("Item")
 PATIENCE_SECONDS: Final = 2.0
 """What takes no longer needs no bar."""
 
-BETWEEN_SECONDS: Final = 0.2
+REDRAW_SECONDS: Final = 0.2
 
 
 def track(
     items: Iterable[Item],
-    what: str,
-    whole: float | None,
+    description: str,
+    total: float | None,
     size: Callable[[Item], float],
     *,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Iterator[Item]:
-    """Yield the items, and show on a terminal how much of the `whole` (None: not known) is done."""
-    done, due, drawn = 0.0, time.monotonic() + patience_seconds, None
+    """Yield the items, and show on a terminal how much of the `total` is done.
+
+    The total is None where it is not known.
+    """
+    done = 0.0
+    draw_at_seconds = time.monotonic() + patience_seconds
+    bar = None
     can_draw = is_terminal(sys.stderr)
     try:
         for item in items:
             yield item
             done += size(item)
-            if can_draw and time.monotonic() >= due:
-                due = time.monotonic() + BETWEEN_SECONDS
-                drawn = drawn or start_bar(what, whole)
-                update_bar(drawn, done)
+            if can_draw and time.monotonic() >= draw_at_seconds:
+                draw_at_seconds = time.monotonic() + REDRAW_SECONDS
+                bar = bar or start_bar(description, total)
+                update_bar(bar, done)
     finally:
-        if drawn is not None:
-            drawn.stop()
+        if bar is not None:
+            bar.stop()
 
 
-def track_lines(lines: Iterator[bytes], whole_bytes: int | None) -> Iterator[bytes]:
+def track_lines(lines: Iterator[bytes], total_bytes: int | None) -> Iterator[bytes]:
     """Yield the lines of a trace, and show how much of it was read."""
-    return track(lines, "Reading the trace", whole_bytes, len)
+    return track(lines, "Reading the trace", total_bytes, len)
 
 
-def start_bar(what: str, whole: float | None, *, transient: bool = True) -> Progress:
-    """Return a bar that has begun; what is written to standard error goes above it until it is stopped."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # noqa: PLC0415 - no terminal, no bar
+def start_bar(description: str, total: float | None, *, transient: bool = True) -> Progress:
+    """Start a bar; what is written to standard error goes above it until it is stopped."""
+    from rich.progress import (  # noqa: PLC0415 - without a terminal there is no bar
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+    )
 
-    drawn = Progress(
+    bar = Progress(
         TextColumn("{task.description}", markup=False),
         TaskProgressColumn(),
-        TextColumn("{task.fields[more]}", markup=False),
-        BarColumn(),  # the first to give way where there is little room
-        console=console(sys.stderr),
+        TextColumn("{task.fields[note]}", markup=False),
+        BarColumn(),  # gives way before the others where there is little room
+        console=build_console(sys.stderr),
         auto_refresh=False,
         transient=transient,
         redirect_stdout=False,
     )
-    drawn.add_task(what, total=whole, more="")
-    drawn.start()
-    drawn.console.show_cursor()  # a signal may end the process at any time, and would leave none
-    return drawn
+    bar.add_task(description, total=total, note="")
+    bar.start()
+    bar.console.show_cursor()  # a signal may end the process at any time, and would leave none
+    return bar
 
 
-def update_bar(drawn: Progress, done: float, more: str = "") -> None:
+def update_bar(bar: Progress, done: float, note: str = "") -> None:
     """Draw a bar as far as it has come."""
-    drawn.update(drawn.task_ids[0], completed=done, more=more, refresh=True)
+    bar.update(bar.task_ids[0], completed=done, note=note, refresh=True)

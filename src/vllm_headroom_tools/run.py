@@ -5,15 +5,17 @@ from argparse import Namespace
 from typing import Final, NoReturn
 
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.early import no_collection
+from vllm_headroom_tools.early import pause_collection
 from vllm_headroom_tools.settings import ModelSettings
 
 
-def _run(given: Namespace) -> NoReturn:
-    with no_collection():
+def _run(arguments: Namespace) -> NoReturn:
+    with pause_collection():
         from vllm_headroom.daemon import app  # noqa: PLC0415 - --help and --print-config need no daemon
-    gc.freeze()  # what was imported stays: a full collection would look through it for 25 ms, and scrapes would wait
-    settings: ModelSettings = given.settings
+    # What was imported stays. A full collection would look through it for 25 ms, and scrapes
+    # would wait for it.
+    gc.freeze()
+    settings: ModelSettings = arguments.settings
     app.serve(settings, settings.model_reader)
 
 

@@ -29,14 +29,14 @@ Entries = Mapping[str, Entry]
 """What one source gives, by the key of the setting."""
 
 
-class Source(NamedTuple):
+class SettingsSource(NamedTuple):
     """What one source gives, and a line for each mistake in its names or its form."""
 
     entries: Entries
     mistakes: tuple[str, ...]
 
 
-NO_SOURCE: Final = Source(entries={}, mistakes=())
+NO_SOURCE: Final = SettingsSource(entries={}, mistakes=())
 
 SERVICE_VARIABLE: Final = re.compile(
     r"HEADROOM_(?:\w+_)?"
@@ -101,7 +101,7 @@ def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
                 yield describe_refused(entry.name, entry.value, accepts[key], reasons[key], show)
 
 
-def _read_environment(kind: type[Settings]) -> Source:
+def _read_environment(kind: type[Settings]) -> SettingsSource:
     variables = {
         name: text
         for name, text in sorted(os.environ.items())
@@ -120,10 +120,10 @@ def _read_environment(kind: type[Settings]) -> Source:
         is_service = SERVICE_VARIABLE.fullmatch(f"{name}={text}") is not None
         if name not in setting_names and not is_service:
             mistakes.append(describe_unknown(name, setting_names))
-    return Source(entries=entries, mistakes=tuple(mistakes))
+    return SettingsSource(entries=entries, mistakes=tuple(mistakes))
 
 
-def _read_file(kind: type[Settings], config: Entry) -> Source:
+def _read_file(kind: type[Settings], config: Entry) -> SettingsSource:
     """Read the YAML file, in which null counts as not set."""
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML costs 25 ms
 
@@ -132,12 +132,12 @@ def _read_file(kind: type[Settings], config: Entry) -> Source:
         document, repeated_keys = read_yaml(Path(path), as_text=True)
     except OSError as error:
         accepts = "accepts the path of a YAML file"
-        return Source({}, (f"{config.name}: got {path!r} ({error.strerror}), {accepts}",))
+        return SettingsSource({}, (f"{config.name}: got {path!r} ({error.strerror}), {accepts}",))
     except NotYamlError as error:
-        return Source({}, (f"{path}{error.place}: not YAML ({error.problem})",))
+        return SettingsSource({}, (f"{path}{error.place}: not YAML ({error.problem})",))
     if not isinstance(document, dict | None):
         accepts = "accepts settings such as 'sample_interval_seconds: 5'"
-        return Source({}, (f"{path}: not a mapping, {accepts}",))
+        return SettingsSource({}, (f"{path}: not a mapping, {accepts}",))
     setting_keys = {name_key(name) for name in kind.model_fields}
     entries = {}
     mistakes = []
@@ -148,7 +148,7 @@ def _read_file(kind: type[Settings], config: Entry) -> Source:
         elif value is not None:
             entries[str(key)] = Entry(name, value)
     mistakes += [f"{key} in {path}: given twice" for key in repeated_keys]
-    return Source(entries=entries, mistakes=tuple(mistakes))
+    return SettingsSource(entries=entries, mistakes=tuple(mistakes))
 
 
 def format_settings(settings: Settings) -> str:

@@ -17,26 +17,44 @@ if TYPE_CHECKING:
 
 
 STYLES: Final = {
-    **dict.fromkeys(
-        ("NO GO", "NOT GOOD", "FAILED", "MISSING", "LEAKING", "OUT OF MEMORY", "ALARM"), "bold red"
-    ),
-    **dict.fromkeys(
-        ("CANNOT TELL", "NOT KNOWN", "WARNING", "unknown", "skipped", "cannot tell"), "yellow"
-    ),
-    **dict.fromkeys(("GO", "GOOD", "OK", "ok", "passed"), "green"),
+    "NO GO": "bold red",
+    "NOT GOOD": "bold red",
+    "FAILED": "bold red",
+    "MISSING": "bold red",
+    "LEAKING": "bold red",
+    "OUT OF MEMORY": "bold red",
+    "ALARM": "bold red",
+    "CANNOT TELL": "yellow",
+    "NOT KNOWN": "yellow",
+    "WARNING": "yellow",
+    "unknown": "yellow",
+    "skipped": "yellow",
+    "cannot tell": "yellow",
+    "GO": "green",
+    "GOOD": "green",
+    "OK": "green",
+    "ok": "green",
+    "passed": "green",
 }
-"""The words that commands write in capitals, and the marks at the beginning of a line; the colour only repeats them."""
+"""The words that commands write in capitals, and the marks at the beginning of a line.
 
-_WORDS: Final = re.compile(
-    "|".join(
-        rf"\b{word}\b".replace(" ", r"\s+") if word.isupper() else f"^{word}(?=  )"
-        for word in STYLES
-    )
-)
-_COLUMNS: Final = re.compile(r" *(?:\S+(?: \S+)* {2,}){0,2}")
-"""A mark and a name, what follows which stands below it."""
+The colour only repeats them.
+"""
 
-_MOST_INDENT: Final = 30
+
+def _match_styled(word: str) -> str:
+    """Return the pattern of a word with a style: capitals anywhere, a mark only at the start."""
+    if word.isupper():
+        return rf"\b{word}\b".replace(" ", r"\s+")
+    return f"^{word}(?=  )"
+
+
+_STYLED_WORDS: Final = re.compile("|".join(map(_match_styled, STYLES)))
+
+_LEFT_COLUMNS: Final = re.compile(r" *(?:\S+(?: \S+)* {2,}){0,2}")
+"""A mark and a name: when the line is broken, it continues below what follows them."""
+
+_MAX_INDENT: Final = 30
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -44,31 +62,36 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
 
 
-def console(stream: TextIO) -> Console:
-    """Return what draws on a terminal and takes our words as they are; it keeps to NO_COLOR (no-color.org)."""
+def build_console(stream: TextIO) -> Console:
+    """Build what draws on a terminal and takes our words as they are.
+
+    It respects NO_COLOR (no-color.org).
+    """
     from rich.console import Console  # noqa: PLC0415 - 60 modules, which only a terminal needs
 
     return Console(file=stream, markup=False, emoji=False, highlight=False)
 
 
 def render_line(line: str, stream: TextIO, style: str = "") -> str:
-    """Return a line as a stream shows it: on a terminal broken where it is too long, its words coloured."""
+    """Return a line as a stream shows it: on a terminal wrapped and with coloured words."""
     if not is_terminal(stream):
         return line
-    drawn = console(stream)
-    with drawn.capture() as captured:
-        drawn.print(wrap_line(line, drawn.width), style=style, soft_wrap=True, end="")
+    console = build_console(stream)
+    with console.capture() as captured:
+        console.print(wrap_line(line, console.width), style=style, soft_wrap=True, end="")
     return captured.get()
 
 
 def wrap_line(line: str, columns: int) -> Text:
-    """Return a line with its words coloured: what is too long goes on below its last column."""
+    """Return a line with its words coloured; a long one continues below its last column."""
     from rich.text import Text  # noqa: PLC0415 - see above
 
     if len(line) > columns:
-        found = _COLUMNS.match(line)
-        indent = min(len(found[0]) if found else 0, _MOST_INDENT, columns // 2) or 2
-        # not rich's own, which has no indent and breaks what has no blank, as an address that is to be copied
+        left_columns = _LEFT_COLUMNS.match(line)
+        left_width = len(left_columns[0]) if left_columns else 0
+        indent = min(left_width, _MAX_INDENT, columns // 2) or 2
+        # Not rich's own wrapping: it has no indent, and breaks what has no blank, as an address
+        # that is to be copied.
         line = textwrap.fill(
             line,
             columns,
@@ -77,48 +100,65 @@ def wrap_line(line: str, columns: int) -> Text:
             break_on_hyphens=False,
         )
     text = Text(line)
-    text.highlight_regex(_WORDS, lambda words: STYLES[" ".join(words.split())])
+    text.highlight_regex(_STYLED_WORDS, lambda words: STYLES[" ".join(words.split())])
     return text
 
 
 WIDTH: Final = 110
-"""Where no terminal is narrower."""
+"""The columns of a text, unless the terminal has fewer."""
 
-HEAD: Final = 9
-"""Columns of the words on the left: what was seen, what to do."""
+HEAD_WIDTH: Final = 9
+"""The columns of the words on the left of a report: what was observed, what to do."""
 
 NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is set otherwise"
 
 
 def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
-    """Return the lines of a text behind a head; those after the first are indented as far, or by `indent`."""
+    """Return the lines of a text behind a head.
+
+    Those after the first are indented as far as the head, or by `indent`.
+    """
+    width = WIDTH
+    if is_terminal(sys.stdout):
+        width = min(WIDTH, build_console(sys.stdout).width)
+    if indent is None:
+        indent = len(head)
     return textwrap.wrap(
         body,
-        min(WIDTH, console(sys.stdout).width) if is_terminal(sys.stdout) else WIDTH,
+        width,
         initial_indent=head,
-        subsequent_indent=" " * (len(head) if indent is None else indent),
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
 
 
 def wrap_headed(head: str, body: str) -> list[str]:
-    """Return the lines of a text behind a word; all words of an answer are in one column."""
-    return wrap_text(f"   {head:<{HEAD - 3}}", body)
+    """Return the lines of a text behind a word; all words of a report are in one column."""
+    return wrap_text(f"   {head:<{HEAD_WIDTH - 3}}", body)
 
 
-def join_paragraphs(parts: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yield the lines of those parts that have any, with an empty line between them."""
-    for number, lines in enumerate(lines for part in parts if (lines := list(part))):
-        yield from ("", *lines) if number else lines
+def join_paragraphs(paragraphs: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of those paragraphs that have any, with an empty line between them."""
+    is_first = True
+    for paragraph in paragraphs:
+        lines = list(paragraph)
+        if not lines:
+            continue
+        if not is_first:
+            yield ""
+        yield from lines
+        is_first = False
 
 
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+STEPS_PER_ROW: Final = len(BLOCKS) - 1
 
 Point = Sequence[Any]
 """Seconds and a value, None for a gap."""
 
 Pick = Callable[[Iterable[float]], float]
+"""Returns the value that stands for several."""
 
 
 def draw_bars(
@@ -129,32 +169,47 @@ def draw_bars(
     ends: tuple[float, float] | None = None,
     pick: Pick = min,
 ) -> list[str]:
-    """Return a bar for each column: of its stretch of time what `pick` takes, else what was last; a gap is blank.
+    """Return the rows of a chart with a bar for each column.
 
-    `ends` are the values of the lowest and the highest bar; without them zero, and the highest there is.
+    A bar shows what `pick` takes of the values in its stretch of time, else the value before it; a
+    gap is blank. `ends` are the values of the lowest and the highest bar; without them zero, and
+    the highest value there is.
     """
-    curve = sorted(curve, key=lambda point: float(point[0]))
-    columns: list[float | None] = []
-    if curve:
-        times = [float(seconds) for seconds, _ in curve]
-        edges = [
-            bisect_right(times, times[0] + (times[-1] - times[0]) * place / width)
-            for place in range(width)
-        ]
-        stretches = (
-            curve[min(first, last - 1) : last]
-            for first, last in pairwise((0, *edges[1:], len(curve)))
-        )
-        known = (
-            [float(value) for _, value in stretch if value is not None] for stretch in stretches
-        )
-        columns = [pick(values) if values else None for values in known]
-    low, high = ends or (0.0, max((value for value in columns if value is not None), default=0.0))
+    columns = _pick_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
+    if ends is None:
+        highest = max((value for value in columns if value is not None), default=0.0)
+        ends = (0.0, highest)
+    low, high = ends
     span = (high - low) or 1.0
-    heights = [
-        0 if value is None else max(1, round(8 * rows * (value - low) / span)) for value in columns
-    ]  # 0 is a gap
-    return [
-        "".join(BLOCKS[min(8, max(0, height - 8 * row))] for height in heights).rstrip()
-        for row in reversed(range(rows))
+    heights = []
+    for value in columns:
+        if value is None:
+            heights.append(0)
+        else:
+            steps = round(STEPS_PER_ROW * rows * (value - low) / span)
+            heights.append(max(1, steps))  # 0 is a gap
+    lines = []
+    for row in reversed(range(rows)):
+        row_heights = [height - STEPS_PER_ROW * row for height in heights]
+        blocks = [BLOCKS[min(STEPS_PER_ROW, max(0, height))] for height in row_heights]
+        lines.append("".join(blocks).rstrip())
+    return lines
+
+
+def _pick_columns(curve: Sequence[Point], width: int, pick: Pick) -> list[float | None]:
+    """Return the value of each column, None for a gap; no columns for an empty curve."""
+    if not curve:
+        return []
+    times = [float(seconds) for seconds, _ in curve]
+    duration_seconds = times[-1] - times[0]
+    edges = [
+        bisect_right(times, times[0] + duration_seconds * column / width)
+        for column in range(1, width)
     ]
+    columns: list[float | None] = []
+    for start, end in pairwise((0, *edges, len(curve))):
+        # A stretch without points shows the last point before it.
+        stretch = curve[min(start, end - 1) : end]
+        values = [float(value) for _, value in stretch if value is not None]
+        columns.append(pick(values) if values else None)
+    return columns

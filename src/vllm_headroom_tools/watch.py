@@ -7,6 +7,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import httpx
@@ -19,14 +20,14 @@ from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import CONTROLS, WORDS, EngineState, LeakState, Level
-from vllm_headroom_tools.cli import Command, say
+from vllm_headroom_tools.cli import Command, write_result
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.openai import parse_object
 from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, url
 from vllm_headroom_tools.terminal import (
     NO_SIDECAR,
     Point,
-    console,
+    build_console,
     draw_bars,
     is_terminal,
     wrap_line,
@@ -36,218 +37,280 @@ from vllm_headroom_tools.trace import BadInput
 if TYPE_CHECKING:
     from rich.text import Text
 
-HERE: Final = "http://127.0.0.1:9839"
-EVERY_SECONDS: Final = 2.0
+LOCAL_SIDECAR: Final = "http://127.0.0.1:9839"
+
+INTERVAL_SECONDS: Final = 2.0
+"""Our choice: the time from one fetch to the next."""
+
 TIMEOUT_SECONDS: Final = 5.0
+
 STALE_SECONDS: Final = 900.0
 """Three times the longest sample interval."""
 
 NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"
-KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
+REQUIRED_KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
 
 Document = dict[str, Any]
+"""The sidecar's /snapshot.json."""
+
 FetchDocument = Callable[[], Awaitable[Document | str]]
+"""Returns the document, or in one line why there is none."""
 
 
 async def fetch_document(reader: PageReader) -> Document | str:
-    """Return the document, or in one line why there is none."""
+    """Fetch the document; return in one line why there is none."""
     page = await reader.fetch()
     if isinstance(page, Failure):
         return f"{strip_advice(page)}: {NO_SIDECAR}"
     document = parse_object(page)
-    return document if document.keys() >= KEYS else NO_DOCUMENT
+    return document if document.keys() >= REQUIRED_KEYS else NO_DOCUMENT
 
 
 def describe_verdict(verdict: dict[str, Any]) -> str:
-    """Return a verdict: its level as a word, which a colour only repeats."""
-    return f"{WORDS.get(verdict['level'], verdict['level']):<11}{verdict['sentence']}".translate(
-        CONTROLS
-    )
+    """Return a verdict with its level as a word, which a colour only repeats."""
+    level = WORDS.get(verdict["level"], verdict["level"])
+    return f"{level:<11}{verdict['sentence']}".translate(CONTROLS)
 
 
-def _options(parser: Parser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument(
-        "url", metavar="URL", nargs="?", type=url(HERE), help=f"the sidecar, else {HERE}"
+        "url",
+        metavar="URL",
+        nargs="?",
+        type=url(LOCAL_SIDECAR),
+        help=f"the sidecar, else {LOCAL_SIDECAR}",
     )
     parser.add_argument(
-        "--headroom-url", metavar="URL", type=url(HERE), help="the same, as in advise"
+        "--headroom-url", metavar="URL", type=url(LOCAL_SIDECAR), help="the same, as in advise"
     )
-    text = "ask once; 1 if a leak may be out of memory so soon"
-    parser.add_argument("--exit-code", metavar="DURATION", type=DURATION, help=text)
+    parser.add_argument(
+        "--exit-code",
+        metavar="DURATION",
+        type=DURATION,
+        help="ask once; 1 if a leak may be out of memory so soon",
+    )
     parser.add_argument(
         "--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM"
     )
 
 
-async def _run(given: Namespace) -> Report | int:
-    if given.url and given.headroom_url:
+async def _run(arguments: Namespace) -> Report | int:
+    if arguments.url and arguments.headroom_url:
         raise BadOptions("URL and --headroom-url cannot both be given")
-    where = (given.url or given.headroom_url or httpx.URL(HERE)).copy_with(
-        path="/snapshot.json", query=None
+    sidecar = arguments.url or arguments.headroom_url or httpx.URL(LOCAL_SIDECAR)
+    snapshot_url = sidecar.copy_with(path="/snapshot.json", query=None)
+    reader = PageReader(
+        url=str(snapshot_url), timeout_seconds=TIMEOUT_SECONDS, ca_file=arguments.ca_file
     )
-    reader = PageReader(url=str(where), timeout_seconds=TIMEOUT_SECONDS, ca_file=given.ca_file)
     try:
-        if given.json or given.exit_code is not None:
-            found = await fetch_document(reader)
-            if isinstance(found, str):
-                raise BadInput(found)
-            return (
-                build_report(found)
-                if given.exit_code is None
-                else judge_leak(found, given.exit_code)
-            )
-        follow = _draw_live if is_terminal(sys.stdout) else _write_lines
-        following = asyncio.create_task(
-            follow(lambda: fetch_document(reader), where.netloc.decode())
-        )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, following.cancel)
-        try:
-            await following
-        except asyncio.CancelledError:
-            return 0
-        except (
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-        ):  # a document of another shape
-            raise BadInput(NO_DOCUMENT) from None
+        if arguments.json or arguments.exit_code is not None:
+            document = await fetch_document(reader)
+            if isinstance(document, str):
+                raise BadInput(document)
+            if arguments.exit_code is None:
+                return build_report(document)
+            return judge_leak(document, arguments.exit_code)
+        return await _follow(partial(fetch_document, reader), snapshot_url.netloc.decode())
     finally:
         await close_all(reader)
 
 
-VERDICTS: Final = {
+async def _follow(fetch: FetchDocument, host: str) -> int:
+    """Show the document until a signal; return the exit status."""
+    show = _draw_live if is_terminal(sys.stdout) else _write_lines
+    showing = asyncio.create_task(show(fetch, host))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, showing.cancel)
+    try:
+        await showing
+    except asyncio.CancelledError:
+        return 0
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
+        # The document has another shape.
+        raise BadInput(NO_DOCUMENT) from None
+
+
+CONCLUSIONS: Final = {
     Level.ALARM: Conclusion.NOT_GOOD,
     Level.WARNING: Conclusion.NOT_GOOD,
     Level.UNKNOWN: Conclusion.CANNOT_TELL,
 }
+"""What a verdict's level means for the report; every other level is good."""
 
 
 def build_report(document: Document) -> Report:
-    """Return the report on a sidecar's document, which is the data; it does not judge, so its exit status is 0."""
-    findings = [
-        Finding(each["subject"], VERDICTS.get(each["level"], Conclusion.GOOD), each["sentence"])
-        for each in document["verdicts"]
-    ]
-    worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
-    headline = next(
-        (each.text for each in findings if each.verdict is worst), "The sidecar has no verdict yet."
-    )
+    """Return the report on a sidecar's document, which is its data.
+
+    It does not judge, so its exit status is 0.
+    """
+    findings = []
+    for verdict in document["verdicts"]:
+        conclusion = CONCLUSIONS.get(verdict["level"], Conclusion.GOOD)
+        findings.append(Finding(verdict["subject"], conclusion, verdict["sentence"]))
+    worst = Conclusion.CANNOT_TELL
+    headline = "The sidecar has no verdict yet."
+    if findings:
+        worst = find_worst(finding.verdict for finding in findings)
+        headline = next(finding.text for finding in findings if finding.verdict is worst)
     return Report(verdict=worst, headline=headline, findings=findings, data=document, exit_status=0)
 
 
 def judge_leak(document: Document, within_seconds: float) -> Report:
-    """Return the report, with status 1 where a sure leak may end an engine that serves so soon; raises BadInput."""
+    """Return the report, with status 1 where a sure leak may end a serving engine within this time.
+
+    Raise BadInput where the document has another shape or is stale.
+    """
     try:
-        is_stale = document["age_seconds"] is None or document["age_seconds"] > STALE_SECONDS
-        host = document["host_time_to_oom_seconds_lower"]
-        leaks = [
-            (each["leak_state"], each["time_to_oom_seconds_lower"]) for each in document["gpus"]
-        ]
-        leaks += [(state, host) for state in (document["host_leak_state"] or {}).values()]
-        near = [state for state, left in leaks if left is not None and left < within_seconds]
-        is_due = document["engine_state"] == EngineState.SERVING and LeakState.LEAKING in near
-        report, lines = build_report(document), list(_describe_verdicts(document).values())
+        age_seconds = document["age_seconds"]
+        is_stale = age_seconds is None or age_seconds > STALE_SECONDS
+        is_serving = document["engine_state"] == EngineState.SERVING
+        is_leaking_soon = LeakState.LEAKING in _list_states_within(document, within_seconds)
+        report = build_report(document)
+        lines = list(_describe_verdicts(document).values())
     except (AttributeError, LookupError, TypeError):
         raise BadInput(NO_DOCUMENT) from None
     if is_stale:
         raise BadInput("the sidecar has no new sample: read its log")
-    return replace(report, lines=lines, exit_status=int(is_due))
+    exit_status = 1 if is_serving and is_leaking_soon else 0
+    return replace(report, lines=lines, exit_status=exit_status)
 
 
-async def _draw_live(asked: FetchDocument, host: str) -> NoReturn:
+def _list_states_within(document: Document, within_seconds: float) -> list[str]:
+    """Return the leak states of the GPUs and roles that may be out of memory within this time."""
+    host_seconds = document["host_time_to_oom_seconds_lower"]
+    leaks = [(gpu["leak_state"], gpu["time_to_oom_seconds_lower"]) for gpu in document["gpus"]]
+    leaks += [(state, host_seconds) for state in (document["host_leak_state"] or {}).values()]
+    return [state for state, seconds in leaks if seconds is not None and seconds < within_seconds]
+
+
+async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
     """Draw on the whole terminal until it is cancelled, and leave it as it was."""
     from rich.console import Group  # noqa: PLC0415 - lines and --json need no drawing
     from rich.live import Live  # noqa: PLC0415 - the same
 
-    with Live(console=console(sys.stdout), screen=True, auto_refresh=False) as live:
+    with Live(console=build_console(sys.stdout), screen=True, auto_refresh=False) as live:
         while True:
-            live.update(Group(*draw_frame(await asked(), host, live.console.width)), refresh=True)
-            await asyncio.sleep(EVERY_SECONDS)
+            frame = draw_frame(await fetch(), host, live.console.width)
+            live.update(Group(*frame), refresh=True)
+            await asyncio.sleep(INTERVAL_SECONDS)
 
 
-async def _write_lines(asked: FetchDocument, _host: str) -> NoReturn:
-    """Write what is said, and again what changed in it: a level or what the engine does, not each figure."""
-    before: set[str] = set()
+async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
+    """Write the verdicts, and later those whose level or engine state has changed."""
+    previous_keys: set[str] = set()
     while True:
-        found = await asked()
-        lines = {found: found} if isinstance(found, str) else _describe_verdicts(found)
+        document = await fetch()
+        lines = {document: document} if isinstance(document, str) else _describe_verdicts(document)
         for key, line in lines.items():
-            if key not in before:
-                say(line.translate(CONTROLS))
-        before = set(lines)
-        await asyncio.sleep(EVERY_SECONDS)
+            if key not in previous_keys:
+                write_result(line.translate(CONTROLS))
+        previous_keys = set(lines)
+        await asyncio.sleep(INTERVAL_SECONDS)
 
 
 def _describe_verdicts(document: Document) -> dict[str, str]:
-    """Return the line of each verdict by its identity: for the engine's, with the engine's state."""
-    state = {"engine": document.get("engine_state")}
-    return {
-        f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": describe_verdict(
-            each
+    """Return the line of each verdict by a key that changes with its level or alert.
+
+    The key of the engine's verdict changes with the engine's state too.
+    """
+    lines = {}
+    for verdict in document["verdicts"]:
+        subject = verdict["subject"]
+        state = document.get("engine_state") if subject == "engine" else None
+        lines[f"{subject} {verdict['level']} {verdict['alert'] or state}"] = describe_verdict(
+            verdict
         )
-        for each in document["verdicts"]
-    }
+    return lines
 
 
-ROWS: Final = 5
+CHART_ROWS: Final = 5
 
 
-def draw_frame(found: Document | str, title: str, width: int) -> Iterator[Text]:
-    """Yield what is said, then free memory of each GPU of the engine's down to zero, then the load; or why not."""
-    if isinstance(found, str):
-        yield _draw("bold red", found)
+def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Text]:
+    """Yield the verdicts, the free memory of each GPU and of the host, and the load.
+
+    A text in place of the document says why there is none.
+    """
+    if isinstance(document, str):
+        yield _draw("bold red", document)
         return
-    age = found["age_seconds"]
-    seen = "nothing seen yet" if age is None else f"seen {format_duration(age)} ago"
-    first = found["verdicts"][0]
-    situation = f"{WORDS.get(first['level'], '')}: {first['subject']} {first.get('situation', '').replace('_', ' ')}"
-    yield _draw("bold", f"{title}  {seen}  {situation}", whole=False)
-    for verdict in found["verdicts"]:
+    yield _draw_line("bold", f"{title}  {_describe_age(document)}  {_describe_situation(document)}")
+    for verdict in document["verdicts"]:
         yield wrap_line(describe_verdict(verdict), width)
-    history = found["history"]
-    for gpu in found["gpus"]:
-        curve: list[Point] = next(
-            (each["free_bytes"] for each in history["gpus"] if each["uuid"] == gpu["uuid"]), []
-        )
-        if (gpu["info"] or {}).get("attribution"):
-            yield from _draw_room(name_device(gpu["gpu"], gpu["uuid"]), gpu, curve, width)
-    limit, used = found["host_memory_limit_bytes"], found["host_memory_used_bytes"]
-    host = {
-        "memory_free_bytes": None if limit is None or used is None else max(0, limit - used),
-        "time_to_oom_seconds": found["host_time_to_oom_seconds"],
-        "leak_state": "leaking" if "leaking" in (found["host_leak_state"] or {}).values() else None,
+    history = document["history"]
+    curves = {gpu["uuid"]: gpu["free_bytes"] for gpu in reversed(history["gpus"])}
+    for gpu in document["gpus"]:
+        is_of_engine = (gpu["info"] or {}).get("attribution")
+        if is_of_engine:
+            name = name_device(gpu["gpu"], gpu["uuid"])
+            yield from _draw_free_memory(name, gpu, curves.get(gpu["uuid"], []), width)
+    host_curve = history.get("host_free_bytes", [])
+    yield from _draw_free_memory("host memory", _read_host(document), host_curve, width)
+    if history["running"]:
+        yield _draw_line("dim", "running requests, the last day at most")
+        for line in draw_bars(history["running"], width, 1, pick=max):
+            yield _draw("blue", line)
+
+
+def _describe_age(document: Document) -> str:
+    age_seconds = document["age_seconds"]
+    if age_seconds is None:
+        return "nothing seen yet"
+    return f"seen {format_duration(age_seconds)} ago"
+
+
+def _describe_situation(document: Document) -> str:
+    """Return level and situation of the most important verdict, with which the list begins."""
+    verdict = document["verdicts"][0]
+    situation = verdict.get("situation", "").replace("_", " ")
+    return f"{WORDS.get(verdict['level'], '')}: {verdict['subject']} {situation}"
+
+
+def _read_host(document: Document) -> dict[str, Any]:
+    """Return the facts of the host's memory by the names that a GPU's have."""
+    limit_bytes = document["host_memory_limit_bytes"]
+    used_bytes = document["host_memory_used_bytes"]
+    free_bytes = None
+    if limit_bytes is not None and used_bytes is not None:
+        free_bytes = max(0, limit_bytes - used_bytes)
+    is_leaking = "leaking" in (document["host_leak_state"] or {}).values()
+    return {
+        "memory_free_bytes": free_bytes,
+        "time_to_oom_seconds": document["host_time_to_oom_seconds"],
+        "leak_state": "leaking" if is_leaking else None,
     }
-    yield from _draw_room("host memory", host, history.get("host_free_bytes", []), width)
-    if found["history"]["running"]:
-        yield _draw("dim", "running requests, the last day at most", whole=False)
-        yield from (
-            _draw("blue", line)
-            for line in draw_bars(found["history"]["running"], width, 1, pick=max)
-        )
 
 
-def _draw(style: str, text: str, *, whole: bool = True) -> Text:
+def _draw(style: str, text: str) -> Text:
+    """Return a text that may take several lines."""
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
-    return Text(
-        text.translate(CONTROLS), style, no_wrap=not whole, overflow=None if whole else "ellipsis"
-    )
+    return Text(text.translate(CONTROLS), style, no_wrap=False)
 
 
-def _draw_room(name: str, facts: dict[str, Any], curve: list[Point], width: int) -> Iterator[Text]:
+def _draw_line(style: str, text: str) -> Text:
+    """Return a text that is cut off at the end of its line."""
+    from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
+
+    return Text(text.translate(CONTROLS), style, no_wrap=True, overflow="ellipsis")
+
+
+def _draw_free_memory(
+    name: str, facts: dict[str, Any], curve: list[Point], width: int
+) -> Iterator[Text]:
+    """Yield a heading and the curve of the free memory down to zero, nothing without a curve."""
     if not curve:
         return
-    free, left = facts["memory_free_bytes"], facts["time_to_oom_seconds"]
-    now = "not known now" if free is None else f"{format_size(free)} free"
-    until = "" if left is None else f", full in {format_duration(left)}"
+    free_bytes = facts["memory_free_bytes"]
+    free = "not known now" if free_bytes is None else f"{format_size(free_bytes)} free"
+    seconds_to_oom = facts["time_to_oom_seconds"]
+    end = "" if seconds_to_oom is None else f", full in {format_duration(seconds_to_oom)}"
     span = format_duration(curve[-1][0] - curve[0][0])
-    yield _draw("bold", f"{name}: {now}{until}; the last {span}, down to zero")
+    yield _draw("bold", f"{name}: {free}{end}; the last {span}, down to zero")
     style = "red" if facts["leak_state"] == "leaking" else "cyan"
-    ends = 0.0, find_top(value for _, value in curve)
-    yield from (_draw(style, line) for line in draw_bars(curve, width, ROWS, ends=ends))
+    top_bytes = find_top(value for _, value in curve)
+    for line in draw_bars(curve, width, CHART_ROWS, ends=(0.0, top_bytes)):
+        yield _draw(style, line)
 
 
 COMMAND: Final[Command] = Command(
@@ -265,6 +328,6 @@ Example:
   vllm-headroom watch http://gpu-7:9839
   kubectl exec -it POD -c headroom -- vllm-headroom watch
 """,
-    options=_options,
+    options=_add_options,
     run=_run,
 )

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.cli import build_parser
 
 ROOT: Final = Path(__file__).parents[2]
 TEXT: Final = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ ENVIRONMENT: Final = {**WORKFLOW["env"], "TRACE": "nightly.jsonl"}
 def read(words: Sequence[str]) -> Namespace:
     """Return the options of one of our commands, which is the first word."""
     command = importlib.import_module(f"vllm_headroom_tools.{words[0]}.command").COMMAND
-    return parser_of(command, words[0]).read(words[1:])
+    return build_parser(command, words[0]).read(words[1:])
 
 
 def steps() -> Iterator[dict[str, Any]]:

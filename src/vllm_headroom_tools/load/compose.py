@@ -22,7 +22,7 @@ from vllm_headroom.scrape.proc.files import read_own_pid
 from vllm_headroom.scrape.proc.host import read_host
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Reason, Source
-from vllm_headroom_tools.cli import tell
+from vllm_headroom_tools.cli import write_note
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.load.clients import Clients, RequestSender
 from vllm_headroom_tools.load.report import build_report
@@ -150,7 +150,7 @@ def _check_limits(order: LoadOrder, *, tls: bool) -> None:
             f"--concurrency {order.concurrency} needs {needed} streams at once, and this process can hold {held}:"
             f" {name} ends first"
         )
-    tell(f"{needed} streams at most; this process can hold {held}, {name} ends first")
+    write_note(f"{needed} streams at most; this process can hold {held}, {name} ends first")
 
 
 async def _choose_model(order: LoadOrder, target: Target) -> str:
@@ -158,10 +158,10 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
         return order.model
     model = await fetch_model(order.url, target)
     longest = order.output_tokens.most + (0 if order.prompts else order.prompt_tokens.most)
-    if model.most_tokens is not None and longest > model.most_tokens:
+    if model.max_tokens is not None and longest > model.max_tokens:
         raise BadInput(
             f"--prompt-tokens {order.prompt_tokens} and --output-tokens {order.output_tokens} make up to {longest}"
-            f" tokens: {model.name} takes {model.most_tokens} (max_model_len)"
+            f" tokens: {model.name} takes {model.max_tokens} (max_model_len)"
         )
     return model.name
 

@@ -26,7 +26,7 @@ from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import Reason, Source
-from vllm_headroom_tools.cli import tell
+from vllm_headroom_tools.cli import write_note
 from vllm_headroom_tools.history import Histogram, LeakReplay
 from vllm_headroom_tools.load.clients import Clients
 from vllm_headroom_tools.load.stream import Outcome, Tally
@@ -244,7 +244,7 @@ class Screen:
             self._bar = start_bar(title, seconds, transient=False)
         else:
             self._next_seconds = LINE_SECONDS
-            tell(f"{title}, {seconds:g} s")
+            write_note(f"{title}, {seconds:g} s")
 
     def show(self, tally: Tally, elapsed_seconds: float, *, is_over: bool = False) -> None:
         """Show how far it has come, while there is a step, and if it is time for a line; the last bar stays."""
@@ -260,7 +260,7 @@ class Screen:
                 self._bar = None
         elif is_over or elapsed_seconds >= self._next_seconds:
             self._next_seconds = inf if is_over else self._next_seconds + LINE_SECONDS
-            tell(f"  {elapsed_seconds:3.0f} s  {text}{'; over' if is_over else ''}")
+            write_note(f"  {elapsed_seconds:3.0f} s  {text}{'; over' if is_over else ''}")
 
 
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)

@@ -23,7 +23,7 @@ from vllm_headroom.scrape.http.failures import explain_no_answer, strip_advice
 from vllm_headroom.scrape.http.reader import find_port, read_body
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker
-from vllm_headroom_tools.openai import Model, parse_first_model
+from vllm_headroom_tools.openai import ListedModel, parse_first_model
 from vllm_headroom_tools.trace import BadInput
 
 LENGTHS: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
@@ -269,7 +269,7 @@ def _describe_failure(error: Exception, url: httpx.URL) -> str:
     return f"{strip_advice(explain_no_answer(error, str(url), PATIENCE_SECONDS))}: check that vLLM serves there"
 
 
-async def fetch_model(url: httpx.URL, target: Target) -> Model:
+async def fetch_model(url: httpx.URL, target: Target) -> ListedModel:
     """Return the first model that the server lists; raises BadInput where it lists none."""
     where = join_path(url, "/v1/models")
 

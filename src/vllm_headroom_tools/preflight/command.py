@@ -16,7 +16,7 @@ from vllm_headroom.inputs import GPU
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.units import parse_duration
-from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.cli import Command, write_note
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.options import (
     GPUS,
@@ -140,7 +140,7 @@ async def _run(given: Namespace) -> Report:
         return judge_wake(conditions, page, ask)
 
     try:
-        return build_report(await wait_until_settled(report, given.wait, tell))
+        return build_report(await wait_until_settled(report, given.wait, write_note))
     finally:
         await gpus.close()
 

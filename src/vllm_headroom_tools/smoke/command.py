@@ -22,7 +22,7 @@ from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.scrape.http.reader import PageReader, Reply
 from vllm_headroom.units import format_duration, parse_duration
 from vllm_headroom.vocabulary import Reason
-from vllm_headroom_tools.cli import Command, tell
+from vllm_headroom_tools.cli import Command, write_note
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.look import read_machine
 from vllm_headroom_tools.openai import find_error, parse_first_model, parse_object
@@ -348,7 +348,7 @@ async def _run(given: Namespace) -> Report:
     settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what the steps report
     reach = EngineServer(settings)
-    return build_report(reach.address(""), await take_steps(settings, reach, tell))
+    return build_report(reach.address(""), await take_steps(settings, reach, write_note))
 
 
 def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:

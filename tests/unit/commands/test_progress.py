@@ -17,15 +17,15 @@ from tests.unit.commands.screen import on_a_terminal, plain
 READ: Final = """
 import sys, time
 from vllm_headroom_tools import progress
-from vllm_headroom_tools.early import end_on_signals
+from vllm_headroom_tools.early import exit_on_signals
 
 def lines():
     yield from (b"12345", b"67890")
     while "hang" in sys.argv:
         time.sleep(0.05)  # not for ever: a signal just before it would only be answered after it
 
-end_on_signals(None)
-progress.BETWEEN_SECONDS = 0.0
+exit_on_signals(None)
+progress.REDRAW_SECONDS = 0.0
 whole, patience = (None if "pipe" in sys.argv else 10), (60.0 if "soon" in sys.argv else 0.0)
 for line in progress.track(lines(), "Reading [red]:smile:", whole, len, patience_seconds=patience):
     print(end=f"{line}" if "each" in sys.argv else "")

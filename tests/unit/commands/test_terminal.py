@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.commands.replay.traces import leaking, text
 from tests.unit.commands.screen import HEADROOM, on_a_terminal, plain
-from vllm_headroom_tools.terminal import console, render_line, wrap_line
+from vllm_headroom_tools.terminal import build_console, render_line, wrap_line
 
 
 class Screen(io.StringIO):
@@ -78,7 +78,7 @@ def test_brackets_numbers_and_names_of_pictures_are_text(monkeypatch: pytest.Mon
 def test_what_others_write_above_a_bar_is_text_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     screen = Screen()
-    console(screen).print("[red]1[/red] :smile: None", end="")
+    build_console(screen).print("[red]1[/red] :smile: None", end="")
 
     assert screen.getvalue() == "[red]1[/red] :smile: None"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_headroom_tools.openai import Model, find_error, parse_first_model, parse_object, parse_server_version
+from vllm_headroom_tools.openai import ListedModel, find_error, parse_first_model, parse_object, parse_server_version
 
 DEEP = "[" * 100_000
 
@@ -12,9 +12,9 @@ DEEP = "[" * 100_000
 @pytest.mark.parametrize(
     ("listed", "model"),
     [
-        ({"data": [{"id": "a", "max_model_len": 8}, {"id": "b"}]}, Model(name="a", most_tokens=8)),
-        ({"data": [{"id": "a"}]}, Model(name="a", most_tokens=None)),
-        ({"data": [{"id": "a", "max_model_len": "8"}]}, Model(name="a", most_tokens=None)),
+        ({"data": [{"id": "a", "max_model_len": 8}, {"id": "b"}]}, ListedModel(name="a", max_tokens=8)),
+        ({"data": [{"id": "a"}]}, ListedModel(name="a", max_tokens=None)),
+        ({"data": [{"id": "a", "max_model_len": "8"}]}, ListedModel(name="a", max_tokens=None)),
         ({"data": [{"id": 3}]}, None),
         ({"data": ["a"]}, None),
         ({"data": []}, None),
@@ -22,7 +22,7 @@ DEEP = "[" * 100_000
         ([], None),
     ],
 )
-def test_the_first_model_is_found_where_one_is_listed(listed: object, model: Model | None) -> None:
+def test_the_first_model_is_found_where_one_is_listed(listed: object, model: ListedModel | None) -> None:
     assert parse_first_model(json.dumps(listed)) == model
 
 

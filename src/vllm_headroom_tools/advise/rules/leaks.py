@@ -97,7 +97,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
     version, holds = facts.settings.version, f"{name} holds {{}} of host memory"
     quiet = "before the container's memory limit is reached"
     known = [
-        fault.cure for fault in FAULTS if fault.role == name and version and fault.is_in(version)
+        fault.advice for fault in FAULTS if fault.role == name and version and fault.is_in(version)
     ]
     return Advice(
         cause=Cause.HOST_LEAK,

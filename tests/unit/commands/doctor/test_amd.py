@@ -71,6 +71,7 @@ def test_a_container_that_may_not_trace_the_engine_is_told_how(sys: AmdTree, vll
     tree = proc(folder, vllm, namespace=CONTAINER)
     (tree / str(CORE) / "fd").mkdir(mode=0)
 
+    examined(tree, sys.path, ENGINE_URL=vllm.url)  # imports what nobody cannot read in a closed checkout
     with nobody():
         findings = examined(tree, sys.path, ENGINE_URL=vllm.url)
 

@@ -82,7 +82,7 @@ def test_the_known_faults_are_those_of_the_version_and_its_options(tmp_path: Pat
 
 
 def test_a_version_that_mends_a_fault_has_it_no_longer() -> None:
-    assert not [fault for fault in list_faults((0, 26, 0), ()) if fault.mended == (0, 26, 0)]
+    assert not [fault for fault in list_faults((0, 26, 0), ()) if fault.fixed_version == (0, 26, 0)]
     assert not [fault for fault in list_faults((0, 28, 0), ("enforce_eager",)) if "50150" in fault.issues]
     assert all("#" in describe_fault(fault) for fault in FAULTS)
 

@@ -14,7 +14,7 @@ from tests.samples import A_GPU, AN_ENGINE, failure, gpu, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.model import Failure, Sample
 from vllm_headroom.vocabulary import CONTROLS, LeakState, Reason, Source
-from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.conclusion import Conclusion, Report
 from vllm_headroom_tools.history import LeakCourse, LeakReplay, Moment
 from vllm_headroom_tools.load.command import COMMAND, read_order
@@ -102,7 +102,7 @@ LEAK = watched(LeakState.LEAKING, "GPU-a", "worker")
 def report(
     *steps: Stage, seen: LoadObservation | None = None, watch: LeakReplay = STABLE, stopped: bool = False
 ) -> Report:
-    given = read_order(parser_of(COMMAND, "load").read(WORDS))
+    given = read_order(build_parser(COMMAND, "load").read(WORDS))
     return build_report(given, "m", steps, seen or whole(), watch, stopped=stopped)
 
 

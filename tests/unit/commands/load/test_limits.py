@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.compose import (
     MOST,
@@ -91,4 +91,4 @@ def test_more_streams_than_can_be_held_are_refused_with_what_ends_first() -> Non
         BadInput,
         match=r"^--concurrency 1000000 needs 1200000 streams at once, and this process can hold \d+: .+ ends first$",
     ):
-        _check_limits(read_order(parser_of(COMMAND, "load").read(words)), tls=False)
+        _check_limits(read_order(build_parser(COMMAND, "load").read(words)), tls=False)

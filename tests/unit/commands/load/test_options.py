@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.target import CompletionApi, Lengths, LoadOrder
 from vllm_headroom_tools.options import BadOptions
@@ -13,7 +13,7 @@ LEAST = ("--engine-url", "http://engine:8000", "--concurrency", "10")
 
 
 def ordered(*words: str) -> LoadOrder:
-    return read_order(parser_of(COMMAND, "load").read([*LEAST, *words]))
+    return read_order(build_parser(COMMAND, "load").read([*LEAST, *words]))
 
 
 def test_what_is_not_said_is_bounded() -> None:
@@ -74,7 +74,7 @@ def test_everything_can_be_said() -> None:
 def test_what_is_not_understood_is_one_line(option: str, value: str, accepts: str) -> None:
     least = () if option == "concurrency" else ("--concurrency", "1")
     with pytest.raises(BadOptions) as refused:
-        parser_of(COMMAND, "load").read(["--engine-url", "http://e", *least, f"--{option}", value])
+        build_parser(COMMAND, "load").read(["--engine-url", "http://e", *least, f"--{option}", value])
 
     assert refused.value.lines == (f"--{option}: got {value!r}, accepts {accepts}",)
 
@@ -90,6 +90,6 @@ def test_a_server_is_never_a_default_and_its_password_is_not_shown(monkeypatch: 
     refusals = [(("--engine-url", url), f"got {each!r}") for url, each in shown.items()]
     for words, why in (((), "needed"), *refusals):
         with pytest.raises(BadOptions) as refused:
-            parser_of(COMMAND, "load").read(["--concurrency", "1", *words])
+            build_parser(COMMAND, "load").read(["--concurrency", "1", *words])
 
         assert refused.value.lines == (f"--engine-url: {why}, accepts {url}",)

@@ -20,7 +20,7 @@ from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.vocabulary import Reason, Source
-from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.run import Sampling, UnavailableSource, create_trace
 
@@ -67,4 +67,4 @@ def test_the_probes_folder_is_the_sidecars_where_none_is_named(monkeypatch: pyte
     words = ["--engine-url", "http://127.0.0.1:8000", "--concurrency", "1"]
     monkeypatch.setenv("HEADROOM_PROBE_DIR", "/run/headroom-probe")
 
-    assert read_order(parser_of(COMMAND, "load").read(words)).probe_dir == Path("/run/headroom-probe")
+    assert read_order(build_parser(COMMAND, "load").read(words)).probe_dir == Path("/run/headroom-probe")

@@ -26,7 +26,7 @@ from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import LeakState, Reason, Source
-from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.load.clients import Clients
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.compose import _build_parts
@@ -153,7 +153,7 @@ def test_what_is_read_follows_from_where_the_server_is(
 ) -> None:
     async def steps() -> None:
         made = read_order(
-            parser_of(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words])
+            build_parser(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words])
         )
         parts = _build_parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
 

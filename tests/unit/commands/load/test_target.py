@@ -26,7 +26,7 @@ from vllm_headroom_tools.load.target import (
     join_path,
     parse_base_url,
 )
-from vllm_headroom_tools.openai import Model
+from vllm_headroom_tools.openai import ListedModel
 from vllm_headroom_tools.trace import BadInput
 
 
@@ -70,7 +70,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_the_server_is_found_with_its_model() -> None:
-    async def steps() -> tuple[Target, Model]:
+    async def steps() -> tuple[Target, ListedModel]:
         url = parse_base_url(f"{server.url}/some/v1")
         found = await find_target(url, CompletionApi.CHAT, None, "secret")
         return found, await fetch_model(parse_base_url(server.url), found)
@@ -82,7 +82,7 @@ def test_the_server_is_found_with_its_model() -> None:
     assert found.path == "/some/v1/chat/completions"
     assert ("Host", f"{LOOPBACK}:{server.port}") in found.headers
     assert ("Authorization", "Bearer secret") in found.headers
-    assert model == Model(name="tiny", most_tokens=4096)
+    assert model == ListedModel(name="tiny", max_tokens=4096)
 
 
 def test_a_host_with_several_addresses_is_found_at_the_one_that_answers() -> None:
@@ -143,12 +143,12 @@ def test_a_model_without_a_length_has_none() -> None:
     with EngineServer(engine_server.page(json.dumps({"data": [{"id": "m", "max_model_len": None}]}))) as server:
         url = httpx.URL(f"http://{LOOPBACK}:{server.port}")
 
-        async def steps() -> Model:
+        async def steps() -> ListedModel:
             return await fetch_model(url, await find_target(url, CompletionApi.CHAT, None, None))
 
         model = run(steps)
 
-    assert model == Model(name="m", most_tokens=None)
+    assert model == ListedModel(name="m", max_tokens=None)
 
 
 def test_certificates_are_checked(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
     with StreamingServer(tls=server_context(certificate, key)) as server:
         base = parse_base_url(server.url)
 
-        async def steps() -> Model:
+        async def steps() -> ListedModel:
             tls = load_trust(certificate)
             found = await find_target(base, CompletionApi.CHAT, tls, None)
             assert found.tls is tls

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.leaks import build_leaks
 from tests.process import eventually
-from vllm_headroom_tools.perf import EVERY, Faults, count_faults, record_faults
+from vllm_headroom_tools.perf import FAULTS_PER_STACK, Faults, count_faults, record_faults
 from vllm_headroom_tools.probe import render_recording
 
 NOBODY = 2**22 - 1
@@ -95,8 +95,8 @@ def test_its_text_is_read_as_far_as_it_goes() -> None:
         "  8  \n\t 7f0 [unknown] ([unknown])\n\n  9 \n\nno pid\n\t 1 f (g)\n\n\x1b\n"
     )
     assert count_faults(text) == {
-        7: [{"faults": 2 * EVERY, "stack": ["__memset (libc.so.6)", "leak (libucs.so.0)"]}],
-        8: [{"faults": EVERY, "stack": ["[unknown] ([unknown])"]}],
+        7: [{"faults": 2 * FAULTS_PER_STACK, "stack": ["__memset (libc.so.6)", "leak (libucs.so.0)"]}],
+        8: [{"faults": FAULTS_PER_STACK, "stack": ["[unknown] ([unknown])"]}],
     }
     assert count_faults("") == {}
     deep = "1\n" + "\t 1 f (g)\n" * 100

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from tests.fakes.prometheus_server import PrometheusServer
-from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.replay.command import COMMAND
 from vllm_headroom_tools.replay.prometheus.records import read_records
 
@@ -23,7 +23,7 @@ def records(server: PrometheusServer, minutes: float, *words: str) -> list[dict[
 
 def lazily(url: str, *words: str) -> Iterator[dict[str, Any]]:
     """Return the records that the command would replay."""
-    return read_records(parser_of(COMMAND, "replay").read(["--from-prometheus", url, *words]))
+    return read_records(build_parser(COMMAND, "replay").read(["--from-prometheus", url, *words]))
 
 
 def scraped(

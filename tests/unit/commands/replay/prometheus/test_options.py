@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_headroom.inputs import show_value
-from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.options import BadOptions, Value
 from vllm_headroom_tools.replay.command import COMMAND, MATCHER, STEP, TIME
 from vllm_headroom_tools.replay.prometheus.api import TimeSpan, build_span
@@ -71,7 +71,7 @@ def test_what_cannot_be_understood_is_refused_with_what_is_accepted(option: str,
     kinds: dict[str, Value[Any]] = {"--start": TIME, "--end": TIME, "--step": STEP}
 
     with pytest.raises(BadOptions) as caught:
-        parser_of(COMMAND, "replay").read([f"{option}={text}"])
+        build_parser(COMMAND, "replay").read([f"{option}={text}"])
 
     (line,) = caught.value.lines
     assert line == f"{option}: got {show_value(text)}, accepts {kinds.get(option, MATCHER).accepts}"
@@ -81,7 +81,7 @@ def test_every_mistake_is_told_at_once() -> None:
     words = ["--from-prometheus", "http://p:9090", "--start", "yesterday", "--step", "soon", "--match", "vllm-0"]
 
     with pytest.raises(BadOptions) as caught:
-        parser_of(COMMAND, "replay").read(words)
+        build_parser(COMMAND, "replay").read(words)
 
     assert [line.partition(":")[0] for line in caught.value.lines] == ["--start", "--step", "--match"]
 
@@ -114,6 +114,6 @@ def test_a_matcher_gets_back_the_quotes_a_shell_took(text: str, promql: str) -> 
 def test_the_command_takes_a_time_ago_as_a_value() -> None:
     words = ["--from-prometheus", "http://p:9090", "--start", "-24h", "--match", "a=b", "--match", "c=d"]
 
-    args = parser_of(COMMAND, "replay").read(words)
+    args = build_parser(COMMAND, "replay").read(words)
 
     assert (args.start, args.end, args.step, args.match) == ((True, -86400.0), (True, 0.0), 15.0, ['a="b"', 'c="d"'])

@@ -15,10 +15,10 @@ from tests.unit.commands.screen import on_a_terminal
 
 READ: Final = """
 import sys
-from vllm_headroom_tools.cli import parser_of
+from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.replay.command import COMMAND
 from vllm_headroom_tools.replay.prometheus.records import read_records
-print(sum(1 for _ in read_records(parser_of(COMMAND, "replay").read(sys.argv[1:]))))
+print(sum(1 for _ in read_records(build_parser(COMMAND, "replay").read(sys.argv[1:]))))
 """
 
 
