@@ -264,9 +264,9 @@ class Daemon:
             metrics=MetricsPage(collector),
             page=show_page,
             snapshot=show_snapshot,
-            unhealthy=self._heartbeat.find_stall,
-            ready=lambda: watch.latest is not None,
-            gate=explain_closed_gate,
+            find_problem=self._heartbeat.find_stall,
+            has_sample=lambda: watch.latest is not None,
+            find_gate_reason=explain_closed_gate,
         )
 
     async def _tick(self) -> None:

@@ -1,22 +1,24 @@
 """Answer requests by path."""
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from msgspec import Struct
 
 Header = tuple[str, str]
+"""The name of a header and its value."""
 
-NO_SNIFF: Header = ("X-Content-Type-Options", "nosniff")
-NO_STORE: Header = ("Cache-Control", "no-store")
+NO_SNIFF: Final[Header] = ("X-Content-Type-Options", "nosniff")
+NO_STORE: Final[Header] = ("Cache-Control", "no-store")
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """The head of an HTTP request; names of `headers` are lower case, repeated ones joined by commas."""
+    """The head of an HTTP request."""
 
     method: str
     path: str
     query: str = ""
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # names are lower case, repeated ones are joined by commas
 
 
 class Response(Struct, frozen=True, kw_only=True):
@@ -43,30 +45,45 @@ def build_application(
     metrics: Handler,
     page: Handler,
     snapshot: Handler,
-    unhealthy: Callable[[], str | None],
-    ready: Callable[[], bool],
-    gate: Callable[[], str | None] = lambda: None,
+    find_problem: Callable[[], str | None],
+    has_sample: Callable[[], bool],
+    find_gate_reason: Callable[[], str | None] = lambda: None,
 ) -> Handler:
-    """Return the handler of every request; `unhealthy` and `gate` return why it is unhealthy or the gate closed."""
-    answers: dict[str, Handler] = {
+    """Return the handler of every request.
+
+    `find_problem` returns why the daemon is unhealthy, `find_gate_reason` why the gate is closed.
+    """
+
+    def find_start_reason() -> str | None:
+        return None if has_sample() else "no sample published yet"
+
+    handlers: dict[str, Handler] = {
         "/": page,
         "/metrics": metrics,
         "/snapshot.json": snapshot,
-        "/healthz": _respond_unless(unhealthy, "ok"),
-        "/readyz": _respond_unless(lambda: None if ready() else "no sample published yet", "ok"),
-        "/gate/ready": _respond_unless(gate, "open"),
+        "/healthz": _build_check(find_problem, "ok"),
+        "/readyz": _build_check(find_start_reason, "ok"),
+        "/gate/ready": _build_check(find_gate_reason, "open"),
     }
 
     def answer(request: Request) -> Response:
         if request.method not in {"GET", "HEAD"}:
             return respond_text(405, "only GET and HEAD", ("Allow", "GET, HEAD"))
-        if request.path not in answers:
-            line = "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz and /gate/ready"
-            return respond_text(404, line)
-        return answers[request.path](request)
+        if request.path not in handlers:
+            paths = "/, /metrics, /snapshot.json, /healthz, /readyz and /gate/ready"
+            return respond_text(404, f"not found: there are {paths}")
+        return handlers[request.path](request)
 
     return answer
 
 
-def _respond_unless(problem: Callable[[], str | None], well: str) -> Handler:
-    return lambda _: respond_text(503, found) if (found := problem()) else respond_text(200, well)
+def _build_check(find_problem: Callable[[], str | None], text: str) -> Handler:
+    """Return a handler that answers 503 with the problem, or 200 with the text without one."""
+
+    def check(_request: Request) -> Response:
+        problem = find_problem()
+        if problem:
+            return respond_text(503, problem)
+        return respond_text(200, text)
+
+    return check

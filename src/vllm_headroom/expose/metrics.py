@@ -1,4 +1,4 @@
-"""Serve the metrics page, encoded once per sample and format, with the sample's age at the scrape."""
+"""Serve the metrics page, encoded once per sample and format, with the sample's current age."""
 
 import gzip
 import re
@@ -22,9 +22,10 @@ from vllm_headroom.vocabulary import MetricType
 
 
 class HeadroomCollector(Collector):
-    """Turns what `published` returns (None before the first sample) into families, without I/O or errors.
+    """Turns the published samples into families, without I/O or errors.
 
-    `others` returns the samples that belong to no tick.
+    `published` returns the samples of the last tick, None before the first. `list_others` returns
+    the samples that belong to no tick.
     """
 
     def __init__(
@@ -32,29 +33,32 @@ class HeadroomCollector(Collector):
         published: Callable[[], Published | None],
         monotonic: Callable[[], float],
         build: tuple[str, str, str],
-        others: Callable[[], Iterable[Sample]] = tuple,
+        list_others: Callable[[], Iterable[Sample]] = tuple,
     ) -> None:
         self.published = published
         self._monotonic = monotonic
-        self._others = others
+        self._list_others = list_others
         self._build = Sample(catalog.BUILD_INFO, build, 1.0)
 
     def collect(self) -> Iterator[Family]:
         """Yield the families that have a sample, in the catalogue's order."""
-        return (_build_family(metric, samples) for metric, samples in self.groups())
+        for metric, samples in self.group_samples():
+            yield _build_family(metric, samples)
 
-    def groups(self) -> Iterator[tuple[Metric, list[Sample]]]:
+    def group_samples(self) -> Iterator[tuple[Metric, list[Sample]]]:
         """Yield each metric that has samples, with them, in the catalogue's order."""
-        samples, published = [self._build], self.published()
+        samples = [self._build]
+        published = self.published()
         if published is not None:
-            age = Sample(catalog.SAMPLE_AGE, (), self.age_seconds(published))
-            samples += [age, *self._others(), *published.samples]
+            samples.append(Sample(catalog.SAMPLE_AGE, (), self.age_seconds(published)))
+            samples += self._list_others()
+            samples += published.samples
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
         for sample in samples:
             groups[sample.metric.name].append(sample)
-        return (
-            (metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups
-        )
+        for metric in catalog.METRICS:
+            if metric.name in groups:
+                yield metric, groups[metric.name]
 
     def age_seconds(self, published: Published) -> float:
         """Return the time since its tick ended."""
@@ -71,10 +75,15 @@ def _build_family(metric: Metric, samples: list[Sample]) -> Family:
 
 Encode = Callable[[Collector], bytes]
 
-_AGE: Final = re.compile(rf"\n{catalog.SAMPLE_AGE.name} .*".encode())
-_ZERO: Final = re.compile(r"q\s*=\s*0(\.0*)?")
-_FASTEST: Final = 1
-"""Of gzip's levels; a page of eight GPUs takes 60 us, and becomes a sixth."""
+_AGE_LINE: Final = re.compile(rf"\n{catalog.SAMPLE_AGE.name} .*".encode())
+"""The line of the sample's age, which changes at each scrape."""
+
+_ZERO_WEIGHT: Final = re.compile(r"q\s*=\s*0(\.0*)?")
+_END_LINE: Final = b"# EOF\n"
+"""The last line of a page in OpenMetrics."""
+
+_FASTEST_LEVEL: Final = 1
+"""Of gzip's levels: a page of eight GPUs takes 60 us, and becomes a sixth."""
 
 _MOST_FORMATS: Final = 3
 """Formats kept per sample: there are two, times a version and an escaping scheme that a scraper
@@ -89,50 +98,64 @@ class MetricsPage:
     def __init__(self, collector: HeadroomCollector) -> None:
         self._collector = collector
         self._process = ProcessCollector(registry=None)
-        self._shown: Published | None = None
-        self._formats: dict[str, bytes] = {}
-        self._encoded: dict[str, dict[str, tuple[list[Sample], bytes]]] = {}
+        # the samples of the pages, and the page of each content type
+        self._encoded_samples: Published | None = None
+        self._pages: dict[str, bytes] = {}
+        # each metric's last samples, encoded, by content type and the metric's name
+        self._families: dict[str, dict[str, tuple[list[Sample], bytes]]] = {}
 
     def __call__(self, request: Request) -> Response:
-        """Return the page, or the families that the query names, in the requested format and encoding."""
+        """Return the page, or the families that the query names.
+
+        Format and encoding are those that the request accepts.
+        """
         encode, content_type = _choose_encoder(request.headers.get("accept", ""))
-        if names := parse_qs(request.query).get("name[]"):
-            families = (*self._collector.collect(), *self._process.collect())
-            body = encode(_Families(each for each in families if each.samples[0].name in names))
+        names = parse_qs(request.query).get("name[]")
+        if names:
+            body = self._encode_families(encode, names)
         else:
-            body = self._page(encode, content_type)
+            body = self._build_page(encode, content_type)
         headers = _HEADERS
         if _is_gzip_accepted(request.headers.get("accept-encoding", "")):
-            body, headers = (
-                gzip.compress(body, _FASTEST, mtime=0),
-                (*_HEADERS, ("Content-Encoding", "gzip")),
-            )
+            body = gzip.compress(body, _FASTEST_LEVEL, mtime=0)
+            headers = (*_HEADERS, ("Content-Encoding", "gzip"))
         return Response(status=200, body=body, content_type=content_type, headers=headers)
 
-    def _page(self, encode: Encode, content_type: str) -> bytes:
-        """Return the page; families that have not changed since the last one stay as they were encoded then."""
+    def _encode_families(self, encode: Encode, names: list[str]) -> bytes:
+        """Return the families that have samples of these names."""
+        families = (*self._collector.collect(), *self._process.collect())
+        return encode(_Families(family for family in families if family.samples[0].name in names))
+
+    def _build_page(self, encode: Encode, content_type: str) -> bytes:
+        """Return the page with the sample's age at this moment."""
         published = self._collector.published()
-        if len(self._formats) > _MOST_FORMATS:
-            self._formats, self._encoded = {}, {}
-        elif published is not self._shown:
-            self._formats = {}
-        self._shown = published
-        if content_type not in self._formats:
-            known, parts = self._encoded.setdefault(content_type, {}), []
-            for metric, samples in self._collector.groups():
-                before, encoded = known.get(metric.name, ([], b""))
-                if before != samples:
-                    encoded = encode(_Families([_build_family(metric, samples)])).removesuffix(
-                        b"# EOF\n"
-                    )
-                    known[metric.name] = samples, encoded
-                parts.append(encoded)
-            self._formats[content_type] = b"".join((*parts, encode(self._process)))
-        page = self._formats[content_type]
+        if len(self._pages) > _MOST_FORMATS:
+            self._pages = {}
+            self._families = {}
+        elif published is not self._encoded_samples:
+            self._pages = {}
+        self._encoded_samples = published
+        if content_type not in self._pages:
+            self._pages[content_type] = self._encode_page(encode, content_type)
+        page = self._pages[content_type]
         if published is None:
             return page
         age = f"\n{catalog.SAMPLE_AGE.name} {self._collector.age_seconds(published)!r}"
-        return _AGE.sub(age.encode(), page, count=1)
+        return _AGE_LINE.sub(age.encode(), page, count=1)
+
+    def _encode_page(self, encode: Encode, content_type: str) -> bytes:
+        """Return the page; families that have not changed stay as they were encoded last."""
+        families = self._families.setdefault(content_type, {})
+        parts = []
+        for metric, samples in self._collector.group_samples():
+            previous_samples, encoded = families.get(metric.name, ([], b""))
+            if previous_samples != samples:
+                encoded = encode(_Families([_build_family(metric, samples)]))
+                encoded = encoded.removesuffix(_END_LINE)
+                families[metric.name] = (samples, encoded)
+            parts.append(encoded)
+        parts.append(encode(self._process))
+        return b"".join(parts)
 
 
 class _Families(Struct):
@@ -146,23 +169,28 @@ class _Families(Struct):
 
 @lru_cache(maxsize=_MOST_FORMATS)
 def _choose_encoder(accept: str) -> tuple[Encode, str]:
-    """Return the format that a header requests; the default for a header that is not ASCII or not valid."""
-    wanted = [each for each in accept.split(",") if not _is_refused(each)]
+    """Return the encoder and the content type that a header requests.
+
+    It is the default for a header that is not ASCII or not valid.
+    """
+    choices = [choice for choice in accept.split(",") if not _is_refused(choice)]
+    if not accept.isascii():
+        return choose_encoder("")
     try:
-        return choose_encoder(",".join(wanted) if accept.isascii() else "")
-    except (
-        TypeError
-    ):  # a version that is none, such as 1.0.0-beta, which the library cannot compare
+        return choose_encoder(",".join(choices))
+    except TypeError:  # the library cannot compare what is no version, such as 1.0.0-beta
         return choose_encoder("")
 
 
 def _is_gzip_accepted(accept_encoding: str) -> bool:
-    for each in accept_encoding.lower().split(","):
-        if each.partition(";")[0].strip() in ("gzip", "x-gzip"):
-            return not _is_refused(each)
+    for choice in accept_encoding.lower().split(","):
+        encoding, _, _ = choice.partition(";")
+        if encoding.strip() in ("gzip", "x-gzip"):
+            return not _is_refused(choice)
     return False
 
 
 def _is_refused(choice: str) -> bool:
     """Return whether a choice of a weighted header has the weight 0 (RFC 9110, 12.4.2)."""
-    return any(_ZERO.fullmatch(parameter.strip()) for parameter in choice.lower().split(";")[1:])
+    _, *parameters = choice.lower().split(";")
+    return any(_ZERO_WEIGHT.fullmatch(parameter.strip()) for parameter in parameters)

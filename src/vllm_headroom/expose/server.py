@@ -18,39 +18,77 @@ from vllm_headroom.expose.answers import Handler, Request, Response, respond_tex
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.log import Log
 
+log = Log(__name__)
+
 MOST_HEAD_BYTES: Final = 16 * 2**10
 """Prometheus sends 300 bytes, a browser with the cookies of its host a few thousand."""
 
+MOST_CONNECTIONS: Final = 256
+"""Scrapers of one sidecar are few. Beyond this, the connection that waits longest for its client
+is closed, and the oldest handshake or password check is cancelled."""
+
+SLOW_CLIENT_SECONDS: Final = 1.0
+"""A client that has not taken its answer after this time is as idle as one that says nothing."""
+
+SOCKET_BUFFER_BYTES: Final = 64 * 2**10
+"""The kernel's buffer of a connection each way, which it doubles. The default takes 2.5 MB of
+unread answers, which count against the container's limit, and makes the client look idle."""
+
+ACCEPT_RETRY_SECONDS: Final = 0.1
+"""Our choice: the pause after a connection that could not be accepted."""
+
+SWEEP_SECONDS: Final = 2.0
+"""Our choice: how often connections are searched for clients that take too long."""
+
+SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
+"""A kubelet waits a second and restarts the container: its requests do not wait for scrapers."""
+
+DRAIN_SECONDS: Final = 0.5
+"""How long scrapes in progress may take after the stop, out of a second for the whole exit."""
+
+DRAIN_CHECK_SECONDS: Final = 0.01
+"""Our choice: how often the server checks meanwhile whether all have their answer."""
 
 AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
-"""Clients that use the daemon as a proxy send it before the path; servers must accept it (RFC 9112,
+"""Clients that use the daemon as a proxy send it before the path. Servers must accept it (RFC 9112,
 3.2.2)."""
 
 
 class Phase(Enum):
-    """What a connection waits for: its request, its turn, the client that takes the answer, the next request."""
+    """What a connection waits for.
 
-    HEAD = auto()
-    TURN = auto()
-    SENDING = auto()
-    IDLE = auto()
+    A connection goes through these in order. From IDLE, the next request leads back to HEAD.
+    """
+
+    HEAD = auto()  # the client's request
+    TURN = auto()  # the request's turn
+    SENDING = auto()  # the client that takes the answer
+    IDLE = auto()  # the client's next request
+
+
+CLIENT_PATIENCE_SECONDS: Final = {
+    Phase.HEAD: 5.0,
+    Phase.TURN: 10.0,
+    Phase.SENDING: 10.0,
+    Phase.IDLE: 90.0,
+}
+"""How long a connection may stay in a phase: a client has this time for its request and its answer,
+and waits this long for its turn, which includes its password check. It may keep its connection:
+Prometheus scrapes at least every minute."""
 
 
 class Connection(asyncio.Protocol):
-    """An HTTP/1.1 connection by h11; it does not read while a request waits for its turn.
-
-    `certificate` and `address` are the client's, None and empty where there is none.
-    """
+    """An HTTP/1.1 connection by h11; it does not read while a request waits for its turn."""
 
     def __init__(self, server: "Server") -> None:
+        self.certificate: dict[str, object] | None = None  # the client's, None without one
+        self.address = ""  # the client's, empty where it is unknown
         self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._is_blocked = False
+        self._is_blocked = False  # the client has not taken all that was written
         self._method = b""
-        self.certificate: dict[str, object] | None = None
-        self.address = ""
         self._enter(Phase.HEAD)
 
     def _enter(self, phase: Phase) -> None:
@@ -58,19 +96,14 @@ class Connection(asyncio.Protocol):
         self.since_seconds = self._loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Register with the server; every byte that the client does not read counts as blocking."""
-        transport.set_write_buffer_limits(
-            high=1, low=0
-        )  # with 0, uvloop's TLS pauses what has nothing to send
+        """Register with the server."""
+        # Every byte that the client does not take counts as blocking. With high=0, uvloop's TLS
+        # pauses what has nothing to send.
+        transport.set_write_buffer_limits(high=1, low=0)
         self._transport = transport
         self.certificate = transport.get_extra_info("peercert")
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self._server.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the signature is asyncio's
-        """Leave the server."""
-        self._transport = None
-        self._server.connections.discard(self)
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
@@ -78,27 +111,35 @@ class Connection(asyncio.Protocol):
         if self.phase is Phase.IDLE:
             self._enter(Phase.HEAD)
         if self.phase is Phase.HEAD:
-            self._advance()
+            self._read_request()
 
-    def eof_received(self) -> bool:
-        """Keep the connection while a client that has finished sending waits for its answer."""
-        self._http.receive_data(b"")
-        return self.phase in (Phase.TURN, Phase.SENDING)
+    def _read_request(self) -> None:
+        """Take the next request from the received bytes, and queue it with the server.
 
-    def pause_writing(self) -> None:
-        """Note that the client reads too slowly."""
-        self._is_blocked = True
+        Anything else in its place is refused, or ends the connection.
+        """
+        if self._transport is None:
+            return
+        try:
+            event = self._http.next_event()
+        except h11.RemoteProtocolError as error:
+            self._refuse(error.error_status_hint)
+            return
+        if isinstance(event, h11.Request):
+            self._method = event.method
+            self._enter(Phase.TURN)
+            self._transport.pause_reading()
+            self._server.admit(self, _build_request(event))
+        elif isinstance(event, h11.ConnectionClosed):
+            self._transport.close()
 
-    def resume_writing(self) -> None:
-        """Continue with the next request."""
-        self._is_blocked = False
-        if self.phase is Phase.SENDING:
-            self._continue()
-
-    def drop(self) -> None:
-        """Close it at once, whatever it does."""
-        if self._transport is not None:
-            self._transport.abort()
+    def _refuse(self, status: int) -> None:
+        """Answer what is not HTTP, where an answer is possible, and drop the client otherwise."""
+        self._method = b""
+        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.answer(respond_text(status, "not an HTTP request that is understood here"))
+        else:
+            self.drop()
 
     def answer(self, answer: Response) -> None:
         """Send an answer, unless the client has left."""
@@ -117,108 +158,101 @@ class Connection(asyncio.Protocol):
         ]
         if self._method != b"HEAD":
             events.append(h11.Data(data=answer.body))
-        self._transport.write(
-            b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage()))
-        )
+        events.append(h11.EndOfMessage())
+        self._transport.write(b"".join(self._http.send(event) or b"" for event in events))
         if not self._is_blocked:
-            self._continue()
+            self._finish_exchange()
 
-    def _continue(self) -> None:
+    def pause_writing(self) -> None:
+        """Note that the client reads too slowly."""
+        self._is_blocked = True
+
+    def resume_writing(self) -> None:
+        """Continue with the next request."""
+        self._is_blocked = False
+        if self.phase is Phase.SENDING:
+            self._finish_exchange()
+
+    def _finish_exchange(self) -> None:
         """Start the next request, which may have come already, or close the connection."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        with contextlib.suppress(
-            h11.RemoteProtocolError
-        ):  # a body that has come as a whole is skipped
-            while self._http.their_state is h11.SEND_BODY and isinstance(
-                self._http.next_event(), h11.Data
-            ):
-                pass
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
-            self._http.start_next_cycle()
-            self._enter(Phase.IDLE)
-            transport.resume_reading()
-            self._advance()
-        else:
+        self._skip_body()
+        is_reusable = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+        if not is_reusable:
             transport.close()
-
-    def _advance(self) -> None:
-        """Take the next request, or what comes in its place, from the bytes that have come."""
-        if self._transport is None:
             return
-        try:
-            event = self._http.next_event()
-        except h11.RemoteProtocolError as error:
-            self._method = b""
-            if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                self.answer(
-                    respond_text(
-                        error.error_status_hint, "not an HTTP request that is understood here"
-                    )
-                )
-            else:
-                self.drop()
-            return
-        if isinstance(event, h11.Request):
-            self._method = event.method
-            self._enter(Phase.TURN)
-            self._transport.pause_reading()
-            path, _, query = AUTHORITY.sub("", event.target.decode("latin-1")).partition("?")
-            headers: dict[str, str] = {}
-            for name, value in (
-                (name.decode("latin-1"), value.decode("latin-1")) for name, value in event.headers
-            ):
-                headers[name] = f"{headers[name]},{value}" if name in headers else value
-            request = Request(
-                method=event.method.decode("latin-1"),
-                path=path or "/",
-                query=query,
-                headers=headers,
-            )
-            self._server.admit(self, request)
-        elif isinstance(event, h11.ConnectionClosed):
-            self._transport.close()
+        self._http.start_next_cycle()
+        self._enter(Phase.IDLE)
+        transport.resume_reading()
+        self._read_request()
+
+    def _skip_body(self) -> None:
+        """Skip the body of the request, as far as it has come."""
+        with contextlib.suppress(h11.RemoteProtocolError):
+            while self._http.their_state is h11.SEND_BODY:
+                if not isinstance(self._http.next_event(), h11.Data):
+                    return
+
+    def eof_received(self) -> bool:
+        """Keep the connection while a client that has finished sending waits for its answer."""
+        self._http.receive_data(b"")
+        return self.is_answering
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        """Leave the server."""
+        self._transport = None
+        self._server.connections.discard(self)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether its client has sent a request and waits for the answer."""
+        return self.phase in (Phase.TURN, Phase.SENDING)
+
+    def is_idle(self, now_seconds: float) -> bool:
+        """Return whether it waits for its client, which sends no request or takes no answer."""
+        if self.phase is Phase.SENDING:
+            return self.since_seconds < now_seconds - SLOW_CLIENT_SECONDS
+        return self.phase in (Phase.HEAD, Phase.IDLE)
+
+    def drop(self) -> None:
+        """Close it at once, whatever it does."""
+        if self._transport is not None:
+            self._transport.abort()
 
 
-log = Log(__name__)
-
-MOST_CONNECTIONS: Final = 256
-"""Scrapers of one sidecar are few; beyond this, the connection that waits longest for its client is
-closed, and the oldest handshake or password check is cancelled."""
-
-PATIENCE_SECONDS: Final = {Phase.HEAD: 5.0, Phase.TURN: 10.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
-"""How long a client may take for a request and an answer, may wait for its turn (including its
-password check), and may keep its connection: Prometheus scrapes at least every minute."""
-
-SLOW_SECONDS: Final = 1.0
-"""A client that has not taken its answer after this time is as idle as one that says nothing."""
-
-SOCKET_BUFFER_BYTES: Final = 64 * 2**10
-"""The kernel's buffer of a connection each way, which it doubles. The default takes 2.5 MB of
-unread answers, which count against the container's limit, and makes the client look idle."""
-
-ACCEPT_AGAIN_SECONDS: Final = 0.1
-SWEEP_SECONDS: Final = 2.0
-SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
-"""A kubelet waits a second and restarts the container: its requests do not wait for scrapers."""
-
-SHUTDOWN_SECONDS: Final = 0.5
-"""How long scrapes in progress may take after the stop, out of a second for the whole exit."""
+def _build_request(event: h11.Request) -> Request:
+    target = AUTHORITY.sub("", event.target.decode("latin-1"))
+    path, _, query = target.partition("?")
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in event.headers:
+        name = raw_name.decode("latin-1")
+        value = raw_value.decode("latin-1")
+        if name in headers:
+            headers[name] += f",{value}"
+        else:
+            headers[name] = value
+    method = event.method.decode("latin-1")
+    return Request(method=method, path=path or "/", query=query, headers=headers)
 
 
-def count_places() -> int:
-    """Return the most connections: where descriptors are few, a quarter, since the engine and files need some."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        MOST_CONNECTIONS
-        if most == resource.RLIM_INFINITY
-        else max(1, min(MOST_CONNECTIONS, most // 4))
-    )
+def find_connection_limit() -> int:
+    """Return how many connections there may be.
+
+    Where descriptors are few, it is a quarter of them, since the engine and files need some.
+    """
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(1, min(MOST_CONNECTIONS, descriptors // 4))
 
 
 class Server:
-    """Answers requests that `door` admits, without one all, with `handler`, which is fast.
+    """Answers the requests that `door` admits, without a door all, with `handler`, which is fast.
+
+    A connection is accepted, opened, and admitted by its certificate. Each of its requests is then
+    admitted by its login, queued, and answered in turn.
 
     Between two answers the event loop runs once, so that sampling waits for at most one answer.
     Short requests and others are answered in turn, so that neither kind blocks the other.
@@ -228,35 +262,45 @@ class Server:
         self._handler = handler
         self._door = door
         self.connections: set[Connection] = set()
-        self._short: deque[tuple[Connection, Request]] = deque()
-        self._waiting: deque[tuple[Connection, Request]] = deque()
+        self._short_queue: deque[tuple[Connection, Request]] = deque()
+        self._queue: deque[tuple[Connection, Request]] = deque()
         self._has_work = asyncio.Event()
-        self._guests: dict[asyncio.Task[None], None] = {}
+        # handshakes and password checks in progress, the oldest first
+        self._admissions: dict[asyncio.Task[None], None] = {}
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on the socket until cancelled, then answer received requests for half a second."""
-        works = [self._accept(listener), self._answer(), self._sweep()]
-        works += [self._door.watch(self._drop_all)] if self._door else []
-        tasks = [asyncio.create_task(work) for work in works]
+        accepting = asyncio.create_task(self._accept(listener))
+        tasks = [
+            accepting,
+            asyncio.create_task(self._answer_in_turn()),
+            asyncio.create_task(self._sweep()),
+        ]
+        if self._door is not None:
+            tasks.append(asyncio.create_task(self._door.watch(self._drop_all)))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
         finally:
-            tasks[0].cancel()
+            accepting.cancel()
             try:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SHUTDOWN_SECONDS):
-                        await asyncio.sleep(0)  # the accepting task ends
-                        while any(  # noqa: ASYNC110 - no event exists
-                            each.phase in (Phase.TURN, Phase.SENDING) for each in self.connections
-                        ):
-                            await asyncio.sleep(0.01)
+                await self._drain()
             finally:
                 listener.close()
-                for task in (*tasks, *self._guests):
+                for task in (*tasks, *self._admissions):
                     task.cancel()
                 self._drop_all()
+
+    async def _drain(self) -> None:
+        """Wait until all who have sent a request have their answer, for DRAIN_SECONDS at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await asyncio.sleep(0)  # the accepting task ends
+                while any(  # noqa: ASYNC110 - no event exists
+                    connection.is_answering for connection in self.connections
+                ):
+                    await asyncio.sleep(DRAIN_CHECK_SECONDS)
 
     def _drop_all(self) -> None:
         for connection in tuple(self.connections):
@@ -270,100 +314,101 @@ class Server:
             try:
                 client, _ = await loop.sock_accept(listener)
             except OSError:  # no descriptor is left, or the client has gone
-                await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
+                await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
             if self._door is None:
-                await self._welcome(client)
+                await self._open(client)
                 continue
-            if len(self._guests) >= count_places():
-                next(iter(self._guests)).cancel()
-            self._start_guest(self._welcome(client))
+            if len(self._admissions) >= find_connection_limit():
+                oldest = next(iter(self._admissions))
+                oldest.cancel()
+            self._start_admission(self._open(client))
 
-    async def _welcome(self, client: socket.socket) -> None:
-        tls = self._door.loaded.tls if self._door else None
-        patience = PATIENCE_SECONDS[Phase.HEAD] if tls else None
+    async def _open(self, client: socket.socket) -> None:
+        """Make a connection of an accepted socket, after the handshake where there is TLS."""
+        tls = None if self._door is None else self._door.loaded.tls
+        handshake_seconds = None if tls is None else CLIENT_PATIENCE_SECONDS[Phase.HEAD]
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self), client, ssl=tls, ssl_handshake_timeout=patience
+                lambda: Connection(self), client, ssl=tls, ssl_handshake_timeout=handshake_seconds
             )
         except OSError:  # TLS failed or took too long: not logged, since any client can cause it
             client.close()
 
-    def _start_guest(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_admission(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._guests[task] = None
-        task.add_done_callback(lambda done: self._guests.pop(done, None))
+        self._admissions[task] = None
+        task.add_done_callback(lambda done: self._admissions.pop(done, None))
 
     def add(self, connection: Connection) -> None:
-        """Add a connection; where there are too many, drop the one that is idle, or slow, for longest."""
+        """Add a new connection; where there are too many, drop the one that is idle for longest."""
         if self._door is not None and not self._door.is_admitted(connection.certificate):
             connection.drop()
             return
-        if len(self.connections) >= count_places():
-            slow, idles = connection.since_seconds - SLOW_SECONDS, (Phase.HEAD, Phase.IDLE)
-            idle = [
-                other
-                for other in self.connections
-                if other.phase in idles
-                or (other.phase is Phase.SENDING and other.since_seconds < slow)
-            ]
-            oldest = min(idle or self.connections, key=lambda other: other.since_seconds)
-            self.connections.discard(oldest)
-            oldest.drop()
+        if len(self.connections) >= find_connection_limit():
+            now_seconds = connection.since_seconds
+            idle = [peer for peer in self.connections if peer.is_idle(now_seconds)]
+            longest_idle = min(idle or self.connections, key=lambda peer: peer.since_seconds)
+            self.connections.discard(longest_idle)
+            longest_idle.drop()
         self.connections.add(connection)
 
     def admit(self, connection: Connection, request: Request) -> None:
         """Queue a request for its turn, if its client is admitted."""
-        door = self._door
-        if door is None:
-            self._queue(connection, request)
-            return
+        if self._door is None:
+            self._enqueue(connection, request)
+        else:
+            self._start_admission(self._check_login(self._door, connection, request))
 
-        async def check_login() -> None:
-            if refusal := await door.find_refusal(request, connection.address):
-                connection.answer(door.add_headers(refusal))
-            else:
-                self._queue(connection, request)
+    async def _check_login(self, door: Door, connection: Connection, request: Request) -> None:
+        refusal = await door.find_refusal(request, connection.address)
+        if refusal is None:
+            self._enqueue(connection, request)
+        else:
+            connection.answer(door.add_headers(refusal))
 
-        self._start_guest(check_login())
-
-    def _queue(self, connection: Connection, request: Request) -> None:
-        queue = self._short if request.path.startswith(SHORT_PREFIXES) else self._waiting
+    def _enqueue(self, connection: Connection, request: Request) -> None:
+        is_short = request.path.startswith(SHORT_PREFIXES)
+        queue = self._short_queue if is_short else self._queue
         queue.append((connection, request))
         self._has_work.set()
 
-    async def _answer(self) -> None:
+    async def _answer_in_turn(self) -> None:
         while True:
             await self._has_work.wait()
             self._has_work.clear()
-            while self._short or self._waiting:
-                for queue in (self._short, self._waiting):
+            while self._short_queue or self._queue:
+                for queue in (self._short_queue, self._queue):
                     if queue:
-                        self._give(*queue.popleft())
+                        self._answer(*queue.popleft())
                         await asyncio.sleep(0)
 
-    def _give(self, connection: Connection, request: Request) -> None:
-        """Answer; an error of one request must not end the daemon."""
+    def _answer(self, connection: Connection, request: Request) -> None:
+        """Answer a request; its error must not end the daemon."""
         try:
             answer = self._handler(request)
-            connection.answer(self._door.add_headers(answer) if self._door else answer)
+            if self._door is not None:
+                answer = self._door.add_headers(answer)
+            connection.answer(answer)
         except Exception:
             log.exception("a request could not be answered", path=request.path)
             connection.answer(respond_text(500, "this is a fault of the daemon, see its log"))
 
     async def _sweep(self) -> None:
-        now = asyncio.get_running_loop().time
+        """Drop clients that take too long."""
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for connection in tuple(self.connections):
-                if now() - connection.since_seconds > PATIENCE_SECONDS[connection.phase]:
+                phase_seconds = loop.time() - connection.since_seconds
+                if phase_seconds > CLIENT_PATIENCE_SECONDS[connection.phase]:
                     connection.drop()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; an empty `host` means every interface, IPv4 and IPv6 where the machine has both.
+    """Return a listening socket; raises OSError when the address cannot be bound.
 
-    Raises OSError when the address cannot be bound.
+    An empty `host` means every interface, IPv4 and IPv6 where the machine has both.
     """
     listener = None
     if not host and socket.has_dualstack_ipv6():

@@ -39,8 +39,8 @@ async def served(problem: str | None = None, *, ready: bool = True) -> AsyncIter
         metrics=MetricsPage(HeadroomCollector(lambda: published, lambda: 107.5, ("1.2.3", "abc", "3.11.7"))),
         page=lambda _: respond_html("<p>hello</p>"),
         snapshot=lambda _: respond_text(200, "{}"),
-        unhealthy=lambda: problem,
-        ready=lambda: ready,
+        find_problem=lambda: problem,
+        has_sample=lambda: ready,
     )
     listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(Server(handler).serve(listener))
@@ -158,8 +158,8 @@ def test_a_crowd_of_silent_connections_is_served_past_and_then_closed() -> None:
 
 
 def test_a_crowd_that_does_not_read_its_answers_drops_no_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "count_places", lambda: 3)
-    monkeypatch.setattr(server, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(server, "find_connection_limit", lambda: 3)
+    monkeypatch.setattr(server, "SLOW_CLIENT_SECONDS", 0.0)
     answered = asyncio.Event()
 
     def handler(_: Request) -> Response:

@@ -10,8 +10,8 @@ from typing import Any
 import bcrypt
 import pytest
 
-from vllm_headroom.expose.web import door
-from vllm_headroom.expose.web.door import MOST_WAITING, Users
+from vllm_headroom.expose.web import logins
+from vllm_headroom.expose.web.logins import MOST_WAITING_LOGINS, Users
 
 PASSWORD = "right"  # noqa: S105 - of nobody
 CHEAP = bcrypt.hashpw(PASSWORD.encode(), bcrypt.gensalt(4)).decode()
@@ -31,13 +31,13 @@ def ask(users: Users, password: str, client: str, name: str = "prometheus") -> C
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
     """Return the list that takes every password that is really checked, with its hash."""
     found: list[tuple[bytes, bytes]] = []
-    check = door._is_right
+    check = logins._is_right
 
     def note(password: bytes, wanted: bytes) -> bool:
         found.append((password, wanted))
         return check(password, wanted)
 
-    monkeypatch.setattr(door, "_is_right", note)
+    monkeypatch.setattr(logins, "_is_right", note)
     return found
 
 
@@ -62,7 +62,7 @@ def test_beside_a_flood_the_worst_waits_in_vain_and_the_newcomer_does_not() -> N
     async def run() -> tuple[bool | None, list[bool | None]]:
         users = Users()
         assert await ask(users, "wrong", "10.0.0.1") is False
-        flood = [asyncio.create_task(ask(users, f"guess {n}", "10.0.0.1")) for n in range(2 * MOST_WAITING)]
+        flood = [asyncio.create_task(ask(users, f"guess {n}", "10.0.0.1")) for n in range(2 * MOST_WAITING_LOGINS)]
         await asyncio.sleep(0)
         right = await ask(users, PASSWORD, "10.0.0.2")
         return right, await asyncio.gather(*flood)
@@ -70,7 +70,7 @@ def test_beside_a_flood_the_worst_waits_in_vain_and_the_newcomer_does_not() -> N
     right, flood = asyncio.run(run())
 
     assert right is True
-    assert flood.count(None) >= MOST_WAITING - 1
+    assert flood.count(None) >= MOST_WAITING_LOGINS - 1
 
 
 def test_a_repeated_mistake_is_checked_once(checked: list[tuple[bytes, bytes]]) -> None:
