@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive import LEAK, answer
+from vllm_headroom.derive.leak.evidence import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.leak.facts import Estimate
-from vllm_headroom.derive.leak.growth import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.life.runs import RunState, update_run
@@ -300,7 +300,7 @@ class LeakReplay:
             for memory in (before, self._memory)
         )
         # the time of a track starts over with each run of the engine
-        restarted = old is not None and track is not None and track.seconds < old.seconds
+        restarted = old is not None and track is not None and track.clock.now_seconds < old.clock.now_seconds
         inside, asleep = (
             (self._memory.inside.get(name), self._memory.asleep.get(name))
             if place

@@ -223,9 +223,9 @@ def measure_watches(state: LeakMemory) -> dict[str, float]:
     """Return for how many seconds each series, by UUID or role, has been compared with itself."""
     tracks = {**state.gpus, **state.host}.items()
     return {
-        name: track.seconds - track.anchor.seconds
+        name: track.clock.now_seconds - track.history.anchor.seconds
         for name, track in tracks
-        if track.anchor is not None
+        if track.history.anchor is not None
     }
 
 

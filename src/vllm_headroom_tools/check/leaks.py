@@ -7,10 +7,10 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, Track
 from vllm_headroom.derive.leak.facts import Certainty as Detected
+from vllm_headroom.derive.leak.facts import start_track
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.units import format_duration, format_size
+from vllm_headroom.units import MIB, format_duration, format_size
 from vllm_headroom_tools.check.limits import HOST_LEAK, LEAK, Judgement
 from vllm_headroom_tools.check.record import (
     DetectorInput,
@@ -166,7 +166,7 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
 
 
 def _can_see(readings: Sequence[DetectorInput], bytes_per_request: float) -> bool:
-    track = Track(clock=readings[0][0].seconds)
+    track = start_track(readings[0][0].seconds)
     for seen, done in readings:
         leaked_bytes = ceil(done * bytes_per_request / STEP_BYTES) * STEP_BYTES
         leaking = replace(

@@ -11,9 +11,8 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.discrepancy import derive_discrepancy
-from vllm_headroom.derive.leak.facts import Observation, observe_gpus
-from vllm_headroom.derive.leak.growth import GROWING_SECONDS
-from vllm_headroom.derive.leak.leak import observe_host
+from vllm_headroom.derive.leak.evidence import GROWING_SECONDS
+from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
 from vllm_headroom.derive.life.signs import keep_service
 from vllm_headroom.derive.per_request import READINGS, WARM_REQUESTS, find_load_band
 from vllm_headroom.derive.readings import count_finished, count_running, list_named, sum_known

@@ -16,7 +16,9 @@ from statistics import median
 import numpy as np
 from rent import write_table
 
-from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Track
+from vllm_headroom.derive.leak.facts import start_track, Certainty, Track
+from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.units import MIB
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
@@ -55,7 +57,7 @@ def read_memory(rate: float, room: float, interval: float, seed: int) -> Iterato
 
 def follow(rate: float, room: float, interval: float, seed: int) -> dict[str, float]:
     """Return the seconds of each first verdict and alert, and of the end."""
-    track, found = Track(clock=0.0), dict[str, float]()
+    track, found = start_track(0.0), dict[str, float]()
     for seen in read_memory(rate, room, interval, seed):
         track = observe(track, seen)
         left = track.estimate.oom_seconds if track.estimate is not None else None

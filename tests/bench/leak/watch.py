@@ -11,8 +11,10 @@ from judge import END_SECONDS, read_series, score
 from msgspec.structs import replace
 from traces import Labelled
 
-from vllm_headroom.derive.leak.facts import Certainty, Observation, Track, observe_gpus
-from vllm_headroom.derive.leak.leak import find_leak_state, is_alone, observe_host
+from vllm_headroom.derive.leak.facts import start_track, Certainty, Track
+from vllm_headroom.derive.leak.observation import Observation, observe_gpus
+from vllm_headroom.derive.leak.leak import find_leak_state, is_alone
+from vllm_headroom.derive.leak.observation import observe_host
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.runs import RunState, update_run
 from vllm_headroom.derive.life.signs import keep_service
@@ -71,13 +73,13 @@ def follow(watched: Watched) -> Row:
     for seen in samples:
         state, known, again = LeakState.UNKNOWN, None, False
         if seen.observation is not None:
-            old = track or Track(clock=seen.observation.seconds)
+            old = track or start_track(seen.observation.seconds)
             track = observe(old, seen.observation)
-            again, known = track.seconds < old.seconds, track.estimate
-            most = Certainty.LEAKING if seen.alone or track.neighbours == 1 else Certainty.GROWING
+            again, known = track.clock.now_seconds < old.clock.now_seconds, track.estimate
+            most = Certainty.LEAKING if seen.alone or track.presence.neighbours == 1 else Certainty.GROWING
             own = replace(track, verdict=min(track.verdict, most))
             if seen.in_service:
-                state = find_leak_state(own, known=seen.observation.held_bytes is not None, settled=seen.settled)
+                state = find_leak_state(own, is_known=seen.observation.held_bytes is not None, is_settled=seen.settled)
         course.step(state, _build_moment(seen.seconds, known, None), restarted=again)
         if truth["oom_at"] is not None and seen.seconds <= truth["oom_at"] - END_SECONDS:
             before_end = course.last

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.inside import move_track
+from vllm_headroom.derive.leak.inside import move_inside_track, move_track
 from vllm_headroom.derive.leak.leak import LeakMemory, Tracks
 from vllm_headroom.derive.life.signs import EngineRuns
 from vllm_headroom.derive.per_request import Baselines
@@ -66,7 +66,7 @@ def explain_mismatch(saved: Identity, now: Identity, gap_seconds: float) -> str 
     return None
 
 
-FORMAT: Final = 15
+FORMAT: Final = 16
 """Raise it when the fields of a state, or their meaning, change."""
 
 LOAD_GAP_SECONDS: Final = 60.0
@@ -116,7 +116,7 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
             gpus=_shift_tracks(gpus, shift),
             host=_shift_tracks(leak.host, shift),
             inside={
-                uuid: move_track(track, shift)
+                uuid: move_inside_track(track, shift)
                 for uuid, track in leak.inside.items()
                 if uuid in here
             },
@@ -154,7 +154,7 @@ def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
 
 
 def _shift_tracks(tracks: Tracks, shift: float) -> Tracks:
-    return {name: replace(track, clock=track.clock + shift) for name, track in tracks.items()}
+    return {name: move_track(track, shift) for name, track in tracks.items()}
 
 
 class FolderLock:

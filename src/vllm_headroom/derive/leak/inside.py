@@ -1,4 +1,4 @@
-"""Growth inside the engine, from the probe: all memory in use without torch's cache, and where it grows."""
+"""Growth inside the engine, from the probe: all memory in use without torch's cache, by place."""
 
 from bisect import bisect_left
 from itertools import pairwise
@@ -7,36 +7,43 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import Estimate, Observation, Track, observe_gpus
+from vllm_headroom.derive.leak.facts import Estimate, Track, start_track
+from vllm_headroom.derive.leak.observation import Observation, observe_gpus
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.readings import limit_remembered
 from vllm_headroom.model import Gpu, Snapshot
+from vllm_headroom.units import DAY_SECONDS
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 
-BLOCK_SECONDS: Final = 20.0
+MARK_SECONDS: Final = 20.0
+"""Least time between two marks. Our choice."""
+
 MOST_MARKS: Final = 256
-FORGET_SECONDS: Final = 86400.0
-"""A device or role not seen for a day is dropped: this bounds memory while pods and MIG instances change."""
+"""Every second mark is dropped where there are more. It bounds the state."""
+
+FORGET_SECONDS: Final = DAY_SECONDS
+"""A device or role not seen for a day is dropped: this bounds memory while pods and MIG instances
+change."""
 
 
 class Mark(Struct, frozen=True, gc=False):
-    """The least since `seconds` of what torch has allocated, of its fragments, and of what is held outside torch."""
+    """The least memory in each place since a time."""
 
     seconds: float
     held_bytes: tuple[float, ...]
+    """What torch has allocated, its fragments, and what is held outside torch: as `PLACES`."""
 
 
 class InsideTrack(Struct, frozen=True, kw_only=True):
-    """The detector's memory of one GPU's inside in one run of the engine.
-
-    `block` is the mark of the present block, `marks` are those since the run began, thinned out. `in_use` is the track
-    of held memory without torch's cache: it shows what the cache absorbs.
-    """
+    """The detector's memory of one GPU's inside in one run of the engine."""
 
     restarts: int
     in_use: Track
-    block: Mark
+    """The track of held memory without torch's cache: it shows what the cache absorbs."""
+
+    open_mark: Mark
     marks: tuple[Mark, ...] = ()
+    """Those since the run began, thinned out."""
 
 
 InsideTracks = dict[str, InsideTrack]
@@ -44,82 +51,112 @@ InsideTracks = dict[str, InsideTrack]
 
 
 def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
-    """Return the tracks after one more sample; a sleeping or restarted engine starts its comparison over."""
-    now = snapshot.monotonic_seconds
+    """Return the tracks after one more sample.
+
+    A sleeping or restarted engine starts its comparison over.
+    """
+    now_seconds = snapshot.monotonic_seconds
     tracks = limit_remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
-    kept = {
+    updated = {
         uuid: track
         for uuid, track in tracks.items()
-        if 0 <= now - track.in_use.clock < FORGET_SECONDS
+        if 0 <= now_seconds - track.in_use.clock.snapshot_seconds < FORGET_SECONDS
     }
     restarts = 0 if snapshot.engine_status is None else snapshot.engine_status.restarts
-    for gpu, seen in observe_gpus(snapshot, snapshot.devices):
-        uuid, mark = gpu.reading.uuid, _make_mark(gpu, now)
-        if gpu.inside is not None and seen.awake is False:
-            kept.pop(uuid, None)
-        elif mark is not None:
-            track = kept.get(uuid)
-            if track is None or track.restarts != restarts:
-                track = InsideTrack(restarts=restarts, block=mark, in_use=Track(clock=now))
-            kept[uuid] = _update_track(track, mark, seen)
-    return kept
+    for gpu, observation in observe_gpus(snapshot, snapshot.devices):
+        uuid = gpu.reading.uuid
+        if gpu.inside is not None and observation.awake is False:
+            updated.pop(uuid, None)
+            continue
+        mark = _make_mark(gpu, now_seconds)
+        if mark is None:
+            continue
+        track = updated.get(uuid)
+        if track is None or track.restarts != restarts:
+            in_use = start_track(now_seconds)
+            track = InsideTrack(restarts=restarts, open_mark=mark, in_use=in_use)
+        updated[uuid] = _add_mark(track, mark, observation)
+    return updated
 
 
-def _make_mark(gpu: Gpu, now: float) -> Mark | None:
-    inside, held = gpu.inside, gpu.held_bytes
-    if (
-        inside is None
-        or inside.allocated_bytes is None
-        or inside.reserved_bytes is None
-        or held is None
-    ):
+def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
+    """Return the memory in each place of a GPU; None where a part is unknown."""
+    inside = gpu.inside
+    if inside is None or gpu.held_bytes is None:
         return None
-    fragmented_bytes = dict(inside.parts).get(
-        MemoryPart.FRAGMENTED, inside.reserved_bytes - inside.allocated_bytes
-    )
-    return Mark(now, (inside.allocated_bytes, fragmented_bytes, held - inside.reserved_bytes))
+    allocated_bytes = inside.allocated_bytes
+    reserved_bytes = inside.reserved_bytes
+    if allocated_bytes is None or reserved_bytes is None:
+        return None
+    unused_bytes = reserved_bytes - allocated_bytes
+    fragmented_bytes = dict(inside.parts).get(MemoryPart.FRAGMENTED, unused_bytes)
+    outside_bytes = gpu.held_bytes - reserved_bytes
+    return Mark(now_seconds, (allocated_bytes, fragmented_bytes, outside_bytes))
 
 
-def _update_track(track: InsideTrack, mark: Mark, seen: Observation) -> InsideTrack:
-    """Return the track with one more mark; the cache is room, since torch gives it back."""
-    block = track.block
-    if mark.seconds - block.seconds < BLOCK_SECONDS:
-        least = tuple(map(min, block.held_bytes, mark.held_bytes))
-        return replace(track, block=replace(block, held_bytes=least))
-    used_bytes = int(block.held_bytes[0] + block.held_bytes[-1])
-    room_bytes = (
-        None if seen.room_bytes is None else seen.room_bytes + (seen.held_bytes or 0) - used_bytes
+def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> InsideTrack:
+    """Return the track with one more mark, which joins the open one or closes it."""
+    open_mark = track.open_mark
+    if mark.seconds - open_mark.seconds < MARK_SECONDS:
+        least_bytes = tuple(map(min, open_mark.held_bytes, mark.held_bytes))
+        return replace(track, open_mark=replace(open_mark, held_bytes=least_bytes))
+    marks = (*track.marks, open_mark)
+    if len(marks) > MOST_MARKS:
+        marks = (*marks[0:-1:2], open_mark)
+    in_use = _observe_in_use(track.in_use, open_mark, observation)
+    return replace(track, open_mark=mark, marks=marks, in_use=in_use)
+
+
+def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Track:
+    """Return the track of memory in use after a mark."""
+    allocated_bytes, _, outside_bytes = mark.held_bytes
+    used_bytes = int(allocated_bytes + outside_bytes)
+    room_bytes = None
+    if observation.room_bytes is not None:
+        # torch's cache is room, since torch gives it back.
+        room_bytes = observation.room_bytes + (observation.held_bytes or 0) - used_bytes
+    return observe(
+        in_use,
+        replace(observation, held_bytes=used_bytes, neighbours=None, room_bytes=room_bytes),
     )
-    in_use = observe(
-        track.in_use, replace(seen, held_bytes=used_bytes, neighbours=None, room_bytes=room_bytes)
-    )
-    marks = (*track.marks, block)
-    marks = marks if len(marks) <= MOST_MARKS else (*marks[0:-1:2], block)
-    return replace(track, block=mark, marks=marks, in_use=in_use)
 
 
 def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None) -> Track:
-    """Return the track of held memory with the most certain verdict: its own, of sleep, or of the memory in use.
+    """Return the track of held memory with the most certain verdict.
 
-    Its own time to out-of-memory includes the next peak, which the memory kept in sleep does not show.
+    That is its own, of sleep, or of the memory in use. Of equal ones its own is kept: its time to
+    out-of-memory includes the next peak, which the memory kept in sleep does not show.
     """
-    for other in (asleep, None if inside is None else inside.in_use):
+    in_use = None if inside is None else inside.in_use
+    for other in (asleep, in_use):
         if other is not None and other.verdict > track.verdict:
             track = replace(track, verdict=other.verdict, estimate=other.estimate)
     return track
 
 
-def move_track(track: InsideTrack, shift: float) -> InsideTrack:
-    """Return a track on another clock, with its marks."""
-    block, *marks = (
-        replace(mark, seconds=mark.seconds + shift) for mark in (track.block, *track.marks)
+def move_track(track: Track, shift_seconds: float) -> Track:
+    """Return a track on another monotonic clock."""
+    snapshot_seconds = track.clock.snapshot_seconds + shift_seconds
+    return replace(track, clock=replace(track.clock, snapshot_seconds=snapshot_seconds))
+
+
+def move_inside_track(track: InsideTrack, shift_seconds: float) -> InsideTrack:
+    """Return a track on another monotonic clock, with its marks."""
+    return replace(
+        track,
+        open_mark=_move_mark(track.open_mark, shift_seconds),
+        marks=tuple(_move_mark(mark, shift_seconds) for mark in track.marks),
+        in_use=move_track(track.in_use, shift_seconds),
     )
-    in_use = replace(track.in_use, clock=track.in_use.clock + shift)
-    return replace(track, block=block, marks=tuple(marks), in_use=in_use)
 
 
-PARTS: Final = 6
-"""Parts of a leak's time, in each of which it must have grown; thirds misplaced one simulated leak in ten."""
+def _move_mark(mark: Mark, shift_seconds: float) -> Mark:
+    return replace(mark, seconds=mark.seconds + shift_seconds)
+
+
+LEAK_PARTS: Final = 6
+"""Parts of a leak's time, in each of which it must have grown; thirds misplaced one simulated leak
+in ten."""
 
 STEADY_SHARE: Final = 0.01
 """Steady growth below this share of the largest growth is not the leak."""
@@ -132,27 +169,34 @@ PLACES: Final = {
 """The places as used in a sentence after "in", in the order of a mark's bytes."""
 
 
-def find_location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
+def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
     """Return where memory grows: where most was added in every sixth of the leak's time.
 
-    First uses come in steps, and a sixth without one excludes them. If almost nothing grew in every sixth, the whole
-    time counts. Cache left over from peak demand is no location: torch gives it back.
+    None where nothing grows or no mark is known. First uses come in steps, and a sixth without one
+    excludes them. If almost nothing grew in every sixth, the whole time counts. Cache left over
+    from peak demand is no location: torch gives it back.
     """
-    if found is None or inside is None or found.bytes_per_second <= 0:
+    if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None
-    began = inside.in_use.clock - found.leaked_bytes / found.bytes_per_second
-    marks = inside.marks[bisect_left(inside.marks, began, key=lambda mark: mark.seconds) :]
-    marks = marks if len(marks) > PARTS else inside.marks[-PARTS - 1 :]
+    leak_seconds = estimate.leaked_bytes / estimate.bytes_per_second
+    began_seconds = inside.in_use.clock.snapshot_seconds - leak_seconds
+    begin = bisect_left(inside.marks, began_seconds, key=lambda mark: mark.seconds)
+    marks = inside.marks[begin:]
+    if len(marks) <= LEAK_PARTS:
+        marks = inside.marks[-LEAK_PARTS - 1 :]
     if not marks:
         return None
-    ends = [marks[round(part * (len(marks) - 1) / PARTS)].held_bytes for part in range(PARTS + 1)]
-    held = dict(zip(PLACES, zip(*ends, strict=True), strict=True))
-    whole = {place: each[-1] - each[0] for place, each in held.items()}
-    steady = {
-        place: PARTS * min(after - before for before, after in pairwise(each))
-        for place, each in held.items()
-    }
-    most = max(steady, key=lambda place: steady[place])
-    if steady[most] <= STEADY_SHARE * max(whole.values()):
-        most = max(whole, key=lambda place: whole[place])
-    return most if max(steady[most], whole[most]) > 0 else None
+
+    cuts = [round(part * (len(marks) - 1) / LEAK_PARTS) for part in range(LEAK_PARTS + 1)]
+    held_at_cuts = zip(*(marks[cut].held_bytes for cut in cuts), strict=True)
+    grown_bytes: dict[LeakLocation, float] = {}
+    steady_bytes: dict[LeakLocation, float] = {}
+    for place, held_bytes in zip(PLACES, held_at_cuts, strict=True):
+        grown_bytes[place] = held_bytes[-1] - held_bytes[0]
+        least_rise_bytes = min(after - before for before, after in pairwise(held_bytes))
+        steady_bytes[place] = LEAK_PARTS * least_rise_bytes
+    location = max(steady_bytes, key=lambda place: steady_bytes[place])
+    if steady_bytes[location] <= STEADY_SHARE * max(grown_bytes.values()):
+        location = max(grown_bytes, key=lambda place: grown_bytes[place])
+    has_grown = steady_bytes[location] > 0 or grown_bytes[location] > 0
+    return location if has_grown else None

@@ -6,225 +6,342 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import (
-    MIB,
     RISE_BYTES,
-    Observation,
-    Point,
+    Block,
+    Presence,
     Ring,
     Step,
     Track,
+    TrackClock,
+    TrackHistory,
     Work,
-    count_folds,
+    start_track,
 )
-from vllm_headroom.derive.leak.growth import RECORDS, USELESS_CHANCE
 from vllm_headroom.derive.leak.judge import judge_track
+from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.windows import RISE_SOURCES, USELESS_CHANCE, count_folds
 from vllm_headroom.derive.readings import is_new_run
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, MIB
 
 BLOCK_SECONDS: Final = 30.0
-PARTS: Final = (1, 4, 8)
+"""Length of the shortest blocks. Our choice."""
+
+RING_PARTS: Final = (1, 4, 8)
 """How many blocks of the ring below make one: 30 s, 2 and 16 minutes."""
 
-RING_POINTS: Final = 62
-"""Half an hour, two hours and 16 hours."""
+RING_BLOCKS: Final = 62
+"""Blocks kept of each length: half an hour, two hours and 16 hours."""
 
-DOUBTED_SECONDS: Final = 86_400.0
+DOUBTED_SECONDS: Final = DAY_SECONDS
 """A time this far ahead, or an earlier one, is trusted once a second reading confirms it."""
 
-REST_SHARE, WAKE_SHARE = 0.5, 0.8
-"""Half of the memory gone is a sleep, until four fifths are back. Twice as much after it is a backup of the weights."""
+REST_SHARE: Final = 0.5
+"""Half of the memory gone is a sleep. Twice as much after it is a backup of the weights."""
 
-REST_MOST_SECONDS: Final = 1800.0
+WAKE_SHARE: Final = 0.8
+"""A sleep ends when so much of the memory is back."""
+
+LONGEST_REST_SECONDS: Final = 1800.0
 """An engine that serves for this long needs no more than it holds, or gives nothing back."""
 
-CROWDED_MOST_SECONDS: Final = 3600.0
+LONGEST_CROWDED_SECONDS: Final = HOUR_SECONDS
 """A neighbour that stays longer belongs to the device; one that leaves earlier changes nothing."""
 
-LEAP: Final = 2.0
-"""Load so many times as high as before creates new demands. Steady load exceeds its first minutes by a half at most."""
+LOAD_LEAP: Final = 2.0
+"""Load so many times as high as before creates new demands. Steady load exceeds its first minutes
+by a half at most."""
 
-LEAST_STEP_BYTES, NEWEST_STEPS = 24 * MIB, 32
+LEAST_STEP_BYTES: Final = 24 * MIB
 """More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
 
-AVERAGE_SECONDS, RESET_SECONDS = 300.0, 600.0
-"""A rate's average; a counter that stays lower for ten minutes was reset, and continues from there."""
+NEWEST_STEPS: Final = 32
+"""So many steps are kept. Our choice; it bounds the state."""
+
+AVERAGE_SECONDS: Final = 300.0
+"""Time constant of the average of the request rate. Our choice."""
+
+RESET_SECONDS: Final = 600.0
+"""A counter that stays lower for so long was reset, and continues from there."""
 
 
-def observe(track: Track, seen: Observation) -> Track:
-    """Return the track with one more reading; takes microseconds, and a millisecond when growth is judged."""
-    doubted = None if track.doubted_clock is None else seen.seconds - track.doubted_clock
-    is_confirmed = doubted is not None and 0 <= doubted < DOUBTED_SECONDS
-    if not is_confirmed and not 0 <= seen.seconds - track.clock < DOUBTED_SECONDS:
-        return replace(track, doubted_clock=seen.seconds)
-    work, elapsed = track.work, max(0.0, seen.seconds - track.clock)
-    another = is_new_run(work.run_id, seen.run_id, work.finished_total, seen.finished_total)
-    if another or elapsed >= DOUBTED_SECONDS:
-        return observe(Track(clock=seen.seconds), replace(seen, run_id=seen.run_id or work.run_id))
-    now = track.seconds + elapsed
+def observe(track: Track, observation: Observation) -> Track:
+    """Return the track with one more reading.
+
+    It takes microseconds, and a millisecond when growth is judged.
+    """
+    clock = track.clock
+    elapsed_seconds = observation.seconds - clock.snapshot_seconds
+    is_near = 0 <= elapsed_seconds < DOUBTED_SECONDS
+    if not is_near and not _confirms_doubted_time(clock, observation.seconds):
+        return replace(track, clock=replace(clock, doubted_seconds=observation.seconds))
+    elapsed_seconds = max(0.0, elapsed_seconds)
+
+    work = track.work
+    is_another_run = is_new_run(
+        work.run_id, observation.run_id, work.counter_total, observation.finished_total
+    )
+    if is_another_run or elapsed_seconds >= DOUBTED_SECONDS:
+        run_id = observation.run_id or work.run_id
+        return observe(start_track(observation.seconds), replace(observation, run_id=run_id))
+
+    now_seconds = clock.now_seconds + elapsed_seconds
+    presence = track.presence
+    is_asleep = observation.awake is False
+    if presence.is_asleep != is_asleep:
+        presence = replace(presence, is_asleep=is_asleep)
     track = replace(
         track,
-        clock=seen.seconds,
-        doubted_clock=None,
-        seconds=now,
-        work=add_work(work, seen, elapsed, now),
-        load=max(track.load, seen.running or 0.0),
-        asleep=seen.awake is False,
-        bound_bytes=seen.bound_bytes,
+        clock=TrackClock(snapshot_seconds=observation.seconds, now_seconds=now_seconds),
+        work=add_work(work, observation, elapsed_seconds, now_seconds),
+        presence=presence,
+        bound_bytes=observation.bound_bytes,
     )
-    if seen.held_bytes is None:
+    if observation.held_bytes is None:
         return track
-    track = _update_neighbours(track, seen.neighbours)
-    if track.crowded_since is not None:
+    track = _update_neighbours(track, observation.neighbours)
+    if track.presence.crowded_since_seconds is not None:
         return track
-    track = _update_rest(track, seen.held_bytes, elapsed, idle=seen.running == 0)
-    return (
-        track
-        if track.rested is not None
-        else _gather(track, float(seen.held_bytes), seen.room_bytes)
-    )
+    is_idle = observation.running == 0
+    track = _update_rest(track, observation.held_bytes, elapsed_seconds, is_idle=is_idle)
+    if track.presence.rested_seconds is not None:
+        return track
+    return _add_reading(track, float(observation.held_bytes), observation.room_bytes)
 
 
-def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
-    """Return the work done by `now`.
+def _confirms_doubted_time(clock: TrackClock, snapshot_seconds: float) -> bool:
+    """Return whether a second reading follows the doubted one."""
+    if clock.doubted_seconds is None:
+        return False
+    return 0 <= snapshot_seconds - clock.doubted_seconds < DOUBTED_SECONDS
 
-    While the counter cannot be read, or belongs to another server, requests continue at the last known rate: treated as
-    idle time, a gap would turn its growth into growth without work.
+
+def add_work(
+    work: Work, observation: Observation, elapsed_seconds: float, now_seconds: float
+) -> Work:
+    """Return the work with what was done since the reading before.
+
+    While the counter cannot be read, or belongs to another server, requests continue at the last
+    known rate: treated as idle time, a gap would turn its growth into growth without work.
     """
-    run_id = work.run_id or seen.run_id
-    highest, total = work.finished_total, seen.finished_total
-    lower = highest is not None and total is not None and total < highest
-    since = (now if work.below_since is None else work.below_since) if lower else None
-    requests, rate, base = work.requests, work.rate, work.base_requests
-    if total is None or (since is not None and now < since + RESET_SECONDS):
-        return replace(work, requests=requests + rate * elapsed, run_id=run_id, below_since=since)
-    if highest is not None and not lower:
-        requests = max(requests, base + total - highest)
-    if elapsed > 0:
-        rate += (1 - exp(-elapsed / min(now, AVERAGE_SECONDS))) * (
-            (requests - work.requests) / elapsed - rate
+    run_id = work.run_id or observation.run_id
+    peak_running = max(work.peak_running, observation.running or 0.0)
+    counter_total = observation.finished_total
+    is_lower = (
+        counter_total is not None
+        and work.counter_total is not None
+        and counter_total < work.counter_total
+    )
+    lower_since_seconds = None
+    if is_lower:
+        lower_since_seconds = work.lower_since_seconds
+        if lower_since_seconds is None:
+            lower_since_seconds = now_seconds
+    may_be_another_server = (
+        lower_since_seconds is not None and now_seconds < lower_since_seconds + RESET_SECONDS
+    )
+    if counter_total is None or may_be_another_server:
+        return replace(
+            work,
+            requests=work.requests + work.requests_per_second * elapsed_seconds,
+            lower_since_seconds=lower_since_seconds,
+            run_id=run_id,
+            peak_running=peak_running,
         )
+
+    requests = work.requests
+    if work.counter_total is not None and not is_lower:
+        requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
+    requests_per_second = work.requests_per_second
+    if elapsed_seconds > 0:
+        # An exponential average, over what was seen so far while that is shorter.
+        weight = 1 - exp(-elapsed_seconds / min(now_seconds, AVERAGE_SECONDS))
+        newest_rate = (requests - work.requests) / elapsed_seconds
+        requests_per_second += weight * (newest_rate - requests_per_second)
     return Work(
-        requests=requests, rate=rate, finished_total=total, base_requests=requests, run_id=run_id
+        requests=requests,
+        requests_per_second=requests_per_second,
+        counter_total=counter_total,
+        requests_at_counter=requests,
+        run_id=run_id,
+        peak_running=peak_running,
     )
 
 
 def is_warming_up(track: Track) -> bool:
-    """Return whether so little work was done since the anchor that the next block can be no evidence."""
-    if track.anchor is None:
+    """Return whether so little work was done that the next block can be no evidence."""
+    anchor = track.history.anchor
+    if anchor is None:
         return True
-    now = Point(track.seconds, track.work.requests)
-    soon = Point(now.seconds + BLOCK_SECONDS, now.requests + BLOCK_SECONDS * track.work.rate)
-    return RECORDS * count_folds(track.anchor, now, soon) >= USELESS_CHANCE
+    now = Block(track.clock.now_seconds, track.work.requests)
+    block_requests = BLOCK_SECONDS * track.work.requests_per_second
+    soon = Block(now.seconds + BLOCK_SECONDS, now.requests + block_requests)
+    return RISE_SOURCES * count_folds(anchor, now, soon) >= USELESS_CHANCE
 
 
 def anchor_track(track: Track) -> Track:
     """Return the track at the start of a new stretch of comparable readings."""
     return Track(
         clock=track.clock,
-        seconds=track.seconds,
         work=track.work,
-        load=track.load,
-        asleep=track.asleep,
-        neighbours=track.neighbours,
-        risen_seconds=track.risen_seconds,
-        anchor=Point(track.seconds, track.work.requests),
-        rings=(Ring(),) * len(PARTS),
+        presence=Presence(is_asleep=track.presence.is_asleep, neighbours=track.presence.neighbours),
+        history=TrackHistory(
+            anchor=Block(track.clock.now_seconds, track.work.requests),
+            rings=(Ring(),) * len(RING_PARTS),
+        ),
+        bound_bytes=track.bound_bytes,
+        previous_alarm_seconds=track.previous_alarm_seconds,
     )
 
 
 def _update_neighbours(track: Track, neighbours: int | None) -> Track:
-    """Return the track, paused without its open block while another process is on the device; restarted if it stays."""
-    if not neighbours or neighbours == track.neighbours:
-        return track if track.crowded_since is None else replace(track, crowded_since=None)
-    if track.neighbours is None:
-        return replace(track, neighbours=neighbours)
-    since = track.seconds if track.crowded_since is None else track.crowded_since
-    if neighbours > track.neighbours and track.seconds - since < CROWDED_MOST_SECONDS:
-        return replace(track, crowded_since=since, block=None, held_bytes=None)
-    return replace(track, neighbours=neighbours, anchor=None, crowded_since=None)
+    """Return the track, paused without its open block while another process is on the device.
 
-
-def _update_rest(track: Track, held_bytes: int, elapsed: float, *, idle: bool) -> Track:
-    """Return the track, resting while the engine sleeps, has released its memory, or may release a backup of weights.
-
-    Its evidence is kept: the same process continues with what it did not give back.
+    If that stays, a new stretch begins.
     """
-    if track.anchor is None:
+    presence = track.presence
+    if not neighbours or neighbours == presence.neighbours:
+        if presence.crowded_since_seconds is None:
+            return track
+        return replace(track, presence=replace(presence, crowded_since_seconds=None))
+    if presence.neighbours is None:
+        return replace(track, presence=replace(presence, neighbours=neighbours))
+
+    now_seconds = track.clock.now_seconds
+    since_seconds = presence.crowded_since_seconds
+    if since_seconds is None:
+        since_seconds = now_seconds
+    has_come = neighbours > presence.neighbours
+    if has_come and now_seconds - since_seconds < LONGEST_CROWDED_SECONDS:
+        presence = replace(presence, crowded_since_seconds=since_seconds)
+        history = replace(track.history, open_block=None, held_bytes=None)
+        return replace(track, presence=presence, history=history)
+    return anchor_track(replace(track, presence=replace(presence, neighbours=neighbours)))
+
+
+def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_idle: bool) -> Track:
+    """Return the track, resting while the engine sleeps or has released its memory.
+
+    It rests too while the engine may release a backup of its weights. Its evidence is kept: the
+    same process continues with what it did not give back.
+    """
+    if track.history.anchor is None:
         track = anchor_track(track)
-    rested, top_bytes = track.rested, track.top_bytes
-    is_back = held_bytes >= (REST_SHARE if rested is None else WAKE_SHARE) * top_bytes
-    asleep = track.asleep or (rested is not None and 0 < top_bytes < REST_SHARE * held_bytes)
-    if is_back and not asleep:
-        return track if rested is None else replace(track, rested=None)
-    rested = (
-        0.0
-        if rested is None or track.asleep
-        else rested + (0.0 if idle and not asleep else elapsed)
-    )
-    if not track.asleep and rested >= REST_MOST_SECONDS:
+    presence = track.presence
+    rested_seconds = presence.rested_seconds
+    peak_bytes = track.history.peak_bytes
+    present_share = REST_SHARE if rested_seconds is None else WAKE_SHARE
+    is_present = held_bytes >= present_share * peak_bytes
+    has_doubled = 0 < peak_bytes < REST_SHARE * held_bytes
+    is_backup = rested_seconds is not None and has_doubled
+    is_asleep = presence.is_asleep or is_backup
+    if is_present and not is_asleep:
+        if rested_seconds is None:
+            return track
+        return replace(track, presence=replace(presence, rested_seconds=None))
+
+    if rested_seconds is None or presence.is_asleep:
+        rested_seconds = 0.0
+    elif is_asleep or not is_idle:
+        rested_seconds += elapsed_seconds
+    if not presence.is_asleep and rested_seconds >= LONGEST_REST_SECONDS:
         return anchor_track(track)
-    return replace(track, rested=rested, asleep=asleep, block=None, held_bytes=None, estimate=None)
-
-
-def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
-    if held_bytes != track.held_bytes:
-        rise, steps = held_bytes - (track.held_bytes or held_bytes), track.steps
-        if rise >= LEAST_STEP_BYTES:
-            steps = (*steps, Step(track.seconds, rise, held_bytes))[-NEWEST_STEPS:]
-        elif rise <= 0:  # it is 0 after a pause, in which some may have been given back
-            cut = [(step, max(0.0, step.top_bytes - held_bytes)) for step in steps]
-            left = [
-                Step(step.seconds, step.size_bytes - less, step.top_bytes - less)
-                for step, less in cut
-            ]
-            steps = tuple([step for step in left if step.size_bytes >= LEAST_STEP_BYTES])
-        track = replace(
-            track, held_bytes=held_bytes, steps=steps, top_bytes=max(track.top_bytes, held_bytes)
-        )
-    block = track.block
-    if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
-        track = judge_track(_close_block(track, block), room_bytes)
-        block = None
-    if block is not None and held_bytes >= block.floor_bytes:
-        return track
-    new = Point(track.seconds, track.work.requests) if block is None else block
-    return replace(track, block=replace(new, floor_bytes=held_bytes))
-
-
-def _close_block(track: Track, block: Point) -> Track:
-    """End the shortest block and add it to the next ring's block, which may end too.
-
-    An idle block without a rise is left out: it is no evidence against a leak by requests. Demands are comparable only
-    at similar load: when load has doubled, work is counted from here, but not during an alarm.
-    """
-    newest = track.rings[0].points[-1] if track.rings[0].points else None
-    idle = track.work.finished_total is not None and track.work.requests <= block.requests
-    if idle and newest is not None and block.floor_bytes < newest.floor_bytes + RISE_BYTES:
-        return replace(track, block=None)
-    busy_seconds = track.busy_seconds + track.seconds - block.seconds
-    now = Point(track.seconds, track.work.requests, busy_seconds, block.floor_bytes, track.load)
-    rings, floor_bytes = list(track.rings), block.floor_bytes
-    for number, ring in enumerate(track.rings):
-        floor_bytes = min(floor_bytes, ring.floor_bytes) if ring.parts else floor_bytes
-        if ring.parts + 1 < PARTS[number]:
-            rings[number] = replace(ring, parts=ring.parts + 1, floor_bytes=floor_bytes)
-            break
-        points, highest_bytes = (
-            (*ring.points, replace(now, floor_bytes=floor_bytes)),
-            ring.highest_bytes,
-        )
-        if len(points) > RING_POINTS:
-            points, highest_bytes = points[1:], max(highest_bytes, points[0].floor_bytes)
-        rings[number] = Ring(points=points, highest_bytes=highest_bytes, verdict=ring.verdict)
-    first = track.first
-    leaps = first is None or (track.load > LEAP * first.load and track.incident is None)
-    assert track.anchor is not None  # noqa: S101 - blocks are gathered after it is set
-    anchor = (
-        track.anchor if first is not None else replace(track.anchor, floor_bytes=now.floor_bytes)
-    )
     return replace(
         track,
-        anchor=anchor,
-        rings=tuple(rings),
-        busy_seconds=busy_seconds,
-        first=now if leaps else first,
+        presence=replace(presence, rested_seconds=rested_seconds, is_asleep=is_asleep),
+        history=replace(track.history, open_block=None, held_bytes=None),
+        estimate=None,
     )
+
+
+def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
+    """Return the track with a reading in its open block, after closing that where it is complete."""
+    if held_bytes != track.history.held_bytes:
+        track = replace(track, history=_note_change(track, held_bytes))
+    open_block = track.history.open_block
+    now_seconds = track.clock.now_seconds
+    if open_block is not None and now_seconds - open_block.seconds >= BLOCK_SECONDS:
+        track = judge_track(_close_block(track, open_block), room_bytes)
+        open_block = None
+    if open_block is None:
+        open_block = Block(now_seconds, track.work.requests, floor_bytes=held_bytes)
+    elif held_bytes < open_block.floor_bytes:
+        open_block = replace(open_block, floor_bytes=held_bytes)
+    else:
+        return track
+    return replace(track, history=replace(track.history, open_block=open_block))
+
+
+def _note_change(track: Track, held_bytes: float) -> TrackHistory:
+    """Return the history with a changed reading: its peak and its steps."""
+    history = track.history
+    # After a pause the rise is unknown and counts as 0: some may have been given back in it.
+    rise_bytes = held_bytes - (history.held_bytes or held_bytes)
+    steps = history.steps
+    if rise_bytes >= LEAST_STEP_BYTES:
+        step = Step(track.clock.now_seconds, rise_bytes, held_bytes)
+        steps = (*steps, step)[-NEWEST_STEPS:]
+    elif rise_bytes <= 0 and steps:
+        steps = _cut_steps(steps, held_bytes)
+    peak_bytes = max(history.peak_bytes, held_bytes)
+    return replace(history, held_bytes=held_bytes, steps=steps, peak_bytes=peak_bytes)
+
+
+def _cut_steps(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
+    """Return what is left of the steps beneath so many bytes, without those that became small."""
+    remaining: list[Step] = []
+    for step in steps:
+        cut_bytes = max(0.0, step.top_bytes - held_bytes)
+        size_bytes = step.size_bytes - cut_bytes
+        if size_bytes >= LEAST_STEP_BYTES:
+            remaining.append(Step(step.seconds, size_bytes, step.top_bytes - cut_bytes))
+    return tuple(remaining)
+
+
+def _close_block(track: Track, open_block: Block) -> Track:
+    """End the shortest block and add it to the rings.
+
+    An idle block without a rise is left out: it is no evidence against a leak by requests. Demands
+    are comparable only at similar load: when load has doubled, work is counted from here, but not
+    during an alarm.
+    """
+    history = track.history
+    work = track.work
+    floor_bytes = open_block.floor_bytes
+    is_idle = work.counter_total is not None and work.requests <= open_block.requests
+    shortest = history.rings[0].blocks
+    if is_idle and shortest and floor_bytes < shortest[-1].floor_bytes + RISE_BYTES:
+        return replace(track, history=replace(history, open_block=None))
+
+    now_seconds = track.clock.now_seconds
+    busy_seconds = history.busy_seconds + now_seconds - open_block.seconds
+    closed = Block(now_seconds, work.requests, busy_seconds, floor_bytes, work.peak_running)
+    anchor = history.anchor
+    assert anchor is not None  # noqa: S101 - blocks are gathered after it is set
+    origin = history.origin
+    if origin is None:
+        anchor = replace(anchor, floor_bytes=floor_bytes)
+        origin = closed
+    elif work.peak_running > LOAD_LEAP * origin.peak_running and track.alarm is None:
+        origin = closed
+    rings = _add_to_rings(history.rings, closed)
+    history = replace(history, anchor=anchor, origin=origin, busy_seconds=busy_seconds, rings=rings)
+    return replace(track, history=history)
+
+
+def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
+    """Return the rings with a closed block, which may close one of each ring above it too."""
+    updated = list(rings)
+    floor_bytes = closed.floor_bytes
+    for number, ring in enumerate(rings):
+        if ring.parts > 0:
+            floor_bytes = min(floor_bytes, ring.floor_bytes)
+        if ring.parts + 1 < RING_PARTS[number]:
+            updated[number] = replace(ring, parts=ring.parts + 1, floor_bytes=floor_bytes)
+            break
+        blocks = (*ring.blocks, replace(closed, floor_bytes=floor_bytes))
+        highest_bytes = ring.highest_bytes
+        if len(blocks) > RING_BLOCKS:
+            highest_bytes = max(highest_bytes, blocks[0].floor_bytes)
+            blocks = blocks[1:]
+        updated[number] = Ring(blocks=blocks, highest_bytes=highest_bytes, verdict=ring.verdict)
+    return tuple(updated)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from tests.samples import failure, gpu
 from tests.unit.daemon.state.engine import (
@@ -17,6 +16,7 @@ from tests.unit.daemon.state.engine import (
     seen,
 )
 from vllm_headroom.daemon.state.file import STATE, Memory, restore_memory
+from vllm_headroom.derive.leak.inside import move_track
 from vllm_headroom.derive.stability import LoadState
 from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
@@ -49,8 +49,8 @@ def test_what_was_kept_asleep_is_taken_up() -> None:
 
     through = after((rollout(step, SHIFT) for step in range(600, 900)), memory).leak.asleep["GPU-a"]
     unbroken = after(map(rollout, range(600, 900)), saved.memory).leak.asleep["GPU-a"]
-    assert through == replace(unbroken, clock=unbroken.clock + SHIFT)
-    assert len(through.rings[0].points) > 1
+    assert through == move_track(unbroken, SHIFT)
+    assert len(through.history.rings[0].blocks) > 1
 
 
 def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:
@@ -61,8 +61,8 @@ def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:
     track = after([seen(back, shift=SHIFT)], memory).leak.gpus["GPU-a"]
     unbroken = after([seen(back)], alarmed).leak.gpus["GPU-a"]
 
-    assert track == replace(unbroken, clock=unbroken.clock + SHIFT)
-    assert track.seconds == alarmed.leak.gpus["GPU-a"].seconds + 720 * STEP_SECONDS
+    assert track == move_track(unbroken, SHIFT)
+    assert track.clock.now_seconds == alarmed.leak.gpus["GPU-a"].clock.now_seconds + 720 * STEP_SECONDS
 
 
 def test_a_clock_set_back_is_no_gap(alarmed: Memory) -> None:
@@ -70,7 +70,7 @@ def test_a_clock_set_back_is_no_gap(alarmed: Memory) -> None:
 
     track = restore_memory(saved, seen(ALARM_STEPS, shift=SHIFT)).leak.gpus["GPU-a"]
 
-    assert track.clock == seen(ALARM_STEPS, shift=SHIFT).monotonic_seconds
+    assert track.clock.snapshot_seconds == seen(ALARM_STEPS, shift=SHIFT).monotonic_seconds
 
 
 def test_load_that_was_not_seen_is_not_called_level(alarmed: Memory) -> None:

@@ -10,8 +10,10 @@ from statistics import NormalDist
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, Certainty, Estimate, Observation, Track
+from vllm_headroom.derive.leak.facts import Certainty, Estimate, Track, start_track
+from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.leak.track import observe
+from vllm_headroom.units import MIB
 
 HOUR = 3600.0
 STEP = 15.0
@@ -82,7 +84,7 @@ class Course:
 def follow(seen: Iterable[Observation], track: Track | None = None) -> Course:
     verdicts, alarm = [], None
     for each in seen:
-        track = observe(track or Track(clock=each.seconds), each)
+        track = observe(track or start_track(each.seconds), each)
         verdicts.append(track.verdict)
         if track.verdict is Certainty.LEAKING and alarm is None:
             alarm = track.estimate

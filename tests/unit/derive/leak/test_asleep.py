@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, engine, gpu, page, snapshot, values
 from tests.unit.derive.leak.stretches import BASE, HOUR, LEAK, RATE, STEP, TOTAL, Shape, flat, leak, segments
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import MIB
 from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
 from vllm_headroom.model import EngineStatus, Sample, Snapshot
+from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import EngineState, LeakState
 
 KEPT = 2_000 * MIB
@@ -83,7 +83,7 @@ def test_a_cache_that_each_sleep_empties_is_no_leak() -> None:
 def test_the_room_is_what_is_left_awake() -> None:
     *_, (state, _) = said(looks(1, leak, flat, in_rollouts))
 
-    assert state.asleep["GPU-a"].most_bytes == pytest.approx(KEPT + TOTAL - BASE, abs=500 * MIB)
+    assert state.asleep["GPU-a"].history.capacity_bytes == pytest.approx(KEPT + TOTAL - BASE, abs=500 * MIB)
 
 
 def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> None:
@@ -94,7 +94,7 @@ def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> No
     *_, (state, _) = said(crowded(looks(1, leak, cache, in_rollouts)))
     found = states(crowded(looks(3.2, leak, flat, twice)))
 
-    assert state.asleep["GPU-a"].anchor is None
+    assert state.asleep["GPU-a"].history.anchor is None
     assert LeakState.GROWING in found
     assert LeakState.LEAKING not in found, "it may be another's"
 

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
 from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import MIB
 from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
 from vllm_headroom.derive.per_request import READINGS, Baselines, derive_baseline
 from vllm_headroom.derive.verdicts import measure_watches
 from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory, Metric, Sample, Snapshot
+from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import EngineState, LeakState, Role, Source
 
 FAMILY = (

@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Course, Shape, changed, follow, leak, readings, segments
-from vllm_headroom.derive.leak.facts import MIB, Certainty
+from vllm_headroom.derive.leak.facts import Certainty
+from vllm_headroom.units import MIB
 
 DOUBLED = 6 * HOUR
 STEP_HOURS = 0.6

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, values
 from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Certainty, Observation, Track, observe_gpus
-from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, move_track, sharpen_track, update_insides
+from vllm_headroom.derive.leak.facts import Certainty, start_track
+from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, move_inside_track, sharpen_track, update_insides
 from vllm_headroom.derive.leak.leak import Tracks, derive_gpu_leaks
+from vllm_headroom.derive.leak.observation import Observation, observe_gpus
 from vllm_headroom.model import Gpu, Snapshot
 
 
@@ -41,11 +42,11 @@ def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> No
 
 def test_the_surer_verdict_stands() -> None:
     growing = followed(300, tensors)["GPU-a"]
-    alarmed = Track(clock=0.0, verdict=Certainty.LEAKING)
+    alarmed = replace(start_track(0.0), verdict=Certainty.LEAKING)
 
     assert sharpen_track(alarmed, None, growing) is alarmed
     assert sharpen_track(alarmed, None, None) is alarmed
-    assert sharpen_track(Track(clock=0.0), None, growing).verdict is Certainty.GROWING
+    assert sharpen_track(start_track(0.0), None, growing).verdict is Certainty.GROWING
 
 
 def test_sleep_and_a_new_life_begin_the_comparison_anew() -> None:
@@ -74,9 +75,9 @@ def test_what_is_not_seen_for_a_day_is_forgotten_and_what_is_remembered_is_bound
 
 def test_a_track_taken_up_by_another_process_keeps_its_marks_on_its_clock() -> None:
     track = followed(60, tensors)["GPU-a"]
-    taken = move_track(track, 1000.0)
+    taken = move_inside_track(track, 1000.0)
 
-    assert taken.in_use.clock == track.in_use.clock + 1000
+    assert taken.in_use.clock.snapshot_seconds == track.in_use.clock.snapshot_seconds + 1000
     assert [mark.seconds - 1000 for mark in taken.marks] == [mark.seconds for mark in track.marks]
 
 
@@ -103,4 +104,4 @@ def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> N
 def test_what_comes_and_goes_within_a_block_is_no_step_of_what_is_in_use() -> None:
     tracks = followed(3001, lambda at: (5e8 * (at % 3 == 0), 0, 0))
 
-    assert tracks["GPU-a"].in_use.steps == ()
+    assert tracks["GPU-a"].in_use.history.steps == ()

@@ -8,7 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Shape, changed, follow, leak, readings, segments
-from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation
+from vllm_headroom.derive.leak.facts import Certainty
+from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.units import MIB
 
 MINUTE = 60.0
 FAST = 10e6
@@ -240,7 +242,7 @@ def test_a_counter_that_was_reset_within_one_life_does_not_begin_it_anew() -> No
 
     begun = course.verdicts.index(Certainty.LEAKING)
     assert set(course.verdicts[begun:]) == {Certainty.LEAKING}
-    assert course.track.work.rate == pytest.approx(10.0, rel=0.1)
+    assert course.track.work.requests_per_second == pytest.approx(10.0, rel=0.1)
 
 
 def changed_total(seen: Iterator[Observation], share: object) -> Iterator[Observation]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, STEP, TOTAL, Shape, follow, readings
-from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Point, Ring, Step
-from vllm_headroom.derive.leak.growth import find_step_windows, score_likeness, survey
+from vllm_headroom.derive.leak.facts import Block, Certainty, Ring, Step
+from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.steps import find_step_windows, score_likeness
 from vllm_headroom.derive.leak.track import NEWEST_STEPS
+from vllm_headroom.derive.leak.windows import survey_ring
+from vllm_headroom.units import MIB
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,7 @@ def test_a_step_is_what_was_not_given_back_of_a_large_rise_and_the_newest_are_ke
 ) -> None:
     seen = (Observation(seconds=60.0 * at, held_bytes=BASE + mib * MIB) for at, mib in enumerate(held))
 
-    assert tuple(round(step.size_bytes / MIB) for step in follow(seen).track.steps) == sizes
+    assert tuple(round(step.size_bytes / MIB) for step in follow(seen).track.history.steps) == sizes
 
 
 def test_a_step_of_what_a_sleep_gave_back_is_none_of_memory_that_comes_again() -> None:
@@ -35,7 +38,7 @@ def test_a_step_of_what_a_sleep_gave_back_is_none_of_memory_that_comes_again() -
     held = [(0, True), (500, True), (0, False), (100, True), (600, True)]
     seen = [Observation(seconds=60.0 * at, held_bytes=BASE + mib * MIB, awake=up) for at, (mib, up) in enumerate(held)]
 
-    assert [round(step.size_bytes / MIB) for step in follow(seen).track.steps] == [100, 500]
+    assert [round(step.size_bytes / MIB) for step in follow(seen).track.history.steps] == [100, 500]
 
 
 def test_what_fills_again_what_was_held_before_is_no_second_step() -> None:
@@ -43,9 +46,9 @@ def test_what_fills_again_what_was_held_before_is_no_second_step() -> None:
 
     def windows(before_mib: int) -> int:
         floors = [before_mib, *[0] * 8, 900, 1_800]
-        points = tuple(Point(at * 960.0, at * 960.0, at * 960.0, mib * MIB) for at, mib in enumerate(floors, start=1))
-        course = survey(Ring(points=points), points[0])
-        return 0 if course is None else len(tuple(find_step_windows(course)))
+        blocks = tuple(Block(at * 960.0, at * 960.0, at * 960.0, mib * MIB) for at, mib in enumerate(floors, start=1))
+        survey = survey_ring(Ring(blocks=blocks), blocks[0])
+        return 0 if survey is None else len(tuple(find_step_windows(survey)))
 
     assert windows(0) == 1
     assert windows(900) == 0
@@ -53,7 +56,7 @@ def test_what_fills_again_what_was_held_before_is_no_second_step() -> None:
 
 def weight(*sizes_mib: float, before: int = 1) -> float:
     steps = tuple(Step(number * HOUR, size * MIB, 0.0) for number, size in enumerate(sizes_mib, start=1))
-    return score_likeness(steps, since=before * HOUR, least_bytes=30 * MIB)
+    return score_likeness(steps, since_seconds=before * HOUR, least_bytes=30 * MIB)
 
 
 def test_sizes_that_come_again_speak_for_a_leak_the_larger_the_more_and_records_against_one() -> None:

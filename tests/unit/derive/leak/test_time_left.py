@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, LEAK, STEP, TOTAL, Shape, leak, readings, segments
-from vllm_headroom.derive.leak.facts import MIB, Certainty, Estimate, Track
+from vllm_headroom.derive.leak.facts import Certainty, Estimate, Track, start_track
 from vllm_headroom.derive.leak.track import observe
+from vllm_headroom.units import MIB
 
 ROOM = TOTAL - BASE
 HEIGHT = 800 * MIB
@@ -29,7 +30,7 @@ def busy_hours(seconds: float) -> float:
 def followed(shape: Shape, hours: float) -> Iterator[tuple[float, Track]]:
     track: Track | None = None
     for seen in readings(shape, hours):
-        track = observe(track or Track(clock=seen.seconds), seen)
+        track = observe(track or start_track(seen.seconds), seen)
         yield seen.seconds, track
 
 
@@ -119,7 +120,7 @@ def test_the_least_time_left_is_not_above_that_at_the_load_of_the_last_hour_afte
     told = []
     for seen, done in zip(readings(lambda at: leak(max(0.0, at - night)), 12), busy, strict=True):
         idle = 0.02 * min(seen.seconds, night)
-        track = observe(track or Track(clock=0.0), replace(seen, finished_total=float(int(done + idle))))
+        track = observe(track or start_track(0.0), replace(seen, finished_total=float(int(done + idle))))
         left = (TOTAL - (seen.held_bytes or 0)) / (rate * LEAK)
         if track.verdict is Certainty.LEAKING and track.estimate is not None:
             told.append((left, track.estimate.oom_seconds_lower or 0.0))

@@ -26,9 +26,11 @@ from tests.unit.derive.leak.stretches import (
     records,
     segments,
 )
-from vllm_headroom.derive.leak.facts import MIB, OUT_OF_MEMORY_BYTES, Certainty, Observation, Track
+from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Certainty, Track, start_track
 from vllm_headroom.derive.leak.leak import find_leak_state
-from vllm_headroom.derive.leak.track import RING_POINTS, is_warming_up, observe
+from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.track import RING_BLOCKS, is_warming_up, observe
+from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import LeakState
 
 
@@ -154,7 +156,7 @@ def awake_again(shape: Shape, since_hours: float, hours: float) -> Iterator[Obse
 
 def test_a_sleep_is_asleep_and_a_leak_that_it_gave_back_is_none_within_minutes() -> None:
     sleeping = follow(asleep_since(2, 10), follow(readings(leak, 2)).track)
-    assert find_leak_state(sleeping.track, known=True, settled=True) is LeakState.ASLEEP
+    assert find_leak_state(sleeping.track, is_known=True, is_settled=True) is LeakState.ASLEEP
 
     woken = follow(awake_again(flat, 2.2, 1), sleeping.track)
 
@@ -180,7 +182,7 @@ def test_an_alarm_is_held_over_a_sleep_that_vllm_does_not_report_and_has_no_figu
     unseen = (replace(each, awake=None, running=0.0) for each in asleep_since(2, 60))
     sleeping = follow(unseen, follow(readings(leak, 2)).track)
 
-    assert find_leak_state(sleeping.track, known=True, settled=True) is LeakState.LEAKING
+    assert find_leak_state(sleeping.track, is_known=True, is_settled=True) is LeakState.LEAKING
     assert sleeping.track.estimate is None
 
     woken = follow(awake_again(lambda seconds: leak(2 * HOUR + seconds), 3, 0.5), sleeping.track)
@@ -224,8 +226,8 @@ def test_what_each_sleep_leaves_on_the_host_is_found_beside_the_backup_of_the_we
     track: Track | None = None
     found: list[LeakState] = []
     for seen in host_over_sleeps(18, stays=stays):
-        track = observe(track or Track(clock=0.0), seen)
-        found.append(find_leak_state(track, known=True, settled=True))
+        track = observe(track or start_track(0.0), seen)
+        found.append(find_leak_state(track, is_known=True, is_settled=True))
 
     assert LeakState.LEAKING in found
     assert set(found[found.index(LeakState.LEAKING) :]) <= {LeakState.LEAKING, LeakState.ASLEEP}
@@ -310,7 +312,7 @@ def test_a_gap_without_a_counter_is_not_taken_for_growth_without_work() -> None:
 
 def test_a_clock_that_jumps_back_costs_no_verdict() -> None:
     course = follow(readings(leak, 2))
-    last = course.track.clock
+    last = course.track.clock.snapshot_seconds
     back = [
         replace(each, seconds=last - 5000 + each.seconds, held_bytes=int(BASE + leak(2 * HOUR + each.seconds)))
         for each in readings(flat, 0.2)
@@ -344,7 +346,7 @@ MOST_BYTES = 32 * 1024
 def test_memory_is_bounded_whatever_the_uptime() -> None:
     track = follow(readings(leak, 72)).track
 
-    assert max(len(ring.points) for ring in track.rings) == RING_POINTS
+    assert max(len(ring.blocks) for ring in track.history.rings) == RING_BLOCKS
     assert len(encode(track)) < MOST_BYTES
 
 

@@ -1,0 +1,193 @@
+"""How fast memory grows, by time and by requests, and when the device will be full."""
+
+from bisect import bisect_right
+from itertools import combinations, pairwise
+from math import inf, sqrt
+from statistics import fmean, median, stdev
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from vllm_headroom.derive.leak.alarm import LARGE_BYTES
+from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Estimate, Track
+from vllm_headroom.derive.leak.windows import Growth, list_falls
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
+
+BATCHES: Final = 5
+"""Batches of an interval. Our choice."""
+
+T_95: Final = 2.776
+"""Student's t for 95 % with 4 degrees of freedom, one less than the batches."""
+
+SLOPE_POINTS: Final = 16
+"""About so many blocks give a slope: the cost is quadratic, and more gave no better rates."""
+
+UNLIKE: Final = 1.4
+"""Requests drive the growth unless their batches vary this much more than those of time."""
+
+UNSEEN_SHARE: Final = 0.6
+"""Load has a daily cycle: before a day was seen, it may rise so much that only this share of the
+time is left."""
+
+PEAK_MARGIN: Final = 1.1
+"""The highest request rate may be so much higher than the highest that was seen. Our choice."""
+
+SHORT_SECONDS: Final = 900.0
+"""The mean rate of a shorter past than this is no better than the average of the newest minutes."""
+
+MARGIN_SECONDS: Final = 300.0
+"""Taken off the lower bound: an estimate is made every two minutes, and peaks of some minutes are
+in no block's floor."""
+
+
+class Slope(NamedTuple):
+    """A slope of memory, in bytes per second or per request."""
+
+    rate: float
+    half_width: float
+    """Half of the 95 % interval."""
+
+    spread: float
+    """Standard deviation of the batches by their mean; inf where there are too few."""
+
+
+def estimate_growth(
+    growth: Growth, *, began_bytes: float, track: Track, room_bytes: float | None
+) -> Estimate:
+    """Return the rates of the growth, and the paces at the expected request rate."""
+    seconds = [block.seconds for block in growth.blocks]
+    requests = [block.requests for block in growth.blocks]
+    median_rise_bytes = median(rise for rise in growth.rises_bytes if rise > 0)
+    step_bytes = min(LARGE_BYTES, median_rise_bytes)
+    by_time = measure_slope(seconds, growth.retained_bytes, step_bytes)
+    by_request = measure_slope(requests, growth.retained_bytes, step_bytes)
+    has_rates = by_request.rate > 0 and track.work.requests_per_second > 0
+    by_requests = has_rates and by_request.spread <= UNLIKE * by_time.spread
+
+    pace = by_time.rate
+    fastest = by_time.rate + by_time.half_width if by_time.rate > 0 else 0.0
+    if room_bytes is not None and by_requests:
+        usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
+        horizon_seconds = usable_bytes / (by_request.rate * track.work.requests_per_second)
+        pace = by_request.rate * forecast_rate(track, horizon_seconds)
+        highest_rate = max(
+            forecast_rate(track, HOUR_SECONDS),  # the last hour's may go on
+            forecast_rate(track, horizon_seconds / 4),
+            forecast_rate(track, horizon_seconds),
+        )
+        fastest = PEAK_MARGIN * highest_rate * (by_request.rate + by_request.half_width)
+    if room_bytes is not None and not _is_load_known(track, by_requests=by_requests):
+        # Load must have had time to change: half of the time seen so far does not fill the room.
+        now_seconds = track.clock.now_seconds
+        if fastest * now_seconds / 2 < room_bytes:
+            fastest /= UNSEEN_SHARE
+
+    return Estimate(
+        bytes_per_second=by_time.rate,
+        # A leak gives nothing back: its interval does not reach below zero.
+        lower=max(min(0.0, by_time.rate), by_time.rate - by_time.half_width),
+        upper=by_time.rate + by_time.half_width,
+        bytes_per_request=by_request.rate if requests[-1] > requests[0] else None,
+        by_requests=by_requests,
+        leaked_bytes=max(growth.grown_bytes, growth.blocks[-1].floor_bytes - began_bytes),
+        pace=pace if pace > 0 else None,
+        fastest=fastest if fastest > 0 else None,
+    )
+
+
+def _is_load_known(track: Track, *, by_requests: bool) -> bool:
+    """Return whether a higher load is known, or makes no difference, as for a leak by time."""
+    if track.clock.now_seconds >= DAY_SECONDS:
+        return True
+    return not by_requests and track.work.counter_total is not None
+
+
+def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estimate:
+    """Return the estimate with the time left now; its lower bound is the time until the next peak.
+
+    Out-of-memory happens at the next peak, not in the present valley. Memory that follows load, and
+    the sawtooth of a garbage collector, return to their old height plus what leaked since. A demand
+    as large as the largest recent one may come on top.
+    """
+    floors_bytes = [block.floor_bytes for block in track.history.rings[0].blocks]
+    swing_bytes = 0.0
+    for block, fall_bytes in list_falls(track.history.rings):
+        old_height_bytes = block.floor_bytes - floors_bytes[-1]
+        since_seconds = track.clock.now_seconds - block.seconds
+        return_bytes = old_height_bytes + estimate.bytes_per_second * since_seconds
+        swing_bytes = max(swing_bytes, min(fall_bytes, return_bytes))
+    rises_bytes = (after - before for before, after in pairwise(floors_bytes))
+    largest_rise_bytes = max(rises_bytes, default=0.0)
+    demand_bytes = max(swing_bytes + largest_rise_bytes, OUT_OF_MEMORY_BYTES)
+
+    oom_seconds = None
+    if estimate.pace:
+        oom_seconds = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / estimate.pace
+    oom_seconds_lower = None
+    if estimate.fastest:
+        seconds_until_peak = max(0.0, room_bytes - demand_bytes) / estimate.fastest
+        oom_seconds_lower = max(0.0, seconds_until_peak - MARGIN_SECONDS)
+    return replace(estimate, oom_seconds=oom_seconds, oom_seconds_lower=oom_seconds_lower)
+
+
+def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: float) -> Slope:
+    """Return the slope of retained memory on an axis of seconds or requests.
+
+    The slope is the Theil-Sen estimator of the later half: the median of the slopes between all
+    pairs, which single benign steps do not move. Where that is zero, growth was in a few large
+    steps, and the slope is that of the whole. Its interval comes from the method of batch means over
+    the later three quarters, because rises are not independent; it is widened by one step, because
+    the true amount is known only to the allocator's step.
+    """
+    length = axis[-1] - axis[0]
+    if length <= 0:
+        return Slope(0.0, 0.0, inf)
+    middle = len(axis) // 2
+    stride = -(-(len(axis) - middle) // SLOPE_POINTS)  # rounded up
+    later_half = zip(axis[middle::stride], values[middle::stride], strict=True)
+    slopes = [
+        (later_value - value) / (later - at)
+        for (at, value), (later, later_value) in combinations(later_half, 2)
+        if later > at
+    ]
+    rate = median(slopes) if slopes else 0.0
+    if rate == 0.0:
+        rate = (values[-1] - values[0]) / length
+
+    batch_rates = _measure_batches(axis, values)
+    if len(batch_rates) < BATCHES:
+        return Slope(rate, abs(rate), inf)
+    deviation = stdev(batch_rates)
+    step_rate = step_bytes / (axis[-1] - axis[middle])
+    half_width = T_95 * deviation / sqrt(BATCHES) + step_rate
+    return Slope(rate, half_width, deviation / max(abs(fmean(batch_rates)), 1e-9))
+
+
+def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
+    """Return the slope of each of the equal batches in the later three quarters that has a length."""
+    batch_size = (len(axis) - 1 - len(axis) // 4) // BATCHES
+    cuts = [len(axis) - 1 - batch_size * number for number in range(BATCHES, -1, -1)]
+    return [
+        (values[end] - values[begin]) / (axis[end] - axis[begin])
+        for begin, end in pairwise(cuts)
+        if axis[end] > axis[begin]
+    ]
+
+
+def forecast_rate(track: Track, horizon_seconds: float) -> float:
+    """Return the expected requests per second over a horizon.
+
+    It is the mean of an equally long past, as far as that is known.
+    """
+    average = track.work.requests_per_second
+    blocks = track.history.rings[-1].blocks
+    if not blocks or horizon_seconds < SHORT_SECONDS:
+        return average
+    now_seconds = track.clock.now_seconds
+    begin_seconds = now_seconds - horizon_seconds
+    begin = bisect_right(blocks, begin_seconds, key=lambda block: block.seconds) - 1
+    oldest = blocks[max(0, begin)]
+    past_seconds = now_seconds - oldest.seconds
+    if past_seconds < SHORT_SECONDS:
+        return average
+    return (track.work.requests - oldest.requests) / past_seconds

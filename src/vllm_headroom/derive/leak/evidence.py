@@ -1,0 +1,171 @@
+"""The witnesses of even growth: its pace, its shape, whether it is steady, and how long it lasted."""
+
+from itertools import pairwise
+from math import inf, log
+from statistics import median
+from typing import Final
+
+from vllm_headroom.derive.leak.facts import RISE_BYTES, Block
+from vllm_headroom.derive.leak.windows import WINDOW_BLOCKS, Growth, count_folds
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
+
+STEADY_BLOCKS: Final = WINDOW_BLOCKS[2]
+"""Eleven blocks that rise by the same are steady growth; fewer do so by chance."""
+
+STEADY_SPREAD: Final = 1.3
+"""Most mean square of steady rises, as a multiple of their squared mean: a variance of 0.3. At a
+warm-up the variance is 0.8 of the squared mean and more."""
+
+
+def is_steady(growth: Growth) -> bool:
+    """Return whether each of 11 or more blocks rose by nearly the same."""
+    has_paused = growth.rise_count < len(growth.rises_bytes)
+    if has_paused or growth.rise_count < STEADY_BLOCKS:
+        return False
+    return growth.typical_step_bytes * growth.rise_count <= STEADY_SPREAD * growth.grown_bytes
+
+
+LEAST_REQUESTS: Final = 1e-3
+"""A block without a finished request counts as so many, because the logarithm needs one."""
+
+
+def weigh_pace(growth: Growth, origin: Block) -> float:
+    """Return the log likelihood ratio of growth at a constant rate against growth by folds of work.
+
+    Records and first uses come at a constant or falling rate per e-fold of work, a leak comes by
+    time or by requests. Both are Poisson processes of steps of one size, so each byte grown adds
+    the logarithm of the ratio of the two intensities where it was grown, and the sum over all
+    bytes is divided by the size of a step. For a leak, what came before the window may have had a
+    pace by folds of its own.
+    """
+    opened = growth.blocks[0]
+    now = growth.blocks[-1]
+    grown_bytes = growth.grown_bytes
+    # The window was chosen to begin with a step: one, the largest, belongs to the time before.
+    before_bytes = max(0.0, growth.retained_bytes[0] - origin.floor_bytes)
+    before_bytes += max(growth.rises_bytes)
+    bytes_per_fold = (before_bytes + grown_bytes) / count_folds(origin, origin, now)
+    bytes_per_fold_before = before_bytes / count_folds(origin, origin, opened)
+    odds_per_byte_before = log(bytes_per_fold_before / bytes_per_fold)
+    least_odds = -inf
+    if odds_per_byte_before >= 0:
+        # Growth by folds has slowed down, as after a large warm-up: only the window's own is
+        # compared, and says nothing against a leak.
+        odds_per_byte_before = 0.0
+        least_odds = 0.0
+        bytes_per_fold = grown_bytes / count_folds(origin, opened, now)
+
+    # The intensity at a constant rate by that of folds, as logarithms: the part that is the same
+    # in all blocks, and the mean of the other, weighted by the bytes of each block.
+    seconds_by_folds = 0.0
+    requests_by_folds = 0.0
+    for (previous, block), rise_bytes in zip(
+        pairwise(growth.blocks), growth.rises_bytes, strict=True
+    ):
+        if rise_bytes > 0:
+            folds = count_folds(origin, previous, block)
+            seconds_by_folds += rise_bytes * log((block.seconds - previous.seconds) / folds)
+            requests = max(block.requests - previous.requests, LEAST_REQUESTS)
+            requests_by_folds += rise_bytes * log(requests / folds)
+    odds_per_byte = (
+        log(grown_bytes / growth.lasted_seconds / bytes_per_fold) + seconds_by_folds / grown_bytes
+    )
+    window_requests = now.requests - opened.requests
+    if window_requests > 0:
+        odds_per_byte_by_requests = (
+            log(grown_bytes / window_requests / bytes_per_fold) + requests_by_folds / grown_bytes
+        )
+        odds_per_byte = max(odds_per_byte, odds_per_byte_by_requests)
+
+    step_bytes = growth.typical_step_bytes
+    if is_steady(growth):
+        # Each block holds many steps. By Poisson's law the size of one is the variance of the
+        # rises by their mean.
+        step_bytes -= grown_bytes / growth.rise_count
+    step_bytes = max(RISE_BYTES, step_bytes)
+    odds = (before_bytes * odds_per_byte_before + grown_bytes * odds_per_byte) / step_bytes
+    return max(least_odds, odds)
+
+
+CLIP_MEDIANS: Final = 3.0
+"""A rise counts at most this many median rises: one large step must not make a trend."""
+
+
+def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
+    """Return the rises, each at most `CLIP_MEDIANS` median ones, or so many bytes if that is more."""
+    median_bytes = median(rise for rise in growth.rises_bytes if rise >= RISE_BYTES)
+    limit_bytes = max(least_limit_bytes, CLIP_MEDIANS * median_bytes)
+    return [min(limit_bytes, rise_bytes) for rise_bytes in growth.rises_bytes]
+
+
+LATER_HALF_SHARE: Final = 0.45
+"""The later half's least share of the growth, on the axis where it is larger. Our choice."""
+
+FIRST_QUARTER_SHARE: Final = 0.05
+"""Least share of the first quarter: growth that began within the stretch is not even."""
+
+LAST_QUARTER_SHARE: Final = 0.10
+"""Least share of the last quarter: growth that ended within the stretch is not even."""
+
+
+def is_even(growth: Growth) -> bool:
+    """Return whether growth has its shares in the later half and in each quarter.
+
+    Each may hold by requests or by busy time.
+    """
+    clipped_bytes = clip_rises(growth)
+    later_half_share = 0.0
+    is_unceasing = False
+    for axis in (
+        [block.requests for block in growth.blocks],
+        [block.busy_seconds for block in growth.blocks],
+    ):
+        if axis[-1] <= axis[0]:
+            continue
+        first, second, third, last = _share_by_quarter(axis, clipped_bytes)
+        later_half_share = max(later_half_share, third + last)
+        has_both_ends = first >= FIRST_QUARTER_SHARE and last >= LAST_QUARTER_SHARE
+        if has_both_ends and second > 0 and third > 0:
+            is_unceasing = True
+    return is_unceasing and later_half_share >= LATER_HALF_SHARE
+
+
+def _share_by_quarter(axis: list[float], rises_bytes: list[float]) -> list[float]:
+    """Return the share of the rises in each quarter of an axis, each counted at its middle."""
+    length = axis[-1] - axis[0]
+    sum_bytes = sum(rises_bytes)
+    shares = [0.0] * 4
+    for (begin, end), rise_bytes in zip(pairwise(axis), rises_bytes, strict=True):
+        quarter = int(2 * (begin + end - 2 * axis[0]) / length)
+        shares[min(3, quarter)] += rise_bytes / sum_bytes
+    return shares
+
+
+GROWING_SECONDS: Final = 600.0
+"""Least length of a stretch for a warning. Our choice."""
+
+LEAKING_SECONDS: Final = HOUR_SECONDS
+"""Least length of a stretch for an alarm. Bounded ramps (caches, LoRA slots) are linear until they
+end: only time distinguishes them."""
+
+HASTE_SHARE: Final = 0.25
+"""An alarm may come after this share of the time left until out-of-memory, if that is sooner."""
+
+HASTE_SECONDS: Final = 180.0
+"""But not before so long."""
+
+PATIENCE_SHARE: Final = 0.05
+"""If out-of-memory is far, the alarm waits for this share of the time left: what is days away wakes
+nobody, and slow ramps mostly end."""
+
+LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
+"""It waits at most for so long."""
+
+
+def compute_patience(left_seconds: float | None) -> float:
+    """Return how many seconds certain growth must have lasted, given the time left."""
+    if left_seconds is None:
+        return LEAKING_SECONDS
+    patience_seconds = max(PATIENCE_SHARE * left_seconds, LEAKING_SECONDS)
+    patience_seconds = min(patience_seconds, LONGEST_PATIENCE_SECONDS)
+    return min(max(HASTE_SHARE * left_seconds, HASTE_SECONDS), patience_seconds)

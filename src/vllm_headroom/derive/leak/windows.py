@@ -1,0 +1,234 @@
+"""Windows of blocks: what grew in them, how often it rose, and whether it has ended."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from math import log
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.derive.leak.facts import RISE_BYTES, Block, Ring
+from vllm_headroom.units import MIB
+
+WINDOW_BLOCKS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
+"""Blocks of the windows that are compared."""
+
+LEAST_GROWTH_BYTES: Final = 48 * MIB
+"""Least growth for a verdict: a few of the allocator's 20 MiB segments (c10 kLargeBuffer) are no
+leak."""
+
+COUNTED_SECONDS: Final = 60.0
+"""So much time counts as worked before the origin, or the first blocks would be infinitely many
+folds."""
+
+COUNTED_REQUESTS: Final = 50.0
+"""So many requests count as done before the origin, for the same reason."""
+
+LEAST_FOLDS: Final = 1e-9
+"""A block without work has so many folds, because others divide by it."""
+
+
+def count_folds(origin: Block, begin: Block, end: Block) -> float:
+    """Return how many times the work done since the origin grew e-fold from begin to end.
+
+    Work is time or requests, whichever grew by more.
+    """
+    seconds_until_begin = max(COUNTED_SECONDS, begin.seconds - origin.seconds + COUNTED_SECONDS)
+    seconds_until_end = end.seconds - origin.seconds + COUNTED_SECONDS
+    requests_until_begin = max(
+        COUNTED_REQUESTS, begin.requests - origin.requests + COUNTED_REQUESTS
+    )
+    requests_until_end = end.requests - origin.requests + COUNTED_REQUESTS
+    return max(
+        log(seconds_until_end / seconds_until_begin),
+        log(requests_until_end / requests_until_begin),
+        LEAST_FOLDS,
+    )
+
+
+RISE_SOURCES: Final = 6.0
+"""Independent sources of records and first uses. The n-th of exchangeable demands is a record with
+chance 1/n (Rényi), and an event of log-uniform rarity is first seen at rate 1/n: so many sources
+give at most this times ln(n1/n0) rises while the work done grows from n0 to n1."""
+
+RISE_CHANCE_IN_A_LEAK: Final = 0.8
+"""A leak rises in four blocks of five. Our choice."""
+
+LEAST_RISE_CHANCE: Final = 0.10
+"""Real benign steps come in clusters, so no rise is assumed to be rarer than this."""
+
+USELESS_CHANCE: Final = 0.75
+"""Blocks in which a rise is this likely anyway are no evidence: this covers the warm-up."""
+
+
+def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float], list[float]]:
+    """Return what a rise, and what no rise, in each block but the first adds to the odds of a leak.
+
+    Both are log likelihood ratios of a leak against records and first uses. A block in which, or
+    before which, more requests ran at once than ever before is no evidence: load explains a rise,
+    which shows in the floor of the next block.
+    """
+    odds_of_rise: list[float] = []
+    odds_of_none: list[float] = []
+    peak_running = origin.peak_running
+    for previous, block in pairwise(blocks):
+        benign_chance = max(RISE_SOURCES * count_folds(origin, previous, block), LEAST_RISE_CHANCE)
+        if benign_chance < USELESS_CHANCE and block.peak_running <= peak_running:
+            odds_of_rise.append(log(RISE_CHANCE_IN_A_LEAK / benign_chance))
+            odds_of_none.append(log((1 - RISE_CHANCE_IN_A_LEAK) / (1 - benign_chance)))
+        else:
+            odds_of_rise.append(0.0)
+            odds_of_none.append(0.0)
+        peak_running = previous.peak_running
+    return odds_of_rise, odds_of_none
+
+
+class RingSurvey(Struct, frozen=True):
+    """The blocks of a ring since the origin, with what all windows that end with them share."""
+
+    blocks: tuple[Block, ...]
+    retained_bytes: tuple[float, ...]
+    """The floor of each block, less what later floors gave back."""
+
+    highest_bytes: tuple[float, ...]
+    """The highest floor until each block, also of older ones."""
+
+    odds_of_rise: tuple[float, ...]
+    """What a rise in each block but the first adds to the odds, see `weigh_blocks`."""
+
+    odds_of_none: tuple[float, ...]
+
+
+class Growth(Struct, frozen=True, kw_only=True):
+    """The growth in a window: what is retained above all that was held before it."""
+
+    blocks: tuple[Block, ...]
+    """The blocks of the window, with the one before it."""
+
+    retained_bytes: tuple[float, ...]
+    """At the end of each of these blocks."""
+
+    rises_bytes: tuple[float, ...]
+    """The rise of each block but the first, 0 where there was none."""
+
+    grown_bytes: float
+    typical_step_bytes: float
+    """The size of its steps if they were equal: sum of squares by sum, so that small ones hardly
+    count."""
+
+    lasted_seconds: float
+    rise_count: int
+    """Blocks that rose."""
+
+    rise_odds: float
+    """The log likelihood ratio of a leak against records and first uses, by how often it rose."""
+
+
+def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
+    """Return the blocks of a ring after the origin; None where they grew too little for any verdict."""
+    oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
+    if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
+        return None
+    retained_bytes = find_retained(ring.blocks)
+    floors = (block.floor_bytes for block in ring.blocks)
+    highest_bytes = tuple(accumulate(floors, max, initial=ring.highest_bytes))[1:]
+    if retained_bytes[-1] - highest_bytes[oldest] < LEAST_GROWTH_BYTES:
+        return None
+    odds_of_rise, odds_of_none = weigh_blocks(origin, ring.blocks[oldest:])
+    return RingSurvey(
+        ring.blocks[oldest:],
+        retained_bytes[oldest:],
+        highest_bytes[oldest:],
+        tuple(odds_of_rise),
+        tuple(odds_of_none),
+    )
+
+
+def cut_window(survey: RingSurvey, begin: int) -> Growth:
+    """Return the growth from a block on; it must have grown."""
+    held_before_bytes = survey.highest_bytes[begin]
+    retained_bytes = tuple(
+        max(held_before_bytes, floor_bytes) for floor_bytes in survey.retained_bytes[begin:]
+    )
+    rises_bytes = tuple([after - before for before, after in pairwise(retained_bytes)])
+    grown_bytes = retained_bytes[-1] - retained_bytes[0]
+    rising = [rise_bytes for rise_bytes in rises_bytes if rise_bytes >= RISE_BYTES]
+    sum_of_squares = sum([rise_bytes * rise_bytes for rise_bytes in rising])
+    evidence = zip(
+        rises_bytes, survey.odds_of_rise[begin:], survey.odds_of_none[begin:], strict=True
+    )
+    block_odds = [
+        odds_of_rise if rise_bytes >= RISE_BYTES else odds_of_none
+        for rise_bytes, odds_of_rise, odds_of_none in evidence
+    ]
+    return Growth(
+        blocks=survey.blocks[begin:],
+        retained_bytes=retained_bytes,
+        rises_bytes=rises_bytes,
+        grown_bytes=grown_bytes,
+        typical_step_bytes=sum_of_squares / grown_bytes,
+        lasted_seconds=survey.blocks[-1].seconds - survey.blocks[begin].seconds,
+        rise_count=len(rising),
+        rise_odds=sum(block_odds),
+    )
+
+
+def find_retained(blocks: tuple[Block, ...]) -> tuple[float, ...]:
+    """Return the floors less what later floors gave back: running minima from the end."""
+    return tuple(accumulate((block.floor_bytes for block in reversed(blocks)), min))[::-1]
+
+
+def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
+    """Yield each block of which something is given back by now, and how many bytes."""
+    now_bytes = rings[0].blocks[-1].floor_bytes
+    for ring in rings:
+        for block, retained_bytes in zip(ring.blocks, find_retained(ring.blocks), strict=True):
+            fall_bytes = block.floor_bytes - min(retained_bytes, now_bytes)
+            if fall_bytes > 0:
+                yield block, fall_bytes
+
+
+LAST_SHARE: Final = 0.05
+"""The last part of a window's growth, whose length shows whether growth has ended."""
+
+QUIET_SECONDS: Final = 1800.0
+"""Growth has not ended before so long without a rise."""
+
+QUIET_GAPS: Final = 1.5
+"""Growth has not ended before so many of its usual gaps between rises, in seconds and requests."""
+
+
+def has_ended(growth: Growth) -> bool:
+    """Return whether growth has ended: its last twentieth took twice as long as at an even pace."""
+    last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes
+    newest_rise = growth.blocks[bisect_left(growth.retained_bytes, last_part_bytes)]
+    return is_over(
+        growth.blocks[0],
+        newest_rise,
+        growth.blocks[-1],
+        step_count=growth.grown_bytes / growth.typical_step_bytes,
+        quiet_seconds=max(QUIET_SECONDS, 2 * LAST_SHARE * growth.lasted_seconds),
+        quiet_gaps=QUIET_GAPS,
+    )
+
+
+def is_over(
+    began: Block,
+    newest_rise: Block,
+    now: Block,
+    *,
+    step_count: float,
+    quiet_seconds: float,
+    quiet_gaps: float,
+) -> bool:
+    """Return whether growth by so many steps was quiet for so long, and for so many usual gaps.
+
+    Idle time does not count: the gaps must have passed in requests too.
+    """
+    gap_count = max(1.0, step_count - 1)
+    gap_seconds = (newest_rise.seconds - began.seconds) / gap_count
+    gap_requests = (newest_rise.requests - began.requests) / gap_count
+    if now.seconds - newest_rise.seconds <= max(quiet_seconds, quiet_gaps * gap_seconds):
+        return False
+    return now.requests - newest_rise.requests >= quiet_gaps * gap_requests
