@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from vllm_headroom.config import Settings
-from vllm_headroom.derive.inside import classify_probe
+from vllm_headroom.derive.probe_files import classify_probe
 from vllm_headroom.model import SAME_START_SECONDS, Failure, ProbedProcess, ProbeReadings
 from vllm_headroom.parse import fields
 from vllm_headroom.parse.fields import WrongFieldError, read_each, read_number, read_within

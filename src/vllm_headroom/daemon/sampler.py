@@ -17,9 +17,10 @@ from vllm_headroom.derive.configured import complete_page, list_pools
 from vllm_headroom.derive.gates import GATE, Gate, Guardrail, derive_gate
 from vllm_headroom.derive.health import add_lost_gpus
 from vllm_headroom.derive.host_memory import ContainerState, update_container
-from vllm_headroom.derive.inside import add_inside, classify_probe
+from vllm_headroom.derive.inside import add_inside
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.life.runs import ENGINE_RUN, RunState, forget_run, update_run
+from vllm_headroom.derive.probe_files import classify_probe
 from vllm_headroom.derive.verdicts import SERVING, VERDICTS, derive_verdicts, measure_watches
 from vllm_headroom.model import (
     NO_VERDICT,

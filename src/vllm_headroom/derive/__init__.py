@@ -7,10 +7,10 @@ from typing import Any, Final, Generic, TypeVar
 
 from msgspec import Struct
 
+from vllm_headroom.derive.allocator_counts import Counts, derive_counters
 from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.derive.host_memory import derive_host_memory
-from vllm_headroom.derive.inside import Counts, derive_counters
 from vllm_headroom.derive.kv_cache import (
     Batches,
     PrefixCacheState,

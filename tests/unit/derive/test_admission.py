@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.kv_cache import TIMES, Batches, derive_admission
+from vllm_headroom.derive.kv_cache import FULL_BATCH_SAMPLES, Batches, derive_admission
 from vllm_headroom.model import EngineStatus, Failure
 from vllm_headroom.vocabulary import EngineState, Source
 
@@ -35,21 +35,21 @@ def more(*looks: Look | Failure, restarts: tuple[int, ...] = ()) -> float | None
 
 def test_what_fits_the_cache_is_said_while_no_limit_is_known() -> None:
     assert more(QUIET) == 90
-    assert more(*[QUEUED] * (TIMES - 1), QUIET) == 90, "a queue of a moment tells no limit"
+    assert more(*[QUEUED] * (FULL_BATCH_SAMPLES - 1), QUIET) == 90, "a queue of a moment tells no limit"
 
 
 def test_what_runs_while_others_wait_again_and_again_is_the_limit() -> None:
-    assert more(*[QUEUED] * TIMES) == 0
-    assert more(*[QUEUED] * TIMES, QUIET) == 6
-    assert more(*[QUEUED] * TIMES, failure(Source.ENGINE), QUIET) == 6
+    assert more(*[QUEUED] * FULL_BATCH_SAMPLES) == 0
+    assert more(*[QUEUED] * FULL_BATCH_SAMPLES, QUIET) == 6
+    assert more(*[QUEUED] * FULL_BATCH_SAMPLES, failure(Source.ENGINE), QUIET) == 6
 
 
 def test_the_cache_still_limits_below_the_batch() -> None:
-    assert more(*[QUEUED] * TIMES, (10.0, 0.0, 0.8)) == 2
+    assert more(*[QUEUED] * FULL_BATCH_SAMPLES, (10.0, 0.0, 0.8)) == 2
 
 
 def test_more_running_than_the_limit_was_no_limit() -> None:
-    assert more(*[QUEUED] * TIMES, (20.0, 0.0, 0.2)) == 80
+    assert more(*[QUEUED] * FULL_BATCH_SAMPLES, (20.0, 0.0, 0.2)) == 80
 
 
 def test_waiting_for_the_cache_tells_nothing_of_the_batch() -> None:
@@ -69,13 +69,13 @@ def test_a_limit_that_was_read_is_not_known_while_it_is_missing() -> None:
 
 @pytest.mark.parametrize(("restarts", "expected"), [((0, 0, 0, 0), 6), ((0, 0, 0, 1), 90)])
 def test_another_life_may_have_another_limit(restarts: tuple[int, ...], expected: float) -> None:
-    assert more(*[QUEUED] * TIMES, QUIET, restarts=restarts) == expected
+    assert more(*[QUEUED] * FULL_BATCH_SAMPLES, QUIET, restarts=restarts) == expected
 
 
 @pytest.mark.parametrize("doing", [EngineState.ASLEEP, EngineState.STALLED])
 def test_what_is_frozen_in_an_engine_tells_no_limit_and_nothing_more_fits(doing: EngineState) -> None:
     state, frozen = Batches(), page(engine(running=3.0, waiting=5.0, kv_used_ratio=0.1))
-    for place in range(2 * TIMES):
+    for place in range(2 * FULL_BATCH_SAMPLES):
         seen = snapshot(at=5.0 * place, engines=frozen)
         state, samples = derive_admission(state, replace(seen, engine_status=EngineStatus(state=doing)))
         assert not samples

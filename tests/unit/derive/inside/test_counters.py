@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.samples import A_GPU, failure, gpu, probed, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.inside import MOST_COUNTS, Counts, derive_counters
+from vllm_headroom.derive.allocator_counts import MOST_COUNTS, Counts, derive_counters
 from vllm_headroom.model import AllocatorReading, Failure, OomRecord, ProbedProcess, ProbeReadings, Sample
 from vllm_headroom.vocabulary import Source
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import failure, probed
-from vllm_headroom.derive.inside import classify_probe
+from vllm_headroom.derive.probe_files import classify_probe
 from vllm_headroom.model import EngineProcess, Failure, OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.vocabulary import Role, Source
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from simulator.scenarios import SCENARIOS
 from simulator.world import Course, World
 
-from vllm_headroom.derive import inside as present
 from vllm_headroom.derive.inside import add_inside
+from vllm_headroom.derive.probe_files import classify_probe
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader
@@ -80,7 +80,7 @@ async def through_files(folder: Path, course: Course) -> list[Snapshot]:
         written(folder, sample)
         outside = understood({**sample, "gpus": [_without_inside(*sample["gpus"])], "processes": []})
         files = await reader.read(60.0)
-        probe = present.classify_probe(files, outside.processes, outside.time_seconds)
+        probe = classify_probe(files, outside.processes, outside.time_seconds)
         seen.append(replace(outside, gpus=add_inside(outside.gpus, probe), probe=probe))
     return seen
 

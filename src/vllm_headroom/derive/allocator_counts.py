@@ -1,0 +1,99 @@
+"""The errors of torch's allocator, counted over all processes of the engine."""
+
+from typing import Final
+
+from msgspec import Struct, field
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.readings import label_gpu, limit_remembered
+from vllm_headroom.model import (
+    AllocatorReading,
+    Metric,
+    ProbedProcess,
+    ProbeReadings,
+    Sample,
+    Snapshot,
+)
+
+MOST_COUNTS: Final = 512
+"""Processes whose counters are kept: four times the files that are read at once."""
+
+CounterKey = tuple[str, str, int, float]
+"""A process's counter by GPU UUID, metric name, pid and start."""
+
+SumKey = tuple[str, str]
+"""A sum by GPU UUID and metric name."""
+
+_METRICS: Final[tuple[Metric, ...]] = (catalog.ALLOCATOR_RETRIES, catalog.ALLOCATOR_OOMS)
+
+
+class Counts(Struct, frozen=True, kw_only=True):
+    """The counts of all processes so far."""
+
+    last: dict[CounterKey, int] = field(default_factory=dict)
+    """The newest count of each process, the one read longest ago first."""
+
+    sums: dict[SumKey, int] = field(default_factory=dict)
+    """The sums over all processes, also over exited ones."""
+
+
+def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
+    """Return the allocator's counters per GPU of the engine.
+
+    An exited process counts with its last file.
+    """
+    probe = snapshot.probe
+    gpus = snapshot.owned_gpus
+    if not isinstance(probe, ProbeReadings) or not gpus:
+        return state, ()
+    uuids = {gpu.reading.uuid.casefold() for gpu in gpus}
+    present_keys = {(uuid, metric.name) for uuid in uuids for metric in _METRICS}
+    counts = dict(state.last)
+    sums = limit_remembered(state.sums, present_keys)
+    for process in (*probe.others, *probe.silent, *probe.present):
+        for device in process.devices:
+            if device.uuid.casefold() in uuids:
+                _count_device(counts, sums, process, device)
+
+    samples = []
+    for gpu in gpus:
+        for metric in _METRICS:
+            key = (gpu.reading.uuid.casefold(), metric.name)
+            if key in sums:
+                samples.append(Sample(metric, label_gpu(gpu), float(sums[key])))
+    newest_counts = dict(tuple(counts.items())[-MOST_COUNTS:])
+    return Counts(last=newest_counts, sums=sums), tuple(samples)
+
+
+def _count_device(
+    counts: dict[CounterKey, int],
+    sums: dict[SumKey, int],
+    process: ProbedProcess,
+    device: AllocatorReading,
+) -> None:
+    """Add the new errors of a process on a device to `counts` and `sums`."""
+    uuid = device.uuid.casefold()
+    _add_count(counts, sums, process, (uuid, catalog.ALLOCATOR_RETRIES.name), device.retries)
+    ooms = device.ooms
+    oom = process.oom
+    # The allocator's count may be older than the error that the probe's observer saw.
+    if oom is not None and oom.uuid is not None and oom.uuid.casefold() == uuid:
+        ooms = max(ooms or 0, oom.seen or 1)
+    _add_count(counts, sums, process, (uuid, catalog.ALLOCATOR_OOMS.name), ooms)
+
+
+def _add_count(
+    counts: dict[CounterKey, int],
+    sums: dict[SumKey, int],
+    process: ProbedProcess,
+    sum_key: SumKey,
+    count: int | None,
+) -> None:
+    """Add what a process's counter has gained; a counter that fell adds nothing."""
+    if count is None:
+        return
+    key = (*sum_key, process.pid, process.started_at_seconds)
+    # Taken out and put back at the end: the oldest counters are dropped first.
+    earlier_count = counts.pop(key, 0)
+    counts[key] = max(earlier_count, count)
+    sums[sum_key] = sums.get(sum_key, 0) + counts[key] - earlier_count

@@ -1,0 +1,75 @@
+"""Which of the probe's files belong to this run of the engine."""
+
+from typing import Final
+
+from vllm_headroom.model import (
+    SAME_START_SECONDS,
+    EngineProcess,
+    Failure,
+    ProbedProcess,
+    ProbeReadings,
+)
+
+FRESH_INTERVALS: Final = 3
+"""A file is fresh for three of its intervals, within the bounds below."""
+
+SHORTEST_FRESH_SECONDS: Final = 10.0
+LONGEST_FRESH_SECONDS: Final = 300.0
+
+AHEAD_SECONDS: Final = 60.0
+"""Files share the machine's clock: one dated further ahead is ignored."""
+
+
+def classify_probe(
+    files: tuple[ProbedProcess, ...] | Failure | None,
+    processes: tuple[EngineProcess, ...] | Failure,
+    now: float,
+) -> ProbeReadings | Failure | None:
+    """Sort the probe's files into present, silent and others, at `now` in seconds since the epoch.
+
+    Where /proc shows engine processes, a file belongs to this run if one of them started when its
+    process did; pids may be of another namespace, and setting the clock changes a start time.
+    Otherwise only the file's date counts.
+    """
+    if files is None or isinstance(files, Failure):
+        return files
+    shown = () if isinstance(processes, Failure) else processes
+    present = []
+    silent = []
+    others = []
+    for file in _list_newest(files, now):
+        is_running = any(_is_same_process(file, process) for process in shown)
+        may_run = is_running or not shown
+        if file.stopped is not None:
+            others.append(file)
+        elif may_run and now - file.written_at_seconds <= _measure_fresh_seconds(file):
+            present.append(file)
+        elif is_running:
+            silent.append(file)
+        else:
+            others.append(file)
+    return ProbeReadings(present=tuple(present), silent=tuple(silent), others=tuple(others))
+
+
+def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedProcess]:
+    """Return the newest file of each process, oldest first."""
+    newest = {}
+    # Names are not trusted: of several files of one process the newest counts.
+    for file in sorted(files, key=lambda file: file.written_at_seconds):
+        if file.written_at_seconds <= now + AHEAD_SECONDS:
+            newest[file.pid, file.started_at_seconds] = file
+    return list(newest.values())
+
+
+def _is_same_process(file: ProbedProcess, process: EngineProcess) -> bool:
+    boot_seconds = file.since_boot_seconds
+    if boot_seconds is not None and boot_seconds == process.since_boot_seconds:
+        return True
+    difference_seconds = abs(file.started_at_seconds - process.started_at_seconds)
+    return difference_seconds <= SAME_START_SECONDS
+
+
+def _measure_fresh_seconds(file: ProbedProcess) -> float:
+    """Return how long a file is fresh."""
+    fresh_seconds = max(SHORTEST_FRESH_SECONDS, FRESH_INTERVALS * file.interval_seconds)
+    return min(fresh_seconds, LONGEST_FRESH_SECONDS)
