@@ -39,78 +39,94 @@ def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None
 
 
 class FileWriter:
-    """Runs file operations on a thread, each for at most `seconds`; `what` and `file` are their names in the log."""
+    """Runs file operations on a thread, each for at most `seconds`.
 
-    def __init__(self, what: str, file: Path, seconds: float = WRITE_SECONDS) -> None:
-        self._begins, self._ends = f"{what} not written", f"{what} written again"
+    `name` and `file` are what the log calls the file.
+    """
+
+    def __init__(self, name: str, file: Path, seconds: float = WRITE_SECONDS) -> None:
+        self._failure_text = f"{name} not written"
+        self._recovery_text = f"{name} written again"
         self._file = file
-        self._worker = Worker[None](what)
+        self._worker = Worker[None](name)
         self._seconds = seconds
         self._problem: str | None = None
 
     async def do(self, operation: Callable[[], None]) -> bool:
         """Return whether the operation worked, and log when that changes."""
-        before = self._problem
+        previous_problem = self._problem
         _, self._problem = await self._worker.attempt(operation, self._seconds)
-        if self._problem is not None and before is None:
-            log.warning(self._begins, file=str(self._file), problem=self._problem)
-        elif self._problem is None and before is not None:
-            log.info(self._ends, file=str(self._file))
+        if self._problem is not None and previous_problem is None:
+            log.warning(self._failure_text, file=str(self._file), problem=self._problem)
+        elif self._problem is None and previous_problem is not None:
+            log.info(self._recovery_text, file=str(self._file))
         return self._problem is None
 
 
 NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name another"
+"""What people read where a file cannot be continued."""
 
 
 class Recorder:
-    """Appends snapshots to `file`; at `max_bytes` it is renamed to `file`.1, and a new one begins."""
+    """Appends snapshots to `file`, which at `max_bytes` becomes `file`.1, and a new one begins."""
 
     def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
-        self._file, self._max_bytes = file, max_bytes
-        self._writing = FileWriter("trace", file, seconds)
+        self._file = file
+        self._max_bytes = max_bytes
+        self._writer = FileWriter("trace", file, seconds)
 
     async def record(self, snapshot: Snapshot) -> None:
         """Write one line."""
-        await self._writing.do(
+        await self._writer.do(
             lambda: append(self._file, encode_line(build_record(snapshot)), self._max_bytes)
         )
 
 
-def append(file: Path, written: bytes, max_bytes: int) -> None:
-    """Append a line, after a header where the file is new; raises OSError, and ValueError where it is not a trace.
+def append(file: Path, line: bytes, max_bytes: int) -> None:
+    """Append a line, after a header where the file is new.
 
-    It opens the file for each line: the file may be moved or deleted at any time.
+    It opens the file for each line: the file may be moved or deleted at any time. Raises OSError,
+    and ValueError where the file is not a trace.
     """
     with file.open("a+b") as stream:
-        size = _mend(stream)
-        if not size or size + len(written) <= max_bytes:
-            stream.write(written if size else encode_line(HEADER) + written)
+        size_bytes = _cut_incomplete_line(stream)
+        if size_bytes == 0:
+            stream.write(encode_line(HEADER) + line)
+            return
+        if size_bytes + len(line) <= max_bytes:
+            stream.write(line)
             return
     file.replace(file.with_name(f"{file.name}.1"))
-    append(file, written, max_bytes)
+    append(file, line, max_bytes)
 
 
-def _mend(stream: BinaryIO) -> int:
-    """Return the size of the trace, 0 for a new one, after cutting an incomplete last line."""
-    size = stream.seek(0, os.SEEK_END)
-    if not size:
+def _cut_incomplete_line(stream: BinaryIO) -> int:
+    """Cut off the last line if it has no end, and return the size of the trace, 0 for a new one.
+
+    Raises ValueError where it is not a trace.
+    """
+    size_bytes = stream.seek(0, os.SEEK_END)
+    if size_bytes == 0:
         return 0
     stream.seek(0)
-    head = stream.readline(LONGEST_LINE_BYTES)
-    if not is_trace_start(head):
+    first_line = stream.readline(LONGEST_LINE_BYTES)
+    if not is_trace_start(first_line):
         raise ValueError(NOT_A_TRACE)
-    if not head.endswith(b"\n"):
+    if not first_line.endswith(b"\n"):
         return stream.truncate(0)
-    stream.seek(size - 1)
+    stream.seek(size_bytes - 1)
     if stream.read() == b"\n":
-        return size
-    begin = stream.seek(max(0, size - LONGEST_LINE_BYTES))
-    return stream.truncate(begin + stream.read().rfind(b"\n") + 1)
+        return size_bytes
+    tail_start = stream.seek(max(0, size_bytes - LONGEST_LINE_BYTES))
+    return stream.truncate(tail_start + stream.read().rfind(b"\n") + 1)
 
 
-def is_trace_start(head: bytes) -> bool:
-    """Return whether a trace with this first line may be continued: not an incident; a part of the header may."""
+def is_trace_start(first_line: bytes) -> bool:
+    """Return whether a trace with this first line may be continued.
+
+    An incident may not. A part of the header may: its writing was interrupted.
+    """
     try:
-        return encode_line(HEADER).startswith(head) or bool(json.loads(head) == HEADER)
+        return encode_line(HEADER).startswith(first_line) or bool(json.loads(first_line) == HEADER)
     except (ValueError, RecursionError):
         return False
