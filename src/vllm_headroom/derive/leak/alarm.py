@@ -78,7 +78,7 @@ def _add_rise(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 
 
 def _compute_hold_factor(track: Track, newest_rise: Block) -> float:
-    """Return how many times longer than usual an alarm is held: 1 except on a nearly full device."""
+    """Return how many times longer than usual an alarm is held: 1 unless it is nearly full."""
     if not track.history.capacity_bytes:
         return 1.0
     room_bytes = track.history.capacity_bytes - newest_rise.floor_bytes
@@ -97,7 +97,7 @@ def _compute_quiet_seconds(track: Track, began: Block, hold_factor: float) -> fl
 
 
 def _end_alarm(track: Track, newest_rise: Block) -> Track:
-    """Return the track without its alarm; the evidence starts over at the newest block of each ring."""
+    """Return the track without its alarm; evidence starts over at each ring's newest block."""
     rings = [
         Ring(blocks=ring.blocks[-1:], highest_bytes=newest_rise.floor_bytes)
         for ring in track.history.rings

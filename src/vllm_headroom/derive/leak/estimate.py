@@ -135,9 +135,9 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
 
     The slope is the Theil-Sen estimator of the later half: the median of the slopes between all
     pairs, which single benign steps do not move. Where that is zero, growth was in a few large
-    steps, and the slope is that of the whole. Its interval comes from the method of batch means over
-    the later three quarters, because rises are not independent; it is widened by one step, because
-    the true amount is known only to the allocator's step.
+    steps, and the slope is that of the whole. Its interval comes from the method of batch means
+    over the later three quarters, because rises are not independent; it is widened by one step,
+    because the true amount is known only to the allocator's step.
     """
     length = axis[-1] - axis[0]
     if length <= 0:
@@ -164,7 +164,7 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
 
 
 def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
-    """Return the slope of each of the equal batches in the later three quarters that has a length."""
+    """Return the slopes of the batches, of equal size, in the later three quarters."""
     batch_size = (len(axis) - 1 - len(axis) // 4) // BATCHES
     cuts = [len(axis) - 1 - batch_size * number for number in range(BATCHES, -1, -1)]
     return [

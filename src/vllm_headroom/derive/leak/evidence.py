@@ -1,4 +1,4 @@
-"""The witnesses of even growth: its pace, its shape, whether it is steady, and how long it lasted."""
+"""The witnesses of even growth: pace, shape, whether it is steady, and how long it lasted."""
 
 from itertools import pairwise
 from math import inf, log
@@ -92,7 +92,7 @@ CLIP_MEDIANS: Final = 3.0
 
 
 def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
-    """Return the rises, each at most `CLIP_MEDIANS` median ones, or so many bytes if that is more."""
+    """Return the rises, each at most `CLIP_MEDIANS` median ones, or at most so many bytes."""
     median_bytes = median(rise for rise in growth.rises_bytes if rise >= RISE_BYTES)
     limit_bytes = max(least_limit_bytes, CLIP_MEDIANS * median_bytes)
     return [min(limit_bytes, rise_bytes) for rise_bytes in growth.rises_bytes]

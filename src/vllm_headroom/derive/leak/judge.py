@@ -176,9 +176,10 @@ def _judge_rings(
             judgement = max(judgements, key=_rank_judgement, default=None)
         verdict = Certainty.NONE if judgement is None else judgement.verdict
         rings.append(replace(ring, verdict=verdict))
-        if judgement is not None and verdict is not Certainty.NONE:
-            if surest is None or verdict >= surest.verdict:  # of equal ones the longest blocks
-                surest = judgement
+        if judgement is None or verdict is Certainty.NONE:
+            continue
+        if surest is None or verdict >= surest.verdict:  # of equal ones the longest blocks
+            surest = judgement
 
     verdict = max(ring.verdict for ring in rings)
     history = replace(track.history, rings=tuple(rings))

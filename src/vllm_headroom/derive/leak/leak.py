@@ -185,7 +185,7 @@ def derive_host_leaks(
 
 
 def _join_times(times: Iterable[float | None]) -> float | None:
-    """Return when roles that fill the same room will have filled it together: their paces add up."""
+    """Return when roles have filled the same room together: their paces add up."""
     known_seconds = [seconds for seconds in times if seconds is not None]
     if not known_seconds:
         return None

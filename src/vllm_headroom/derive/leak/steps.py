@@ -50,7 +50,8 @@ RECORD_RATIO: Final = 1.04
 """A step is a record if it is larger than the largest before it by more than this ratio."""
 
 REPEATED_BYTES: Final = 96 * MIB
-"""A repeated size is evidence from here on: slots, graphs and kernels repeat too, but are smaller."""
+"""A repeated size is evidence from here on. Slots, graphs and kernels repeat too, but are
+smaller."""
 
 REPEATED_ODDS: Final = 2.0
 """What a repeated size adds to the odds, per e-fold above `REPEATED_BYTES`. Fitted to simulated

@@ -254,7 +254,7 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
 
 
 def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
-    """Return the track with a reading in its open block, after closing that where it is complete."""
+    """Return the track with a reading in its open block, which is closed first where complete."""
     if held_bytes != track.history.held_bytes:
         track = replace(track, history=_note_change(track, held_bytes))
     open_block = track.history.open_block

@@ -126,7 +126,7 @@ class Growth(Struct, frozen=True, kw_only=True):
 
 
 def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
-    """Return the blocks of a ring after the origin; None where they grew too little for any verdict."""
+    """Return a ring's blocks since the origin; None where they grew too little for a verdict."""
     oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
     if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
         return None

@@ -261,6 +261,18 @@ def test_an_alarm_waits_the_longer_the_more_of_the_growth_is_single_large_steps(
     assert alone <= beneath < 2 * alone
 
 
+def test_one_large_demand_early_in_a_leak_does_not_put_the_alarm_off() -> None:
+    """A long prompt takes 300 MiB after 18 minutes: unless rises are clipped, the later half lacks its share."""
+
+    def shape(seconds: float) -> float:
+        return leak(seconds) + (300 * MIB if seconds > 0.3 * HOUR else 0)
+
+    alone, beneath = (follow(readings(each, 1.5)).first(Certainty.LEAKING) for each in (leak, shape))
+
+    assert alone is not None
+    assert beneath == alone
+
+
 def test_one_large_rise_does_not_bring_the_end_nearer() -> None:
     """Else 90 MiB an hour with 4 GiB of room would be an alarm after a single demand of 2,400 MiB."""
 

@@ -1,0 +1,174 @@
+"""The witnesses of the detector as a table: what each measures, adds, and is needed for.
+
+The functions are called by the judge, not through this table. The benchmark turns the witnesses off
+one at a time, and a test holds that the test a row names fails without its witness.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from msgspec import Struct
+
+from vllm_headroom.derive.leak import alarm, evidence, judge, steps, track, windows
+
+
+class Witness(Struct, frozen=True, kw_only=True):
+    """One row: a rule that speaks for or against a leak."""
+
+    name: str
+    measures: str
+    adds: str
+    """What it adds to the odds of a leak, or what it forbids."""
+
+    functions: tuple[Callable[..., Any], ...]
+    constants: dict[str, object]
+    """By name; each has its reason where it is defined."""
+
+    source: str
+    """Where the constants and the formula are from."""
+
+    fails_without: str
+    """A test, with the day it plays, that fails without the witness."""
+
+
+WITNESSES: Final = (
+    Witness(
+        name="how often it rises",
+        measures="in how many blocks memory rose, against the rarity of records and first uses",
+        adds="the log likelihood ratio of each block, in all at most 12; an alarm needs 10",
+        functions=(windows.weigh_blocks,),
+        constants={
+            "RISE_SOURCES": windows.RISE_SOURCES,
+            "RISE_CHANCE_IN_A_LEAK": windows.RISE_CHANCE_IN_A_LEAK,
+            "LEAST_RISE_CHANCE": windows.LEAST_RISE_CHANCE,
+            "USELESS_CHANCE": windows.USELESS_CHANCE,
+            "LEAST_RISE_ODDS": judge.LEAST_RISE_ODDS,
+        },
+        source="Rényi: the n-th of exchangeable demands is a record with chance 1/n",
+        fails_without="tests/unit/derive/leak/test_large_and_fast.py"
+        "::test_a_warm_up_that_takes_half_of_the_room_is_none_though_each_block_rises",
+    ),
+    Witness(
+        name="pace",
+        measures="growth at a constant rate, by time or requests, against growth by folds of work",
+        adds="the log likelihood ratio of the two, at most 12",
+        functions=(evidence.weigh_pace,),
+        constants={"WITNESS_ODDS_LIMIT": judge.WITNESS_ODDS_LIMIT},
+        source="Poisson's law of steps of the window's typical size",
+        fails_without="tests/unit/derive/leak/test_limits.py"
+        "::test_growth_by_the_logarithm_of_swinging_work_is_no_alarm_where_each_rise_is_small",
+    ),
+    Witness(
+        name="shape",
+        measures="the shares of the growth in the later half and in each quarter of a window",
+        adds="nothing; without its shares growth is no verdict",
+        functions=(evidence.is_even,),
+        constants={
+            "LATER_HALF_SHARE": evidence.LATER_HALF_SHARE,
+            "FIRST_QUARTER_SHARE": evidence.FIRST_QUARTER_SHARE,
+            "LAST_QUARTER_SHARE": evidence.LAST_QUARTER_SHARE,
+        },
+        source="our choice; without it the recorded day quiet-level is a warning",
+        fails_without="tests/unit/derive/leak/test_limits.py"
+        "::test_growth_after_quiet_hours_is_nothing_before_ten_minutes_however_fast",
+    ),
+    Witness(
+        name="clipped rises",
+        measures="each rise as at most three median rises",
+        adds="nothing; one large demand moves neither the shape nor the time left",
+        functions=(evidence.clip_rises,),
+        constants={"CLIP_MEDIANS": evidence.CLIP_MEDIANS, "LARGE_BYTES": alarm.LARGE_BYTES},
+        source="our choice; recorded days of torch's allocator are found later without",
+        fails_without="tests/unit/derive/leak/test_large_and_fast.py"
+        "::test_one_large_demand_early_in_a_leak_does_not_put_the_alarm_off",
+    ),
+    Witness(
+        name="patience",
+        measures="how long growth has lasted, against the time left",
+        adds="nothing; an alarm waits for an hour, or longer for a twentieth of the time left",
+        functions=(evidence.compute_patience,),
+        constants={
+            "LEAKING_SECONDS": evidence.LEAKING_SECONDS,
+            "HASTE_SHARE": evidence.HASTE_SHARE,
+            "HASTE_SECONDS": evidence.HASTE_SECONDS,
+            "PATIENCE_SHARE": evidence.PATIENCE_SHARE,
+            "LONGEST_PATIENCE_SECONDS": evidence.LONGEST_PATIENCE_SECONDS,
+        },
+        source="bounded ramps (caches, LoRA slots) are linear until they end",
+        fails_without="tests/unit/derive/leak/test_limits.py"
+        "::test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning"
+        "_and_what_goes_on_an_alarm",
+    ),
+    Witness(
+        name="large steps",
+        measures="the pace of windows that begin with a step and are worth two",
+        adds="a verdict of their own, for leaks in too few rises for the others",
+        functions=(steps.find_step_windows, steps.judge_steps),
+        constants={
+            "LEAST_STEPS_BYTES": steps.LEAST_STEPS_BYTES,
+            "LEAST_STEPS": steps.LEAST_STEPS,
+            "GROWING_ODDS": steps.GROWING_ODDS,
+            "LEAKING_ODDS": steps.LEAKING_ODDS,
+            "YOUNG_SECONDS": steps.YOUNG_SECONDS,
+            "ROOM_SHARE": steps.ROOM_SHARE,
+            "ENOUGH_BYTES": steps.ENOUGH_BYTES,
+        },
+        source="Poisson's law, as pace; few bounded caches take a quarter of the room or 1.5 GiB",
+        fails_without="tests/unit/derive/leak/test_higher_load.py"
+        "::test_steps_that_go_on_at_a_doubled_load_are_an_alarm",
+    ),
+    Witness(
+        name="sizes of steps",
+        measures="whether the sizes of large steps come again, or outgrow each other",
+        adds="up to 6 for each repeated size, 0.5 for a smaller one, -1 for a record",
+        functions=(steps.score_likeness,),
+        constants={
+            "REPEATED_BYTES": steps.REPEATED_BYTES,
+            "REPEATED_ODDS": steps.REPEATED_ODDS,
+            "MOST_REPEATED_ODDS": steps.MOST_REPEATED_ODDS,
+            "SMALLER_ODDS": steps.SMALLER_ODDS,
+            "RECORD_ODDS": steps.RECORD_ODDS,
+            "SURE_OF_STEPS": steps.SURE_OF_STEPS,
+        },
+        source="fitted to simulated days",
+        fails_without="tests/unit/derive/leak/test_large_and_fast.py"
+        "::test_steps_that_each_outgrow_the_last_are_records_and_no_leak_and_equal_ones_are",
+    ),
+    Witness(
+        name="load that doubled",
+        measures="the most requests that ever ran at once",
+        adds="nothing; when they have doubled, work is counted from there, as after a start",
+        functions=(track.observe,),
+        constants={"LOAD_LEAP": track.LOAD_LEAP},
+        source="steady load exceeds its first minutes by a half at most; without it the recorded"
+        " day quiet-level is a warning",
+        fails_without="tests/unit/derive/leak/test_higher_load.py"
+        "::test_just_after_load_doubled_growth_proves_as_little_as_after_a_start",
+    ),
+    Witness(
+        name="steady growth",
+        measures="whether each of eleven blocks rose by nearly the same",
+        adds="an alarm without odds once three quarters of the time left have passed",
+        functions=(evidence.is_steady,),
+        constants={
+            "STEADY_BLOCKS": evidence.STEADY_BLOCKS,
+            "STEADY_SPREAD": evidence.STEADY_SPREAD,
+            "SOON_SHARE": judge.SOON_SHARE,
+            "LATE_SHARE": steps.LATE_SHARE,
+        },
+        source="warm-ups that took half of a card had a variance of 0.8 to 4 squared means",
+        fails_without="tests/unit/derive/leak/test_higher_load.py"
+        "::test_equal_chunks_that_fill_a_small_card_for_hours_are_an_alarm_whatever_load_does",
+    ),
+    Witness(
+        name="kept on a full card",
+        measures="the room that is left when growth pauses or is given back during an alarm",
+        adds="nothing; with less than 1 GiB an alarm is held for longer",
+        functions=(alarm.update_alarm,),
+        constants={"NEARLY_FULL_BYTES": alarm.NEARLY_FULL_BYTES},
+        source="torch's allocator gives back its cache, which hides the growth beneath",
+        fails_without="tests/unit/derive/leak/test_steps.py"
+        "::test_an_alarm_ends_when_most_is_given_back"
+        "_and_on_a_full_card_when_nothing_grows_for_long[a full card gives back its cache]",
+    ),
+)
