@@ -38,7 +38,10 @@ class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
 def answer(
     derivation: Derivation[State], state: State, snapshot: Snapshot
 ) -> tuple[State, tuple[Sample, ...]]:
-    """Run one step and drop samples that are not finite: absurd values on a page divide to infinity."""
+    """Run one step and drop samples that are not finite.
+
+    Absurd values on a page divide to infinity.
+    """
     following, samples = derivation.step(state, snapshot)
     return following, tuple([sample for sample in samples if isfinite(sample.value)])
 
@@ -63,9 +66,10 @@ def build_derivations(
 ) -> tuple[Derivation[Any], ...]:
     """Return every derivation in the order of the page; a new one is added here.
 
-    `reported_bytes` is the configured memory use per GPU, `kv_bytes_per_token` the size of one KV-cache token in one
-    engine, `model` computes that size from the cache's dtype, `baseline_bytes_per_request` is the expected memory per
-    running request and GPU; None where not configured.
+    `reported_bytes` is the configured memory use per GPU, `kv_bytes_per_token` the size of one
+    KV-cache token in one engine, `model` computes that size from the cache's dtype,
+    `baseline_bytes_per_request` is the expected memory per running request and GPU; None where
+    not configured.
     """
     return (
         Derivation(name="health", initial=INITIAL, step=derive_health),

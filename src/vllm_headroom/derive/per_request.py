@@ -1,7 +1,7 @@
 """Memory per running request, against a baseline at comparable load."""
 
 from math import log
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -15,32 +15,48 @@ from vllm_headroom.derive.readings import (
     label_gpu,
     limit_remembered,
 )
-from vllm_headroom.model import Failure, Sample, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
+from vllm_headroom.units import DAY_SECONDS
 
-COMPARABLE: Final = 1.1
-"""Loads within this factor are comparable; the alert is at 1.1 (9.5 to 10.5 MB per request in the post-mortem)."""
+COMPARABLE_FACTOR: Final = 1.1
+"""Loads within this factor are comparable; the alert is at 1.1 (9.5 to 10.5 MB per request in the
+post-mortem)."""
 
-READINGS: Final = 60
-"""Readings in a baseline, five minutes at the default interval: a shorter one would be a burst's peak."""
+BASELINE_READINGS: Final = 60
+"""Readings in a baseline, five minutes at the default interval: a shorter one would be a burst's
+peak."""
 
 WARM_REQUESTS: Final = 1000.0
-"""Requests finished in this run before a baseline is learned: kernels have been used for the first time by then."""
+"""Requests finished in this run before a baseline is learned: kernels have been used for the first
+time by then."""
 
-
-HALF_LIFE_SECONDS: Final = 86_400.0
+HALF_LIFE_SECONDS: Final = DAY_SECONDS
 """Decay of the busiest load: load has a daily cycle."""
 
 
-class Baselines(Struct, frozen=True, kw_only=True):
-    """Learned memory per GPU and load band in one run: (readings so far, mean bytes held).
+class Baseline(NamedTuple):
+    """The memory that the engine held on a GPU in the first readings at comparable load."""
 
-    `busiest` is the most requests that ran at once, and when, in seconds since the epoch.
-    """
+    readings: int = 0
+    mean_bytes: float = 0.0
+
+
+class BusiestLoad(NamedTuple):
+    """The most requests that ran at once, and when, in seconds since the epoch."""
+
+    running: float = 0.0
+    seconds: float = 0.0
+
+
+class Baselines(Struct, frozen=True, kw_only=True):
+    """What was learned in one run of the engine."""
 
     run_id: str | None = field(default=None, name="life")  # its name in the state file
     finished_total: float | None = None
-    bands: dict[str, dict[int, tuple[int, float]]] = field(default_factory=dict)
-    busiest: tuple[float, float] = (0.0, 0.0)
+    bands: dict[str, dict[int, Baseline]] = field(default_factory=dict)
+    """The baselines by the GPU's UUID and the load band."""
+
+    busiest: BusiestLoad = BusiestLoad()
 
 
 def derive_baseline(
@@ -48,62 +64,89 @@ def derive_baseline(
 ) -> tuple[Baselines, tuple[Sample, ...]]:
     """Return memory per running request over its baseline.
 
-    With `configured_bytes` (per running request and GPU at full load) that is the baseline, and there is a sample only
-    near the busiest load: at night the same memory is spread over fewer requests. Else it is the mean of the first
-    readings at comparable load. No sample while nothing runs.
+    With `configured_bytes` (per running request and GPU at full load) that is the baseline, and
+    there is a sample only near the busiest load: at night the same memory is spread over fewer
+    requests. Else it is the mean of the first readings at comparable load. No sample while nothing
+    runs.
     """
     page = snapshot.page
     if page is None or not snapshot.in_service or isinstance(snapshot.gpus, Failure):
         return state, ()
-    run_id, finished_total = identify_run(page), count_finished(page)
-    is_new = is_new_run(state.run_id, run_id, state.finished_total, finished_total)
-    kept = (is_new and run_id) or state.run_id or run_id
-    state = replace(
-        state, run_id=kept, finished_total=finished_total, bands={} if is_new else state.bands
-    )
+    state = _follow_run(state, page)
     running = count_running(page)
     if not running:
         return state, ()
-    most, seen_seconds = state.busiest
-    passed_seconds = max(
-        0.0, snapshot.time_seconds - seen_seconds
-    )  # below 0 where a clock was set back
-    busiest = max(running, float(most * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS)))
-    state = replace(
-        state, busiest=(running, snapshot.time_seconds) if running >= busiest else state.busiest
-    )
-    band, warm = find_load_band(running), (finished_total or 0.0) >= WARM_REQUESTS
+    busiest_running = max(running, _decay_busiest(state.busiest, snapshot.time_seconds))
+    if running >= busiest_running:
+        state = replace(state, busiest=BusiestLoad(running, snapshot.time_seconds))
+
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
+    is_warm = (state.finished_total or 0.0) >= WARM_REQUESTS
+    is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
+    band = find_load_band(running)
     for gpu in snapshot.gpus:
-        if not gpu.held_bytes:  # unknown, or the engine died between the two readings
+        # Unknown, or the engine exited between the two readings.
+        if not gpu.held_bytes:
             continue
-        if configured_bytes is not None:
-            full = running * COMPARABLE >= busiest
-            ratio = gpu.held_bytes / running / configured_bytes if full else None
-        else:
-            mine = bands.get(gpu.reading.uuid, {})
-            count, mean = mine.get(band, (0, 0.0))
-            ratio = gpu.held_bytes / mean if count >= READINGS and mean > 0 else None
-            if warm and count < READINGS:
-                mean += (gpu.held_bytes - mean) / (count + 1)
-                bands[gpu.reading.uuid] = {**mine, band: (count + 1, mean)}
+        ratio = None
+        if configured_bytes is None:
+            baselines = bands.get(gpu.reading.uuid, {})
+            baseline = baselines.get(band, Baseline())
+            ratio = _compare(gpu.held_bytes, baseline)
+            if is_warm and baseline.readings < BASELINE_READINGS:
+                learned = _learn(baseline, gpu.held_bytes)
+                bands[gpu.reading.uuid] = {**baselines, band: learned}
+        elif is_near_busiest:
+            ratio = gpu.held_bytes / running / configured_bytes
         if ratio is not None:
             samples.append(Sample(catalog.MEMORY_PER_REQUEST_RATIO, label_gpu(gpu), ratio))
     return replace(state, bands=bands), tuple(samples)
 
 
+def _follow_run(state: Baselines, page: EnginePage) -> Baselines:
+    """Return the state of the run that the page is of: a new run has no baselines yet."""
+    run_id = identify_run(page)
+    finished_total = count_finished(page)
+    if is_new_run(state.run_id, run_id, state.finished_total, finished_total):
+        return replace(
+            state, run_id=run_id or state.run_id, finished_total=finished_total, bands={}
+        )
+    return replace(state, run_id=state.run_id or run_id, finished_total=finished_total)
+
+
+def _decay_busiest(busiest: BusiestLoad, now: float) -> float:
+    """Return the busiest load, halved for each half-life since; `now` is in seconds."""
+    # A clock that was set back has not passed a negative time.
+    passed_seconds = max(0.0, now - busiest.seconds)
+    return float(busiest.running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
+
+
+def _compare(held_bytes: int, baseline: Baseline) -> float | None:
+    """Return the memory over its baseline; None while that is being learned."""
+    if baseline.readings < BASELINE_READINGS or baseline.mean_bytes <= 0:
+        return None
+    return held_bytes / baseline.mean_bytes
+
+
+def _learn(baseline: Baseline, held_bytes: int) -> Baseline:
+    """Return the baseline with one more reading."""
+    readings = baseline.readings + 1
+    mean_bytes = baseline.mean_bytes + (held_bytes - baseline.mean_bytes) / readings
+    return Baseline(readings, mean_bytes)
+
+
 def find_load_band(running: float) -> int:
     """Return the number of the band of a load above 0; loads of one band are comparable."""
-    return round(log(running) / log(COMPARABLE))
+    return round(log(running) / log(COMPARABLE_FACTOR))
 
 
 def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return, per GPU, the memory the engine holds over the running requests of the whole page.
 
-    Summed over the GPUs this is the memory per request of the whole server, for tensor and data parallelism alike.
-    Absent while nothing runs, while an engine does not report its requests, and at nothing held, as when the engine
-    exits between the two readings.
+    Summed over the GPUs this is the memory per request of the whole server, for tensor and data
+    parallelism alike. Absent while nothing runs, while an engine does not report its requests,
+    and at nothing held, as when the engine exits between the two readings.
     """
     running = count_running(snapshot.page)
     if not running:

@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.derive.life.judge import judge_ending
-from vllm_headroom.derive.per_request import READINGS
+from vllm_headroom.derive.per_request import BASELINE_READINGS
 from vllm_headroom.units import format_instant, format_size
 from vllm_headroom.vocabulary import IncidentKind, MemoryPart
 from vllm_headroom_tools.check.record import (
@@ -141,7 +141,7 @@ def judge_costs(
         cost, old = gpu.busiest, None if past is None else past.busiest
         missing = find_doubt(record, gpu.coverage, gpu.name)
         if cost is None and missing is None:
-            missing = f"no load has {READINGS} readings, after {LEAST_REQUESTS:,.0f} requests: run each for longer"
+            missing = f"no load has {BASELINE_READINGS} readings, after {LEAST_REQUESTS:,.0f} requests: run each for longer"
         value = None if cost is None else cost.bytes_per_request
         comparable = None if find_shortfall(record) else value  # full load was hardly reached
         yield Judgement(

@@ -14,7 +14,7 @@ from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.derive.leak.evidence import GROWING_SECONDS
 from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
 from vllm_headroom.derive.life.signs import keep_service
-from vllm_headroom.derive.per_request import READINGS, WARM_REQUESTS, find_load_band
+from vllm_headroom.derive.per_request import BASELINE_READINGS, WARM_REQUESTS, find_load_band
 from vllm_headroom.derive.readings import count_finished, count_running, list_named, sum_known
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import format_duration
@@ -131,7 +131,7 @@ class MemorySeries:
         return {
             band: Cost(held_bytes=fmean(held), running=fmean(ran))
             for band, (held, ran) in sorted(self._loads.items())
-            if len(held) >= READINGS
+            if len(held) >= BASELINE_READINGS
         }
 
     @property

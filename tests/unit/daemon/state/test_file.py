@@ -177,7 +177,8 @@ def _name(annotation: Any) -> str:
 
 
 def _inside(hint: Any) -> list[type]:
-    if isinstance(hint, type) and issubclass(hint, Struct):
+    is_named_tuple = isinstance(hint, type) and hasattr(hint, "_fields")
+    if isinstance(hint, type) and (issubclass(hint, Struct) or is_named_tuple):
         return [hint]
     return list(dict.fromkeys(inner for argument in get_args(hint) for inner in _inside(argument)))
 

@@ -12,7 +12,7 @@ from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
 from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
-from vllm_headroom.derive.per_request import READINGS, Baselines, derive_baseline
+from vllm_headroom.derive.per_request import BASELINE_READINGS, Baseline, Baselines, derive_baseline
 from vllm_headroom.derive.verdicts import measure_watches
 from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory, Metric, Sample, Snapshot
 from vllm_headroom.units import MIB
@@ -318,7 +318,7 @@ def ratios(held: Callable[[int], int], turns: int, configured: float | None = No
 
 
 def test_the_ratio_is_to_what_was_learned_at_comparable_load() -> None:
-    learning = 2 * READINGS
+    learning = 2 * BASELINE_READINGS
 
     found = ratios(lambda turn: 9_500 if turn <= learning else 10_500, learning + 10)
 
@@ -347,7 +347,7 @@ def test_a_configured_baseline_is_compared_only_at_full_load() -> None:
 
 
 def test_a_baseline_of_another_life_is_forgotten() -> None:
-    state = Baselines(run_id="1.000", finished_total=5000.0, bands={"GPU-a": {24: (READINGS, 1.0)}})
+    state = Baselines(run_id="1.000", finished_total=5000.0, bands={"GPU-a": {24: Baseline(BASELINE_READINGS, 1.0)}})
     seen = snapshot(
         engines=page(engine(running=10.0, finished_total=6000.0, started_at_seconds=2.0)), engine_status=SERVING
     )
@@ -355,7 +355,7 @@ def test_a_baseline_of_another_life_is_forgotten() -> None:
     state, samples = derive_baseline(state, seen, configured_bytes=None)
 
     assert samples == ()
-    assert all(count < READINGS for bands in state.bands.values() for count, _ in bands.values())
+    assert all(count < BASELINE_READINGS for bands in state.bands.values() for count, _ in bands.values())
 
 
 def test_what_is_not_in_service_has_no_ratio() -> None:
