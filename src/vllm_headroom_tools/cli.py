@@ -38,7 +38,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
         "doctor.command",
         "Shows what the daemon can see from here, and how to fix the rest.",
     ),
-    "probe": ("probe", "Installs the probe into vLLM; records who allocates."),
+    "probe": ("probe.command", "Installs the probe into vLLM; records who allocates."),
     "plan": ("plan.command", "Computes whether a model will fit, and what to change if not."),
     "preflight": ("preflight.command", "Checks whether vLLM would start on these GPUs now."),
     "smoke": ("smoke.command", "Checks whether a vLLM that has just started serves."),

@@ -4,14 +4,15 @@ import json
 import sys
 import zlib
 from codecs import BOM_UTF8, BOM_UTF16_LE
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from enum import StrEnum
 from functools import partial
 from gzip import BadGzipFile, GzipFile
 from io import BufferedReader
 from os import fstat
 from pathlib import Path
-from typing import Any, Final, cast, get_type_hints
+from typing import Any, Final, TypeVar, cast, get_type_hints
 
 from vllm_headroom.model import (
     EnginePage,
@@ -61,75 +62,87 @@ from vllm_headroom_tools.progress import track_lines
 
 
 class BadInput(Exception):  # noqa: N818 - it describes the input
-    """A trace, or a source of one, that cannot be used; the message is one line for the operator."""
+    """A trace, or a source of one, cannot be used; the message is one line for the operator."""
 
 
 (FORMAT,) = HEADER
 
 STDIN: Final = "standard input"
-CLOCKS_SECONDS: Final = 300.0
+
+MAX_CLOCK_STEP_SECONDS: Final = 300.0
 """Corrections of a clock are smaller."""
 
-BACK: Final = (
+CLOCK_WENT_BACK: Final = (
     "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
 )
 NO_TRACE: Final = f"no trace of this version, whose first line is {json.dumps(HEADER)}"
 UNPACK: Final = "packed by {}: unpack it first, only gzip's is read as it is"
-FOREIGN: Final = {
+OTHER_FORMATS: Final = {
     BOM_UTF16_LE: "UTF-16, as some shells write with >: make UTF-8 of it",
     b"\x28\xb5\x2f\xfd": UNPACK.format("zstd"),
     b"\xfd7zXZ": UNPACK.format("xz"),
 }
-GZIP: Final = b"\x1f\x8b"
-MOST_QUOTED: Final = 60
-"""Characters of a file that is no trace, in its error message."""
+"""What a file is that is no trace, by the bytes that it begins with."""
 
-_LACKS: Final = "the trace has no reading of the {} here"
+GZIP_MAGIC: Final = b"\x1f\x8b"
+
+MAX_QUOTED_BYTES: Final = 60
+"""Of a file that is no trace, in its error message."""
+
+_NO_READING: Final = "the trace has no reading of the {} here"
 _GPUS_FAILED: Final = Failure(
-    source=Source.NVML, reason=Reason.UNKNOWN, message=_LACKS.format("GPUs")
+    source=Source.NVML, reason=Reason.UNKNOWN, message=_NO_READING.format("GPUs")
 )
 _PROCESSES_FAILED: Final = Failure(
-    source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=_LACKS.format("processes")
+    source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=_NO_READING.format("processes")
 )
 
 
-def read_trace(
-    trace: str, watched: Callable[[Iterator[bytes], int | None], Iterator[bytes]] = track_lines
-) -> Iterator[Snapshot]:
-    """Yield the snapshots of a file, or of standard input for "-"; `watched` gets the lines and their size in bytes."""
+def read_trace(trace: str) -> Iterator[Snapshot]:
+    """Yield the snapshots of a file, or of standard input for "-"; raise BadInput.
+
+    A terminal shows how much of it was read.
+    """
     if trace == "-":
         lines = read_lines(cast(BufferedReader, sys.stdin.buffer))
-        yield from _note_clock_steps(parse_trace(watched(lines, None), STDIN), STDIN)
+        snapshots = parse_trace(track_lines(lines, None), STDIN)
+        yield from _note_clock_steps(snapshots, STDIN)
         return
     try:
         with Path(trace).open("rb") as stream:
-            n_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
-            yield from _note_clock_steps(
-                parse_trace(watched(read_lines(stream), n_bytes), trace), trace
-            )
-    except (OSError, BadInput) as error:
-        wrong = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise BadInput(f"{trace}: {wrong}") from error
+            # The size of a packed file says nothing about its lines.
+            total_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
+            lines = track_lines(read_lines(stream), total_bytes)
+            yield from _note_clock_steps(parse_trace(lines, trace), trace)
+    except OSError as error:
+        raise BadInput(f"{trace}: cannot be read: {error.strerror}") from error
+    except BadInput as error:
+        raise BadInput(f"{trace}: {error}") from error
 
 
-def _note_clock_steps(seen: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
-    """Yield the snapshots; the first time that the clock goes back is noted on standard error."""
-    newest, is_noted = 0.0, False
-    for snapshot in seen:
-        back = newest - snapshot.time_seconds
-        if back > CLOCKS_SECONDS and not is_noted:
+def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
+    """Yield the snapshots; when the clock goes back, note it on standard error, once."""
+    newest_seconds = 0.0
+    is_noted = False
+    for snapshot in snapshots:
+        step_seconds = newest_seconds - snapshot.time_seconds
+        if step_seconds > MAX_CLOCK_STEP_SECONDS and not is_noted:
             is_noted = True
-            with suppress(OSError):  # a note is no reason to end
-                sys.stderr.write(
-                    f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
-                    f" {format_duration(back)}: {BACK}\n"
-                )
-        newest = max(newest, snapshot.time_seconds)
+            _write_note(
+                f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
+                f" {format_duration(step_seconds)}: {CLOCK_WENT_BACK}"
+            )
+        newest_seconds = max(newest_seconds, snapshot.time_seconds)
         yield snapshot
 
 
+def _write_note(line: str) -> None:
+    with suppress(OSError):  # a note is no reason to end
+        sys.stderr.write(f"{line}\n")
+
+
 def read_lines(stream: BufferedReader) -> Iterator[bytes]:
-    """Yield the lines, also of a gzip file; raises BadInput where that is damaged."""
+    """Yield the lines, also of a gzip file; raise BadInput where that is damaged."""
     plain = GzipFile(fileobj=stream) if _is_packed(stream) else stream
     try:
         yield from iter(partial(plain.readline, LONGEST_LINE_BYTES), b"")
@@ -140,37 +153,44 @@ def read_lines(stream: BufferedReader) -> Iterator[bytes]:
 
 
 def _is_packed(stream: BufferedReader) -> bool:
-    return stream.peek(len(GZIP)).startswith(GZIP)
+    return stream.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC)
 
 
 def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snapshot]:
-    """Yield a snapshot for each sample after the header; raises BadInput at the first line that is wrong.
+    """Yield a snapshot for each sample after the header; raise BadInput at the first wrong line.
 
-    Blank lines and further headers are skipped, so that rotated traces can be concatenated. An incomplete last line is
-    skipped with a note on standard error: the daemon exited while it wrote it, or is writing it now.
+    Blank lines and further headers are skipped, so that rotated traces can be concatenated. An
+    incomplete last line is skipped with a note on standard error: the daemon exited while it wrote
+    it, or is writing it now.
     """
-    number, rest = 0, iter(lines)
-    for number, line in enumerate(rest, start=1):
+    number = 0
+    remaining_lines = iter(lines)
+    for number, line in enumerate(remaining_lines, start=1):
         record = _parse_record(line)
         if number == 1 and not _is_header(record):
-            known = next((name for mark, name in FOREIGN.items() if line.startswith(mark)), None)
-            quoted = line[:MOST_QUOTED].decode(errors="replace").strip()
-            raise BadInput(
-                f"line 1: {NO_TRACE}; this {f'is {known}' if known else f'begins with {quoted!r}'}"
-            )
+            raise BadInput(f"line 1: {NO_TRACE}; this {_describe_content(line)}")
         if isinstance(record, str):
-            if line.endswith(b"\n") or next(rest, None) is not None:
+            is_incomplete = not line.endswith(b"\n") and next(remaining_lines, None) is None
+            if not is_incomplete:
                 raise BadInput(f"line {number}: {record}")
-            with suppress(OSError):  # a note is no reason to end
-                sys.stderr.write(f"{name}: line {number}, the last, is cut off and left out\n")
+            _write_note(f"{name}: line {number}, the last, is cut off and left out")
         elif record is not None and not _is_header(record):
             try:
                 snapshot = parse_snapshot(record)
-            except BadInput as wrong:
-                raise BadInput(f"line {number}: {wrong}") from None
+            except BadInput as error:
+                raise BadInput(f"line {number}: {error}") from None
             yield snapshot
     if number == 0:
         raise BadInput(f"line 1: {NO_TRACE}; this is empty")
+
+
+def _describe_content(line: bytes) -> str:
+    """Describe a file that is no trace by its first line."""
+    for beginning, description in OTHER_FORMATS.items():
+        if line.startswith(beginning):
+            return f"is {description}"
+    quoted = line[:MAX_QUOTED_BYTES].decode(errors="replace").strip()
+    return f"begins with {quoted!r}"
 
 
 def _is_header(record: object) -> bool:
@@ -199,10 +219,10 @@ def _parse_record(line: bytes) -> dict[str, Any] | str | None:
 
 
 def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
-    """Return one sample as the daemon saw it; raises BadInput.
+    """Return one sample as the daemon saw it; raise BadInput.
 
-    Absent and null mean unknown, for a whole source that it failed. `t` is the time of both clocks. A GPU or engine
-    without an index or a name is identified by its place in the list.
+    Absent and null mean unknown, for a whole source that it failed. `t` is the time of both clocks.
+    A GPU or engine without an index or a name is identified by its place in the list.
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)
@@ -215,34 +235,48 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
         processes = read_each(record, "processes", parse_process)
         host = read_within(record, "host", parse_host)
         pools = read_each(record, "pools", parse_pool) or ()
-        named, has_silent_core = (
-            read_text(record, "engines_failure"),
-            read_truth(record, "silent_core") or False,
-        )
-    except WrongFieldError as wrong:
-        raise BadInput(str(wrong)) from None
+        engines_failure = read_text(record, "engines_failure")
+        has_silent_core = read_truth(record, "silent_core") or False
+    except WrongFieldError as error:
+        raise BadInput(str(error)) from None
     if gpus is not None and len({gpu.reading.uuid for gpu in gpus}) < len(gpus):
         raise BadInput("gpus: the same GPU twice")
-    # without the memory of one, a sum would be wrong
-    known = tuple(process for process in processes or () if process is not None)
-    reason = next(
-        (reason for reason in REASONS[Source.ENGINE] if reason == named), Reason.UNREACHABLE
-    )
     return Snapshot(
         time_seconds=float(time),
         monotonic_seconds=float(time),
-        engines=Failure(source=Source.ENGINE, reason=reason, message=_LACKS.format("engines"))
-        if engines is None
-        else EnginePage(profile="vllm", engines=engines, inputs=()),
+        engines=_build_page(engines, engines_failure),
         gpus=_GPUS_FAILED if gpus is None else gpus,
-        processes=_PROCESSES_FAILED if processes is None or len(known) < len(processes) else known,
+        processes=_join_processes(processes),
         host=host,
         has_silent_core=has_silent_core,
         pools=tuple(pool for pool in pools if pool is not None),
     )
 
 
-_READS: Final[Mapping[object, Any]] = {
+def _build_page(
+    engines: tuple[EngineReading, ...] | None, reason_name: str | None
+) -> EnginePage | Failure:
+    """Return the engines as their page, or the failure, whose reason this version may not know."""
+    if engines is not None:
+        return EnginePage(profile="vllm", engines=engines, inputs=())
+    reason = Reason.UNREACHABLE
+    for known_reason in REASONS[Source.ENGINE]:
+        if known_reason == reason_name:
+            reason = known_reason
+    return Failure(source=Source.ENGINE, reason=reason, message=_NO_READING.format("engines"))
+
+
+def _join_processes(
+    processes: tuple[EngineProcess | None, ...] | None,
+) -> tuple[EngineProcess, ...] | Failure:
+    """Return the processes; a failure where one is None: a sum would be wrong without it."""
+    readings = tuple(process for process in processes or () if process is not None)
+    if processes is None or len(readings) < len(processes):
+        return _PROCESSES_FAILED
+    return readings
+
+
+_FIELD_READERS: Final[Mapping[object, Any]] = {
     str: read_text,
     int: read_size,
     float: read_number,
@@ -251,25 +285,45 @@ _READS: Final[Mapping[object, Any]] = {
     str | None: read_text,
     bool | None: read_truth,
 }
-_KINDS: Final[Mapping[type, Any]] = {
+"""By the type of a model's field."""
+
+_FIELD_TYPES: Final[Mapping[type, Any]] = {
     kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)
 }
-_INSIDE: Final = {
+"""The types of a model's fields, by model and field."""
+
+_INSIDE_FIELDS: Final = {
     "granted_bytes": "granted",
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved_by_torch",
 }
+"""The names that the fields of Inside have in a trace."""
 
 
-def _read_facts(
+def _read_fields(
     entry: Mapping[str, Any], kind: type, names: Iterable[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return the known facts of a model, by their names in the entry."""
-    return {
-        fact: value
-        for fact, name in names
-        if name in entry and (value := _READS[_KINDS[kind][fact]](entry, name)) is not None
-    }
+    """Read the fields of a model; `names` has each field and its name in the entry.
+
+    What is absent or null is left out.
+    """
+    values = {}
+    for field, name in names:
+        if name not in entry:
+            continue
+        read = _FIELD_READERS[_FIELD_TYPES[kind][field]]
+        value = read(entry, name)
+        if value is not None:
+            values[field] = value
+    return values
+
+
+_Member = TypeVar("_Member", bound=StrEnum)
+
+
+def _find_member(kind: type[_Member], value: str | None) -> _Member | None:
+    """Return the member with this value; None where this version does not know it."""
+    return next((member for member in kind if member == value), None)
 
 
 NO_PID: Final = 0
@@ -278,25 +332,25 @@ NO_PID: Final = 0
 
 def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
     """Return an engine; without a name it is identified by its place in the list."""
-    named = {"model_name": "unknown", "engine": str(place)}
-    return EngineReading(**named | _read_facts(entry, EngineReading, ENGINE_FIELDS))
+    defaults = {"model_name": "unknown", "engine": str(place)}
+    return EngineReading(**defaults | _read_fields(entry, EngineReading, ENGINE_FIELDS))
 
 
 def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
-    """Return a GPU of the engine's; held is what is attributed to the engine, else what is used without others'."""
+    """Return a GPU of the engine's.
+
+    What is held is what is attributed to the engine, else what is used without others'.
+    """
     index = read_size(entry, "gpu")
-    index = place if index is None else index
-    used, engine, other = (
-        read_size(entry, "used"),
-        read_size(entry, "engine"),
-        read_size(entry, "other"),
-    )
-    total, reserved, memory = read_size(entry, "total"), read_size(entry, "reserved"), None
-    if used is not None and total is not None:
-        free = max(0, total - used - (reserved or 0))
-        memory = GpuMemory(
-            total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved
-        )
+    if index is None:
+        index = place
+    used_bytes = read_size(entry, "used")
+    engine_bytes = read_size(entry, "engine")
+    other_bytes = read_size(entry, "other")
+    memory = _parse_gpu_memory(entry, used_bytes)
+    held_bytes = engine_bytes
+    if engine_bytes is None and used_bytes is not None:
+        held_bytes = max(0, used_bytes - (other_bytes or 0))
     return Gpu(
         reading=GpuReading(
             index=index,
@@ -305,37 +359,52 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
             memory=memory,
             used_peak_bytes=read_size(entry, "used_peak"),
         ),
-        attribution=Attribution.UUID if engine is None else Attribution.PROCESS,
-        engine_bytes=engine,
-        other_bytes=other,
-        held_bytes=max(0, used - (other or 0)) if engine is None and used is not None else engine,
+        attribution=Attribution.UUID if engine_bytes is None else Attribution.PROCESS,
+        engine_bytes=engine_bytes,
+        other_bytes=other_bytes,
+        held_bytes=held_bytes,
         process_count=read_size(entry, "processes"),
         leftovers=read_each(entry, "leftovers", _parse_leftover) or (),
         inside=_parse_inside(entry),
     )
 
 
+def _parse_gpu_memory(entry: Mapping[str, Any], used_bytes: int | None) -> GpuMemory | None:
+    """Return a GPU's memory; None where what is used, or the total, is unknown."""
+    total_bytes = read_size(entry, "total")
+    reserved_bytes = read_size(entry, "reserved")
+    if used_bytes is None or total_bytes is None:
+        return None
+    return GpuMemory(
+        total_bytes=total_bytes,
+        used_bytes=used_bytes,
+        free_bytes=max(0, total_bytes - used_bytes - (reserved_bytes or 0)),
+        reserved_bytes=reserved_bytes,
+    )
+
+
 def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
-    named = read_text(entry, "fate")
-    fate = next((fate for fate in Fate if fate == named), None)
+    name = read_text(entry, "fate")
+    fate = _find_member(Fate, name)
     if fate is None:
-        raise WrongFieldError("fate", named, ", ".join(Fate))
+        raise WrongFieldError("fate", name, ", ".join(Fate))
     return Leftover(pid=NO_PID, fate=fate, used_bytes=read_size(entry, "used"))
 
 
 def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
     """Return the probe's facts, without parts that this version does not know."""
-    parts = (
-        read_within(
-            entry,
-            "parts",
-            lambda parts: tuple((part, read_size(parts, part)) for part in MemoryPart),
-        )
-        or ()
-    )
-    known = tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None)
-    found = Inside(parts=known, **_read_facts(entry, Inside, _INSIDE.items()))
-    return None if found == Inside() else found
+    sizes = read_within(entry, "parts", _parse_parts) or ()
+    inside = Inside(parts=sizes, **_read_fields(entry, Inside, _INSIDE_FIELDS.items()))
+    return None if inside == Inside() else inside
+
+
+def _parse_parts(entry: Mapping[str, Any]) -> tuple[tuple[MemoryPart, int], ...]:
+    parts = []
+    for part in MemoryPart:
+        size_bytes = read_size(entry, part)
+        if size_bytes is not None:
+            parts.append((part, size_bytes))
+    return tuple(parts)
 
 
 def name_by_index(index: int) -> str:
@@ -346,32 +415,29 @@ def name_by_index(index: int) -> str:
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
     """Return a process; None where its memory is unknown."""
     name = read_text(entry, "role")
-    role = Role.OTHER if name is None else next((role for role in Role if role == name), None)
+    role = Role.OTHER if name is None else _find_member(Role, name)
     if role is None:
         raise WrongFieldError("role", name, ", ".join(Role))
-    facts: dict[str, Any] = {
-        "started_at_seconds": 0.0,
-        **_read_facts(entry, EngineProcess, PROCESS_FIELDS),
-    }
-    return EngineProcess(pid=NO_PID, role=role, **facts) if "rss_bytes" in facts else None
+    values = _read_fields(entry, EngineProcess, PROCESS_FIELDS)
+    if "rss_bytes" not in values:
+        return None
+    return EngineProcess(pid=NO_PID, role=role, **{"started_at_seconds": 0.0, **values})
 
 
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
     """Return a configured pool; None where this version does not know its part or role."""
-    part, role, size_bytes = (
-        read_text(entry, "part"),
-        read_text(entry, "role"),
-        read_size(entry, "bytes"),
-    )
-    if part not in tuple(HostPart) or role not in (None, *Role) or size_bytes is None:
+    part = _find_member(HostPart, read_text(entry, "part"))
+    role_name = read_text(entry, "role")
+    size_bytes = read_size(entry, "bytes")
+    if part is None or size_bytes is None:
         return None
-    return Pool(
-        part=HostPart(part), role=None if role is None else Role(role), size_bytes=size_bytes
-    )
+    role = _find_member(Role, role_name)
+    if role_name is not None and role is None:
+        return None
+    return Pool(part=part, role=role, size_bytes=size_bytes)
 
 
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:
-    """Return the host memory; a basis that this version does not know is none."""
-    named = read_text(entry, "basis")
-    basis = next((basis for basis in HostBasis if basis == named), None)
-    return HostMemory(basis=basis, **_read_facts(entry, HostMemory, HOST_FIELDS))
+    """Return the host memory, without a basis that this version does not know."""
+    basis = _find_member(HostBasis, read_text(entry, "basis"))
+    return HostMemory(basis=basis, **_read_fields(entry, HostMemory, HOST_FIELDS))

@@ -18,7 +18,7 @@ from tests.engine.probed import START_SECONDS, read_reports
 from tests.engine.serving import answers
 from tests.fakes.ports import free_port
 from tests.process import NO_TLS, Daemon, daemon, eventually
-from vllm_headroom_tools.probe import install
+from vllm_headroom_tools.probe.install import install
 
 INSIDE: Final = Path(__file__).with_name("inside")
 LOOK_SECONDS: Final = 600.0

@@ -15,7 +15,7 @@ from typing import Any
 from tests.engine.serving import FOLDER, HERE, Engine, answers
 from tests.fakes.ports import free_port
 from tests.process import eventually
-from vllm_headroom_tools.probe import install
+from vllm_headroom_tools.probe.install import install
 
 START_SECONDS = 900.0
 """40 s on a machine that has nothing else to do."""

@@ -23,7 +23,7 @@ from vllm_headroom_tools import cli
 from vllm_headroom_tools.cli import COMMANDS, find_command
 from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.preflight.report import build_report as report_clearance
-from vllm_headroom_tools.probe import report_recorded
+from vllm_headroom_tools.probe.report import report_recorded
 
 __all__ = ["nvml", "preflight"]
 

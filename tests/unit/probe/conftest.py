@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom_tools.probe import install
+from vllm_headroom_tools.probe.install import install
 
 
 @pytest.fixture

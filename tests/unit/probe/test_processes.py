@@ -18,7 +18,7 @@ from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.proc import files as proc
 from vllm_headroom.scrape.proc.host import read_boot_time
 from vllm_headroom.vocabulary import Role
-from vllm_headroom_tools.probe import install
+from vllm_headroom_tools.probe.install import install
 
 STARTS: Final = pytest.mark.parametrize("start", ["spawn", "fork"])
 

@@ -49,15 +49,16 @@ def test_a_trace_is_read_as_tools_leave_it(tmp_path: Path, monkeypatch: pytest.M
     assert times("-") == [1.0, 2.0, 3.0]
 
 
-def test_how_far_it_has_come_is_not_told_of_what_is_packed(tmp_path: Path) -> None:
+def test_how_far_it_has_come_is_not_told_of_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int | None] = []
 
     def watched(lines: Iterator[bytes], whole_bytes: int | None) -> Iterator[bytes]:
         told.append(whole_bytes)
         return lines
 
+    monkeypatch.setattr("vllm_headroom_tools.trace.track_lines", watched)
     for content in (TRACE, gzip.compress(TRACE)):
-        list(read_trace(written(tmp_path, content), watched))
+        list(read_trace(written(tmp_path, content)))
 
     assert told == [len(TRACE), None]
 

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import pytest
 
-from vllm_headroom_tools import probe as asking
-from vllm_headroom_tools.probe import MOST_BYTES, record, render_recording
+from vllm_headroom_tools.probe import record as asking
+from vllm_headroom_tools.probe.record import MAX_ANSWER_BYTES, record
+from vllm_headroom_tools.probe.report import render_recording
 from vllm_headroom_tools.trace import BadInput
 
 HONEST, HOSTILE = "7-1000.record.json", "8-1000.record.json"
@@ -46,7 +47,7 @@ def a_link(place: Path, elsewhere: Path) -> None:
 
 
 def a_large_one(place: Path, _: Path) -> None:
-    place.write_text("[" * (MOST_BYTES + 1))
+    place.write_text("[" * (MAX_ANSWER_BYTES + 1))
 
 
 @pytest.mark.parametrize("put", [a_folder, a_pipe, a_link, a_large_one])
@@ -65,7 +66,7 @@ def _answered(folder: Path) -> None:
     (folder / HONEST).write_text(json.dumps({"headroom_record": 1, "id": asked["id"]}))
 
 
-DEEP: Final = b"[" * MOST_BYTES
+DEEP: Final = b"[" * MAX_ANSWER_BYTES
 
 
 def test_an_answer_nested_without_end_cannot_be_used(folder: Path) -> None:

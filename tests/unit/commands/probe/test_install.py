@@ -12,7 +12,7 @@ from typing import Final
 import pytest
 
 from tests.command import read_data, run_command, run_process
-from vllm_headroom_tools.probe import ENTRY_POINTS, install
+from vllm_headroom_tools.probe.install import ENTRY_POINTS, install
 
 GROUP: Final = "all(group='vllm.general_plugins')"
 REPOSITORY: Final = Path(__file__).parents[4]

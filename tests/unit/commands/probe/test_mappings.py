@@ -9,7 +9,8 @@ from pathlib import Path
 from tests.samples import probed
 from vllm_headroom.scrape.proc.files import read_entry
 from vllm_headroom.scrape.proc.host import read_boot_time
-from vllm_headroom_tools.probe import _read_mappings, render_recording
+from vllm_headroom_tools.probe.record import _read_mappings
+from vllm_headroom_tools.probe.report import render_recording
 
 PROC = Path("/proc")
 MIB = 2**20

@@ -13,7 +13,7 @@ import pytest
 from tests.fakes.leaks import build_leaks
 from tests.process import eventually
 from vllm_headroom_tools.perf import FAULTS_PER_STACK, Faults, count_faults, record_faults
-from vllm_headroom_tools.probe import render_recording
+from vllm_headroom_tools.probe.report import render_recording
 
 NOBODY = 2**22 - 1
 """No process has this pid, unless there are four million."""

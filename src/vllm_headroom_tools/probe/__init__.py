@@ -1,0 +1,1 @@
+"""The command `probe`, a file per action."""

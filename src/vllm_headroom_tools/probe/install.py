@@ -1,0 +1,51 @@
+"""Put the probe where vLLM finds it."""
+
+import importlib.util
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom_tools.trace import BadInput
+
+PACKAGE: Final = "vllm_headroom_probe"
+
+ENTRY_POINTS: Final = f"[vllm.general_plugins]\nheadroom_probe = {PACKAGE}:register\n"
+"""As pyproject.toml has it: what vLLM looks for in the metadata of everything on its path."""
+
+FOLDER_MODE: Final = 0o755
+FILE_MODE: Final = 0o644
+"""vLLM is another user, and the umask may be for one's own use only."""
+
+
+def install(folder: Path) -> tuple[str, ...]:
+    """Put the probe into the folder, in place of an older one; return the names of what is there.
+
+    Raise BadInput.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise BadInput(f"{PACKAGE} is not in this installation of vllm-headroom")
+    source = Path(spec.origin).parent
+    version = metadata.version("vllm-headroom")
+    package = folder / PACKAGE
+    info = folder / f"{PACKAGE}-{version}.dist-info"
+    new_folders = [package, info] if folder.exists() else [folder, package, info]
+    try:
+        for old in (package, *folder.glob(f"{PACKAGE}-*.dist-info")):
+            if old.exists():
+                shutil.rmtree(old)
+        for path in new_folders:
+            path.mkdir(parents=True)
+            path.chmod(FOLDER_MODE)
+        for file in sorted(source.glob("*.py")):
+            shutil.copyfile(file, package / file.name)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm-headroom-probe\nVersion: {version}\n"
+        )
+        (info / "entry_points.txt").write_text(ENTRY_POINTS)
+        for file in (*package.iterdir(), *info.iterdir()):
+            file.chmod(FILE_MODE)
+    except OSError as error:
+        raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
+    return PACKAGE, info.name

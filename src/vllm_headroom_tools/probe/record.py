@@ -1,0 +1,274 @@
+"""Have the probes of a running vLLM record who allocates, and read their answers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_headroom.derive.probe_files import classify_probe
+from vllm_headroom.model import SAME_START_SECONDS, Failure, ProbedProcess, ProbeReadings
+from vllm_headroom.parse import fields
+from vllm_headroom.parse.fields import WrongFieldError, read_each, read_number, read_within
+from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.scrape.probe import ProbeReader, read_content
+from vllm_headroom.scrape.proc.files import read_entry
+from vllm_headroom.scrape.proc.host import read_boot_time
+from vllm_headroom.scrape.proc.smaps import find_growth, read_mappings
+from vllm_headroom.units import format_duration
+from vllm_headroom.worker import Worker
+from vllm_headroom_tools.look import PROC
+from vllm_headroom_tools.perf import Faults, record_faults
+from vllm_headroom_tools.trace import BadInput
+
+FORMAT: Final = "headroom_record"
+FORMAT_VERSION: Final = 1
+
+MAX_STACKS: Final = 20
+"""Of each kind of memory that an answer may have."""
+
+MAX_FRAMES: Final = 16
+"""Of a stack."""
+
+Recording = dict[str, Any]
+"""A process's answer, as --json has it: a `note`, the `cost`, and the stacks of `host` and `gpu`
+that hold most.
+
+A stack has all `bytes` that are still held of what was allocated there; the line itself is first.
+The cost is what the recording took of its process: `pause_seconds` is how long it stood still at
+the end.
+"""
+
+
+def parse_answer(content: bytes, request_id: str) -> Recording | str | None:
+    """Parse the answer to a request; None for the answer to another, a text where it is wrong."""
+    try:
+        document = json.loads(content)
+        if not _answers(document, request_id):
+            return None
+        return {
+            "note": fields.read_text(document, "note"),
+            "cost": read_within(document, "cost", _parse_cost) or _parse_cost({}),
+            "host": list(read_each(document, "host", _parse_stack) or ())[:MAX_STACKS],
+            "gpu": list(read_each(document, "gpu", _parse_stack) or ())[:MAX_STACKS],
+        }
+    except WrongFieldError as error:
+        return str(error)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+
+
+def _answers(document: object, request_id: str) -> bool:
+    if type(document) is not dict:
+        return False
+    return document.get(FORMAT) == FORMAT_VERSION and document.get("id") == request_id
+
+
+def _parse_stack(entry: dict[str, Any], _place: int) -> dict[str, Any]:
+    frames = entry.get("stack")
+    if type(frames) is not list or not all(map(_is_printable_text, frames)):
+        raise WrongFieldError("stack", frames, "a list of files and lines")
+    return {
+        "bytes": fields.read_size(entry, "bytes") or 0,
+        "count": fields.read_size(entry, "count") or 0,
+        "stack": frames[:MAX_FRAMES],
+    }
+
+
+def _is_printable_text(value: object) -> bool:
+    return type(value) is str and value.isprintable()
+
+
+def _parse_cost(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "pause_seconds": read_number(entry, "pause_seconds"),
+        "cpu_seconds": read_number(entry, "cpu_seconds"),
+        "memory_bytes": fields.read_size(entry, "memory_bytes"),
+    }
+
+
+REQUEST: Final = "record.json"
+"""The file in the probe's folder that asks for a recording."""
+
+NO_ANSWER: Final = "no answer"
+
+TOUCH_SECONDS: Final = 5.0
+"""How often the request is touched: the probes end what nobody waited for in a minute."""
+
+POLL_SECONDS: Final = 0.5
+
+ANSWER_SECONDS: Final = 60.0
+"""From the end to the answers: the probes look every five seconds, and count for seconds."""
+
+MAX_ANSWER_BYTES: Final = 256 * 1024
+
+READ_SECONDS: Final = 5.0
+"""For the files of the probes."""
+
+MAPPINGS_SECONDS: Final = 10.0
+"""For the mappings of a process."""
+
+KINDS: Final = ("host", "gpu")
+"""The memory that can be recorded.
+
+Host memory costs far more: Python notes the stack of every object.
+"""
+
+
+async def record(
+    folder: Path, seconds: float, say: Callable[[str], None], kinds: Collection[str] = KINDS
+) -> dict[str, Any]:
+    """Have all processes record these kinds of memory; return what --json prints.
+
+    A process without a usable answer has null for what is missing. Raise BadInput without a
+    process, or while another recording runs. Where this ends early, cancelled or killed, the probes
+    stop recording within a minute.
+    """
+    processes = await _find_processes(folder)
+    mappings = {process: await _read_mappings(process) for process in processes}
+    visible_pids = [process.pid for process in processes if mappings[process]]
+    request_id = uuid.uuid4().hex
+    until_seconds = time.time() + seconds
+    try:
+        _write_request(folder, request_id, until_seconds, kinds)
+        say(f"{len(processes)} processes record for {format_duration(seconds)}")
+        try:
+            answers, (faults, no_faults) = await asyncio.gather(
+                _collect_answers(folder, processes, request_id, until_seconds + ANSWER_SECONDS),
+                record_faults(visible_pids if "host" in kinds else None, seconds),
+            )
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / REQUEST).unlink()
+    except OSError as error:
+        raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
+    growths = await _measure_growth(mappings)
+    return {
+        "folder": str(folder),
+        "seconds": seconds,
+        "processes": [
+            _join_record(process, answers.get(process, NO_ANSWER), growths.get(process), faults)
+            for process in processes
+        ],
+        "no_native": no_faults,
+    }
+
+
+async def _find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
+    """Return the processes whose probes write into the folder now; raise BadInput without one."""
+    files = await ProbeReader(folder, parse=parse_probe).read(READ_SECONDS)
+    if isinstance(files, Failure):
+        raise BadInput(files.message)
+    readings = classify_probe(files, (), time.time())
+    if not isinstance(readings, ProbeReadings) or not readings.present:
+        raise BadInput(
+            f"no process writes into {folder} now: vLLM is down, or its probes have stopped"
+        )
+    return readings.present
+
+
+async def _measure_growth(
+    mappings: Mapping[ProbedProcess, dict[str, int] | None],
+) -> dict[ProbedProcess, dict[str, int]]:
+    """Return by how much the mappings of each process have grown; a process may be missing."""
+    growths = {}
+    for process, old_mappings in mappings.items():
+        new_mappings = await _read_mappings(process) if old_mappings else None
+        if old_mappings and new_mappings:
+            growths[process] = find_growth(old_mappings, new_mappings)
+    return growths
+
+
+def _join_record(
+    process: ProbedProcess,
+    answer: Recording | str,
+    growth: dict[str, int] | None,
+    faults: Faults,
+) -> dict[str, Any]:
+    """Return what --json has of a process; its answer may be a text that says what is wrong."""
+    recording: Recording = dict.fromkeys(("note", "cost", "host", "gpu"))
+    problem = None
+    if isinstance(answer, str):
+        problem = answer
+    else:
+        recording = answer
+    return {
+        "pid": process.pid,
+        "role": process.role,
+        "data_parallel_rank": process.data_parallel_rank,
+        "problem": problem,
+        **recording,
+        "mappings": growth,
+        "native": faults.get(process.pid),
+    }
+
+
+async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
+    """Return the process's memory by kind of mapping.
+
+    None where it cannot be read, or this pid is not the same process here.
+    """
+
+    def read() -> dict[str, int] | None:
+        entry = read_entry(PROC, process.pid)
+        if entry is None:
+            return None
+        started_at_seconds = read_boot_time(PROC) + entry.started_seconds
+        if abs(started_at_seconds - process.started_at_seconds) > SAME_START_SECONDS:
+            return None
+        return read_mappings(PROC, process.pid)
+
+    with contextlib.suppress(TimeoutError, OSError):
+        return await Worker[dict[str, int] | None]("mappings").call(read, MAPPINGS_SECONDS)
+    return None
+
+
+def _write_request(
+    folder: Path, request_id: str, until_seconds: float, kinds: Collection[str]
+) -> None:
+    """Write the request; raise OSError, and BadInput where somebody waits for another one."""
+    path = folder / REQUEST
+    with contextlib.suppress(FileNotFoundError):
+        age_seconds = time.time() - path.lstat().st_mtime
+        if abs(age_seconds) < 2 * TOUCH_SECONDS:
+            raise BadInput(f"{path} is another recording's, which is running")
+    document: dict[str, Any] = {FORMAT: FORMAT_VERSION, "id": request_id, "until": until_seconds}
+    for kind in KINDS:
+        document[kind] = kind in kinds
+    # The probes see a whole request: it gets its name when it is complete.
+    unfinished = folder / f".{REQUEST}.{request_id}"
+    unfinished.write_text(json.dumps(document))
+    unfinished.chmod(0o644)
+    unfinished.replace(path)
+
+
+async def _collect_answers(
+    folder: Path, processes: Iterable[ProbedProcess], request_id: str, deadline_seconds: float
+) -> dict[ProbedProcess, Recording | str]:
+    """Wait for all answers until the deadline, and keep the request alive meanwhile.
+
+    An answer that cannot be used is a text that says why.
+    """
+    file_names = {
+        process: f"{process.pid}-{int(process.started_at_seconds)}.record.json"
+        for process in processes
+    }
+    answers: dict[ProbedProcess, Recording | str] = {}
+    touched_at_seconds = 0.0
+    while len(answers) < len(file_names) and time.time() < deadline_seconds:
+        if time.time() - touched_at_seconds >= TOUCH_SECONDS:
+            os.utime(folder / REQUEST, follow_symlinks=False)
+            touched_at_seconds = time.time()
+        for process, file_name in file_names.items():
+            if process in answers:
+                continue
+            content = read_content(folder, file_name, MAX_ANSWER_BYTES)
+            answer = None if content is None else parse_answer(content, request_id)
+            if answer is not None:
+                answers[process] = answer
+        await asyncio.sleep(POLL_SECONDS)
+    return answers
