@@ -57,8 +57,14 @@ def play(
         gpu_timeout_seconds=2,
         judge=Judge(),
     )
+
+    async def tick() -> None:
+        await (
+            sampler.tick()
+        )  # without its result, which the runner would spell out at every signal handler that it sets
+
     with asyncio.Runner() as runner:
         for step in range(int(hours * 3600 / SAMPLE_SECONDS)):
             clock.seconds = began + step * SAMPLE_SECONDS
-            runner.run(sampler.tick())
+            runner.run(tick())
             yield sampler
