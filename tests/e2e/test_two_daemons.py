@@ -12,7 +12,8 @@ import pytest
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.process import Page, daemon, eventually
-from vllm_headroom.daemon.state.file import STATE, FolderLock
+from vllm_headroom.daemon.state.file import STATE
+from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.trace.flight import FLIGHT
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()

@@ -27,7 +27,7 @@ from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
 from vllm_headroom.daemon.sampler import Judge, Sampler
 from vllm_headroom.daemon.sources import close_all
-from vllm_headroom.daemon.state.file import FolderLock
+from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection

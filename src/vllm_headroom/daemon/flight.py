@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 
 from vllm_headroom import catalog
 from vllm_headroom.daemon.mappings import Mappings
-from vllm_headroom.daemon.state.file import FolderLock
+from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.derive.life.judge import judge_ending
 from vllm_headroom.expose.view import LastIncident
 from vllm_headroom.log import Log

@@ -24,7 +24,7 @@ from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import MOST_LOOKS, Flight
 from vllm_headroom.daemon.mappings import Mappings
-from vllm_headroom.daemon.state.file import FolderLock
+from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.derive.life.runs import RunState
 from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.daemon.state.engine import ALARM_STEPS, after, seen
-from vllm_headroom.daemon.state.file import Memory
+from vllm_headroom.daemon.state.saved import Memory
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from tests.logs import capture_logs
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.daemon.state.file import FolderLock, Identity, Memory, SavedState, identify_engine
+from vllm_headroom.daemon.state.lock import FolderLock
+from vllm_headroom.daemon.state.saved import Identity, Memory, SavedState, identify_engine
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.leak.leak import LeakMemory

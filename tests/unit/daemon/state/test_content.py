@@ -15,7 +15,8 @@ from tests.unit.daemon.state.engine import (
     reading,
     seen,
 )
-from vllm_headroom.daemon.state.file import STATE, Memory, restore_memory
+from vllm_headroom.daemon.state.file import STATE
+from vllm_headroom.daemon.state.saved import Memory, restore_memory
 from vllm_headroom.derive.leak.inside import move_track
 from vllm_headroom.derive.stability import LoadState
 from vllm_headroom.model import Snapshot

@@ -21,7 +21,8 @@ from msgspec import Struct
 from tests.conftest import Golden
 from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, kept, reading, seen
 from vllm_headroom.daemon.state import file
-from vllm_headroom.daemon.state.file import FORMAT, MOST_BYTES, STATE, Memory, SavedState, UnusableState
+from vllm_headroom.daemon.state.file import FORMAT, MOST_BYTES, STATE, UnusableState
+from vllm_headroom.daemon.state.saved import Memory, SavedState
 from vllm_headroom.derive.leak.facts import Certainty
 
 SAVES = """

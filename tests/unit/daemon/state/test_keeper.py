@@ -24,7 +24,8 @@ from tests.unit.daemon.state.engine import (
     states,
 )
 from vllm_headroom import catalog
-from vllm_headroom.daemon.state.file import STATE, Memory, StateFile
+from vllm_headroom.daemon.state.file import STATE, StateFile
+from vllm_headroom.daemon.state.saved import Memory
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive.leak.facts import Certainty
 from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot

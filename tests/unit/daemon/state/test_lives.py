@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from tests.logs import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
-from vllm_headroom.daemon.state.file import RUNS, STATE, Memory
+from vllm_headroom.daemon.state.file import RUNS, STATE
+from vllm_headroom.daemon.state.saved import Memory
 from vllm_headroom.derive.life.runs import ENGINE_RUN, RunState
 from vllm_headroom.vocabulary import ExitReason
 

@@ -10,7 +10,8 @@ import pytest
 
 from tests.logs import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, recalled, seen, states
-from vllm_headroom.daemon.state.file import STATE, Memory, StateFile, UnusableState
+from vllm_headroom.daemon.state.file import STATE, StateFile, UnusableState
+from vllm_headroom.daemon.state.saved import Memory
 
 NEXT = seen(ALARM_STEPS + 10)
 YEARS = 365.25 * 86400

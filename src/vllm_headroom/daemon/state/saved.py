@@ -1,0 +1,173 @@
+"""What is saved of an engine, and whether it is of the engine that is seen now."""
+
+from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from vllm_headroom.derive.leak.inside import move_inside_track, move_track
+from vllm_headroom.derive.leak.leak import LeakMemory, Tracks
+from vllm_headroom.derive.per_request import Baselines
+from vllm_headroom.derive.readings import count_finished, identify_run, list_named
+from vllm_headroom.derive.stability import LoadState
+from vllm_headroom.model import EnginePage, Failure, Snapshot
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
+
+LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
+"""The longest gap that a counter alone can bridge: growth is judged after ten minutes of work, and a
+new engine needs longer than this to start and catch up with ten minutes of work."""
+
+LONGEST_LOAD_GAP_SECONDS: Final = 60.0
+"""After a longer gap than one of its minutes, load is not known to have been level."""
+
+STALE_SECONDS: Final = DAY_SECONDS
+"""As long as the detector remembers a device that it does not see."""
+
+FUTURE_SECONDS: Final = 300.0
+"""Clocks of machines differ by less; beyond it the age of the file is unknown."""
+
+UNUSABLE_COUNT: Final = (
+    "the engine reports no start time, and its count of requests is unknown or lower than before"
+)
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """What identifies a run of an engine."""
+
+    models: tuple[str, ...]
+    run_id: str | None = field(name="life")  # its name in files of older versions
+    """Its start time, None where the engine does not report one."""
+    finished_total: float | None
+    """Its count of requests, None where that is unknown."""
+
+
+class Memory(Struct, frozen=True, kw_only=True):
+    """The saved states, under the names of their derivations."""
+
+    leak: LeakMemory = field(default_factory=LeakMemory)
+    baseline: Baselines = field(default_factory=Baselines)
+
+
+class SavedState(Struct, frozen=True, kw_only=True):
+    """A memory with its engine."""
+
+    version: str
+    saved_at_seconds: float
+    """Since the epoch."""
+    monotonic_seconds: float
+    """When it was saved, on the monotonic clock of the machine that saved it."""
+    identity: Identity
+    memory: Memory
+
+
+def identify_engine(page: EnginePage | Failure) -> Identity | None:
+    """Return the identity of the page's engine; None while no engine on it has a name."""
+    if isinstance(page, Failure):
+        return None
+    models = {engine.model_name for engine in list_named(page)}
+    if not models:
+        return None
+    return Identity(
+        models=tuple(sorted(models)),
+        run_id=identify_run(page),
+        finished_total=count_finished(page),
+    )
+
+
+def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> str | None:
+    """Return why this is not the saved run; None when it is.
+
+    Without a start time the count of requests decides.
+    """
+    if current.models != saved.models:
+        return f"it is of another model ({', '.join(saved.models)})"
+    if current.run_id != saved.run_id:
+        return "it is of another engine, or from before the engine's restart"
+    if current.run_id is not None:
+        return None
+    if saved.finished_total is None or current.finished_total is None:
+        return UNUSABLE_COUNT
+    if current.finished_total < saved.finished_total:
+        return UNUSABLE_COUNT
+    if gap_seconds > LONGEST_COUNTED_GAP_SECONDS:
+        return (
+            f"the engine reports no start time, and after {gap_seconds:.0f} s its count of requests"
+            " proves nothing"
+        )
+    return None
+
+
+def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
+    """Return why the saved state is not this engine's; None when it is, or when that is unknown yet."""
+    age_seconds = snapshot.time_seconds - saved.saved_at_seconds
+    if age_seconds > STALE_SECONDS:
+        return f"it is {age_seconds / HOUR_SECONDS:.0f} h old"
+    if age_seconds < -FUTURE_SECONDS:
+        return f"it is from the future, by {-age_seconds:.0f} s: a clock was wrong"
+    identity = identify_engine(snapshot.engines)
+    if identity is not None:
+        mismatch = explain_mismatch(saved.identity, identity, age_seconds)
+        if mismatch is not None:
+            return mismatch
+    saved_uuids = saved.memory.leak.gpus.keys()
+    is_any_visible = not saved_uuids.isdisjoint(list_visible(snapshot))
+    if saved_uuids and not is_any_visible and is_gpu_list_known(saved, snapshot):
+        return f"it is of other GPUs ({', '.join(saved_uuids)})"
+    return None
+
+
+def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
+    """Return whether it is known which of the saved GPUs are present."""
+    visible_uuids = list_visible(snapshot)
+    if saved.memory.leak.gpus.keys() <= visible_uuids:
+        return True
+    # A GPU that does not open yet has no UUID: it may be any.
+    return not isinstance(snapshot.gpus, Failure) and "" not in visible_uuids
+
+
+def list_visible(snapshot: Snapshot) -> set[str]:
+    """Return the UUIDs of the GPUs that NVML shows."""
+    return {gpu.reading.uuid for gpu in snapshot.devices}
+
+
+def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
+    """Return the memory of the visible GPUs, on this machine's monotonic clock.
+
+    The downtime becomes a gap.
+    """
+    gap_seconds = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
+    shift_seconds = snapshot.monotonic_seconds - gap_seconds - saved.monotonic_seconds
+    visible_uuids = list_visible(snapshot)
+    leak = saved.memory.leak
+    baseline = saved.memory.baseline
+    load = leak.load
+    if gap_seconds > LONGEST_LOAD_GAP_SECONDS:
+        load = LoadState()
+    elif load.began_seconds is not None:
+        load = replace(load, began_seconds=load.began_seconds + shift_seconds)
+    return Memory(
+        leak=LeakMemory(
+            load=load,
+            gpus=_shift_tracks(_keep_visible(leak.gpus, visible_uuids), shift_seconds),
+            host=_shift_tracks(leak.host, shift_seconds),
+            inside={
+                uuid: move_inside_track(track, shift_seconds)
+                for uuid, track in leak.inside.items()
+                if uuid in visible_uuids
+            },
+            sleep=replace(leak.sleep, since_seconds=None),
+            asleep=_shift_tracks(_keep_visible(leak.asleep, visible_uuids), shift_seconds),
+        ),
+        baseline=replace(
+            baseline,
+            bands={uuid: bands for uuid, bands in baseline.bands.items() if uuid in visible_uuids},
+        ),
+    )
+
+
+def _keep_visible(tracks: Tracks, visible_uuids: set[str]) -> Tracks:
+    return {uuid: track for uuid, track in tracks.items() if uuid in visible_uuids}
+
+
+def _shift_tracks(tracks: Tracks, shift_seconds: float) -> Tracks:
+    return {name: move_track(track, shift_seconds) for name, track in tracks.items()}
