@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the alerts as a PrometheusRule for the operator, or as plain rules, with links to your runbooks and boards."""
+"""Print the alerts as a PrometheusRule or plain rules, or their Alertmanager configuration, with your links."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn
 import yaml
 
 RULES: Final = Path(__file__).parent / "rules" / "headroom.yaml"
+ALERTMANAGER: Final = Path(__file__).parent / "alertmanager" / "alertmanager.yml"
 RELEASE: Final = ("release", "kube-prometheus-stack")
 """By default the chart's Prometheus reads only rules that carry the name of the chart's release."""
 
@@ -35,6 +36,16 @@ ADDRESS: Final = """\
 """
 SEVERITIES: Final = ("page", "critical", "warning", "info")
 PATCHES: Final = ("patch-runbooks", "patch-dashboards")
+
+SEVERITY_NAME: Final = re.compile(r"[a-z][a-z0-9_-]*")
+SEVERITY_LABEL: Final = re.compile(r"(?<=labels: \{severity: )(\w+)")
+SEVERITY_ROW: Final = re.compile(r"^(#(?: severity)? +)((?:page|critical|warning|info) {2,})(?=\S)", re.MULTILINE)
+"""A row of the table of severities in a comment at the beginning of a file."""
+
+MUTED_BY_SEVERITY: Final = re.compile(
+    r"- source_matchers: \['severity=\"(\w+)\"', (.+)\]\n  target_matchers: \['severity=~\"([\w|]+)\"', .+\]\n"
+)
+"""An inhibition between severities of the memory alerts of one GPU."""
 
 URL: Final = re.compile(r"https?://[\w.~:/@%+,=\[\]-]+", re.ASCII)
 """Nothing in it that YAML, a template or a query string would take for its own."""
@@ -66,11 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.values:
             values = yaml.safe_load(options.values.read_text(encoding="utf-8"))
             text = with_values(yaml.safe_load(text), values)
+        if options.format == "alertmanager":
+            configuration = ALERTMANAGER.read_text(encoding="utf-8")
+            sys.stdout.write(route_severities(configuration, yaml.safe_load(text)["groups"], options.severity))
+            return
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(f"cannot take rules from {options.values or options.rules}: {' '.join(str(error).split())}")
     if options.format in PATCHES:
         sys.stdout.write(patch(yaml.safe_load(text)["groups"], runbooks=options.format == "patch-runbooks"))
         return
+    text = map_severities(text, options.severity)
     text = with_links(text, runbooks=options.runbooks_url, dashboards=options.dashboards_url)
     if options.format == "prometheusrule":
         text = manifest(text, name=options.name, namespace=options.namespace, labels=options.label or [RELEASE])
@@ -82,9 +98,18 @@ def command() -> Parser:
     parser = Parser(prog="generate.py", description=__doc__)
     parser.add_argument(
         "--format",
-        choices=("prometheusrule", "rules", *PATCHES),
+        choices=("prometheusrule", "rules", "alertmanager", *PATCHES),
         default="prometheusrule",
-        help="default: %(default)s; the patches are those of deploy/kubernetes/components",
+        help="default: %(default)s; alertmanager is alertmanager.yml with your severities; the patches are those of "
+        "deploy/kubernetes/components",
+    )
+    parser.add_argument(
+        "--severity",
+        type=severity_map,
+        default={},
+        metavar="OURS=YOURS,...",
+        help="how your routes call the severities page, critical, warning and info, such as "
+        "page=critical,critical=warning; use the same for the rules and for --format alertmanager",
     )
     parser.add_argument(
         "--name", type=dns_name, default="vllm-headroom", help="of the PrometheusRule, default: %(default)s"
@@ -145,6 +170,25 @@ def url(text: str) -> str:
     return text.rstrip("/")
 
 
+def severity_map(text: str) -> dict[str, str]:
+    """Return the severities by ours; a page has to keep a name that no other severity gets."""
+    names: dict[str, str] = {}
+    for pair in text.split(","):
+        ours, equals, yours = pair.strip().partition("=")
+        if not equals or ours not in SEVERITIES or ours in names or not SEVERITY_NAME.fullmatch(yours):
+            raise argparse.ArgumentTypeError(
+                f"{pair!r} maps no severity: write page, critical, warning or info once each, as in page=critical"
+            )
+        names[ours] = yours
+    merged = [ours for ours in SEVERITIES[1:] if names.get(ours, ours) == names.get("page", "page")]
+    if merged:
+        raise argparse.ArgumentTypeError(
+            f"page and {merged[0]} would both be {names.get('page', 'page')!r}, so both would ring: "
+            f"map {merged[0]} too, as in page=critical,critical=warning"
+        )
+    return names
+
+
 def check(rules: object) -> None:
     """Raise ValueError where this is no groups of rules."""
     groups = rules.get("groups") if isinstance(rules, dict) else None
@@ -177,6 +221,63 @@ def set_value(rule: dict[str, Any], key: str, value: object) -> bool:
     else:
         return False
     return True
+
+
+def map_severities(text: str, names: dict[str, str]) -> str:
+    """Return rules whose alerts and table of severities have your names."""
+
+    def rename(found: re.Match[str]) -> str:
+        return names.get(found[1], found[1])
+
+    return rename_table(SEVERITY_LABEL.sub(rename, text), names)
+
+
+def rename_table(text: str, names: dict[str, str]) -> str:
+    """Return a text with your names in the rows of its table of severities, in columns as wide as before."""
+
+    def rename_row(found: re.Match[str]) -> str:
+        begin, cell = found.groups()
+        severity = cell.rstrip()
+        return begin + names.get(severity, severity).ljust(len(cell))
+
+    return SEVERITY_ROW.sub(rename_row, text)
+
+
+def route_severities(text: str, groups: Sequence[dict[str, Any]], names: dict[str, str]) -> str:
+    """Return an Alertmanager configuration for rules whose severities have your names.
+
+    Two severities may share a name then: what mutes what within one GPU is written by the names of the alerts.
+    """
+    if not names:
+        return text
+
+    def list_memory_alerts(severities: str) -> str:
+        alerts = [
+            rule["alert"]
+            for group in groups
+            for rule in group["rules"]
+            if "alert" in rule
+            and rule["labels"]["area"] == "memory"
+            and rule["labels"]["severity"] in severities.split("|")
+        ]
+        return "|".join(alerts)
+
+    def mute_by_name(found: re.Match[str]) -> str:
+        muting, area, muted = found.groups()
+        return (
+            f"- source_matchers: ['alertname=~\"{list_memory_alerts(muting)}\"', {area}]\n"
+            f"  target_matchers: ['alertname=~\"{list_memory_alerts(muted)}\"', {area}]\n"
+        )
+
+    text = MUTED_BY_SEVERITY.sub(mute_by_name, text)
+    info = names.get("info", "info")
+    if info in {names.get(severity, severity) for severity in SEVERITIES[:-1]}:
+        text = text.replace("    - matchers: ['severity=\"info\"']\n      receiver: nobody\n", "")
+    text = text.replace("'severity=\"info\"'", f"'severity=\"{info}\"'")
+    page = names.get("page", "page")
+    text = text.replace("'severity=\"page\"'", f"'severity=\"{page}\"'")
+    text = text.replace('eq .GroupLabels.severity "page"', f'eq .GroupLabels.severity "{page}"')
+    return rename_table(text, names)
 
 
 def with_links(text: str, *, runbooks: str | None, dashboards: str | None) -> str:
