@@ -17,7 +17,7 @@ from vllm_headroom.derive.leak.evidence import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.derive.life.runs import RunState, update_run
+from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.derive.readings import count_running
 from vllm_headroom.expose.drawing import Point
 from vllm_headroom.model import Ending, HostMemory, Sample, Snapshot
@@ -221,7 +221,7 @@ class LeakReplay:
     def __init__(self) -> None:
         self.samples = 0
         self.span = (0.0, 0.0)
-        self.run = RunState()
+        self.engine = EngineMemory()
         self._memory = LEAK.initial
         self._now = self._shift = 0.0
         self.events: list[Ending] = []
@@ -256,7 +256,7 @@ class LeakReplay:
         """Run a snapshot through the detector; return it with the engine's state. A series not judged is unknown."""
         self.span = self.span[0] if self.samples else snapshot.time_seconds, snapshot.time_seconds
         self.samples += 1
-        self.run, snapshot = update_run(self.run, self._steady_clock(snapshot))
+        self.engine, snapshot = update_engine(self.engine, self._steady_clock(snapshot))
         if snapshot.engine_status is not None and snapshot.engine_status.event is not None:
             self.events.append(snapshot.engine_status.event)
         self.memory = _merge_host(self.memory, snapshot.host)

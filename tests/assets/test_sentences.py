@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from tests.assets import alerts
-from vllm_headroom.derive.life.runs import LOOP_SECONDS
+from vllm_headroom.derive.life.engine import CRASH_LOOP_SECONDS
 from vllm_headroom.derive.verdicts import (
     CRASH_LOOP_EXITS,
     GPU_ALERTS,
@@ -48,7 +48,7 @@ SAME: Final = (
     (WORTH_A_WORD, 0.01, "HeadroomKvBlocksLeak", "> 0.01"),
     # an increase is extrapolated to what lies before the first and after the last scrape: half an end less is asked for
     (CRASH_LOOP_EXITS, 3, "HeadroomEngineCrashLoop", "> 2.5"),
-    (LOOP_SECONDS, 90 * 60, "HeadroomEngineCrashLoop", "[90m]"),
+    (CRASH_LOOP_SECONDS, 90 * 60, "HeadroomEngineCrashLoop", "[90m]"),
     *((HOUR_SECONDS, 3600, alert, "< 3600") for each in (GPU_ALERTS, HOST_ALERTS) for alert in (each.hour, each.day)),
     *((DAY_SECONDS, 86_400, each.day, "< 86400") for each in (GPU_ALERTS, HOST_ALERTS)),
 )

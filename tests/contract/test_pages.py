@@ -16,7 +16,7 @@ from tests.conftest import Golden
 from tests.contract.recorded import CAPTURES, FOLDER, OTHERS
 from tests.samples import gpu
 from vllm_headroom.derive import answer, build_derivations
-from vllm_headroom.derive.life.runs import RunState, update_run
+from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.expose.metrics import HeadroomCollector
 from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Sample, Snapshot
 from vllm_headroom.parse.engines import parse_engines
@@ -71,7 +71,7 @@ def seen(text: str) -> Snapshot:
 
 def rendered(snapshot: Snapshot) -> str:
     """Return the page that the daemon would serve half a second after this first snapshot."""
-    _, snapshot = update_run(RunState(), snapshot)
+    _, snapshot = update_engine(EngineMemory(), snapshot)
     samples: list[Sample] = []
     for derivation in build_derivations(kv_bytes_per_token=512.0):
         samples += answer(derivation, derivation.initial, snapshot)[1]

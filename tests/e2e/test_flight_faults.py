@@ -94,7 +94,7 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
 
     assert found.answer.cause is EndCause.CRASH
     assert found.ending is not None
-    assert found.ending.seen_seconds >= (60 if step_seconds < 0 else 7200)
+    assert found.ending.observed_seconds >= (60 if step_seconds < 0 else 7200)
     assert abs(found.ending.seconds - before - step_seconds) < 1800
 
 

@@ -12,7 +12,7 @@ from tests.e2e.life import Start, becomes, last_look, settings, state
 from tests.fakes.engine_server import LOOPBACK
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon
-from vllm_headroom.derive.life.runs import RunState, update_run
+from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.vocabulary import EngineState
 from vllm_headroom_tools.trace import read_trace
 
@@ -26,9 +26,9 @@ def connect(port: int) -> socket.socket:
 
 def replay(trace: Path) -> list[tuple[float, EngineState]]:
     """Return the state after each tick, as a trace shows it."""
-    run, states = RunState(), list[tuple[float, EngineState]]()
+    run, states = EngineMemory(), list[tuple[float, EngineState]]()
     for snapshot in read_trace(str(trace)):
-        run, _ = update_run(run, snapshot)
+        run, _ = update_engine(run, snapshot)
         states.append((snapshot.time_seconds, run.state))
     return states
 

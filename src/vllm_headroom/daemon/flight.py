@@ -14,7 +14,7 @@ from msgspec.structs import asdict, replace
 from vllm_headroom import catalog
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.state.lock import FolderLock
-from vllm_headroom.derive.life.judge import judge_ending
+from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.expose.view import LastIncident
 from vllm_headroom.log import Log
 from vllm_headroom.model import (
@@ -258,12 +258,12 @@ class Flight:
         )
         age = (
             None
-            if engine_status is None or ending.what is IncidentKind.ENDED
+            if engine_status is None or ending.kind is IncidentKind.ENDED
             else engine_status.progress_age_seconds
         )
         event = EngineEvent(
             t=round(ending.seconds, 3),
-            what=ending.what,
+            what=ending.kind,
             reason=ending.reason,
             progress_age_seconds=age,
         )

@@ -19,7 +19,7 @@ from vllm_headroom.derive.health import add_lost_gpus
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.derive.inside import add_inside
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.derive.life.runs import ENGINE_RUN, RunState, forget_run, update_run
+from vllm_headroom.derive.life.engine import ENGINE_RUN, EngineMemory, forget_run, update_engine
 from vllm_headroom.derive.probe_files import classify_probe
 from vllm_headroom.derive.verdicts import SERVING, VERDICTS, derive_verdicts, measure_watches
 from vllm_headroom.model import (
@@ -118,7 +118,7 @@ class Sampler:
         self._transitions = Transitions(selection)
         self._attribution = AttributionState()
         self._container = ContainerState()
-        self.states: dict[str, Any] = {ENGINE_RUN: RunState()}
+        self.states: dict[str, Any] = {ENGINE_RUN: EngineMemory()}
         """The state of the engine's run and of each derivation, by name, as they are saved."""
         for derivation in derivations:
             self.states[derivation.name] = derivation.initial
@@ -278,7 +278,7 @@ class Sampler:
     def _update_run(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the engine's status; without it where that cannot be told."""
         try:
-            self.states[ENGINE_RUN], snapshot = update_run(self.states[ENGINE_RUN], snapshot)
+            self.states[ENGINE_RUN], snapshot = update_engine(self.states[ENGINE_RUN], snapshot)
             snapshot = add_lost_gpus(snapshot)
         except Exception as error:  # noqa: BLE001 - without the run's state nothing is judged
             self.states[ENGINE_RUN] = forget_run(self.states[ENGINE_RUN])

@@ -7,9 +7,9 @@ import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.derive.life.case import MEMORY_REASONS, SEQUENCE_SECONDS
+from vllm_headroom.derive.life.record import MEMORY_REASONS, SAME_END_SECONDS
 from vllm_headroom.derive.verdicts import GPU_LOST
-from vllm_headroom.model import Ending
+from vllm_headroom.model import Ending, GpuAtEnd
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import YEAR_10000
 from vllm_headroom.units import format_size
@@ -17,13 +17,17 @@ from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, LeakSta
 
 Seconds = Annotated[float, Meta(ge=0, lt=YEAR_10000)]
 """Since the epoch."""
+
 Size = Annotated[int, Meta(ge=0, le=LARGEST)]
 """In bytes."""
-MOST_SHOWN: Final = 100
-SURENESS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
-"""Of two verdicts on a leak the surer is taken."""
 
-PEAK_SECONDS: Final = 60.0
+MOST_SHOWN: Final = 100
+"""Our choice: of a longer list in a header, the newest entries are shown."""
+
+LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
+"""Of two verdicts on a leak the one of higher rank counts; any other state has 0."""
+
+PEAK_BEFORE_SECONDS: Final = 60.0
 """The highest use in this time before the newest sample counts as its peak."""
 
 
@@ -36,7 +40,7 @@ class EngineEvent(Struct, frozen=True, kw_only=True):
     progress_age_seconds: Annotated[float, Meta(ge=0, le=LARGEST)] | None = None
 
 
-class Said(Struct, frozen=True, kw_only=True):
+class RecordedVerdict(Struct, frozen=True, kw_only=True):
     """A verdict of the sidecar."""
 
     sentence: str
@@ -51,7 +55,7 @@ class GpuLeak(Struct, frozen=True, kw_only=True):
     leak_bytes_per_request: float | None = None
 
 
-class Holder(Struct, frozen=True, kw_only=True):
+class MemoryHolder(Struct, frozen=True, kw_only=True):
     """A process that held memory of a GPU, which the driver may not size."""
 
     uuid: str
@@ -67,7 +71,7 @@ class TorchMemory(Struct, frozen=True, kw_only=True):
     reserved_bytes: Size | None = None
 
 
-class Probed(Struct, frozen=True, kw_only=True):
+class ProbedMemory(Struct, frozen=True, kw_only=True):
     """A process with a probe, by its last file."""
 
     pid: int | None = None
@@ -76,24 +80,26 @@ class Probed(Struct, frozen=True, kw_only=True):
 
 
 class MappingGrowth(Struct, frozen=True, kw_only=True):
-    """By how much the resident memory of a process's mappings grew by kind, between two readings, in bytes."""
+    """By how much the resident memory of a process's mappings grew by kind, between two readings."""
 
     pid: int
     role: str | None = None
     since: Seconds | None = None
     t: Seconds | None = None
     kinds: dict[str, Size] = field(default_factory=dict)
+    """In bytes."""
 
 
-class Before(Struct, frozen=True, kw_only=True):
-    """What was known at the last sample in service; `used` has time and memory in use between samples, by UUID."""
+class LastInService(Struct, frozen=True, kw_only=True):
+    """What was known at the last sample in service."""
 
-    verdicts: tuple[Said, ...] = ()
+    verdicts: tuple[RecordedVerdict, ...] = ()
     leaks: tuple[GpuLeak, ...] = ()
-    holders: tuple[Holder, ...] = ()
-    probe: tuple[Probed, ...] = ()
+    holders: tuple[MemoryHolder, ...] = ()
+    probe: tuple[ProbedMemory, ...] = ()
     mappings: tuple[MappingGrowth, ...] = ()
     used: dict[str, tuple[tuple[Seconds, Size], ...]] = field(default_factory=dict)
+    """The time and the memory in use between samples, by UUID."""
 
 
 class Xid(Struct, frozen=True, kw_only=True):
@@ -115,23 +121,35 @@ class Oom(Struct, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         """Return the error in a sentence."""
-        own = "" if self.reserved is None else f", {format_size(self.reserved)} its own"
-        used = "" if self.allocated is None else f", {format_size(self.allocated)} in use"
-        free = f"{format_amount(self.asked)} asked, {format_amount(self.free)} free"
-        return f"torch raised OutOfMemoryError on {self.uuid}: {free}{own}{used}"
+        sentence = (
+            f"torch raised OutOfMemoryError on {self.uuid}: "
+            f"{format_amount(self.asked)} asked, {format_amount(self.free)} free"
+        )
+        if self.reserved is not None:
+            sentence += f", {format_size(self.reserved)} its own"
+        if self.allocated is not None:
+            sentence += f", {format_size(self.allocated)} in use"
+        return sentence
 
 
 def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
-    """Return the event that an incident is judged by: the first, or the exit for memory that followed it at once."""
-    ended = next((each for each in events if each.what is IncidentKind.ENDED), events[0])
-    is_one = 0 <= ended.t - events[0].t <= SEQUENCE_SECONDS and ended.reason in MEMORY_REASONS
-    return ended if is_one else events[0]
+    """Return the event that an incident is judged by.
+
+    That is the first, or the exit for memory that followed it at once.
+    """
+    first_event = events[0]
+    for event in events:
+        if event.what is IncidentKind.ENDED:
+            follows_at_once = 0 <= event.t - first_event.t <= SAME_END_SECONDS
+            return event if follows_at_once and event.reason in MEMORY_REASONS else first_event
+    return first_event
 
 
 class Incident(EngineEvent, frozen=True, kw_only=True):
-    """The facts of an incident: its decisive event, its cause, all events, and what was known; the header's schema.
+    """The facts of an incident: its decisive event with the cause, and what was known.
 
-    A field that is missing or does not fit is empty: other versions may write more, or less.
+    The fields are the schema of the header. One that is missing or does not fit is empty: other
+    versions may write more, or less.
     """
 
     version: str | None = None
@@ -139,43 +157,56 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     sure: Sureness | None = None
     sentence: str | None = None
     events: tuple[EngineEvent, ...] = ()
-    before: Before = Before()
+    before: LastInService = LastInService()
     xids: tuple[Xid, ...] = ()
     ooms: tuple[Oom, ...] = ()
     log: tuple[str, ...] = ()
 
 
-def read_incident(known: Mapping[str, Any]) -> Incident | None:
+def read_incident(header: Mapping[str, Any]) -> Incident | None:
     """Return the facts of an incident without what does not fit; None without a time and a kind."""
-    return _fit(known, Incident)  # type: ignore[no-any-return]
+    return _fit_struct(header, Incident)  # type: ignore[no-any-return]
 
 
 def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schema, and a value of it
     """Return the part of a value that fits its type; None where nothing does."""
     if isinstance(kind, type) and issubclass(kind, Struct):
-        given = value if isinstance(value, Mapping) else {}
-        known = {
-            each.name: _fit(given[each.name], each.type)
-            for each in msgspec.structs.fields(kind)
-            if each.name in given
-        }
-        try:
-            return kind(**{name: fitting for name, fitting in known.items() if fitting is not None})
-        except TypeError:  # a field that it needs is missing
-            return None
-    inner = get_args(kind)
-    if get_origin(kind) is tuple and inner[-1] is ...:
-        items = value if isinstance(value, list) else []
-        return tuple(fitting for each in items if (fitting := _fit(each, inner[0])) is not None)
+        return _fit_struct(value, kind)
+    inner_kinds = get_args(kind)
+    if get_origin(kind) is tuple and inner_kinds[-1] is ...:
+        return _fit_items(value, inner_kinds[0])
     if get_origin(kind) is dict:
-        named = value.items() if isinstance(value, dict) else ()
-        return {
-            name: fitting for name, each in named if (fitting := _fit(each, inner[1])) is not None
-        }
+        return _fit_values(value, inner_kinds[1])
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         return None
+
+
+def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a value of the kind
+    document = value if isinstance(value, Mapping) else {}
+    fields = {}
+    for column in msgspec.structs.fields(kind):
+        if column.name in document:
+            fitting = _fit(document[column.name], column.type)
+            if fitting is not None:
+                fields[column.name] = fitting
+    try:
+        return kind(**fields)
+    except TypeError:  # a field that it needs is missing
+        return None
+
+
+def _fit_items(value: object, kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a type of the schema
+    items = value if isinstance(value, list) else []
+    fitting_items = (_fit(item, kind) for item in items)
+    return tuple(item for item in fitting_items if item is not None)
+
+
+def _fit_values(value: object, kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a type of the schema
+    items = value.items() if isinstance(value, dict) else ()
+    fitting_values = {name: _fit(item, kind) for name, item in items}
+    return {name: item for name, item in fitting_values.items() if item is not None}
 
 
 def format_amount(n_bytes: int | None) -> str:
@@ -183,28 +214,38 @@ def format_amount(n_bytes: int | None) -> str:
     return "an amount not known" if n_bytes is None else format_size(n_bytes)
 
 
-def add_evidence(end: Ending, known: Incident) -> Ending:
-    """Return the end with what its incident knows beside the samples: peaks, leaks, XIDs, failed allocations."""
-    lost = (each.sentence for each in known.before.verdicts if each.alert == GPU_LOST)
-    leaks = {each.uuid: each for each in known.before.leaks}
-    gpus = []
-    for gpu in end.gpus:
-        since, leak = gpu.newest_seconds - PEAK_SECONDS, leaks.get(gpu.uuid)
-        peak = max(
-            (used for at, used in known.before.used.get(gpu.uuid, ()) if at >= since), default=0
-        )
-        found = gpu.raise_peak(peak)
-        if leak is not None and SURENESS.get(leak.state, 0) > SURENESS.get(gpu.leak, 0):
-            per_request = leak.leak_bytes_per_request or gpu.leak_bytes_per_request
-            found = replace(found, leak=leak.state, leak_bytes_per_request=per_request)
-        gpus.append(found)
+def add_evidence(end: Ending, incident: Incident) -> Ending:
+    """Return the end with what its incident has beside the samples.
+
+    That is peaks, leaks, XIDs and failed allocations.
+    """
+    hung_seconds = end.hung_seconds
+    if hung_seconds is not None:
+        hung_seconds = incident.progress_age_seconds or hung_seconds
     return replace(
         end,
-        gpus=tuple(gpus),
-        hung_seconds=None
-        if end.hung_seconds is None
-        else known.progress_age_seconds or end.hung_seconds,
-        xids=tuple(each.xid for each in known.xids[-MOST_SHOWN:]),
-        ooms=tuple(each.describe() for each in known.ooms[-MOST_SHOWN:]),
-        unreadable=tuple(lost),
+        gpus=tuple(_add_gpu_evidence(gpu, incident.before) for gpu in end.gpus),
+        hung_seconds=hung_seconds,
+        xids=tuple(error.xid for error in incident.xids[-MOST_SHOWN:]),
+        ooms=tuple(oom.describe() for oom in incident.ooms[-MOST_SHOWN:]),
+        unreadable=tuple(
+            verdict.sentence for verdict in incident.before.verdicts if verdict.alert == GPU_LOST
+        ),
     )
+
+
+def _add_gpu_evidence(gpu: GpuAtEnd, last: LastInService) -> GpuAtEnd:
+    """Return the GPU with the peak between its last samples, and with the surer verdict on a leak."""
+    peak_begin_seconds = gpu.newest_seconds - PEAK_BEFORE_SECONDS
+    late_bytes = [
+        used_bytes
+        for at_seconds, used_bytes in last.used.get(gpu.uuid, ())
+        if at_seconds >= peak_begin_seconds
+    ]
+    gpu = gpu.raise_peak(max(late_bytes, default=0))
+    leaks = {leak.uuid: leak for leak in last.leaks}
+    leak = leaks.get(gpu.uuid)
+    if leak is None or LEAK_RANKS.get(leak.state, 0) <= LEAK_RANKS.get(gpu.leak, 0):
+        return gpu
+    bytes_per_request = leak.leak_bytes_per_request or gpu.leak_bytes_per_request
+    return replace(gpu, leak=leak.state, leak_bytes_per_request=bytes_per_request)

@@ -183,7 +183,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     @property
     def failed_starts(self) -> tuple[Ending, ...]:
         """The starts that exited before the engine served."""
-        return tuple(end for end in self.ends if not end.served)
+        return tuple(end for end in self.ends if not end.has_served)
 
     @property
     def span_seconds(self) -> float:

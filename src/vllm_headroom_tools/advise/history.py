@@ -323,7 +323,7 @@ class TraceHistory:
         begin, end = self._watch.span
         settings = settings if self._page is None else add_page_settings(settings, self._page)
         gpus = ((uuid, course) for _, uuid, course in self._watch.gpus if uuid in self._gpus)
-        ends = (event for event in self._watch.events if event.what is IncidentKind.ENDED)
+        ends = (event for event in self._watch.events if event.kind is IncidentKind.ENDED)
         return Facts(
             origin=Origin.TRACE,
             settings=replace(settings, at_least=max(self._at_least, settings.at_least)),
@@ -342,13 +342,13 @@ class TraceHistory:
                 for role, course in self._watch.host
             ),
             host=self._watch.memory,
-            ends=tuple(end for end in ends if not end.served or end.seconds > (self._since or 0.0)),
+            ends=tuple(end for end in ends if not end.has_served or end.seconds > (self._since or 0.0)),
         )
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
         running = count_running(snapshot.page)
         ended = snapshot.engine_status is not None and snapshot.engine_status.ended is not None
-        serving = self._watch.run.runs.present.ready and is_page_awake(snapshot.page) is not False
+        serving = self._watch.engine.runs.present.is_ready and is_page_awake(snapshot.page) is not False
         for history in self._gpus.values() if ended or not serving else ():
             history.close_spell(self._now, ended_engine=ended)
         for gpu in snapshot.devices:

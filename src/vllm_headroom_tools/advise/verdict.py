@@ -188,7 +188,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
     remarks += [*_compare_ranks(facts), *_note_waste(facts)]
     crashes = starts.find_crashes(facts)
     if crashes and starts.find_crash(facts) is None:
-        left = "" if crashes[0].worst is None else ", with memory left"
+        left = "" if crashes[0].fullest_gpu is None else ", with memory left"
         exited = (
             f"The engine exited at {format_instant(crashes[0].seconds)} while requests ran{left}"
         )

@@ -126,7 +126,7 @@ def _build_data(
             "samples": record.replay.samples,
             "span_seconds": record.span_seconds,
             "requests_finished": record.finished.total,
-            "engine_restarts": record.replay.run.runs.restarts,
+            "engine_restarts": record.replay.engine.runs.restarts,
         }
         for name, record in traces
     ]

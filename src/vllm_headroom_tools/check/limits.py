@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.life.judge import judge_ending
+from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.derive.per_request import BASELINE_READINGS
 from vllm_headroom.units import format_instant, format_size
 from vllm_headroom.vocabulary import IncidentKind, MemoryPart
@@ -211,15 +211,15 @@ def judge_restarts(
     causes = (
         judge_ending(end)[0].sentence
         for end in record.replay.events
-        if end.what is IncidentKind.ENDED
+        if end.kind is IncidentKind.ENDED
     )
     yield Judgement(
         limit=RESTARTS,
-        verdict=compare(record.replay.run.runs.restarts, most, missing),
+        verdict=compare(record.replay.engine.runs.restarts, most, missing),
         unit=Unit.COUNT,
-        value=float(record.replay.run.runs.restarts),
+        value=float(record.replay.engine.runs.restarts),
         most=most,
-        baseline=None if before is None else float(before.replay.run.runs.restarts),
+        baseline=None if before is None else float(before.replay.engine.runs.restarts),
         why=missing or " ".join(dict.fromkeys(causes)),
     )
 

@@ -13,7 +13,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.derive.leak.evidence import GROWING_SECONDS
 from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
-from vllm_headroom.derive.life.signs import keep_service
+from vllm_headroom.derive.life.service import keep_service
 from vllm_headroom.derive.per_request import BASELINE_READINGS, WARM_REQUESTS, find_load_band
 from vllm_headroom.derive.readings import count_finished, count_running, list_named, sum_known
 from vllm_headroom.model import EnginePage, Failure, Snapshot
@@ -205,8 +205,8 @@ class TraceRecord:
     def _add_page(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)
         restarted, self._restarts = (
-            self.replay.run.runs.restarts != self._restarts,
-            self.replay.run.runs.restarts,
+            self.replay.engine.runs.restarts != self._restarts,
+            self.replay.engine.runs.restarts,
         )
         self.finished.step(count_finished(page), restarted=restarted)
         self.preemptions.step(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.life.judge import judge_ending
+from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.model import name_device
 from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import IncidentKind, Source
@@ -78,7 +78,7 @@ def build_report(
     ]
     died = any(step.tally.engine_dead for step in steps)
     ended = whole.ended or ("the engine died: its web server says so" if died else None)
-    end = next((event for event in watch.events if event.what is IncidentKind.ENDED), None)
+    end = next((event for event in watch.events if event.kind is IncidentKind.ENDED), None)
     if ended is not None and end is not None:
         ended = f"{ended}. {judge_ending(end)[0].sentence.removesuffix('.')}"
     found = list(list_faults(outcomes, ended, (*gpus, *host), stopped=stopped))

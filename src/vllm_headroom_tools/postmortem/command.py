@@ -7,9 +7,9 @@ from typing import Final
 
 from msgspec.structs import asdict, replace
 
-from vllm_headroom.derive.life.case import build_ending, describe_gpus
-from vllm_headroom.derive.life.judge import UNKNOWN, judge_ending
-from vllm_headroom.derive.life.runs import RunState
+from vllm_headroom.derive.life.causes import UNKNOWN_CAUSE, judge_ending
+from vllm_headroom.derive.life.engine import EngineMemory
+from vllm_headroom.derive.life.record import build_ending, describe_gpus
 from vllm_headroom.model import Diagnosis, Ending, GpuAtEnd, Snapshot
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_incident_facts
 from vllm_headroom.trace.incident import Incident, add_evidence, find_decisive, read_incident
@@ -27,76 +27,91 @@ from vllm_headroom_tools.postmortem.report import (
 )
 from vllm_headroom_tools.trace import BadInput, read_lines, read_trace
 
-SAME_SECONDS: Final = 0.5
+SAME_EVENT_SECONDS: Final = 0.5
+"""An incident has its time to the millisecond: a sample this close is that of its event."""
 
 
-class Follower:
-    """Finds the end sample by sample; the facts of an incident have the time of the event.
+class EndFollower:
+    """Finds the end of a run, sample by sample.
 
-    Without them the last exit in the trace counts, or a stall that goes on. `silent` is whether a page that once
-    answered no longer does.
+    The facts of an incident have the time of its event. Without them the last exit in the trace
+    counts, or a stall that goes on.
     """
 
     def __init__(self, incident: Incident | None = None) -> None:
         self.ending: Ending | None = None
-        self.watch = LeakReplay()
-        self.silent = False
+        self.replay = LeakReplay()
+        self.is_page_lost = False
+        """Whether a page that once answered no longer does."""
         self._incident = incident
-        self._was_read = False
+        self._has_answered = False
         self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
 
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Add a sample; return it with the state of the engine added."""
-        before = self.watch.run
-        snapshot = self.watch.step(snapshot)
-        event = None if snapshot.engine_status is None else snapshot.engine_status.event
+        previous = self.replay.engine
+        snapshot = self.replay.step(snapshot)
+        status = snapshot.engine_status
+        event = None if status is None else status.event
         if self._incident is not None:
-            event = self._build_due(self._incident, snapshot, event, before)
+            event = self._build_due(self._incident, snapshot, previous)
         if event is not None:
-            found = replace(event, gpus=tuple(map(self._add_leak, event.gpus)))
-            self.ending = found if self._incident is None else add_evidence(found, self._incident)
-        if snapshot.engine_status is not None and (
-            snapshot.engine_status.ended or not self.watch.run.case.gpus
-        ):
-            self._leaks = {}
-        for _, uuid, course in self.watch.gpus:
-            if snapshot.in_service and course.state is not LeakState.UNKNOWN:
-                self._leaks[uuid] = course.state, course.newest
-        self._was_read = self._was_read or snapshot.page is not None
-        self.silent = self._was_read and snapshot.page is None
+            event = replace(event, gpus=tuple(self._add_leak(gpu) for gpu in event.gpus))
+            if self._incident is not None:
+                event = add_evidence(event, self._incident)
+            self.ending = event
+        self._note_leaks(snapshot)
+        self._has_answered = self._has_answered or snapshot.page is not None
+        self.is_page_lost = self._has_answered and snapshot.page is None
         return snapshot
 
     def _build_due(
-        self, known: Incident, snapshot: Snapshot, event: Ending | None, before: RunState
+        self, incident: Incident, snapshot: Snapshot, previous: EngineMemory
     ) -> Ending | None:
         """Return the incident's event at its time, or at the first sample after it; else None."""
-        late = snapshot.time_seconds - known.t
-        if not (abs(late) <= SAME_SECONDS or (self.ending is None and late > 0)):
+        late_seconds = snapshot.time_seconds - incident.t
+        is_due = abs(late_seconds) <= SAME_EVENT_SECONDS
+        is_overdue = self.ending is None and late_seconds > 0
+        if not is_due and not is_overdue:
             return None
-        run, age = before.runs.newest or before.runs.present, None
-        reason = known.reason or (None if event is None else event.reason)
-        if known.what is IncidentKind.STALLED:
-            run, reason = self.watch.run.runs.present, None
-            age = (
-                None
-                if snapshot.engine_status is None
-                else snapshot.engine_status.progress_age_seconds
-            )
-        gpus = describe_gpus(before.case, run, snapshot)
+        status = snapshot.engine_status
+        run = previous.runs.newest or previous.runs.present
+        reason = incident.reason
+        age_seconds = None
+        if incident.what is IncidentKind.STALLED:
+            run = self.replay.engine.runs.present
+            reason = None
+            age_seconds = None if status is None else status.progress_age_seconds
+        elif reason is None and status is not None:
+            reason = status.ended
         return build_ending(
-            before.case, run, snapshot, known.what, reason=reason, gpus=gpus, age_seconds=age
+            previous.record,
+            run,
+            snapshot,
+            incident.what,
+            reason=reason,
+            gpus=describe_gpus(previous.record, run, snapshot),
+            progress_age_seconds=age_seconds,
         )
+
+    def _note_leaks(self, snapshot: Snapshot) -> None:
+        """Note the leak detector's verdicts while the run is in service; a new run begins afresh."""
+        status = snapshot.engine_status
+        if status is not None and (status.ended or not self.replay.engine.record.gpus):
+            self._leaks = {}
+        if not snapshot.in_service:
+            return
+        for _, uuid, course in self.replay.gpus:
+            if course.state is not LeakState.UNKNOWN:
+                self._leaks[uuid] = (course.state, course.newest)
 
     def _add_leak(self, gpu: GpuAtEnd) -> GpuAtEnd:
         state, moment = self._leaks.get(gpu.uuid, (LeakState.UNKNOWN, None))
-        return replace(
-            gpu,
-            leak=state,
-            leak_bytes_per_request=None if moment is None else moment.bytes_per_request,
-        )
+        bytes_per_request = None if moment is None else moment.bytes_per_request
+        return replace(gpu, leak=state, leak_bytes_per_request=bytes_per_request)
 
 
-NOTHING: Final = Diagnosis(
+NO_END: Final = Diagnosis(
     cause=EndCause.NOTHING,
     sureness=Sureness.LIKELY,
     sentence="There is no exit of an engine here, and no stall.",
@@ -104,8 +119,13 @@ NOTHING: Final = Diagnosis(
 
 
 def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit, the surest first; `has_ended` is whether it exited, and nothing is known of it."""
-    return judge_ending(end) if end is not None else (UNKNOWN if has_ended else NOTHING,)
+    """Return the causes that fit, the surest first.
+
+    `has_ended` is whether the engine exited, though nothing is known of it.
+    """
+    if end is not None:
+        return judge_ending(end)
+    return (UNKNOWN_CAUSE,) if has_ended else (NO_END,)
 
 
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
@@ -124,20 +144,20 @@ def _options(parser: Parser) -> None:
     )
 
 
-def find_trace(given: Path) -> Path:
+def find_trace(place: Path) -> Path:
     """Return the trace to read: a file itself, or the newest incident of a folder; raises BadInput."""
-    if not given.is_dir():
-        return given
+    if not place.is_dir():
+        return place
     try:
-        found = list_incidents(given / INCIDENTS) or list_incidents(given)
+        incidents = list_incidents(place / INCIDENTS) or list_incidents(place)
     except OSError as error:
-        raise BadInput(f"{given}: cannot be read: {error.strerror}") from error
-    if found:
-        return found[-1]
-    record = given / FLIGHT
+        raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
+    if incidents:
+        return incidents[-1]
+    record = place / FLIGHT
     hint = f"; {record} is the newest record" if record.exists() else ""
     raise BadInput(
-        f"{given}: has no incident, which the daemon saves when the engine exits or stalls{hint}"
+        f"{place}: has no incident, which the daemon saves when the engine exits or stalls{hint}"
     )
 
 
@@ -145,46 +165,50 @@ def read_facts(file: Path) -> Incident | None:
     """Read the facts of an incident, None for another trace; raises BadInput."""
     try:
         with file.open("rb") as stream:
-            known = parse_incident_facts(next(read_lines(stream), b""))
+            header = parse_incident_facts(next(read_lines(stream), b""))
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
-    if known is None:
+    if header is None:
         return None
-    found = read_incident(known)
-    if found is None:
+    incident = read_incident(header)
+    if incident is None:
         needed = f"a time `t`, and `what`: {' or '.join(IncidentKind)}"
         raise BadInput(f"{file}: line 1: the header of an incident has {needed}")
-    decisive = find_decisive((found, *found.events))
-    return replace(found, **asdict(decisive)) if decisive is not found else found
+    decisive = find_decisive((incident, *incident.events))
+    return incident if decisive is incident else replace(incident, **asdict(decisive))
 
 
 def read_postmortem(file: Path) -> Postmortem:
     """Read the post-mortem of a trace; raises BadInput."""
     incident = read_facts(file)
-    follower, timeline, curves = Follower(incident), Timeline(), Curves()
+    follower = EndFollower(incident)
+    timeline = Timeline()
+    curves = Curves()
     for snapshot in read_trace(str(file)):
-        timeline.step(follower.step(snapshot), follower.watch)
+        timeline.step(follower.step(snapshot), follower.replay)
         curves.step(snapshot)
-    if incident is None and not follower.watch.samples:
+    if incident is None and not follower.replay.samples:
         raise BadInput(f"{file}: has no samples")
+    has_ended = incident is not None or follower.is_page_lost
+    facts = incident or NO_INCIDENT
     return Postmortem(
         file=str(file),
-        findings=judge(follower.ending, has_ended=incident is not None or follower.silent),
+        findings=judge(follower.ending, has_ended=has_ended),
         ending=follower.ending,
-        known=incident or NO_INCIDENT,
-        timeline=timeline.list_entries(incident or NO_INCIDENT),
+        incident=facts,
+        timeline=timeline.list_entries(facts),
         curves=curves,
     )
 
 
-def _run(given: Namespace) -> Report:
-    place = given.place or os.environ.get(STATE_DIR)
+def _run(options: Namespace) -> Report:
+    place = options.place or os.environ.get(STATE_DIR)
     if not place:
         raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment")
-    found = read_postmortem(find_trace(Path(place)))
-    if given.html is not None:
-        save(given.html, build_page(found), "--html ", (place,))
-    return build_report(found)
+    postmortem = read_postmortem(find_trace(Path(place)))
+    if options.html is not None:
+        save(options.html, build_page(postmortem), "--html ", (place,))
+    return build_report(postmortem)
 
 
 COMMAND: Final[Command] = Command(

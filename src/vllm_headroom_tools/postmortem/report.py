@@ -9,8 +9,8 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import Frame, Point, escape_text
 from vllm_headroom.expose.assets import PAGE_STYLE
+from vllm_headroom.expose.drawing import Frame, Point, escape_text
 from vllm_headroom.model import (
     Diagnosis,
     Ending,
@@ -173,12 +173,12 @@ Line = tuple[str, str]
 
 def list_numbers(end: Ending, known: Incident) -> Iterator[Line]:
     """Yield the names and values that are known."""
-    yield end.what.value, format_instant(end.seconds)
+    yield end.kind.value, format_instant(end.seconds)
     if end.reason is not None:
         yield "counted as", end.reason.value
-    if end.seen_seconds:
+    if end.observed_seconds:
         began = "" if end.began_seconds is None else f"began {format_instant(end.began_seconds)}, "
-        yield "this run", f"{began}seen for {format_duration(end.seen_seconds)}"
+        yield "this run", f"{began}seen for {format_duration(end.observed_seconds)}"
     for engine in end.engines:
         yield (
             f"{engine.model_name} / {engine.engine}",
@@ -235,7 +235,7 @@ def _describe_gpu(gpu: GpuAtEnd) -> Iterator[str]:
         ("left at worst", gpu.last_room_bytes),
         ("left at first", gpu.first_room_bytes),
         ("held by the engine", gpu.last_engine_bytes),
-        ("more than at first", gpu.grown_bytes),
+        ("more than at first", gpu.growth_bytes),
         ("held by others", gpu.last_other_bytes),
     )
     yield from (
@@ -250,7 +250,7 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     file: str
     findings: tuple[Diagnosis, ...]
     ending: Ending | None
-    known: Incident
+    incident: Incident
     timeline: tuple[tuple[float, str], ...]
     curves: Curves
 
@@ -310,19 +310,19 @@ def list_sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str
     """Yield headings and their lines, possibly none."""
     yield (
         "The sidecar's verdicts then",
-        [("", each.sentence) for each in report.known.before.verdicts[-MOST_SHOWN:]],
+        [("", each.sentence) for each in report.incident.before.verdicts[-MOST_SHOWN:]],
     )
     yield "Timeline", [(format_instant(seconds), what) for seconds, what in report.timeline]
     yield (
         "Numbers for a bug report",
-        [] if report.ending is None else [*list_numbers(report.ending, report.known)],
+        [] if report.ending is None else [*list_numbers(report.ending, report.incident)],
     )
     steps = enumerate(TODO[report.answer.cause])
     yield (
         "What to do",
         [("then" if place else "first", ": ".join(filter(None, step))) for place, step in steps],
     )
-    yield "The sidecar's log then", [("", each) for each in report.known.log[-most_log_lines:]]
+    yield "The sidecar's log then", [("", each) for each in report.incident.log[-most_log_lines:]]
     situation = SITUATIONS.get(report.answer.cause, Situation.DOWN)
     yield "Situation", [] if situation is None else [("", situation.replace("_", " "))]
 
@@ -341,15 +341,15 @@ def _build_data(report: Postmortem) -> dict[str, Any]:
     return {
         "file": report.file,
         "t": None if end is None else end.seconds,
-        "what": None if end is None else end.what,
+        "what": None if end is None else end.kind,
         "reason": None if end is None else end.reason,
         **answer,
         "situation": SITUATIONS.get(report.answer.cause, Situation.DOWN),
         "also": also,
         "timeline": [{"t": seconds, "text": what} for seconds, what in report.timeline],
-        "numbers": {} if end is None else dict(list_numbers(end, report.known)),
+        "numbers": {} if end is None else dict(list_numbers(end, report.incident)),
         "todo": [{"text": what, "link": link} for what, link in TODO[report.answer.cause]],
-        "known": None if report.known is NO_INCIDENT else to_builtins(report.known),
+        "known": None if report.incident is NO_INCIDENT else to_builtins(report.incident),
     }
 
 
@@ -400,7 +400,7 @@ def _build_body(report: Postmortem) -> Iterator[str]:
 def _draw_figures(report: Postmortem) -> Iterator[str]:
     at = None if report.ending is None else report.ending.seconds
     gpus = {} if report.ending is None else {gpu.uuid: gpu for gpu in report.ending.gpus}
-    used = report.known.before.used
+    used = report.incident.before.used
     for uuid in report.curves.uuids:
         gpu = gpus.get(uuid)
         what = f"Free memory of {uuid if gpu is None else gpu.display_name}"

@@ -16,8 +16,8 @@ from vllm_headroom.derive.leak.observation import Observation, observe_gpus
 from vllm_headroom.derive.leak.leak import find_leak_state, is_alone
 from vllm_headroom.derive.leak.observation import observe_host
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.derive.life.runs import RunState, update_run
-from vllm_headroom.derive.life.signs import keep_service
+from vllm_headroom.derive.life.engine import EngineMemory, update_engine
+from vllm_headroom.derive.life.service import keep_service
 from vllm_headroom.derive.stability import LoadState, derive_load
 from vllm_headroom.model import EngineStatus, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState
@@ -44,7 +44,7 @@ Watched = tuple[list[Seen], Row, list[tuple[float, float, float]]]
 
 
 def watch(trace: Labelled) -> Watched:
-    state, load, found = RunState(), LoadState(), []
+    state, load, found = EngineMemory(), LoadState(), []
     is_up = all(sample["engines"] and sample["gpus"] for sample in trace.samples)
     is_up = is_up and len({sample["engines"][0].get("started_at") for sample in trace.samples}) == 1
     for sample in trace.samples:
@@ -53,7 +53,7 @@ def watch(trace: Labelled) -> Watched:
         if is_up and found and found[-1].in_service:  # it will stay so: saves half of the time
             snapshot = replace(snapshot, engine_status=SERVING)
         else:
-            state, snapshot = update_run(state, snapshot)
+            state, snapshot = update_engine(state, snapshot)
         served = keep_service(snapshot)
         load, _ = derive_load(load, served)
         observation, alone = None, True

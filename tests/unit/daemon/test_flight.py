@@ -25,7 +25,7 @@ from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import MOST_LOOKS, Flight
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.state.lock import FolderLock
-from vllm_headroom.derive.life.runs import RunState
+from vllm_headroom.derive.life.engine import EngineMemory
 from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
@@ -197,7 +197,7 @@ def test_an_end_while_the_daemon_was_away_is_noticed(tmp_path: Path) -> None:
     before = serving()
     subject = flight(tmp_path)
     watch = Watch()
-    watch.state = RunState(runs=before.state.runs)
+    watch.state = EngineMemory(runs=before.state.runs)
     watch.look(working(1, started=BEGAN + 500))
     step(subject, seen(watch))
 

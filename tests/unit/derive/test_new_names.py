@@ -7,7 +7,7 @@ from typing import Final
 
 from tests.samples import engine, failure, gpu, page, probed, snapshot
 from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive.life.runs import RunState, update_run
+from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.derive.readings import MOST_REMEMBERED
 from vllm_headroom.model import AllocatorReading, Inside, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import Source
@@ -31,9 +31,9 @@ def looked(reading: int, *, awake: bool) -> Snapshot:
 
 def test_of_gpus_whose_names_are_new_at_every_reading_a_bounded_number_is_remembered() -> None:
     states = {each.name: each.initial for each in build_derivations()}
-    life = RunState()
+    life = EngineMemory()
     for reading in range(READINGS):
-        life, seen = update_run(life, looked(reading, awake=reading < READINGS // 2))
+        life, seen = update_engine(life, looked(reading, awake=reading < READINGS // 2))
         for each in build_derivations():
             states[each.name], _ = each.step(states[each.name], seen)
 

@@ -19,7 +19,7 @@ from vllm_headroom.daemon.state.saved import (
     is_gpu_list_known,
     restore_memory,
 )
-from vllm_headroom.derive.life.runs import ENGINE_RUN, RunState
+from vllm_headroom.derive.life.engine import ENGINE_RUN, EngineMemory
 from vllm_headroom.log import Log
 from vllm_headroom.model import Snapshot
 from vllm_headroom.worker import Worker
@@ -67,7 +67,7 @@ class StateKeeper:
             history = await self._read(HISTORY)
             saved_state = await self._read(STATE)
             if runs is not None:
-                states[ENGINE_RUN] = RunState(runs=runs)
+                states[ENGINE_RUN] = EngineMemory(runs=runs)
             if history is not None:
                 states[HISTORY.name] = history
             if saved_state is not None:
@@ -103,7 +103,7 @@ class StateKeeper:
             await self._lock_folder(timeout_seconds)
         if not self._is_locked:
             return
-        run_state: RunState | None = states.get(ENGINE_RUN)
+        run_state: EngineMemory | None = states.get(ENGINE_RUN)
         if run_state is not None and run_state.runs.newest is not None:
             await self._write(RUNS, run_state.runs, timeout_seconds)
         if HISTORY.name in states:

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Final
 
 from vllm_headroom.derive.attribution import describe_leftover
-from vllm_headroom.derive.life.judge import judge_ending
+from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
 from vllm_headroom.model import Ending
 from vllm_headroom.units import MIB, format_instant, format_size
@@ -128,7 +128,7 @@ def _find_held(start: Ending) -> float:
 
 def _list_rooms(starts: tuple[Ending, ...]) -> list[int]:
     """Return the least room of each start, where known."""
-    return [start.worst.last_room_bytes or 0 for start in starts if start.worst is not None]
+    return [start.fullest_gpu.last_room_bytes or 0 for start in starts if start.fullest_gpu is not None]
 
 
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
@@ -204,7 +204,7 @@ def _list_start_evidence(starts: tuple[Ending, ...]) -> tuple[Evidence, ...]:
 
 def find_crash(facts: Facts) -> Advice | None:
     """Fit where an engine left processes over, or crashed at least FAILED_STARTS times with memory left."""
-    found = tuple(end for end in find_crashes(facts) if end.worst is not None)
+    found = tuple(end for end in find_crashes(facts) if end.fullest_gpu is not None)
     if len(found) < FAILED_STARTS and not any(end.orphan_bytes for end in found):
         return None
     last, times = found[-1], "once," if len(found) == 1 else f"{len(found)} times, the last"
@@ -212,7 +212,7 @@ def find_crash(facts: Facts) -> Advice | None:
     look = (
         f"Read vLLM's log up to {when} (kubectl logs --previous), and the kernel's log for an Xid"
     )
-    room = 0 if last.worst is None else last.worst.last_room_bytes or 0
+    room = 0 if last.fullest_gpu is None else last.fullest_gpu.last_room_bytes or 0
     orphans = max(end.orphan_bytes for end in found) or None
     is_sure = orphans or any(
         judge_ending(end)[0].sureness is not Sureness.POSSIBLE for end in found
@@ -235,12 +235,12 @@ def find_crash(facts: Facts) -> Advice | None:
 
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
     """Return the ends of an engine that served, at work or in parts, which the judge calls a crash with memory left."""
-    ends = (end for end in facts.ends if end.served and (end.running or end.orphan_bytes))
+    ends = (end for end in facts.ends if end.has_served and (end.running or end.orphan_bytes))
     return tuple(
         end
         for end in ends
         if judge_ending(end)[0].cause is EndCause.CRASH
-        and (end.worst is None or (end.worst.last_room_bytes or 0) >= LOW_BYTES)
+        and (end.fullest_gpu is None or (end.fullest_gpu.last_room_bytes or 0) >= LOW_BYTES)
     )
 
 

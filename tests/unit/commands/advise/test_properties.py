@@ -146,9 +146,9 @@ AT_END = st.builds(
 )
 END = st.builds(
     Ending,
-    what=st.just(IncidentKind.ENDED),
+    kind=st.just(IncidentKind.ENDED),
     seconds=SECONDS,
-    served=st.booleans(),
+    has_served=st.booleans(),
     gpus=st.lists(AT_END, max_size=2).map(tuple),
     orphan_bytes=st.integers(0, 2**40),
 )
@@ -169,7 +169,7 @@ def facts(leak: st.SearchStrategy[Leak] = LEAK) -> st.SearchStrategy[Facts]:
 
 
 ENDED_BESIDE_OTHERS = Ending(
-    what=IncidentKind.ENDED,
+    kind=IncidentKind.ENDED,
     seconds=5.0,
     gpus=(GpuAtEnd(index=0, uuid="GPU-a", last_other_bytes=2 * 10**9, first_room_bytes=21 * 10**8),),
 )

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.catalog import METRICS
 from vllm_headroom.derive import answer, build_derivations
-from vllm_headroom.derive.life.runs import RunState, update_run
+from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.model import (
     INPUTS,
     EnginePage,
@@ -91,7 +91,7 @@ def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings
     """Return the series that the last of many samples gives, of an engine that leaks 4 MiB in half a minute."""
     questions = build_derivations(**{"kv_bytes_per_token": 2.0, **settings})
     states: dict[str, Any] = {question.name: question.initial for question in questions}
-    life, last = RunState(), set[str]()
+    life, last = EngineMemory(), set[str]()
     for step in range(STEPS):
         held = 40 * GIB + step * 4 * 2**20
         process = EngineProcess(
@@ -108,7 +108,7 @@ def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings
             ),
         )
         seen = replace(seen, pools=(Pool(part=HostPart.KV_OFFLOAD, role=Role.ENGINE_CORE, size_bytes=1),))
-        life, seen = update_run(life, change(seen))
+        life, seen = update_engine(life, change(seen))
         last = set()
         for question in questions:
             states[question.name], samples = answer(question, states[question.name], seen)

@@ -92,7 +92,7 @@ def write_part(folder: Path, name: str, part: str, *, headed: bool) -> Path:
 
 def check_order(truth: Truth, ending: Ending, part: str) -> None:
     """Require that those named as the first to exit are the first, and at the full rate that they are named."""
-    named = {each.role for each in ending.first}
+    named = {each.role for each in ending.lost_processes}
     assert named in [set(truth.order[:count]) for count in range(len(truth.order))]
     if part == "all":
         assert named == set(truth.order[: truth.shown])
@@ -117,9 +117,9 @@ def test_its_samples_alone_have_one_exit_at_its_time_and_its_cause(tmp_path: Pat
         watch.step(snapshot)
     reason = truth.replayed or truth.reason
 
-    assert [each.reason for each in watch.events if each.what is IncidentKind.ENDED] == [reason]
-    assert watch.run.runs.exits == {reason: 1}
-    assert watch.run.runs.restarts == 0
+    assert [each.reason for each in watch.events if each.kind is IncidentKind.ENDED] == [reason]
+    assert watch.engine.runs.exits == {reason: 1}
+    assert watch.engine.runs.restarts == 0
     assert all(each.seconds >= truth.at for each in watch.events)
     assert read_postmortem(file).findings[0].cause == truth.cause
 
@@ -143,8 +143,8 @@ def test_an_incident_of_the_version_before_is_read(name: str) -> None:
     assert "cause" not in read_header(name)
     assert report.ending is not None
     assert (report.findings[0].cause, report.ending.reason) == OLD[name]
-    assert report.known is not NO_INCIDENT
-    assert report.known.before.leaks
+    assert report.incident is not NO_INCIDENT
+    assert report.incident.before.leaks
 
 
 def test_every_capture_is_judged() -> None:

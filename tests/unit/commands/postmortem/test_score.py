@@ -14,7 +14,7 @@ from tests.unit.commands.postmortem.spoiled import Spoil
 from vllm_headroom.model import Diagnosis
 from vllm_headroom.trace.incident import read_incident
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.postmortem.command import Follower, judge
+from vllm_headroom_tools.postmortem.command import EndFollower, judge
 from vllm_headroom_tools.trace import parse_snapshot
 
 EACH = 20
@@ -23,10 +23,10 @@ made_up = cache(scenes.scene)
 
 
 def named(scene: Scene) -> Diagnosis:
-    follower = Follower(None if scene.header is None else read_incident(scene.header))
+    follower = EndFollower(None if scene.header is None else read_incident(scene.header))
     for record in scene.samples:
         follower.step(parse_snapshot(record))
-    return judge(follower.ending, has_ended=scene.header is not None or follower.silent)[0]
+    return judge(follower.ending, has_ended=scene.header is not None or follower.is_page_lost)[0]
 
 
 def test_the_named_cause_is_right_and_never_surely_wrong() -> None:

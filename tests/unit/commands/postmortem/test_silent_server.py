@@ -6,14 +6,14 @@ from tests.samples import snapshot
 from tests.unit.derive.life.watch import BEGAN, CORE, REFUSED, SERVER, SILENT, STEP_SECONDS, WHOLE, card, working
 from vllm_headroom.model import Diagnosis, EnginePage, EngineProcess, Failure
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.postmortem.command import Follower, judge
+from vllm_headroom_tools.postmortem.command import EndFollower, judge
 
 Look = tuple[EnginePage | Failure, tuple[EngineProcess, ...]]
 AT_WORK: list[Look] = [(working(20.0 + done), WHOLE) for done in range(12)]
 
 
 def said(looks: list[Look]) -> Diagnosis:
-    follower = Follower()
+    follower = EndFollower()
     for turn, (engines, processes) in enumerate(looks):
         gpu = card(70 if CORE in processes else 0)
         follower.step(snapshot(at=BEGAN + STEP_SECONDS * turn, engines=engines, processes=processes, gpus=(gpu,)))

@@ -14,11 +14,11 @@ from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
 from vllm_headroom.daemon.state.file import RUNS, STATE
 from vllm_headroom.daemon.state.saved import Memory
-from vllm_headroom.derive.life.runs import ENGINE_RUN, RunState
+from vllm_headroom.derive.life.engine import ENGINE_RUN, EngineMemory
 from vllm_headroom.vocabulary import ExitReason
 
 
-def crashed() -> RunState:
+def crashed() -> EngineMemory:
     """Return the state after a death, a restart and another death."""
     watch = serving()
     watch.look(REFUSED, processes=(), gpus=(card(0.5),))
@@ -48,7 +48,7 @@ def test_they_come_back_exactly_and_at_once_while_the_engine_is_down(tmp_path: P
 
     found, _ = taken_up(tmp_path)
 
-    assert found == {ENGINE_RUN: RunState(runs=before.runs)}
+    assert found == {ENGINE_RUN: EngineMemory(runs=before.runs)}
     assert found[ENGINE_RUN].runs.exits == {ExitReason.GONE: 2}
     assert found[ENGINE_RUN].runs.restarts == 1
 
@@ -74,7 +74,7 @@ def test_they_go_on_when_what_the_detector_learned_is_of_another_life(alarmed: M
 
 
 def test_an_engine_that_was_never_seen_leaves_no_file(tmp_path: Path) -> None:
-    saved(tmp_path, **{ENGINE_RUN: RunState()})
+    saved(tmp_path, **{ENGINE_RUN: EngineMemory()})
 
     assert not (tmp_path / RUNS.name).exists()
 

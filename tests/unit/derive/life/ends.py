@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from tests.samples import gpu
 from tests.unit.derive.life.watch import CORE, REFUSED, SERVER, SILENT, Watch, process, working
-from vllm_headroom.derive.life.judge import judge_ending
+from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.model import Diagnosis, Ending, EnginePage, EngineProcess, Failure, Fate, Gpu, HostMemory, Leftover
 from vllm_headroom.trace.incident import EngineEvent, Incident, Oom, Xid, add_evidence, find_decisive
 from vllm_headroom.units import GIB, MIB
@@ -79,7 +79,7 @@ class Timeline:
         )
         if status.event is not None:
             event = status.event
-            self.events.append((EngineEvent(t=event.seconds, what=event.what, reason=event.reason), event))
+            self.events.append((EngineEvent(t=event.seconds, what=event.kind, reason=event.reason), event))
 
     def _page(self, at: float, left: tuple[EngineProcess, ...]) -> EnginePage | Failure:
         if SERVER not in left or at >= self.plan.shuts:

@@ -174,7 +174,7 @@ def test_whatever_fails_whenever_a_run_ends_once_and_when_it_did(
         for sources, begin, length, is_late in windows:
             if begin <= turn < min(begin + length, HEALED):
                 late = (
-                    LATE if is_late or not world.watch.state.runs.sighted else UNSEEN
+                    LATE if is_late or not world.watch.state.runs.are_processes_visible else UNSEEN
                 )  # closed from the start: no view
                 failing = {"page": page, "processes": late, "gpus": NO_GPU, "probe": NO_PROBE}
                 failures |= {source: failing[source] for source in sources}

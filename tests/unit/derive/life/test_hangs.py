@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tests.samples import probed
 from tests.unit.derive.life.watch import CORE, SERVER, SILENT, STEP_SECONDS, UNSEEN, WORKER, Watch, working
-from vllm_headroom.derive.life.runs import RunState, update_run
+from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, HangSign, ProbeReadings, SchedulerReading, Snapshot
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
 from vllm_headroom.vocabulary import EngineState, Reason, Source
@@ -218,9 +218,9 @@ def test_a_server_that_finishes_its_last_requests_or_refuses_us_does_not_spin(re
 def replay(snapshots: list[Snapshot]) -> list[EngineState]:
     """Return the states that a trace of these snapshots shows."""
     lines = [encode_line(HEADER), *(encode_line(build_record(each)) for each in snapshots)]
-    state, states = RunState(), list[EngineState]()
+    state, states = EngineMemory(), list[EngineState]()
     for snapshot in parse_trace(lines):
-        state, judged = update_run(state, snapshot)
+        state, judged = update_engine(state, snapshot)
         assert judged.engine_status is not None
         states.append(judged.engine_status.state)
     return states

@@ -20,8 +20,8 @@ from tests.unit.derive.life.watch import (
     serving,
     working,
 )
-from vllm_headroom.derive.life.runs import RunState
-from vllm_headroom.derive.life.signs import EngineRuns
+from vllm_headroom.derive.life.engine import EngineMemory
+from vllm_headroom.derive.life.evidence import EngineRuns
 from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory
 from vllm_headroom.vocabulary import EngineState, ExitReason
 from vllm_headroom_tools.trace import NO_PID
@@ -35,7 +35,7 @@ def test_an_end_counts_for_90_minutes_and_one_that_is_dated_ahead_does_not() -> 
     """The clock was set back after an end that is dated ahead."""
     watch = Watch()
     ends = (watch.at - 5401.0, watch.at - 5399.0, watch.at, watch.at + 1.0)
-    watch.state = RunState(runs=EngineRuns(ends_seconds=tuple(BEGAN + seconds for seconds in ends)))
+    watch.state = EngineMemory(runs=EngineRuns(ends_seconds=tuple(BEGAN + seconds for seconds in ends)))
 
     assert watch.look(working(10), after=0.0).recent_ends == 2
 
@@ -274,7 +274,7 @@ def test_a_life_that_ended_has_no_beginning() -> None:
 
 def test_a_daemon_that_takes_up_the_lives_knows_its_engine_again() -> None:
     before, after = serving(), Watch()
-    after.state = RunState(runs=before.state.runs)
+    after.state = EngineMemory(runs=before.state.runs)
     nudged = tuple(replace(each, started_at_seconds=each.started_at_seconds + 1) for each in WHOLE)
 
     assert after.look(REFUSED, processes=nudged).restarts == 0
@@ -283,7 +283,7 @@ def test_a_daemon_that_takes_up_the_lives_knows_its_engine_again() -> None:
 
 def test_a_daemon_that_takes_up_the_lives_counts_what_happened_meanwhile() -> None:
     before, after = serving(), Watch()
-    after.state = RunState(runs=before.state.runs)
+    after.state = EngineMemory(runs=before.state.runs)
 
     life = after.look(REFUSED, processes=NEXT)
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.derive.life.runs import RunState, update_run
+from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.model import (
     EnginePage,
     EngineProcess,
@@ -64,7 +64,7 @@ class Watch:
         gpus: tuple[Gpu, ...] | Failure | None = None,
         host: HostMemory | None = None,
     ) -> None:
-        self.state = RunState()
+        self.state = EngineMemory()
         self.at = 0.0
         self.seen: Snapshot | None = None
         self._processes = processes
@@ -95,7 +95,7 @@ class Watch:
         others = frozenset((each.pid, each.started_at_seconds) for each in neighbours)
         now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous=ambiguous)
         now = replace(now, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core)
-        self.state, self.seen = update_run(self.state, now)
+        self.state, self.seen = update_engine(self.state, now)
         assert self.seen.engine_status is not None
         return self.seen.engine_status
 

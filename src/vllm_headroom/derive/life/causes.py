@@ -1,0 +1,357 @@
+"""The causes of an end: which of them fit an exit or a stall, and how sure each is.
+
+The counter of exits, the page and every command ask this module. docs/commands/postmortem.md has
+the table of causes.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from vllm_headroom.model import Diagnosis, Ending, GpuAtEnd
+from vllm_headroom.model.status import FULL_ROOM_BYTES
+from vllm_headroom.units import GIB, format_duration, format_size
+from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, LeakState, Sureness
+
+LIKELY_SHARE: Final = 0.5
+"""Growth that took this share of the lost room fits best."""
+
+SURE_SHARE: Final = 0.8
+"""Growth that took this share of the lost room leaves no other cause."""
+
+LARGE_ALLOCATION_BYTES: Final = GIB
+"""A failed allocation takes no memory, so with less room than this one may have failed: a large one
+is a gigabyte (the logits of 2,048 tokens)."""
+
+KNOWN_BEFORE_SECONDS: Final = 600.0
+"""A shorter record does not show the memory before a burst."""
+
+NEIGHBOUR_BYTES: Final = GIB
+"""Less is only the CUDA contexts of others."""
+
+LITTLE_ROOM_RATIO: Final = 0.08
+"""Less of the GPU than vLLM leaves free by default: the start had taken all that it could."""
+
+FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
+"""Errors that end the program, by NVIDIA's table. 43 and 45 can follow its exit, 63 and 64 may
+leave it running."""
+
+UNOBSERVED_SECONDS: Final = 15.0
+"""Memory fills within seconds: after a longer gap the engine may have run out of it."""
+
+VISIBLE_STALL_SECONDS: Final = 60.0
+"""A stall that the page or a canary shows lasts at least so long. Other signs show one that began
+idle."""
+
+GROWING_STATES: Final = (LeakState.LEAKING, LeakState.GROWING)
+"""The leak detector's states in which the memory grows."""
+
+
+class Fit(NamedTuple):
+    """How well a cause fits."""
+
+    sureness: Sureness
+    sentence: str
+    remarks: tuple[str, ...] = ()
+    """What else speaks for or against it."""
+
+
+UNKNOWN_CAUSE: Final = Diagnosis(
+    cause=EndCause.UNKNOWN,
+    sureness=Sureness.POSSIBLE,
+    sentence="The cause of the exit is not known.",
+    evidence=("look in vLLM's log (kubectl logs --previous), and in the kernel's (dmesg -T)",),
+)
+"""Where no cause fits."""
+
+
+def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
+    """Return the causes that fit, the surest first, at least one.
+
+    A sure one excludes those that are only possible.
+    """
+    evidence = tuple(_list_evidence(end))
+    diagnoses = []
+    for cause, find_fit in CAUSES:
+        fit = find_fit(end)
+        if fit is not None:
+            diagnosis = Diagnosis(cause, fit.sureness, fit.sentence, (*evidence, *fit.remarks))
+            diagnoses.append(diagnosis)
+    if any(diagnosis.sureness is Sureness.SURE for diagnosis in diagnoses):
+        diagnoses = [
+            diagnosis for diagnosis in diagnoses if diagnosis.sureness is not Sureness.POSSIBLE
+        ]
+    if not diagnoses:
+        return (UNKNOWN_CAUSE,)
+    surest_first = list(Sureness)
+    return tuple(sorted(diagnoses, key=lambda diagnosis: surest_first.index(diagnosis.sureness)))
+
+
+def _fit_kill(end: Ending) -> Fit | None:
+    """Fit where the kernel counted an out-of-memory kill in the engine's container at this exit."""
+    if end.reason is not ExitReason.OOM_KILLED:
+        return None
+    return Fit(Sureness.SURE, "Killed by the kernel: host memory ran out, not GPU memory.")
+
+
+def _fit_failed_start(end: Ending) -> Fit | None:
+    """Fit where an engine exited before it served, with little room or with others on its GPU."""
+    gpu = end.fullest_gpu
+    if end.kind is not IncidentKind.ENDED or end.has_served:
+        return None
+    if gpu is None or gpu.last_room_bytes is None:
+        return None
+    other_bytes = gpu.last_other_bytes or 0
+    has_neighbour = other_bytes >= NEIGHBOUR_BYTES
+    total_bytes = gpu.total_bytes
+    is_filled = total_bytes is not None and gpu.last_room_bytes < LITTLE_ROOM_RATIO * total_bytes
+    if not has_neighbour and not is_filled:
+        return None
+    is_full = gpu.last_room_bytes <= FULL_ROOM_BYTES
+    duration = format_duration(end.observed_seconds)
+    return Fit(
+        Sureness.SURE if is_full else Sureness.LIKELY,
+        f"A start that never fitted: it exited after {duration}, before it served.",
+        (f"others held {format_size(other_bytes)} of it",) if has_neighbour else (),
+    )
+
+
+def _fit_neighbour(end: Ending) -> Fit | None:
+    """Fit where others took most of the lost room.
+
+    Where their memory is unknown, where another process appeared.
+    """
+    gpu = end.full_gpu
+    if gpu is None:
+        return None
+    cause = "Out of GPU memory by a neighbour"
+    other_growth_bytes = gpu.other_growth_bytes
+    if other_growth_bytes is None:
+        if not gpu.has_new_process:
+            return None
+        return Fit(
+            Sureness.LIKELY,
+            f"{cause}: another process had appeared on {gpu.display_name}.",
+            ("its memory is not known: the sidecar could not attribute memory to processes",),
+        )
+    share = gpu.share_of_lost_room(other_growth_bytes)
+    if share < LIKELY_SHARE:
+        return None
+    is_sure = gpu.is_full and share >= SURE_SHARE
+    size = format_size(other_growth_bytes)
+    return Fit(
+        Sureness.SURE if is_sure else Sureness.LIKELY,
+        f"{cause}: other processes took {size} of {gpu.display_name}.",
+    )
+
+
+def _fit_leak(end: Ending) -> Fit | None:
+    """Fit where the engine's memory grew over the whole run.
+
+    Sure with the leak detector's alarm, where nothing else took memory.
+    """
+    gpu = end.full_gpu
+    if gpu is None:
+        return None
+    recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
+    other_share = gpu.share_of_lost_room(gpu.other_growth_bytes)
+    if max(recent_share, other_share) >= LIKELY_SHARE:
+        return None
+    sentence = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
+    if gpu.leak in GROWING_STATES:
+        is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
+        is_sure = gpu.leak is LeakState.LEAKING and gpu.is_full and is_attributed
+        return Fit(Sureness.SURE if is_sure else Sureness.LIKELY, sentence)
+    if gpu.share_of_lost_room(gpu.growth_bytes) < LIKELY_SHARE:
+        return None
+    doubt = "it may be high-water marks that add up, not a leak"
+    return Fit(Sureness.POSSIBLE, sentence, (doubt,))
+
+
+FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch failed."
+
+
+def _fit_burst(end: Ending) -> Fit | None:
+    """Fit where the room was lost within the last minutes, or an allocation failed or may have."""
+    gpu = end.full_gpu
+    if gpu is None:
+        return _fit_failed_allocation(end)
+    if gpu.share_of_lost_room(gpu.other_growth_bytes) >= LIKELY_SHARE:
+        return None
+    sentence = f"Out of GPU memory in a burst: {gpu.display_name} was filled within minutes."
+    if end.ooms:
+        sentence = FAILED_ALLOCATION
+    share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
+    is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
+    has_grown_before = gpu.leak in GROWING_STATES
+    is_before_known = end.observed_seconds >= KNOWN_BEFORE_SECONDS
+    is_burst_alone = is_attributed and is_before_known and not has_grown_before
+    if is_burst_alone and gpu.is_full and share >= SURE_SHARE:
+        return Fit(Sureness.SURE, sentence)
+    if share >= LIKELY_SHARE or end.ooms:
+        return Fit(Sureness.LIKELY, sentence)
+    return Fit(Sureness.POSSIBLE, sentence)
+
+
+def _fit_failed_allocation(end: Ending) -> Fit | None:
+    """Fit where no GPU was full, and an allocation failed or may have."""
+    if not end.is_over or not end.has_served:
+        return None
+    if end.ooms:
+        return Fit(Sureness.LIKELY, FAILED_ALLOCATION)
+    gpu = end.fullest_gpu
+    if gpu is None or not end.running:
+        return None
+    room_bytes = gpu.last_room_bytes or 0
+    if room_bytes >= LARGE_ALLOCATION_BYTES:
+        return None
+    room = f"{format_size(room_bytes)} were left on {gpu.display_name}"
+    return Fit(
+        Sureness.POSSIBLE,
+        f"Out of GPU memory in a burst, perhaps: {room}.",
+        ("no figure shows a failed allocation: look for OutOfMemoryError in vLLM's log",),
+    )
+
+
+def _fit_hang(end: Ending) -> Fit | None:
+    """Fit where there was work and no progress; sure where its page showed it."""
+    if end.hung_seconds is None or not end.has_served or end.is_shutdown:
+        return None
+    duration = format_duration(end.hung_seconds)
+    sentence = f"A hang: the engine had work and made no progress for {duration}."
+    if not end.is_page_answering:
+        remark = "its page did not answer, and its processes ran"
+        return Fit(Sureness.LIKELY, sentence, (remark,))
+    if end.idle_seconds is not None and end.hung_seconds < VISIBLE_STALL_SECONDS:
+        sentence = "A hang that began idle: its page shows no work, and the engine does not run."
+    sureness = Sureness.SURE if end.running else Sureness.LIKELY
+    pause = "an engine that /pause stopped (development mode) looks the same"
+    return Fit(sureness, sentence, (f"its page still answered; {pause}",))
+
+
+def _fit_shutdown(end: Ending) -> Fit | None:
+    """Fit where the server closed its port, its core exited, and the server kept running."""
+    if not end.is_shutdown:
+        return None
+    return Fit(
+        Sureness.LIKELY,
+        "A requested shutdown: the server closed its port, stopped its core and waited.",
+        ("on shutdown vLLM cuts off running requests and waits until its clients disconnect",),
+    )
+
+
+def _fit_idle_exit(end: Ending) -> Fit | None:
+    """Fit where an idle engine exited as a whole with memory left; the reason is not visible."""
+    if end.kind is not IncidentKind.ENDED or not end.has_served or end.idle_seconds is None:
+        return None
+    if end.lost_processes or end.full_gpu is not None or end.hung_seconds is not None:
+        return None
+    if end.unreadable or FATAL_XIDS & set(end.xids):
+        return None
+    is_observed = (end.unobserved_seconds or 0.0) <= UNOBSERVED_SECONDS
+    duration = format_duration(end.idle_seconds)
+    return Fit(
+        Sureness.LIKELY if is_observed else Sureness.POSSIBLE,
+        "Exited while idle: a stop, a kill and a crash look the same from outside.",
+        (f"nothing had run or waited for {duration} when its page was last seen",),
+    )
+
+
+def _fit_crash(end: Ending) -> Fit | None:
+    """Fit where the engine exited at work or in parts, with memory left; sure only with an XID."""
+    if not end.is_over or end.full_gpu is not None or end.ooms:
+        return None
+    has_lost_gpu = bool(end.unreadable)
+    if end.hung_seconds is not None and not end.xids and not has_lost_gpu:
+        return None
+    room_bytes = _find_room_at_exit(end)
+    has_room = room_bytes is not None and room_bytes >= LARGE_ALLOCATION_BYTES
+    crash = "A crash" if end.has_served else "A failed start"
+    sentence = f"{crash}; whether GPU memory ran out is not known."
+    if has_lost_gpu:
+        sentence = f"{crash}: one of its GPUs could no longer be read."
+    elif has_room:
+        crashed = "crashed" if end.has_served else "failed to start"
+        sentence = f"Not GPU memory: the engine {crashed} with {format_size(room_bytes or 0)} free."
+    sureness = Sureness.POSSIBLE
+    if has_lost_gpu or (end.has_served and has_room and (end.lost_processes or end.running)):
+        sureness = Sureness.LIKELY
+    if FATAL_XIDS & set(end.xids):
+        sureness = Sureness.SURE
+    remarks: tuple[str, ...] = ()
+    if end.running and not end.xids and not end.lost_processes:
+        remarks = ("a planned restart during requests looks the same",)
+    return Fit(sureness, sentence, remarks)
+
+
+def _find_room_at_exit(end: Ending) -> int | None:
+    """Return the least room on a GPU when it exited; None where nobody looked shortly before."""
+    if end.unobserved_seconds is None or end.unobserved_seconds > UNOBSERVED_SECONDS:
+        return None
+    return None if end.fullest_gpu is None else end.fullest_gpu.last_room_bytes
+
+
+CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], Fit | None]], ...]] = (
+    (EndCause.KILLED, _fit_kill),
+    (EndCause.NEVER_FITTED, _fit_failed_start),
+    (EndCause.NEIGHBOUR, _fit_neighbour),
+    (EndCause.LEAK, _fit_leak),
+    (EndCause.BURST, _fit_burst),
+    (EndCause.HANG, _fit_hang),
+    (EndCause.STOPPED, _fit_shutdown),
+    (EndCause.IDLE, _fit_idle_exit),
+    (EndCause.CRASH, _fit_crash),
+)
+"""Of equally sure causes, the first counts."""
+
+
+def _list_evidence(end: Ending) -> Iterator[str]:
+    """Yield what driver, allocator, kernel, processes, memory and page report about the end."""
+    yield from end.unreadable
+    for xid in end.xids:
+        yield f"the driver reported XID {xid}"
+    yield from end.ooms
+    if end.reason is ExitReason.OOM_KILLED:
+        yield "the kernel counted an out-of-memory kill in the engine's container then"
+    for lost in end.lost_processes:
+        pid = "" if lost.pid is None else f" (pid {lost.pid})"
+        yield f"{lost.role.replace('_', ' ')} exited before the others{pid}"
+    if end.full_gpu is not None:
+        yield from _describe_full_gpu(end.full_gpu, end.observed_seconds)
+    elif end.fullest_gpu is not None:
+        yield _describe_room(end.fullest_gpu)
+    yield _describe_load(end)
+
+
+def _describe_load(end: Ending) -> str:
+    if end.running is None:
+        return "its load is not known" if end.has_served else "its page had not answered yet"
+    if not end.running:
+        return "no request ran"
+    usual = "" if end.usual_running is None else f", {end.usual_running:.0f} before"
+    return f"{end.running:.0f} requests ran when its page was last seen{usual}"
+
+
+def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
+    yield _describe_room(gpu)
+    if gpu.growth_bytes is not None:
+        duration = format_duration(observed_seconds)
+        yield f"the engine grew by {format_size(gpu.growth_bytes)} in {duration}"
+    if gpu.recent_growth_bytes is not None:
+        yield f"the engine held {format_size(gpu.recent_growth_bytes)} more than minutes before"
+    if gpu.last_other_bytes or gpu.first_other_bytes:
+        last_size = format_size(gpu.last_other_bytes or 0)
+        first_size = format_size(gpu.first_other_bytes or 0)
+        yield f"others held {last_size}, {first_size} before"
+    rate = ""
+    if gpu.leak_bytes_per_request is not None:
+        rate = f", {format_size(1000 * gpu.leak_bytes_per_request)} per thousand requests"
+    yield f"the leak detector said {gpu.leak}{rate}"
+
+
+def _describe_room(gpu: GpuAtEnd) -> str:
+    if gpu.last_room_bytes is None:
+        return f"the memory left on {gpu.display_name} is not known"
+    first = ""
+    if gpu.first_room_bytes is not None:
+        first = f", {format_size(max(0, gpu.first_room_bytes))} at first"
+    return f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.display_name}{first}"

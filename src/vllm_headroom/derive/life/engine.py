@@ -1,0 +1,411 @@
+"""Follow one engine from sample to sample: its runs, its state and the end of each run."""
+
+from collections import Counter
+from collections.abc import Collection
+from itertools import product
+from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from vllm_headroom.derive.life.evidence import (
+    NECESSARY_ROLES,
+    EngineRun,
+    EngineRuns,
+    Evidence,
+    PageAnswer,
+    Presence,
+    find_oom_seconds,
+    find_room_bytes,
+    read_evidence,
+)
+from vllm_headroom.derive.life.hangs import (
+    CpuUse,
+    Hint,
+    HintSpan,
+    list_hang_signs,
+    update_cpu_use,
+    update_hints,
+)
+from vllm_headroom.derive.life.progress import (
+    EngineProgress,
+    Labels,
+    find_progress_age,
+    find_shortest_rest,
+    find_stranded,
+    has_worked,
+    update_progress,
+)
+from vllm_headroom.derive.life.record import RunRecord, build_ending, describe_gpus, update_record
+from vllm_headroom.derive.life.states import Clues, find_next_state, read_sight
+from vllm_headroom.derive.readings import (
+    RESTART_SHARE,
+    is_new_run,
+    is_page_awake,
+    limit_remembered,
+)
+from vllm_headroom.model import (
+    SAME_START_SECONDS,
+    Ending,
+    EngineStatus,
+    GpuAtEnd,
+    HangSign,
+    ProcessName,
+    Snapshot,
+)
+from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind
+
+CRASH_LOOP_SECONDS: Final = 90 * 60.0
+"""How far back exits are counted, as in HeadroomEngineCrashLoop."""
+
+MOST_ENDS: Final = 64
+"""The newest exit times that are kept: more of them change no verdict."""
+
+LEFTOVER_SECONDS: Final = 30.0
+"""Time in which left-over processes may still exit: a worker took up to 9 s after its core (vLLM
+0.32)."""
+
+ENGINE_RUN: Final = "engine_life"
+"""The name of this state among those of the derivations, which depend on it."""
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """What shows whether the engine works, or hangs."""
+
+    engines: dict[Labels, EngineProgress] = field(default_factory=dict)
+    """By the page."""
+    hints: dict[Hint, HintSpan] = field(default_factory=dict)
+    """Of a hang that the page does not show."""
+    cpu_use: CpuUse | None = None
+
+    @property
+    def hang_signs(self) -> tuple[HangSign, ...]:
+        """The signs of a hang that have shown for long enough."""
+        return list_hang_signs(self.hints)
+
+
+class EngineMemory(Struct, frozen=True, kw_only=True):
+    """All that is remembered of one engine; times are on the monotonic clock."""
+
+    runs: EngineRuns = field(default_factory=EngineRuns)
+    """What the state file keeps."""
+    state: EngineState = EngineState.UNKNOWN
+    known_state: EngineState = EngineState.UNKNOWN
+    """The last state that was not unknown: a stall that is out of sight for a time is one stall."""
+    progress: Progress = field(default_factory=Progress)
+    record: RunRecord = field(default_factory=RunRecord)
+    """What was seen of the present run."""
+    page_away_since_seconds: float | None = None
+    """When the page first failed; None while it answers. A sample not taken is no failure."""
+    out_of_sight_since_seconds: float | None = None
+    """Since when it is unknown whether processes exist; None while it is known."""
+    served_bytes: dict[str, int] = field(default_factory=dict)
+    """The most GPU memory held while serving, by UUID, since the start or the last wake."""
+    leftover_since_seconds: dict[int, float] = field(default_factory=dict)
+    """Since when each pid has been left over."""
+
+
+def forget_run(memory: EngineMemory) -> EngineMemory:
+    """Return the memory without the current run, whose data may have made a sample fail.
+
+    The counts stay.
+    """
+    return EngineMemory(runs=replace(memory.runs, newest=None))
+
+
+def update_engine(memory: EngineMemory, snapshot: Snapshot) -> tuple[EngineMemory, Snapshot]:
+    """Return the memory after one more snapshot, and the snapshot with the engine's status.
+
+    Left-over processes that exit within seconds are removed from it.
+    """
+    now = snapshot.monotonic_seconds
+    evidence = read_evidence(snapshot, memory.runs)
+    runs, event = update_runs(memory.runs, evidence, memory.record)
+    if runs.restarts != memory.runs.restarts:
+        memory = _start_over(memory)
+    progress = _update_progress(memory.progress, evidence)
+    age_seconds = None
+    if evidence.page is not None:
+        unanswered_since_seconds = snapshot.unanswered_since_seconds
+        age_seconds = find_progress_age(progress.engines, now, unanswered_since_seconds)
+    page_away_since_seconds = None
+    if evidence.answer is not PageAnswer.GIVEN:
+        page_away_since_seconds = _find_begin(memory.page_away_since_seconds, now)
+    out_of_sight_since_seconds = None
+    if evidence.presence is Presence.OUT_OF_SIGHT:
+        out_of_sight_since_seconds = _find_begin(memory.out_of_sight_since_seconds, now)
+    clues = Clues(
+        now=now,
+        runs=runs,
+        progress_age_seconds=age_seconds,
+        hang_signs=progress.hang_signs,
+        cpu_use=progress.cpu_use,
+        page_away_since_seconds=_find_begin(page_away_since_seconds, now),
+        out_of_sight_since_seconds=_find_begin(out_of_sight_since_seconds, now),
+    )
+    state = find_next_state(memory.state, read_sight(evidence, clues))
+    is_stalled = state is EngineState.STALLED
+    if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
+        event = _build_stall(memory.record, runs.present, snapshot, age_seconds)
+    new_memory = EngineMemory(
+        runs=runs,
+        state=state,
+        known_state=memory.known_state if state is EngineState.UNKNOWN else state,
+        progress=progress,
+        record=_update_run_record(memory.record, snapshot, runs, is_stalled=is_stalled),
+        page_away_since_seconds=page_away_since_seconds,
+        out_of_sight_since_seconds=out_of_sight_since_seconds,
+        served_bytes=_update_served_bytes(memory, evidence, state),
+        leftover_since_seconds={
+            pid: memory.leftover_since_seconds.get(pid, now) for pid in snapshot.left_behind
+        },
+    )
+    lasting_leftovers = frozenset(
+        pid
+        for pid, since_seconds in new_memory.leftover_since_seconds.items()
+        if now - since_seconds >= LEFTOVER_SECONDS
+    )
+    status = _describe_engine(new_memory, evidence, age_seconds, event)
+    return new_memory, replace(snapshot, engine_status=status, left_behind=lasting_leftovers)
+
+
+def _find_begin(since_seconds: float | None, now: float) -> float:
+    """Return since when something has lasted that lasts now."""
+    return now if since_seconds is None else since_seconds
+
+
+def _start_over(memory: EngineMemory) -> EngineMemory:
+    """Return the memory without what belonged to the run before a restart."""
+    return replace(
+        memory,
+        progress=Progress(cpu_use=memory.progress.cpu_use),
+        record=RunRecord(was_page_ever_read=memory.record.was_page_ever_read),
+        served_bytes={},
+    )
+
+
+def update_runs(
+    runs: EngineRuns, evidence: Evidence, record: RunRecord
+) -> tuple[EngineRuns, Ending | None]:
+    """Return the runs after one more sample, and the exit that it shows.
+
+    An exit dated in the future is dropped: the clock was set.
+    """
+    now = evidence.snapshot.time_seconds
+    run = runs.newest
+    if run is not None and _was_mistaken(run, evidence):
+        run = None
+    ends_seconds = tuple(
+        seconds for seconds in runs.ends_seconds if 0 <= now - seconds < CRASH_LOOP_SECONDS
+    )
+    runs = replace(
+        runs, ends_seconds=ends_seconds, are_processes_visible=evidence.are_processes_visible
+    )
+    ending = None if run is None else _find_exit(run, evidence, record)
+    if run is not None and ending is not None and ending.reason is not None:
+        run = replace(run, has_ended=True)
+        runs = replace(
+            runs,
+            exits={**runs.exits, ending.reason: runs.exits.get(ending.reason, 0) + 1},
+            ends_seconds=(*ends_seconds, now)[-MOST_ENDS:],
+        )
+    if run is not None and not run.has_ended:
+        return replace(runs, newest=_update_run(run, evidence)), ending
+    if evidence.answer is not PageAnswer.GIVEN and evidence.presence is not Presence.THERE:
+        return replace(runs, newest=run), ending
+    restarts = runs.restarts if run is None else runs.restarts + 1
+    new_run = _update_run(EngineRun(), evidence)
+    return replace(runs, newest=new_run, restarts=restarts), ending
+
+
+def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
+    """Return whether another engine was mistaken for this one, and still runs."""
+    if run.is_ready or run.has_ended:
+        return False
+    return _is_any_among(run.process_names, evidence.snapshot.neighbours)
+
+
+def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending | None:
+    """Return the exit of a run that the newest sample shows; None while the run goes on."""
+    if run.has_ended:
+        return None
+    is_gone = evidence.answer is not PageAnswer.GIVEN and evidence.presence is Presence.GONE
+    was_answering = record.page.is_answering
+    if not is_gone and not _is_replaced(run, evidence, was_answering=was_answering):
+        return None
+    snapshot = evidence.snapshot
+    gpus = describe_gpus(record, run, snapshot)
+    reason = ExitReason.REPLACED if was_answering and not is_gone else ExitReason.GONE
+    if evidence.host.oom_kills is not None and evidence.host.oom_kills > run.oom_kills:
+        reason = ExitReason.OOM_KILLED
+    elif _was_out_of_memory(run, snapshot, gpus):
+        reason = ExitReason.OUT_OF_MEMORY
+    ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
+    if reason is ExitReason.GONE and ending.is_shutdown:
+        return replace(ending, reason=ExitReason.STOPPED)
+    return ending
+
+
+def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
+    """Return whether another run answers: start, processes or counter are not this one's.
+
+    A lower counter alone may come from another of several servers that answer in turn. It counts if
+    it fell far, or if the page was unavailable before.
+    """
+    finished_total = evidence.finished_total
+    if run.page_run_id is not None and evidence.page_run_id is not None:
+        return is_new_run(run.page_run_id, evidence.page_run_id, run.finished_total, finished_total)
+    if run.process_names and evidence.process_names:
+        return not _is_any_among(run.process_names, evidence.process_names)
+    if run.finished_total is None or finished_total is None:
+        return False
+    restart_share = RESTART_SHARE if was_answering else 1.0
+    return finished_total < run.finished_total * restart_share
+
+
+def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
+    """Return whether any named process is among these; a trace without pids has one pid for all."""
+    return any(
+        pid == other_pid and abs(started_seconds - other_started_seconds) <= SAME_START_SECONDS
+        for (pid, started_seconds), (other_pid, other_started_seconds) in product(names, processes)
+    )
+
+
+def _was_out_of_memory(run: EngineRun, snapshot: Snapshot, gpus: tuple[GpuAtEnd, ...]) -> bool:
+    """Return whether a GPU was full, or torch raised a fatal OutOfMemoryError in this run."""
+    if any(gpu.is_full for gpu in gpus):
+        return True
+    oom_seconds = find_oom_seconds(snapshot)
+    return oom_seconds is not None and oom_seconds >= (run.began_seconds or 0.0)
+
+
+def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
+    """Return the run with what the newest sample shows of it."""
+    counts = Counter(process.role for process in evidence.processes or ())
+    lost_roles = run.lost_roles
+    if evidence.processes:
+        lost_roles = tuple(
+            role for role, most in run.necessary_counts.items() if counts[role] < most
+        )
+    began_seconds = run.began_seconds
+    if began_seconds is None:
+        began_seconds = evidence.started_at_seconds
+    run = replace(
+        run,
+        began_seconds=began_seconds,
+        process_names=evidence.process_names or run.process_names,
+        lost_roles=lost_roles,
+    )
+    if evidence.page is None:
+        return run
+    host = evidence.host
+    finished_total = evidence.finished_total
+    first_host_room_bytes = run.first_host_room_bytes
+    return replace(
+        run,
+        page_run_id=run.page_run_id or evidence.page_run_id,
+        finished_total=run.finished_total if finished_total is None else finished_total,
+        is_ready=True,
+        has_worked=run.has_worked or has_worked(evidence.page),
+        necessary_counts={
+            role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
+        },
+        most_held_bytes=max(run.most_held_bytes, sum(evidence.held_bytes.values())),
+        first_room_bytes=run.first_room_bytes or find_room_bytes(evidence.snapshot),
+        first_host_room_bytes=(
+            host.room_bytes if first_host_room_bytes is None else first_host_room_bytes
+        ),
+        was_asleep=is_page_awake(evidence.page) is False,
+        oom_kills=run.oom_kills if host.oom_kills is None or lost_roles else host.oom_kills,
+    )
+
+
+def _update_progress(progress: Progress, evidence: Evidence) -> Progress:
+    now = evidence.snapshot.monotonic_seconds
+    engines = progress.engines
+    if evidence.page is not None:
+        engines = update_progress(engines, evidence.page, now)
+    rest_seconds = find_shortest_rest(engines, now)
+    return Progress(
+        engines=engines,
+        hints=update_hints(progress.hints, evidence, rest_seconds, now),
+        cpu_use=update_cpu_use(progress.cpu_use, evidence.processes, now),
+    )
+
+
+def _build_stall(
+    record: RunRecord, run: EngineRun, snapshot: Snapshot, age_seconds: float | None
+) -> Ending:
+    return build_ending(
+        record,
+        run,
+        snapshot,
+        IncidentKind.STALLED,
+        reason=None,
+        gpus=describe_gpus(record, run, snapshot),
+        progress_age_seconds=age_seconds,
+    )
+
+
+def _update_run_record(
+    record: RunRecord, snapshot: Snapshot, runs: EngineRuns, *, is_stalled: bool
+) -> RunRecord:
+    """Return the record of the present run; an empty one where none is running."""
+    if runs.newest is None or runs.newest.has_ended:
+        return RunRecord(was_page_ever_read=record.was_page_ever_read)
+    return update_record(record, snapshot, runs.newest, is_stalled=is_stalled)
+
+
+def _update_served_bytes(
+    memory: EngineMemory, evidence: Evidence, state: EngineState
+) -> dict[str, int]:
+    """Return the most memory held while serving, since the start or the last wake."""
+    if state is not EngineState.SERVING:
+        return memory.served_bytes
+    previous_bytes = {} if memory.runs.present.was_asleep else memory.served_bytes
+    most_bytes = {
+        uuid: max(held_bytes, previous_bytes.get(uuid, 0))
+        for uuid, held_bytes in evidence.held_bytes.items()
+    }
+    return limit_remembered(previous_bytes | most_bytes, most_bytes)
+
+
+def _describe_engine(
+    memory: EngineMemory, evidence: Evidence, age_seconds: float | None, event: Ending | None
+) -> EngineStatus:
+    runs = memory.runs
+    run = runs.present
+    state = memory.state
+    is_lost = state is EngineState.DOWN or bool(run.lost_roles)
+    is_asleep = state is EngineState.ASLEEP
+    hang_signs: tuple[HangSign, ...] = ()
+    stranded: tuple[tuple[Labels, float], ...] = ()
+    if evidence.page is not None:
+        stranded = find_stranded(memory.progress.engines, evidence.snapshot.monotonic_seconds)
+        if age_seconds is None:
+            hang_signs = memory.progress.hang_signs
+    return EngineStatus(
+        state=state,
+        in_service=False if is_lost else run.has_worked,
+        was_seen=runs.newest is not None,
+        began_seconds=run.began_seconds,
+        restarts=runs.restarts,
+        exits=tuple((reason, runs.exits.get(reason, 0)) for reason in ExitReason),
+        event=event,
+        recent_ends=len(runs.ends_seconds),
+        progress_age_seconds=None if is_asleep else age_seconds,
+        stranded=stranded,
+        to_wake=_list_bytes_to_wake(memory, evidence) if is_asleep else (),
+        first_rooms=tuple(run.first_room_bytes.items()),
+        first_host_room_bytes=run.first_host_room_bytes,
+        hang_signs=hang_signs,
+    )
+
+
+def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple[str, int], ...]:
+    """Return what a sleeping engine needs to wake, by UUID: what it held while it served."""
+    needs = []
+    for uuid, held_bytes in evidence.held_bytes.items():
+        if uuid in memory.served_bytes:
+            needs.append((uuid, max(0, memory.served_bytes[uuid] - held_bytes)))
+    return tuple(needs)

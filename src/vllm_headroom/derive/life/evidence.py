@@ -1,0 +1,287 @@
+"""What one snapshot proves about the engine and its present run."""
+
+from enum import Enum, auto
+from typing import Final
+
+from msgspec import Struct, field
+
+from vllm_headroom.derive.readings import count_finished, identify_run
+from vllm_headroom.model import (
+    EnginePage,
+    EngineProcess,
+    Failure,
+    HostMemory,
+    ProbeReadings,
+    ProcessName,
+    Snapshot,
+)
+from vllm_headroom.vocabulary import ExitReason, Reason, Role
+
+OCCUPIED_RATIO: Final = 0.05
+"""A GPU with a smaller share held runs no model: CUDA contexts take half a gigabyte."""
+
+LOADED_RATIO: Final = 0.5
+"""An engine that holds less than this share of its most while serving has released its weights."""
+
+OUTLIVED_SECONDS: Final = 60.0
+"""vLLM's engine exits within seconds of an OutOfMemoryError. One that still writes after this long
+has recovered."""
+
+STARVED_RATIO: Final = 0.8
+"""CPU pressure at which a server may be late for every page: two cores had 0.05 at a load of 2, and
+0.95 at 5."""
+
+NECESSARY_ROLES: Final = (Role.ENGINE_CORE, Role.WORKER)
+"""A server without one of these processes serves nobody. Its page may answer for half a minute, or
+for ever."""
+
+_STATE_FILE_NAMES: Final = {
+    "page_run_id": "page_life",
+    "process_names": "processes",
+    "is_ready": "ready",
+    "has_worked": "worked",
+    "has_ended": "ended",
+    "necessary_counts": "vital",
+    "most_held_bytes": "top_bytes",
+    "first_room_bytes": "rooms",
+    "first_host_room_bytes": "host_room_bytes",
+    "was_asleep": "asleep",
+    "lost_roles": "lost",
+}
+"""The names of the fields in lives.json, which a file of an older version has too."""
+
+
+class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
+    """One run of the engine: what identifies it, and what it was like when last seen."""
+
+    began_seconds: float | None = None
+    """Since the epoch."""
+    page_run_id: str | None = None
+    """The start times on its page."""
+    finished_total: float | None = None
+    process_names: tuple[ProcessName, ...] = ()
+    is_ready: bool = False
+    """Whether its page ever answered."""
+    has_worked: bool | None = False
+    """Whether it ever processed a request; None where its page does not show work."""
+    has_ended: bool = False
+    necessary_counts: dict[Role, int] = field(default_factory=dict)
+    """The most processes of each necessary role that ran while the page answered."""
+    most_held_bytes: int = 0
+    """The most GPU memory that it held while the page answered."""
+    first_room_bytes: dict[str, int] = field(default_factory=dict)
+    """The free memory of its GPUs, by UUID, when it became ready."""
+    first_host_room_bytes: int | None = None
+    """The free memory of the host when it became ready."""
+    was_asleep: bool = False
+    """Whether an engine on its newest page slept."""
+    lost_roles: tuple[Role, ...] = ()
+    """The necessary roles of which a process has exited."""
+    oom_kills: int = 0
+    """The kernel's count in its container while it was last complete."""
+
+
+class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visible": "sighted"}):
+    """The newest run, and the counts of all runs; the state file keeps them over a restart."""
+
+    newest: EngineRun | None = None
+    restarts: int = 0
+    exits: dict[ExitReason, int] = field(default_factory=dict)
+    ends_seconds: tuple[float, ...] = ()
+    """When the newest runs ended, since the epoch."""
+    are_processes_visible: bool | None = None
+    """Whether this sidecar can see the engine's processes; None until a reading has shown it."""
+
+    @property
+    def present(self) -> EngineRun:
+        """The current run; an empty one where none is running."""
+        if self.newest is None or self.newest.has_ended:
+            return EngineRun()
+        return self.newest
+
+
+class PageAnswer(Enum):
+    """How the server answered the request for its page."""
+
+    GIVEN = auto()
+    REFUSED = auto()
+    """Nothing listens: so until vLLM is ready, and once its server exits."""
+    SILENT = auto()
+    """Something accepts the request and returns no page: vLLM, or a proxy in front of it."""
+    UNREADABLE = auto()
+    """The answer is not the engine's: a login, a wrong address, another server."""
+
+
+_FAILED_ANSWERS: Final = {
+    Reason.UNREACHABLE: PageAnswer.REFUSED,
+    Reason.TIMEOUT: PageAnswer.SILENT,
+    Reason.INCOMPLETE: PageAnswer.SILENT,
+    Reason.HTTP_STATUS: PageAnswer.SILENT,
+}
+"""The answer by the reason of its failure; any other reason makes it unreadable."""
+
+
+class Presence(Enum):
+    """Whether processes of the engine exist."""
+
+    THERE = auto()
+    GONE = auto()
+    OUT_OF_SIGHT = auto()
+    """A source that showed them before has failed: nothing ends on that."""
+    NEVER_SHOWN = auto()
+    """No source has ever shown them in this run: only the page is left."""
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """What one snapshot shows of the engine; docs/states.md has the table of evidence."""
+
+    snapshot: Snapshot
+    answer: PageAnswer
+    processes: tuple[EngineProcess, ...] | None
+    """None where /proc cannot be read, or where several servers may be the engine."""
+    are_processes_visible: bool | None
+    """As in EngineRuns."""
+    presence: Presence
+    held_bytes: dict[str, int]
+    """The engine's GPU memory by UUID, of the GPUs on which it is known."""
+    page_run_id: str | None
+    finished_total: float | None
+
+    @property
+    def page(self) -> EnginePage | None:
+        """The engine's page, None where it could not be read."""
+        return self.snapshot.page
+
+    @property
+    def host(self) -> HostMemory:
+        """The host's memory, without figures where it is unknown."""
+        return self.snapshot.host or HostMemory()
+
+    @property
+    def process_names(self) -> tuple[ProcessName, ...]:
+        """The engine's processes by pid and start."""
+        return tuple((process.pid, process.started_at_seconds) for process in self.processes or ())
+
+    @property
+    def started_at_seconds(self) -> float | None:
+        """When the server started, by its page, else by its oldest process."""
+        engines = () if self.page is None else self.page.engines
+        page_starts = [
+            engine.started_at_seconds for engine in engines if engine.started_at_seconds is not None
+        ]
+        process_starts = [started for _, started in self.process_names if started > 0]
+        return min(page_starts, default=None) or min(process_starts, default=None)
+
+
+def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
+    """Return what a snapshot shows, given the runs so far."""
+    answer = PageAnswer.GIVEN
+    if isinstance(snapshot.engines, Failure):
+        answer = _FAILED_ANSWERS.get(snapshot.engines.reason, PageAnswer.UNREADABLE)
+    processes = None
+    if not snapshot.ambiguous and not isinstance(snapshot.processes, Failure):
+        processes = snapshot.processes
+    are_visible = _judge_visibility(snapshot, runs, processes)
+    held_bytes = {
+        gpu.reading.uuid: gpu.held_bytes
+        for gpu in snapshot.owned_gpus
+        if gpu.held_bytes is not None
+    }
+    if processes is not None and are_visible is not False:
+        presence = Presence.THERE if processes else Presence.GONE
+    elif processes is None and _is_sight_lost(snapshot, are_visible):
+        presence = Presence.OUT_OF_SIGHT
+    else:
+        presence = _judge_held_memory(snapshot, runs, held_bytes)
+    return Evidence(
+        snapshot=snapshot,
+        answer=answer,
+        processes=processes,
+        are_processes_visible=are_visible,
+        presence=presence,
+        held_bytes=held_bytes,
+        page_run_id=identify_run(snapshot.page),
+        finished_total=count_finished(snapshot.page),
+    )
+
+
+def _judge_visibility(
+    snapshot: Snapshot, runs: EngineRuns, processes: tuple[EngineProcess, ...] | None
+) -> bool | None:
+    """Return whether the engine's processes are visible: not if its page answers and none shows."""
+    if processes:
+        return True
+    has_shown_none = snapshot.page is not None and not runs.present.process_names
+    if has_shown_none and not _may_show_processes_later(snapshot):
+        return False
+    return runs.are_processes_visible
+
+
+def _may_show_processes_later(snapshot: Snapshot) -> bool:
+    """Return whether /proc was only late, or showed several servers that may be the engine."""
+    readings = snapshot.processes
+    is_late = isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT
+    return is_late or snapshot.ambiguous > 0
+
+
+def _is_sight_lost(snapshot: Snapshot, are_visible: bool | None) -> bool:  # noqa: FBT001 - private
+    if are_visible is None:
+        return _may_show_processes_later(snapshot)
+    return are_visible
+
+
+def _judge_held_memory(
+    snapshot: Snapshot, runs: EngineRuns, held_bytes: dict[str, int]
+) -> Presence:
+    """Return whether processes exist by the GPU memory that they hold.
+
+    Little held memory does not prove the exit of an engine that was asleep, or of one with an
+    unreadable GPU.
+    """
+    gpus = snapshot.owned_gpus
+    run = runs.present
+    total_bytes = 0
+    for gpu in gpus:
+        if gpu.held_bytes is not None and gpu.reading.memory is not None:
+            total_bytes += gpu.reading.memory.total_bytes
+    empty_bytes = max(OCCUPIED_RATIO * total_bytes, LOADED_RATIO * run.most_held_bytes)
+    if sum(held_bytes.values()) > empty_bytes:
+        return Presence.THERE
+    if 0 < len(held_bytes) == len(gpus):
+        return Presence.NEVER_SHOWN if run.was_asleep else Presence.GONE
+    has_held = run.most_held_bytes > 0
+    is_loading = run is runs.newest and not run.is_ready
+    return Presence.OUT_OF_SIGHT if has_held or is_loading else Presence.NEVER_SHOWN
+
+
+def find_oom_seconds(snapshot: Snapshot) -> float | None:
+    """Return when a process last had an OutOfMemoryError that ended it, by the probe.
+
+    In seconds since the epoch; None without one.
+    """
+    if not isinstance(snapshot.probe, ProbeReadings):
+        return None
+    fatal_seconds = []
+    for process in snapshot.probe.processes:
+        oom = process.oom
+        if oom is not None and process.written_at_seconds - oom.at_seconds <= OUTLIVED_SECONDS:
+            fatal_seconds.append(oom.at_seconds)
+    return max(fatal_seconds, default=None)
+
+
+def find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
+    """Return the least free memory of each of the engine's GPUs in the last minute, by UUID."""
+    rooms = {}
+    for gpu in snapshot.owned_gpus:
+        memory = gpu.reading.memory
+        if memory is not None:
+            peak_bytes = gpu.reading.used_peak_bytes or 0
+            rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
+    return rooms
+
+
+def is_starved(processes: tuple[EngineProcess, ...] | Failure) -> bool:
+    """Return whether the engine's machine is known to be short of CPU."""
+    if isinstance(processes, Failure):
+        return False
+    return any((process.cpu_pressure_ratio or 0.0) >= STARVED_RATIO for process in processes)

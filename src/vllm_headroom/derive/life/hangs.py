@@ -1,0 +1,108 @@
+"""The signs of a hang that the page does not show: in /proc, in the probe's files and in connections."""
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.derive.life.evidence import NECESSARY_ROLES, Evidence
+from vllm_headroom.derive.readings import sum_known
+from vllm_headroom.model import EngineProcess, HangSign, ProcessName
+from vllm_headroom.vocabulary import Role
+
+STALLED_SECONDS: Final = 60.0
+"""Longest time without progress while there is work, and without a page while processes are alive.
+
+A step takes less: a chunk of a prefill, 8192 tokens by default, takes seconds on the slowest cards.
+vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
+
+SIGN_SECONDS: Final = 20.0
+"""How long a sign of a hang must show, and the longest time without progress while the probe in the
+core is silent too: a process that hangs writes nothing. Five readings by default, two at least."""
+
+COMPUTING_CPU_SECONDS: Final = 1.0
+"""CPU time that proves a server runs. One that is stopped, or waits for what never comes, uses
+almost none. One that competes for cores still gets its share: ten seconds a minute of two cores at
+a load of 42."""
+
+STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
+"""States in /proc/PID/stat: stopped by a signal, by a debugger, or blocked in a driver."""
+
+
+class CpuUse(Struct, frozen=True):
+    """The CPU time of all API servers when they last used enough of it, and when that was."""
+
+    cpu_seconds: float
+    monotonic_seconds: float
+
+
+def update_cpu_use(
+    previous: CpuUse | None, processes: Collection[EngineProcess] | None, now: float
+) -> CpuUse | None:
+    """Return when the API servers last used enough CPU time; None until that is first seen.
+
+    Only they explain a silent page: the core and its workers spin while they wait for a hung GPU
+    (NCCL does), but then the page answers and shows no progress.
+    """
+    servers = [process for process in processes or () if process.role is Role.API_SERVER]
+    cpu_seconds = sum_known(process.cpu_seconds for process in servers)
+    if cpu_seconds is None:
+        return previous
+    if previous is None or cpu_seconds >= previous.cpu_seconds + COMPUTING_CPU_SECONDS:
+        return CpuUse(cpu_seconds, now)
+    # The sum falls when one of several servers exits: count on from there.
+    return CpuUse(min(previous.cpu_seconds, cpu_seconds), previous.monotonic_seconds)
+
+
+Hint = tuple[HangSign, ProcessName | None]
+"""A sign, with its process where it is of one."""
+
+
+class HintSpan(Struct, frozen=True):
+    """The time in which a hint has shown without a break, on the monotonic clock."""
+
+    begin_seconds: float
+    newest_seconds: float
+
+
+def update_hints(
+    previous: Mapping[Hint, HintSpan], evidence: Evidence, rest_seconds: float, now: float
+) -> dict[Hint, HintSpan]:
+    """Return what suggests a hang although the page shows no work.
+
+    While /proc cannot be read it is what it was. `rest_seconds` is the time since the last token.
+
+    - The main thread of a core or worker is stopped or blocked.
+    - The probe in the core is silent, and another process's writes.
+    - A request has had no answer since the engine was last seen to work. An older one proves
+      nothing: its client may never have sent the rest. A connection that is kept alive is no
+      request.
+    """
+    if evidence.processes is None:
+        return dict(previous)
+    begins: dict[Hint, float] = {}
+    for process in evidence.processes:
+        if process.role in NECESSARY_ROLES and process.state in STOPPED_OR_BLOCKED:
+            begins[HangSign.STUCK, (process.pid, process.started_at_seconds)] = now
+    if evidence.snapshot.has_silent_core:
+        begins[HangSign.MUTE, None] = now
+    for process in evidence.processes:
+        wait_seconds = process.wait_seconds
+        if wait_seconds is None:
+            continue
+        if rest_seconds >= max(STALLED_SECONDS, wait_seconds - STALLED_SECONDS):
+            begins[HangSign.UNANSWERED, None] = now - wait_seconds
+    return {
+        hint: HintSpan(previous[hint].begin_seconds if hint in previous else begin_seconds, now)
+        for hint, begin_seconds in begins.items()
+    }
+
+
+def list_hang_signs(hints: Mapping[Hint, HintSpan]) -> tuple[HangSign, ...]:
+    """Return the signs of a hang that have shown for long enough."""
+    lasting_signs = {
+        sign
+        for (sign, _), span in hints.items()
+        if span.newest_seconds - span.begin_seconds >= SIGN_SECONDS
+    }
+    return tuple(sign for sign in HangSign if sign in lasting_signs)

@@ -1,0 +1,178 @@
+"""Whether each engine of the page makes progress, or since when it has nothing to do."""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+
+from vllm_headroom.derive.readings import label_engine, list_named
+from vllm_headroom.model import EnginePage, EngineReading
+
+IDLE_SECONDS: Final = 60.0
+"""Idle time after which KV cache still held counts as stranded."""
+
+STRANDED_READINGS: Final = 4
+"""Readings of stranded blocks of which the lowest counts; the probe writes one in 5 seconds."""
+
+Labels = tuple[str, str]
+"""The model and the number of an engine on the page."""
+
+
+class WorkCounters(NamedTuple):
+    """What changes while an engine works; None where its page does not show it.
+
+    A step that only prefills changes no counter (vllm/v1/engine/async_llm.py: no IterationStats
+    without outputs), but the KV cache grows with each chunk. Waiting requests are left out: they
+    come from outside.
+    """
+
+    finished_total: float | None
+    prompt_tokens_total: float | None
+    generation_tokens_total: float | None
+    steps_total: float | None
+    kv_used_ratio: float | None
+
+    @property
+    def totals(self) -> tuple[float | None, ...]:
+        """The counters, without the KV cache."""
+        return self[:-1]
+
+    @property
+    def done(self) -> tuple[float | None, ...]:
+        """Tokens and steps: an aborted request counts as finished and frees its cache."""
+        return self[1:4]
+
+
+class EngineProgress(Struct, frozen=True, kw_only=True):
+    """The progress of one engine, on the monotonic clock."""
+
+    counters: WorkCounters
+    has_work: bool
+    moved_seconds: float
+    """When its work last progressed; now while it has none."""
+    done_seconds: float
+    """When its tokens or steps last changed."""
+    idle_since_seconds: float | None
+    """None while it works or sleeps, or where its load is unknown."""
+    kv_stranded_ratios: tuple[float, ...] = ()
+    """The newest readings by the probe."""
+
+
+def update_progress(
+    previous: Mapping[Labels, EngineProgress], page: EnginePage, now: float
+) -> dict[Labels, EngineProgress]:
+    """Return the progress of each engine on the page, with that at the page before."""
+    return {
+        label_engine(engine): _update_engine(previous.get(label_engine(engine)), engine, now)
+        for engine in list_named(page)
+    }
+
+
+def _update_engine(
+    previous: EngineProgress | None, engine: EngineReading, now: float
+) -> EngineProgress:
+    """Return the progress of an engine; an idle or sleeping one starts to move when it gets work."""
+    counters = _read_counters(engine)
+    is_asleep = engine.awake is False
+    has_work = bool(engine.running or engine.waiting) and not is_asleep
+    is_idle = not has_work and not is_asleep and engine.running is not None
+    moved_seconds = now
+    done_seconds = now
+    idle_since_seconds = now
+    stranded_ratios: tuple[float, ...] = ()
+    if previous is not None:
+        if previous.has_work and previous.counters == counters:
+            moved_seconds = previous.moved_seconds
+        if previous.counters.done == counters.done:
+            done_seconds = previous.done_seconds
+        if previous.idle_since_seconds is not None:
+            idle_since_seconds = previous.idle_since_seconds
+        stranded_ratios = previous.kv_stranded_ratios[1 - STRANDED_READINGS :]
+    if engine.kv_stranded_ratio is None:
+        stranded_ratios = ()
+    else:
+        stranded_ratios = (*stranded_ratios, engine.kv_stranded_ratio)
+    return EngineProgress(
+        counters=counters,
+        has_work=has_work,
+        moved_seconds=moved_seconds,
+        done_seconds=done_seconds,
+        idle_since_seconds=idle_since_seconds if is_idle else None,
+        kv_stranded_ratios=stranded_ratios,
+    )
+
+
+def _read_counters(engine: EngineReading) -> WorkCounters:
+    return WorkCounters(
+        finished_total=engine.finished_total,
+        prompt_tokens_total=engine.prompt_tokens_total,
+        generation_tokens_total=engine.generation_tokens_total,
+        steps_total=engine.steps_total,
+        kv_used_ratio=engine.kv_used_ratio,
+    )
+
+
+def find_progress_age(
+    engines: Mapping[Labels, EngineProgress],
+    now: float,
+    unanswered_since_seconds: float | None = None,
+) -> float | None:
+    """Return the longest time an engine with work has made no progress; None without visible work.
+
+    A request of the daemon that has been pending since `unanswered_since_seconds` is work too: the
+    gauges of a hung core are frozen. Its age counts from the last progress of any request.
+    """
+    ages = [
+        now - engine.moved_seconds
+        for engine in engines.values()
+        if engine.has_work and set(engine.counters) != {None}
+    ]
+    if unanswered_since_seconds is not None and engines:
+        newest_done_seconds = max(engine.done_seconds for engine in engines.values())
+        ages.append(now - max(unanswered_since_seconds, newest_done_seconds))
+    return max(ages, default=None)
+
+
+def find_shortest_rest(engines: Mapping[Labels, EngineProgress], now: float) -> float:
+    """Return for how long no engine has made a token or a step; 0 without engines."""
+    return min((now - engine.done_seconds for engine in engines.values()), default=0.0)
+
+
+def find_stranded(
+    engines: Mapping[Labels, EngineProgress], now: float
+) -> tuple[tuple[Labels, float], ...]:
+    """Return the share of each engine's KV cache that no request holds, where that is known.
+
+    After an idle minute that is all of what is used. Else it is the lowest of the probe's last
+    readings, since the probe counts while the scheduler works.
+    """
+    stranded = []
+    for labels, engine in engines.items():
+        ratio = None
+        if (
+            engine.idle_since_seconds is not None
+            and now - engine.idle_since_seconds >= IDLE_SECONDS
+        ):
+            ratio = engine.counters.kv_used_ratio
+        elif len(engine.kv_stranded_ratios) == STRANDED_READINGS:
+            ratio = min(engine.kv_stranded_ratios)
+        if ratio is not None:
+            stranded.append((labels, ratio))
+    return tuple(stranded)
+
+
+def has_worked(page: EnginePage) -> bool | None:
+    """Return whether any engine of the page has ever processed a request.
+
+    True for a page without engines. None where engines have a name but no counters, as in Dynamo's
+    own series.
+    """
+    if not page.engines:
+        return True
+    figures: list[float | None] = []
+    for engine in list_named(page):
+        figures += _read_counters(engine).totals
+        figures.append(engine.running)
+    if figures and set(figures) == {None}:
+        return None
+    return any(figures)

@@ -1,0 +1,53 @@
+"""Which samples may count as evidence of a leak: those of a run that has worked and goes on."""
+
+from typing import Final
+
+from msgspec.structs import replace
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.readings import label_gpu, make_states
+from vllm_headroom.model import Failure, Sample, Snapshot
+from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
+
+_OUT_OF_SERVICE: Final = Failure(
+    source=Source.ENGINE,
+    reason=Reason.UNREACHABLE,
+    message="the engine has not worked in this run, or its run ended",
+)
+
+_STATES_BEFORE_WORK: Final = {
+    EngineState.STARTING: LeakState.WARMING_UP,
+    EngineState.SERVING: LeakState.WARMING_UP,
+    EngineState.ASLEEP: LeakState.ASLEEP,
+}
+"""The leak state before an engine has worked, by the engine's state; unknown in any other."""
+
+
+def keep_service(snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot of a run in service; outside one, without page, processes and held bytes.
+
+    While weights load, memory grows without bound and without work, like a leak. A run counts as in
+    service only if that is known.
+    """
+    if snapshot.in_service:
+        return snapshot
+    gpus = snapshot.gpus
+    if not isinstance(gpus, Failure):
+        gpus = tuple(replace(gpu, held_bytes=None, engine_bytes=None, inside=None) for gpu in gpus)
+    return replace(snapshot, engines=_OUT_OF_SERVICE, gpus=gpus, processes=())
+
+
+def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+    """Return the leak samples of an engine out of service: its state instead of a leak's."""
+    status = snapshot.engine_status
+    state = LeakState.UNKNOWN
+    if status is not None and status.in_service is not None:
+        state = _STATES_BEFORE_WORK.get(status.state, LeakState.UNKNOWN)
+    derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
+    for gpu in snapshot.owned_gpus:
+        gpu_state = LeakState.UNKNOWN if gpu.held_bytes is None else state
+        derived += make_states(catalog.LEAK_STATE, label_gpu(gpu), gpu_state)
+    processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
+    for role in sorted({process.role for process in processes}, key=list(Role).index):
+        derived += make_states(catalog.HOST_LEAK_STATE, (str(role),), state)
+    return tuple(derived)

@@ -1,0 +1,216 @@
+"""The state of the engine as a table of transitions: docs/states.md explains each row."""
+
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+
+from vllm_headroom.derive.life.evidence import (
+    EngineRun,
+    EngineRuns,
+    Evidence,
+    PageAnswer,
+    Presence,
+    is_starved,
+)
+from vllm_headroom.derive.life.hangs import SIGN_SECONDS, STALLED_SECONDS, CpuUse
+from vllm_headroom.derive.readings import is_page_awake
+from vllm_headroom.model import EnginePage, HangSign
+from vllm_headroom.vocabulary import EngineState
+
+SPINNING_SECONDS: Final = 180.0
+"""Longest silence of a server that computes, unless CPU is short, or its port closed to finish the
+last requests."""
+
+
+class Sight(Enum):
+    """What a sample shows of the engine, in a word."""
+
+    PAGE_ANSWERS = auto()
+    OTHER_PAGE = auto()
+    """The page answers, and shows no engine."""
+    PROCESS_LOST = auto()
+    """The page answers, and a core or worker of this run has exited."""
+    ASLEEP = auto()
+    NO_PROGRESS = auto()
+    """The page answers, and shows work without progress."""
+    HANG_SIGN = auto()
+    """The page answers and shows no work, and one sign of a hang has lasted."""
+    HANG_SIGNS = auto()
+    """The same, with several signs."""
+    NO_PROCESSES = auto()
+    """Without a page: no process exists, or a closed port is all that is known."""
+    NO_RUN = auto()
+    """Without a page: processes exist, and nothing shows that they are of a run of this engine."""
+    NEVER_READY = auto()
+    """Without a page: the processes of a run whose page has never answered."""
+    AWAY_BRIEFLY = auto()
+    """Without a page or processes for less than STALLED_SECONDS."""
+    PROCESSES_OUT_OF_SIGHT = auto()
+    """Without a page, and the source that showed the processes fails."""
+    PAGE_UNREADABLE = auto()
+    """The page answered before, and is now a login or another server's."""
+    SERVER_COMPUTES = auto()
+    """The page answered before and is away, and its server uses CPU time."""
+    PAGE_AWAY = auto()
+    """The page answered before and is away, and its server does nothing or spins."""
+
+
+class Transition(NamedTuple):
+    """One row: from a state, by what a sample shows, to the next state, and why."""
+
+    state: EngineState | None
+    """None stands for any state."""
+    sight: Sight
+    next_state: EngineState | None
+    """None keeps the state."""
+    why: str
+
+
+TRANSITIONS: Final = (
+    Transition(None, Sight.PAGE_ANSWERS, EngineState.SERVING, "nothing is wrong"),
+    Transition(
+        None,
+        Sight.OTHER_PAGE,
+        EngineState.UNKNOWN,
+        "a page without any engine may be another server's",
+    ),
+    Transition(
+        None,
+        Sight.PROCESS_LOST,
+        EngineState.STALLED,
+        "without one of its cores or workers a server serves nobody",
+    ),
+    Transition(None, Sight.ASLEEP, EngineState.ASLEEP, "a sleeping engine need not progress"),
+    Transition(None, Sight.NO_PROGRESS, EngineState.STALLED, "requests wait, and no work is done"),
+    Transition(
+        EngineState.STALLED,
+        Sight.HANG_SIGN,
+        EngineState.STALLED,
+        "a stall lasts while one of its signs does",
+    ),
+    Transition(None, Sight.HANG_SIGN, EngineState.UNKNOWN, "one sign alone has other explanations"),
+    Transition(None, Sight.HANG_SIGNS, EngineState.STALLED, "two signs have no other explanation"),
+    Transition(
+        None, Sight.NO_PROCESSES, EngineState.DOWN, "no page, and nothing that may be alive"
+    ),
+    Transition(
+        None,
+        Sight.NO_RUN,
+        EngineState.UNKNOWN,
+        "something is alive, and nothing shows that it is this engine",
+    ),
+    Transition(
+        None, Sight.NEVER_READY, EngineState.STARTING, "vLLM gives no page until it has loaded"
+    ),
+    Transition(
+        None, Sight.AWAY_BRIEFLY, None, "a busy server may be late, and a source may fail once"
+    ),
+    Transition(
+        None,
+        Sight.PROCESSES_OUT_OF_SIGHT,
+        EngineState.UNKNOWN,
+        "a source that fails is no evidence",
+    ),
+    Transition(None, Sight.PAGE_UNREADABLE, EngineState.UNKNOWN, "the answer is not the engine's"),
+    Transition(
+        None,
+        Sight.SERVER_COMPUTES,
+        EngineState.UNKNOWN,
+        "its server is late for every page, or finishes the last requests",
+    ),
+    Transition(None, Sight.PAGE_AWAY, EngineState.STALLED, "its processes run and serve nobody"),
+)
+"""Of the rows that fit, the first counts. Every sight has a row for any state."""
+
+
+class Clues(Struct, frozen=True, kw_only=True):
+    """What a sight needs beside the newest evidence, on the monotonic clock."""
+
+    now: float
+    runs: EngineRuns
+    progress_age_seconds: float | None
+    """As find_progress_age returns it."""
+    hang_signs: tuple[HangSign, ...]
+    cpu_use: CpuUse | None
+    page_away_since_seconds: float
+    """Since when the page has not answered; now while it does."""
+    out_of_sight_since_seconds: float
+    """Since when it is unknown whether processes exist; now while it is known."""
+
+
+def find_next_state(state: EngineState, sight: Sight) -> EngineState:
+    """Return the state after a sample, by the table."""
+    for row in TRANSITIONS:
+        if row.sight is sight and row.state in {None, state}:
+            return state if row.next_state is None else row.next_state
+    raise AssertionError(f"the table has no row for {sight}")
+
+
+def read_sight(evidence: Evidence, clues: Clues) -> Sight:
+    """Return what a sample shows of the engine."""
+    run = clues.runs.newest
+    if evidence.page is not None:
+        return _read_page(evidence.page, evidence, clues)
+    if evidence.presence is Presence.GONE or _is_closed_port_all(evidence, run):
+        return Sight.NO_PROCESSES
+    if evidence.presence is Presence.OUT_OF_SIGHT:
+        is_brief = clues.now - clues.out_of_sight_since_seconds < STALLED_SECONDS
+        return Sight.AWAY_BRIEFLY if is_brief else Sight.PROCESSES_OUT_OF_SIGHT
+    if run is None or run.has_ended:
+        return Sight.NO_RUN
+    if not run.is_ready:
+        is_unreadable = evidence.answer is PageAnswer.UNREADABLE
+        return Sight.NO_RUN if is_unreadable else Sight.NEVER_READY
+    return _read_absence(evidence, clues)
+
+
+def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
+    """Return whether a refused page is all that is known of the engine.
+
+    While processes are out of sight a run may go on. Once it has ended, nothing shows that another
+    began.
+    """
+    if evidence.answer is not PageAnswer.REFUSED:
+        return False
+    if evidence.presence is Presence.OUT_OF_SIGHT:
+        return run is not None and run.has_ended
+    return evidence.presence is Presence.NEVER_SHOWN
+
+
+def _read_page(page: EnginePage, evidence: Evidence, clues: Clues) -> Sight:
+    """Return what a page that answers shows, with the processes behind it."""
+    run = clues.runs.present
+    if not page.engines:
+        # A page that has shown an engine in this run does not forget it.
+        has_shown_engine = run.page_run_id is not None or run.finished_total is not None
+        if has_shown_engine or not evidence.processes:
+            return Sight.OTHER_PAGE
+    if run.lost_roles:
+        return Sight.PROCESS_LOST
+    if is_page_awake(page) is False:
+        return Sight.ASLEEP
+    age_seconds = clues.progress_age_seconds
+    if age_seconds is None:
+        if clues.hang_signs:
+            return Sight.HANG_SIGN if len(clues.hang_signs) == 1 else Sight.HANG_SIGNS
+        return Sight.PAGE_ANSWERS
+    longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
+    return Sight.NO_PROGRESS if age_seconds >= longest_seconds else Sight.PAGE_ANSWERS
+
+
+def _read_absence(evidence: Evidence, clues: Clues) -> Sight:
+    """Return what the absence of a page means that this run has given before."""
+    away_seconds = clues.now - clues.page_away_since_seconds
+    if away_seconds < STALLED_SECONDS:
+        return Sight.AWAY_BRIEFLY
+    if evidence.answer is PageAnswer.UNREADABLE:
+        return Sight.PAGE_UNREADABLE
+    cpu_use = clues.cpu_use
+    is_computing = cpu_use is not None and clues.now - cpu_use.monotonic_seconds < STALLED_SECONDS
+    is_spinning = (
+        evidence.answer is PageAnswer.SILENT
+        and away_seconds >= SPINNING_SECONDS
+        and not is_starved(evidence.snapshot.processes)
+    )
+    return Sight.SERVER_COMPUTES if is_computing and not is_spinning else Sight.PAGE_AWAY
