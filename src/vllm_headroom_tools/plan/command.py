@@ -30,193 +30,286 @@ from vllm_headroom_tools.plan.report import build_report, read_parts
 from vllm_headroom_tools.sizing.estimate import estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
 from vllm_headroom_tools.sizing.model_config import (
-    NAME,
+    CONFIG_FILE,
     count_checkpoint_bytes,
     parse_model_config,
     read_model,
 )
 from vllm_headroom_tools.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
 from vllm_headroom_tools.sizing.question import (
-    BLOCK_TOKENS,
-    LORA_RANK,
+    DEFAULT_BLOCK_TOKENS,
+    DEFAULT_LORA_RANK,
+    DEFAULT_UTILIZATION,
     TYPICAL_TOKENS,
-    UTILIZATION,
     Question,
     choose_defaults,
     find_problem,
 )
 from vllm_headroom_tools.trace import BadInput
 
-SIZES: Final = (
+SIZE_OPTIONS: Final = (
     ("layers", "num_hidden_layers", "hidden layers"),
     ("kv_heads", "num_key_value_heads", "key-value heads"),
     ("head_size", "head_dim", "values of a head"),
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""Options for a model's size, the fields of its configuration that they replace, and their meaning."""
+"""Options for a model's size, the fields of its configuration that they replace, and their meaning.
+"""
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
 """What the KV cache's size cannot be computed without."""
 
 
-def build_question(given: argparse.Namespace) -> Question:
+def build_question(options: Namespace) -> Question:
     """Build the question from the options; raises BadInput where that is not possible."""
-    shape = _read_shape(given)
+    shape = _read_shape(options)
     if isinstance(shape, str):
         raise BadInput(shape)
-    draft = None if given.draft_model_config is None else read_model(given.draft_model_config)
+    draft = None
+    if options.draft_model_config is not None:
+        draft = read_model(options.draft_model_config)
     if isinstance(draft, str):
-        raise BadInput(f"{given.draft_model_config}: {draft}")
-    checkpoint, parameters = _read_weights(given, shape)
-    sequences, tokens = choose_defaults(given.gpu_memory_bytes)
-    sequences = given.max_num_seqs or sequences
+        raise BadInput(f"{options.draft_model_config}: {draft}")
+    checkpoint_bytes, parameters = _read_weights(options, shape)
+    defaults = choose_defaults(options.gpu_memory_bytes)
+    max_num_seqs = options.max_num_seqs or defaults.max_num_seqs
+    max_num_batched_tokens = options.max_num_batched_tokens
+    if max_num_batched_tokens is None:
+        # Our choice: where only the sequences are given, a batch has a token for each at least.
+        max_num_batched_tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
+    max_model_len = options.max_model_len
+    if max_model_len in (AUTO_LENGTH, None):
+        max_model_len = shape.max_model_len
     values = {
-        each.name: getattr(given, each.name)
-        for each in fields(Question)
-        if hasattr(given, each.name)
+        field.name: getattr(options, field.name)
+        for field in fields(Question)
+        if hasattr(options, field.name)
     }
     values |= {
-        "shape": _apply_dtype(
-            shape, given.dtype, given.quantization, language_model_only=given.language_model_only
-        ),
-        "checkpoint_bytes": checkpoint,
+        "shape": _apply_options(shape, options),
+        "checkpoint_bytes": checkpoint_bytes,
         "parameters": parameters,
-        "max_model_len": shape.max_model_len
-        if given.max_model_len in (AUTO, None)
-        else given.max_model_len,
-        "max_num_seqs": sequences,
-        "max_num_batched_tokens": given.max_num_batched_tokens or max(tokens, sequences),
-        "max_loras": given.max_loras if given.enable_lora else 0,
-        "cpu_offload_bytes": given.cpu_offload_gb * GIB,
-        "kv_offloading_bytes": given.kv_offloading_size * GIB,
-        "mm_processor_cache_bytes": given.mm_processor_cache_gb * GIB,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_loras": options.max_loras if options.enable_lora else 0,
+        "cpu_offload_bytes": options.cpu_offload_gb * GIB,
+        "kv_offloading_bytes": options.kv_offloading_size * GIB,
+        "mm_processor_cache_bytes": options.mm_processor_cache_gb * GIB,
         "draft": draft,
     }
-    asked = Question(**values)
-    if problem := find_problem(asked):
+    question = Question(**values)
+    problem = find_problem(question)
+    if problem is not None:
         raise BadInput(problem)
-    if given.max_model_len == AUTO:
-        return replace(
-            asked, max_model_len=estimate_memory(asked).find_longest(1) or shape.max_model_len
-        )
-    return asked
+    if options.max_model_len == AUTO_LENGTH:
+        longest = estimate_memory(question).find_longest(1)
+        return replace(question, max_model_len=longest or shape.max_model_len)
+    return question
 
 
-def _read_shape(given: argparse.Namespace) -> ModelShape | str:
+def _read_shape(options: Namespace) -> ModelShape | str:
+    """Return the shape by the model's file and the options for its size, or what is wrong."""
     overrides = {
-        field: getattr(given, name) for name, field, _ in SIZES if getattr(given, name) is not None
+        field: getattr(options, name)
+        for name, field, _ in SIZE_OPTIONS
+        if getattr(options, name) is not None
     }
-    if given.kv_heads is not None:
+    if options.kv_heads is not None:
+        # The number of heads is the whole answer, whatever the file says of multi-query attention.
         overrides["multi_query"] = False
-    if given.model_config is not None:
-        shape = read_model(given.model_config, overrides)
+    missing_sizes = [name for name in NEEDED_SIZES if getattr(options, name) is None]
+    if options.model_config is not None:
+        shape = read_model(options.model_config, overrides)
         if isinstance(shape, str):
-            return f"{given.model_config}: {shape}"
-        is_complete = all(getattr(given, name) is not None for name in NEEDED_SIZES)
-        return replace(shape, unknown_type=None) if is_complete else shape
-    missing = [name_option(name) for name in NEEDED_SIZES if getattr(given, name) is None]
-    if missing:
-        return f"needs --model-config, or without it {', '.join(map(name_option, NEEDED_SIZES))}; missing: {', '.join(missing)}"
+            return f"{options.model_config}: {shape}"
+        # With all sizes given, what is not known of the type does not count.
+        return shape if missing_sizes else replace(shape, unknown_type=None)
+    if missing_sizes:
+        needed = ", ".join(map(name_option, NEEDED_SIZES))
+        missing = ", ".join(map(name_option, missing_sizes))
+        return f"needs --model-config, or without it {needed}; missing: {missing}"
     return parse_model_config("{}", overrides)
 
 
-def _read_weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
-    """Return the bytes of the weights and the number of parameters, as far as they are known without counting.
+def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
+    """Return the bytes of the weights and the number of parameters.
 
-    Weights that are quantised in the file are served as they lie there; others in the dtype of the options.
+    None where they are not known without counting. Weights that are quantised in the file are
+    served as they lie there; others in the dtype of the options.
     """
-    if given.parameters is not None or given.model_config is None:
-        return None, given.parameters
-    path: Path = given.model_config
-    found = count_checkpoint_bytes(path if path.is_dir() else path.parent)
-    if found is None:
+    if options.parameters is not None or options.model_config is None:
+        return None, options.parameters
+    path: Path = options.model_config
+    stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
+    if stored_bytes is None:
         return None, None
     if shape.quantisation is None:
-        return None, int(found / shape.stored_bytes)
-    return (found, None) if given.quantization is None else (None, None)
+        return None, int(stored_bytes / shape.stored_bytes)
+    if options.quantization is not None:
+        return None, None
+    return stored_bytes, None
 
 
-def _apply_dtype(
-    shape: ModelShape, dtype: str, quantization: str | None, *, language_model_only: bool
-) -> ModelShape:
-    """Return the shape as it is served: in the dtype and with the quantisation of the options, if any."""
-    if language_model_only:
+def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
+    """Return the shape as it is served: in the dtype and with the quantisation of the options."""
+    if options.language_model_only:
         shape = replace(shape, encoder=None)
-    if size := DTYPE_BYTES.get(dtype):
-        kv_size = size if shape.kv_dtype_bytes == shape.dtype_bytes else shape.kv_dtype_bytes
-        weight = size if shape.quantisation is None else shape.weight_bytes_per_parameter
-        shape = replace(
-            shape, dtype_bytes=size, kv_dtype_bytes=kv_size, weight_bytes_per_parameter=weight
-        )
-    return (
-        shape
-        if quantization is None
-        else shape.apply_quantisation(quantization, QUANTISED_BYTES[quantization])
+    dtype_bytes = DTYPE_BYTES.get(options.dtype)
+    if dtype_bytes is not None:
+        shape = _apply_dtype(shape, dtype_bytes)
+    if options.quantization is None:
+        return shape
+    return shape.apply_quantisation(options.quantization, QUANTISED_BYTES[options.quantization])
+
+
+def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
+    """Return the shape in this dtype; a quantised cache and quantised weights stay as they are."""
+    kv_dtype_bytes = shape.kv_dtype_bytes
+    if kv_dtype_bytes == shape.dtype_bytes:
+        kv_dtype_bytes = dtype_bytes
+    weight_bytes = shape.weight_bytes_per_parameter
+    if shape.quantisation is None:
+        weight_bytes = dtype_bytes
+    return replace(
+        shape,
+        dtype_bytes=dtype_bytes,
+        kv_dtype_bytes=kv_dtype_bytes,
+        weight_bytes_per_parameter=weight_bytes,
     )
 
 
-MAX_WHOLE_NUMBER: Final = 2**24
-COUNT: Final = whole_number(1, MAX_WHOLE_NUMBER)
-TOKENS: Final = tokens(MAX_WHOLE_NUMBER)
-AUTO: Final = -1
-LENGTH: Final = Value(
-    read=lambda text: AUTO if text in {"auto", str(AUTO)} else TOKENS.read(text),
-    accepts=f"{TOKENS.accepts}, or auto",
+COUNT_LIMIT: Final = 2**24
+"""No count and no length of an option is larger."""
+
+COUNT_VALUE: Final = whole_number(1, COUNT_LIMIT)
+TOKENS_VALUE: Final = tokens(COUNT_LIMIT)
+
+AUTO_LENGTH: Final = -1
+"""vLLM's value for the longest sequence that fits."""
+
+
+def _parse_length(text: str) -> int:
+    return AUTO_LENGTH if text in {"auto", str(AUTO_LENGTH)} else TOKENS_VALUE.read(text)
+
+
+LENGTH_VALUE: Final = Value(read=_parse_length, accepts=f"{TOKENS_VALUE.accepts}, or auto")
+
+PARAMETERS_PATTERN: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
+PARAMETERS_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+PARAMETERS_LENGTH: Final = 20
+"""Characters: a longer number is no number of parameters."""
+
+PARAMETERS_LIMIT: Final = 10**14
+"""No model has more parameters."""
+
+
+def _parse_parameters(text: str) -> int:
+    match = PARAMETERS_PATTERN.fullmatch(text)
+    if match is None or len(text) > PARAMETERS_LENGTH:
+        raise ValueError
+    parameters = int(Decimal(match[1]) * PARAMETERS_UNITS[match[2].upper()])
+    if not 1 <= parameters <= PARAMETERS_LIMIT:
+        raise ValueError
+    return parameters
+
+
+PARAMETERS_VALUE: Final = Value(
+    read=_parse_parameters, accepts="a number of parameters, such as 70600000000 or 70.6B"
 )
-PARAMETERS: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
-THOUSANDS: Final = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
-MOST_PARAMETERS: Final = 10**14
+
+
+def _parse_cache_size(text: str) -> float:
+    return parse_vllm_number(text) if VLLM_NUMBER.fullmatch(text) else parse_size(text)
+
+
+CACHE_SIZE_VALUE: Final = Value(
+    read=_parse_cache_size, accepts="a size such as 20GiB, or as vLLM takes it, 20G"
+)
+
+OFFLOAD_LIMIT_GIB: Final = 2**20
+
+OFFLOAD_VALUE: Final = Value(
+    read=bounded(parse_number, 0, OFFLOAD_LIMIT_GIB), accepts="a number of GiB, such as 10"
+)
+
+DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
+"""vLLM's names of dtypes for `--dtype`."""
 
 
 def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
-    card = "of one card in all"
     parser.add_argument(
-        "--gpu-memory", dest="gpu_memory_bytes", metavar="SIZE", type=size("80GiB"), help=card
+        "--gpu-memory",
+        dest="gpu_memory_bytes",
+        metavar="SIZE",
+        type=size("80GiB"),
+        help="of one card in all",
     )
-    host = "of the host, or vLLM's container's limit"
     parser.add_argument(
-        "--host-memory", dest="host_memory_bytes", metavar="SIZE", type=size("256GiB"), help=host
+        "--host-memory",
+        dest="host_memory_bytes",
+        metavar="SIZE",
+        type=size("256GiB"),
+        help="of the host, or vLLM's container's limit",
     )
-    unified = (
-        "the card works on its machine's memory, which --gpu-memory is then (GB10, Thor, Jetson)"
+    parser.add_argument(
+        "--unified-memory",
+        action="store_true",
+        help=(
+            "the card works on its machine's memory, which --gpu-memory is then"
+            " (GB10, Thor, Jetson)"
+        ),
     )
-    parser.add_argument("--unified-memory", action="store_true", help=unified)
     parser.add_argument(
         "--typical-len",
         metavar="TOKENS",
-        type=TOKENS,
+        type=TOKENS_VALUE,
         default=TYPICAL_TOKENS,
         help="default %(default)s",
     )
-    probe = "a file of the probe in a worker that serves this model: what it measured, beside what is planned"
-    parser.add_argument("--probe", metavar="FILE", type=FILE, help=probe)
-    group = parser.add_argument_group("the model")
-    add = group.add_argument
-    add(
+    parser.add_argument(
+        "--probe",
+        metavar="FILE",
+        type=FILE,
+        help=(
+            "a file of the probe in a worker that serves this model: what it measured,"
+            " beside what is planned"
+        ),
+    )
+    _add_model_options(parser.add_argument_group("the model"))
+    _add_engine_options(parser.add_argument_group("vLLM's options, by its own names"))
+
+
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--model-config",
         metavar="PATH",
         type=FILE,
-        help=f"its {NAME}, or the folder of it and the weights",
+        help=f"its {CONFIG_FILE}, or the folder of it and the weights",
     )
-    add(
+    group.add_argument(
         "--draft-model-config",
         metavar="PATH",
         type=FILE,
         help="the same of the model that speculates",
     )
-    for name, _, meaning in SIZES:
-        add(name_option(name), metavar="N", type=COUNT, help=f"{meaning}, instead of the file's")
-    parameters = Value(
-        read=_parse_parameters, accepts="a number of parameters, such as 70600000000 or 70.6B"
+    for name, _, meaning in SIZE_OPTIONS:
+        group.add_argument(
+            name_option(name),
+            metavar="N",
+            type=COUNT_VALUE,
+            help=f"{meaning}, instead of the file's",
+        )
+    group.add_argument(
+        "--parameters",
+        metavar="N",
+        type=PARAMETERS_VALUE,
+        help="such as 70.6B, instead of counting them",
     )
-    add(
-        "--parameters", metavar="N", type=parameters, help="such as 70.6B, instead of counting them"
-    )
-    dtypes = ("auto", "half", "float16", "bfloat16", "float", "float32")
     _add_choice(
-        group, ("--dtype",), dtypes, "of what is not quantised; auto is 16 bits", default="auto"
+        group, ("--dtype",), DTYPES, "of what is not quantised; auto is 16 bits", default="auto"
     )
     _add_choice(
         group,
@@ -224,23 +317,21 @@ def add_options(parser: Parser) -> None:
         sorted(QUANTISED_BYTES),
         "of the weights, instead of the file's",
     )
-    _add_engine(parser.add_argument_group("vLLM's options, by its own names"))
 
 
-def _add_engine(group: argparse._ArgumentGroup) -> None:
+def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    share = f"default {UTILIZATION}, vLLM's since 0.20; before, 0.9"
-    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, default=UTILIZATION, help=share)
-    cache = Value(
-        read=lambda text: (
-            parse_vllm_number(text) if VLLM_NUMBER.fullmatch(text) else parse_size(text)
-        ),
-        accepts="a size such as 20GiB, or as vLLM takes it, 20G",
+    add(
+        "--gpu-memory-utilization",
+        metavar="RATIO",
+        type=RATIO,
+        default=DEFAULT_UTILIZATION,
+        help=f"default {DEFAULT_UTILIZATION}, vLLM's since 0.20; before, 0.9",
     )
     add(
         "--kv-cache-memory-bytes",
         metavar="SIZE",
-        type=cache,
+        type=CACHE_SIZE_VALUE,
         help="of the KV cache, instead of a ratio of the card",
     )
     _add_choice(
@@ -250,17 +341,23 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "auto is the model's own",
         default="auto",
     )
-    add("-tp", "--tensor-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
-    add("-pp", "--pipeline-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
+    add("-tp", "--tensor-parallel-size", metavar="N", type=COUNT_VALUE, default=1, help="default 1")
+    add(
+        "-pp",
+        "--pipeline-parallel-size",
+        metavar="N",
+        type=COUNT_VALUE,
+        default=1,
+        help="default 1",
+    )
     add(
         "-dp",
         "--data-parallel-size",
         metavar="N",
-        type=COUNT,
+        type=COUNT_VALUE,
         default=1,
         help="engines, which share the experts",
     )
-    offload = Value(read=bounded(parse_number, 0, 2**20), accepts="a number of GiB, such as 10")
     add(
         "--enable-expert-parallel",
         action="store_true",
@@ -269,34 +366,58 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     add(
         "--cpu-offload-gb",
         metavar="GIB",
-        type=offload,
+        type=OFFLOAD_VALUE,
         default=0.0,
         help="of each GPU's weights, on the host",
     )
-    tier = "a tier of each engine's KV cache, on the host"
-    add("--kv-offloading-size", metavar="GIB", type=offload, default=0.0, help=tier)
-    images = "of processed images in each server and core, default 4"
-    add("--mm-processor-cache-gb", metavar="GIB", type=offload, default=4.0, help=images)
+    add(
+        "--kv-offloading-size",
+        metavar="GIB",
+        type=OFFLOAD_VALUE,
+        default=0.0,
+        help="a tier of each engine's KV cache, on the host",
+    )
+    add(
+        "--mm-processor-cache-gb",
+        metavar="GIB",
+        type=OFFLOAD_VALUE,
+        default=4.0,
+        help="of processed images in each server and core, default 4",
+    )
     add("--enable-lora", action="store_true", help="room for adapters")
-    add("--max-loras", metavar="N", type=COUNT, default=1, help="default 1")
-    add("--max-lora-rank", metavar="N", type=COUNT, default=LORA_RANK, help=f"default {LORA_RANK}")
+    add("--max-loras", metavar="N", type=COUNT_VALUE, default=1, help="default 1")
+    add(
+        "--max-lora-rank",
+        metavar="N",
+        type=COUNT_VALUE,
+        default=DEFAULT_LORA_RANK,
+        help=f"default {DEFAULT_LORA_RANK}",
+    )
     add("--language-model-only", action="store_true", help="no image or audio encoder")
-    longest = "of prompt and answer, auto the most that fit; default the model's limit"
-    add("--max-model-len", metavar="TOKENS", type=LENGTH, help=longest)
+    add(
+        "--max-model-len",
+        metavar="TOKENS",
+        type=LENGTH_VALUE,
+        help="of prompt and answer, auto the most that fit; default the model's limit",
+    )
     add(
         "--max-num-seqs",
         metavar="N",
-        type=COUNT,
+        type=COUNT_VALUE,
         help="default 256; from 70 GiB 1024, but for an A100",
     )
-    batched = "default 2048; from 70 GiB 8192, but for an A100; from 160 GiB 16384"
-    add("--max-num-batched-tokens", metavar="TOKENS", type=TOKENS, help=batched)
+    add(
+        "--max-num-batched-tokens",
+        metavar="TOKENS",
+        type=TOKENS_VALUE,
+        help="default 2048; from 70 GiB 8192, but for an A100; from 160 GiB 16384",
+    )
     add(
         "--block-size",
         metavar="TOKENS",
-        type=TOKENS,
-        default=BLOCK_TOKENS,
-        help=f"default {BLOCK_TOKENS}",
+        type=TOKENS_VALUE,
+        default=DEFAULT_BLOCK_TOKENS,
+        help=f"default {DEFAULT_BLOCK_TOKENS}",
     )
     add("--enforce-eager", action="store_true", help="without CUDA graphs")
 
@@ -308,27 +429,17 @@ def _add_choice(
     meaning: str,
     default: str | None = None,
 ) -> None:
-    kind = choice(names)
+    value = choice(names)
     group.add_argument(
-        *flags, metavar="NAME", type=kind, default=default, help=f"{meaning}: {kind.accepts}"
+        *flags, metavar="NAME", type=value, default=default, help=f"{meaning}: {value.accepts}"
     )
 
 
-def _parse_parameters(text: str) -> int:
-    found = PARAMETERS.fullmatch(text)
-    number = (
-        int(Decimal(found[1]) * 1000 ** THOUSANDS[found[2].upper()])
-        if found and len(text) <= len("x" * 20)
-        else 0
-    )
-    if not 1 <= number <= MOST_PARAMETERS:
-        raise ValueError
-    return number
-
-
-def _run(given: Namespace) -> Report:
-    measured = None if given.probe is None else read_parts(Path(given.probe))
-    return build_report(estimate_memory(build_question(given)), measured)
+def _run(options: Namespace) -> Report:
+    measured = None
+    if options.probe is not None:
+        measured = read_parts(Path(options.probe))
+    return build_report(estimate_memory(build_question(options)), measured)
 
 
 COMMAND: Final[Command] = Command(

@@ -5,6 +5,8 @@ from math import floor
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import Struct
+
 from vllm_headroom.model import EngineParts
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.units import GIB, format_gib
@@ -23,82 +25,122 @@ from vllm_headroom_tools.sizing.estimate import (
     Range,
     can_start,
     list_longest,
-    list_most,
+    list_most_sequences,
 )
-from vllm_headroom_tools.sizing.question import UTILIZATION
+from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION, Question
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 from vllm_headroom_tools.trace import BadInput
 
-UNKNOWN: Final = "not known"
-
-Pair = tuple[str, float | Range | None, int | None]
-"""A part of the memory, what is planned for it, and what was measured."""
+NOT_KNOWN: Final = "not known"
 
 
-def build_report(found: MemoryEstimate, measured: EngineParts | None) -> Report:
-    """Return the plan, and what a worker of the engine measured on its GPU, None where no file was given.
+class MemoryPart(Struct, frozen=True, kw_only=True):
+    """A part of the memory, what is planned for it, and what was measured; None where not known."""
 
-    Bytes are of each GPU unless their name says otherwise, and null is what is not known.
+    # As tables show it.
+    name: str
+    # Its name in the JSON.
+    key: str
+    planned: float | Range | None
+    measured_bytes: int | None
+
+
+def build_report(estimate: MemoryEstimate, measured: EngineParts | None) -> Report:
+    """Return the plan, and what a worker of the engine measured on its GPU.
+
+    `measured` is None where no file was given. Bytes are of each GPU unless their name says
+    otherwise, and null is what is not known.
     """
-    fits = can_start(found)
-    verdict = (
-        Conclusion.CANNOT_TELL if fits is None else Conclusion.GOOD if fits else Conclusion.NOT_GOOD
-    )
-    headline = explain_verdict(found)
-    changes = () if fits else find_changes(found)
-    pairs: tuple[Pair, ...] = ()
-    if measured is not None:
-        pairs = (
-            ("budget", found.budget, measured.requested_bytes),
-            ("weights", found.weights, measured.weights_bytes),
-            ("activations", found.activations, measured.activation_peak_bytes),
-            ("CUDA graphs", found.graphs, measured.cuda_graphs_bytes),
-            ("KV cache", found.kv_cache, measured.kv_cache_bytes),
-        )
-    fix = tuple(" ".join(map(" ".join, each.settings)) for each in changes)
-    notes = (Finding("note", Conclusion.GOOD, each) for each in list_notes(found))
-    measured_bytes = {f"{name.replace(' ', '_').lower()}_bytes": value for name, _, value in pairs}
+    fits = can_start(estimate)
+    verdict = _conclude(fits)
+    headline = explain_verdict(estimate)
+    changes: tuple[Saving, ...] = ()
+    if not fits:
+        changes = find_changes(estimate)
+    parts = _compare_parts(estimate, measured)
+    fix = tuple(_join_settings(change) for change in changes)
+    notes = (Finding("note", Conclusion.GOOD, note) for note in list_notes(estimate))
+    data = {"fits": fits, **_build_data(estimate, changes)}
+    if parts:
+        data["measured"] = {part.key: part.measured_bytes for part in parts}
     return Report(
         verdict=verdict,
         headline=headline,
         findings=(Finding("fits", verdict, headline, fix), *notes),
-        data={"fits": fits}
-        | _build_data(found, changes)
-        | ({"measured": measured_bytes} if pairs else {}),
-        lines=_render_text(found, changes, pairs),
+        data=data,
+        lines=_render_text(estimate, changes, parts),
     )
 
 
+def _conclude(fits: bool | None) -> Conclusion:  # noqa: FBT001 - an answer, not a switch
+    if fits is None:
+        return Conclusion.CANNOT_TELL
+    return Conclusion.GOOD if fits else Conclusion.NOT_GOOD
+
+
+def _compare_parts(
+    estimate: MemoryEstimate, measured: EngineParts | None
+) -> tuple[MemoryPart, ...]:
+    """Return what is planned beside what was measured; nothing where nothing was measured."""
+    if measured is None:
+        return ()
+    return (
+        MemoryPart(
+            name="budget",
+            key="budget_bytes",
+            planned=estimate.budget_bytes,
+            measured_bytes=measured.requested_bytes,
+        ),
+        MemoryPart(
+            name="weights",
+            key="weights_bytes",
+            planned=estimate.weights_bytes,
+            measured_bytes=measured.weights_bytes,
+        ),
+        MemoryPart(
+            name="activations",
+            key="activations_bytes",
+            planned=estimate.activations,
+            measured_bytes=measured.activation_peak_bytes,
+        ),
+        MemoryPart(
+            name="CUDA graphs",
+            key="cuda_graphs_bytes",
+            planned=estimate.graphs,
+            measured_bytes=measured.cuda_graphs_bytes,
+        ),
+        MemoryPart(
+            name="KV cache",
+            key="kv_cache_bytes",
+            planned=estimate.kv_cache,
+            measured_bytes=measured.kv_cache_bytes,
+        ),
+    )
+
+
+def _join_settings(change: Saving) -> str:
+    """Return the options and their values, as one would type them."""
+    return " ".join(f"{option} {value}" for option, value in change.settings)
+
+
 def _render_text(
-    found: MemoryEstimate, changes: Sequence[Saving], pairs: Iterable[Pair]
+    estimate: MemoryEstimate, changes: Sequence[Saving], parts: Sequence[MemoryPart]
 ) -> Iterator[str]:
-    tables: list[str] = []
-    if found.blocks:
-        tables = [
-            "The largest that fits at once",
-            *_format_table(("max_num_seqs", "max_model_len"), list_longest(found)),
-            "",
-            *_format_table(("max_model_len", "max_num_seqs"), list_most(found)),
-        ]
-    measured = [
-        f"  {name:<22}{format_amount(planned):>17}{format_amount(amount):>12}"
-        for name, planned, amount in pairs
-    ]
-    head = [f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"] if measured else []
     yield from join_paragraphs(
         (
-            _format_heading(found),
-            _format_memory(found),
-            _format_cache(found),
-            tables,
-            _format_answer(found, changes),
-            [*head, *measured],
+            _format_heading(estimate),
+            _format_memory(estimate),
+            _format_cache(estimate),
+            _format_tables(estimate),
+            _format_answer(estimate, changes),
+            _format_parts(parts),
         )
     )
 
 
-def _format_heading(found: MemoryEstimate) -> Iterator[str]:
-    question, shape = found.question, found.question.shape
+def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
+    question = estimate.question
+    shape = question.shape
     model = [f"{shape.layers} layers"]
     if shape.attention_heads is not None:
         model.append(f"{shape.attention_heads} attention heads")
@@ -112,72 +154,89 @@ def _format_heading(found: MemoryEstimate) -> Iterator[str]:
         )
     if shape.stateful_layers:
         model.append(f"{shape.stateful_layers} layers with a state")
-    yield f"The model: {', '.join(model)}, {shape.quantisation or f'{shape.dtype_bytes * 8:.0f} bits'}."
-    spread = (
+    model.append(shape.quantisation or f"{shape.dtype_bytes * 8:.0f} bits")
+    yield f"The model: {', '.join(model)}."
+
+    gpus = "1 GPU" if question.gpus == 1 else f"{question.gpus} GPUs"
+    card = "size not given"
+    if question.gpu_memory_bytes is not None:
+        card = format_gib(question.gpu_memory_bytes)
+    spread = _format_spread(question)
+    yield f"On {gpus}, {card} each, {spread}." if spread else f"On {gpus}, {card}."
+
+
+def _format_spread(question: Question) -> str:
+    """Return in which ways the model is spread over GPUs; empty for one GPU."""
+    sizes = (
         ("tensor", question.tensor_parallel_size),
         ("pipeline", question.pipeline_parallel_size),
         ("data", question.data_parallel_size),
     )
-    ways = ", ".join(f"{name} parallel {count}" for name, count in spread if count > 1)
-    card = (
-        "size not given"
-        if question.gpu_memory_bytes is None
-        else format_gib(question.gpu_memory_bytes)
-    )
-    yield f"On {question.gpus} GPU{'s' if question.gpus > 1 else ''}, {card}{f' each, {ways}' if ways else ''}."
+    return ", ".join(f"{name} parallel {size}" for name, size in sizes if size > 1)
 
 
-def _format_memory(found: MemoryEstimate) -> Iterator[str]:
-    question = found.question
+def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
+    """Yield the table of what each GPU needs, a line a part with a remark on its source."""
+    question = estimate.question
     yield f"{'Of each GPU':<44}GiB"
-    if found.budget is not None:
-        usual = (
-            "vLLM's default since 0.20" if question.gpu_memory_utilization == UTILIZATION else ""
-        )
+    if estimate.budget_bytes is not None:
+        utilization = question.gpu_memory_utilization
+        remark = "vLLM's default since 0.20" if utilization == DEFAULT_UTILIZATION else ""
         yield from _format_line(
-            f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual
+            f"budget, {utilization:g} of the card", estimate.budget_bytes, remark
         )
-    source = "from the checkpoint's size"
-    if question.checkpoint_bytes is None and question.parameters is not None:
-        source = f"{question.parameters / 10**9:,.2f} billion parameters"
-    elif question.checkpoint_bytes is None:
-        source = "parameters counted from the configuration" if found.weights is not None else ""
-    yield from _format_line("weights", found.weights, source)
+    yield from _format_line("weights", estimate.weights_bytes, _name_weights_source(estimate))
     if question.max_loras:
-        yield from _format_line(
-            "  of them for LoRA",
-            question.adapters_bytes,
-            f"{question.max_loras} of rank {question.max_lora_rank}",
-        )
+        ranks = f"{question.max_loras} of rank {question.max_lora_rank}"
+        yield from _format_line("  of them for LoRA", question.adapters_bytes, ranks)
     if question.cpu_offload_bytes:
         yield from _format_line("  beside them on the host", question.cpu_offload_bytes)
-    batch, logits = (
-        f"{question.max_num_batched_tokens:,} tokens",
-        f"the logits of {question.max_num_seqs:,} sequences",
-    )
-    items = f", {question.encoder_items} images" if question.largest else ""
+    yield from _format_line("activations", estimate.activations, _name_peaks(question))
+    yield from _format_line("CUDA graphs", estimate.graphs)
     yield from _format_line(
-        "activations", found.activations, f"{batch} in a batch{items}, or {logits}"
+        "CUDA libraries", estimate.other_overhead, "the sampler, and what the driver reserves"
     )
-    yield from _format_line("CUDA graphs", found.graphs)
-    yield from _format_line(
-        "CUDA libraries", found.rest, "the sampler, and what the driver reserves"
-    )
-    left = (
-        None
-        if found.kv_cache is None
-        else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
-    )
-    yield from _format_line(
-        "KV cache", left, "as set" if question.kv_cache_memory_bytes else "what is left"
-    )
-    besides = ("CUDA context", *(("NCCL",) if question.gpus > 1 else ()))
-    besides += ("the system", "vLLM's own processes") if question.unified_memory else ()
-    yield from _format_line("beside the budget", found.outside, ", ".join(besides))
+    cache_source = "as set" if question.kv_cache_memory_bytes else "what is left"
+    yield from _format_line("KV cache", _clip_at_zero(estimate.kv_cache), cache_source)
+    yield from _format_line("beside the budget", estimate.outside, _name_outside(question))
     if question.host_memory_bytes or question.cpu_offload_bytes or question.kv_offloading_bytes:
         yield from _format_line(
-            "host memory of all", found.host, "offloads take up to 1.92 times their size"
+            "host memory of all", estimate.host, "offloads take up to 1.92 times their size"
         )
+
+
+def _name_weights_source(estimate: MemoryEstimate) -> str:
+    question = estimate.question
+    if question.checkpoint_bytes is not None:
+        return "from the checkpoint's size"
+    if question.parameters is not None:
+        return f"{question.parameters / 10**9:,.2f} billion parameters"
+    return "" if estimate.weights_bytes is None else "parameters counted from the configuration"
+
+
+def _name_peaks(question: Question) -> str:
+    """Return what the peak of activations can come from."""
+    items = ""
+    if question.largest_input is not None:
+        items = f", {question.encoder_items} images"
+    batch = f"{question.max_num_batched_tokens:,} tokens in a batch{items}"
+    return f"{batch}, or the logits of {question.max_num_seqs:,} sequences"
+
+
+def _clip_at_zero(amount: Range | None) -> Range | None:
+    if amount is None:
+        return None
+    return Range(low=max(0.0, amount.low), high=max(0.0, amount.high))
+
+
+def _name_outside(question: Question) -> str:
+    """Return what lies outside of the budget."""
+    names = ["CUDA context"]
+    if question.gpus > 1:
+        names.append("NCCL")
+    if question.unified_memory:
+        names += ["the system", "vLLM's own processes"]
+    return ", ".join(names)
 
 
 def _format_line(name: str, amount: float | Range | None, remark: str = "") -> list[str]:
@@ -189,59 +248,104 @@ def format_amount(amount: float | Range | None) -> str:
     """Return an amount of memory in GiB."""
     if isinstance(amount, Range):
         return format_range(amount)
-    return UNKNOWN if amount is None else f"{amount / GIB:,.2f}"
+    return NOT_KNOWN if amount is None else f"{amount / GIB:,.2f}"
 
 
-def _format_cache(found: MemoryEstimate) -> Iterator[str]:
-    question, bound = found.question, "at most " if found.question.shape.windowed_layers else ""
-    layout, length, sequences = found.layout, question.max_model_len, question.max_num_seqs
-    part = "" if question.shape.has_every_token else f" in {layout.block_layers} layers"
-    block = f"{layout.block_bytes:,} per block of {layout.block_tokens}{part}"
+def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
+    """Yield what the KV cache takes of a token and a block, and what it holds."""
+    question = estimate.question
+    layout = estimate.layout
     yield "KV cache"
     if not layout.block_bytes:
         yield "  none: the model keeps nothing of a sequence"
         return
-    yield f"  {bound}{found.bytes_per_token:,} bytes per token, {block}"
+    bound = "at most " if question.shape.windowed_layers else ""
+    block = f"{layout.block_bytes:,} per block of {layout.block_tokens}"
+    if not question.shape.has_every_token:
+        block += f" in {layout.block_layers} layers"
+    yield f"  {bound}{estimate.bytes_per_token:,} bytes per token, {block}"
     if question.gpus > 1:
-        yield f"  {bound}{found.engine_bytes_per_token:,} bytes per token on all GPUs together"
+        yield f"  {bound}{estimate.engine_bytes_per_token:,} bytes per token on all GPUs together"
+    length = question.max_model_len
     if length is not None:
+        sequences = question.max_num_seqs
         blocks = sequences * layout.count_blocks(length)
         size = format_gib(blocks * layout.block_bytes)
-        yield f"  {sequences:,} x {length:,} tokens (max_num_seqs x max_model_len) take {size}, {blocks:,} blocks"
-    if not found.blocks:
-        return
-    if found.capacity_tokens is not None:
-        least = "" if question.kv_cache_memory_bytes else "at least "
-        yield f"  holds {least}{found.capacity_tokens:,} tokens, in {found.blocks:,} blocks"
-    for tokens, name in ((length, "max_model_len"), (question.typical_len, "typical")):
-        at_once = None if tokens is None else found.count_sequences(tokens)
+        yield (
+            f"  {sequences:,} x {length:,} tokens (max_num_seqs x max_model_len) take {size},"
+            f" {blocks:,} blocks"
+        )
+    if estimate.blocks:
+        yield from _format_capacity(estimate, estimate.blocks)
+
+
+def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
+    question = estimate.question
+    if estimate.capacity_tokens is not None:
+        bound = "" if question.kv_cache_memory_bytes else "at least "
+        yield f"  holds {bound}{estimate.capacity_tokens:,} tokens, in {blocks:,} blocks"
+    lengths = ((question.max_model_len, "max_model_len"), (question.typical_len, "typical"))
+    for tokens, name in lengths:
+        if tokens is None:
+            continue
+        at_once = estimate.count_sequences(tokens)
         if at_once is not None:
-            yield f"  {floor(at_once * 10) / 10:,.1f} sequences of {tokens:,} tokens ({name}) at once"
+            # Rounded down, so that the table promises no sequence that does not fit.
+            shown = floor(at_once * 10) / 10
+            yield f"  {shown:,.1f} sequences of {tokens:,} tokens ({name}) at once"
 
 
-def _format_table(head: tuple[str, str], rows: Iterable[tuple[int, int]]) -> Iterator[str]:
-    columns = [[f"{number:,}" for number in pair] for pair in rows]
-    for place, name in enumerate(head):
-        numbers = "  ".join(f"{column[place]:>{max(map(len, column))}}" for column in columns)
-        yield f"  {name:<15}{numbers}"
+def _format_tables(estimate: MemoryEstimate) -> list[str]:
+    """Return the largest lengths for several numbers of sequences, and the reverse."""
+    if not estimate.blocks:
+        return []
+    return [
+        "The largest that fits at once",
+        *_format_table(("max_num_seqs", "max_model_len"), list_longest(estimate)),
+        "",
+        *_format_table(("max_model_len", "max_num_seqs"), list_most_sequences(estimate)),
+    ]
 
 
-def _format_answer(found: MemoryEstimate, changes: Sequence[Saving]) -> Iterator[str]:
-    for sentence in (*list_notes(found), explain_verdict(found)):
+def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> Iterator[str]:
+    """Yield two lines, with a column for each pair of numbers."""
+    columns = [[f"{number:,}" for number in pair] for pair in pairs]
+    for place, head in enumerate(heads):
+        cells = [f"{column[place]:>{max(map(len, column))}}" for column in columns]
+        yield f"  {head:<15}{'  '.join(cells)}"
+
+
+def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Iterator[str]:
+    """Yield the notes, the verdict, and what would make it fit."""
+    for sentence in (*list_notes(estimate), explain_verdict(estimate)):
         yield from wrap_text("", sentence)
-    if can_start(found) is True or found.kv_cache is None:
+    if can_start(estimate) is True or estimate.kv_cache is None:
         return
     if changes:
         yield "Any of these would make it fit:"
-    elif not list_unknown(found):
-        yield f"No change of one or two settings would make it fit for {SMALLEST_LENGTH} tokens or more."
-    written = [(" ".join(map(" ".join, change.settings)), change.price) for change in changes]
-    width = max((len(settings) for settings, _ in written), default=0)
-    for settings, price in written:
-        yield from wrap_text(f"  {settings:<{width}}  ", price)
+    elif not list_unknown(estimate):
+        yield (
+            "No change of one or two settings would make it fit"
+            f" for {SMALLEST_LENGTH} tokens or more."
+        )
+    settings_width = max((len(_join_settings(change)) for change in changes), default=0)
+    for change in changes:
+        yield from wrap_text(f"  {_join_settings(change):<{settings_width}}  ", change.price)
 
 
-SETTINGS: Final = (
+def _format_parts(parts: Sequence[MemoryPart]) -> list[str]:
+    """Return the table of what is planned beside what was measured; empty without measurements."""
+    if not parts:
+        return []
+    lines = [f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"]
+    for part in parts:
+        planned = format_amount(part.planned)
+        measured = format_amount(part.measured_bytes)
+        lines.append(f"  {part.name:<22}{planned:>17}{measured:>12}")
+    return lines
+
+
+REPORTED_SETTINGS: Final = (
     "gpus",
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -256,49 +360,69 @@ SETTINGS: Final = (
     "max_num_batched_tokens",
     "typical_len",
 )
+"""Fields of the question that the JSON repeats by these names."""
 
 
-def _build_data(found: MemoryEstimate, changes: Iterable[Saving]) -> dict[str, Any]:
-    question = found.question
-    length, sequences = question.max_model_len, question.max_num_seqs
+def _build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str, Any]:
+    """Return the figures by their names in the JSON."""
+    question = estimate.question
+    layout = estimate.layout
     return {
-        "unknown": list_unknown(found),
-        "notes": list_notes(found),
-        "changes": [{"settings": dict(each.settings), "price": each.price} for each in changes],
-        **{name: getattr(question, name) for name in SETTINGS},
-        "block_size": found.layout.block_tokens,
-        "bytes_per_token": found.bytes_per_token,
+        "unknown": list_unknown(estimate),
+        "notes": list_notes(estimate),
+        "changes": [
+            {"settings": dict(change.settings), "price": change.price} for change in changes
+        ],
+        **{name: getattr(question, name) for name in REPORTED_SETTINGS},
+        "block_size": layout.block_tokens,
+        "bytes_per_token": estimate.bytes_per_token,
         "bytes_per_token_is_upper_bound": question.shape.windowed_layers > 0,
-        "bytes_per_token_all_gpus": found.engine_bytes_per_token,
-        "bytes_per_block": found.layout.block_bytes or None,
-        "weights_bytes": found.weights,
+        "bytes_per_token_all_gpus": estimate.engine_bytes_per_token,
+        "bytes_per_block": layout.block_bytes or None,
+        "weights_bytes": estimate.weights_bytes,
         "lora_bytes": question.adapters_bytes,
         "unknown_architecture": question.shape.unknown_type,
-        "budget_bytes": None if found.budget is None else int(found.budget),
+        "budget_bytes": None if estimate.budget_bytes is None else int(estimate.budget_bytes),
         "encoder_items": question.encoder_items,
-        "activation_bytes": _split_range(found.activations),
-        "cuda_graph_bytes": _split_range(found.graphs),
-        "library_bytes": _split_range(found.rest),
-        "outside_budget_bytes": _split_range(found.outside),
-        "host_bytes": _split_range(found.host),
-        "kv_cache_bytes": _split_range(found.kv_cache),
-        "kv_capacity_tokens": found.capacity_tokens,
-        "kv_capacity_blocks": found.blocks,
-        "sequence_bytes": None if length is None else found.count_sequence_bytes(length),
-        "sequences_at_max_model_len": None if length is None else found.count_sequences(length),
-        "sequences_at_typical_len": found.count_sequences(question.typical_len),
-        "all_at_once_bytes": None
-        if length is None
-        else sequences * found.count_sequence_bytes(length),
-        "all_at_once_blocks": None
-        if length is None
-        else sequences * found.layout.count_blocks(length),
+        "activation_bytes": _split_range(estimate.activations),
+        "cuda_graph_bytes": _split_range(estimate.graphs),
+        "library_bytes": _split_range(estimate.other_overhead),
+        "outside_budget_bytes": _split_range(estimate.outside),
+        "host_bytes": _split_range(estimate.host),
+        "kv_cache_bytes": _split_range(estimate.kv_cache),
+        "kv_capacity_tokens": estimate.capacity_tokens,
+        "kv_capacity_blocks": estimate.blocks,
+        **_build_sequence_data(estimate),
         "largest_max_model_len": [
-            {"max_num_seqs": count, "max_model_len": size} for count, size in list_longest(found)
+            {"max_num_seqs": count, "max_model_len": length}
+            for count, length in list_longest(estimate)
         ],
         "largest_max_num_seqs": [
-            {"max_model_len": size, "max_num_seqs": count} for size, count in list_most(found)
+            {"max_model_len": length, "max_num_seqs": count}
+            for length, count in list_most_sequences(estimate)
         ],
+    }
+
+
+def _build_sequence_data(estimate: MemoryEstimate) -> dict[str, float | None]:
+    """Return the figures of sequences; those of `max_model_len` are None where it is not known."""
+    length = estimate.question.max_model_len
+    sequences = estimate.question.max_num_seqs
+    sequence_bytes = None
+    sequences_at_length = None
+    all_bytes = None
+    all_blocks = None
+    if length is not None:
+        sequence_bytes = estimate.count_sequence_bytes(length)
+        sequences_at_length = estimate.count_sequences(length)
+        all_bytes = sequences * sequence_bytes
+        all_blocks = sequences * estimate.layout.count_blocks(length)
+    return {
+        "sequence_bytes": sequence_bytes,
+        "sequences_at_max_model_len": sequences_at_length,
+        "sequences_at_typical_len": estimate.count_sequences(estimate.question.typical_len),
+        "all_at_once_bytes": all_bytes,
+        "all_at_once_blocks": all_blocks,
     }
 
 
@@ -306,20 +430,23 @@ def _split_range(amount: Range | None) -> dict[str, int] | None:
     return None if amount is None else {"low": int(amount.low), "high": int(amount.high)}
 
 
-MOST_BYTES: Final = 16 * 1024
+PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
+"""More than any file of the probe has."""
 
 
 def read_parts(file: Path) -> EngineParts:
     """Read the parts of a worker's memory from a file of the probe; raises BadInput."""
     try:
         with file.open("rb") as stream:
-            found = parse_probe(stream.read(MOST_BYTES))
+            content = parse_probe(stream.read(PROBE_FILE_LIMIT_BYTES))
     except OSError as error:
         raise BadInput(f"--probe {file}: cannot be read: {error.strerror}") from error
-    if isinstance(found, str):
-        raise BadInput(f"--probe {file}: {found}")
-    if found[0].parts is None:
+    if isinstance(content, str):
+        raise BadInput(f"--probe {file}: {content}")
+    process, _ = content
+    if process.parts is None:
         raise BadInput(
-            f"--probe {file}: it is of a process without a GPU; take the file of a worker, whose role is worker"
+            f"--probe {file}: it is of a process without a GPU;"
+            " take the file of a worker, whose role is worker"
         )
-    return found[0].parts
+    return process.parts

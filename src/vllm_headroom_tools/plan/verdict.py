@@ -18,53 +18,45 @@ from vllm_headroom_tools.sizing.estimate import (
     estimate_memory,
     estimate_outside,
 )
-from vllm_headroom_tools.sizing.question import Question, find_problem
+from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION, Question, find_problem
 
 
-def list_unknown(found: MemoryEstimate) -> list[str]:
-    """Return what is not known and needed to judge whether it fits, each with the options that set it."""
-    question = found.question
-    kind = question.shape.unknown_type
-    needs = (
-        (
-            None if kind else "",
-            f"what models of type {kind!r} keep (--layers, --kv-heads and --head-size say it)",
-        ),
-        (question.gpu_memory_bytes, "the card (--gpu-memory)"),
-        (found.weights, "the weights (--parameters)"),
-        (
-            None if question.has_more_weights else "",
-            "the image or audio encoder's weights (--parameters)",
-        ),
-        (
-            None if question.has_more_activations else "",
-            "its largest image or sound (else --language-model-only)",
-        ),
-        (found.activations, "the activations (--hidden-size and --vocabulary)"),
-        (question.max_model_len, "the length (--max-model-len)"),
-    )
-    return [name for value, name in needs if value is None]
-
-
-def explain_verdict(found: MemoryEstimate) -> str:
-    """Return whether vLLM starts, and why."""
-    answer, missing, host = can_start(found), list_unknown(found), found.question.host_memory_bytes
-    if answer:
-        return f"It fits: vLLM starts. {_explain_concurrency(found)}"
-    if answer is False:
-        return f"It does not fit: {_explain_obstacle(found)}."
-    if missing:
-        return f"Cannot tell whether it fits: not known {'is' if len(missing) == 1 else 'are'} {', '.join(missing)}."
-    if host is not None and found.host.high > host:
-        margin = (
-            f"vLLM's processes need {format_range(found.host)} GiB of the host's {format_gib(host)}"
+def list_unknown(estimate: MemoryEstimate) -> list[str]:
+    """Return what is needed to judge and not known, each with the options that set it."""
+    question = estimate.question
+    model_type = question.shape.unknown_type
+    unknown = []
+    if model_type is not None:
+        unknown.append(
+            f"what models of type {model_type!r} keep (--layers, --kv-heads and --head-size say it)"
         )
-    elif found.kv_cache is None or found.budget is None:
-        margin = "with the higher estimates it is more than the card has"
-    else:
-        needed = format_gib(found.count_sequence_bytes(found.question.max_model_len or 1))
-        margin = f"{format_range(found.kv_cache)} GiB are left for the KV cache, and one sequence needs {needed}"
-    return f"Too close to call: {margin}."
+    if question.gpu_memory_bytes is None:
+        unknown.append("the card (--gpu-memory)")
+    if estimate.weights_bytes is None:
+        unknown.append("the weights (--parameters)")
+    if question.has_uncounted_weights:
+        unknown.append("the image or audio encoder's weights (--parameters)")
+    if question.has_uncounted_activations:
+        unknown.append("its largest image or sound (else --language-model-only)")
+    if estimate.activations is None:
+        unknown.append("the activations (--hidden-size and --vocabulary)")
+    if question.max_model_len is None:
+        unknown.append("the length (--max-model-len)")
+    return unknown
+
+
+def explain_verdict(estimate: MemoryEstimate) -> str:
+    """Return whether vLLM starts, and why."""
+    fits = can_start(estimate)
+    if fits:
+        return f"It fits: vLLM starts. {_explain_concurrency(estimate)}"
+    if fits is False:
+        return f"It does not fit: {_explain_obstacle(estimate)}."
+    unknown = list_unknown(estimate)
+    if unknown:
+        verb = "is" if len(unknown) == 1 else "are"
+        return f"Cannot tell whether it fits: not known {verb} {', '.join(unknown)}."
+    return f"Too close to call: {_explain_margin(estimate)}."
 
 
 def format_range(amount: Range) -> str:
@@ -73,106 +65,178 @@ def format_range(amount: Range) -> str:
     return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"
 
 
-def _explain_obstacle(found: MemoryEstimate) -> str:
-    question, kv_cache, overhead = found.question, found.kv_cache, found.overhead
-    card, budget, length = question.gpu_memory_bytes or 0, found.budget, question.max_model_len or 1
-    host, needed = question.host_memory_bytes, found.count_sequence_bytes(length)
-    if host is not None and found.host.low > host:
-        return f"vLLM's processes need at least {format_gib(found.host.low)} of the host's {format_gib(host)}"
-    if budget is not None and overhead is not None and kv_cache is not None and kv_cache.high <= 0:
-        rest = format_gib((found.weights or 0) + overhead.low)
-        return f"weights and activations need at least {rest} of each GPU, and the budget is {format_gib(budget)}"
-    if kv_cache is not None and kv_cache.high < needed:
-        left = format_gib(kv_cache.high)
-        return f"one sequence of {length:,} tokens needs {format_gib(needed)} of KV cache, of at most {left}"
-    if budget is None:
-        return f"weights, activations and the KV cache are more than the card's {format_gib(card)}"
-    leaves = f"the budget leaves {format_gib(card - budget)} of the"
-    outside = f"{format_range(found.outside)} GiB"
+def _explain_margin(estimate: MemoryEstimate) -> str:
+    """Return what fits by the low end of the estimates, and not by the high one."""
+    host_bytes = estimate.question.host_memory_bytes
+    if host_bytes is not None and estimate.host.high > host_bytes:
+        needed = format_range(estimate.host)
+        return f"vLLM's processes need {needed} GiB of the host's {format_gib(host_bytes)}"
+    if estimate.kv_cache is None or estimate.budget_bytes is None:
+        return "with the higher estimates it is more than the card has"
+    sequence = format_gib(estimate.count_sequence_bytes(estimate.question.max_model_len or 1))
+    cache = format_range(estimate.kv_cache)
+    return f"{cache} GiB are left for the KV cache, and one sequence needs {sequence}"
+
+
+def _explain_obstacle(estimate: MemoryEstimate) -> str:
+    """Return what does not fit even by the low end of the estimates.
+
+    The first that does not, of host, budget, cache and card.
+    """
+    question = estimate.question
+    kv_cache = estimate.kv_cache
+    budget_bytes = estimate.budget_bytes
+    overhead = estimate.overhead
+    host_bytes = question.host_memory_bytes
+    card_bytes = question.gpu_memory_bytes or 0
+    length = question.max_model_len or 1
+    sequence_bytes = estimate.count_sequence_bytes(length)
+
+    if host_bytes is not None and estimate.host.low > host_bytes:
+        needed = format_gib(estimate.host.low)
+        return f"vLLM's processes need at least {needed} of the host's {format_gib(host_bytes)}"
+
+    leaves_no_cache = kv_cache is not None and kv_cache.high <= 0
+    if leaves_no_cache and budget_bytes is not None and overhead is not None:
+        needed = format_gib((estimate.weights_bytes or 0) + overhead.low)
+        budget = format_gib(budget_bytes)
+        return (
+            f"weights and activations need at least {needed} of each GPU,"
+            f" and the budget is {budget}"
+        )
+
+    if kv_cache is not None and kv_cache.high < sequence_bytes:
+        needed = format_gib(sequence_bytes)
+        cache = format_gib(kv_cache.high)
+        return f"one sequence of {length:,} tokens needs {needed} of KV cache, of at most {cache}"
+
+    if budget_bytes is None:
+        card = format_gib(card_bytes)
+        return f"weights, activations and the KV cache are more than the card's {card}"
+
+    beside_budget = format_gib(card_bytes - budget_bytes)
+    outside = format_range(estimate.outside)
     if question.unified_memory:
-        return f"{leaves} machine, and it needs {outside}: vLLM would start, and it would hang"
-    return f"{leaves} card, and {outside} lie outside of it"
+        return (
+            f"the budget leaves {beside_budget} of the machine, and it needs {outside} GiB:"
+            " vLLM would start, and it would hang"
+        )
+    return f"the budget leaves {beside_budget} of the card, and {outside} GiB lie outside of it"
 
 
-def _explain_concurrency(found: MemoryEstimate) -> str:
-    length, sequences = found.question.max_model_len or 1, found.question.max_num_seqs
-    if not found.layout.block_bytes:
+def _explain_concurrency(estimate: MemoryEstimate) -> str:
+    if not estimate.layout.block_bytes:
         return "It keeps nothing of a sequence: there is no KV cache."
-    at_once = int(found.count_sequences(length) or 0)
+    length = estimate.question.max_model_len or 1
+    sequences = estimate.question.max_num_seqs
+    at_once = int(estimate.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
     return (
-        f"But {sequences:,} sequences of {length:,} tokens do not fit at once, {at_once:,} do: further ones wait or are"
-        " preempted."
+        f"But {sequences:,} sequences of {length:,} tokens do not fit at once, {at_once:,} do:"
+        " further ones wait or are preempted."
     )
 
 
-def list_notes(found: MemoryEstimate) -> list[str]:
+def list_notes(estimate: MemoryEstimate) -> list[str]:
     """Return where the figures are bounds, and what might surprise in them."""
-    return [*_note_shape(found), *_note_omissions(found)]
+    return [
+        *_note_layers(estimate),
+        *_note_copies(estimate.question),
+        *_note_omissions(estimate.question),
+        *_note_memory_outside(estimate),
+    ]
 
 
-def _note_shape(found: MemoryEstimate) -> Iterator[str]:
-    shape, ranks = found.question.shape, found.question.tensor_parallel_size
-    windowed, stateful, heads = shape.windowed_layers, shape.stateful_layers, shape.heads.count
+def _note_layers(estimate: MemoryEstimate) -> Iterator[str]:
+    """Note layers that keep a window or a state."""
+    shape = estimate.question.shape
+    windowed = shape.windowed_layers
+    stateful = shape.stateful_layers
     if windowed:
         yield (
-            f"{windowed} layers keep only the last {shape.window_tokens or 0:,} tokens: bytes per token are an upper"
-            " bound; tokens and sequences are counted as vLLM's hybrid KV cache manager holds them."
+            f"{windowed} layers keep only the last {shape.window_tokens or 0:,} tokens:"
+            " bytes per token are an upper bound;"
+            " tokens and sequences are counted as vLLM's hybrid KV cache manager holds them."
         )
-    if stateful and shape.state_bytes is not None:
+    if stateful and shape.state_bytes is None:
         yield (
-            f"{stateful} layers keep {shape.state_bytes // ranks:,} bytes of each sequence instead of its tokens; a"
-            f" block has {found.layout.block_tokens} tokens to be as large as one of these."
+            f"{stateful} layers keep a state of each sequence whose size is not known here:"
+            " tokens and sequences are an upper bound."
         )
-    elif stateful:
-        what = f"{stateful} layers keep a state of each sequence whose size is not known here"
-        yield f"{what}: tokens and sequences are an upper bound."
-    if shape.latent_width is not None and ranks > 1:
-        yield "Latent attention keeps its whole vector on every GPU: tensor parallelism does not divide the KV cache."
-    elif ranks > heads:
-        yield f"{ranks} GPUs share {heads} KV heads: each is kept {ranks // heads} times."
+    elif stateful and shape.state_bytes is not None:
+        state_bytes = shape.state_bytes // estimate.question.tensor_parallel_size
+        yield (
+            f"{stateful} layers keep {state_bytes:,} bytes of each sequence instead of its tokens;"
+            f" a block has {estimate.layout.block_tokens} tokens to be as large as one of these."
+        )
 
 
-def _note_omissions(found: MemoryEstimate) -> Iterator[str]:
-    question, card, budget = found.question, found.question.gpu_memory_bytes, found.budget
-    if (kind := question.shape.unknown_type) is not None:
-        unchecked = f"Models of type {kind!r} have not been checked against vLLM"
-        yield f"{unchecked}: the figures assume the layers of a usual decoder."
-    if question.has_more_weights:
+def _note_copies(question: Question) -> Iterator[str]:
+    """Note what tensor parallelism does not divide."""
+    ranks = question.tensor_parallel_size
+    kv_heads = question.shape.heads.count
+    if question.shape.latent_width is not None and ranks > 1:
+        yield (
+            "Latent attention keeps its whole vector on every GPU:"
+            " tensor parallelism does not divide the KV cache."
+        )
+    elif ranks > kv_heads:
+        yield f"{ranks} GPUs share {kv_heads} KV heads: each is kept {ranks // kv_heads} times."
+
+
+def _note_omissions(question: Question) -> Iterator[str]:
+    """Note what is not counted, or counted without a check."""
+    model_type = question.shape.unknown_type
+    if model_type is not None:
+        yield (
+            f"Models of type {model_type!r} have not been checked against vLLM:"
+            " the figures assume the layers of a usual decoder."
+        )
+    if question.has_uncounted_weights:
         yield "The weights are those of the language model: an image or audio encoder adds its own."
-    if question.has_more_activations:
+    if question.has_uncounted_activations:
         yield "vLLM's profiling of the encoder adds to the activations."
     if question.draft is not None:
         yield "The draft model is counted whole; one that shares its embeddings takes less."
+
+
+def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
+    """Note what memory outside of the budget is for."""
+    question = estimate.question
     if question.unified_memory:
-        offloaded = (
-            "; weights that are offloaded lie in the same memory"
-            if question.cpu_offload_bytes
-            else ""
+        offloaded = ""
+        if question.cpu_offload_bytes:
+            offloaded = "; weights that are offloaded lie in the same memory"
+        yield (
+            f"{format_gib(LEFT_TO_THE_MACHINE_BYTES)} of the machine's one memory are left"
+            f" to its system and to vLLM's own processes{offloaded}."
+            " Swap and zram count as no room."
         )
         yield (
-            f"{format_gib(LEFT_TO_THE_MACHINE_BYTES)} of the machine's one memory are left to its system and to vLLM's"
-            f" own processes{offloaded}. Swap and zram count as no room."
+            "While vLLM loads, the page cache of the weights' files takes this memory too,"
+            " and an allocation can fail although the rest is available (vllm-project/vllm#54200):"
+            " drop the page cache while it loads."
         )
+        return
+    if question.gpu_memory_bytes is None or estimate.budget_bytes is None:
+        return
+    beside_budget_bytes = question.gpu_memory_bytes - estimate.budget_bytes
+    if estimate.outside.low <= beside_budget_bytes < estimate.outside.high:
         yield (
-            "While vLLM loads, the page cache of the weights' files takes this memory too, and an allocation can fail"
-            " although the rest is available (vllm-project/vllm#54200): drop the page cache while it loads."
+            f"Beside its budget vLLM takes {format_range(estimate.outside)} GiB of the card,"
+            f" and {format_gib(beside_budget_bytes)} are left for that."
         )
-    elif (
-        card is not None
-        and budget is not None
-        and found.outside.low <= card - budget < found.outside.high
-    ):
-        takes = f"Beside its budget vLLM takes {format_range(found.outside)} GiB of the card"
-        yield f"{takes}, and {format_gib(card - budget)} are left for that."
 
 
 SMALLEST_LENGTH: Final = 256
 """Tokens; a server for shorter sequences is of no use to anyone."""
 
-SIXTEEN_BITS: Final = 2.0
-HIGHEST_UTILIZATION: Final = 0.95
+SIXTEEN_BIT_BYTES: Final = 2.0
+"""Bytes of a value in 16 bits: a cache of smaller ones is rounded already."""
+
+TENSOR_PARALLEL_LIMIT: Final = 64
+"""Our choice: the most GPUs over which an engine is proposed to be spread."""
 
 Settings = tuple[tuple[str, str], ...]
 """Pairs of option and value."""
@@ -185,88 +249,150 @@ class Saving(Struct, frozen=True):
     price: str
 
 
-def find_changes(found: MemoryEstimate) -> tuple[Saving, ...]:
-    """Return every setting that surely lets vLLM start, with the nearest value that does, the cheapest first.
+class Trial(Struct, frozen=True):
+    """A question with other settings, which may let vLLM start."""
 
-    Where a shorter `max_model_len` alone is not enough, also each setting that does together with one.
+    settings: Settings
+    price: str
+    question: Question
+
+
+def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
+    """Return every setting that surely lets vLLM start, the cheapest first.
+
+    Of each setting the nearest value that does. Where a shorter `max_model_len` alone is not
+    enough, also each setting that does together with one.
     """
-    tried = list(_shorten(found.question))
-    is_enough = any(_can_start(shorter) for *_, shorter in tried)
-    for settings, price, changed in _list_options(found.question):
-        tried.append((settings, price, changed))
-        for added, cost, both in () if is_enough or find_problem(changed) else _shorten(changed):
-            tried.append(((*settings, *added), f"{price}; {cost}", both))
-    good: dict[tuple[str, ...], Saving] = {}
-    for settings, price, changed in tried:
-        kind = tuple(option for option, _ in settings)
-        if kind not in good and _can_start(changed):
-            good[kind] = Saving(settings, price)
-    return tuple(good.values())
+    shortened = _shorten(estimate.question)
+    is_shortening_enough = shortened is not None and _surely_starts(shortened.question)
+    trials = [] if shortened is None else [shortened]
+    for trial in _list_trials(estimate.question):
+        trials.append(trial)
+        if is_shortening_enough or find_problem(trial.question):
+            continue
+        shorter = _shorten(trial.question)
+        if shorter is not None:
+            both_settings = (*trial.settings, *shorter.settings)
+            both_prices = f"{trial.price}; {shorter.price}"
+            trials.append(Trial(both_settings, both_prices, shorter.question))
+
+    # Trials of the same options are in the order of their distance: the first that starts counts.
+    savings: dict[tuple[str, ...], Saving] = {}
+    for trial in trials:
+        options = tuple(option for option, _ in trial.settings)
+        if options not in savings and _surely_starts(trial.question):
+            savings[options] = Saving(trial.settings, trial.price)
+    return tuple(savings.values())
 
 
-def _can_start(question: Question) -> bool:
+def _surely_starts(question: Question) -> bool:
     return not find_problem(question) and can_start(estimate_memory(question)) is True
 
 
-def _shorten(question: Question) -> Iterator[tuple[Settings, str, Question]]:
-    longest, asked = estimate_memory(question).find_longest(1) or 0, question.max_model_len
-    if longest >= SMALLEST_LENGTH and (asked is None or longest < asked):
-        shorter = replace(question, max_model_len=longest)
-        yield (("--max-model-len", str(longest)),), "longer requests are refused", shorter
+def _shorten(question: Question) -> Trial | None:
+    """Return the trial with the longest sequences that fit.
+
+    None where sequences as long as now fit, or only ones that are too short to be of use.
+    """
+    longest = estimate_memory(question).find_longest(1) or 0
+    length = question.max_model_len
+    if longest < SMALLEST_LENGTH or (length is not None and longest >= length):
+        return None
+    return Trial(
+        (("--max-model-len", str(longest)),),
+        "longer requests are refused",
+        replace(question, max_model_len=longest),
+    )
 
 
-def _list_options(question: Question) -> Iterator[tuple[Settings, str, Question]]:
-    shape, dtype, host = question.shape, question.kv_cache_dtype, question.host_memory_bytes
-    for halvings in range(
-        1, question.max_num_seqs.bit_length()
-    ):  # sampling needs room for the logits of each
+def _list_trials(question: Question) -> Iterator[Trial]:
+    """Yield changes of one option, from what costs little to what costs GPUs."""
+    yield from _run_fewer_sequences(question)
+    yield from _change_share(question)
+    yield from _round_cache(question)
+    yield from _round_weights(question)
+    yield from _offload_less_cache(question)
+    yield from _use_more_gpus(question)
+
+
+def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
+    """Yield a half, a quarter and so on of the sequences: each needs room for its logits."""
+    for halvings in range(1, question.max_num_seqs.bit_length()):
         sequences = question.max_num_seqs >> halvings
-        yield (
+        yield Trial(
             (("--max-num-seqs", str(sequences)),),
             "more requests wait",
             replace(question, max_num_seqs=sequences),
         )
-    if question.kv_cache_memory_bytes is None:
-        yield from _change_share(question)
-    if dtype in {"float16", "bfloat16"} or (
-        dtype == "auto" and shape.kv_dtype_bytes >= SIXTEEN_BITS
-    ):
-        yield (
+
+
+def _change_share(question: Question) -> Iterator[Trial]:
+    """Yield a larger share of the card; with unified memory, all that the machine does not need.
+
+    The latter may be less than the share now.
+    """
+    if question.kv_cache_memory_bytes is not None:
+        return
+    share = SAFE_UTILIZATION
+    price = "less is left for what lies beside the budget"
+    is_useful = share > question.gpu_memory_utilization
+    if question.unified_memory and question.gpu_memory_bytes is not None:
+        machine_bytes = question.gpu_memory_bytes
+        budget_bytes = machine_bytes - estimate_outside(question).high
+        # Rounded down to whole per cents.
+        share = floor(budget_bytes / machine_bytes * 100) / 100
+        price = "the system and vLLM's own processes keep what they need"
+        is_useful = share > 0
+    if is_useful:
+        yield Trial(
+            (("--gpu-memory-utilization", str(share)),),
+            price,
+            replace(question, gpu_memory_utilization=share),
+        )
+
+
+def _round_cache(question: Question) -> Iterator[Trial]:
+    is_unrounded = question.shape.kv_dtype_bytes >= SIXTEEN_BIT_BYTES
+    dtype = question.kv_cache_dtype
+    if dtype in {"float16", "bfloat16"} or (dtype == "auto" and is_unrounded):
+        yield Trial(
             (("--kv-cache-dtype", "fp8"),),
             "keys and values are rounded",
             replace(question, kv_cache_dtype="fp8"),
         )
-    if shape.quantisation is None:
-        rounded = replace(question, shape=shape.apply_quantisation("fp8", 1.0))
-        yield (("--quantization", "fp8"),), "weights are rounded", rounded
-    if host is not None and question.kv_offloading_bytes:
-        rest = estimate_host(replace(question, kv_offloading_bytes=0)).high
-        spare = max(0, floor((host - rest) / OFFLOAD_FACTOR / question.data_parallel_size / GIB))
-        price = "fewer prefixes are kept" if spare else "no prefix is kept on the host"
-        yield (
-            (("--kv-offloading-size", str(spare)),),
-            price,
-            replace(question, kv_offloading_bytes=spare * GIB),
+
+
+def _round_weights(question: Question) -> Iterator[Trial]:
+    if question.shape.quantisation is None:
+        rounded_shape = question.shape.apply_quantisation("fp8", 1.0)
+        yield Trial(
+            (("--quantization", "fp8"),),
+            "weights are rounded",
+            replace(question, shape=rounded_shape),
         )
-    for ranks in range(question.tensor_parallel_size + 1, 64 + 1):
+
+
+def _offload_less_cache(question: Question) -> Iterator[Trial]:
+    """Yield the largest tier of the KV cache that the host has room for, in GiB of each engine."""
+    host_bytes = question.host_memory_bytes
+    if host_bytes is None or not question.kv_offloading_bytes:
+        return
+    without_tier = estimate_host(replace(question, kv_offloading_bytes=0))
+    tier_bytes = (host_bytes - without_tier.high) / OFFLOAD_FACTOR / question.data_parallel_size
+    tier_gib = max(0, floor(tier_bytes / GIB))
+    price = "fewer prefixes are kept" if tier_gib else "no prefix is kept on the host"
+    yield Trial(
+        (("--kv-offloading-size", str(tier_gib)),),
+        price,
+        replace(question, kv_offloading_bytes=tier_gib * GIB),
+    )
+
+
+def _use_more_gpus(question: Question) -> Iterator[Trial]:
+    for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
         wider = replace(question, tensor_parallel_size=ranks)
-        yield (
+        yield Trial(
             (("--tensor-parallel-size", str(ranks)),),
             f"{wider.gpus} GPUs instead of {question.gpus}",
             wider,
-        )
-
-
-def _change_share(question: Question) -> Iterator[tuple[Settings, str, Question]]:
-    """Yield a larger share of the card; of a machine's one memory all but what it needs, be that more or less."""
-    card, share = question.gpu_memory_bytes, HIGHEST_UTILIZATION
-    price = "less is left for what lies beside the budget"
-    if is_unified := question.unified_memory and card is not None:
-        share = floor((card - estimate_outside(question).high) / card * 100) / 100
-        price = "the system and vLLM's own processes keep what they need"
-    if share > (0 if is_unified else question.gpu_memory_utilization):
-        yield (
-            (("--gpu-memory-utilization", str(share)),),
-            price,
-            replace(question, gpu_memory_utilization=share),
         )

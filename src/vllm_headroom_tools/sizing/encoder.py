@@ -1,32 +1,36 @@
 """The encoder of images, video or sound in a model's configuration."""
 
+from collections.abc import Callable
 from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom_tools.sizing.layers import Config, read_part, read_whole
+from vllm_headroom_tools.sizing.config_fields import Config, read_integer, read_mapping
 
-PARTS: Final = ("vision_config", "audio_config", "visual")
-GATES: Final = ("silu", "swish", "swiglu")
+ENCODER_PARTS: Final = ("vision_config", "audio_config", "visual")
+"""Where a configuration describes its encoders."""
+
+GATED_ACTIVATIONS: Final = ("silu", "swish", "swiglu")
 """Activations of encoders whose MLP has a gate."""
 
-HIDDEN: Final = ("hidden_size", "embed_dim", "d_model", "vt_hidden_size")
-WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermediate_size")
+ENCODER_HIDDEN_SIZE: Final = ("hidden_size", "embed_dim", "d_model", "vt_hidden_size")
+ENCODER_MLP_WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermediate_size")
+ENCODER_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
 
-USUAL_WIDTH: Final = 4
-"""Times the hidden size, where the configuration does not give an MLP's width."""
+UNGIVEN_MLP_WIDTH_RATIO: Final = 4
+"""MLP width to hidden size, where the configuration does not give the width."""
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
-    """The largest image or video: its tokens, and the values that encode it.
+    """The largest image or video, and the values that the encoder has of it at once."""
 
-    The encoder has `whole_values` of it at once, and `divided_values` that tensor parallelism may divide; of the
-    language model's hidden size `copies` for each token are left.
-    """
-
+    # What it takes of the language model's sequence.
     tokens: int
-    whole_values: int
+    # Values that every GPU of a tensor-parallel group has.
+    replicated_values: int
+    # Values that tensor parallelism may divide.
     divided_values: int
+    # Vectors of the language model's hidden size that stay for each token.
     copies: int
 
 
@@ -34,99 +38,192 @@ class Encoder(Struct, frozen=True, kw_only=True):
     """What is known of a model's encoders; None where the configuration does not give it."""
 
     parameters: int | None
-    largest: EncoderInput | None
+    largest_input: EncoderInput | None
+
+
+class LargestItem(Struct, frozen=True, kw_only=True):
+    """The largest image or video that a model takes, as its processor cuts it."""
+
+    # What it takes of the language model's sequence.
+    tokens: int
+    # Patches that the encoder merges into one token.
+    patches_per_token: int
+    # Vectors of the language model's hidden size that stay for each token.
+    copies: int = 1
 
 
 def parse_encoder(config: Config) -> Encoder | None:
     """Return the encoder; None for a model that reads nothing but text."""
-    if thinker := read_part(config, "thinker_config"):
+    thinker = read_mapping(config, "thinker_config")
+    if thinker:
         return parse_encoder(thinker)
-    found = [read_part(config, name) for name in PARTS if read_part(config, name)]
-    if not found:
+    parts = [read_mapping(config, name) for name in ENCODER_PARTS]
+    encoders = [part for part in parts if part]
+    if not encoders:
         return None
-    counts = [_count_parameters(each) for each in found]
-    known, largest = [count for count in counts if count is not None], None
-    cut, hidden = _cut_largest(config, found[0]), read_whole(found[0], *HIDDEN)
-    if cut is not None and hidden is not None:
-        tokens, patches, copies = cut
-        inside = max(4 * hidden, 3 * (read_whole(found[0], *WIDTH) or USUAL_WIDTH * hidden))
-        values = tokens * patches
-        largest = EncoderInput(
-            tokens=tokens,
-            whole_values=2 * values * hidden,
-            divided_values=values * inside,
-            copies=copies,
-        )
-    return Encoder(parameters=sum(known) if len(known) == len(counts) else None, largest=largest)
-
-
-def _count_parameters(found: Config) -> int | None:
-    """Return the parameters of layers and of mergers, of two matrices each; None where they are not given."""
-    layers = read_whole(
-        found, "num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers"
+    return Encoder(
+        parameters=_sum_parameters(encoders), largest_input=_measure_largest(config, encoders[0])
     )
-    hidden, width = read_whole(found, *HIDDEN), read_whole(found, *WIDTH)
-    if layers is None or hidden is None or width is None:
+
+
+def _sum_parameters(encoders: list[Config]) -> int | None:
+    """Return the parameters of all encoders; None where those of one are not given."""
+    counts = [_count_parameters(encoder) for encoder in encoders]
+    given_counts = [count for count in counts if count is not None]
+    return sum(given_counts) if len(given_counts) == len(counts) else None
+
+
+def _count_parameters(encoder: Config) -> int | None:
+    """Return the parameters of layers and of mergers; None where their sizes are not given."""
+    layers = read_integer(encoder, *ENCODER_LAYERS)
+    hidden_size = read_integer(encoder, *ENCODER_HIDDEN_SIZE)
+    mlp_width = read_integer(encoder, *ENCODER_MLP_WIDTH)
+    if layers is None or hidden_size is None or mlp_width is None:
         return None
-    matrices, mergers = 3 if str(found.get("hidden_act")) in GATES else 2, 0
-    merged, outputs = read_whole(found, "spatial_merge_size"), read_whole(found, "out_hidden_size")
-    if merged is not None and outputs is not None:
-        inside = merged**2 * hidden
-        mergers = _count_levels(found, []) * inside * (inside + outputs)
-    return layers * (4 * hidden * hidden + matrices * hidden * width) + mergers
+    # Queries, keys, values and output.
+    attention = 4 * hidden_size * hidden_size
+    mlp_matrices = 3 if str(encoder.get("hidden_act")) in GATED_ACTIVATIONS else 2
+    mlp = mlp_matrices * hidden_size * mlp_width
+    return layers * (attention + mlp) + _count_merger_parameters(encoder, hidden_size)
 
 
-def _count_levels(vision: Config, usual: list[int]) -> int:
+def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:
+    """Return the parameters of Qwen's mergers, of two matrices each; 0 for other encoders."""
+    merged_side = read_integer(encoder, "spatial_merge_size")
+    output_width = read_integer(encoder, "out_hidden_size")
+    if merged_side is None or output_width is None:
+        return 0
+    merged_width = merged_side**2 * hidden_size
+    return _count_levels(encoder) * merged_width * (merged_width + output_width)
+
+
+DEEP_STACKS: Final = (8, 16, 24)
+"""Layers of Qwen3-VL's encoder that are read as well, where the configuration does not list them.
+"""
+
+
+def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
     """Return at how many levels Qwen's encoder is read: at its end, and at each deep stack."""
-    stacks = vision.get("deepstack_visual_indexes", usual)
+    stacks = encoder.get("deepstack_visual_indexes", list(usual_stacks))
     return 1 + (len(stacks) if isinstance(stacks, list) else 0)
 
 
-def _cut_largest(config: Config, vision: Config) -> tuple[int, int, int] | None:
-    """Return the tokens of the largest image or video, of how many patches each is, and how many copies of it remain.
-
-    By the type of model, what that is to vLLM 0.32 (`get_mm_max_tokens_per_item` and its kin); None for another type.
-    """
-    match kind := str(config.get("model_type")):
-        case "gemma3":
-            tokens = read_whole(config, "mm_tokens_per_image") or 256
-            return tokens, _count_side(vision, 896, 14) ** 2 // tokens, 1
-        case "gemma4":
-            tokens = (
-                32 * (70 + 8)
-            )  # frames of a video, and tokens of each with those that frame it (models/gemma4_mm.py)
-            return tokens, (read_whole(vision, "pooling_kernel_size") or 3) ** 2, 1
-        case "llama4":
-            ratio = vision.get("pixel_shuffle_ratio")
-            patches = round(1 / ratio**2) if isinstance(ratio, float) and 0 < ratio <= 1 else 4
-            tiles = (
-                16 + 1
-            )  # of the largest image, and all of it once more (transformers, Llama4ImageProcessor)
-            return tiles * _count_side(vision, 336, 14) ** 2 // patches, patches, 1
-        case "mistral3":
-            merged = read_whole(config, "spatial_merge_size") or 2
-            return (_count_side(vision, 1540, 14) // merged) ** 2, merged**2, 1
-        case "qwen3_vl" | "qwen3_vl_moe" | "qwen3_5" | "qwen3_5_moe":
-            processor, merged = (
-                read_part(config, "preprocessor"),
-                read_whole(vision, "spatial_merge_size") or 2,
-            )
-            pixels = read_whole(read_part(processor, "size"), "longest_edge") or read_whole(
-                processor, "max_pixels"
-            )
-            # The image as every published preprocessor_config.json has it; and the largest pair of frames, half of what
-            # their video_preprocessor_config.json allows.
-            pixels, side = max(pixels or 2**24, 3 * 2**22), read_whole(vision, "patch_size") or 16
-            return (
-                pixels // (merged * side) ** 2,
-                merged**2,
-                _count_levels(vision, [8, 16, 24] if "vl" in kind else []),
-            )
-        case _:
-            return None
-
-
-def _count_side(vision: Config, pixels: int, patch: int) -> int:
-    return (read_whole(vision, "image_size") or pixels) // (
-        read_whole(vision, "patch_size") or patch
+def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
+    """Return the largest input; None where the model's type or a size is not known."""
+    read_largest_item = LARGEST_ITEM_READERS.get(str(config.get("model_type")))
+    if read_largest_item is None:
+        return None
+    item = read_largest_item(config, encoder)
+    hidden_size = read_integer(encoder, *ENCODER_HIDDEN_SIZE)
+    if hidden_size is None:
+        return None
+    mlp_width = read_integer(encoder, *ENCODER_MLP_WIDTH)
+    if mlp_width is None:
+        mlp_width = UNGIVEN_MLP_WIDTH_RATIO * hidden_size
+    patches = item.tokens * item.patches_per_token
+    # As of a token in the language model: queries, keys, values and output, or gate, up and down.
+    layer_width = max(4 * hidden_size, 3 * mlp_width)
+    return EncoderInput(
+        tokens=item.tokens,
+        # The residual is there twice.
+        replicated_values=2 * patches * hidden_size,
+        divided_values=patches * layer_width,
+        copies=item.copies,
     )
+
+
+# The largest image or video of each type of model, as it is to vLLM 0.32
+# (`get_mm_max_tokens_per_item` and its kin): a function each, and a row for it in the table.
+
+
+def _read_gemma_3_item(config: Config, encoder: Config) -> LargestItem:
+    tokens = read_integer(config, "mm_tokens_per_image") or 256
+    patches = _count_patches_per_side(encoder, usual_pixels=896, usual_patch_pixels=14) ** 2
+    return LargestItem(tokens=tokens, patches_per_token=patches // tokens)
+
+
+GEMMA_4_FRAMES: Final = 32
+"""Frames of the longest video (models/gemma4_mm.py)."""
+
+GEMMA_4_FRAME_TOKENS: Final = 70 + 8
+"""Tokens of each frame, and of those that frame it (models/gemma4_mm.py)."""
+
+
+def _read_gemma_4_item(_config: Config, encoder: Config) -> LargestItem:
+    pooled_side = read_integer(encoder, "pooling_kernel_size") or 3
+    return LargestItem(
+        tokens=GEMMA_4_FRAMES * GEMMA_4_FRAME_TOKENS, patches_per_token=pooled_side**2
+    )
+
+
+LLAMA_4_TILES: Final = 16 + 1
+"""Tiles of the largest image, and all of it once more (transformers, Llama4ImageProcessor)."""
+
+
+def _read_llama_4_item(_config: Config, encoder: Config) -> LargestItem:
+    ratio = encoder.get("pixel_shuffle_ratio")
+    patches_per_token = 4
+    if isinstance(ratio, float) and 0 < ratio <= 1:
+        patches_per_token = round(1 / ratio**2)
+    patches = _count_patches_per_side(encoder, usual_pixels=336, usual_patch_pixels=14) ** 2
+    return LargestItem(
+        tokens=LLAMA_4_TILES * patches // patches_per_token, patches_per_token=patches_per_token
+    )
+
+
+def _read_mistral_3_item(config: Config, encoder: Config) -> LargestItem:
+    merged_side = read_integer(config, "spatial_merge_size") or 2
+    patches_per_side = _count_patches_per_side(encoder, usual_pixels=1540, usual_patch_pixels=14)
+    return LargestItem(
+        tokens=(patches_per_side // merged_side) ** 2, patches_per_token=merged_side**2
+    )
+
+
+QWEN_IMAGE_PIXELS: Final = 2**24
+"""The largest image, as every published preprocessor_config.json has it."""
+
+QWEN_FRAMES_PIXELS: Final = 3 * 2**22
+"""The largest pair of frames, half of what published video_preprocessor_config.json allow."""
+
+
+def _read_qwen_3_vl_item(config: Config, encoder: Config) -> LargestItem:
+    return _read_qwen_item(config, encoder, usual_stacks=DEEP_STACKS)
+
+
+def _read_qwen_item(
+    config: Config, encoder: Config, usual_stacks: tuple[int, ...] = ()
+) -> LargestItem:
+    processor = read_mapping(config, "preprocessor")
+    merged_side = read_integer(encoder, "spatial_merge_size") or 2
+    image_pixels = (
+        read_integer(read_mapping(processor, "size"), "longest_edge")
+        or read_integer(processor, "max_pixels")
+        or QWEN_IMAGE_PIXELS
+    )
+    patch_side = read_integer(encoder, "patch_size") or 16
+    pixels = max(image_pixels, QWEN_FRAMES_PIXELS)
+    return LargestItem(
+        tokens=pixels // (merged_side * patch_side) ** 2,
+        patches_per_token=merged_side**2,
+        copies=_count_levels(encoder, usual_stacks),
+    )
+
+
+def _count_patches_per_side(encoder: Config, *, usual_pixels: int, usual_patch_pixels: int) -> int:
+    """Return the patches along one side of an image; the usual sizes are those of its class."""
+    pixels = read_integer(encoder, "image_size") or usual_pixels
+    patch_pixels = read_integer(encoder, "patch_size") or usual_patch_pixels
+    return pixels // patch_pixels
+
+
+LARGEST_ITEM_READERS: Final[dict[str, Callable[[Config, Config], LargestItem]]] = {
+    "gemma3": _read_gemma_3_item,
+    "gemma4": _read_gemma_4_item,
+    "llama4": _read_llama_4_item,
+    "mistral3": _read_mistral_3_item,
+    "qwen3_vl": _read_qwen_3_vl_item,
+    "qwen3_vl_moe": _read_qwen_3_vl_item,
+    "qwen3_5": _read_qwen_item,
+    "qwen3_5_moe": _read_qwen_item,
+}
+"""By the type of model: from its configuration and its encoder's to its largest image or video."""

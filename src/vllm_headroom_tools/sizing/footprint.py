@@ -12,51 +12,58 @@ from vllm_headroom_tools.sizing.parameters import LayerParameters
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """The size of a model by its configuration; None where it is not given.
-
-    `full_layers` keep keys and values of every token, `windowed_layers` only of the last `window_tokens` (`chunked`:
-    since the last multiple of them), and `stateful_layers` keep `state_bytes` of each sequence instead,
-    `state_checkpoints` times more than others. `windowed_heads` are those of a layer with a window, where they differ
-    from a full one's `heads`. `latent_width` is what multi-head latent
-    attention keeps per token and layer. `beside_width` is how many values a token takes beside its hidden state through
-    all layers. `mlp_width` is how many values a token takes in the widest MLP, all its experts
-    together. `stored_bytes` is a parameter of the checkpoint, `dtype_bytes` one that is served without quantisation,
-    `kv_dtype_bytes` a value in the KV cache without a dtype option for it. `weight_bytes_per_parameter` holds for
-    all of `parameters` but the plain ones. `tied_embeddings` also means that there is no output layer.
-    `encoder` reads images or sound. `unknown_type` names a type of model that has not been checked here.
-    """
+    """The size of a model by its configuration; None where it is not given."""
 
     layers: int
+    # Layers that keep keys and values of every token.
     full_layers: int
+    # Layers that keep them of the last `window_tokens` only.
     windowed_layers: int = 0
     window_tokens: int | None = None
+    # The window begins at the last multiple of `window_tokens`, instead of moving with each token.
     chunked: bool = False
+    # Heads of a layer with a window, where they differ from `heads`, those of a full layer.
     windowed_heads: KvHeads | None = None
+    # Layers that keep `state_bytes` of each sequence instead of its tokens.
     stateful_layers: int = 0
     state_bytes: int | None = None
+    # How many states more than others such a layer keeps of a sequence.
     state_checkpoints: int = 0
     attention_heads: int | None = None
     heads: KvHeads
+    # Values that multi-head latent attention keeps of a token in each layer.
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None
-    beside_width: int = 0
+    # Values of a token beside its hidden state, through all layers.
+    side_values: int = 0
+    # Values of a token in the widest MLP, all its experts together.
     mlp_width: int | None = None
     experts_per_token: int = 1
+    # The output is the embedding, or there is no output layer.
     tied_embeddings: bool = False
     parameters: LayerParameters | None = None
+    # What reads images or sound.
     encoder: Encoder | None = None
     max_model_len: int | None = None
+    # Bytes of a parameter that is served without quantisation.
     dtype_bytes: float = 2.0
+    # Bytes of a parameter of the checkpoint.
     stored_bytes: float = 2.0
+    # Bytes of a value in the KV cache, without an option for it.
     kv_dtype_bytes: float = 2.0
+    # Of all `parameters` but those that the quantisation leaves out.
     weight_bytes_per_parameter: float | None = 2.0
     quantisation: str | None = None
+    # A type of model that has not been checked here.
     unknown_type: str | None = None
 
     @property
     def has_every_token(self) -> bool:
-        """Whether all that the cache holds of a sequence grows with each token, so that bytes per token say it all."""
+        """Whether all that the cache holds of a sequence grows with each token.
+
+        Only then bytes per token describe the cache.
+        """
         return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
 
     @property
@@ -64,35 +71,50 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         """The parameters of the embedding and of the output; None where they are not given."""
         if self.vocabulary is None or self.hidden_size is None:
             return None
-        return self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)
+        matrices = 1 if self.tied_embeddings else 2
+        return self.vocabulary * self.hidden_size * matrices
 
     def apply_quantisation(self, method: str, bytes_per_parameter: float) -> Self:
         """Return the shape with this quantisation of all its layers."""
+        parameters = self.parameters
+        if parameters is not None:
+            parameters = replace(parameters, unquantised=0)
         return replace(
             self,
             quantisation=method,
             weight_bytes_per_parameter=bytes_per_parameter,
-            parameters=self.parameters and replace(self.parameters, plain=0),
+            parameters=parameters,
         )
 
 
-FP8: Final = (1.0, 0)
-SCALED_PER_HEAD: Final = 8
-"""Bytes of the two 32-bit scales per head of the per-token-head methods (v1/attention/backends/triton_attn.py)."""
+class KvDtype(Struct, frozen=True):
+    """What the KV cache keeps in a dtype."""
+
+    value_bytes: float
+    # Bytes of the scales that each head keeps of each token.
+    scale_bytes: int = 0
+
+
+FLOAT16_CACHE: Final = KvDtype(2.0)
+FP8_CACHE: Final = KvDtype(1.0)
+
+HEAD_SCALES_BYTES: Final = 8
+"""The two 32-bit scales per head of the per-token-head methods
+(v1/attention/backends/triton_attn.py)."""
 
 KV_DTYPES: Final = {
-    "float16": (2.0, 0),
-    "bfloat16": (2.0, 0),
-    "fp8": FP8,
-    "fp8_e4m3": FP8,
-    "fp8_e5m2": FP8,
-    "fp8_inc": FP8,
-    "fp8_per_token_head": (1.0, SCALED_PER_HEAD),
-    "int8_per_token_head": (1.0, SCALED_PER_HEAD),
-    "int4_per_token_head": (0.5, SCALED_PER_HEAD),
-    "nvfp4": (9 / 16, 0),
+    "float16": FLOAT16_CACHE,
+    "bfloat16": FLOAT16_CACHE,
+    "fp8": FP8_CACHE,
+    "fp8_e4m3": FP8_CACHE,
+    "fp8_e5m2": FP8_CACHE,
+    "fp8_inc": FP8_CACHE,
+    "fp8_per_token_head": KvDtype(1.0, HEAD_SCALES_BYTES),
+    "int8_per_token_head": KvDtype(1.0, HEAD_SCALES_BYTES),
+    "int4_per_token_head": KvDtype(0.5, HEAD_SCALES_BYTES),
+    "nvfp4": KvDtype(9 / 16),
 }
-"""Bytes of a value and of each head's scales, by vLLM's name of the cache's dtype (0.32, config/cache.py)."""
+"""By vLLM's name of the cache's dtype (0.32, config/cache.py)."""
 
 
 def count_bytes_per_token(
@@ -104,46 +126,62 @@ def count_bytes_per_token(
 ) -> int:
     """Return the bytes of KV cache that a token takes on the GPU that holds most.
 
-    Keys and values: layers on the rank x KV heads on the rank x (key size + value size) x bytes of the dtype (vLLM,
-    v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`); heads that tensor parallelism cannot divide are
-    repeated on each rank. Latent attention keeps one vector per layer, on every rank whole. Layers with a window count
-    in full, and states not at all.
+    Keys and values: layers on the rank x KV heads on the rank x (key size + value size) x bytes of
+    the dtype (vLLM, v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`); heads that tensor
+    parallelism cannot divide are repeated on each rank. Latent attention keeps one vector per
+    layer, on every rank whole. Layers with a window count in full, and states not at all.
     """
-    layer, windowed = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    counts = shape.full_layers, shape.windowed_layers
-    if layer == windowed:
-        return ceil(sum(counts) / pipeline_parallel) * layer
-    full, rest = (ceil(count / pipeline_parallel) for count in counts)
-    return full * layer + rest * windowed
+    full_bytes, windowed_bytes = count_layer_bytes(
+        shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
+    )
+    if full_bytes == windowed_bytes:
+        layers = shape.full_layers + shape.windowed_layers
+        return ceil(layers / pipeline_parallel) * full_bytes
+    # Which stage has how many of each kind is not known: each is rounded up.
+    full_layers = ceil(shape.full_layers / pipeline_parallel)
+    windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
+    return full_layers * full_bytes + windowed_layers * windowed_bytes
 
 
 def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int) -> tuple[int, int]:
-    """Return the bytes that a layer keeps of a token on each GPU: one that keeps every token, and one with a window."""
-    value_bytes, scale_bytes = (
-        (shape.kv_dtype_bytes, 0) if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
-    )
+    """Return the bytes that a layer keeps of a token on each GPU.
+
+    First of a layer that keeps every token, then of one with a window.
+    """
+    cache = KvDtype(shape.kv_dtype_bytes) if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
     if shape.latent_width is not None:
-        latent = ceil(shape.latent_width * value_bytes)
-        return latent, latent
-    full, windowed = (
-        max(1, kept.count // tensor_parallel)
-        * (ceil((kept.key_size + kept.value_size) * value_bytes) + scale_bytes)
-        for kept in (shape.heads, shape.windowed_heads or shape.heads)
-    )
-    return full, windowed
+        latent_bytes = ceil(shape.latent_width * cache.value_bytes)
+        return latent_bytes, latent_bytes
+    full_bytes = _count_heads_bytes(shape.heads, cache, tensor_parallel)
+    windowed_heads = shape.windowed_heads or shape.heads
+    return full_bytes, _count_heads_bytes(windowed_heads, cache, tensor_parallel)
+
+
+def _count_heads_bytes(heads: KvHeads, cache: KvDtype, tensor_parallel: int) -> int:
+    heads_on_rank = max(1, heads.count // tensor_parallel)
+    values_bytes = ceil((heads.key_size + heads.value_size) * cache.value_bytes)
+    return heads_on_rank * (values_bytes + cache.scale_bytes)
 
 
 def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
-    """Return the bytes of KV cache that a token takes on all GPUs of an engine; None where they cannot be known.
+    """Return the bytes of KV cache that a token takes on all GPUs of an engine.
 
-    They are the same however the engine is spread over its `gpus` (None: not known), unless it could keep copies: of a
-    latent vector on any two, of KV heads on more GPUs than there are heads. A dtype or a type of model can be one that
-    is not known here, and where layers keep a window or a state, bytes per token do not say what the cache holds.
+    They are the same however the engine is spread over its `gpus` (None: not known). The result is
+    None where they cannot be known:
+    - the engine could keep copies: of a latent vector on any two GPUs, of KV heads on more GPUs
+      than there are heads;
+    - a dtype or a type of model is not known here;
+    - layers keep a window or a state, so that bytes per token do not describe the cache.
     """
-    copied = gpus != 1 if shape.latent_width is not None else (gpus or 1) > shape.heads.count
-    is_known = shape.unknown_type is None and kv_dtype in {"auto", *KV_DTYPES}
-    certain = shape.has_every_token and is_known and not copied
-    return count_bytes_per_token(shape, kv_dtype=kv_dtype) if certain else None
+    if shape.unknown_type is not None or not shape.has_every_token:
+        return None
+    if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
+        return None
+    has_copied_heads = shape.latent_width is None and (gpus or 1) > shape.heads.count
+    has_copied_latents = shape.latent_width is not None and gpus != 1
+    if has_copied_heads or has_copied_latents:
+        return None
+    return count_bytes_per_token(shape, kv_dtype=kv_dtype)
 
 
 def count_weights_bytes(
@@ -156,85 +194,126 @@ def count_weights_bytes(
 ) -> int | None:
     """Return the bytes of weights on the GPU that holds most; None where they cannot be counted.
 
-    `total_bytes` are those of the whole model, where they are known better than by counting. Tensor parallelism is
-    taken to divide everything: what it repeats (norms, routers, some projections) is about one per cent. Data
-    parallelism repeats everything but experts. The first and the last pipeline stage hold an embedding each.
+    `total_bytes` are those of the whole model, where they are known better than by counting. Tensor
+    parallelism is taken to divide everything: what it repeats (norms, routers, some projections) is
+    about one per cent. Data parallelism repeats everything but experts. The first and the last
+    pipeline stage hold an embedding each.
     """
-    total = count_model_bytes(shape) if total_bytes is None else total_bytes
-    if total is None:
+    model_bytes = count_model_bytes(shape) if total_bytes is None else total_bytes
+    if model_bytes is None:
         return None
-    embeddings, found = (shape.embeddings or 0) * shape.dtype_bytes, shape.parameters
-    layers = max(0.0, total - embeddings)
-    if found and found.total:
-        each = shape.weight_bytes_per_parameter or shape.dtype_bytes
-        counted = (found.total - found.plain) * each + found.plain * shape.dtype_bytes
-        layers *= 1 - found.experts * each / counted * (1 - 1 / data_parallel)
-    one = embeddings if shape.tied_embeddings else embeddings / 2
-    ends = min(total, embeddings) if pipeline_parallel == 1 else one
-    return ceil((layers / pipeline_parallel + ends) / tensor_parallel)
+    embeddings_bytes = (shape.embeddings or 0) * shape.dtype_bytes
+    layers_bytes = max(0.0, model_bytes - embeddings_bytes)
+    experts_on_others = 1 - 1 / data_parallel
+    layers_bytes *= 1 - _measure_experts_ratio(shape) * experts_on_others
+    if pipeline_parallel == 1:
+        stage_embeddings_bytes = min(model_bytes, embeddings_bytes)
+    elif shape.tied_embeddings:
+        stage_embeddings_bytes = embeddings_bytes
+    else:
+        stage_embeddings_bytes = embeddings_bytes / 2
+    stage_bytes = layers_bytes / pipeline_parallel + stage_embeddings_bytes
+    return ceil(stage_bytes / tensor_parallel)
+
+
+def _measure_experts_ratio(shape: ModelShape) -> float:
+    """Return the experts' share of the bytes of all layers."""
+    parameters = shape.parameters
+    if parameters is None or parameters.total == 0:
+        return 0.0
+    parameter_bytes = shape.weight_bytes_per_parameter or shape.dtype_bytes
+    quantised_bytes = (parameters.total - parameters.unquantised) * parameter_bytes
+    layers_bytes = quantised_bytes + parameters.unquantised * shape.dtype_bytes
+    return parameters.experts * parameter_bytes / layers_bytes
 
 
 def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
-    """Return the bytes of the whole model, of `parameters` or as many as are counted; None where they cannot be.
+    """Return the bytes of the whole model; None where they cannot be counted.
 
-    Embeddings, encoders, and what the quantisation leaves out, keep the model's dtype.
+    It has as many `parameters` as given, else as counted. Embeddings, encoders, and what the
+    quantisation leaves out, keep the model's dtype.
     """
-    each, counted = shape.weight_bytes_per_parameter, shape.parameters
-    if each is None or (counted is None and parameters is None):
+    parameter_bytes = shape.weight_bytes_per_parameter
+    counted = shape.parameters
+    if parameter_bytes is None or (counted is None and parameters is None):
         return None
     if shape.embeddings is None:
-        return None if parameters is None else parameters * each
-    others = (shape.encoder and shape.encoder.parameters) or 0
-    layers = counted.total if counted else 0
+        return None if parameters is None else parameters * parameter_bytes
+    encoder_parameters = 0
+    if shape.encoder is not None:
+        encoder_parameters = shape.encoder.parameters or 0
+    layers_parameters = 0 if counted is None else counted.total
     if parameters is not None:
-        layers = max(0, parameters - shape.embeddings - others)
-    plain = min(layers, counted.plain) if counted else 0
-    return (layers - plain) * each + (plain + shape.embeddings + others) * shape.dtype_bytes
+        layers_parameters = max(0, parameters - shape.embeddings - encoder_parameters)
+    unquantised = 0 if counted is None else min(layers_parameters, counted.unquantised)
+    in_model_dtype = unquantised + shape.embeddings + encoder_parameters
+    quantised = layers_parameters - unquantised
+    return quantised * parameter_bytes + in_model_dtype * shape.dtype_bytes
 
 
 STATE_BLOCKS: Final = 2
-"""For a state: the running one, and one for prefix caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
+"""For a state: the running one, and one for prefix caching (`MambaSpec.max_memory_usage_bytes`,
+mode "align").
 
-Mamba-2 keeps one more, at the end of the prompt (model_executor/layers/mamba/mamba_mixer2.py, `get_kv_cache_spec`).
+Mamba-2 keeps one more, at the end of the prompt (model_executor/layers/mamba/mamba_mixer2.py,
+`get_kv_cache_spec`).
 """
+
+PADDING_LIMIT: Final = 1.5
+"""Where the commoner kind of layers is less than this times the rarer one, vLLM pads the rarer one
+to a group of the same size."""
+
+LATENT_BLOCK_TOKENS: Final = 128
+"""Beside layers with a state, a block of latent attention has a multiple of so many tokens."""
 
 
 class KvLayout(Struct, frozen=True, kw_only=True):
-    """vLLM's cut of one GPU's KV cache: blocks of equal size, each for the tokens of `block_layers`, a group.
+    """vLLM's cut of one GPU's KV cache into blocks of equal size.
 
-    A sequence takes a block of every full group for each `block_tokens`, of every windowed group one for each
-    `windowed_block_tokens` of its last `window_tokens` and `window_ends` more, and a fixed number for its states. A
-    model that keeps nothing has blocks of 0 bytes, and takes none.
+    A model that keeps nothing has blocks of 0 bytes, and takes none.
     """
 
+    # Tokens of a block of a full group.
     block_tokens: int
+    # Layers of a group, whose keys and values share a block.
     block_layers: int
     block_bytes: int
+    # Of each, a sequence takes a block for every `block_tokens`.
     full_groups: int
+    # Of each, a sequence takes a block for every `windowed_block_tokens` of its last
+    # `window_tokens`, and `window_ends` more.
     windowed_groups: int
     windowed_block_tokens: int
     window_tokens: int
     window_ends: int
+    # Blocks that a sequence of any length takes for its states.
     state_blocks: int
 
     def count_blocks(self, tokens: int) -> int:
         """Return the blocks that a sequence of this many tokens takes."""
-        full = ceil(tokens / self.block_tokens)
-        windowed = (
-            ceil(min(tokens, self.window_tokens) / self.windowed_block_tokens) + self.window_ends
+        full_blocks = ceil(tokens / self.block_tokens)
+        tokens_in_window = min(tokens, self.window_tokens)
+        windowed_blocks = ceil(tokens_in_window / self.windowed_block_tokens) + self.window_ends
+        return (
+            self.full_groups * full_blocks
+            + self.windowed_groups * windowed_blocks
+            + self.state_blocks
         )
-        return self.full_groups * full + self.windowed_groups * windowed + self.state_blocks
 
     def find_longest(self, blocks: int, ceiling: int) -> int:
-        """Return the most tokens, at most `ceiling`, of a sequence that takes at most so many blocks; 0 for none."""
-        low, high = 0, ceil(ceiling / self.block_tokens)
+        """Return the most tokens of a sequence that takes at most so many blocks.
+
+        At most `ceiling`; 0 where not even a block of tokens fits. Found by bisection, in whole
+        blocks of tokens.
+        """
+        low = 0
+        high = ceil(ceiling / self.block_tokens)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high)
-                if self.count_blocks(middle * self.block_tokens) <= blocks
-                else (low, middle - 1)
-            )
+            if self.count_blocks(middle * self.block_tokens) <= blocks:
+                low = middle
+            else:
+                high = middle - 1
         return min(ceiling, low * self.block_tokens)
 
 
@@ -247,43 +326,84 @@ def build_kv_layout(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
 ) -> KvLayout:
-    """Return the cut of the KV cache.
+    """Return the cut of the KV cache, as vLLM 0.32 makes it.
 
-    Groups are as large as the rarest kind of layers, so that all blocks are equal (vLLM 0.32,
-    v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`); layers that keep less of a token have more
-    tokens in a block (`unify_kv_cache_spec_page_size`). A window is longer by `in_flight_tokens`, those that are
-    scheduled and not yet settled (v1/kv_cache_interface.py, `max_admission_blocks_per_request`), and may begin within a
-    block; a chunk begins with one. Where layers keep a state, a block has as many tokens as it takes to hold one
-    (platforms/interface.py, `_align_hybrid_block_size`), of latent attention a multiple of 128; a state whose size is
-    not known counts as no larger than a block.
+    - All blocks are equal, since groups have equally many layers (v1/core/kv_cache_utils.py,
+      `_get_kv_cache_groups_uniform_page_size`).
+    - Layers that keep less of a token have more tokens in a block
+      (`unify_kv_cache_spec_page_size`).
+    - A window is longer by `in_flight_tokens`, those that are scheduled and not yet settled
+      (v1/kv_cache_interface.py, `max_admission_blocks_per_request`). It may begin within a block;
+      a chunk begins with one.
     """
-    layer, windowed_layer = count_layer_bytes(
+    full_bytes, windowed_bytes = count_layer_bytes(
         shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
     )
-    counts = [
-        ceil(count / pipeline_parallel)
-        for count in (shape.full_layers, shape.windowed_layers, shape.stateful_layers)
-    ]
-    there = [count for count in counts if count] or [0]
-    group = (
-        max(there) if max(there) < 1.5 * min(there) else min(there)
-    )  # up to there, vLLM pads the rarer kind
-    full, windowed, stateful = (ceil(count / group) if count else 0 for count in counts)
-    least = max(block_tokens, 128) if shape.latent_width and shape.stateful_layers else block_tokens
-    tokens = least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
-    page = max(layer if full else 0, windowed_layer if windowed else 0) * tokens
-    full_pages, windowed_pages = (  # those that do not divide the common page are padded to it
-        page // own if own and page and page % own == 0 else 1
-        for own in (layer * tokens, windowed_layer * tokens)
-    )
+    full_layers = ceil(shape.full_layers / pipeline_parallel)
+    windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
+    stateful_layers = ceil(shape.stateful_layers / pipeline_parallel)
+    group_layers = _choose_group_layers((full_layers, windowed_layers, stateful_layers))
+    tokens = _choose_block_tokens(shape, block_tokens, full_bytes, tensor_parallel)
+
+    # Bytes of one layer's part of a block, before the tokens of some kinds are multiplied.
+    full_page_bytes = full_bytes * tokens
+    windowed_page_bytes = windowed_bytes * tokens
+    page_bytes = 0
+    if full_layers:
+        page_bytes = full_page_bytes
+    if windowed_layers:
+        page_bytes = max(page_bytes, windowed_page_bytes)
+
+    window_ends = 0 if shape.chunked else 1
     return KvLayout(
-        block_tokens=tokens * full_pages,
-        block_layers=group,
-        block_bytes=group * page,
-        full_groups=full,
-        windowed_groups=windowed,
-        windowed_block_tokens=tokens * windowed_pages,
-        window_tokens=(shape.window_tokens or 0) - (0 if shape.chunked else 1) + in_flight_tokens,
-        window_ends=0 if shape.chunked else 1,
-        state_blocks=(STATE_BLOCKS + shape.state_checkpoints) * stateful,
+        block_tokens=tokens * _count_pages(page_bytes, full_page_bytes),
+        block_layers=group_layers,
+        block_bytes=group_layers * page_bytes,
+        full_groups=_count_groups(full_layers, group_layers),
+        windowed_groups=_count_groups(windowed_layers, group_layers),
+        windowed_block_tokens=tokens * _count_pages(page_bytes, windowed_page_bytes),
+        window_tokens=(shape.window_tokens or 0) - window_ends + in_flight_tokens,
+        window_ends=window_ends,
+        state_blocks=(STATE_BLOCKS + shape.state_checkpoints)
+        * _count_groups(stateful_layers, group_layers),
     )
+
+
+def _choose_group_layers(layer_counts: tuple[int, ...]) -> int:
+    """Return the layers of a group: those of the rarest kind, or with padding the commonest."""
+    counts = [count for count in layer_counts if count]
+    if not counts:
+        return 0
+    if max(counts) < PADDING_LIMIT * min(counts):
+        return max(counts)
+    return min(counts)
+
+
+def _count_groups(layers: int, group_layers: int) -> int:
+    return ceil(layers / group_layers) if layers else 0
+
+
+def _choose_block_tokens(
+    shape: ModelShape, block_tokens: int, full_bytes: int, tensor_parallel: int
+) -> int:
+    """Return the tokens of a block: with layers that keep a state, as many as it takes to hold one.
+
+    Source: platforms/interface.py, `_align_hybrid_block_size`. A state whose size is not known
+    counts as no larger than a block.
+    """
+    step_tokens = block_tokens
+    if shape.latent_width and shape.stateful_layers:
+        step_tokens = max(block_tokens, LATENT_BLOCK_TOKENS)
+    state_bytes = ceil((shape.state_bytes or 0) / tensor_parallel)
+    steps = ceil(state_bytes / full_bytes / step_tokens)
+    return step_tokens * max(1, steps)
+
+
+def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
+    """Return how many pages of one kind of layers a page of the common size holds.
+
+    One where they do not divide it: they are padded to it.
+    """
+    if page_bytes and own_page_bytes and page_bytes % own_page_bytes == 0:
+        return page_bytes // own_page_bytes
+    return 1

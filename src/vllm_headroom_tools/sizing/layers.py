@@ -1,200 +1,215 @@
 """What each layer of a model keeps of a sequence: every token, a window, a state, or nothing."""
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from msgspec import Struct
 
-Config = Mapping[str, Any]
+from vllm_headroom_tools.sizing.config_fields import (
+    ATTENTION_HEADS,
+    HIDDEN_SIZE,
+    KV_HEADS,
+    MAMBA_2_GROUPS,
+    MAMBA_2_HEAD_SIZE,
+    MAMBA_2_HEADS,
+    MAMBA_STATE_SIZE,
+    Config,
+    read_integer,
+    read_mapping,
+    require_integer,
+)
 
-LARGEST: Final = 10**9
-"""No size of a model comes near it, and arithmetic stays exact."""
+FULL_KINDS: Final = frozenset({"full_attention", "attention", "full", "global_attention", "global"})
+"""Layers that keep keys and values of every token, by their names in `layer_types` and
+`layers_block_type`."""
 
-
-def read_whole(config: Config, *names: str) -> int | None:
-    """Return the first whole number that is set, of a list the largest; None for none and 0; raises ValueError."""
-    for name in names:
-        value = config.get(name)
-        if value is None or value is False or value in (0, []):
-            continue
-        parts = value if isinstance(value, list) else [value]
-        if not all(
-            isinstance(part, int) and not isinstance(part, bool) and 0 <= part <= LARGEST
-            for part in parts
-        ):
-            raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of a model's size")
-        return int(max(parts)) or None
-    return None
-
-
-def read_needed(config: Config, *names: str) -> int:
-    """Return the field as `whole` does; raises ValueError when there is none."""
-    value = read_whole(config, *names)
-    if value is None:
-        raise ValueError(f"{names[0]} is missing")
-    return value
-
-
-def read_part(config: Config, *names: str) -> Config:
-    """Return the first field that is a mapping, an empty one for none."""
-    return next((found for name in names if isinstance(found := config.get(name), dict)), {})
-
-
-FULL: Final = frozenset({"full_attention", "attention", "full", "global_attention", "global"})
-WINDOWED: Final = frozenset(
+WINDOWED_KINDS: Final = frozenset(
     {"sliding_attention", "chunked_attention", "local_attention", "sliding_window"}
 )
-STATEFUL: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
-NOTHING: Final = frozenset({"mlp", "moe", "dense"})
-KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
-"""Names of kinds of layers in `layer_types` and `layers_block_type`; a "hybrid" layer, of two kinds, is not known."""
+"""Layers that keep keys and values of the last tokens only."""
 
-PATTERN: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
-"""Letters of Nemotron-H's `hybrid_override_pattern`."""
+STATEFUL_KINDS: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
+"""Layers that keep a state of fixed size of each sequence."""
 
-MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
-MAMBA_2_SIZES: Final = ("mamba_d_head", "mamba_head_dim")
-MAMBA_2_GROUPS: Final = ("mamba_n_groups", "n_groups")
-STATE_SIZES: Final = ("mamba_d_state", "ssm_state_size")
-MOST_LAYERS: Final = 10_000
-"""Each gets a name: no model comes near it, and the names of a billion would take all memory."""
+CACHELESS_KINDS: Final = frozenset({"mlp", "moe", "dense"})
+"""Layers that keep nothing: an MLP alone."""
+
+UNDERSTOOD_KINDS: Final = FULL_KINDS | WINDOWED_KINDS | STATEFUL_KINDS | CACHELESS_KINDS
+"""All kinds whose cache is known here. A "hybrid" layer, of two kinds, is not among them."""
+
+NEMOTRON_LETTERS: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
+"""Letters of Nemotron-H's `hybrid_override_pattern`, one for each layer."""
+
+LAYER_LIMIT: Final = 10_000
+"""Each layer gets a name: no model comes near it, and the names of a billion would take all
+memory."""
 
 
-def list_kinds(config: Config, layers: int) -> list[str]:
-    """Return each layer's kind, from the list, the letters, the pattern or the window that the configuration has.
+def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
+    """Return each layer's kind, from the configuration's list, letters, pattern or window.
 
-    Raises ValueError at a kind whose cache is not known here, and at more layers than any model has.
+    Raises ValueError at a kind whose cache is not known here, and at more layers than any model
+    has.
     """
-    if layers > MOST_LAYERS:
-        raise ValueError(f"{layers} layers are more than any model has")
-    if config.get("model_type") == "falcon_h1":  # each passes both, side by side
-        return ["attention", "mamba2"] * layers
-    found = _read_listed(config) or _follow_pattern(config, layers)
-    unknown = sorted({kind for kind in found if kind not in KINDS})
-    if unknown:
-        raise ValueError(f"how much a layer of kind {unknown[0]!r} keeps is not known here")
-    if len(found) != layers:
-        raise ValueError(f"it has {layers} layers and describes {len(found)}")
-    if not any(kind in STATEFUL for kind in found) and any(
-        name.startswith(("mamba_", "ssm_")) for name in config
-    ):
+    if layer_count > LAYER_LIMIT:
+        raise ValueError(f"{layer_count} layers are more than any model has")
+    if config.get("model_type") == "falcon_h1":
+        # Each of its layers has both, side by side.
+        return ["attention", "mamba2"] * layer_count
+    kinds = _read_listed_kinds(config) or _repeat_pattern(config, layer_count)
+    for kind in sorted(set(kinds)):
+        if kind not in UNDERSTOOD_KINDS:
+            raise ValueError(f"how much a layer of kind {kind!r} keeps is not known here")
+    if len(kinds) != layer_count:
+        raise ValueError(f"it has {layer_count} layers and describes {len(kinds)}")
+    has_stateful_layer = any(kind in STATEFUL_KINDS for kind in kinds)
+    has_state_field = any(name.startswith(("mamba_", "ssm_")) for name in config)
+    if has_state_field and not has_stateful_layer:
         raise ValueError("which of its layers keep a state is not known here")
-    return found
+    return kinds
 
 
-def read_window(config: Config) -> int | None:
-    """Return the window in tokens, where it is in use: some configurations name one and switch it off."""
+def _read_listed_kinds(config: Config) -> list[str]:
+    """Return the kinds that the configuration lists layer by layer; empty where it does not."""
+    nemotron_pattern = config.get("hybrid_override_pattern")
+    if isinstance(nemotron_pattern, str):
+        return [NEMOTRON_LETTERS.get(letter, letter) for letter in nemotron_pattern]
+    mimo_flags = config.get("hybrid_layer_pattern")  # MiMo-V2
+    if isinstance(mimo_flags, list):
+        return ["sliding_attention" if flag == 1 else "full_attention" for flag in mimo_flags]
+    minimax_flags = config.get("attn_type_list")  # MiniMax
+    if isinstance(minimax_flags, list):
+        return ["full_attention" if flag == 1 else "linear_attention" for flag in minimax_flags]
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
+
+
+def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
+    """Return the kinds of layers that alternate, or that are all alike."""
+    if read_window_tokens(config) is None:
+        usual_kind = "full_attention"
+        other_kind = "linear_attention"
+        interval = read_integer(config, "full_attention_interval")
+    else:
+        usual_kind = "sliding_attention"
+        other_kind = "sliding_attention"
+        interval = read_integer(config, "sliding_window_pattern")
+    if interval is not None:
+        numbers = range(1, layer_count + 1)
+        return ["full_attention" if number % interval == 0 else other_kind for number in numbers]
+    period = read_integer(config, "attn_layer_period")  # Jamba
+    if period is not None:
+        offset = read_integer(config, "attn_layer_offset") or 0
+        indices = range(layer_count)
+        return ["full_attention" if index % period == offset else "mamba" for index in indices]
+    return [usual_kind] * layer_count
+
+
+def read_window_tokens(config: Config) -> int | None:
+    """Return the window in tokens; None where there is none.
+
+    Some configurations name a window and switch it off.
+    """
     if config.get("use_sliding_window") is False:
         return None
-    return read_whole(config, "sliding_window", "attention_chunk_size")
-
-
-def _read_listed(config: Config) -> list[str]:
-    if isinstance(letters := config.get("hybrid_override_pattern"), str):
-        return [PATTERN.get(letter, letter) for letter in letters]
-    if isinstance(windows := config.get("hybrid_layer_pattern"), list):  # MiMo-V2
-        return ["sliding_attention" if flag == 1 else "full_attention" for flag in windows]
-    if isinstance(flags := config.get("attn_type_list"), list):  # MiniMax
-        return ["full_attention" if flag == 1 else "linear_attention" for flag in flags]
-    listed = config.get("layer_types") or config.get("layers_block_type")
-    return [str(kind) for kind in listed] if isinstance(listed, list) else []
-
-
-def _follow_pattern(config: Config, layers: int) -> list[str]:
-    windowed = read_window(config) is not None
-    every = (
-        read_whole(config, "sliding_window_pattern")
-        if windowed
-        else read_whole(config, "full_attention_interval")
-    )
-    if every is not None:
-        other = "sliding_attention" if windowed else "linear_attention"
-        return [
-            "full_attention" if number % every == 0 else other for number in range(1, layers + 1)
-        ]
-    period = read_whole(config, "attn_layer_period")
-    if period is not None:
-        offset = read_whole(config, "attn_layer_offset") or 0
-        return [
-            "full_attention" if number % period == offset else "mamba" for number in range(layers)
-        ]
-    return ["sliding_attention" if windowed else "full_attention"] * layers
+    return read_integer(config, "sliding_window", "attention_chunk_size")
 
 
 class StateSizes(Struct, frozen=True, kw_only=True):
-    """A layer that keeps a state: how many `values`, and the `inputs` of a convolution over `kernel` tokens.
+    """The sizes of a layer that keeps a state."""
 
-    `width` values go to its output, and `gates` belong to its heads; without any it is Mamba-1.
-    """
+    # Values that go from the state to the layer's output.
+    output_values: int
+    # Values of the state itself.
+    state_values: int
+    # Values of a token that a convolution takes in.
+    convolution_inputs: int
+    # Values that belong to the state's heads; 0 for Mamba-1, which has no heads.
+    head_values: int
+    # Tokens that the convolution looks at; None where that is not given.
+    kernel_tokens: int | None
 
-    width: int
-    values: int
-    inputs: int
-    gates: int
-    kernel: int | None
 
-
-def read_state(config: Config) -> StateSizes | None:
+def read_state_sizes(config: Config) -> StateSizes | None:
     """Return the sizes of layers that keep a state; None for a kind that is not known here.
 
-    The gated delta net of Qwen3-Next (transformers, qwen3_next), Mamba-2 by its two namings (nemotron_h), and Mamba-1
-    (jamba). Raises ValueError where a size is missing.
+    Raises ValueError where a size is missing.
     """
     if "linear_num_value_heads" in config:
-        heads, size = (
-            read_needed(config, "linear_num_value_heads"),
-            read_needed(config, "linear_key_head_dim"),
-        )
-        width, keys = (
-            heads * read_needed(config, "linear_value_head_dim"),
-            read_needed(config, "linear_num_key_heads"),
-        )
-        inputs, kernel = 2 * keys * size + width, read_whole(config, "linear_conv_kernel_dim")
-        return StateSizes(
-            width=width, values=width * size, inputs=inputs, gates=2 * heads, kernel=kernel
-        )
-    kernel = read_whole(config, "mamba_d_conv", "conv_kernel")
-    if mamba_2_heads := read_whole(config, *MAMBA_2_HEADS):
-        width, size = (
-            mamba_2_heads * read_needed(config, *MAMBA_2_SIZES),
-            read_needed(config, *STATE_SIZES),
-        )
-        inputs = width + 2 * (read_whole(config, *MAMBA_2_GROUPS) or 1) * size
-        return StateSizes(
-            width=width, values=width * size, inputs=inputs, gates=mamba_2_heads, kernel=kernel
-        )
+        return _read_gated_delta_net(config)
+    kernel_tokens = read_integer(config, "mamba_d_conv", "conv_kernel")
+    mamba_2_heads = read_integer(config, *MAMBA_2_HEADS)
+    if mamba_2_heads is not None:
+        return _read_mamba_2(config, mamba_2_heads, kernel_tokens)
     if "mamba_expand" in config:
-        width = read_needed(config, "mamba_expand") * read_needed(config, "hidden_size")
-        values = width * read_needed(config, *STATE_SIZES)
-        return StateSizes(width=width, values=values, inputs=width, gates=0, kernel=kernel)
+        return _read_mamba_1(config, kernel_tokens)
     return None
+
+
+def _read_gated_delta_net(config: Config) -> StateSizes:
+    """Return the sizes of Qwen3-Next's gated delta net (transformers, qwen3_next)."""
+    value_heads = require_integer(config, "linear_num_value_heads")
+    key_size = require_integer(config, "linear_key_head_dim")
+    output_values = value_heads * require_integer(config, "linear_value_head_dim")
+    key_heads = require_integer(config, "linear_num_key_heads")
+    return StateSizes(
+        output_values=output_values,
+        state_values=output_values * key_size,
+        # Queries, keys and values.
+        convolution_inputs=2 * key_heads * key_size + output_values,
+        # Two for each head: beta and decay.
+        head_values=2 * value_heads,
+        kernel_tokens=read_integer(config, "linear_conv_kernel_dim"),
+    )
+
+
+def _read_mamba_2(config: Config, heads: int, kernel_tokens: int | None) -> StateSizes:
+    """Return the sizes of Mamba-2 (transformers, nemotron_h), by its two namings."""
+    output_values = heads * require_integer(config, *MAMBA_2_HEAD_SIZE)
+    state_size = require_integer(config, *MAMBA_STATE_SIZE)
+    groups = read_integer(config, *MAMBA_2_GROUPS) or 1
+    return StateSizes(
+        output_values=output_values,
+        state_values=output_values * state_size,
+        # The inputs, and B and C of each group.
+        convolution_inputs=output_values + 2 * groups * state_size,
+        head_values=heads,
+        kernel_tokens=kernel_tokens,
+    )
+
+
+def _read_mamba_1(config: Config, kernel_tokens: int | None) -> StateSizes:
+    """Return the sizes of Mamba-1 (transformers, jamba)."""
+    output_values = require_integer(config, "mamba_expand") * require_integer(config, "hidden_size")
+    return StateSizes(
+        output_values=output_values,
+        state_values=output_values * require_integer(config, *MAMBA_STATE_SIZE),
+        convolution_inputs=output_values,
+        head_values=0,
+        kernel_tokens=kernel_tokens,
+    )
+
+
+FLOAT32_BYTES: Final = 4
+FLOAT16_BYTES: Final = 2
 
 
 def count_state_bytes(config: Config) -> int | None:
     """Return the bytes of one sequence in one layer; None for a kind that is not known here.
 
-    A state and the last inputs of a convolution (vLLM 0.32, model_executor/layers/mamba/mamba_utils.py,
-    `MambaStateShapeCalculator`).
+    A state and the last inputs of a convolution (vLLM 0.32, model_executor/layers/mamba/
+    mamba_utils.py, `MambaStateShapeCalculator`). The state's dtype is an option of the model
+    (models/config.py); the convolution's inputs are in 16 bits.
     """
-    if (found := read_state(config)) is None:
+    sizes = read_state_sizes(config)
+    if sizes is None:
         return None
-    said = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")
-    in_full = said == "float32" or (
-        said is None and config.get("model_type") == "nemotron_h"
-    )  # models/config.py
-    return found.values * (4 if in_full else 2) + found.inputs * ((found.kernel or 1) - 1) * 2
-
-
-HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
-HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
-KV_HEADS: Final = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_head_kv",
-    "multi_query_group_num",
-    "num_attention_groups",
-    "kv_n_heads",
-)
+    state_dtype = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")
+    if state_dtype is None and config.get("model_type") == "nemotron_h":
+        state_dtype = "float32"
+    value_bytes = FLOAT32_BYTES if state_dtype == "float32" else FLOAT16_BYTES
+    # The convolution keeps its inputs of all tokens of the kernel but the newest.
+    kept_tokens = (sizes.kernel_tokens or 1) - 1
+    return sizes.state_values * value_bytes + sizes.convolution_inputs * kept_tokens * FLOAT16_BYTES
 
 
 class KvHeads(Struct, frozen=True, kw_only=True):
@@ -205,35 +220,68 @@ class KvHeads(Struct, frozen=True, kw_only=True):
     value_size: int
 
 
-def read_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
-    """Return the heads of layers that keep all tokens, and of windowed ones where they differ; raises ValueError."""
-    heads, hidden = read_whole(config, *HEADS), read_whole(config, *HIDDEN)
-    size = read_whole(config, "head_dim", "kv_channels", "attention_head_dim")
-    size = size or (hidden // heads if hidden and heads else 0)
-    if not size:
-        raise ValueError("head_dim is missing")
-    count = (
-        read_whole(config, *KV_HEADS)
-        or read_whole(read_part(config, "attn_config"), *KV_HEADS)
-        or heads
+def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
+    """Return the heads of layers that keep all tokens, and of windowed ones where they differ.
+
+    Multi-query and grouped-query attention are their number of key-value heads; without one, every
+    head has its own. Raises ValueError where a size is missing.
+    """
+    head_size = _read_head_size(config)
+    head_count = _count_kv_heads(config)
+    wide_head_size = read_integer(config, "global_head_dim")
+    if wide_head_size is not None:
+        return _read_gemma_4_heads(config, head_count, head_size, wide_head_size)
+    full = KvHeads(
+        count=head_count,
+        key_size=head_size,
+        value_size=read_integer(config, "v_head_dim") or head_size,
     )
+    return full, _read_mimo_windowed_heads(config, head_size)
+
+
+def _read_head_size(config: Config) -> int:
+    attention_heads = read_integer(config, *ATTENTION_HEADS)
+    hidden_size = read_integer(config, *HIDDEN_SIZE)
+    head_size = read_integer(config, "head_dim", "kv_channels", "attention_head_dim")
+    if head_size is None and hidden_size and attention_heads:
+        head_size = hidden_size // attention_heads
+    if not head_size:
+        raise ValueError("head_dim is missing")
+    return head_size
+
+
+def _count_kv_heads(config: Config) -> int:
+    count = read_integer(config, *KV_HEADS)
+    if count is None:
+        count = read_integer(read_mapping(config, "attn_config"), *KV_HEADS)
+    if count is None:
+        count = read_integer(config, *ATTENTION_HEADS)
+    # Falcon's newer decoders ignore this switch (transformers, falcon).
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        count = read_whole(config, "multi_query_group_num") or 1
+        count = read_integer(config, "multi_query_group_num") or 1
     if count is None:
         raise ValueError(f"{KV_HEADS[0]} is missing")
-    if wide := read_whole(config, "global_head_dim"):  # Gemma 4
-        own = (
-            read_whole(config, "num_global_key_value_heads")
-            if config.get("attention_k_eq_v")
-            else None
-        )
-        full = KvHeads(count=own or count, key_size=wide, value_size=wide)
-        return full, KvHeads(count=count, key_size=size, value_size=size)
-    full = KvHeads(count=count, key_size=size, value_size=read_whole(config, "v_head_dim") or size)
-    own = read_whole(config, "swa_num_key_value_heads")  # MiMo-V2
-    if own is None:
-        return full, None
-    size = read_whole(config, "swa_head_dim") or size
-    return full, KvHeads(
-        count=own, key_size=size, value_size=read_whole(config, "swa_v_head_dim") or size
+    return count
+
+
+def _read_gemma_4_heads(
+    config: Config, head_count: int, head_size: int, wide_head_size: int
+) -> tuple[KvHeads, KvHeads]:
+    """Return the heads of Gemma 4, whose layers without a window have fewer and wider ones."""
+    full_count = None
+    if config.get("attention_k_eq_v"):
+        full_count = read_integer(config, "num_global_key_value_heads")
+    full = KvHeads(
+        count=full_count or head_count, key_size=wide_head_size, value_size=wide_head_size
     )
+    return full, KvHeads(count=head_count, key_size=head_size, value_size=head_size)
+
+
+def _read_mimo_windowed_heads(config: Config, head_size: int) -> KvHeads | None:
+    """Return the heads of layers with a window of MiMo-V2; None for other models."""
+    count = read_integer(config, "swa_num_key_value_heads")
+    if count is None:
+        return None
+    key_size = read_integer(config, "swa_head_dim") or head_size
+    value_size = read_integer(config, "swa_v_head_dim") or key_size
+    return KvHeads(count=count, key_size=key_size, value_size=value_size)

@@ -1,21 +1,40 @@
 """A model's configuration, as it lies in a folder beside its weights: to shape."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import Struct
+
 from vllm_headroom.text_file import read_file
-from vllm_headroom_tools.sizing import layers
+from vllm_headroom_tools.sizing.config_fields import (
+    ATTENTION_HEADS,
+    HIDDEN_SIZE,
+    KV_SHARING_LAYERS,
+    MAMBA_2_HEADS,
+    MODEL_LENGTH,
+    SIZE_LIMIT,
+    Config,
+    read_integer,
+    read_mapping,
+    require_integer,
+)
 from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
-from vllm_headroom_tools.sizing.layers import Config, read_needed, read_part, read_whole
+from vllm_headroom_tools.sizing.layers import (
+    FULL_KINDS,
+    STATEFUL_KINDS,
+    WINDOWED_KINDS,
+    count_state_bytes,
+    list_layer_kinds,
+    read_kv_heads,
+    read_window_tokens,
+)
 from vllm_headroom_tools.sizing.parameters import (
-    LENGTHS,
-    SHARED,
-    count_beside,
     count_layer_parameters,
-    read_mlp,
+    count_side_values,
+    read_widest_mlp,
 )
 from vllm_headroom_tools.sizing.quantisation import (
     read_kv_dtype_bytes,
@@ -23,88 +42,78 @@ from vllm_headroom_tools.sizing.quantisation import (
     read_weight_bytes,
 )
 
-KNOWN: Final = frozenset(
+CHECKED_MODEL_TYPES: Final = frozenset(
     {
-        *(
-            "arcee",
-            "bert",
-            "cohere",
-            "cohere2",
-            "deepseek_v2",
-            "deepseek_v3",
-            "ernie4_5",
-            "ernie4_5_moe",
-            "exaone4",
-        ),
-        *(
-            "exaone_moe",
-            "falcon",
-            "falcon_h1",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "gemma3n_text",
-            "gemma4_text",
-        ),
-        *(
-            "glm",
-            "glm4",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "gpt2",
-            "gpt_bigcode",
-            "gpt_neox",
-            "gpt_oss",
-            "gptj",
-        ),
-        *(
-            "granite",
-            "granitemoe",
-            "helium",
-            "jamba",
-            "kimi_k2",
-            "laguna",
-            "llama",
-            "llama4_text",
-            "mimo_v2_flash",
-        ),
-        *(
-            "minimax_m2",
-            "ministral3",
-            "mistral",
-            "mixtral",
-            "modernbert",
-            "nemotron_h",
-            "olmo",
-            "olmo2",
-            "olmo3",
-        ),
-        *(
-            "olmoe",
-            "opt",
-            "persimmon",
-            "phi",
-            "phi3",
-            "qwen2",
-            "qwen2_moe",
-            "qwen3",
-            "qwen3_5_moe_text",
-        ),
-        *(
-            "qwen3_5_text",
-            "qwen3_moe",
-            "qwen3_next",
-            "qwen3_vl_moe_text",
-            "qwen3_vl_text",
-            "roberta",
-            "seed_oss",
-        ),
-        *("smollm3", "stablelm", "starcoder2", "xlm-roberta"),
+        "arcee",
+        "bert",
+        "cohere",
+        "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "falcon",
+        "falcon_h1",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gpt_oss",
+        "gptj",
+        "granite",
+        "granitemoe",
+        "helium",
+        "jamba",
+        "kimi_k2",
+        "laguna",
+        "llama",
+        "llama4_text",
+        "mimo_v2_flash",
+        "minimax_m2",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "modernbert",
+        "nemotron_h",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "opt",
+        "persimmon",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_vl_moe_text",
+        "qwen3_vl_text",
+        "roberta",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+        "xlm-roberta",
     }
 )
-"""The `model_type`s whose KV cache is counted as vLLM counts it: the tests have a recorded model of each."""
+"""The `model_type`s whose KV cache is counted as vLLM counts it: the tests have a recorded model of
+each."""
 
-LEFT_OUT: Final[Mapping[str, Config]] = {
+CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "gemma2": {"sliding_window_pattern": 2},
     "gemma3_text": {
         "sliding_window_pattern": 6,
@@ -118,60 +127,93 @@ LEFT_OUT: Final[Mapping[str, Config]] = {
     "llama4_text": {"sliding_window_pattern": 4},
     "qwen3_next": {"full_attention_interval": 4},
 }
-"""What published configurations leave out, since it is the default of their class in transformers."""
+"""What published configurations leave out, since it is the default of their class in transformers.
+"""
 
-TIED: Final = frozenset(
-    {"gpt2", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "gemma", "gemma2", "cohere", "cohere2"}
-)
-"""Model types whose output is the embedding where the configuration does not say, beside the newer Gemmas."""
-
-ENCODERS: Final = frozenset(
+TIED_MODEL_TYPES: Final = frozenset(
     {
-        "bert",
-        "roberta",
-        "xlm-roberta",
-        "camembert",
-        "modernbert",
-        "nomic_bert",
-        "gte",
-        "new",
-        "ernie",
-        "distilbert",
+        "bloom",
+        "cohere",
+        "cohere2",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gpt2",
+        "gpt_bigcode",
+        "mpt",
+        "opt",
     }
 )
-"""Model types that read a text at once: they keep no keys and values (vLLM, `EncoderOnlyAttentionSpec`)."""
+"""Model types whose output is the embedding where the configuration does not say."""
 
-HEADLESS: Final = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForEmbedding")
-"""How classes end that embed, classify or reward: what would give the next token's logits is not loaded."""
+TIED_PREFIXES: Final = ("gemma3", "gemma4")
+"""Model types that begin so are tied as well."""
 
-HEADED: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
+ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
+    {
+        "bert",
+        "camembert",
+        "distilbert",
+        "ernie",
+        "gte",
+        "modernbert",
+        "new",
+        "nomic_bert",
+        "roberta",
+        "xlm-roberta",
+    }
+)
+"""Model types that read a text at once: they keep no keys and values (vLLM,
+`EncoderOnlyAttentionSpec`)."""
+
+HEADLESS_CLASSES: Final = (
+    "Model",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForEmbedding",
+)
+"""How classes end that embed, classify or reward: what would give the next token's logits is not
+loaded."""
+
+GENERATING_CLASSES: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
 """Classes of generating models that end so too."""
-
 
 TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where a multimodal model keeps its language model; `thinker_config` nests once more."""
 
-LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-NOT_UNDERSTOOD: Final = ("index_head_dim", "compress_ratios", "block_configs", "per_layer_config")
-"""Fields of models whose layers cache different or further things: sparse attention's index, layers that differ."""
+LAYER_COUNT: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+UNKNOWN_ATTENTION_FIELDS: Final = (
+    "index_head_dim",
+    "compress_ratios",
+    "block_configs",
+    "per_layer_config",
+)
+"""Fields of models whose layers cache different or further things: sparse attention's index, layers
+that differ."""
 
 SERVED_BYTES: Final = 2.0
-"""Of a parameter that is not quantised: vLLM serves 32-bit models in 16 (config/model.py, `_resolve_auto_dtype`)."""
+"""Of a parameter that is not quantised: vLLM serves 32-bit models in 16 (config/model.py,
+`_resolve_auto_dtype`)."""
 
-NOT_SCALED: Final = frozenset(
+UNSCALED_ROTARIES: Final = frozenset(
     {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
 )
-"""Kinds of rotary embedding whose `factor` is in the length already (vLLM 0.32, `_get_and_verify_max_len`)."""
+"""Kinds of rotary embedding whose `factor` is in the length already (vLLM 0.32,
+`_get_and_verify_max_len`)."""
+
+NAME_LIMIT: Final = 40
+"""Characters of a type of model that are shown."""
 
 
 def parse_model_config(
-    text: str, overrides: Config | None = None, beside: Config | None = None
+    text: str, overrides: Config | None = None, defaults: Config | None = None
 ) -> ModelShape | str:
     """Return the shape that a config.json describes, or what is wrong with it, in a sentence.
 
-    Reads the field names of Hugging Face transformers, of the language part where there are several; `overrides` are
-    fields that count in place of the file's, and those `beside` it where it has none. Multi-query and grouped-query
-    attention are their number of key-value heads; without one every head has its own.
+    Reads the field names of Hugging Face transformers, of the language part where there are
+    several; `overrides` are fields that count in place of the file's, and `defaults` those that
+    count where it has none.
     """
     try:
         root = json.loads(text)
@@ -179,147 +221,250 @@ def parse_model_config(
         return f"it is not JSON: {error}"
     if not isinstance(root, dict):
         return "it is not a model's configuration, which is a JSON object"
-    language, config = _find_language_part(root), dict(beside or {})
-    for part in (
-        root,
-        LEFT_OUT.get(str(language.get("model_type")), {}),
-        language,
-        overrides or {},
-    ):
-        config |= {name: value for name, value in part.items() if value is not None}
-    unknown = next((name for name in NOT_UNDERSTOOD if config.get(name)), None)
-    if unknown is not None:
-        return f"what its attention keeps in the cache is not known here: it has {unknown}"
+    config = _merge_parts(root, overrides or {}, defaults or {})
+    for name in UNKNOWN_ATTENTION_FIELDS:
+        if config.get(name):
+            return f"what its attention keeps in the cache is not known here: it has {name}"
     try:
-        return _build_shape(config, parse_encoder({**(beside or {}), **root}))
+        encoder = parse_encoder({**(defaults or {}), **root})
+        return _build_shape(config, encoder)
     except ValueError as error:
         return f"it is not a model's configuration that is understood here: {error}"
 
 
+def _merge_parts(root: Config, overrides: Config, defaults: Config) -> Config:
+    """Return all fields of the language model in one mapping.
+
+    A later part replaces an earlier one.
+    """
+    language = _find_language_part(root)
+    class_defaults = CLASS_DEFAULTS.get(str(language.get("model_type")), {})
+    config = dict(defaults)
+    for part in (root, class_defaults, language, overrides):
+        config |= {name: value for name, value in part.items() if value is not None}
+    return config
+
+
 def _find_language_part(config: Config) -> Config:
-    found = read_part(config, *TEXT_PARTS)
-    return _find_language_part(found) if found else config
+    part = read_mapping(config, *TEXT_PARTS)
+    return _find_language_part(part) if part else config
 
 
-def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
-    count, kind = (
-        read_whole(config, "decoder_layers") or read_needed(config, *LAYERS),
-        config.get("model_type"),
-    )
-    is_whole = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
-    whole_text = is_whole or str(kind) in ENCODERS
-    found_kinds = layers.list_kinds(config, count)
-    kept = found_kinds[: len(found_kinds) - (read_whole(config, *SHARED) or 0)]
-    full, windowed, stateful = (
-        sum(kind in names for kind in kept)
-        for names in (layers.FULL, layers.WINDOWED, layers.STATEFUL)
-    )
-    if not full + windowed:
-        raise ValueError("none of its layers has a KV cache")
-    heads, narrow = layers.read_heads(config)
+class LayerCounts(Struct, frozen=True, kw_only=True):
+    """How many layers keep what, without those that read the cache of others."""
+
+    full: int
+    windowed: int
+    stateful: int
+
+
+def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
+    """Return the shape of the model with these fields; raises ValueError where it has none."""
+    model_type = config.get("model_type")
+    layer_count = read_integer(config, "decoder_layers")
+    if layer_count is None:
+        layer_count = require_integer(config, *LAYER_COUNT)
+    kinds = list_layer_kinds(config, layer_count)
+    counts = _count_layers(config, kinds)
+    heads, windowed_heads = read_kv_heads(config)
     weight_bytes, quantisation = read_weight_bytes(config, SERVED_BYTES)
-    found_mlp, latent = read_mlp(config), read_whole(config, "kv_lora_rank")
-    has_checkpoint = stateful and read_whole(config, *layers.MAMBA_2_HEADS)  # at the prompt's end
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
-    is_headless = (
-        whole_text or config.get(POOLED) or (name.endswith(HEADLESS) and name not in HEADED)
-    )
-    is_usually_tied = str(kind) in TIED or str(kind).startswith(("gemma3", "gemma4"))
-    is_tied = bool(is_headless or config.get("tie_word_embeddings", is_usually_tied))
-    length, scaling = (
-        read_whole(config, *LENGTHS),
-        read_part(config, "rope_scaling", "rope_parameters"),
-    )
-    factor, way = scaling.get("factor"), str(scaling.get("rope_type") or scaling.get("type"))
-    if (
-        length
-        and way not in NOT_SCALED
-        and "gemma3" not in str(kind)
-        and isinstance(factor, int | float)
-    ):
-        length = (
-            int(length * factor) if 1 <= factor <= layers.LARGEST else length
-        )  # vLLM takes longer ones by default
+    widest_mlp = read_widest_mlp(config)
+    latent_width = _read_latent_width(config)
+    state_checkpoints = _count_state_checkpoints(config) if counts.stateful else 0
+    is_encoder_only = _reads_text_at_once(config)
+    max_model_len = _read_max_model_len(config)
+
+    full_layers = counts.full
+    windowed_layers = counts.windowed
+    window_tokens = None
+    if is_encoder_only:
+        full_layers = 0
+        windowed_layers = 0
+    elif windowed_layers:
+        window_tokens = read_window_tokens(config)
     return ModelShape(
-        layers=count,
-        full_layers=0 if whole_text else full,
-        windowed_layers=0 if whole_text else windowed,
-        window_tokens=layers.read_window(config) if windowed and not whole_text else None,
-        chunked=bool(windowed)
-        and ("chunked_attention" in found_kinds or read_whole(config, "sliding_window") is None),
-        windowed_heads=narrow,
-        stateful_layers=stateful,
-        state_bytes=layers.count_state_bytes(config) if stateful else None,
-        state_checkpoints=1 if has_checkpoint else 0,
-        attention_heads=read_whole(config, *layers.HEADS),
+        layers=layer_count,
+        full_layers=full_layers,
+        windowed_layers=windowed_layers,
+        window_tokens=window_tokens,
+        chunked=counts.windowed > 0 and _is_chunked(config, kinds),
+        windowed_heads=windowed_heads,
+        stateful_layers=counts.stateful,
+        state_bytes=count_state_bytes(config) if counts.stateful else None,
+        state_checkpoints=state_checkpoints,
+        attention_heads=read_integer(config, *ATTENTION_HEADS),
         heads=heads,
-        latent_width=latent + (read_whole(config, "qk_rope_head_dim") or 0) if latent else None,
-        hidden_size=read_whole(config, *layers.HIDDEN),
-        vocabulary=read_whole(config, "vocab_size", "padded_vocab_size"),
-        beside_width=count_beside(config, count),
-        mlp_width=found_mlp[0] if found_mlp else None,
-        experts_per_token=found_mlp[1] if found_mlp else 1,
-        tied_embeddings=is_tied,
-        parameters=count_layer_parameters(config, found_kinds, heads, narrow or heads),
-        encoder=beside,
-        max_model_len=length,
+        latent_width=latent_width,
+        hidden_size=read_integer(config, *HIDDEN_SIZE),
+        vocabulary=read_integer(config, "vocab_size", "padded_vocab_size"),
+        side_values=count_side_values(config, layer_count),
+        mlp_width=None if widest_mlp is None else widest_mlp.width,
+        experts_per_token=1 if widest_mlp is None else widest_mlp.experts_per_token,
+        tied_embeddings=_has_no_output_matrix(config),
+        parameters=count_layer_parameters(config, kinds, heads, windowed_heads or heads),
+        encoder=encoder,
+        max_model_len=max_model_len,
         stored_bytes=read_stored_bytes(config),
         kv_dtype_bytes=read_kv_dtype_bytes(config, SERVED_BYTES),
         weight_bytes_per_parameter=weight_bytes,
         quantisation=quantisation,
-        unknown_type=None if kind is None or str(kind) in KNOWN else str(kind)[:40],
+        unknown_type=_name_unknown_type(model_type),
     )
 
 
-NAME: Final = "config.json"
-POOLED: Final = "modules.json"
-"""Beside it, a model embeds (sentence-transformers): vLLM serves it without the next token's logits."""
+def _count_layers(config: Config, kinds: Sequence[str]) -> LayerCounts:
+    """Count the layers that keep something; raises ValueError where none has a KV cache."""
+    sharing_layers = read_integer(config, *KV_SHARING_LAYERS) or 0
+    own_kinds = kinds[: len(kinds) - sharing_layers]
+    counts = LayerCounts(
+        full=_count_members(own_kinds, FULL_KINDS),
+        windowed=_count_members(own_kinds, WINDOWED_KINDS),
+        stateful=_count_members(own_kinds, STATEFUL_KINDS),
+    )
+    if counts.full + counts.windowed == 0:
+        raise ValueError("none of its layers has a KV cache")
+    return counts
 
-LARGEST_BYTES: Final = 2**24
-"""A real one is a few kB."""
 
-LARGEST_INDEX_BYTES: Final = 2**27
-"""Of a checkpoint's index: a line of 100 bytes per weight: 10 MB for 384 experts in each of 60 layers."""
+def _count_members(kinds: Sequence[str], group: frozenset[str]) -> int:
+    return sum(1 for kind in kinds if kind in group)
 
-MOST_BYTES: Final = 2**53
+
+def _is_chunked(config: Config, kinds: Sequence[str]) -> bool:
+    """Return whether a window begins at a multiple of its length, as Llama 4's do."""
+    return "chunked_attention" in kinds or read_integer(config, "sliding_window") is None
+
+
+def _count_state_checkpoints(config: Config) -> int:
+    """Return the states that a layer keeps in addition: Mamba-2 keeps that of the prompt's end."""
+    return 1 if read_integer(config, *MAMBA_2_HEADS) else 0
+
+
+def _read_latent_width(config: Config) -> int | None:
+    """Return the values of latent attention's vector: the latent itself, and a rotary key."""
+    latent_width = read_integer(config, "kv_lora_rank")
+    if latent_width is None:
+        return None
+    return latent_width + (read_integer(config, "qk_rope_head_dim") or 0)
+
+
+def _reads_text_at_once(config: Config) -> bool:
+    """Return whether each token attends to later ones too, so that nothing is cached."""
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
+        return True
+    return str(config.get("model_type")) in ENCODER_ONLY_MODEL_TYPES
+
+
+def _has_no_output_matrix(config: Config) -> bool:
+    """Return whether the output is the embedding, or what embeds and classifies has no output."""
+    if _reads_text_at_once(config) or config.get(POOLING_FILE):
+        return True
+    classes = config.get("architectures")
+    if isinstance(classes, list) and classes:
+        class_name = str(classes[0])
+        if class_name.endswith(HEADLESS_CLASSES) and class_name not in GENERATING_CLASSES:
+            return True
+    model_type = str(config.get("model_type"))
+    is_usually_tied = model_type in TIED_MODEL_TYPES or model_type.startswith(TIED_PREFIXES)
+    return bool(config.get("tie_word_embeddings", is_usually_tied))
+
+
+def _read_max_model_len(config: Config) -> int | None:
+    """Return the longest sequence in tokens that vLLM takes by default; None where it is not given.
+
+    Longer than the model's own length by the factor of its rotary embedding.
+    """
+    length = read_integer(config, *MODEL_LENGTH)
+    scaling = read_mapping(config, "rope_scaling", "rope_parameters")
+    factor = scaling.get("factor")
+    rotary = str(scaling.get("rope_type") or scaling.get("type"))
+    if length is None or not isinstance(factor, int | float) or not 1 <= factor <= SIZE_LIMIT:
+        return length
+    if rotary in UNSCALED_ROTARIES or "gemma3" in str(config.get("model_type")):
+        return length
+    return int(length * factor)
+
+
+def _name_unknown_type(model_type: object) -> str | None:
+    """Return the type of model where it has not been checked.
+
+    None where it has, or is not given.
+    """
+    if model_type is None or str(model_type) in CHECKED_MODEL_TYPES:
+        return None
+    return str(model_type)[:NAME_LIMIT]
+
+
+CONFIG_FILE: Final = "config.json"
+
+POOLING_FILE: Final = "modules.json"
+"""Beside it, a model embeds (sentence-transformers): vLLM serves it without the next token's
+logits."""
+
+CONFIG_LIMIT_BYTES: Final = 2**24
+"""A real config.json is a few kB."""
+
+INDEX_LIMIT_BYTES: Final = 2**27
+"""Of a checkpoint's index: a line of 100 bytes per weight: 10 MB for 384 experts in each of 60
+layers."""
+
+CHECKPOINT_LIMIT_BYTES: Final = 2**53
+"""Our choice: an index that names more bytes is not believed."""
 
 
 def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
-    """Return the shape of the model of this config.json or folder, or what is wrong; `overrides` replace fields."""
+    """Return the shape of the model of this config.json or folder, or what is wrong.
+
+    `overrides` replace fields.
+    """
     try:
-        file = path / NAME if path.is_dir() else path
-        text = read_file(file, LARGEST_BYTES).decode("utf-8-sig")
+        file = path / CONFIG_FILE if path.is_dir() else path
+        text = read_file(file, CONFIG_LIMIT_BYTES).decode("utf-8-sig")
     except OSError as error:
-        what = f"its {NAME}" if path.is_dir() else "it"
-        return f"{what} cannot be read: {error.strerror}; it takes a config.json or its folder, and downloads none"
+        subject = f"its {CONFIG_FILE}" if path.is_dir() else "it"
+        return (
+            f"{subject} cannot be read: {error.strerror};"
+            " it takes a config.json or its folder, and downloads none"
+        )
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
-    beside: dict[str, Any] = {"preprocessor": _read_json(file.parent / "preprocessor_config.json")}
-    beside[POOLED] = (file.parent / POOLED).is_file()
-    said = _read_json(file.parent / "hf_quant_config.json").get("quantization")
-    if isinstance(said, dict):  # ModelOpt 0.29 and older, under its later name
-        beside["quantization_config"] = {"quant_method": "modelopt", **said}
-    return parse_model_config(text, overrides, beside)
+    return parse_model_config(text, overrides, _read_files_beside(file.parent))
+
+
+def _read_files_beside(folder: Path) -> Config:
+    """Return the fields that other files of the model's folder give."""
+    fields: dict[str, Any] = {
+        "preprocessor": _read_json(folder / "preprocessor_config.json"),
+        POOLING_FILE: (folder / POOLING_FILE).is_file(),
+    }
+    quantisation = _read_json(folder / "hf_quant_config.json").get("quantization")
+    if isinstance(quantisation, dict):
+        # Of ModelOpt 0.29 and older, which later ones write into config.json, under this name.
+        fields["quantization_config"] = {"quant_method": "modelopt", **quantisation}
+    return fields
 
 
 def _read_json(file: Path) -> Config:
+    """Return the object in this file; an empty one where there is none."""
     try:
-        found = json.loads(read_file(file, LARGEST_INDEX_BYTES))
+        content = json.loads(read_file(file, INDEX_LIMIT_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def count_checkpoint_bytes(folder: Path) -> int | None:
-    """Return the bytes of the weights in this folder; None where there are none, or the index does not say.
+    """Return the bytes of the weights in this folder.
 
-    The index names them (`metadata.total_size`) also where the files themselves are not there. Headers are a few kB.
+    None where there are none, or the index does not say.
+
+    The index names them (`metadata.total_size`) also where the files themselves are not there.
+    Headers are a few kB.
     """
     metadata = _read_json(folder / "model.safetensors.index.json").get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(total, int | float) and 0 < total < MOST_BYTES:
-        return int(total)
+    total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(total_bytes, int | float) and 0 < total_bytes < CHECKPOINT_LIMIT_BYTES:
+        return int(total_bytes)
     files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
     try:
         return sum(file.stat().st_size for file in files) or None

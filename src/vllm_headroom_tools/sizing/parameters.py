@@ -1,53 +1,68 @@
-"""How many parameters the layers of a model have, and of which sort, counted from its configuration."""
+"""The parameters of a model's layers and their sorts, counted from its configuration."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom_tools.sizing.layers import (
-    HEADS,
-    HIDDEN,
+from vllm_headroom_tools.sizing.config_fields import (
+    ATTENTION_HEADS,
+    EXPERT_COUNT,
+    EXPERTS_PER_TOKEN,
+    HIDDEN_SIZE,
+    KV_SHARING_LAYERS,
     MAMBA_2_HEADS,
-    NOTHING,
-    STATEFUL,
-    WINDOWED,
+    MLP_WIDTH,
+    MODEL_LENGTH,
     Config,
+    read_integer,
+    require_integer,
+)
+from vllm_headroom_tools.sizing.layers import (
+    CACHELESS_KINDS,
+    STATEFUL_KINDS,
+    WINDOWED_KINDS,
     KvHeads,
     StateSizes,
-    read_needed,
-    read_state,
-    read_whole,
+    read_state_sizes,
 )
-from vllm_headroom_tools.sizing.quantisation import match_plain
+from vllm_headroom_tools.sizing.quantisation import match_unquantised
 
 NOT_GATED: Final = frozenset(
     {
-        *("gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "falcon", "bloom", "mpt", "starcoder2"),
-        *("bert", "roberta", "xlm-roberta", "nemotron", "nemotron_h", "arcee", "phi", "persimmon"),
+        "arcee",
+        "bert",
+        "bloom",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "nemotron_h",
+        "opt",
+        "persimmon",
+        "phi",
+        "roberta",
+        "starcoder2",
+        "xlm-roberta",
     }
 )
-"""Model types whose MLP has two matrices instead of three; without a given size it is four times as wide."""
+"""Model types whose MLP has two matrices instead of three."""
 
-INNER: Final = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
-EXPERTS: Final = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+UNGIVEN_WIDTH_RATIO: Final = 4
+"""MLP width to hidden size of these models, where the configuration does not give the width."""
 
-LENGTHS: Final = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_sequence_length",
-    "max_target_positions",
+LEARNED_POSITIONS: Final = frozenset(
+    {"gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"}
 )
+"""Model types that have a learned vector for each position, where others rotate."""
 
-SHARED: Final = ("num_kv_shared_layers",)
-"""How many of the last layers read the cache of earlier ones, and keep nothing (Gemma 3n)."""
-
-STATES: Final = frozenset({"linear_num_value_heads", "mamba_dt_rank", *MAMBA_2_HEADS})
+COUNTED_STATES: Final = frozenset({"linear_num_value_heads", "mamba_dt_rank", *MAMBA_2_HEADS})
 """Fields of the kinds of states whose projections are counted here."""
 
-OWN_WAYS: Final = (
+UNCOUNTED_FIELDS: Final = (
     "ffn_config",
     "conv_L_cache",
     "moe_latent_size",
@@ -56,15 +71,23 @@ OWN_WAYS: Final = (
 )
 """Fields of models whose layers are not alike enough to be counted here."""
 
+EXPERTS: Final = ".experts."
+"""In the name of every matrix of experts that not every token passes."""
+
+ROW_PARALLEL: Final = ("o_proj", "down_proj", "out_proj")
+"""Ends of the names of matrices whose inputs tensor parallelism divides; of others, the outputs."""
+
 
 class Matrix(Struct, frozen=True, kw_only=True):
-    """`copies` of a matrix, such as one for each expert; `router` is one that no method quantises or adapts."""
+    """A weight of a model, by the name of its module."""
 
     name: str
     inputs: int
     outputs: int
+    # More than one where equal matrices share a name, such as those of a layer's experts.
     copies: int = 1
-    router: bool = False
+    # No method quantises it, and no adapter changes it: embeddings, routers, states.
+    is_exempt: bool = False
 
     @property
     def parameters(self) -> int:
@@ -73,273 +96,407 @@ class Matrix(Struct, frozen=True, kw_only=True):
 
 
 def list_matrices(
-    config: Config, kinds: Sequence[str], heads_of_full: KvHeads, heads_of_windowed: KvHeads
+    config: Config, kinds: Sequence[str], full_heads: KvHeads, windowed_heads: KvHeads
 ) -> tuple[Matrix, ...] | None:
-    """Return the matrices of layers of these kinds; None where they are not known."""
-    hidden, heads = read_whole(config, *HIDDEN), read_whole(config, *HEADS)
-    has_mlp = hidden and heads and (read_width(config) or read_whole(config, *EXPERTS))
-    if hidden is None or heads is None or not has_mlp or any(config.get(name) for name in OWN_WAYS):
+    """Return the matrices of layers of these kinds, without embeddings of tokens.
+
+    None where a size is missing, or for a model whose layers are not understood here.
+    """
+    hidden_size = read_integer(config, *HIDDEN_SIZE)
+    attention_heads = read_integer(config, *ATTENTION_HEADS)
+    if hidden_size is None or attention_heads is None:
         return None
-    state = read_state(config) if STATES & set(config) else None
-    if state is None and any(kind in STATEFUL for kind in kinds):
+    if read_mlp_width(config) is None and read_integer(config, *EXPERT_COUNT) is None:
         return None
-    found: list[Matrix] = []
-    if config.get("model_type") in (
-        "gpt2",
-        "gpt_bigcode",
-        "opt",
-        "bert",
-        "roberta",
-        "xlm-roberta",
-    ):  # a weight a place
-        found.append(
-            Matrix(
-                name="positions",
-                inputs=read_whole(config, *LENGTHS) or 0,
-                outputs=hidden,
-                router=True,
+    if any(config.get(name) for name in UNCOUNTED_FIELDS):
+        return None
+    state = read_state_sizes(config) if COUNTED_STATES & set(config) else None
+    if state is None and not STATEFUL_KINDS.isdisjoint(kinds):
+        return None
+
+    matrices = [
+        *_list_positions(config, hidden_size),
+        *_list_gemma_3n(config, hidden_size, len(kinds)),
+    ]
+    first_sharing_layer = len(kinds) - (read_integer(config, *KV_SHARING_LAYERS) or 0)
+    for index, kind in enumerate(kinds):
+        layer_name = f"layers.{index}."
+        if kind in STATEFUL_KINDS and state is not None:
+            matrices += _list_state(config, f"{layer_name}mixer.", hidden_size, state)
+        elif kind not in CACHELESS_KINDS:
+            attention_name = f"{layer_name}self_attn."
+            kv_heads = windowed_heads if kind in WINDOWED_KINDS else full_heads
+            attention = _list_attention(
+                config, attention_name, hidden_size, attention_heads, kv_heads
             )
+            if index >= first_sharing_layer:
+                attention = _drop_keys_and_values(attention)
+            matrices += attention
+        if _has_mlp(config, kind):
+            mlp_name = f"{layer_name}mlp."
+            if _has_experts(config, index, kind):
+                matrices += _list_experts(config, mlp_name, hidden_size)
+            else:
+                matrices += _list_dense_mlp(config, mlp_name, hidden_size)
+    return tuple(matrices)
+
+
+def _list_positions(config: Config, hidden_size: int) -> Iterator[Matrix]:
+    if str(config.get("model_type")) in LEARNED_POSITIONS:
+        positions = read_integer(config, *MODEL_LENGTH) or 0
+        yield Matrix(name="positions", inputs=positions, outputs=hidden_size, is_exempt=True)
+
+
+def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterator[Matrix]:
+    """Yield an embedding of each token for each layer, and the alternating updates.
+
+    Nothing for other models than Gemma 3n (vLLM 0.32, models/gemma3n.py).
+    """
+    embedding_width = read_integer(config, "hidden_size_per_layer_input")
+    if embedding_width is not None:
+        vocabulary = read_integer(config, "vocab_size_per_layer_input", "vocab_size") or 0
+        yield Matrix(
+            name="per_layer_embeddings",
+            inputs=vocabulary,
+            outputs=layer_count * embedding_width,
+            is_exempt=True,
         )
-    found += _list_per_layer(config, hidden, len(kinds))
-    for number, kind in enumerate(kinds):
-        place = f"layers.{number}."
-        if kind in STATEFUL and state is not None:
-            found += _list_stateful(config, f"{place}mixer.", hidden, state)
-        elif kind not in NOTHING:
-            kept = heads_of_windowed if kind in WINDOWED else heads_of_full
-            own = (
-                ("k_proj", "v_proj")
-                if number >= len(kinds) - (read_whole(config, *SHARED) or 0)
-                else ()
-            )
-            attention = _list_attention(config, f"{place}self_attn.", (hidden, heads), kept)
-            found += [each for each in attention if not each.name.endswith(own)]
-        is_second = kind in STATEFUL and config.get("model_type") == "falcon_h1"
-        if kind in NOTHING or not (
-            is_second or isinstance(config.get("hybrid_override_pattern"), str)
-        ):
-            found += _list_mlp(
-                config, f"{place}mlp.", hidden, sparse=_is_sparse(config, number, kind)
-            )
-    return tuple(found)
-
-
-def _list_per_layer(config: Config, hidden: int, count: int) -> Iterator[Matrix]:
-    """Yield the embedding of a token for each layer, and the alternating updates (vLLM 0.32, models/gemma3n.py)."""
-    if width := read_whole(config, "hidden_size_per_layer_input"):
-        rows = read_whole(config, "vocab_size_per_layer_input", "vocab_size") or 0
-        yield Matrix(name="per_layer_embeddings", inputs=rows, outputs=count * width, router=True)
         yield Matrix(
             name="per_layer_projections",
-            inputs=hidden,
-            outputs=width,
-            copies=3 * count,
-            router=True,
+            inputs=hidden_size,
+            outputs=embedding_width,
+            copies=3 * layer_count,
+            is_exempt=True,
         )
-    if streams := read_whole(config, "altup_num_inputs"):
+    streams = read_integer(config, "altup_num_inputs")
+    if streams is not None:
         yield Matrix(
             name="altup_projections",
-            inputs=hidden,
-            outputs=hidden,
+            inputs=hidden_size,
+            outputs=hidden_size,
             copies=2 * (streams - 1),
-            router=True,
+            is_exempt=True,
         )
         yield Matrix(
             name="laurel",
-            inputs=hidden,
-            outputs=read_whole(config, "laurel_rank") or 0,
-            copies=2 * count,
+            inputs=hidden_size,
+            outputs=read_integer(config, "laurel_rank") or 0,
+            copies=2 * layer_count,
         )
 
 
-def count_beside(config: Config, count: int) -> int:
-    """Return the values of a token beside its hidden state: those for each layer, further streams before and after."""
-    streams, hidden = read_whole(config, "altup_num_inputs") or 1, read_whole(config, *HIDDEN) or 0
-    return (
-        count * (read_whole(config, "hidden_size_per_layer_input") or 0)
-        + 2 * (streams - 1) * hidden
-    )
+def count_side_values(config: Config, layer_count: int) -> int:
+    """Return the values of a token beside its hidden state, through all layers (Gemma 3n).
+
+    Those of its embedding for each layer, and of further streams before and after.
+    """
+    embedding_width = read_integer(config, "hidden_size_per_layer_input") or 0
+    streams = read_integer(config, "altup_num_inputs") or 1
+    hidden_size = read_integer(config, *HIDDEN_SIZE) or 0
+    return layer_count * embedding_width + 2 * (streams - 1) * hidden_size
 
 
-def read_width(config: Config) -> int | None:
-    """Return the width of the MLP; None where it is not given."""
-    found = read_whole(config, *INNER)
-    if config.get("model_type") == "granitemoehybrid" and not read_whole(config, *EXPERTS):
-        found = read_whole(config, "shared_intermediate_size")
-    if found is None and str(config.get("model_type")) in NOT_GATED:
-        hidden = read_whole(config, *HIDDEN)
-        return None if hidden is None else 4 * hidden
-    return found
-
-
-def read_expert_width(config: Config) -> int:
-    """Return the width of one expert."""
-    return read_whole(config, "moe_intermediate_size") or read_width(config) or 0
-
-
-def read_shared_width(config: Config) -> int:
-    """Return the width of the experts that every token passes, together."""
-    if config.get("model_type") == "llama4_text":
-        return read_width(config) or 0  # always one, which its configuration does not say
-    shared = (
-        read_whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
-    )
-    width = read_whole(config, "moe_shared_expert_intermediate_size")
-    return shared * (width or read_expert_width(config)) + (
-        read_whole(config, "shared_expert_intermediate_size", "shared_intermediate_size") or 0
-    )
-
-
-def _is_sparse(config: Config, number: int, kind: str) -> bool:
-    dense = config.get("mlp_only_layers")
-    if not read_whole(config, *EXPERTS) or (isinstance(dense, list) and number in dense):
-        return False
-    if isinstance(config.get("hybrid_override_pattern"), str):
-        return kind == "moe"
-    flags = config.get("mlp_layer_types") or config.get("moe_layer_freq")
-    if isinstance(flags, list) and number < len(flags):
-        return flags[number] in ("sparse", 1)
-    if period := read_whole(config, "expert_layer_period"):  # Jamba
-        return number % period == (read_whole(config, "expert_layer_offset") or 0)
-    first = read_whole(config, "first_k_dense_replace", "moe_layer_start_index") or 0
-    step = read_whole(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
-    return number >= first and (number + 1) % step == 0
-
-
-def _list_mlp(config: Config, place: str, hidden: int, *, sparse: bool) -> Iterator[Matrix]:
-    if not sparse:
-        width = read_whole(config, "intermediate_size_mlp") or read_width(config) or 0
-        yield from _list_gated(config, place, hidden, width, 1)
-        return
-    count = read_whole(config, *EXPERTS) or 0
-    if config.get("enable_moe_block"):  # Gemma 4 passes both
-        yield from _list_gated(config, place, hidden, read_width(config) or 0, 1)
-    yield Matrix(name=f"{place}gate", inputs=hidden, outputs=count, router=True)
-    yield from _list_gated(config, f"{place}experts.", hidden, read_expert_width(config), count)
-    if shared := read_shared_width(config):
-        yield from _list_gated(config, f"{place}shared_experts.", hidden, shared, 1)
-
-
-def _list_gated(
-    config: Config, place: str, hidden: int, width: int, copies: int
-) -> Iterator[Matrix]:
-    names = ("up_proj",) if str(config.get("model_type")) in NOT_GATED else ("gate_proj", "up_proj")
-    for name in names:
-        yield Matrix(name=f"{place}{name}", inputs=hidden, outputs=width, copies=copies)
-    yield Matrix(name=f"{place}down_proj", inputs=width, outputs=hidden, copies=copies)
+# The mixer of a layer: attention, latent attention, or a state.
 
 
 def _list_attention(
-    config: Config, place: str, sizes: tuple[int, int], kept: KvHeads
+    config: Config, name: str, hidden_size: int, attention_heads: int, kv_heads: KvHeads
+) -> list[Matrix]:
+    """Return the projections of an attention layer."""
+    latent_width = read_integer(config, "kv_lora_rank")
+    if latent_width is not None:
+        return list(
+            _list_latent_attention(config, name, hidden_size, attention_heads, latent_width)
+        )
+    query_width = attention_heads * kv_heads.key_size
+    if config.get("attn_output_gate") or config.get("model_type") == "qwen3_next":
+        # Each query has a gate of its size (transformers, qwen3_next).
+        query_width *= 2
+    key_width = kv_heads.count * kv_heads.key_size
+    value_width = kv_heads.count * kv_heads.value_size
+    output_width = attention_heads * kv_heads.value_size
+    return [
+        Matrix(name=f"{name}q_proj", inputs=hidden_size, outputs=query_width),
+        Matrix(name=f"{name}k_proj", inputs=hidden_size, outputs=key_width),
+        Matrix(name=f"{name}v_proj", inputs=hidden_size, outputs=value_width),
+        Matrix(name=f"{name}o_proj", inputs=output_width, outputs=hidden_size),
+    ]
+
+
+def _drop_keys_and_values(attention: Sequence[Matrix]) -> list[Matrix]:
+    """Return the projections of a layer that reads the cache of an earlier one (Gemma 3n)."""
+    return [matrix for matrix in attention if not matrix.name.endswith(("k_proj", "v_proj"))]
+
+
+def _list_latent_attention(
+    config: Config, name: str, hidden_size: int, attention_heads: int, latent_width: int
 ) -> Iterator[Matrix]:
-    """Yield the projections of attention, or of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-    hidden, heads = sizes
-    if latent := read_whole(config, "kv_lora_rank"):
-        rotary, query = (
-            read_whole(config, "qk_rope_head_dim") or 0,
-            read_whole(config, "q_lora_rank"),
-        )
-        plain, value = read_needed(config, "qk_nope_head_dim"), read_needed(config, "v_head_dim")
-        if query:
-            yield Matrix(name=f"{place}q_a_proj", inputs=hidden, outputs=query)
-        asked = heads * (plain + rotary)
-        yield Matrix(
-            name=f"{place}q_b_proj" if query else f"{place}q_proj",
-            inputs=query or hidden,
-            outputs=asked,
-        )
-        yield Matrix(name=f"{place}kv_a_proj_with_mqa", inputs=hidden, outputs=latent + rotary)
-        yield Matrix(name=f"{place}kv_b_proj", inputs=latent, outputs=heads * (plain + value))
-        yield Matrix(name=f"{place}o_proj", inputs=heads * value, outputs=hidden)
-        return
-    queries = (
-        2 if config.get("attn_output_gate") or config.get("model_type") == "qwen3_next" else 1
-    )  # and their gates
-    yield Matrix(name=f"{place}q_proj", inputs=hidden, outputs=queries * heads * kept.key_size)
-    yield Matrix(name=f"{place}k_proj", inputs=hidden, outputs=kept.count * kept.key_size)
-    yield Matrix(name=f"{place}v_proj", inputs=hidden, outputs=kept.count * kept.value_size)
-    yield Matrix(name=f"{place}o_proj", inputs=heads * kept.value_size, outputs=hidden)
-
-
-def _list_stateful(config: Config, place: str, hidden: int, found: StateSizes) -> Iterator[Matrix]:
-    if not found.gates:
-        rank, size = read_needed(config, "mamba_dt_rank"), found.values // found.width
-        yield Matrix(name=f"{place}x_proj", inputs=found.width, outputs=rank + 2 * size)
-        yield Matrix(name=f"{place}dt_proj", inputs=rank, outputs=found.width)
-        yield Matrix(name=f"{place}state", inputs=found.width, outputs=size, router=True)
+    """Yield the projections of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    rotary_size = read_integer(config, "qk_rope_head_dim") or 0
+    query_latent_width = read_integer(config, "q_lora_rank")
+    plain_size = require_integer(config, "qk_nope_head_dim")
+    value_size = require_integer(config, "v_head_dim")
+    query_width = attention_heads * (plain_size + rotary_size)
+    if query_latent_width is None:
+        yield Matrix(name=f"{name}q_proj", inputs=hidden_size, outputs=query_width)
+    else:
+        yield Matrix(name=f"{name}q_a_proj", inputs=hidden_size, outputs=query_latent_width)
+        yield Matrix(name=f"{name}q_b_proj", inputs=query_latent_width, outputs=query_width)
     yield Matrix(
-        name=f"{place}in_proj", inputs=hidden, outputs=found.inputs + found.width + found.gates
+        name=f"{name}kv_a_proj_with_mqa", inputs=hidden_size, outputs=latent_width + rotary_size
     )
-    yield Matrix(name=f"{place}out_proj", inputs=found.width, outputs=hidden)
+    yield Matrix(
+        name=f"{name}kv_b_proj",
+        inputs=latent_width,
+        outputs=attention_heads * (plain_size + value_size),
+    )
+    yield Matrix(name=f"{name}o_proj", inputs=attention_heads * value_size, outputs=hidden_size)
+
+
+def _list_state(config: Config, name: str, hidden_size: int, state: StateSizes) -> Iterator[Matrix]:
+    """Yield the projections of a layer that keeps a state."""
+    if state.head_values == 0:
+        yield from _list_mamba_1(config, name, state)
+    yield Matrix(
+        name=f"{name}in_proj",
+        inputs=hidden_size,
+        outputs=state.convolution_inputs + state.output_values + state.head_values,
+    )
+    yield Matrix(name=f"{name}out_proj", inputs=state.output_values, outputs=hidden_size)
+
+
+def _list_mamba_1(config: Config, name: str, state: StateSizes) -> Iterator[Matrix]:
+    """Yield what Mamba-1 has beside its input and output (transformers, jamba)."""
+    rank = require_integer(config, "mamba_dt_rank")
+    state_size = state.state_values // state.output_values
+    yield Matrix(name=f"{name}x_proj", inputs=state.output_values, outputs=rank + 2 * state_size)
+    yield Matrix(name=f"{name}dt_proj", inputs=rank, outputs=state.output_values)
+    yield Matrix(
+        name=f"{name}state", inputs=state.output_values, outputs=state_size, is_exempt=True
+    )
+
+
+# The MLP of a layer: dense, or a mixture of experts.
+
+
+def _has_mlp(config: Config, kind: str) -> bool:
+    """Return whether a layer of this kind has an MLP."""
+    if kind in CACHELESS_KINDS:
+        return True
+    if isinstance(config.get("hybrid_override_pattern"), str):
+        # Nemotron-H lists its MLPs as layers.
+        return False
+    # Falcon-H1 counts attention and the state as two layers, with one MLP for both.
+    return not (kind in STATEFUL_KINDS and config.get("model_type") == "falcon_h1")
+
+
+def _list_dense_mlp(config: Config, name: str, hidden_size: int) -> Iterator[Matrix]:
+    # Llama 4 has a width of its own for layers without experts.
+    width = read_integer(config, "intermediate_size_mlp") or read_mlp_width(config) or 0
+    return _list_mlp(config, name, hidden_size, width)
+
+
+def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matrix]:
+    """Yield the matrices of a mixture of experts: router, experts, and what every token passes."""
+    count = read_integer(config, *EXPERT_COUNT) or 0
+    if config.get("enable_moe_block"):
+        # Gemma 4 has a dense MLP beside the experts.
+        yield from _list_mlp(config, name, hidden_size, read_mlp_width(config) or 0)
+    yield Matrix(name=f"{name}gate", inputs=hidden_size, outputs=count, is_exempt=True)
+    expert_width = read_expert_width(config)
+    yield from _list_mlp(config, f"{name}experts.", hidden_size, expert_width, copies=count)
+    shared_width = read_shared_expert_width(config)
+    if shared_width:
+        yield from _list_mlp(config, f"{name}shared_experts.", hidden_size, shared_width)
+
+
+def _list_mlp(
+    config: Config, name: str, hidden_size: int, width: int, copies: int = 1
+) -> Iterator[Matrix]:
+    if str(config.get("model_type")) not in NOT_GATED:
+        yield Matrix(name=f"{name}gate_proj", inputs=hidden_size, outputs=width, copies=copies)
+    yield Matrix(name=f"{name}up_proj", inputs=hidden_size, outputs=width, copies=copies)
+    yield Matrix(name=f"{name}down_proj", inputs=width, outputs=hidden_size, copies=copies)
+
+
+def read_mlp_width(config: Config) -> int | None:
+    """Return the width of the MLP; None where it is not given."""
+    model_type = config.get("model_type")
+    width = read_integer(config, *MLP_WIDTH)
+    if model_type == "granitemoehybrid" and not read_integer(config, *EXPERT_COUNT):
+        width = read_integer(config, "shared_intermediate_size")
+    if width is None and str(model_type) in NOT_GATED:
+        hidden_size = read_integer(config, *HIDDEN_SIZE)
+        if hidden_size is not None:
+            return UNGIVEN_WIDTH_RATIO * hidden_size
+    return width
+
+
+def read_expert_width(config: Config) -> int:
+    """Return the width of one expert: `moe_intermediate_size`, else that of the MLP."""
+    return read_integer(config, "moe_intermediate_size") or read_mlp_width(config) or 0
+
+
+def read_shared_expert_width(config: Config) -> int:
+    """Return the width of the experts that every token passes, together."""
+    if config.get("model_type") == "llama4_text":
+        # It always has one, which its configuration does not say.
+        return read_mlp_width(config) or 0
+    count = (
+        read_integer(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+        or 0
+    )
+    width = read_integer(config, "moe_shared_expert_intermediate_size")
+    if width is None:
+        width = read_expert_width(config)
+    # Others give the width of all shared experts together.
+    total_width = (
+        read_integer(config, "shared_expert_intermediate_size", "shared_intermediate_size") or 0
+    )
+    return count * width + total_width
+
+
+class WidestMlp(Struct, frozen=True, kw_only=True):
+    """The widest MLP that a token passes."""
+
+    # Values of a token in it, all its experts together.
+    width: int
+    # 1 for a dense MLP.
+    experts_per_token: int
+
+
+def read_widest_mlp(config: Config) -> WidestMlp | None:
+    """Return the widest MLP that a token passes; None where no size is given.
+
+    Shared experts are passed beside the chosen ones.
+    """
+    width = read_mlp_width(config)
+    if not read_integer(config, *EXPERT_COUNT):
+        return None if width is None else WidestMlp(width=width, experts_per_token=1)
+    chosen = read_integer(config, *EXPERTS_PER_TOKEN) or 1
+    expert_width = chosen * read_expert_width(config) + read_shared_expert_width(config)
+    return WidestMlp(width=max(width or 0, expert_width), experts_per_token=chosen)
+
+
+# Which layers are mixtures of experts: a function for each way in which configurations write it.
+
+
+def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
+    """Read the list of layers without experts (Qwen)."""
+    dense_layers = config.get("mlp_only_layers")
+    if isinstance(dense_layers, list) and index in dense_layers:
+        return False
+    return None
+
+
+def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
+    """Read the kind of the layer (Nemotron-H has layers of experts alone)."""
+    if isinstance(config.get("hybrid_override_pattern"), str):
+        return kind == "moe"
+    return None
+
+
+def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
+    """Read the list of each layer's MLP, by names or as 0 and 1 (Laguna, MiMo-V2)."""
+    mlp_kinds = config.get("mlp_layer_types") or config.get("moe_layer_freq")
+    if isinstance(mlp_kinds, list) and index < len(mlp_kinds):
+        return mlp_kinds[index] in ("sparse", 1)
+    return None
+
+
+def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
+    """Read the period of layers of which one has experts (Jamba)."""
+    period = read_integer(config, "expert_layer_period")
+    if period is None:
+        return None
+    offset = read_integer(config, "expert_layer_offset") or 0
+    return index % period == offset
+
+
+def _read_sparse_step(config: Config, index: int, _kind: str) -> bool | None:
+    """Read the step from one layer with experts to the next, after dense layers at the start."""
+    dense_count = read_integer(config, "first_k_dense_replace", "moe_layer_start_index") or 0
+    step = read_integer(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
+    return index >= dense_count and (index + 1) % step == 0
+
+
+EXPERT_LAYER_READERS: Final[tuple[Callable[[Config, int, str], bool | None], ...]] = (
+    _read_dense_layers,
+    _read_layer_kind,
+    _read_listed_mlp,
+    _read_expert_period,
+    _read_sparse_step,
+)
+"""Each returns whether a layer, by its index and kind, has experts; None where the configuration
+does not write it so. The first answer counts, and the last function always has one."""
+
+
+def _has_experts(config: Config, index: int, kind: str) -> bool:
+    """Return whether the MLP of this layer is a mixture of experts."""
+    if not read_integer(config, *EXPERT_COUNT):
+        return False
+    for read_expert_layer in EXPERT_LAYER_READERS:
+        has_experts = read_expert_layer(config, index, kind)
+        if has_experts is not None:
+            return has_experts
+    return False
 
 
 class Adapter(Struct, frozen=True, kw_only=True):
-    """The values that an adapter of rank 1 adds: what tensor parallelism leaves whole, and what it divides."""
+    """The values that an adapter of rank 1 adds."""
 
-    whole: int
-    divided: int
+    # Those that every GPU of a tensor-parallel group has.
+    replicated_values: int
+    # Those that tensor parallelism divides.
+    divided_values: int
 
 
 class LayerParameters(Struct, frozen=True, kw_only=True):
-    """Parameters of all layers together, without embeddings, biases and norms.
-
-    `plain` are those that the checkpoint's quantisation leaves out, `experts` those of experts that not every token
-    passes. `expert_adapter` is of these, `adapter` of all others.
-    """
+    """Parameters of all layers together, without embeddings, biases and norms."""
 
     total: int
-    plain: int
+    # Those that the checkpoint's quantisation leaves out.
+    unquantised: int
+    # Those of experts that not every token passes.
     experts: int
+    # The adapter of everything but these experts, and theirs.
     adapter: Adapter
     expert_adapter: Adapter
 
 
 def count_layer_parameters(
-    config: Config, kinds: Sequence[str], full: KvHeads, windowed: KvHeads
+    config: Config, kinds: Sequence[str], full_heads: KvHeads, windowed_heads: KvHeads
 ) -> LayerParameters | None:
     """Return the parameters of layers of these kinds; None where they cannot be counted."""
-    found = list_matrices(config, kinds, full, windowed)
-    if found is None:
+    matrices = list_matrices(config, kinds, full_heads, windowed_heads)
+    if matrices is None:
         return None
-    plain = match_plain(config)
-    experts = [each for each in found if ".experts." in each.name]
+    is_unquantised = match_unquantised(config)
+    unquantised = [matrix for matrix in matrices if matrix.is_exempt or is_unquantised(matrix.name)]
+    experts = [matrix for matrix in matrices if EXPERTS in matrix.name]
+    adapted = [matrix for matrix in matrices if not (matrix.is_exempt or EXPERTS in matrix.name)]
     return LayerParameters(
-        total=sum(each.parameters for each in found),
-        plain=sum(each.parameters for each in found if each.router or plain(each.name)),
-        experts=sum(each.parameters for each in experts),
-        adapter=_count_adapter(
-            [each for each in found if not each.router and ".experts." not in each.name]
-        ),
+        total=_sum_parameters(matrices),
+        unquantised=_sum_parameters(unquantised),
+        experts=_sum_parameters(experts),
+        adapter=_count_adapter(adapted),
         expert_adapter=_count_adapter(experts),
     )
 
 
-def _count_adapter(found: Sequence[Matrix]) -> Adapter:
-    whole = divided = 0
-    for each in found:
-        is_row_parallel = each.name.endswith(
-            ("o_proj", "down_proj", "out_proj")
-        )  # its inputs are divided
-        whole += each.copies * (each.outputs if is_row_parallel else each.inputs)
-        divided += each.copies * (each.inputs if is_row_parallel else each.outputs)
-    return Adapter(whole=whole, divided=divided)
+def _sum_parameters(matrices: Sequence[Matrix]) -> int:
+    return sum(matrix.parameters for matrix in matrices)
 
 
-def read_mlp(config: Config) -> tuple[int, int] | None:
-    """Return the width of the widest MLP that a token passes, and its experts; None where the size is not given.
-
-    An expert is as wide as `moe_intermediate_size`, else as the MLP; shared experts are passed beside the chosen.
-    """
-    width = read_width(config)
-    names = (
-        "num_experts_per_tok",
-        "num_experts_per_token",
-        "experts_per_token",
-        "moe_topk",
-        "top_k_experts",
-        "moe_k",
-    )
-    if not read_whole(config, *EXPERTS):
-        return None if width is None else (width, 1)
-    chosen = read_whole(config, *names) or 1
-    return max(width or 0, chosen * read_expert_width(config) + read_shared_width(config)), chosen
+def _count_adapter(matrices: Sequence[Matrix]) -> Adapter:
+    """Return the values of an adapter of rank 1 of these matrices: inputs x 1, and 1 x outputs."""
+    replicated_values = 0
+    divided_values = 0
+    for matrix in matrices:
+        if matrix.name.endswith(ROW_PARALLEL):
+            replicated_values += matrix.copies * matrix.outputs
+            divided_values += matrix.copies * matrix.inputs
+        else:
+            replicated_values += matrix.copies * matrix.inputs
+            divided_values += matrix.copies * matrix.outputs
+    return Adapter(replicated_values=replicated_values, divided_values=divided_values)

@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
-from vllm_headroom_tools.sizing.layers import Config, read_part
+from vllm_headroom_tools.sizing.config_fields import Config, read_mapping
 
 DTYPE_BYTES: Final = {
     "float32": 4.0,
@@ -16,36 +15,60 @@ DTYPE_BYTES: Final = {
     "float8_e4m3fn": 1.0,
     "float8_e5m2": 1.0,
 }
+"""Bytes of a value, by torch's name of its dtype."""
 
-SCALE_BYTES: Final = 2.5
-"""Four-bit methods keep a 16-bit scale and a 4-bit zero point for each group of weights (AutoGPTQ, AutoAWQ)."""
+UNNAMED_DTYPE_BYTES: Final = 4.0
+"""A checkpoint without a dtype is in 32 bits (transformers' default)."""
 
-GROUP_OVERHEAD_BYTES: Final = SCALE_BYTES / 128
-LARGEST_GROUP: Final = 2**16
+UNKNOWN_DTYPE_BYTES: Final = 2.0
+"""Our choice: a dtype that is not in the table is taken for one of 16 bits."""
 
-FOUR_BITS: Final = 0.5 + GROUP_OVERHEAD_BYTES
-MXFP4: Final = 0.5 + 1 / 32
+BYTE_BITS: Final = 8
+
+GROUP_SCALE_BYTES: Final = 2.5
+"""Four-bit methods keep a 16-bit scale and a 4-bit zero point for each group of weights (AutoGPTQ,
+AutoAWQ)."""
+
+ZERO_POINT_BYTES: Final = 0.5
+"""The zero point's part of it, which symmetric quantisation does not have."""
+
+USUAL_GROUP_WEIGHTS: Final = 128
+"""Our choice: weights of a group where the configuration does not give their number."""
+
+GROUP_OVERHEAD_BYTES: Final = GROUP_SCALE_BYTES / USUAL_GROUP_WEIGHTS
+
+FOUR_BIT_BYTES: Final = 0.5 + GROUP_OVERHEAD_BYTES
+
+MXFP4_BYTES: Final = 0.5 + 1 / 32
 """An 8-bit scale for each 32 weights (OCP Microscaling Formats)."""
 
-NVFP4: Final = 0.5 + 1 / 16
+MXFP8_BYTES: Final = 1.0 + 1 / 32
+"""The same beside weights of 8 bits."""
+
+NVFP4_BYTES: Final = 0.5 + 1 / 16
+"""An 8-bit scale for each 16 weights."""
+
+BITSANDBYTES_BYTES: Final = 0.5 + 4 / 64
+"""A 32-bit scale for each 64 weights."""
+
 QUANTISED_BYTES: Final = {
     "fp8": 1.0,
     "fbgemm_fp8": 1.0,
     "ptpc_fp8": 1.0,
     "experts_int8": 1.0,
     "modelopt": 1.0,
-    "awq": FOUR_BITS,
-    "awq_marlin": FOUR_BITS,
-    "gptq": FOUR_BITS,
-    "gptq_marlin": FOUR_BITS,
-    "mxfp4": MXFP4,
-    "modelopt_fp4": NVFP4,
-    "modelopt_mxfp8": 1.0 + 1 / 32,
-    "bitsandbytes": 0.5 + 4 / 64,  # a 32-bit scale for each 64 weights
+    "awq": FOUR_BIT_BYTES,
+    "awq_marlin": FOUR_BIT_BYTES,
+    "gptq": FOUR_BIT_BYTES,
+    "gptq_marlin": FOUR_BIT_BYTES,
+    "mxfp4": MXFP4_BYTES,
+    "modelopt_fp4": NVFP4_BYTES,
+    "modelopt_mxfp8": MXFP8_BYTES,
+    "bitsandbytes": BITSANDBYTES_BYTES,
 }
 """Bytes of a parameter of the linear layers, by vLLM's name of the method."""
 
-MODELOPT: Final = {
+MODELOPT_METHODS: Final = {
     "FP8": "modelopt",
     "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
     "FP8_PB_WO": "modelopt",
@@ -53,94 +76,165 @@ MODELOPT: Final = {
     "W4A16_NVFP4": "modelopt_fp4",
     "MXFP8": "modelopt_mxfp8",
 }
-"""The method of each of ModelOpt's algorithms that vLLM 0.32 serves (layers/quantization/modelopt.py)."""
+"""The method of each of ModelOpt's algorithms that vLLM 0.32 serves
+(layers/quantization/modelopt.py)."""
 
-BYTE: Final = 8
+NUMBER_LIMIT: Final = 2**16
+"""Our choice: a larger number of bits, or of weights in a group, is taken for a mistake."""
 
-LEFT_OUT: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-"""What fp8, AWQ and MXFP4, other ways of fp8, compressed-tensors, and ModelOpt call the modules they leave alone."""
+UNQUANTISED_FIELDS: Final = (
+    # fp8, AWQ and MXFP4.
+    "modules_to_not_convert",
+    # Other ways of fp8.
+    "ignored_layers",
+    # compressed-tensors.
+    "ignore",
+    # ModelOpt.
+    "exclude_modules",
+)
+"""What methods call the modules that they leave alone."""
+
+KV_SCHEME_BYTES: Final = {"fp8": 1.0, "nvfp4": 9 / 16}
+"""Bytes of a value in the KV cache, by the scheme that the checkpoint has scales for."""
 
 
 def read_stored_bytes(config: Config) -> float:
-    """Return the bytes of a parameter in the checkpoint: without a dtype it is in 32 bits (transformers' default)."""
-    name = config.get("dtype") or config.get("torch_dtype")
-    if isinstance(name, dict):  # one for each part of the model
-        name = next(iter(name.values()), None)
-    return DTYPE_BYTES.get(str(name).rsplit(".", 1)[-1], 4.0 if name is None else 2.0)
+    """Return the bytes of a parameter in the checkpoint."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(dtype, dict):
+        # One for each part of the model: the first one counts.
+        dtype = next(iter(dtype.values()), None)
+    if dtype is None:
+        return UNNAMED_DTYPE_BYTES
+    # Some write torch's full name, "torch.bfloat16".
+    return DTYPE_BYTES.get(str(dtype).rsplit(".", 1)[-1], UNKNOWN_DTYPE_BYTES)
+
+
+def read_quantisation(config: Config) -> Config:
+    """Return the part of the configuration that describes the quantisation.
+
+    Empty where none does.
+    """
+    return read_mapping(config, "quantization_config", "compression_config")
 
 
 def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
-    """Return bytes per parameter of the linear layers (None: not known) and the quantisation (None: none)."""
-    found = read_part(config, "quantization_config", "compression_config")
-    if not found:
-        return dtype_bytes, None
-    algorithm = str(found.get("quant_algo") or "").upper()
-    method = str(found.get("quant_method") or "unknown").replace("-", "_")
-    if algorithm == "MIXED_PRECISION":  # its modules differ: its bytes are those of its files
-        return None, "mixed precision"
-    if method == "modelopt" and algorithm:
-        method = MODELOPT.get(algorithm, f"modelopt {algorithm}")
-    if method == "bitsandbytes" and found.get("load_in_8bit"):
-        return 1.0, "bitsandbytes 8-bit"
-    groups = found.get("config_groups")
-    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    weights = (
-        read_part(first, "weights") if isinstance(first, dict) else {}
-    )  # compressed-tensors', ModelOpt's
-    bits = _find_first((found.get("bits"), found.get("w_bit"), weights.get("num_bits")))
-    if bits is not None and weights.get("type") == "float" and bits < BYTE:
-        return NVFP4, f"{method} {bits}-bit"
-    if bits is not None:
-        group = _find_first((found.get("group_size"), weights.get("group_size")))
-        scale = SCALE_BYTES - (0.5 if weights.get("symmetric") is True else 0.0)
-        overhead = scale / group if group else GROUP_OVERHEAD_BYTES
-        return bits / BYTE + (overhead if bits < BYTE else 0.0), f"{method} {bits}-bit"
-    return QUANTISED_BYTES.get(method), method
+    """Return bytes per parameter of the linear layers, and the quantisation.
 
-
-def match_plain(config: Config) -> Callable[[str], bool]:
-    """Return whether a module, by its name such as "layers.3.mlp.down_proj", is left out of the quantisation.
-
-    Checkpoints name such modules, or what they are in, in full, with wildcards, or by an expression after "re:", and
-    may name the part of the model that the layers are in too.
+    The bytes are None where they are not known, the quantisation is None where there is none.
     """
-    found = read_part(config, "quantization_config", "compression_config")
-    names: list[object] = next(
-        (found[name] for name in LEFT_OUT if isinstance(found.get(name), list)), []
-    )
-    expressions = []
-    for name in names:
-        if isinstance(name, str) and name.startswith("re:"):
-            with suppress(re.error):
-                expressions.append(re.compile(name.removeprefix("re:").removeprefix("^")))
-        elif isinstance(name, str):
-            inside = name[max(0, name.find("layers.")) :]
-            wild = re.escape(inside).replace(r"\*", ".*")
-            expressions.append(re.compile(rf"(?:^|\.){wild}(?:\.|$)"))
-    only_experts = (
-        found.get("quant_method") == "mxfp4"
-    )  # nothing else is (vLLM 0.32, quantization/mxfp4.py)
-    return lambda module: (
-        (only_experts and ".experts." not in module)
-        or any(each.search(module) for each in expressions)
-    )
+    quantisation = read_quantisation(config)
+    if not quantisation:
+        return dtype_bytes, None
+    algorithm = str(quantisation.get("quant_algo") or "").upper()
+    if algorithm == "MIXED_PRECISION":
+        # Its modules differ: only the size of its files shows what they take.
+        return None, "mixed precision"
+    method = str(quantisation.get("quant_method") or "unknown").replace("-", "_")
+    if method == "modelopt" and algorithm:
+        method = MODELOPT_METHODS.get(algorithm, f"modelopt {algorithm}")
+    if method == "bitsandbytes" and quantisation.get("load_in_8bit"):
+        return 1.0, "bitsandbytes 8-bit"
+    scheme = _read_weight_scheme(quantisation)
+    bits = _pick_number(quantisation.get("bits"), quantisation.get("w_bit"), scheme.get("num_bits"))
+    if bits is None:
+        return QUANTISED_BYTES.get(method), method
+    name = f"{method} {bits}-bit"
+    if bits >= BYTE_BITS:
+        return bits / BYTE_BITS, name
+    if scheme.get("type") == "float":
+        return NVFP4_BYTES, name
+    return bits / BYTE_BITS + _count_group_bytes(quantisation, scheme), name
+
+
+def _read_weight_scheme(quantisation: Config) -> Config:
+    """Return how the first group of modules keeps its weights; empty where there are no groups.
+
+    compressed-tensors and ModelOpt write such groups.
+    """
+    groups = quantisation.get("config_groups")
+    if not isinstance(groups, dict):
+        return {}
+    group = next(iter(groups.values()), None)
+    return read_mapping(group, "weights") if isinstance(group, dict) else {}
+
+
+def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
+    """Return the bytes of a group's scale and zero point, for each of its weights."""
+    group_weights = _pick_number(quantisation.get("group_size"), scheme.get("group_size"))
+    if group_weights is None:
+        return GROUP_OVERHEAD_BYTES
+    scale_bytes = GROUP_SCALE_BYTES
+    if scheme.get("symmetric") is True:
+        scale_bytes -= ZERO_POINT_BYTES
+    return scale_bytes / group_weights
+
+
+def _pick_number(*values: object) -> int | None:
+    """Return the first of these values that is a number of bits or of weights."""
+    for value in values:
+        if isinstance(value, int) and 1 <= value <= NUMBER_LIMIT:
+            return value
+    return None
+
+
+def match_unquantised(config: Config) -> Callable[[str], bool]:
+    """Return the function that decides by a module's name whether the quantisation leaves it out.
+
+    Names are such as "layers.3.mlp.down_proj". Checkpoints name such modules, or what they are in,
+    in full, with wildcards, or by an expression after "re:", and may name the part of the model
+    that the layers are in too.
+    """
+    quantisation = read_quantisation(config)
+    patterns = []
+    for name in _list_unquantised_names(quantisation):
+        pattern = _compile_module_pattern(name)
+        if pattern is not None:
+            patterns.append(pattern)
+    # MXFP4 quantises nothing else (vLLM 0.32, quantization/mxfp4.py).
+    quantises_only_experts = quantisation.get("quant_method") == "mxfp4"
+
+    def is_unquantised(module: str) -> bool:
+        if quantises_only_experts and ".experts." not in module:
+            return True
+        return any(pattern.search(module) for pattern in patterns)
+
+    return is_unquantised
+
+
+def _list_unquantised_names(quantisation: Config) -> list[str]:
+    """Return the names of the first field that lists modules; empty where none does."""
+    for field in UNQUANTISED_FIELDS:
+        names = quantisation.get(field)
+        if isinstance(names, list):
+            return [name for name in names if isinstance(name, str)]
+    return []
+
+
+def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
+    """Return what finds a module of this name; None for an expression with a mistake."""
+    if name.startswith("re:"):
+        # Ours are the names of layers, without the part of the model that they are in.
+        expression = name.removeprefix("re:").removeprefix("^")
+        try:
+            return re.compile(expression)
+        except re.error:
+            return None
+    layer_name = name[max(0, name.find("layers.")) :]
+    wildcard = re.escape(layer_name).replace(r"\*", ".*")
+    return re.compile(rf"(?:^|\.){wildcard}(?:\.|$)")
 
 
 def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
     """Return the bytes of a value in the KV cache with `--kv-cache-dtype auto`.
 
-    That is the model's dtype, or FP8 where the checkpoint brings scales for it, which llm-compressor's say by
-    `kv_cache_scheme` and ModelOpt's also by `kv_cache_quant_algo` (vLLM 0.32, model_executor/layers/attention/
-    attention.py and utils/torch_utils.py, `get_kv_cache_quant_algo_string`).
+    That is the model's dtype, or FP8 where the checkpoint brings scales for it. The checkpoints of
+    llm-compressor say so by `kv_cache_scheme`, and ModelOpt's also by `kv_cache_quant_algo` (vLLM
+    0.32, model_executor/layers/attention/attention.py and utils/torch_utils.py,
+    `get_kv_cache_quant_algo_string`).
     """
-    found = read_part(config, "quantization_config", "compression_config")
-    scheme = found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo")
+    quantisation = read_quantisation(config)
+    scheme = quantisation.get("kv_cache_scheme") or quantisation.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
-        scheme = "fp8" if scheme.get("num_bits") == BYTE else "nvfp4"
-    return {"fp8": 1.0, "nvfp4": 9 / 16}.get(str(scheme).lower(), dtype_bytes)
-
-
-def _find_first(named: tuple[object, ...]) -> int | None:
-    return next(
-        (value for value in named if isinstance(value, int) and 1 <= value <= LARGEST_GROUP), None
-    )
+        scheme = "fp8" if scheme.get("num_bits") == BYTE_BITS else "nvfp4"
+    return KV_SCHEME_BYTES.get(str(scheme).lower(), dtype_bytes)

@@ -9,36 +9,49 @@ from vllm_headroom.units import GIB
 from vllm_headroom_tools.sizing.encoder import EncoderInput
 from vllm_headroom_tools.sizing.footprint import ModelShape, count_model_bytes, count_weights_bytes
 
-UTILIZATION: Final = 0.92
+DEFAULT_UTILIZATION: Final = 0.92
 """vLLM's `gpu_memory_utilization` since 0.20; before, it was 0.9 (config/cache.py)."""
 
-LORA_RANK: Final = 16
+SAFE_UTILIZATION: Final = 0.95
+"""The highest value that vLLM's author calls safe (vllm-project/vllm#1298)."""
+
+DEFAULT_LORA_RANK: Final = 16
 """vLLM's `max_lora_rank` (config/lora.py)."""
 
-TYPICAL_TOKENS: Final = 2048
-BLOCK_TOKENS: Final = 16
+DEFAULT_BLOCK_TOKENS: Final = 16
 """vLLM's `DEFAULT_BLOCK_SIZE` on NVIDIA GPUs (config/cache.py)."""
 
-BATCHES: Final = ((160 * GIB, 1024, 16384), (70 * GIB, 1024, 8192), (0, 256, 2048))
-"""From so much memory on, vLLM's server takes so many sequences and batched tokens by default.
+TYPICAL_TOKENS: Final = 2048
+"""Our choice: the length of a usual request, for how many of them fit at once."""
 
-Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. An A100 of 80 GiB counts there as a small card.
+
+class CardDefaults(Struct, frozen=True):
+    """What vLLM's server takes by default on cards of a size."""
+
+    # The smallest card that has these defaults.
+    card_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+SMALL_CARD: Final = CardDefaults(0, 256, 2048)
+LARGE_CARD: Final = CardDefaults(70 * GIB, 1024, 8192)
+LARGEST_CARD: Final = CardDefaults(160 * GIB, 1024, 16384)
+
+CARD_DEFAULTS: Final = (LARGEST_CARD, LARGE_CARD, SMALL_CARD)
+"""From the largest cards on: the first row whose card is not larger counts.
+
+Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. An A100 of 80 GiB counts there as a small
+card.
 """
 
 
 class Question(Struct, frozen=True, kw_only=True):
-    """A model and vLLM's settings by vLLM's names; None where they are not known.
-
-    `checkpoint_bytes` are the weights of the whole model as they are served, `parameters` how many it has, where these
-    are known better than by counting. `gpu_memory_bytes` is one card's total: with `unified_memory` that of its
-    machine, on whose memory it works. `kv_cache_memory_bytes` is the KV cache's size when vLLM is given it, and then
-    counts instead of the utilization. `cpu_offload_bytes` of each GPU's weights lie in the host's memory. `max_loras`
-    is 0 without adapters. `draft` is the model that speculates. `kv_offloading_bytes` of each engine's KV cache and
-    `mm_processor_cache_bytes` of processed images in each server and core lie in the host's memory, of which there is
-    `host_memory_bytes`.
-    """
+    """A model and vLLM's settings by vLLM's names; None where they are not known."""
 
     shape: ModelShape
+    # The weights of the whole model as they are served, and how many parameters it has, where these
+    # are known better than by counting.
     checkpoint_bytes: int | None = None
     parameters: int | None = None
     kv_cache_dtype: str = "auto"
@@ -46,20 +59,27 @@ class Question(Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    # Of each GPU's weights, in the host's memory.
     cpu_offload_bytes: float = 0
+    # Of each engine's KV cache, in the host's memory.
     kv_offloading_bytes: float = 0
+    # Of processed images, in each server and core in the host's memory.
     mm_processor_cache_bytes: float = 4 * GIB
     host_memory_bytes: int | None = None
+    # 0 without adapters.
     max_loras: int = 0
-    max_lora_rank: int = LORA_RANK
+    max_lora_rank: int = DEFAULT_LORA_RANK
+    # The model that speculates.
     draft: ModelShape | None = None
+    # One card's total; with `unified_memory` that of its machine, on whose memory the card works.
     gpu_memory_bytes: int | None = None
-    gpu_memory_utilization: float = UTILIZATION
+    gpu_memory_utilization: float = DEFAULT_UTILIZATION
     max_model_len: int | None = None
-    max_num_seqs: int = BATCHES[-1][1]
-    max_num_batched_tokens: int = BATCHES[-1][2]
-    block_size: int = BLOCK_TOKENS
+    max_num_seqs: int = SMALL_CARD.max_num_seqs
+    max_num_batched_tokens: int = SMALL_CARD.max_num_batched_tokens
+    block_size: int = DEFAULT_BLOCK_TOKENS
     typical_len: int = TYPICAL_TOKENS
+    # The KV cache's size where vLLM is given it: it counts instead of the utilization.
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
     unified_memory: bool = False
@@ -71,111 +91,128 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def weights_bytes(self) -> int | None:
-        """What weights take of the GPU that holds most, a draft model's and adapters' room among them."""
-        total, ranks = self.checkpoint_bytes, self.tensor_parallel_size
-        own = count_weights_bytes(
+        """What weights take of the GPU that holds most, with a draft model's and adapters' room."""
+        model_bytes: float | None = self.checkpoint_bytes
+        if model_bytes is None:
+            model_bytes = count_model_bytes(self.shape, self.parameters)
+        own_bytes = count_weights_bytes(
             self.shape,
-            total_bytes=count_model_bytes(self.shape, self.parameters) if total is None else total,
-            tensor_parallel=ranks,
+            total_bytes=model_bytes,
+            tensor_parallel=self.tensor_parallel_size,
             pipeline_parallel=self.pipeline_parallel_size,
             data_parallel=self.data_parallel_size,
         )
-        draft = 0 if self.draft is None else count_weights_bytes(self.draft, tensor_parallel=ranks)
-        adapters = self.adapters_bytes
-        if own is None or draft is None or adapters is None:
+        draft_bytes: int | None = 0
+        if self.draft is not None:
+            draft_bytes = count_weights_bytes(self.draft, tensor_parallel=self.tensor_parallel_size)
+        adapters_bytes = self.adapters_bytes
+        if own_bytes is None or draft_bytes is None or adapters_bytes is None:
             return None
-        return max(0, ceil(own - self.cpu_offload_bytes)) + draft + adapters
+        own_on_gpu_bytes = max(0, ceil(own_bytes - self.cpu_offload_bytes))
+        return own_on_gpu_bytes + draft_bytes + adapters_bytes
 
     @property
-    def has_more_weights(self) -> bool:
+    def has_uncounted_weights(self) -> bool:
         """Whether there are weights that are not counted: those of an image or audio encoder."""
-        is_counted = self.shape.encoder is None or self.shape.encoder.parameters is not None
-        return not is_counted and self.checkpoint_bytes is None and self.parameters is None
+        if self.checkpoint_bytes is not None or self.parameters is not None:
+            return False
+        return self.shape.encoder is not None and self.shape.encoder.parameters is None
 
     @property
-    def has_more_activations(self) -> bool:
+    def has_uncounted_activations(self) -> bool:
         """Whether vLLM profiles an encoder whose largest image or video is not known here."""
-        return self.shape.encoder is not None and self.largest is None
+        return self.shape.encoder is not None and self.largest_input is None
 
     @property
-    def largest(self) -> EncoderInput | None:
+    def largest_input(self) -> EncoderInput | None:
         """The largest image or video; None without an encoder, too."""
-        return self.shape.encoder.largest if self.shape.encoder else None
+        return self.shape.encoder.largest_input if self.shape.encoder else None
 
     @property
     def encoder_items(self) -> int | None:
-        """How many of the largest images or videos vLLM profiles at once; None where these are not known.
+        """How many of the largest images or videos vLLM profiles at once.
 
-        As many as the batch has tokens for, one at least (vLLM 0.32, multimodal/encoder_budget.py, `_get_max_items`).
+        None where these are not known.
+
+        As many as the batch has tokens for, and at least one (vLLM 0.32,
+        multimodal/encoder_budget.py, `_get_max_items`).
         """
-        if self.largest is None:
+        if self.largest_input is None:
             return None
-        in_prompt = max(
-            1, (self.max_model_len or self.max_num_batched_tokens) // self.largest.tokens
-        )
-        return max(
-            1,
-            min(self.max_num_batched_tokens // self.largest.tokens, self.max_num_seqs * in_prompt),
-        )
+        item_tokens = self.largest_input.tokens
+        prompt_tokens = self.max_model_len or self.max_num_batched_tokens
+        items_per_prompt = max(1, prompt_tokens // item_tokens)
+        items_per_batch = self.max_num_batched_tokens // item_tokens
+        return max(1, min(items_per_batch, self.max_num_seqs * items_per_prompt))
 
     @property
     def adapters_bytes(self) -> int | None:
         """What vLLM reserves on each GPU for LoRA adapters; None where that is not known.
 
-        Of every matrix, inputs x rank and rank x outputs, in the model's dtype; tensor parallelism divides one of the
-        two (vLLM 0.32, lora/layers, `create_lora_weights`), expert parallelism both, for each GPU has some of the
-        experts whole. All engines share the experts. Those of embedding and output are as small as one layer's.
+        Of every matrix, inputs x rank and rank x outputs, in the model's dtype; tensor parallelism
+        divides one of the two (vLLM 0.32, lora/layers, `create_lora_weights`), expert parallelism
+        both, for each GPU has some of the experts whole. All engines share the experts. Those of
+        embedding and output are as small as one layer's.
         """
-        found, ranks = self.shape.parameters, self.tensor_parallel_size
-        if not self.max_loras or found is None:
-            return None if self.max_loras else 0
-        experts, shared = found.expert_adapter, ranks * self.data_parallel_size
-        values = found.adapter.whole + found.adapter.divided / ranks + experts.divided / shared
-        values += experts.whole / (shared if self.enable_expert_parallel else 1)
+        if not self.max_loras:
+            return 0
+        parameters = self.shape.parameters
+        if parameters is None:
+            return None
+        adapter = parameters.adapter
+        values = adapter.replicated_values + adapter.divided_values / self.tensor_parallel_size
+        expert_adapter = parameters.expert_adapter
+        expert_gpus = self.tensor_parallel_size * self.data_parallel_size
+        values += expert_adapter.divided_values / expert_gpus
+        if self.enable_expert_parallel:
+            values += expert_adapter.replicated_values / expert_gpus
+        else:
+            values += expert_adapter.replicated_values
         return ceil(self.max_loras * self.max_lora_rank * values * self.shape.dtype_bytes)
 
 
-def choose_defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
-    """Return `max_num_seqs` and `max_num_batched_tokens` as vLLM's server chooses them for a card of this size."""
-    size = BATCHES[1][0] if gpu_memory_bytes is None else gpu_memory_bytes
-    return next((seqs, tokens) for floor, seqs, tokens in BATCHES if size >= floor)
+def choose_defaults(gpu_memory_bytes: int | None) -> CardDefaults:
+    """Return what vLLM's server chooses for a card of this size.
+
+    As for a large one where it is not known.
+    """
+    if gpu_memory_bytes is None:
+        return LARGE_CARD
+    return next(row for row in CARD_DEFAULTS if gpu_memory_bytes >= row.card_bytes)
 
 
 def find_problem(question: Question) -> str | None:
     """Return why vLLM refuses these numbers, in a sentence; None where it does not."""
-    shape, draft, ranks = question.shape, question.draft, question.tensor_parallel_size
-    heads, kv_heads, stages = (
-        shape.attention_heads,
-        shape.heads.count,
-        question.pipeline_parallel_size,
-    )
-    sequences, tokens = question.max_num_seqs, question.max_num_batched_tokens
-    is_uneven = shape.latent_width is None and max(ranks, kv_heads) % min(ranks, kv_heads)
-    is_mixed = draft is not None and not (shape.has_every_token and draft.has_every_token)
-    problems = (
-        (
-            heads and heads % ranks,
-            f"--tensor-parallel-size {ranks} does not divide the model's {heads} attention heads",
-        ),
-        (
-            is_uneven,
-            f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads: one has to divide the other",
-        ),
-        (
-            question.data_parallel_size > 1 and shape.parameters is None,
-            f"--data-parallel-size {question.data_parallel_size}: which weights are experts is not known here",
-        ),
-        (
-            is_mixed,
-            "--draft-model-config: how a draft's cache lies beside layers with a window or a state is not known here",
-        ),
-        (
-            stages > shape.layers,
-            f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers",
-        ),
-        (
-            tokens < sequences,
-            f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}",
-        ),
-    )
-    return next((text for is_so, text in problems if is_so), None)
+    shape = question.shape
+    draft = question.draft
+    ranks = question.tensor_parallel_size
+    stages = question.pipeline_parallel_size
+    engines = question.data_parallel_size
+    attention_heads = shape.attention_heads
+    if attention_heads and attention_heads % ranks:
+        return (
+            f"--tensor-parallel-size {ranks} does not divide"
+            f" the model's {attention_heads} attention heads"
+        )
+    kv_heads = shape.heads.count
+    is_uneven = max(ranks, kv_heads) % min(ranks, kv_heads) != 0
+    if shape.latent_width is None and is_uneven:
+        return (
+            f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads:"
+            " one has to divide the other"
+        )
+    if engines > 1 and shape.parameters is None:
+        return f"--data-parallel-size {engines}: which weights are experts is not known here"
+    if draft is not None and not (shape.has_every_token and draft.has_every_token):
+        return (
+            "--draft-model-config: how a draft's cache lies beside layers with a window or a state"
+            " is not known here"
+        )
+    if stages > shape.layers:
+        return f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers"
+    tokens = question.max_num_batched_tokens
+    if tokens < question.max_num_seqs:
+        return (
+            f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {question.max_num_seqs}"
+        )
+    return None

@@ -43,7 +43,7 @@ def test_expert_parallelism_gives_each_gpu_some_of_the_experts_whole() -> None:
     shape = model("mixtral-8x7b")
     found = shape.parameters
     assert found is not None
-    others = found.adapter.whole + found.adapter.divided // 2
+    others = found.adapter.replicated_values + found.adapter.divided_values // 2
     two_engines: dict[str, Any] = {"tensor_parallel_size": 2, "data_parallel_size": 2}
 
     divided = adapters(shape, 1, 16, **two_engines)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.unit.sizing.models import config_text
 from vllm_headroom_tools.sizing.encoder import parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
-from vllm_headroom_tools.sizing.model_config import NAME, POOLED, parse_model_config, read_model
+from vllm_headroom_tools.sizing.model_config import CONFIG_FILE, POOLING_FILE, parse_model_config, read_model
 
 GRANITE: dict[str, object] = {
     "model_type": "granitemoehybrid",
@@ -78,8 +78,8 @@ def test_gemma_3n_by_hand() -> None:
     assert found.parameters is not None
     assert found.parameters.total == 35 * (attention + mlp) + 20 * 2 * 2048 * 512 + per_layer + updates
     assert found.embeddings == 262400 * 2048
-    assert found.parameters.plain >= 262144 * 35 * 256, "no method quantises an embedding"
-    assert found.beside_width == 35 * 256 + 6 * 2048
+    assert found.parameters.unquantised >= 262144 * 35 * 256, "no method quantises an embedding"
+    assert found.side_values == 35 * 256 + 6 * 2048
 
 
 def test_of_a_model_with_an_encoder_the_layers_of_the_decoder_count() -> None:
@@ -93,9 +93,11 @@ def test_of_a_model_with_an_encoder_the_layers_of_the_decoder_count() -> None:
 
 def test_a_model_beside_which_its_pooling_lies_has_no_output_matrix(tmp_path: Path) -> None:
     """Qwen3-Embedding names itself Qwen3ForCausalLM: the matrix was 8 % too much."""
-    (tmp_path / NAME).write_text(json.dumps({**json.loads(config_text("qwen3-8b")), "tie_word_embeddings": False}))
+    (tmp_path / CONFIG_FILE).write_text(
+        json.dumps({**json.loads(config_text("qwen3-8b")), "tie_word_embeddings": False})
+    )
     whole = read_model(tmp_path)
-    (tmp_path / POOLED).write_text("[]")
+    (tmp_path / POOLING_FILE).write_text("[]")
     pooled = read_model(tmp_path)
 
     assert isinstance(whole, ModelShape)

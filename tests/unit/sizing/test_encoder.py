@@ -36,8 +36,8 @@ def test_as_many_items_are_profiled_of_the_size_that_vllm_says(name: str, case: 
     asked = Question(shape=replace(model("tiny"), encoder=found), **TOLD[case])
     _, tokens, items = RECORDED[name][case]
 
-    assert asked.largest is not None
-    assert (asked.largest.tokens, asked.encoder_items) == (tokens, items)
+    assert asked.largest_input is not None
+    assert (asked.largest_input.tokens, asked.encoder_items) == (tokens, items)
 
 
 def test_the_profiling_holds_the_largest_image_and_then_its_tokens_beside_a_batch() -> None:
@@ -76,7 +76,9 @@ def test_an_image_that_is_allowed_less_takes_less(tmp_path: Path) -> None:
 
     assert isinstance(larger, ModelShape)
     assert isinstance(smaller, ModelShape)
-    assert [each.encoder and each.encoder.largest and each.encoder.largest.tokens for each in (larger, smaller)] == [
+    assert [
+        each.encoder and each.encoder.largest_input and each.encoder.largest_input.tokens for each in (larger, smaller)
+    ] == [
         32768,
         12288,  # two frames of a video, which are then more
     ]
@@ -91,7 +93,7 @@ def test_an_image_that_is_allowed_less_takes_less(tmp_path: Path) -> None:
     ],
 )
 def test_what_nobody_has_looked_up_is_not_known(config: dict[str, Any]) -> None:
-    assert parse_encoder(config) == Encoder(parameters=None, largest=None)
+    assert parse_encoder(config) == Encoder(parameters=None, largest_input=None)
 
 
 def test_a_model_of_text_has_none() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.sizing.models import model
 from vllm_headroom_tools.sizing.quantisation import (
-    match_plain,
+    match_unquantised,
     read_kv_dtype_bytes,
     read_stored_bytes,
     read_weight_bytes,
@@ -112,4 +112,4 @@ def test_an_untold_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scal
     ],
 )
 def test_modules_that_the_quantisation_leaves_out_are_told_by_name(found: Any, module: str, *, expected: bool) -> None:
-    assert match_plain({"quantization_config": found})(module) is expected
+    assert match_unquantised({"quantization_config": found})(module) is expected

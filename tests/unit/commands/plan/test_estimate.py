@@ -14,11 +14,11 @@ from tests.unit.sizing.models import NAMES, model
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.plan.verdict import find_changes
 from vllm_headroom_tools.sizing.estimate import (
-    NOTHING,
+    NO_BYTES,
     can_start,
     estimate_memory,
     list_longest,
-    list_most,
+    list_most_sequences,
 )
 from vllm_headroom_tools.sizing.question import Question, choose_defaults, find_problem
 
@@ -50,12 +50,12 @@ questions = st.builds(
 def test_what_is_left_of_the_budget_is_the_kv_cache() -> None:
     found = estimated(card_gib=80, max_num_seqs=256, max_num_batched_tokens=2048)
 
-    assert found.budget == 0.92 * 80 * GIB
-    assert found.weights == 2 * 8_029_995_008
+    assert found.budget_bytes == 0.92 * 80 * GIB
+    assert found.weights_bytes == 2 * 8_029_995_008
     assert found.overhead is not None
     assert found.kv_cache is not None
-    assert found.kv_cache.low == found.budget - found.weights - found.overhead.high
-    assert found.kv_cache.high == found.budget - found.weights - found.overhead.low
+    assert found.kv_cache.low == found.budget_bytes - found.weights_bytes - found.overhead.high
+    assert found.kv_cache.high == found.budget_bytes - found.weights_bytes - found.overhead.low
 
 
 def test_a_start_up_log_lies_within_the_estimate() -> None:
@@ -73,7 +73,7 @@ def test_a_start_up_log_lies_within_the_estimate() -> None:
 def test_a_server_with_told_memory_has_exactly_these_blocks() -> None:
     found = estimated("tiny", card_gib=24, kv_cache_memory_bytes=GIB)
 
-    assert (found.capacity_tokens, found.blocks, found.budget) == (2_097_152, 131_072, None)
+    assert (found.capacity_tokens, found.blocks, found.budget_bytes) == (2_097_152, 131_072, None)
     assert found.count_sequences(4096) == 512
     assert can_start(found) is True
 
@@ -128,8 +128,8 @@ def test_windows_let_more_tokens_in_than_bytes_per_token_say() -> None:
 
 
 def test_eager_mode_needs_no_graphs() -> None:
-    assert estimated(enforce_eager=True).graphs == NOTHING
-    assert estimated().graphs != NOTHING
+    assert estimated(enforce_eager=True).graphs == NO_BYTES
+    assert estimated().graphs != NO_BYTES
 
 
 def test_activations_follow_the_batch_and_the_logits_whichever_is_larger() -> None:
@@ -146,15 +146,17 @@ def test_without_a_size_what_depends_on_it_is_not_known() -> None:
     untold = replace(model("llama-3.1-8b"), hidden_size=None)
     found = estimate_memory(Question(shape=untold, gpu_memory_bytes=80 * GIB, max_model_len=8))
 
-    assert (found.activations, found.weights, found.kv_cache, can_start(found)) == (None, None, None, None)
-    assert (list_longest(found), list_most(found)) == ([], [])
+    assert (found.activations, found.weights_bytes, found.kv_cache, can_start(found)) == (None, None, None, None)
+    assert (list_longest(found), list_most_sequences(found)) == ([], [])
 
 
 @pytest.mark.parametrize(
     ("card_gib", "expected"), [(None, (1024, 8192)), (24, (256, 2048)), (80, (1024, 8192)), (192, (1024, 16384))]
 )
 def test_batches_are_vllms_for_a_card_of_this_size(card_gib: int | None, expected: tuple[int, int]) -> None:
-    assert choose_defaults(None if card_gib is None else card_gib * GIB) == expected
+    defaults = choose_defaults(None if card_gib is None else card_gib * GIB)
+
+    assert (defaults.max_num_seqs, defaults.max_num_batched_tokens) == expected
 
 
 @pytest.mark.parametrize(
@@ -190,16 +192,16 @@ def test_what_is_planned_is_within_the_budget(question: Question) -> None:
     found = estimate_memory(question)
 
     assert found.blocks is not None
-    assert found.budget is not None
-    assert found.weights is not None
+    assert found.budget_bytes is not None
+    assert found.weights_bytes is not None
     assert found.overhead is not None
     cache = found.blocks * found.layout.block_bytes
-    assert cache == 0 or cache + found.weights + found.overhead.high <= found.budget
+    assert cache == 0 or cache + found.weights_bytes + found.overhead.high <= found.budget_bytes
     if question.shape.has_every_token:
         assert (found.capacity_tokens or 0) * found.bytes_per_token <= max(cache, 0)
     for sequences, length in list_longest(found):
         assert length == 0 or sequences * found.count_sequence_bytes(length) <= cache
-    for length, sequences in list_most(found):
+    for length, sequences in list_most_sequences(found):
         assert sequences * found.count_sequence_bytes(length) <= cache
 
 
@@ -210,9 +212,9 @@ def test_it_fits_exactly_when_one_sequence_does(question: Question) -> None:
     assert found.kv_cache is not None
     assert question.max_model_len is not None
     assert question.gpu_memory_bytes is not None
-    assert found.budget is not None
+    assert found.budget_bytes is not None
 
-    needed, beside = found.count_sequence_bytes(question.max_model_len), question.gpu_memory_bytes - found.budget
+    needed, beside = found.count_sequence_bytes(question.max_model_len), question.gpu_memory_bytes - found.budget_bytes
     if can_start(found) is True:
         assert found.kv_cache.low >= needed
         assert found.blocks

@@ -1,0 +1,105 @@
+"""Reading sizes from a model's configuration, whichever of their names it uses."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+Config = Mapping[str, Any]
+"""A config.json, or a part of one."""
+
+SIZE_LIMIT: Final = 10**9
+"""No size of a model comes near it, and arithmetic stays exact."""
+
+ATTENTION_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
+"""How many heads ask in each attention layer."""
+
+KV_HEADS: Final = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head_kv",
+    "multi_query_group_num",
+    "num_attention_groups",
+    "kv_n_heads",
+)
+"""How many heads keep keys and values in each attention layer."""
+
+HIDDEN_SIZE: Final = ("hidden_size", "n_embd", "d_model")
+"""Values of a token between two layers."""
+
+MLP_WIDTH: Final = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
+"""Values of a token inside a layer's MLP."""
+
+EXPERT_COUNT: Final = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+"""Experts of a layer, of which each token passes a few."""
+
+EXPERTS_PER_TOKEN: Final = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "top_k_experts",
+    "moe_k",
+)
+"""Experts of a layer that each token passes."""
+
+MODEL_LENGTH: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "max_target_positions",
+)
+"""The longest sequence in tokens that the model was made for."""
+
+KV_SHARING_LAYERS: Final = ("num_kv_shared_layers",)
+"""How many of the last layers read the cache of earlier ones, and keep nothing (Gemma 3n)."""
+
+MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
+MAMBA_2_HEAD_SIZE: Final = ("mamba_d_head", "mamba_head_dim")
+MAMBA_2_GROUPS: Final = ("mamba_n_groups", "n_groups")
+MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
+
+
+def read_integer(config: Config, *names: str) -> int | None:
+    """Return the first of these fields that is set; of a list, its largest number.
+
+    None where no field is set, or the number is 0. Raises ValueError for a field that is no size.
+    """
+    for name in names:
+        value = config.get(name)
+        if _is_unset(value):
+            continue
+        numbers = value if isinstance(value, list) else [value]
+        if not all(_is_size(number) for number in numbers):
+            raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of a model's size")
+        return int(max(numbers)) or None
+    return None
+
+
+def _is_unset(value: object) -> bool:
+    """Return whether a field has no value: configurations write that as null, false, 0 or []."""
+    return value is None or value is False or value in (0, [])
+
+
+def _is_size(number: object) -> bool:
+    # To Python, True is an integer; in a configuration it is a switch.
+    if isinstance(number, bool) or not isinstance(number, int):
+        return False
+    return 0 <= number <= SIZE_LIMIT
+
+
+def require_integer(config: Config, *names: str) -> int:
+    """Return the field as `read_integer` does; raises ValueError where none is set."""
+    value = read_integer(config, *names)
+    if value is None:
+        raise ValueError(f"{names[0]} is missing")
+    return value
+
+
+def read_mapping(config: Config, *names: str) -> Config:
+    """Return the first of these fields that is a mapping, an empty one where none is."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, dict):
+            return value
+    return {}
