@@ -13,14 +13,16 @@ from vllm_headroom.scrape.nvml.device import GpuFaults
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.vocabulary import Reason
 
-NO_NVIDIA: Final = frozenset({Reason.LIBRARY_MISSING, Reason.DRIVER_MISSING, Reason.NO_DEVICES})
+NO_NVIDIA_REASONS: Final = frozenset(
+    {Reason.LIBRARY_MISSING, Reason.DRIVER_MISSING, Reason.NO_DEVICES}
+)
 """NVML's failures on a machine without a GPU of NVIDIA's."""
 
-NO_AMD: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class/drm"
+NO_AMD_NOTE: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class/drm"
 
 
 class Gpus:
-    """Reads NVIDIA's GPUs from NVML and AMD's from `sys`, without integrated ones beside others, in parallel."""
+    """Reads NVIDIA's GPUs from NVML and, at the same time, AMD's from `sys`."""
 
     def __init__(
         self,
@@ -38,44 +40,65 @@ class Gpus:
             proc=proc,
         )
         self._amd = Amd(monotonic=monotonic, sys=sys, proc=proc)
-        self._of_nvidia: tuple[GpuReading, ...] = ()
-        self._of_amd: tuple[GpuReading, ...] = ()
+        self._nvidia_readings: tuple[GpuReading, ...] = ()
+        self._amd_readings: tuple[GpuReading, ...] = ()
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every GPU in time, or the failure of NVML where AMD has none; never raise."""
+        """Return one reading of every GPU; never raise.
+
+        Returns NVML's failure on a machine without any card of AMD's.
+        """
         nvml, amd = await asyncio.gather(
             self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds)
         )
         if isinstance(nvml, Failure) and not amd:
-            return (
-                replace(nvml, message=nvml.message + NO_AMD) if nvml.reason in NO_NVIDIA else nvml
-            )
+            if nvml.reason in NO_NVIDIA_REASONS:
+                return replace(nvml, message=nvml.message + NO_AMD_NOTE)
+            return nvml
+        self._nvidia_readings = self._complete_nvidia(nvml)
+        self._amd_readings = self._number_amd(amd)
+        return GpuReadings(
+            driver_version=None if isinstance(nvml, Failure) else nvml.driver_version,
+            devices=self._nvidia_readings + self._amd_readings,
+        )
+
+    def _complete_nvidia(self, nvml: GpuReadings | Failure) -> tuple[GpuReading, ...]:
+        """Return the readings of NVIDIA's GPUs, failed ones where NVML fails beside AMD's cards."""
         if not isinstance(nvml, Failure):
-            of_nvidia = nvml.devices
-        elif (
-            not self._of_nvidia and nvml.reason not in NO_NVIDIA
-        ):  # of an unknown GPU: there should be some
-            of_nvidia = (GpuReading(index=0, uuid="", name="", failure=nvml),)
-        else:
-            of_nvidia = tuple(each.failed(nvml) for each in self._of_nvidia)
-        self._of_nvidia = of_nvidia
-        own = tuple(reading for reading in amd if reading.uuid not in self._amd.integrated)
-        first = 1 + max((reading.index for reading in of_nvidia), default=-1)
-        shown = own if of_nvidia or own else amd
-        self._of_amd = tuple(replace(reading, index=first + reading.index) for reading in shown)
-        driver_version = None if isinstance(nvml, Failure) else nvml.driver_version
-        return GpuReadings(driver_version=driver_version, devices=(*of_nvidia, *self._of_amd))
+            return nvml.devices
+        if not self._nvidia_readings and nvml.reason not in NO_NVIDIA_REASONS:
+            # There should be a GPU, but none was read before: report the failure of an unknown one.
+            return (GpuReading(index=0, uuid="", name="", failure=nvml),)
+        return tuple(reading.failed(nvml) for reading in self._nvidia_readings)
+
+    def _number_amd(self, amd: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
+        """Return the readings of AMD's cards with the indices after those of NVIDIA's GPUs.
+
+        Integrated GPUs are left out where there is any other GPU.
+        """
+        discrete = tuple(
+            reading for reading in amd if reading.uuid not in self._amd.integrated_uuids
+        )
+        shown = discrete if self._nvidia_readings or discrete else amd
+        nvidia_indices = [reading.index for reading in self._nvidia_readings]
+        first_index = max(nvidia_indices, default=-1) + 1
+        return tuple(replace(reading, index=first_index + reading.index) for reading in shown)
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID, and add it to each GPU's peak."""
-        looks = self._nvml.sample_used(timeout_seconds), self._amd.sample_used(timeout_seconds)
-        of_nvidia, of_amd = await asyncio.gather(*looks)
-        return {**of_nvidia, **of_amd}
+        nvidia_used_bytes, amd_used_bytes = await asyncio.gather(
+            self._nvml.sample_used(timeout_seconds), self._amd.sample_used(timeout_seconds)
+        )
+        return {**nvidia_used_bytes, **amd_used_bytes}
 
-    async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
-        """Return the memory faults of each GPU of the last reading; one that fails is left out."""
-        unknown = (GpuFaults(index=index) for index in {reading.index for reading in self._of_amd})
-        return *(await self._nvml.faults(timeout_seconds)), *unknown
+    async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
+        """Return the memory faults of each GPU of the last reading.
+
+        One that fails is left out; those of AMD's cards are unknown.
+        """
+        nvidia_faults = await self._nvml.read_faults(timeout_seconds)
+        amd_indices = {reading.index for reading in self._amd_readings}
+        return nvidia_faults + tuple(GpuFaults(index=index) for index in amd_indices)
 
     async def close(self) -> None:
         """Release both drivers."""

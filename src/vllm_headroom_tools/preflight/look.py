@@ -61,7 +61,7 @@ async def look(
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
         return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
-    faults = await gpus.faults(timeout_seconds)
+    faults = await gpus.read_faults(timeout_seconds)
     listed, host = await processes.read(PROCESSES_SECONDS), None
     with suppress(OSError, ValueError):
         here = read_host(proc, read_own_pid(proc))

@@ -194,7 +194,7 @@ def test_each_gpu_says_what_it_knows_of_faults_in_its_memory(sys: AmdTree, proc:
 
     async def steps(gpus: Gpus) -> None:
         await gpus.read(10)
-        told = await gpus.faults(10)
+        told = await gpus.read_faults(10)
 
         assert [faults.index for faults in told] == [0, 1, 2, 3]
         assert told[2].ecc is None

@@ -46,12 +46,12 @@ LOOK_AGAIN_SECONDS: Final = 15.0
 class Amd:
     """Reads all cards that amdgpu drives, on a separate thread: a sensor may block while the driver is faulty.
 
-    `integrated` are the UUIDs of integrated GPUs that use the machine's memory, or do not report theirs. A card keeps
+    `integrated_uuids` are the UUIDs of integrated GPUs that use the machine's memory, or do not report theirs. A card keeps
     its first index, in the order of PCI addresses, and stays listed when it is gone.
     """
 
     def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
-        self.integrated: frozenset[str] = frozenset()
+        self.integrated_uuids: frozenset[str] = frozenset()
         self._monotonic = monotonic
         self._sys = str(sys)
         self._proc = proc
@@ -102,7 +102,7 @@ class Amd:
             except OSError as error:
                 parts = self._failed(card, index, explain_error(error))
             found += [(card, part) for part in parts]
-        self.integrated = frozenset(
+        self.integrated_uuids = frozenset(
             part.uuid
             for card, part in found
             if (part.memory.is_unified if part.memory is not None else card.is_apu)

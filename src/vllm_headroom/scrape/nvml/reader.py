@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -13,120 +13,50 @@ import pynvml
 
 from vllm_headroom.model import Failure, GpuReading, GpuReadings
 from vllm_headroom.scrape.gpu_state import GpuTransitions
-from vllm_headroom.scrape.nvml.calls import (
-    DRIVER_WIDE,
+from vllm_headroom.scrape.nvml.device import GpuFaults, GpuPart, NvmlDevice, Session
+from vllm_headroom.scrape.nvml.errors import (
+    DRIVER_WIDE_CODES,
     explain_device,
     explain_source,
     explain_unexpected,
 )
-from vllm_headroom.scrape.nvml.device import GpuFaults, NvmlDevice, Part, Session
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker, capture_outcome
 
 T = TypeVar("T")
-MOST_STUCK: Final = 8
-"""Abandoned threads, one per GPU of a common node: a GPU with a stuck call is not asked again."""
-
-LEAST_SECONDS: Final = 0.02
-"""With less time left no call is made: a healthy GPU takes a few milliseconds."""
-
-
-class Lane:
-    """Makes calls one at a time on a thread; while one is stuck, others use a new thread and not its subject."""
-
-    def __init__(self) -> None:
-        self._worker = Worker[Any]("nvml")
-        self._stuck: dict[str, Worker[Any]] = {}
-
-    @property
-    def stuck(self) -> frozenset[str]:
-        """The subjects of the abandoned calls that have not returned."""
-        self._stuck = {
-            subject: worker for subject, worker in self._stuck.items() if worker.is_alive
-        }
-        return frozenset(self._stuck)
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether too many calls are stuck to make another."""
-        return len(self.stuck) >= MOST_STUCK
-
-    async def calls(
-        self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
-    ) -> dict[str, T | Exception]:
-        """Return by subject what each call returned or raised, without calls that were not made or did not return.
-
-        The thread is woken once for all: waking it costs more than a call. A call may take `limit_seconds` but, except
-        the last, only half of the time until `deadline`. Then, or when cancelled, its subject is stuck.
-        """
-        made: dict[str, T | Exception] = {}
-        waiting = {subject: call for subject, call in calls.items() if subject not in self.stuck}
-        while waiting and deadline - read_loop_seconds() >= LEAST_SECONDS and not self.is_blocked:
-            outcomes = await self._take(waiting, limit_seconds, deadline)
-            made.update(zip(waiting, outcomes, strict=False))
-            waiting = dict(tuple(waiting.items())[len(outcomes) + 1 :])
-        return made
-
-    async def _take(
-        self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
-    ) -> tuple[T | Exception, ...]:
-        """Make calls until one takes too long; its result is dropped, and its thread makes no further one."""
-        outcomes: list[T | Exception] = []
-        over = threading.Event()
-
-        def run() -> None:
-            for call in calls.values():
-                if over.is_set():
-                    return
-                outcomes.append(capture_outcome(call))
-
-        done, before = self._worker.begin(run), -1
-        try:
-            while before < len(outcomes) and not done.done():
-                before, left_seconds = len(outcomes), deadline - read_loop_seconds()
-                share_seconds = left_seconds / 2 if before < len(calls) - 1 else left_seconds
-                await asyncio.wait((done,), timeout=min(limit_seconds, share_seconds))
-        finally:
-            over.set()
-            returned = tuple(
-                outcomes
-            )  # after `over`: the first call that is not among them is the last that is made
-            if len(returned) < len(calls):
-                done.cancel()
-                self._stuck[tuple(calls)[len(returned)]] = self._worker
-                self.stop()
-        return returned
-
-    def stop(self) -> None:
-        """End the thread when it has nothing more to do."""
-        self._worker.stop()
-        self._worker = Worker("nvml")
-
-
-def read_loop_seconds() -> float:
-    """Return the time by which deadlines are set."""
-    return asyncio.get_running_loop().time()
-
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
+"""Between the first two inits of a failed driver; each further pause is twice as long."""
+
 RETRY_SECONDS: Final = 60.0
 """The longest pause between two inits of a failed driver, or to find a lost GPU again."""
 
 SHUTDOWN_SECONDS: Final = 0.2
 
-_XIDS: Final = "XID events"
-_SILENT: Final = explain_source(Reason.TIMEOUT)
-
-MOST_GPUS: Final = 64
+MAX_GPUS: Final = 64
 """More than a machine has; beyond it the GPUs that are gone the longest are forgotten."""
+
+MAX_STUCK_CALLS: Final = 8
+"""One per GPU of a common node: no further call is made for a GPU with a stuck one."""
+
+MIN_CALL_SECONDS: Final = 0.02
+"""With less time left no call is made: a healthy GPU takes a few milliseconds."""
+
+_INIT: Final = "init"
+_XIDS: Final = "XID events"
+_SHUTDOWN: Final = "shutdown"
+_SILENT: Final = explain_source(Reason.TIMEOUT)
 
 
 class Nvml:
-    """Reads all GPUs; a lost or hung one affects only itself, a failed driver is tried again with growing pauses.
+    """Reads all GPUs; a lost or hung one affects only itself.
 
-    `call_timeout_seconds` is how long one GPU may take before its thread is abandoned. While a call is stuck, NVML is
-    not shut down: that could crash. `proc` has the memory of a GPU that uses the machine's. A GPU that is gone stays
-    listed with the MIG instances that it had; an instance gone from a present GPU was removed on purpose.
+    A failed driver is initialised again, after growing pauses. While a call is stuck, NVML is not
+    shut down: that could crash. A GPU that is gone stays listed with the MIG instances that it had;
+    an instance gone from a present GPU was removed on purpose.
+
+    `call_timeout_seconds` is how long one GPU may take before its thread is abandoned. `proc` has
+    the memory of a GPU that uses the machine's.
     """
 
     def __init__(
@@ -143,13 +73,16 @@ class Nvml:
             monotonic=monotonic, process_interval_seconds=process_interval_seconds, proc=proc
         )
         self._lane = Lane()
-        self._turn = asyncio.Lock()
-        self._known: dict[str, tuple[Part, ...]] = {}
+        self._lock = asyncio.Lock()
+        self._parts: dict[str, tuple[GpuPart, ...]] = {}
+        """The parts of each GPU when it was last read, by UUID; the GPU seen last is the last."""
         self._transitions = GpuTransitions()
         self._failure = _SILENT
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
-        self._open_at = -inf
-        self._look_again_at = inf
+        self._open_at_seconds = -inf
+        """When a failed driver is initialised again."""
+        self._reopen_at_seconds = inf
+        """When a working driver is initialised again, to find a lost GPU."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
@@ -159,166 +92,290 @@ class Nvml:
         deadline = read_loop_seconds() + timeout_seconds
         try:
             async with asyncio.timeout_at(deadline):
-                await self._turn.acquire()
+                await self._lock.acquire()
         except TimeoutError:
             return _SILENT
         try:
-            return await self._open(deadline) or await self._read(deadline)
+            failure = await self._open(deadline)
+            return failure or await self._read(deadline)
         except Exception as error:  # noqa: BLE001 - no error of foreign code may end the daemon
             return explain_unexpected(error)
         finally:
-            self._turn.release()
+            self._lock.release()
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID; nothing during a reading."""
-        if self._turn.locked():
+        if self._lock.locked():
             return {}
-        seen = await self._ask_quietly(NvmlDevice.sample_used, timeout_seconds)
-        return {uuid: used_bytes for of_gpu in seen for uuid, used_bytes in of_gpu.items()}
+        used_bytes: dict[str, int] = {}
+        for gpu_used_bytes in await self._query_quietly(NvmlDevice.sample_used, timeout_seconds):
+            used_bytes |= gpu_used_bytes
+        return used_bytes
 
-    async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
+    async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return the memory faults of each GPU of the last reading; one that fails is left out."""
-        return await self._ask_quietly(NvmlDevice.faults, timeout_seconds)
-
-    async def _ask_quietly(
-        self, question: Callable[[NvmlDevice], T], timeout_seconds: float
-    ) -> tuple[T, ...]:
-        async with self._turn:
-            with contextlib.suppress(Exception):  # the next reading finds and reports it
-                answers = await self._ask(question, read_loop_seconds() + timeout_seconds)
-                return tuple(answer for _, answer in answers if not isinstance(answer, Failure))
-        return ()
+        return await self._query_quietly(NvmlDevice.read_faults, timeout_seconds)
 
     async def close(self) -> None:
         """Shut NVML down if it answers quickly."""
-        if not self._lane.stuck:
+        if not self._lane.stuck_subjects:
             deadline = read_loop_seconds() + SHUTDOWN_SECONDS
             with contextlib.suppress(OSError):
-                await self._lane.calls(
-                    {"shutdown": self._session.close}, SHUTDOWN_SECONDS, deadline
+                await self._lane.make_calls(
+                    {_SHUTDOWN: self._session.close}, SHUTDOWN_SECONDS, deadline
                 )
         self._lane.stop()
 
     async def _open(self, deadline: float) -> Failure | None:
-        now, stuck = self._monotonic(), self._lane.stuck
+        """Initialise NVML where that is due; return why no GPU can be read."""
+        now_seconds = self._monotonic()
+        is_stuck = bool(self._lane.stuck_subjects)
         if self._lane.is_blocked:
             return _SILENT
-        if self._session.devices and (stuck or now < self._look_again_at):
+        if self._session.devices and (is_stuck or now_seconds < self._reopen_at_seconds):
             return None
-        if stuck or now < self._open_at:
+        if is_stuck or now_seconds < self._open_at_seconds:
             return self._failure
-        self._look_again_at = inf
-        made = await self._lane.calls({"init": self._session.open}, inf, deadline)
-        failure = made.get("init", _SILENT)
-        if isinstance(failure, Exception):
-            raise failure
-        if failure is _SILENT:
+        self._reopen_at_seconds = inf
+        outcomes = await self._lane.make_calls({_INIT: self._session.open}, inf, deadline)
+        if _INIT not in outcomes:
             self._failure = _SILENT
             return _SILENT
-        return failure and self._down(failure)
+        failure = outcomes[_INIT]
+        if isinstance(failure, Exception):
+            raise failure
+        return None if failure is None else self._mark_down(failure)
 
-    def _down(self, failure: Failure) -> Failure:
+    def _mark_down(self, failure: Failure) -> Failure:
+        """Schedule the next init after a failure of the whole driver."""
         self._session.devices = ()
         self._failure = failure
-        self._open_at = self._monotonic() + self._backoff_seconds
+        self._open_at_seconds = self._monotonic() + self._backoff_seconds
         self._backoff_seconds = min(2 * self._backoff_seconds, RETRY_SECONDS)
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
         try:
-            outcomes = await self._ask(NvmlDevice.read, deadline, {_XIDS: self._session.xids.poll})
+            outcomes = await self._query_devices(
+                NvmlDevice.read, deadline, {_XIDS: self._session.xids.poll}
+            )
         except pynvml.NVMLError as error:
-            return self._down(explain_source(error.value))
+            return self._mark_down(explain_source(error.value))
         if self._lane.is_blocked:
             return _SILENT
-        if all(
-            isinstance(outcome, Failure) and outcome.reason is Reason.UNKNOWN
-            for _, outcome in outcomes
-        ):
-            return self._down(explain_source(Reason.UNKNOWN))
+        if all(_is_failed(outcome, Reason.UNKNOWN) for _, outcome in outcomes):
+            return self._mark_down(explain_source(Reason.UNKNOWN))
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         readings = self._complete(outcomes)
         self._transitions.report(readings)
-        if any(
-            reading.failure and reading.failure.reason is Reason.DEVICE_LOST for reading in readings
-        ):
-            self._look_again_at = min(self._look_again_at, self._monotonic() + RETRY_SECONDS)
+        if any(_is_failed(reading.failure, Reason.DEVICE_LOST) for reading in readings):
+            retry_at_seconds = self._monotonic() + RETRY_SECONDS
+            self._reopen_at_seconds = min(self._reopen_at_seconds, retry_at_seconds)
         return GpuReadings(driver_version=self._session.driver_version, devices=readings)
 
     def _complete(
         self, outcomes: list[tuple[NvmlDevice, tuple[GpuReading, ...] | Failure]]
     ) -> tuple[GpuReading, ...]:
-        """Return the readings, with a failed one for each part that was not read and each part of a missing GPU.
-
-        The UUID of a GPU that does not open is unknown: it counts as the missing one that had its index.
-        """
-        for device, _ in outcomes:
-            if device.gpu is not None:
-                known = self._known.pop(device.gpu.uuid, (device.gpu,))
-                self._known[device.gpu.uuid] = device.parts or known
-        self._known = dict(tuple(self._known.items())[-MOST_GPUS:])
-        missing = sorted(
-            self._known.keys()
-            - {device.gpu.uuid for device, _ in outcomes if device.gpu is not None}
-        )
+        """Return the readings, with failed ones for each part that was not read or is missing."""
+        missing_uuids = self._remember_parts(device for device, _ in outcomes)
         readings: list[GpuReading] = []
         for device, outcome in outcomes:
-            had_index = (uuid for uuid in missing if self._known[uuid][0].index == device.index)
             if not isinstance(outcome, Failure):
                 readings += outcome
-            elif device.gpu is not None:
-                readings += self._fail(device.gpu.uuid, outcome)
-            elif uuid := next(had_index, ""):
-                missing.remove(uuid)
-                readings += self._fail(uuid, outcome)
-            else:
+                continue
+            if device.gpu is not None:
+                readings += self._build_failed(device.gpu.uuid, outcome)
+                continue
+            # The UUID of a GPU that does not open is unknown: it counts as the missing one that
+            # had its index.
+            uuid = self._find_uuid(missing_uuids, device.index)
+            if uuid is None:
                 readings.append(GpuReading(index=device.index, uuid="", name="", failure=outcome))
-        for uuid in missing:
-            readings += self._fail(uuid, explain_device(Reason.DEVICE_LOST))
+            else:
+                missing_uuids.remove(uuid)
+                readings += self._build_failed(uuid, outcome)
+        for uuid in missing_uuids:
+            readings += self._build_failed(uuid, explain_device(Reason.DEVICE_LOST))
         return tuple(readings)
 
-    def _fail(self, uuid: str, failure: Failure) -> list[GpuReading]:
-        """Return a failed reading of each part of a GPU; XID errors are counted here and stay known."""
+    def _remember_parts(self, devices: Iterable[NvmlDevice]) -> list[str]:
+        """Remember the parts of the opened GPUs; return the sorted UUIDs of the missing ones."""
+        opened_uuids = set()
+        for device in devices:
+            if device.gpu is None:
+                continue
+            uuid = device.gpu.uuid
+            opened_uuids.add(uuid)
+            previous_parts = self._parts.pop(uuid, (device.gpu,))
+            self._parts[uuid] = device.parts or previous_parts
+        self._parts = dict(tuple(self._parts.items())[-MAX_GPUS:])
+        return sorted(self._parts.keys() - opened_uuids)
+
+    def _find_uuid(self, missing_uuids: Iterable[str], index: int) -> str | None:
+        for uuid in missing_uuids:
+            if self._parts[uuid][0].index == index:
+                return uuid
+        return None
+
+    def _build_failed(self, uuid: str, failure: Failure) -> list[GpuReading]:
+        """Return a failed reading of each part of a GPU; its counted XID errors remain."""
         return [
             GpuReading(
                 index=part.index,
                 uuid=part.uuid,
                 name=part.name,
-                xid_errors=self._session.xids.counts(part.gpu_uuid, part.gpu_instance),
+                xid_errors=self._session.xids.list_counts(part.gpu_uuid, part.gpu_instance),
                 failure=failure,
             )
-            for part in self._known[uuid]
+            for part in self._parts[uuid]
         ]
 
-    async def _ask(
+    async def _query_quietly(
+        self, method: Callable[[NvmlDevice], T], timeout_seconds: float
+    ) -> tuple[T, ...]:
+        """Return the answer of each GPU that does not fail."""
+        async with self._lock:
+            with contextlib.suppress(Exception):  # the next reading finds and reports it
+                deadline = read_loop_seconds() + timeout_seconds
+                outcomes = await self._query_devices(method, deadline)
+                return tuple(outcome for _, outcome in outcomes if not isinstance(outcome, Failure))
+        return ()
+
+    async def _query_devices(
         self,
-        question: Callable[[NvmlDevice], T],
+        method: Callable[[NvmlDevice], T],
         deadline: float,
-        before: Mapping[str, Callable[[], None]] = {},
+        driver_calls: Mapping[str, Callable[[], None]] = {},
     ) -> list[tuple[NvmlDevice, T | Failure]]:
-        """Return each GPU's answer or failure, after the calls `before`, of no GPU; raise NVMLError of the driver."""
-        devices = {f"GPU {device.index}": device for device in self._session.devices}
-        calls: dict[str, Callable[[], Any]] = {**before}
-        calls |= {
-            name: partial(gpu.answer, question)
-            for name, gpu in devices.items()
-            if gpu.lost_code is None
+        """Return each GPU's answer or failure; raise NVMLError where the whole driver fails.
+
+        The `driver_calls`, of no GPU, are made before.
+        """
+        calls: dict[str, Callable[[], Any]] = dict(driver_calls)
+        for device in self._session.devices:
+            if device.lost_code is None:
+                calls[_name_subject(device)] = partial(device.call, method)
+        outcomes = await self._lane.make_calls(calls, self._call_timeout_seconds, deadline)
+        for outcome in outcomes.values():
+            if isinstance(outcome, pynvml.NVMLError) and outcome.value in DRIVER_WIDE_CODES:
+                raise outcome
+        return [
+            (device, _explain_outcome(device, outcomes.get(_name_subject(device), TimeoutError())))
+            for device in self._session.devices
+        ]
+
+
+def _name_subject(device: NvmlDevice) -> str:
+    return f"GPU {device.index}"
+
+
+def _explain_outcome(device: NvmlDevice, outcome: T | Exception) -> T | Failure:
+    """Return a device's answer, or the failure that an exception means."""
+    if device.lost_code is not None:
+        return explain_device(device.lost_code)
+    if isinstance(outcome, pynvml.NVMLError):
+        return explain_device(outcome.value)
+    if isinstance(outcome, TimeoutError):
+        return explain_device(Reason.TIMEOUT)
+    if isinstance(outcome, Exception):
+        return explain_unexpected(outcome)
+    return outcome
+
+
+def _is_failed(outcome: object, reason: Reason) -> bool:
+    return isinstance(outcome, Failure) and outcome.reason is reason
+
+
+def read_loop_seconds() -> float:
+    """Return the time by which deadlines are set."""
+    return asyncio.get_running_loop().time()
+
+
+class Lane:
+    """Makes calls one at a time on a thread.
+
+    Each call has a subject, such as a GPU. While a call is stuck, other calls are made on a new
+    thread, and none for its subject.
+    """
+
+    def __init__(self) -> None:
+        self._worker = Worker[Any]("nvml")
+        self._stuck_workers: dict[str, Worker[Any]] = {}
+
+    @property
+    def stuck_subjects(self) -> frozenset[str]:
+        """The subjects of the abandoned calls that have not returned."""
+        return frozenset(
+            subject for subject, worker in self._stuck_workers.items() if worker.is_alive
+        )
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether too many calls are stuck to make another."""
+        return len(self.stuck_subjects) >= MAX_STUCK_CALLS
+
+    async def make_calls(
+        self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
+    ) -> dict[str, T | Exception]:
+        """Return by subject what each call returned or raised.
+
+        Calls that were not made, or did not return in time, are left out. A call may take
+        `limit_seconds` but, except the last, only half of the time until `deadline`. Then, or when
+        cancelled, its subject is stuck.
+        """
+        outcomes: dict[str, T | Exception] = {}
+        stuck_subjects = self.stuck_subjects
+        pending = {
+            subject: call for subject, call in calls.items() if subject not in stuck_subjects
         }
-        outcomes = await self._lane.calls(calls, self._call_timeout_seconds, deadline)
-        answers: list[tuple[NvmlDevice, T | Failure]] = []
-        for answer in outcomes.values():
-            if isinstance(answer, pynvml.NVMLError) and answer.value in DRIVER_WIDE:
-                raise answer
-        for name, device in devices.items():
-            match outcomes.get(name, TimeoutError()):
-                case _ if device.lost_code is not None:
-                    answers.append((device, explain_device(device.lost_code)))
-                case pynvml.NVMLError(value=code):
-                    answers.append((device, explain_device(code)))
-                case TimeoutError():
-                    answers.append((device, explain_device(Reason.TIMEOUT)))
-                case Exception() as error:
-                    answers.append((device, explain_unexpected(error)))
-                case answer:
-                    answers.append((device, answer))
-        return answers
+        while pending and not self.is_blocked:
+            if deadline - read_loop_seconds() < MIN_CALL_SECONDS:
+                break
+            returned = await self._call_until_stuck(pending, limit_seconds, deadline)
+            outcomes.update(zip(pending, returned, strict=False))
+            # The call after those that returned, if any, is the one that is stuck.
+            pending = dict(tuple(pending.items())[len(returned) + 1 :])
+        return outcomes
+
+    async def _call_until_stuck(
+        self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
+    ) -> tuple[T | Exception, ...]:
+        """Make calls until one takes too long; return the outcomes of those before it.
+
+        The outcome of the stuck call is dropped, and its thread makes no further one. The thread is
+        woken once for all calls: waking it costs more than a call.
+        """
+        outcomes: list[T | Exception] = []
+        is_over = threading.Event()
+
+        def run() -> None:
+            for call in calls.values():
+                if is_over.is_set():
+                    return
+                outcomes.append(capture_outcome(call))
+
+        finished = self._worker.begin(run)
+        previous_count = -1
+        try:
+            # Wait as long as at least one further call returns within its time.
+            while previous_count < len(outcomes) and not finished.done():
+                previous_count = len(outcomes)
+                share_seconds = deadline - read_loop_seconds()
+                if previous_count < len(calls) - 1:
+                    share_seconds /= 2
+                await asyncio.wait((finished,), timeout=min(limit_seconds, share_seconds))
+        finally:
+            is_over.set()
+            # Copied after `is_over` is set: the first call that is not in it is the last made.
+            returned = tuple(outcomes)
+            if len(returned) < len(calls):
+                finished.cancel()
+                stuck_subject = tuple(calls)[len(returned)]
+                self._stuck_workers[stuck_subject] = self._worker
+                self.stop()
+        return returned
+
+    def stop(self) -> None:
+        """End the thread when it has nothing more to do."""
+        self._worker.stop()
+        self._worker = Worker("nvml")

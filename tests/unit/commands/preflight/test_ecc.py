@@ -89,7 +89,7 @@ def test_the_daemons_readings_do_not_ask_for_faults(nvml: FakeNvml) -> None:
         assert isinstance(await reader.read(10), GpuReadings)
         await reader.sample_used(10)
         assert not {"nvmlDeviceGetEccMode GPU-a", "nvmlDeviceGetRemappedRows GPU-a"} & set(nvml.calls())
-        return await reader.faults(10)
+        return await reader.read_faults(10)
 
     (faults,) = run(steps)
 

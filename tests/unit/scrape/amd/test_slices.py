@@ -169,7 +169,7 @@ def test_an_apu_of_which_kfd_may_not_tell_has_no_memory(machine: Machine) -> Non
         (gpu,) = await amd.read(PATIENCE_SECONDS)
 
         assert gpu.memory is None
-        assert amd.integrated == {gpu.uuid}
+        assert amd.integrated_uuids == {gpu.uuid}
 
     with nobody():
         machine.run(steps)

@@ -13,7 +13,7 @@ from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons
 from tests.logs import capture_logs
 from tests.process import eventually
 from vllm_headroom.model import Failure, GpuReading, GpuReadings
-from vllm_headroom.scrape.nvml.reader import MOST_STUCK, Nvml
+from vllm_headroom.scrape.nvml.reader import MAX_STUCK_CALLS, Nvml
 from vllm_headroom.vocabulary import Reason
 
 FOR_EVER = 600.0
@@ -107,15 +107,15 @@ def test_two_gpus_that_hang_cost_only_themselves_and_are_asked_once(fake: FakeNv
 
 
 def test_when_as_many_calls_are_stuck_as_may_be_nvml_fails_as_a_whole_until_one_returns(fake: FakeNvml) -> None:
-    fake.gpus = [FakeGpu(uuid=f"GPU-{index}") for index in range(MOST_STUCK + 1)]
+    fake.gpus = [FakeGpu(uuid=f"GPU-{index}") for index in range(MAX_STUCK_CALLS + 1)]
     fake.write()
 
     async def steps(nvml: Nvml) -> None:
         await devices(nvml)
-        hang(fake, *range(MOST_STUCK))
+        hang(fake, *range(MAX_STUCK_CALLS))
         await until(nvml, lambda read: isinstance(read, Failure) and read.reason is Reason.TIMEOUT)
 
-        hang(fake, *range(1, MOST_STUCK))
+        hang(fake, *range(1, MAX_STUCK_CALLS))
         await until(nvml, lambda read: isinstance(read, GpuReadings))
 
     run(steps, call_timeout_seconds=0.2)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vllm_headroom.scrape.nvml.reader import LEAST_SECONDS, Lane, read_loop_seconds
+from vllm_headroom.scrape.nvml.reader import MIN_CALL_SECONDS, Lane, read_loop_seconds
 
 FOR_EVER = 600.0
 SHORT_SECONDS = 0.2
@@ -24,7 +24,7 @@ def released() -> Iterator[threading.Event]:
 
 def asked(lane: Lane, limit_seconds: float, **calls: Callable[[], object]) -> dict[str, object]:
     async def ask() -> dict[str, object]:
-        return dict(await lane.calls(calls, limit_seconds, read_loop_seconds() + FOR_EVER))
+        return dict(await lane.make_calls(calls, limit_seconds, read_loop_seconds() + FOR_EVER))
 
     return asyncio.run(ask())
 
@@ -51,10 +51,10 @@ def test_after_one_that_hangs_the_others_are_made_once_and_elsewhere(released: t
     found = asked(lane, SHORT_SECONDS, first=note("first"), hung=released.wait, last=note("last"))
 
     assert found.keys() == {"first", "last"}
-    assert lane.stuck == {"hung"}
+    assert lane.stuck_subjects == {"hung"}
 
     released.set()
-    until(lambda: not lane.stuck)
+    until(lambda: not lane.stuck_subjects)
     lane.stop()
 
     (_, before), (_, after) = made  # the thread that was given up makes no call when it goes on
@@ -89,13 +89,13 @@ def test_without_time_nothing_is_asked() -> None:
     lane, made = Lane(), []
 
     async def ask() -> dict[str, Exception | None]:
-        return await lane.calls(
-            {"late": lambda: made.append("late")}, FOR_EVER, read_loop_seconds() + LEAST_SECONDS / 2
+        return await lane.make_calls(
+            {"late": lambda: made.append("late")}, FOR_EVER, read_loop_seconds() + MIN_CALL_SECONDS / 2
         )
 
     assert asyncio.run(ask()) == {}
     assert made == []
-    assert not lane.stuck
+    assert not lane.stuck_subjects
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -9,7 +9,7 @@ from tests.fakes.nvml.reader import Clock, devices, in_process, reasons, run
 from tests.logs import capture_logs
 from vllm_headroom.model import GpuReading
 from vllm_headroom.scrape.gpu_state import Peak
-from vllm_headroom.scrape.nvml.reader import MOST_GPUS, Nvml
+from vllm_headroom.scrape.nvml.reader import MAX_GPUS, Nvml
 from vllm_headroom.vocabulary import Reason
 
 INIT = "nvmlInitWithFlags -"
@@ -117,7 +117,7 @@ def test_gpus_that_come_back_as_others_each_time_are_not_listed_without_end(fake
     clock = Clock()
 
     async def steps(nvml: Nvml) -> tuple[tuple[GpuReading, ...], int]:
-        for turn in range(MOST_GPUS + 9):
+        for turn in range(MAX_GPUS + 9):
             fake.gpus[1].uuid, fake.gpus[1].errors = f"GPU-of-turn-{turn}", {}
             fake.write()
             await devices(nvml)
@@ -132,9 +132,9 @@ def test_gpus_that_come_back_as_others_each_time_are_not_listed_without_end(fake
     readings, peaks = run(steps, monotonic=clock)
     uuids = [reading.uuid for reading in readings]
 
-    assert len(uuids) == MOST_GPUS
-    assert peaks < MOST_GPUS
-    assert {"GPU-0", "GPU-2", f"GPU-of-turn-{MOST_GPUS + 8}"} <= set(uuids)
+    assert len(uuids) == MAX_GPUS
+    assert peaks < MAX_GPUS
+    assert {"GPU-0", "GPU-2", f"GPU-of-turn-{MAX_GPUS + 8}"} <= set(uuids)
 
 
 def test_a_gpu_that_may_not_be_opened_is_listed_by_its_index(fake: FakeNvml) -> None:

@@ -5,8 +5,8 @@ import pytest
 
 from tests.fakes.nvml.library import FakeGpu, FakeInstance, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, run
-from vllm_headroom.scrape.nvml.calls import MOST_KINDS
 from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.nvml.xids import MAX_KINDS
 
 
 @pytest.fixture
@@ -103,11 +103,11 @@ def test_a_driver_that_reports_ever_new_codes_makes_no_page_without_end_and_no_e
         fake.write()
         for _ in range(4):
             errors = (await devices(nvml))[0].xid_errors
-        assert errors == ((0, 200 - MOST_KINDS), *((1 + number, 1) for number in range(MOST_KINDS)))
+        assert errors == ((0, 200 - MAX_KINDS), *((1 + number, 1) for number in range(MAX_KINDS)))
 
         fake.gpus[0].xids += [(1, None), (300, None)]
         fake.write()
-        assert (await devices(nvml))[0].xid_errors[:2] == ((0, 201 - MOST_KINDS), (1, 2))
+        assert (await devices(nvml))[0].xid_errors[:2] == ((0, 201 - MAX_KINDS), (1, 2))
 
     run(steps)
 

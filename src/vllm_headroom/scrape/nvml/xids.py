@@ -1,0 +1,98 @@
+"""Count the XID errors that NVML reports."""
+
+import contextlib
+import ctypes
+from collections import Counter, defaultdict
+from typing import Any, Final
+
+import pynvml
+
+Handle = Any
+"""NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
+
+XidKind = tuple[int, int]
+"""An XID and the MIG instance of the GPU that it is about."""
+
+MAX_EVENTS: Final = 64
+"""Per poll, so that many events do not keep the thread from reading memory."""
+
+MAX_KINDS: Final = 128
+"""Counted per GPU, several times NVIDIA's catalogue; more, of a faulty driver, are OTHER_KIND."""
+
+OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
+
+
+class Xids:
+    """Counts XID errors since its creation; listens from one init of NVML to the next.
+
+    NVML reports the GPU of an event, in MIG mode also the GPU instance if known. It does not replay
+    earlier events.
+    """
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[str, Counter[XidKind]] = defaultdict(Counter)
+        self._uuids_by_address: dict[int, str] = {}
+        self._event_set: Any = None
+
+    def begin(self) -> None:
+        """Create the set of events that `listen` adds to; the counts stay empty without one."""
+        self._uuids_by_address = {}
+        self._event_set = None
+        with contextlib.suppress(pynvml.NVMLError):
+            self._event_set = pynvml.nvmlEventSetCreate()
+
+    def end(self) -> None:
+        """Free the set, before NVML is shut down."""
+        event_set = self._event_set
+        self._event_set = None
+        if event_set is not None:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlEventSetFree(event_set)
+
+    def listen(self, handle: Handle, uuid: str) -> None:
+        """Count the XID errors of this GPU from now on.
+
+        Raises NVMLError where the GPU has no such events.
+        """
+        if self._event_set is not None:
+            pynvml.nvmlDeviceRegisterEvents(
+                handle, pynvml.nvmlEventTypeXidCriticalError, self._event_set
+            )
+            self._uuids_by_address[_find_address(handle)] = uuid
+
+    def poll(self) -> None:
+        """Count the events that have arrived, without waiting for more."""
+        if self._event_set is None or not self._uuids_by_address:
+            return
+        for _ in range(MAX_EVENTS):
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._event_set, 0)
+            except pynvml.NVMLError:  # usually a timeout: nothing has arrived
+                return
+            uuid = self._uuids_by_address.get(_find_address(event.device))
+            if uuid is not None:
+                self._count(uuid, (event.eventData, event.gpuInstanceId))
+
+    def _count(self, uuid: str, kind: XidKind) -> None:
+        counts = self._counts[uuid]
+        if kind not in counts and len(counts) >= MAX_KINDS:
+            kind = OTHER_KIND
+        counts[kind] += 1
+
+    def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> tuple[tuple[int, int], ...]:
+        """Return pairs of XID and count, of a GPU or of one of its MIG instances.
+
+        An event without an instance counts for each of them.
+        """
+        counts: Counter[int] = Counter()
+        # Copied: NVML's thread may count meanwhile.
+        kinds = tuple(self._counts.get(gpu_uuid, {}).items())
+        for (xid, instance), count in kinds:
+            if gpu_instance is None or instance in (gpu_instance, pynvml.NVML_GPU_INSTANCE_ID_ANY):
+                counts[xid] += count
+        return tuple(sorted(counts.items()))
+
+
+def _find_address(handle: Handle) -> int:
+    # A lost GPU's handle must not be used to read its UUID; NVML uses one address per GPU.
+    return ctypes.addressof(handle.contents)
