@@ -1,4 +1,4 @@
-"""What is remembered of a GPU between two readings: its peaks and its last failure."""
+"""The state of a GPU between two readings: its peaks and its last failure."""
 
 from collections import deque
 from typing import Any, Final
@@ -11,15 +11,19 @@ log = Log(__name__)
 WINDOW_SECONDS: Final = 60.0
 """Four scrapes at Prometheus' usual 15 s: a peak between two of them is on the page for several."""
 
+_PeakSample = tuple[float, int]
+"""Seconds of the monotonic clock, and bytes in use."""
+
 
 class Peak:
-    """Keeps the samples that can still become the highest: each is higher than all later ones."""
+    """The highest memory in use within the last minute."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()
+        # Only samples that can still become the highest: each is higher than all later ones.
+        self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
-        """Take a sample; `now` must not decrease."""
+        """Add a sample; `now` must not decrease."""
         while self._samples and self._samples[-1][1] <= used_bytes:
             self._samples.pop()
         self._samples.append((now, used_bytes))
@@ -32,34 +36,40 @@ class Peak:
 
 
 class GpuTransitions:
-    """Logs once when a GPU, by UUID or else by index, fails, answers again, or does not report its memory."""
+    """Logs once when a GPU fails, answers again, or does not report its memory."""
 
     def __init__(self) -> None:
-        self._failed: frozenset[str] = frozenset()
-        self._without_memory: set[str] = set()
+        self._failed_names: frozenset[str] = frozenset()
+        self._uuids_without_memory: set[str] = set()
 
     def report(self, readings: tuple[GpuReading, ...]) -> None:
-        """Log what changed since the last readings."""
-        before, self._failed = (
-            self._failed,
-            frozenset(name for name, reading in _name(readings) if reading.failure),
-        )
-        self._without_memory &= {reading.uuid for reading in readings}
-        for name, reading in _name(readings):
-            about: dict[str, Any] = {"gpu": reading.index, "uuid": reading.uuid}
-            if reading.failure is not None:
-                if name not in before:
-                    failure = reading.failure
-                    log.warning(
-                        "GPU failed", **about, reason=str(failure.reason), problem=failure.message
-                    )
+        """Log what has changed since the last readings."""
+        previously_failed_names = self._failed_names
+        self._failed_names = frozenset(_name(reading) for reading in readings if reading.failure)
+        self._uuids_without_memory &= {reading.uuid for reading in readings}
+        for reading in readings:
+            name = _name(reading)
+            fields: dict[str, Any] = {"gpu": reading.index, "uuid": reading.uuid}
+            failure = reading.failure
+            if failure is not None:
+                if name not in previously_failed_names:
+                    fields |= {"reason": str(failure.reason), "problem": failure.message}
+                    log.warning("GPU failed", **fields)
                 continue
-            if before & {name, f"GPU {reading.index}"}:
-                log.info("GPU answers again", **about)
-            if reading.memory is None and reading.uuid not in self._without_memory:
-                self._without_memory.add(reading.uuid)
-                log.warning("GPU does not report its memory: its memory series are absent", **about)
+            # A GPU that did not open failed under its index, before its UUID was known.
+            if previously_failed_names & {name, _name_by_index(reading)}:
+                log.info("GPU answers again", **fields)
+            if reading.memory is None and reading.uuid not in self._uuids_without_memory:
+                self._uuids_without_memory.add(reading.uuid)
+                log.warning(
+                    "GPU does not report its memory: its memory series are absent", **fields
+                )
 
 
-def _name(readings: tuple[GpuReading, ...]) -> list[tuple[str, GpuReading]]:
-    return [(reading.uuid or f"GPU {reading.index}", reading) for reading in readings]
+def _name(reading: GpuReading) -> str:
+    """Return a GPU's UUID or, while that is unknown, its index."""
+    return reading.uuid or _name_by_index(reading)
+
+
+def _name_by_index(reading: GpuReading) -> str:
+    return f"GPU {reading.index}"

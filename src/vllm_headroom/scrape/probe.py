@@ -76,8 +76,8 @@ Parsed = tuple[ProbedProcess, str | None] | str
 class ProbeReader:
     """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a volume that hangs costs this source only.
 
-    The engine's container can write to the folder: its content is bounded, checked, and trusted for the engine's own
-    memory only. Files of an earlier boot are ignored.
+    The engine's container can write to the folder: its content is bounded, checked, and trusted for
+    the engine's own memory only. Files of an earlier boot are ignored.
     """
 
     def __init__(

@@ -9,11 +9,15 @@ from vllm_headroom.vocabulary import Reason, Source
 SHORTAGES: Final = frozenset(
     {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 )
-"""No thread, descriptor, port or memory is left on this side: the source itself may be well."""
+"""Error numbers where no thread, descriptor, port or memory is left on this side: the source itself
+may work."""
 
 
 def build_unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:
-    """Return the failure of a source that could not be read; `advice` is for errors other than a shortage."""
+    """Return the failure of a source that could not be read.
+
+    `advice` is for all errors other than a shortage.
+    """
     if error.errno in SHORTAGES:
         advice = "raise that limit of the sidecar, or find what uses it up on its machine"
     message = f"{trouble} ({error.strerror or error}): {advice}"

@@ -41,113 +41,162 @@ def list_names(folder: str) -> list[str]:
 
 
 DRIVER: Final = "amdgpu"
-DRM: Final = "class/drm"
-TEMPERATURES: Final = ("temp1_input", "temp2_input")
+DRM_FOLDER: Final = "class/drm"
+TOPOLOGY_FOLDER: Final = "class/kfd/kfd/topology"
+
+TEMPERATURE_FILES: Final = ("temp1_input", "temp2_input")
 """Edge, else junction: from MI200 on there is no edge sensor."""
 
-POWERS: Final = ("power1_average", "power1_input")
+POWER_FILES: Final = ("power1_average", "power1_input")
 """A card has one of them: average or current power."""
 
-TOPOLOGY: Final = "class/kfd/kfd/topology"
-_CARD: Final = re.compile(r"card\d+")
-_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""A PCI address; partitions appear as cards too, of a device `amdgpu_xcp_N` without any facts."""
+_CARD_NAME: Final = re.compile(r"card\d+")
+_PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+"""Partitions appear as cards too, of a device `amdgpu_xcp_N` without any facts, which does not
+match."""
 
 
-class Node(Struct, frozen=True, kw_only=True):
-    """A card or a partition by KFD; `memory_bytes` is its processes' limit (amdgpu_amdkfd_reserve_mem_limit)."""
+class KfdNode(Struct, frozen=True, kw_only=True):
+    """A card or a partition as KFD, the driver's part for computing, lists it."""
 
     gpu_id: int
     memory_bytes: int | None
+    """The limit of its processes (amdgpu_amdkfd_reserve_mem_limit)."""
 
 
 class Card(Struct, frozen=True, kw_only=True):
-    """A card at a PCI address, with its folder in /sys and its sensor files, "" without one.
-
-    `is_apu`: it has a sensor of the north bridge's voltage, as only integrated GPUs do (amdgpu_pm.c). `nodes` are
-    KFD's: several where the card is partitioned, none where ROCm cannot use it, None where KFD denies access: in a
-    container it permits the cards whose device in /dev the container has (kfd_topology.c).
-    """
+    """A card at a PCI address."""
 
     address: str
     folder: str
-    temperature: str
-    power: str
+    """Of the PCI device in /sys."""
+    temperature_file: str
+    """The path of its sensor, "" without one."""
+    power_file: str
+    """The path of its sensor, "" without one."""
     is_apu: bool
+    """It has a sensor of the north bridge's voltage, as only integrated GPUs do (amdgpu_pm.c)."""
     uuid: str
     name: str
-    nodes: tuple[Node, ...] | None
+    nodes: tuple[KfdNode, ...] | None
+    """Several where the card is partitioned, none where ROCm cannot use it, None where KFD denies
+    access: in a container it permits the cards whose device in /dev the container has
+    (kfd_topology.c)."""
 
 
 def find_cards(sys: str) -> dict[str, Card]:
     """Return the driver's cards by UUID, in the order of PCI addresses, not of DRM numbers."""
-    devices = {
-        os.path.realpath(f"{sys}/{DRM}/{name}/device")
-        for name in list_names(f"{sys}/{DRM}")
-        if _CARD.fullmatch(name)
-    }
-    found = {os.path.basename(folder): folder for folder in devices if is_driven(folder)}  # noqa: PTH119 - as there
-    nodes, hidden = _read_nodes(sys, found.keys())
-    ids = Counter(read_line(f"{folder}/unique_id") for folder in found.values())
+    folders = _find_folders(sys)
+    nodes, is_any_hidden = _read_nodes(sys, folders.keys())
+    unique_ids = {address: read_line(f"{folder}/unique_id") for address, folder in folders.items()}
+    id_counts = Counter(unique_ids.values())
     cards: dict[str, Card] = {}
-    for address, folder in sorted(found.items()):
-        unique, product = read_line(f"{folder}/unique_id"), read_line(f"{folder}/product_name")
-        monitor = f"{folder}/hwmon/{next(iter(list_names(f'{folder}/hwmon')), '')}"
+    for address, folder in sorted(folders.items()):
+        unique_id = unique_ids[address]
+        # Virtual functions of one card may share its id.
+        is_unique = bool(unique_id) and id_counts[unique_id] == 1
+        uuid = f"GPU-{unique_id}" if is_unique else f"PCI-{address}"
+        product_name = read_line(f"{folder}/product_name")
+        monitor_names = list_names(f"{folder}/hwmon")
+        monitor = f"{folder}/hwmon/{monitor_names[0] if monitor_names else ''}"
         sensors = list_names(monitor)
-        uuid = (
-            f"GPU-{unique}" if unique and ids[unique] == 1 else f"PCI-{address}"
-        )  # virtual functions may share an id
+        is_hidden = is_any_hidden and address not in nodes
         cards[uuid] = Card(
             address=address,
             folder=folder,
-            temperature=next((f"{monitor}/{name}" for name in TEMPERATURES if name in sensors), ""),
-            power=next((f"{monitor}/{name}" for name in POWERS if name in sensors), ""),
+            temperature_file=_find_sensor(monitor, sensors, TEMPERATURE_FILES),
+            power_file=_find_sensor(monitor, sensors, POWER_FILES),
             is_apu="in1_label" in sensors,
             uuid=uuid,
-            name=product or f"AMD GPU {read_line(f'{folder}/device')}".rstrip(),
-            nodes=None if hidden and address not in nodes else tuple(nodes[address]),
+            name=product_name or f"AMD GPU {read_line(f'{folder}/device')}".rstrip(),
+            nodes=None if is_hidden else tuple(nodes[address]),
         )
     return cards
+
+
+def _find_folders(sys: str) -> dict[str, str]:
+    """Return the folders of the driver's PCI devices by PCI address."""
+    folders: dict[str, str] = {}
+    for name in list_names(f"{sys}/{DRM_FOLDER}"):
+        if _CARD_NAME.fullmatch(name):
+            folder = os.path.realpath(f"{sys}/{DRM_FOLDER}/{name}/device")
+            if is_driven(folder):
+                folders[_find_name(folder)] = folder
+    return folders
+
+
+def _find_sensor(monitor: str, sensors: list[str], names: Collection[str]) -> str:
+    for name in names:
+        if name in sensors:
+            return f"{monitor}/{name}"
+    return ""
 
 
 def is_driven(folder: str) -> bool:
     """Return whether a folder of /sys is a PCI device that amdgpu drives."""
     driver = os.path.realpath(f"{folder}/driver")
-    return bool(_ADDRESS.fullmatch(folder.rpartition("/")[2])) and driver.endswith(f"/{DRIVER}")
+    return bool(_PCI_ADDRESS.fullmatch(_find_name(folder))) and _find_name(driver) == DRIVER
 
 
-def _read_nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, list[Node]], bool]:
-    """Return KFD's nodes by the address of their card, and whether access to some was denied."""
-    found: defaultdict[str, list[Node]] = defaultdict(list)
-    hidden = False
-    for name in sorted(list_names(f"{sys}/{TOPOLOGY}/nodes"), key=lambda name: (len(name), name)):
-        folder = f"{sys}/{TOPOLOGY}/nodes/{name}"
+def _find_name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _read_nodes(
+    sys: str, addresses: Collection[str]
+) -> tuple[defaultdict[str, list[KfdNode]], bool]:
+    """Return KFD's nodes by the PCI address of their card, and whether some were denied."""
+    nodes: defaultdict[str, list[KfdNode]] = defaultdict(list)
+    is_any_hidden = False
+    names = list_names(f"{sys}/{TOPOLOGY_FOLDER}/nodes")
+    names.sort(key=len)  # numerically: 2 before 10
+    for name in names:
+        folder = f"{sys}/{TOPOLOGY_FOLDER}/nodes/{name}"
         try:
             gpu_id = int(read_text(f"{folder}/gpu_id"))
-            facts = _parse_facts(read_text(f"{folder}/properties")) if gpu_id else {}
-            location, domain = int(facts["location_id"]), int(facts.get("domain", 0))
+            if gpu_id == 0:  # a CPU
+                continue
+            facts = _parse_facts(read_text(f"{folder}/properties"))
+            location = int(facts["location_id"])
+            domain = int(facts.get("domain", 0))
         except PermissionError:
-            hidden = True
-        except (OSError, ValueError, KeyError):  # KeyError: a node without a GPU
+            is_any_hidden = True
             continue
-        else:
-            device = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
-            exact = f"{device}.{location & 7}"
-            banks = [
-                read_line(f"{folder}/mem_banks/{bank}/properties")
-                for bank in list_names(f"{folder}/mem_banks")
-            ]
-            sizes = [_parse_facts(bank).get("size_in_bytes", "") for bank in banks]
-            memory_bytes = (
-                sum(map(int, sizes)) if sizes and all(map(str.isdecimal, sizes)) else None
-            )
-            # the function bits hold the partition's number
-            found[exact if exact in addresses else f"{device}.0"].append(
-                Node(gpu_id=gpu_id, memory_bytes=memory_bytes)
-            )
-    return found, hidden
+        except (OSError, ValueError, KeyError):
+            continue
+        node = KfdNode(gpu_id=gpu_id, memory_bytes=_read_node_memory(folder))
+        nodes[_format_address(domain, location, addresses)].append(node)
+    return nodes, is_any_hidden
+
+
+def _format_address(domain: int, location: int, addresses: Collection[str]) -> str:
+    """Return the PCI address of the card that has a node at a KFD location."""
+    bus = location >> 8 & 0xFF
+    slot = location >> 3 & 0x1F
+    function = location & 7
+    device = f"{domain:04x}:{bus:02x}:{slot:02x}"
+    address = f"{device}.{function}"
+    # Where the card is partitioned, the function bits hold the partition's number.
+    return address if address in addresses else f"{device}.0"
+
+
+def _read_node_memory(folder: str) -> int | None:
+    """Return the bytes of a node's memory banks, None where one of them is unknown."""
+    memory_bytes = 0
+    banks = list_names(f"{folder}/mem_banks")
+    for bank in banks:
+        facts = _parse_facts(read_line(f"{folder}/mem_banks/{bank}/properties"))
+        size_bytes = facts.get("size_in_bytes", "")
+        if not size_bytes.isdecimal():
+            return None
+        memory_bytes += int(size_bytes)
+    return memory_bytes if banks else None
 
 
 def _parse_facts(properties: str) -> dict[str, str]:
-    pairs = (words.partition(" ") for words in properties.splitlines())
-    return {name: value for name, _, value in pairs}
+    """Return the names and values of lines such as `location_id 768`."""
+    facts: dict[str, str] = {}
+    for line in properties.splitlines():
+        name, _, value = line.partition(" ")
+        facts[name] = value
+    return facts

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.model import Failure, GpuReading, Vendor
-from vllm_headroom.scrape.amd.cards import DRM, TOPOLOGY, Card, find_cards, list_names, read_number
+from vllm_headroom.scrape.amd.cards import (
+    DRM_FOLDER,
+    TOPOLOGY_FOLDER,
+    Card,
+    find_cards,
+    list_names,
+    read_number,
+)
 from vllm_headroom.scrape.amd.device import ReadContext, read_card, read_memory
 from vllm_headroom.scrape.gpu_state import GpuTransitions, Peak
 from vllm_headroom.vocabulary import Reason, Source
@@ -21,68 +28,76 @@ _REASONS: Final = {
     errno.EACCES: Reason.NO_PERMISSION,
     errno.EPERM: Reason.NO_PERMISSION,
 }
+"""By the error number."""
+
 _LOOK: Final = "look for amdgpu lines in the node's kernel log"
 _MESSAGES: Final = {
     Reason.DEVICE_LOST: f"the GPU is lost: {_LOOK}, then reset the GPU or reboot the node",
     Reason.NO_PERMISSION: (
-        "this user may not read the GPU's memory in /sys: show /sys to this container as every container sees it"
+        "this user may not read the GPU's memory in /sys: show /sys to this container as every"
+        " container sees it"
     ),
     Reason.TIMEOUT: f"the GPU does not answer: {_LOOK}, and reset the GPU if it stays so",
     Reason.DRIVER_ERROR: f"the GPU cannot be read: {_LOOK}",
 }
 
+SEARCH_INTERVAL_SECONDS: Final = 15.0
+"""Between two searches for a card while there is none: on a machine with NVIDIA's GPUs the thread
+is not woken at every sample."""
+
 
 def explain_error(error: OSError) -> Failure:
-    """Return the failure of one card that an error of its file, or the thread's TimeoutError, means."""
+    """Return the failure that an error of a card's file, or the thread's timeout, means."""
     reason = _REASONS.get(error.errno, Reason.DRIVER_ERROR)
     suffix = "" if reason is Reason.TIMEOUT else f" ({error.strerror or error})"
     return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
 
 
-LOOK_AGAIN_SECONDS: Final = 15.0
-"""Without a card: on a machine with NVIDIA's GPUs the thread is not woken at every sample."""
-
-
 class Amd:
-    """Reads all cards that amdgpu drives, on a separate thread: a sensor may block while the driver is faulty.
+    """Reads all cards that amdgpu drives.
 
-    `integrated_uuids` are the UUIDs of integrated GPUs that use the machine's memory, or do not report theirs. A card keeps
-    its first index, in the order of PCI addresses, and stays listed when it is gone.
+    It reads on a separate thread: a sensor of a faulty driver may block. A card keeps its first
+    index, in the order of PCI addresses, and stays listed when it is gone.
     """
 
     def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
         self.integrated_uuids: frozenset[str] = frozenset()
+        """Integrated GPUs that use the machine's memory, or do not report theirs."""
         self._monotonic = monotonic
         self._sys = str(sys)
         self._proc = proc
         self._cards: dict[str, Card] = {}
-        self._parts: dict[str, tuple[GpuReading, ...]] = {}
-        self._seen: object = None
-        self._look_again_at = float("-inf")
+        self._last_readings: dict[str, tuple[GpuReading, ...]] = {}
+        """Of each card and its partitions, by the UUID of the card."""
+        self._topology: object = None
+        self._search_at_seconds = float("-inf")
         self._peaks: defaultdict[str, Peak] = defaultdict(Peak)
         self._transitions = GpuTransitions()
         self._worker = Worker[Any]("amd")
 
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
-        """Return a reading of every card or partition, none where there is no card; does not raise."""
-        if not self._cards and self._monotonic() < self._look_again_at:
+        """Return a reading of every card or partition, none where there is no card; never raise."""
+        now_seconds = self._monotonic()
+        if not self._cards and now_seconds < self._search_at_seconds:
             return ()
-        self._look_again_at = self._monotonic() + LOOK_AGAIN_SECONDS
+        self._search_at_seconds = now_seconds + SEARCH_INTERVAL_SECONDS
+        readings: tuple[GpuReading, ...] = ()
         try:
-            found: tuple[GpuReading, ...] = await self._worker.call(self._read, timeout_seconds)
+            readings = await self._worker.call(self._read, timeout_seconds)
         except OSError as error:
-            why, cards = explain_error(error), enumerate(self._cards.values())
-            found = tuple(each for index, card in cards for each in self._failed(card, index, why))
-        self._transitions.report(found)
-        return found
+            failure = explain_error(error)
+            for index, card in enumerate(self._cards.values()):
+                readings += self._build_failed(card, index, failure)
+        self._transitions.report(readings)
+        return readings
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID of every card without partitions, and add it to its peak."""
+        """Return the memory in use by UUID of every card without partitions; add it to its peak."""
+        if not self._cards:
+            return {}
         with contextlib.suppress(OSError):  # TimeoutError is one
-            used: dict[str, int] = (
-                await self._worker.call(self._sample, timeout_seconds) if self._cards else {}
-            )
-            return used
+            used_bytes: dict[str, int] = await self._worker.call(self._sample, timeout_seconds)
+            return used_bytes
         return {}
 
     def close(self) -> None:
@@ -90,38 +105,55 @@ class Amd:
         self._worker.stop()
 
     def _read(self) -> tuple[GpuReading, ...]:
-        # these change when a card is added, removed or repartitioned
-        now = list_names(f"{self._sys}/{DRM}"), read_number(f"{self._sys}/{TOPOLOGY}/generation_id")
-        if now != self._seen:
-            self._seen, self._cards = now, self._cards | find_cards(self._sys)
-        look = ReadContext(sys=self._sys, proc=self._proc, now=self._monotonic(), peaks=self._peaks)
-        found: list[tuple[Card, GpuReading]] = []
+        self._find_cards()
+        context = ReadContext(
+            sys=self._sys, proc=self._proc, now=self._monotonic(), peaks=self._peaks
+        )
+        readings: list[GpuReading] = []
+        integrated_uuids: set[str] = set()
         for index, card in enumerate(self._cards.values()):
             try:
-                parts = self._parts[card.uuid] = read_card(card, index, look)
+                card_readings = read_card(card, index, context)
+                self._last_readings[card.uuid] = card_readings
             except OSError as error:
-                parts = self._failed(card, index, explain_error(error))
-            found += [(card, part) for part in parts]
-        self.integrated_uuids = frozenset(
-            part.uuid
-            for card, part in found
-            if (part.memory.is_unified if part.memory is not None else card.is_apu)
-        )
-        return tuple(part for _, part in found)
+                card_readings = self._build_failed(card, index, explain_error(error))
+            readings += card_readings
+            integrated_uuids |= {
+                reading.uuid for reading in card_readings if _is_integrated(card, reading)
+            }
+        self.integrated_uuids = frozenset(integrated_uuids)
+        return tuple(readings)
 
-    def _failed(self, card: Card, index: int, why: Failure) -> tuple[GpuReading, ...]:
+    def _find_cards(self) -> None:
+        """Find the cards again where one may have been added, removed or repartitioned."""
+        topology = (
+            list_names(f"{self._sys}/{DRM_FOLDER}"),
+            read_number(f"{self._sys}/{TOPOLOGY_FOLDER}/generation_id"),
+        )
+        if topology != self._topology:
+            self._topology = topology
+            self._cards = self._cards | find_cards(self._sys)
+
+    def _build_failed(self, card: Card, index: int, failure: Failure) -> tuple[GpuReading, ...]:
         """Return a failed reading of each part that the card had at its last reading."""
-        whole = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
-        return tuple(part.failed(why) for part in self._parts.get(card.uuid, (whole,)))
+        whole_card = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
+        last_readings = self._last_readings.get(card.uuid, (whole_card,))
+        return tuple(reading.failed(failure) for reading in last_readings)
 
     def _sample(self) -> dict[str, int]:
-        used: dict[str, int] = {}
+        used_bytes: dict[str, int] = {}
         for card in self._cards.values():
             if card.nodes is not None and len(card.nodes) > 1:
                 continue
             with contextlib.suppress(OSError):  # the next reading finds and reports it
                 memory = read_memory(card, self._proc)
                 if memory is not None:
-                    used[card.uuid] = memory.used_bytes
+                    used_bytes[card.uuid] = memory.used_bytes
                     self._peaks[card.uuid].add(self._monotonic(), memory.used_bytes)
-        return used
+        return used_bytes
+
+
+def _is_integrated(card: Card, reading: GpuReading) -> bool:
+    if reading.memory is None:
+        return card.is_apu
+    return reading.memory.is_unified

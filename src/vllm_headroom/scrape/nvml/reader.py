@@ -132,6 +132,7 @@ class Nvml:
         is_stuck = bool(self._lane.stuck_subjects)
         if self._lane.is_blocked:
             return _SILENT
+        # An init shuts NVML down before: that must not happen while a call is stuck.
         if self._session.devices and (is_stuck or now_seconds < self._reopen_at_seconds):
             return None
         if is_stuck or now_seconds < self._open_at_seconds:
@@ -163,6 +164,7 @@ class Nvml:
             return self._mark_down(explain_source(error.value))
         if self._lane.is_blocked:
             return _SILENT
+        # One device with this error may be healthy, all of them are not.
         if all(_is_failed(outcome, Reason.UNKNOWN) for _, outcome in outcomes):
             return self._mark_down(explain_source(Reason.UNKNOWN))
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
