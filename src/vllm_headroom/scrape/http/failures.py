@@ -16,7 +16,7 @@ from vllm_headroom.scrape.shortage import SHORTAGES, build_unavailable
 from vllm_headroom.text_file import read_file
 from vllm_headroom.vocabulary import Reason, Source
 
-_LOCATION_CHARACTERS: Final = 200
+_MAX_LOCATION_CHARACTERS: Final = 200
 """Enough for an address worth following; a header can be 100 kB long."""
 
 
@@ -33,11 +33,15 @@ _ADVICE: Final = {
     Reason.MALFORMED: "make it send the page uncompressed",
     Reason.TOO_LARGE: "check that it is vLLM's, or raise HEADROOM_ENGINE_MAX_PAGE_BYTES",
     Reason.OUT_OF_BOUNDS: "check that it is vLLM's, and what stands before it",
-    Reason.INCOMPLETE: "check that HEADROOM_ENGINE_URL names vLLM's own port, and https only if it serves that",
+    Reason.INCOMPLETE: (
+        "check that HEADROOM_ENGINE_URL names vLLM's own port, and https only if it serves that"
+    ),
     Reason.TIMEOUT: "check whether vLLM hangs, or raise HEADROOM_ENGINE_TIMEOUT_SECONDS",
     Reason.CREDENTIALS: "correct HEADROOM_ENGINE_HEADERS",
     Reason.NAME_RESOLUTION: "correct the host in HEADROOM_ENGINE_URL, or the resolver",
-    Reason.TLS: "set HEADROOM_ENGINE_CA_FILE to the authority that signed its certificate, or use http",
+    Reason.TLS: (
+        "set HEADROOM_ENGINE_CA_FILE to the authority that signed its certificate, or use http"
+    ),
     Reason.UNREACHABLE: "check that vLLM runs and that HEADROOM_ENGINE_URL names its host and port",
 }
 
@@ -52,27 +56,35 @@ def build_failure(reason: Reason, problem: str, advice: str | None = None) -> Fa
     )
 
 
-def strip_advice(failed: Failure) -> str:
-    """Return the problem without the advice, where the engine's settings do not apply."""
-    return failed.message.rpartition(": ")[0]
+def strip_advice(failure: Failure) -> str:
+    """Return the problem without the advice, which is about the daemon's settings."""
+    return failure.message.rpartition(": ")[0]
 
 
 def hide_secrets(url: httpx.URL) -> httpx.URL:
-    """Return the URL without user and password, and with stars for a query, which may hold a token."""
+    """Return the URL without user and password, and with stars for a query."""
     return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
 def describe_answer(response: httpx.Response, url: str) -> str:
-    """Return that a URL answers with a status and the standard's phrase; the one received may quote a secret."""
-    return f"{url} answers {response.status_code} {httpx.codes.get_reason_phrase(response.status_code)}".strip()
+    """Return that a URL answers with a status and the standard's phrase for it.
+
+    The phrase that was received may quote a secret.
+    """
+    phrase = httpx.codes.get_reason_phrase(response.status_code)
+    return f"{url} answers {response.status_code} {phrase}".strip()
 
 
 def explain_status(response: httpx.Response, url: str) -> Failure:
-    """Return the failure of a status other than 200; raise InvalidURL for a redirect to what is no address."""
+    """Return the failure of a status other than 200.
+
+    Raises InvalidURL for a redirect to what is no address.
+    """
     answer = describe_answer(response, url)
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
     if reason is Reason.HTTP_STATUS and response.has_redirect_location:
-        location = str(hide_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]
+        target = hide_secrets(httpx.URL(response.headers["Location"]))
+        location = str(target)[:_MAX_LOCATION_CHARACTERS]
         return build_failure(Reason.REDIRECT, f"{answer}, a redirect to {location}")
     return build_failure(reason, answer)
 
@@ -98,16 +110,19 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
             return build_failure(
                 Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s"
             )
-        case httpx.LocalProtocolError():  # its text quotes the header, which may be a secret
+        # The text of these errors is left out: it quotes the header, which may be a secret, or
+        # what was received.
+        case httpx.LocalProtocolError():
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
-        case httpx.RemoteProtocolError() | httpx.InvalidURL():  # its text quotes what was received
+        case httpx.RemoteProtocolError() | httpx.InvalidURL():
             return build_failure(Reason.INCOMPLETE, f"{url} {_HUNG_UP}")
     return _explain_no_connection(error, url)
 
 
 def _explain_no_connection(error: Exception, url: str) -> Failure:
+    is_connecting = isinstance(error, httpx.ConnectError)
     cause: BaseException | None = error
-    while cause is not None:  # httpx wraps httpcore, which wraps the socket's error
+    while cause is not None:  # httpx wraps the error of httpcore, which wraps the socket's
         match cause:
             case socket.gaierror() | UnicodeError():
                 return build_failure(
@@ -115,9 +130,7 @@ def _explain_no_connection(error: Exception, url: str) -> Failure:
                 )
             case ssl.SSLError():
                 return build_failure(Reason.TLS, f"TLS with {url} failed ({cause})")
-            case ConnectionResetError() | BrokenPipeError() if not isinstance(
-                error, httpx.ConnectError
-            ):
+            case ConnectionResetError() | BrokenPipeError() if not is_connecting:
                 return build_failure(Reason.INCOMPLETE, f"{url} {_HUNG_UP}")
             case OSError(errno=int(number)) if number in SHORTAGES:
                 return build_unavailable(Source.ENGINE, f"{url} cannot be asked", cause)
@@ -130,8 +143,9 @@ def _explain_no_connection(error: Exception, url: str) -> Failure:
 
 
 TOKEN: Final = re.compile(r"[\x21-\x7e]+")
+"""Visible ASCII characters, without spaces."""
 
-TOKEN_BYTES: Final = 64 * 2**10
+MAX_TOKEN_FILE_BYTES: Final = 64 * 2**10
 """Far more than a token; a file such as /dev/zero never ends."""
 
 
@@ -140,9 +154,9 @@ class UnusableCredentials(Exception):  # noqa: N818 - the name describes the fil
 
 
 def read_token(file: Path) -> str:
-    """Return the token in a file; raises UnusableCredentials."""
+    """Return the token in a file; raise UnusableCredentials."""
     try:
-        token = read_file(file, TOKEN_BYTES).decode("ascii", "replace").strip()
+        token = read_file(file, MAX_TOKEN_FILE_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
         problem = f"the token file {file} cannot be read ({error.strerror})"
         raise UnusableCredentials(f"{problem}: make it readable for this user") from None
@@ -153,7 +167,10 @@ def read_token(file: Path) -> str:
 
 
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
-    """Return a TLS context with the file's authorities, without a file the default ones; raises UnusableCredentials."""
+    """Return a TLS context with the authorities of the file, or without one with the default ones.
+
+    Raises UnusableCredentials.
+    """
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:

@@ -15,7 +15,7 @@ import pytest
 
 from vllm_headroom.model import Failure, ProbedProcess
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.scrape.probe import MOST_BYTES, MOST_ENTRIES, MOST_FILES, ProbeReader
+from vllm_headroom.scrape.probe import MAX_ENTRIES, MAX_FILE_BYTES, MAX_FILES, ProbeReader
 from vllm_headroom.vocabulary import Reason, Source
 
 BOOT = "a-boot"
@@ -141,7 +141,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int]:
 
 
 def test_a_file_that_is_too_large_is_refused_and_named(folder: Path) -> None:
-    (folder / "7-1000.json").write_text(" " * (MOST_BYTES + 1))
+    (folder / "7-1000.json").write_text(" " * (MAX_FILE_BYTES + 1))
 
     found = read(probe(folder))
 
@@ -160,15 +160,15 @@ def test_a_damaged_file_costs_its_process_alone(folder: Path) -> None:
 
 
 def test_of_thousands_of_files_the_newest_are_read(folder: Path) -> None:
-    for pid in range(MOST_FILES + 20):
+    for pid in range(MAX_FILES + 20):
         os.utime(write(folder, pid), (1000 + pid, 1000 + pid))
 
-    assert pids(folder) == list(range(20, MOST_FILES + 20))
+    assert pids(folder) == list(range(20, MAX_FILES + 20))
 
 
 def test_more_entries_than_any_probe_makes_fail_the_source(folder: Path) -> None:
     write(folder, 7)
-    for number in range(MOST_ENTRIES):
+    for number in range(MAX_ENTRIES):
         (folder / f"x{number}").touch()
 
     assert reason(folder) is Reason.OUT_OF_BOUNDS
