@@ -16,66 +16,79 @@ from vllm_headroom.derive.readings import (
 from vllm_headroom.model import Sample, Snapshot
 
 SETTLED_SECONDS: Final = 30.0
-"""Memory is freed after the page reports sleep, on some devices seconds later (vllm-project/vllm#37533)."""
+"""Memory is freed after the page reports sleep, on some devices seconds later
+(vllm-project/vllm#37533)."""
 
-GIVEN_BACK: Final = 0.1
-"""Below this share given back there is no residue: sleep level 0 pauses the scheduler and keeps all memory."""
+LEAST_RELEASED_SHARE: Final = 0.1
+"""With less of it given back there is no residue: sleep level 0 pauses the scheduler and keeps all
+memory."""
 
 
 class SleepState(Struct, frozen=True, kw_only=True):
-    """Since when this run sleeps, on the monotonic clock, and the least it held of each GPU in its last sleep.
+    """The sleep of a run, and the memory that it kept of each GPU."""
 
-    `settled` is whether that is the current sleep. The least counts, because memory is freed late in the beginning, and
-    taken again before the page reports the wake.
-    """
-
-    run_id: str | None = field(default=None, name="life")  # its name in the state file
+    run_id: str | None = None
     since_seconds: float | None = None
+    """Begin of the current sleep on the monotonic clock; None while awake."""
+
     settled: bool = False
+    """Whether `least_bytes` is of the current sleep, not of the previous one."""
+
     least_bytes: dict[str, int] = field(default_factory=dict)
+    """The least held in a sleep, by UUID: memory is freed late in the beginning, and taken again
+    before the page reports the wake."""
 
 
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
-    """Return the residue of each of the engine's GPUs: of this sleep once settled, else of the previous one.
+    """Return the residue of each of the engine's GPUs: of this sleep once settled, else the last.
 
     A new run has not slept yet.
     """
     state = _update_sleep(state, snapshot)
-    kept = (
-        (label_gpu(gpu), state.least_bytes.get(gpu.reading.uuid)) for gpu in snapshot.owned_gpus
-    )
-    return state, tuple(
-        Sample(catalog.SLEEP_RESIDUE, labels, float(n)) for labels, n in kept if n is not None
-    )
+    samples: list[Sample] = []
+    for gpu in snapshot.owned_gpus:
+        residue_bytes = state.least_bytes.get(gpu.reading.uuid)
+        if residue_bytes is not None:
+            samples.append(Sample(catalog.SLEEP_RESIDUE, label_gpu(gpu), float(residue_bytes)))
+    return state, tuple(samples)
 
 
 def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
     page = snapshot.page
     if page is None:
         return state
-    now, named = snapshot.monotonic_seconds, identify_run(page)
-    is_new = is_new_run(state.run_id, named, None, None)
-    state = SleepState(run_id=named) if is_new else replace(state, run_id=state.run_id or named)
+    run_id = identify_run(page)
+    if is_new_run(state.run_id, run_id, None, None):
+        state = SleepState(run_id=run_id)
+    else:
+        state = replace(state, run_id=state.run_id or run_id)
     if is_page_awake(page) is not False:
         return SleepState(run_id=state.run_id, least_bytes=state.least_bytes)
-    since = now if state.since_seconds is None else state.since_seconds
-    if now - since < SETTLED_SECONDS:
-        return replace(state, since_seconds=since)
-    held = {
-        gpu.reading.uuid: gpu.held_bytes
-        for gpu in snapshot.owned_gpus
-        if gpu.held_bytes is not None
-    }
-    to_wake = {} if snapshot.engine_status is None else dict(snapshot.engine_status.to_wake)
-    held = {
-        uuid: n_bytes
-        for uuid, n_bytes in held.items()
-        if to_wake.get(uuid, n_bytes) >= GIVEN_BACK * n_bytes
-    }
-    least = state.least_bytes if state.settled else {}
-    least = limit_remembered(least, held) | {
-        uuid: min(n_bytes, least.get(uuid, n_bytes)) for uuid, n_bytes in held.items()
-    }
-    return replace(
-        state, settled=state.settled or bool(held), least_bytes=least or state.least_bytes
-    )
+
+    now_seconds = snapshot.monotonic_seconds
+    since_seconds = now_seconds if state.since_seconds is None else state.since_seconds
+    if now_seconds - since_seconds < SETTLED_SECONDS:
+        return replace(state, since_seconds=since_seconds)
+    residues_bytes = _list_residues(snapshot)
+    if not residues_bytes:
+        return state
+    least_bytes: dict[str, int] = {}
+    if state.settled:
+        least_bytes = limit_remembered(state.least_bytes, residues_bytes)
+    for uuid, residue_bytes in residues_bytes.items():
+        least_bytes[uuid] = min(residue_bytes, least_bytes.get(uuid, residue_bytes))
+    return replace(state, settled=True, least_bytes=least_bytes)
+
+
+def _list_residues(snapshot: Snapshot) -> dict[str, int]:
+    """Return what is held now of each GPU that the sleep gave something back of, by UUID."""
+    status = snapshot.engine_status
+    bytes_to_wake = {} if status is None else dict(status.to_wake)
+    residues_bytes: dict[str, int] = {}
+    for gpu in snapshot.owned_gpus:
+        if gpu.held_bytes is None:
+            continue
+        released_bytes = bytes_to_wake.get(gpu.reading.uuid, gpu.held_bytes)
+        if released_bytes >= LEAST_RELEASED_SHARE * gpu.held_bytes:
+            residues_bytes[gpu.reading.uuid] = gpu.held_bytes
+    return residues_bytes

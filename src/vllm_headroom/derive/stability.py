@@ -14,53 +14,83 @@ MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
 """The window of a simple rule in a post-mortem, an alert on growth over 10 minutes."""
 
-BAND: Final = 0.15
-SLACK_REQUESTS: Final = 2.0
-"""A minute's mean may differ from the window's by this share or number: arrivals alone vary as much."""
+BAND_SHARE: Final = 0.15
+"""A minute's mean may differ from the window's by this share: arrivals alone vary as much."""
+
+BAND_REQUESTS: Final = 2.0
+"""Or by so many requests, where that is more."""
 
 
 class LoadState(Struct, frozen=True, kw_only=True):
-    """Minute means of the requests in the engine (newest last), the current minute, and the memory held then.
+    """The requests in the engine over the newest minutes."""
 
-    `held_bytes` is, by UUID, what was held when load became stable.
-    """
+    minute_means: tuple[float, ...] = ()
+    """Mean requests of each full minute, the newest last."""
 
-    minutes: tuple[float, ...] = ()
-    began_seconds: float | None = None
-    total: float = 0.0
-    count: int = 0
-    stable: bool | None = None
+    minute_began_seconds: float | None = None
+    """Begin of the current minute on the monotonic clock."""
+
+    requests_sum: float = 0.0
+    """Sum over the samples of the current minute."""
+
+    sample_count: int = 0
+    """Samples of the current minute."""
+
+    is_stable: bool | None = None
+    """Whether load was level; None until the window is full."""
+
     held_bytes: dict[str, int] = field(default_factory=dict)
+    """What was held when load became stable, by UUID."""
 
 
 def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
-    """Return whether the engine's requests stayed level for ten minutes, and each GPU's change since then."""
+    """Return whether load was level for ten minutes, and each GPU's change since then."""
     engines = () if snapshot.page is None else list_named(snapshot.page)
-    running = sum_known(engine.running for engine in engines)
-    if running is None:
+    running_requests = sum_known(engine.running for engine in engines)
+    if running_requests is None:
         return LoadState(), ()
-    requests = running + sum(engine.waiting or 0.0 for engine in engines)
-    now = snapshot.monotonic_seconds
-    began = now if state.began_seconds is None or now < state.began_seconds else state.began_seconds
-    state = replace(state, began_seconds=began, total=state.total + requests, count=state.count + 1)
-    if now - began >= MINUTE_SECONDS:
-        minutes = (*state.minutes, state.total / state.count)[-WINDOW_MINUTES:]
-        mean = fmean(minutes)
-        level = all(abs(minute - mean) <= max(BAND * mean, SLACK_REQUESTS) for minute in minutes)
-        stable = level if len(minutes) == WINDOW_MINUTES else None
-        state = LoadState(
-            minutes=minutes, began_seconds=now, stable=stable, held_bytes=state.held_bytes
-        )
-    if state.stable is None:
+    requests = running_requests + sum(engine.waiting or 0.0 for engine in engines)
+    state = _add_sample(state, requests, snapshot.monotonic_seconds)
+    if state.is_stable is None:
         return state, ()
-    known = [(gpu, gpu.held_bytes) for gpu in snapshot.devices if state.stable]
-    held = {
-        gpu.reading.uuid: (label_gpu(gpu), n_bytes) for gpu, n_bytes in known if n_bytes is not None
-    }
-    first = {uuid: state.held_bytes.get(uuid, n_bytes) for uuid, (_, n_bytes) in held.items()}
-    if first != state.held_bytes:
-        state = replace(state, held_bytes=first)
-    deltas = [
-        Sample(catalog.MEMORY_DELTA, labels, n - first[uuid]) for uuid, (labels, n) in held.items()
-    ]
-    return state, (Sample(catalog.LOAD_STABLE, (), 1.0 if state.stable else 0.0), *deltas)
+    if not state.is_stable:
+        return replace(state, held_bytes={}), (Sample(catalog.LOAD_STABLE, (), 0.0),)
+
+    reference_bytes: dict[str, int] = {}
+    samples = [Sample(catalog.LOAD_STABLE, (), 1.0)]
+    for gpu in snapshot.devices:
+        if gpu.held_bytes is None:
+            continue
+        uuid = gpu.reading.uuid
+        reference_bytes[uuid] = state.held_bytes.get(uuid, gpu.held_bytes)
+        delta_bytes = gpu.held_bytes - reference_bytes[uuid]
+        samples.append(Sample(catalog.MEMORY_DELTA, label_gpu(gpu), delta_bytes))
+    return replace(state, held_bytes=reference_bytes), tuple(samples)
+
+
+def _add_sample(state: LoadState, requests: float, now_seconds: float) -> LoadState:
+    """Return the state with a sample, and with the verdict on the window after a full minute."""
+    began_seconds = state.minute_began_seconds
+    if began_seconds is None or now_seconds < began_seconds:
+        began_seconds = now_seconds
+    requests_sum = state.requests_sum + requests
+    sample_count = state.sample_count + 1
+    if now_seconds - began_seconds < MINUTE_SECONDS:
+        return replace(
+            state,
+            minute_began_seconds=began_seconds,
+            requests_sum=requests_sum,
+            sample_count=sample_count,
+        )
+    minute_means = (*state.minute_means, requests_sum / sample_count)[-WINDOW_MINUTES:]
+    is_stable = None
+    if len(minute_means) == WINDOW_MINUTES:
+        window_mean = fmean(minute_means)
+        band_requests = max(BAND_SHARE * window_mean, BAND_REQUESTS)
+        is_stable = all(abs(mean - window_mean) <= band_requests for mean in minute_means)
+    return LoadState(
+        minute_means=minute_means,
+        minute_began_seconds=now_seconds,
+        is_stable=is_stable,
+        held_bytes=state.held_bytes,
+    )

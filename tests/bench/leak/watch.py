@@ -62,7 +62,7 @@ def watch(trace: Labelled) -> Watched:
         else:
             for gpu, observation in observe_gpus(served, served.owned_gpus[:1]):
                 alone = is_alone(gpu)
-        found.append(Seen(sample["t"], observation, load.stable is not False, alone, bool(snapshot.in_service)))
+        found.append(Seen(sample["t"], observation, load.is_stable is not False, alone, bool(snapshot.in_service)))
     return found, trace.truth, read_series(trace)
 
 

@@ -143,8 +143,8 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
     load = leak.load
     if gap_seconds > LONGEST_LOAD_GAP_SECONDS:
         load = LoadState()
-    elif load.began_seconds is not None:
-        load = replace(load, began_seconds=load.began_seconds + shift_seconds)
+    elif load.minute_began_seconds is not None:
+        load = replace(load, minute_began_seconds=load.minute_began_seconds + shift_seconds)
     return Memory(
         leak=LeakMemory(
             load=load,

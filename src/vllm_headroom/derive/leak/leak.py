@@ -214,7 +214,7 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)
-    settled = load.stable is not False
+    settled = load.is_stable is not False
     inside = update_insides(state.inside, served)
     observations = tuple(observe_gpus(served, served.owned_gpus))
     asleep = update_residues(state.asleep, sleep.least_bytes, observations)

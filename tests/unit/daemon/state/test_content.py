@@ -77,7 +77,7 @@ def test_a_clock_set_back_is_no_gap(alarmed: Memory) -> None:
 def test_load_that_was_not_seen_is_not_called_level(alarmed: Memory) -> None:
     saved = kept(alarmed, seen(ALARM_STEPS))
 
-    assert restore_memory(saved, seen(ALARM_STEPS + 12)).leak.load.stable is True
+    assert restore_memory(saved, seen(ALARM_STEPS + 12)).leak.load.is_stable is True
     assert restore_memory(saved, seen(ALARM_STEPS + 13)).leak.load == LoadState()
 
 
