@@ -210,7 +210,7 @@ class Sampler:
             host=host,
             unanswered_since_seconds=unanswered_since_seconds,
             neighbours=found.neighbours,
-            ambiguous=found.ambiguous_roots,
+            ambiguous_engines=found.ambiguous_engines,
             left_behind=found.left_behind,
             has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core,
             pools=list_pools(page, processes, found.options),

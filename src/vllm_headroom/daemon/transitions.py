@@ -70,9 +70,9 @@ class Transitions:
         if not isinstance(snapshot.gpus, Failure):
             self._report_left_out_gpus(snapshot.gpus)
             self._report_owned_gpus(snapshot.gpus)
-        if self._note_change("engines", snapshot.ambiguous) and snapshot.ambiguous:
+        if self._note_change("engines", snapshot.ambiguous_engines) and snapshot.ambiguous_engines:
             log.warning(
-                "engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous
+                "engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous_engines
             )
         orphans = describe_orphans(snapshot.left_behind, ())
         if self._note_change("left behind", orphans, usual_state=None) and orphans is not None:

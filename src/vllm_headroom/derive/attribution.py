@@ -241,7 +241,7 @@ def _follow_engine(
     """Return where the engine runs now; one that frees its devices one by one is not a new one."""
     if isinstance(processes, Failure):
         return state
-    state = replace(state, ambiguous=processes.ambiguous_roots > 0)
+    state = replace(state, ambiguous=processes.ambiguous_engines > 0)
     if not are_pids_true(readings, processes):
         return state
 

@@ -10,35 +10,45 @@ from vllm_headroom.vocabulary import HostBasis, HostPart, Role
 
 
 class Cgroup(Struct, frozen=True, kw_only=True):
-    """A container's memory counters; `limit_bytes` is None without a limit.
-
-    `cache_bytes` is part of `used_bytes` and is reclaimed before anything is killed: page cache, mapped weights.
-    `swap_bytes` is swapped out and no part of it, None where unknown.
-    `identity` distinguishes a container from its successor of the same name. `pressure_ratio` is as in HostMemory.
-    """
+    """A container's memory counters."""
 
     identity: str
+    """What distinguishes a container from its successor of the same name."""
+
     used_bytes: int
     cache_bytes: int
+    """The part of `used_bytes` that is reclaimed before anything is killed: page cache, mapped
+    weights."""
+
     limit_bytes: int | None
+    """None without a limit."""
+
     oom_kills: int | None
+    """The kernel's kills in it, None where unknown."""
+
     swap_bytes: int | None = None
+    """What is swapped out, no part of `used_bytes`; None where unknown."""
+
     pressure_ratio: float | None = None
+    """As in HostMemory."""
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
-    """The machine's memory from /proc; `available_bytes` includes what the kernel can reclaim.
-
-    `swap_bytes` is all swap, zram and zswap included, and `swap_free_bytes` its free part. `oom_kills` counts the
-    kernel's kills anywhere on the machine since boot.
-    """
+    """The machine's memory from /proc."""
 
     total_bytes: int
     available_bytes: int
+    """What is free, and what the kernel can reclaim."""
+
     swap_bytes: int = 0
+    """All swap, zram and zswap included."""
+
     swap_free_bytes: int = 0
     oom_kills: int | None = None
+    """The kernel's kills anywhere on the machine since boot."""
+
     pressure_ratio: float | None = None
+    """As in HostMemory."""
 
 
 class Shm(Struct, frozen=True, kw_only=True):
@@ -62,21 +72,25 @@ class HostReading(Struct, frozen=True, kw_only=True):
 
 
 class HostMemory(Struct, frozen=True, kw_only=True):
-    """The host memory available to the engine, and the basis of the figures; None where unknown.
-
-    `used_bytes` counts against `limit_bytes` and cannot be reclaimed; `swap_bytes` is swapped out and does not count.
-    `oom_kills` are the kernel's kills since it was first seen. `pressure_ratio` is the share of the last ten seconds in
-    which a task waited for memory (PSI, some).
-    """
+    """The host memory available to the engine; None where unknown."""
 
     basis: HostBasis | None = None
+    """Where the figures are from."""
+
     used_bytes: int | None = None
+    """What counts against the limit and cannot be reclaimed."""
+
     limit_bytes: int | None = None
     swap_bytes: int | None = None
+    """What is swapped out; it does not count against the limit."""
+
     shm_used_bytes: int | None = None
     shm_limit_bytes: int | None = None
     oom_kills: int | None = None
+    """The kernel's kills since the container was first seen."""
+
     pressure_ratio: float | None = None
+    """The share of the last ten seconds in which a task waited for memory (PSI, some)."""
 
     @property
     def room_bytes(self) -> int | None:
@@ -87,18 +101,27 @@ class HostMemory(Struct, frozen=True, kw_only=True):
 
 
 class Input(Struct, frozen=True):
-    """An input's name in `headroom_input_available`, and the metric that exports it unchanged."""
+    """What an engine's page may offer."""
 
     name: str
+    """The value of the label `input` of `headroom_input_available`."""
+
     metric: str | None = None
+    """The metric that exports it unchanged, None where none does."""
 
 
 def _input(name: str, metric: str | None = None) -> Input:
-    return Input(name, metric and f"headroom_engine_{metric}")
+    """Declare an input; `metric` is the metric's name after `headroom_engine_`."""
+    if metric is None:
+        return Input(name)
+    return Input(name, f"headroom_engine_{metric}")
 
 
 class EngineReading(Struct, frozen=True, kw_only=True):
-    """The readings of one engine (one data-parallel rank); None where the page does not offer it."""
+    """The readings of one engine, which is one data-parallel rank.
+
+    None where the page does not offer it.
+    """
 
     model_name: str
     engine: str
@@ -132,10 +155,20 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[float | None, _input("kv_cache_memory_bytes")] = None
     memory_bytes: Annotated[float | None, _input("memory_bytes")] = None
     started_at_seconds: Annotated[float | None, _input("process_start_time")] = None
+
+    # What follows is no input of a page: the probe, the command line or another series has it.
     max_num_seqs: float | None = None
+    """The requests that may run at once."""
+
     kv_stranded_ratio: float | None = None
+    """The share of the KV cache that is in use by no request."""
+
     kv_token_ratio: float | None = None
+    """The share of the KV cache that holds a request's token."""
+
     kv_offload_bytes: float | None = None
+    """The size of the KV cache's tier in host memory."""
+
     multimodal_cache_queries_total: float | None = None
 
 
@@ -148,52 +181,68 @@ INPUTS: Final[Mapping[str, Input]] = {
 
 
 class EnginePage(Struct, frozen=True, kw_only=True):
-    """One parsed page; `inputs` pairs every input of the profile with whether it was present."""
+    """One parsed page."""
 
     profile: str
+    """The profile that it was read with."""
+
     engines: tuple[EngineReading, ...]
     inputs: tuple[tuple[str, bool], ...]
+    """Every input of the profile, and whether it was present."""
 
 
 ProcessName = tuple[int, float]
 """A process by its pid and its start in seconds since the epoch: a pid alone is reused."""
 
 SAME_START_SECONDS: Final = 2.0
-"""Two programs may read one process's start this far apart: the kernel's boot time moves when the clock is set."""
+"""Two programs may read one process's start this far apart: the kernel's boot time moves when the
+clock is set."""
 
 
 class EngineProcess(Struct, frozen=True, kw_only=True):
-    """A process of the engine found in /proc.
-
-    `started_at_seconds` is seconds since the epoch, `since_boot_seconds` since the boot. `cpu_seconds` is the CPU time
-    of all its threads. Of `rss_bytes`, `anonymous_bytes` is its private memory, `file_bytes` its mapped files, which
-    the kernel can reclaim, `shared_bytes` what is in tmpfs, in a memfd or pinned by CUDA. `swap_bytes` is its
-    swapped-out private memory, which is in none of them. `state` is the letter of its main thread in /proc. The first
-    server has two more: `cpu_pressure_ratio`, the share of the last minute in which a task of the machine waited for a
-    CPU, and `wait_seconds`, how long its newest slow request has waited. None where unknown.
-    """
+    """A process of the engine found in /proc; None where unknown."""
 
     pid: int
     role: Role
     rss_bytes: int
+    """Its resident memory: anonymous, file and shared."""
+
     started_at_seconds: float
+    """Its start in seconds since the epoch."""
+
     since_boot_seconds: float | None = None
+    """Its start in seconds since the boot."""
+
     cpu_seconds: float | None = None
+    """The CPU time of all its threads."""
+
     anonymous_bytes: int | None = None
+    """Its private memory."""
+
     file_bytes: int | None = None
+    """Its mapped files, which the kernel can reclaim."""
+
     state: str | None = None
+    """The letter of its main thread in /proc."""
+
     cpu_pressure_ratio: float | None = None
+    """The share of the last minute in which a task of the machine waited for a CPU; of the first
+    server only."""
+
     wait_seconds: float | None = None
+    """How long the newest slow request has waited; of the first server only."""
+
     swap_bytes: int | None = None
+    """Its swapped-out private memory, no part of `rss_bytes`."""
+
     shared_bytes: int | None = None
+    """What is in tmpfs, in a memfd or pinned by CUDA."""
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """What the command line of vLLM's server sets, by the names of its options; None where it does not.
+    """What the command line of vLLM's server sets, by the names of its options.
 
-    A file named by `config` may set more. `option_names` are the names of all options in their order. `command` is the line
-    with its secrets starred. Sizes without `bytes` in their name are in GiB. `kv_connector_bytes` of an engine and
-    `lmcache_gb` of each worker are in `kv_transfer_config`.
+    None where it does not. Sizes without `bytes` in their name are in GiB.
     """
 
     model: str | None = None
@@ -210,44 +259,65 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     cpu_offload_gb: float | None = None
     mm_processor_cache_gb: float | None = None
     kv_connector_bytes: float | None = None
+    """The tier of one engine, from `kv_transfer_config`."""
+
     lmcache_gb: float | None = None
+    """The cache of each worker, from `kv_transfer_config`."""
+
     config: str | None = None
+    """A file that may set more."""
+
     option_names: tuple[str, ...] = ()
+    """The names of all options, in their order."""
+
     command: str = ""
+    """The line, with its secrets starred."""
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """Memory that vLLM was configured to fill: growth up to `size_bytes` is no leak.
-
-    It lies on a GPU where `role` is None, else in the host memory of the processes with that role.
-    """
+    """Memory that vLLM was configured to fill."""
 
     part: HostPart
     role: Role | None
+    """The role of the processes in whose host memory it lies; None for a GPU."""
+
     size_bytes: int
+    """Growth up to this size is no leak."""
 
 
 class ProcessReadings(Struct, frozen=True, kw_only=True):
-    """The engine's processes, and every pid visible in /proc.
-
-    `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
-    `ambiguous_roots` is the number of unrelated engines when none could be identified as the watched one: then `engine`
-    is empty. `neighbours` are the servers, or first processes, of all other engines. `ports` are those in the engine's
-    command line, or in the neighbours' where there is no engine. `orphans` are the pids left over from an exited run of
-    the engine; `strays` those of cores and workers with a new parent, whose server was never seen, and their children.
-    `zombies` have exited and still have a pid, and maybe memory in the driver. `options` are those of vLLM's server.
-    """
+    """What /proc shows of the engine, and of all other processes."""
 
     engine: tuple[EngineProcess, ...]
+    """The engine's processes, its first server first."""
+
     visible_pids: frozenset[int]
     sees_host_pids: bool
-    ambiguous_roots: int = 0
+    """True in the machine's first PID namespace, where NVML and /proc always mean the same pid."""
+
+    ambiguous_engines: int = 0
+    """The number of unrelated engines when none could be identified as the watched one: then
+    `engine` is empty."""
+
     neighbours: frozenset[ProcessName] = frozenset()
+    """The servers, or first processes, of all other engines."""
+
     ports: frozenset[int] = frozenset()
+    """Those in the engine's command line, or in the neighbours' where there is no engine."""
+
     orphans: frozenset[int] = frozenset()
+    """The pids left over from an exited run of the engine."""
+
     strays: frozenset[int] = frozenset()
+    """The pids of cores and workers with a new parent, whose server was never seen, and of their
+    children."""
+
     zombies: frozenset[int] = frozenset()
+    """The pids that have exited and still show, and may hold memory in the driver."""
+
     options: EngineOptions | None = None
+    """Those of vLLM's server."""
+
     host: HostReading = field(default_factory=HostReading)
 
     @property

@@ -14,42 +14,59 @@ from vllm_headroom.vocabulary import Level, MetricType, Reason, Situation, Sourc
 MUTE_PROBE: Final = Failure(
     source=Source.PROBE,
     reason=Reason.NOT_FOUND,
-    message="no running process of vLLM writes a probe's file: those that did have exited, or their probe has stopped",
+    message="no running process of vLLM writes a probe's file: those that did have exited, or their"
+    " probe has stopped",
 )
+"""The failure of a probe's folder in which no file is of a running process."""
 
 
 TokenBytes = Callable[[str, int | None], int | None]
-"""From the KV cache's dtype and the engine's GPUs to the bytes that a token takes on all of them; None if not known."""
+"""From the KV cache's dtype and the number of the engine's GPUs to the bytes that a token takes on
+all of them; None if not known."""
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything one tick read: the only input of a derivation besides its own state.
-
-    `time_seconds` is seconds since the epoch, for display; `monotonic_seconds` is for arithmetic. `probe` is None
-    without a folder, `host` where the host's memory is unknown. `unanswered_since_seconds` is since when, on the
-    monotonic clock, the engine has not answered a request of the daemon. `neighbours` are the first processes of other
-    engines; `ambiguous` is the number of engines if the watched one could not be identified. `left_behind` are the pids
-    that serve no engine. `engine_status` is None if unknown, as after an error: then no evidence is collected. `has_silent_core`
-    is as in ProbeReadings, which a trace does not have. `pools` are those that vLLM was configured to fill.
-    `token_bytes` is of the model that the engine's processes load; None where it is not visible.
-    """
+    """Everything one tick read: the only input of a derivation besides its own state."""
 
     time_seconds: float
+    """Seconds since the epoch, for display."""
+
     monotonic_seconds: float
+    """The monotonic clock, for arithmetic."""
+
     engines: EnginePage | Failure
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
     probe: ProbeReadings | Failure | None = None
+    """None without a folder."""
+
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
+    """Since when, on the monotonic clock, the engine has not answered a request of the daemon."""
+
     engine_status: EngineStatus | None = None
+    """None if unknown, as after an error: then no evidence is collected."""
+
     neighbours: frozenset[ProcessName] = frozenset()
-    ambiguous: int = 0
+    """The first processes of other engines."""
+
+    ambiguous_engines: int = 0
+    """The number of engines if the watched one could not be identified, else 0."""
+
     left_behind: frozenset[int] = frozenset()
+    """The pids that serve no engine."""
+
     host: HostMemory | None = None
+    """None where the host's memory is unknown."""
+
     has_silent_core: bool = False
+    """As in ProbeReadings, which a trace does not have."""
+
     pools: tuple[Pool, ...] = ()
+    """Those that vLLM was configured to fill."""
+
     token_bytes: TokenBytes | None = None
+    """Of the model that the engine's processes load; None where it is not visible."""
 
     @property
     def page(self) -> EnginePage | None:
@@ -78,35 +95,45 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The failures of the sources that could not be read; a probe that no running process has is one."""
-        is_mute = isinstance(self.probe, ProbeReadings) and not self.probe.present
-        parts = (self.engines, self.gpus, self.processes, MUTE_PROBE if is_mute else self.probe)
-        return tuple(part for part in parts if isinstance(part, Failure))
+        """The failures of the sources that could not be read."""
+        probe = self.probe
+        if isinstance(probe, ProbeReadings) and not probe.present:
+            probe = MUTE_PROBE
+        sources = (self.engines, self.gpus, self.processes, probe)
+        return tuple(source for source in sources if isinstance(source, Failure))
 
 
 class Metric(Struct, frozen=True, kw_only=True):
-    """One exported family, a counter's name in `_total`; absent without the engine's facts in `needs`."""
+    """One exported family."""
 
     name: str
+    """Its full name, a counter's with `_total`."""
+
     kind: MetricType
     labels: tuple[str, ...]
     help: str
     needs: tuple[str, ...] = ()
+    """The engine's facts, as fields of EngineReading, without which it is absent."""
 
 
 class Sample(NamedTuple):
-    """One value of a metric, with labels as in `metric.labels`; a tuple, since a tick makes and unpacks hundreds."""
+    """One value of a metric; a tuple, since a tick makes and unpacks hundreds."""
 
     metric: Metric
     labels: tuple[str, ...]
+    """The values of `metric.labels`, in their order."""
+
     value: float
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """The data of a scrape: the samples of one tick and when that tick ended."""
+    """The data of a scrape."""
 
     samples: tuple[Sample, ...]
+    """Those of one tick."""
+
     monotonic_seconds: float
+    """When that tick ended."""
 
 
 class Values:
@@ -130,24 +157,26 @@ class Values:
         return self.find_all(metric).get(labels)
 
     def state(self, metric: Metric, *labels: str) -> str | None:
-        """Return the one state that is 1, of a metric whose last label is the state."""
-        return next(
-            (
-                found[-1]
-                for found, value in self.find_all(metric).items()
-                if value and found[:-1] == labels
-            ),
-            None,
-        )
+        """Return the one state that is 1, of a metric whose last label is the state.
+
+        None where no state is.
+        """
+        for series, value in self.find_all(metric).items():
+            *series_labels, state = series
+            if value and tuple(series_labels) == labels:
+                return state
+        return None
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """One sentence on a GPU, the engine or its host memory; `alert` names its runbook, None without one."""
+    """One sentence on a GPU, the engine or its host memory."""
 
     subject: str
     level: Level
     sentence: str
     alert: str | None = None
+    """The alert that fires, which is also the name of its runbook; None without one."""
+
     situation: Situation = Situation.HEALTHY
 
 
@@ -161,6 +190,5 @@ NO_VERDICT: Final = Verdict(
 
 def find_worst(verdicts: Iterable[Verdict]) -> Level:
     """Return the worst level; unknown without verdicts."""
-    return max(
-        (verdict.level for verdict in verdicts), key=tuple(Level).index, default=Level.UNKNOWN
-    )
+    levels = [verdict.level for verdict in verdicts]
+    return max(levels, key=tuple(Level).index, default=Level.UNKNOWN)

@@ -69,7 +69,7 @@ class Gpus:
         if not self._nvidia_readings and nvml.reason not in NO_NVIDIA_REASONS:
             # There should be a GPU, but none was read before: report the failure of an unknown one.
             return (GpuReading(index=0, uuid="", name="", failure=nvml),)
-        return tuple(reading.failed(nvml) for reading in self._nvidia_readings)
+        return tuple(reading.mark_failed(nvml) for reading in self._nvidia_readings)
 
     def _number_amd(self, amd: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
         """Return the readings of AMD's cards with the indices after those of NVIDIA's GPUs.

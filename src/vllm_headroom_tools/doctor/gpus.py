@@ -146,7 +146,7 @@ def check_processes(survey: Survey) -> Check:
         counted = fixes.count_roles(process.role for process in found.engine)
         state, ways, details = Status.OK, (), [*_describe_host(survey, found)]
         text = f"vLLM's are seen ({counted}), in {namespace}"
-    elif found.ambiguous_roots:
+    elif found.ambiguous_engines:
         text, ways = AMBIGUOUS, fixes.SAY_WHICH_PORT
     elif isinstance(survey.page, Failure):
         text = f"vLLM's are not among the {len(found.visible_pids)} seen in {namespace}; it does not answer, so it may"
@@ -308,7 +308,7 @@ def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
     ways: tuple[Fix, ...]
     if isinstance(processes, Failure):
         text, ways = NOT_ATTRIBUTED, share if processes == HIDDEN else ()
-    elif processes.ambiguous_roots:
+    elif processes.ambiguous_engines:
         text, ways = AMBIGUOUS, fixes.SAY_WHICH_PORT
     elif isinstance(survey.page, Failure):
         state, text, ways = Status.UNKNOWN, "needs the engine to run, see engine", ()

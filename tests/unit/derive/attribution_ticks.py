@@ -55,7 +55,7 @@ def engine(
         engine=processes,
         visible_pids=frozenset({*pids, *visible, *left}),
         sees_host_pids=host,
-        ambiguous_roots=ambiguous,
+        ambiguous_engines=ambiguous,
         orphans=frozenset(left),
     )
 

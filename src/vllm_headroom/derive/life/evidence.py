@@ -179,7 +179,7 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
     if isinstance(snapshot.engines, Failure):
         answer = _FAILED_ANSWERS.get(snapshot.engines.reason, PageAnswer.UNREADABLE)
     processes = None
-    if not snapshot.ambiguous and not isinstance(snapshot.processes, Failure):
+    if not snapshot.ambiguous_engines and not isinstance(snapshot.processes, Failure):
         processes = snapshot.processes
     are_visible = _judge_visibility(snapshot, runs, processes)
     held_bytes = {
@@ -221,7 +221,7 @@ def _may_show_processes_later(snapshot: Snapshot) -> bool:
     """Return whether /proc was only late, or showed several servers that may be the engine."""
     readings = snapshot.processes
     is_late = isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT
-    return is_late or snapshot.ambiguous > 0
+    return is_late or snapshot.ambiguous_engines > 0
 
 
 def _is_sight_lost(snapshot: Snapshot, are_visible: bool | None) -> bool:  # noqa: FBT001 - private

@@ -138,7 +138,7 @@ class Amd:
         """Return a failed reading of each part that the card had at its last reading."""
         whole_card = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
         last_readings = self._last_readings.get(card.uuid, (whole_card,))
-        return tuple(reading.failed(failure) for reading in last_readings)
+        return tuple(reading.mark_failed(failure) for reading in last_readings)
 
     def _sample(self) -> dict[str, int]:
         used_bytes: dict[str, int] = {}

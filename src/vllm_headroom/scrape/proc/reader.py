@@ -161,7 +161,7 @@ class Processes:
             engine=engine,
             visible_pids=pids,
             sees_host_pids=self._sees_host_pids,
-            ambiguous_roots=self._choice.ambiguous_engines,
+            ambiguous_engines=self._choice.ambiguous_engines,
             neighbours=frozenset(
                 (pid, self._boot_time_seconds + started_seconds)
                 for pid, started_seconds in self._choice.neighbours

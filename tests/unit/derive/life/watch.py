@@ -93,7 +93,7 @@ class Watch:
             at=self.at, engines=engines, gpus=self._gpus, processes=self._processes, probe=probe, host=self._host
         )
         others = frozenset((each.pid, each.started_at_seconds) for each in neighbours)
-        now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous=ambiguous)
+        now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous_engines=ambiguous)
         now = replace(now, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core)
         self.state, self.seen = update_engine(self.state, now)
         assert self.seen.engine_status is not None

@@ -170,7 +170,7 @@ def test_a_process_in_a_namespace_of_its_own_knows_it_is_not_in_the_first() -> N
     result = subprocess.run([*unshare, sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
     assert result.stdout.startswith(
-        "ProcessReadings(engine=(), visible_pids=frozenset({1}), sees_host_pids=False, ambiguous_roots=0,"
+        "ProcessReadings(engine=(), visible_pids=frozenset({1}), sees_host_pids=False, ambiguous_engines=0,"
         " neighbours=frozenset(), ports=frozenset(), orphans=frozenset(), strays=frozenset(), zombies=frozenset(),"
         " options=None, host=HostReading("
     )

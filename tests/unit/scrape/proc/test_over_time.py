@@ -124,7 +124,7 @@ def test_a_stranger_under_the_engines_name_takes_nothing_away(tree: ProcTree, pr
     beside = read(processes)
 
     assert [process.pid for process in beside.engine] == [7]
-    assert beside.ambiguous_roots == 0
+    assert beside.ambiguous_engines == 0
 
 
 def test_a_process_that_has_gone_makes_a_scan(tree: ProcTree, processes: Processes) -> None:
@@ -156,7 +156,7 @@ def test_engines_are_told_apart_as_soon_as_they_can_be(tree: ProcTree, processes
     tree.remove(8)
     after = read(processes)
 
-    assert (before.ambiguous_roots, after.ambiguous_roots) == (2, 0)
+    assert (before.ambiguous_engines, after.ambiguous_engines) == (2, 0)
     assert [process.pid for process in after.engine] == [7]
 
 

@@ -80,7 +80,7 @@ def test_of_two_servers_only_the_one_that_serves_the_port_is_measured(tree: Proc
     readings = read(processes)
 
     assert [process.pid for process in readings.engine] == [20, 21]
-    assert readings.ambiguous_roots == 0
+    assert readings.ambiguous_engines == 0
     assert {10, 11} < readings.visible_pids
 
 
@@ -90,7 +90,7 @@ def test_two_servers_that_the_port_does_not_tell_apart_are_counted_and_not_taken
     tree.add(10, 1, *SERVER)
     tree.add(20, 1, *SERVER)
 
-    assert (read(processes).engine, read(processes).ambiguous_roots) == ((), 2)
+    assert (read(processes).engine, read(processes).ambiguous_engines) == ((), 2)
 
 
 def test_a_port_far_down_a_long_command_line_is_found(tree: ProcTree, processes: Processes) -> None:
