@@ -1,4 +1,4 @@
-"""Write the flight record, and set a part of it aside as an incident when the engine exits or stalls."""
+"""Write the flight record, and save a part of it as an incident when the engine exits or stalls."""
 
 import os
 from collections import deque
@@ -21,6 +21,7 @@ from vllm_headroom.model import (
     Ending,
     EngineStatus,
     Failure,
+    Gpu,
     ProbedProcess,
     ProbeReadings,
     Snapshot,
@@ -39,158 +40,110 @@ from vllm_headroom.trace.incident import EngineEvent, add_evidence, find_decisiv
 from vllm_headroom.trace.recorder import FileWriter
 from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 
-MOST_HOLDERS: Final = 64
-FIGURES: Final = (catalog.LEAK_RATE, catalog.LEAK_PER_REQUEST, catalog.LEAKED, catalog.TIME_TO_OOM)
+log = Log(__name__)
+
+RECORD_STEP_SECONDS: Final = 0.9
+"""At most one line a second, with tolerance for an early tick: at 0.1 s the record would hold
+minutes."""
+
+INCIDENT_SECONDS: Final = 300.0
+"""Later events belong to the same incident until the engine has served again: a hang that a probe
+ends, the first steps of the next run, starts that fail."""
+
+RETRY_SECONDS: Final = 60.0
+"""An incident that could not be written is tried again after this time."""
+
+MOST_INCIDENT_EVENTS: Final = 32
+"""Our choice: the newest events of an incident that never ends."""
+
+ERROR_SECONDS: Final = 900.0
+"""XIDs and OutOfMemoryErrors this long before an incident may explain it."""
+
+MOST_RECORDED_HOLDERS: Final = 64
+"""Our choice: processes of a GPU, and processes with a probe, in the header of an incident."""
+
+LEAK_FIGURES: Final = (
+    catalog.LEAK_RATE,
+    catalog.LEAK_PER_REQUEST,
+    catalog.LEAKED,
+    catalog.TIME_TO_OOM,
+)
 """The leak detector's results for a GPU besides its state."""
 
+MOST_USE_SAMPLES: Final = 600
+"""Samples of the memory in use between ticks: ten minutes. With eight GPUs all take 0.5 MB."""
 
-def build_context(
-    snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values
-) -> dict[str, Any]:
-    """Return what a later reader cannot derive from the samples alone."""
-    parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
-    owned = [gpu.reading for gpu in snapshot.owned_gpus]
-    holders = [
-        {"uuid": gpu.uuid, "pid": each.pid, "used": each.used_bytes}
-        for gpu in owned
-        for each in gpu.processes or ()
-    ]
-    return {
-        "t": round(snapshot.time_seconds, 3),
-        "verdicts": [asdict(each) for each in verdicts],
-        "leaks": [_describe_leak(values, str(gpu.index), gpu.uuid) for gpu in owned],
-        "holders": holders[:MOST_HOLDERS],
-        "probe": [_drop_unknown(process) for process in _list_probed(snapshot)[:MOST_HOLDERS]],
-        "problems": [each.message for each in parts if isinstance(each, Failure)],
-    }
-
-
-def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return the newest OutOfMemoryError of each probed process, including exited ones."""
-    known = (each.oom for each in _list_probed(snapshot) if each.oom is not None)
-    return [
-        {
-            "t": round(each.at_seconds, 3),
-            "uuid": each.uuid,
-            **{
-                name: getattr(each, f"{name}_bytes")
-                for name in ("asked", "free", "allocated", "reserved")
-            },
-        }
-        for each in known
-    ]
-
-
-def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
-    probe = snapshot.probe
-    return probe.processes if isinstance(probe, ProbeReadings) else ()
-
-
-def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
-    """Return a value for JSON without fields that are None."""
-    if isinstance(value, Struct):
-        return {
-            name: _drop_unknown(each) for name, each in asdict(value).items() if each is not None
-        }
-    return [_drop_unknown(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _describe_leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:
-    figures = {
-        metric.name.removeprefix("headroom_"): values.value(metric, gpu, uuid) for metric in FIGURES
-    }
-    finite = {
-        name: value for name, value in figures.items() if value is not None and isfinite(value)
-    }
-    return {
-        "gpu": int(gpu),
-        "uuid": uuid,
-        "state": values.state(catalog.LEAK_STATE, gpu, uuid),
-        **finite,
-    }
-
-
-MOST_LOOKS: Final = 600
-LEAST_LOOK_SECONDS: Final = 0.9
-"""At most one memory sample a second, with tolerance for an early one. With eight GPUs all take 0.5 MB."""
+USE_STEP_SECONDS: Final = 0.9
+"""At most one of those samples a second, with tolerance for an early one."""
 
 MOST_XIDS: Final = 32
-MOST_GPUS: Final = 16
+"""Our choice: the newest errors of the driver."""
+
+MOST_INCIDENT_GPUS: Final = 16
 """The most that one engine has on one machine: 260 kB in the header of an incident."""
 
 
-class Recent:
-    """Keeps the newest memory samples between ticks and, in `xids`, the driver's newest errors."""
+class RecentReadings:
+    """Keeps the newest samples of memory in use between ticks, and the driver's newest errors."""
 
     def __init__(self) -> None:
         self.xids: deque[dict[str, Any]] = deque(maxlen=MOST_XIDS)
-        self._looks: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=MOST_LOOKS)
-        self._counted: dict[tuple[str, int], int] | None = None
+        self._samples: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=MOST_USE_SAMPLES)
+        self._xid_counts: dict[tuple[str, int], int] | None = None
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
         """Add the memory in use by UUID."""
-        if used_bytes and (
-            not self._looks or abs(seconds - self._looks[-1][0]) >= LEAST_LOOK_SECONDS
-        ):
-            self._looks.append((round(seconds, 1), used_bytes))
+        if not used_bytes:
+            return
+        if not self._samples or abs(seconds - self._samples[-1][0]) >= USE_STEP_SECONDS:
+            self._samples.append((round(seconds, 1), used_bytes))
 
-    def note(self, snapshot: Snapshot) -> None:
+    def add_xids(self, snapshot: Snapshot) -> None:
         """Add the XID errors that are new in a sample."""
         if not snapshot.devices:
             return
         counts = {
-            (gpu.reading.uuid, xid): n
+            (gpu.reading.uuid, xid): count
             for gpu in snapshot.devices
-            for xid, n in gpu.reading.xid_errors
+            for xid, count in gpu.reading.xid_errors
         }
-        before, self._counted = self._counted, {**(self._counted or {}), **counts}
-        if before is None:  # the time of earlier errors is unknown
+        previous_counts = self._xid_counts
+        self._xid_counts = {**(previous_counts or {}), **counts}
+        if previous_counts is None:  # the time of earlier errors is unknown
             return
         for (uuid, xid), count in counts.items():
-            if count > before.get((uuid, xid), 0):
+            if count > previous_counts.get((uuid, xid), 0):
                 self.xids.append({"t": round(snapshot.time_seconds, 3), "uuid": uuid, "xid": xid})
 
-    def of(self, uuids: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
+    def list_used(self, uuids: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
         """Return the samples of these GPUs, as time and memory in use."""
-        return {
-            uuid: [(seconds, seen[uuid]) for seconds, seen in self._looks if uuid in seen]
-            for uuid in sorted(uuids)[:MOST_GPUS]
-        }
+        return {uuid: self._list_samples(uuid) for uuid in sorted(uuids)[:MOST_INCIDENT_GPUS]}
 
-
-log = Log(__name__)
-
-LEAST_SECONDS: Final = 0.9
-"""At most one line a second, with tolerance for an early tick: at 0.1 s the record would hold minutes."""
-
-AFTER_SECONDS: Final = 300.0
-"""Later events belong to the same incident until the engine has served again: a hang that a probe ends, the first steps
-of the next run, starts that fail."""
-
-AGAIN_SECONDS: Final = 60.0
-MOST_EVENTS: Final = 32
-XID_SECONDS: Final = 900.0
+    def _list_samples(self, uuid: str) -> list[tuple[float, int]]:
+        return [(seconds, used[uuid]) for seconds, used in self._samples if uuid in used]
 
 
 class OpenIncident(Struct, frozen=True, kw_only=True):
-    """The events of an incident; `due` is when it is written next, `closes` when it is complete (monotonic).
-
-    `ending` is what preceded the event that it is judged by.
-    """
+    """The events of an incident that may still get more."""
 
     seconds: float
-    closes: float
-    due: float
+    """When it began, since the epoch; it names the file."""
+    write_at_seconds: float
+    """When it is written next, on the monotonic clock."""
+    closes_at_seconds: float
+    """When it is complete, on the monotonic clock."""
     events: tuple[EngineEvent, ...]
     ending: Ending
+    """What preceded the event that it is judged by."""
     before: Mapping[str, Any]
+    """What was known at the last sample in service."""
 
 
 class Flight:
-    """Owns the record in `folder` once `lock` is this daemon's; `lines` returns the daemon's last log lines.
+    """Owns the flight record in `folder` once `lock` is this daemon's.
 
-    `last` is the newest incident on disk, `recent` takes what is read between ticks. Errors of the volume are logged
-    when they begin and end, and affect the record only.
+    `lines` returns the daemon's last log lines. Errors of the volume are logged when they begin and
+    end, and affect the record only.
     """
 
     def __init__(
@@ -203,133 +156,233 @@ class Flight:
         mappings: Mappings,
     ) -> None:
         self.last: LastIncident | None = None
-        self._folder, self._lines, self._version, self._lock = folder, lines, version, lock
+        """The newest incident on disk."""
+        self.recent = RecentReadings()
+        """It takes what is read between ticks."""
+        self._folder = folder
+        self._lines = lines
+        self._version = version
+        self._lock = lock
         self._mappings = mappings
-        self._writing = FileWriter("flight record", folder / FLIGHT)
-        self._state = EngineState.UNKNOWN
-        self._written: float | None = None
-        self._before: Mapping[str, Any] = {}
-        self.recent = Recent()
-        self._served = False
-        self._incident: OpenIncident | None = None
+        self._writer = FileWriter("flight record", folder / FLIGHT)
+        self._recorded_seconds: float | None = None
+        self._known_state = EngineState.UNKNOWN
+        self._has_served = False
+        """Whether the engine was in service since the last event."""
+        self._last_context: Mapping[str, Any] = {}
+        """What was known at the last sample in service."""
         self._ooms: list[dict[str, Any]] = []
+        self._incident: OpenIncident | None = None
 
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
         """Record one tick."""
         now = snapshot.monotonic_seconds
-        self.recent.note(snapshot)
+        status = snapshot.engine_status
+        self.recent.add_xids(snapshot)
         self._mappings.step(snapshot, values)
         self._ooms = list_ooms(snapshot) or self._ooms
-        event = None if snapshot.engine_status is None else self._take_event(snapshot.engine_status)
+        event = None if status is None else self._take_event(status)
         if not self._lock.is_ours:
             return  # the other daemon records it
-        if self._written is None:
-            await self._writing.do(self._look_back)
+        if self._recorded_seconds is None:
+            await self._writer.do(self._find_last_incident)
         if event is not None:
-            self._begin(event, snapshot)
-        elif not self._served or snapshot.engine_status is None or snapshot.in_service:
-            self._served = self._served or snapshot.in_service
-            self._before = {
-                **build_context(snapshot, verdicts, values),
-                "mappings": self._mappings.describe(),
-            }
-        if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
-            self._written = now
-            await self._writing.do(
-                lambda: append_to_record(self._folder, encode_line(build_record(snapshot)))
-            )
-        if self._incident is not None and now >= self._incident.due:
-            self._incident = await self._set_aside(self._incident, now)
+            self._add_event(event, snapshot)
+        elif snapshot.in_service or status is None or not self._has_served:
+            self._has_served = self._has_served or snapshot.in_service
+            context = build_context(snapshot, verdicts, values)
+            self._last_context = {**context, "mappings": self._mappings.describe()}
+        if event is not None or self._is_record_due(now):
+            self._recorded_seconds = now
+            await self._writer.do(partial(self._append, snapshot))
+        if self._incident is not None and now >= self._incident.write_at_seconds:
+            self._incident = await self._write(self._incident, now)
 
-    def _take_event(self, engine_status: EngineStatus) -> Ending | None:
-        if engine_status.event is not None and self._state is EngineState.SERVING:
-            self._incident = None  # it had served again: the one before was over
-        if (
-            engine_status.state is not EngineState.UNKNOWN
-        ):  # a stall that was out of sight for a time is one stall
-            self._state = engine_status.state
-        return engine_status.event
+    def _append(self, snapshot: Snapshot) -> None:
+        append_to_record(self._folder, encode_line(build_record(snapshot)))
 
-    def _begin(self, ending: Ending, snapshot: Snapshot) -> None:
-        now, going, engine_status = (
-            snapshot.monotonic_seconds,
-            self._incident,
-            snapshot.engine_status,
-        )
-        age = (
-            None
-            if engine_status is None or ending.kind is IncidentKind.ENDED
-            else engine_status.progress_age_seconds
-        )
+    def _is_record_due(self, now: float) -> bool:
+        if self._recorded_seconds is None:
+            return True
+        return now - self._recorded_seconds >= RECORD_STEP_SECONDS
+
+    def _take_event(self, status: EngineStatus) -> Ending | None:
+        """Return the event of a tick; one after the engine has served opens an incident anew."""
+        if status.event is not None and self._known_state is EngineState.SERVING:
+            self._incident = None
+        # A stall that is out of sight for a time is one stall.
+        if status.state is not EngineState.UNKNOWN:
+            self._known_state = status.state
+        return status.event
+
+    def _add_event(self, ending: Ending, snapshot: Snapshot) -> None:
+        """Add an event to the open incident, or open one."""
+        now = snapshot.monotonic_seconds
+        status = snapshot.engine_status
+        age_seconds = None
+        if ending.kind is IncidentKind.STALLED and status is not None:
+            age_seconds = status.progress_age_seconds
         event = EngineEvent(
             t=round(ending.seconds, 3),
             what=ending.kind,
             reason=ending.reason,
-            progress_age_seconds=age,
+            progress_age_seconds=age_seconds,
         )
-        if going is not None:
-            events = (*going.events, event)[-MOST_EVENTS:]
-            ending = ending if find_decisive(events) is event else going.ending
-            self._incident = replace(going, due=now, events=events, ending=ending)
-        else:
-            used = self.recent.of(each["uuid"] for each in self._before.get("leaks", ()))
+        self._has_served = False
+        incident = self._incident
+        if incident is None:
+            leaks = self._last_context.get("leaks", ())
+            used = self.recent.list_used(leak["uuid"] for leak in leaks)
             self._incident = OpenIncident(
                 seconds=snapshot.time_seconds,
-                closes=now + AFTER_SECONDS,
-                due=now,
+                write_at_seconds=now,
+                closes_at_seconds=now + INCIDENT_SECONDS,
                 events=(event,),
                 ending=ending,
-                before={**self._before, "used": used},
+                before={**self._last_context, "used": used},
             )
-        self._served = False
+            return
+        events = (*incident.events, event)[-MOST_INCIDENT_EVENTS:]
+        is_decisive = find_decisive(events) is event
+        self._incident = replace(
+            incident,
+            write_at_seconds=now,
+            events=events,
+            ending=ending if is_decisive else incident.ending,
+        )
 
-    async def _set_aside(self, incident: OpenIncident, now: float) -> OpenIncident | None:
-        """Write the incident so far; return it while it continues, None when it is complete or abandoned."""
-        done = await self._writing.do(
-            partial(write_incident, self._folder, incident.seconds, self._build_header(incident))
+    async def _write(self, incident: OpenIncident, now: float) -> OpenIncident | None:
+        """Write the incident so far.
+
+        Return it while it continues, None when it is complete or abandoned.
+        """
+        header = self._build_header(incident)
+        is_written = await self._writer.do(
+            partial(write_incident, self._folder, incident.seconds, header)
         )
-        if done:
-            file = locate_incident(self._folder, incident.seconds)
-            self.last = _build_incident(file, self._build_header(incident))
-            if incident.due < incident.closes:
-                log.warning("an incident was set aside", look_at=f"vllm-headroom postmortem {file}")
-        if now >= incident.closes and (done or now >= incident.closes + AFTER_SECONDS):
+        closes_at_seconds = incident.closes_at_seconds
+        if not is_written:
+            is_abandoned = now >= closes_at_seconds + INCIDENT_SECONDS
+            return None if is_abandoned else replace(incident, write_at_seconds=now + RETRY_SECONDS)
+        file = locate_incident(self._folder, incident.seconds)
+        self.last = _summarise_incident(file, header)
+        if incident.write_at_seconds < closes_at_seconds:
+            log.warning("an incident was set aside", look_at=f"vllm-headroom postmortem {file}")
+        if now >= closes_at_seconds:
             return None
-        return replace(
-            incident, due=max(now + AGAIN_SECONDS, incident.closes) if done else now + AGAIN_SECONDS
-        )
+        return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))
 
     def _build_header(self, incident: OpenIncident) -> dict[str, Any]:
-        earliest = incident.seconds - XID_SECONDS
+        """Return the facts of an incident with the cause that they show."""
+        oldest_seconds = incident.seconds - ERROR_SECONDS
         header = {
             **_drop_unknown(find_decisive(incident.events)),
             "version": self._version,
-            "events": [_drop_unknown(each) for each in incident.events],
+            "events": [_drop_unknown(event) for event in incident.events],
             "before": dict(incident.before),
-            "xids": [each for each in self.recent.xids if each["t"] >= earliest],
-            "ooms": [each for each in self._ooms if each["t"] >= earliest],
+            "xids": [error for error in self.recent.xids if error["t"] >= oldest_seconds],
+            "ooms": [oom for oom in self._ooms if oom["t"] >= oldest_seconds],
             "log": list(self._lines()),
         }
-        known = read_incident(header)
-        cause = judge_ending(
-            incident.ending if known is None else add_evidence(incident.ending, known)
-        )[0]
+        facts = read_incident(header)
+        ending = incident.ending if facts is None else add_evidence(incident.ending, facts)
+        cause = judge_ending(ending)[0]
         return {**header, "cause": cause.cause, "sure": cause.sureness, "sentence": cause.sentence}
 
-    def _look_back(self) -> None:
-        """Find the last incident of an earlier process, in the configured folder or the one it links to."""
+    def _find_last_incident(self) -> None:
+        """Find the last incident of an earlier process.
+
+        In the configured folder, or the one it links to.
+        """
         self._folder = Path(os.path.realpath(self._folder))
-        found = find_newest(self._folder)
-        self.last = None if found is None else _build_incident(*found)
+        newest = find_newest(self._folder)
+        self.last = None if newest is None else _summarise_incident(*newest)
 
 
-def _build_incident(file: Path, known: Mapping[str, Any]) -> LastIncident | None:
-    found = read_incident(known)
-    if found is None:
+def build_context(
+    snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values
+) -> dict[str, Any]:
+    """Return what a later reader cannot derive from the samples alone."""
+    sources = (snapshot.engines, snapshot.gpus, snapshot.processes)
+    probed_processes = _list_probed(snapshot)[:MOST_RECORDED_HOLDERS]
+    return {
+        "t": round(snapshot.time_seconds, 3),
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "leaks": [_describe_leak(gpu, values) for gpu in snapshot.owned_gpus],
+        "holders": _list_holders(snapshot)[:MOST_RECORDED_HOLDERS],
+        "probe": [_drop_unknown(process) for process in probed_processes],
+        "problems": [source.message for source in sources if isinstance(source, Failure)],
+    }
+
+
+def _describe_leak(gpu: Gpu, values: Values) -> dict[str, Any]:
+    """Return the leak detector's verdict on a GPU, without figures that are unknown."""
+    index = gpu.reading.index
+    uuid = gpu.reading.uuid
+    labels = (str(index), uuid)
+    leak: dict[str, Any] = {
+        "gpu": index,
+        "uuid": uuid,
+        "state": values.state(catalog.LEAK_STATE, *labels),
+    }
+    for metric in LEAK_FIGURES:
+        value = values.value(metric, *labels)
+        if value is not None and isfinite(value):
+            leak[metric.name.removeprefix("headroom_")] = value
+    return leak
+
+
+def _list_holders(snapshot: Snapshot) -> list[dict[str, Any]]:
+    return [
+        {"uuid": gpu.reading.uuid, "pid": process.pid, "used": process.used_bytes}
+        for gpu in snapshot.owned_gpus
+        for process in gpu.reading.processes or ()
+    ]
+
+
+def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return the newest OutOfMemoryError of each probed process, including exited ones."""
+    return [
+        {
+            "t": round(process.oom.at_seconds, 3),
+            "uuid": process.oom.uuid,
+            "asked": process.oom.asked_bytes,
+            "free": process.oom.free_bytes,
+            "allocated": process.oom.allocated_bytes,
+            "reserved": process.oom.reserved_bytes,
+        }
+        for process in _list_probed(snapshot)
+        if process.oom is not None
+    ]
+
+
+def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
+    probe = snapshot.probe
+    return probe.processes if isinstance(probe, ProbeReadings) else ()
+
+
+def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
+    """Return a value for JSON without fields that are None."""
+    if isinstance(value, Struct):
+        fields = asdict(value).items()
+        return {name: _drop_unknown(field) for name, field in fields if field is not None}
+    if isinstance(value, tuple):
+        return [_drop_unknown(item) for item in value]
+    return value
+
+
+def _summarise_incident(file: Path, header: Mapping[str, Any]) -> LastIncident | None:
+    """Return what the page shows of an incident; None where its header says too little."""
+    incident = read_incident(header)
+    if incident is None:
         return None
-    said = (
-        None if found.sentence is None else f"{found.sentence} ({found.sure or Sureness.POSSIBLE})"
-    )
+    sentence = None
+    if incident.sentence is not None:
+        sentence = f"{incident.sentence} ({incident.sure or Sureness.POSSIBLE})"
     return LastIncident(
-        seconds=found.t, kind=found.what, reason=found.reason, sentence=said, file=str(file)
+        seconds=incident.t,
+        kind=incident.what,
+        reason=incident.reason,
+        sentence=sentence,
+        file=str(file),
     )

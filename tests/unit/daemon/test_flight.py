@@ -22,7 +22,7 @@ from tests.process import eventually
 from tests.samples import gpu, snapshot
 from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
-from vllm_headroom.daemon.flight import MOST_LOOKS, Flight
+from vllm_headroom.daemon.flight import MOST_USE_SAMPLES, Flight
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.derive.life.engine import EngineMemory
@@ -149,7 +149,7 @@ def test_the_last_ten_minutes_of_memory_are_told_second_by_second(tmp_path: Path
 
     ((uuid, used),) = header(the_incident(tmp_path))["before"]["used"].items()
     assert uuid == "GPU-a"
-    assert len(used) == MOST_LOOKS
+    assert len(used) == MOST_USE_SAMPLES
     assert used[-1][1] >= 6990
     assert all(0.8 < later - at < 1.1 for (at, _), (later, _) in pairwise(used))
 

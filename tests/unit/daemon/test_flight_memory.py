@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.samples import gpu, snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight, the_incident
-from vllm_headroom.daemon.flight import MOST_LOOKS
+from vllm_headroom.daemon.flight import MOST_USE_SAMPLES
 from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import INCIDENT_BYTES, append_to_record
 from vllm_headroom.units import MIB
@@ -25,8 +25,8 @@ def test_an_incident_as_large_as_can_be_takes_less_than_four_mebibytes(tmp_path:
     tracemalloc.start()
     try:
         subject = flight(tmp_path)
-        for second in range(MOST_LOOKS):
-            subject.recent.add(BEGAN - MOST_LOOKS + second, dict.fromkeys(("GPU-a", *GPUS), 70 * 2**30 + second))
+        for second in range(MOST_USE_SAMPLES):
+            subject.recent.add(BEGAN - MOST_USE_SAMPLES + second, dict.fromkeys(("GPU-a", *GPUS), 70 * 2**30 + second))
         died(subject)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
