@@ -15,11 +15,11 @@ FLEET: Final = "fleet"
 SCENARIOS: Final = (*TABLE, FLEET)
 SCENARIO: Final = choice(SCENARIOS)
 MAX_SPEED: Final = 1000
-MOST_GPUS: Final = 64
+MAX_GPUS: Final = 64
 
 
 class DemoSettings(ModelSettings):
-    """The daemon's settings, without those that reach an engine or the API server, and the demo's."""
+    """The demo's settings, and the daemon's but for those that reach an engine or the API server."""
 
     no_options: ClassVar = frozenset(
         name
@@ -41,20 +41,32 @@ class DemoSettings(ModelSettings):
     )
 
 
-async def _run(given: Namespace) -> int:
-    from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
-    from vllm_headroom_tools.demo import fleet, run  # noqa: PLC0415 - --help need not wait for a web server
+async def _run(arguments: Namespace) -> int:
+    from vllm_headroom.daemon import logs  # noqa: PLC0415 - --help need not wait for a web server
+    from vllm_headroom_tools.demo import fleet, run  # noqa: PLC0415 - the same
 
-    settings: DemoSettings = given.settings
+    settings: DemoSettings = arguments.settings
     logs.configure(settings.log_format, settings.log_level)
-    named, gpus = settings.gpus, 1
-    if isinstance(named, tuple) and len(named) == 1 and named[0].isdecimal() and named[0] != "0":
-        settings, gpus = settings.model_copy(update={"gpus": AUTO}), min(int(named[0]), MOST_GPUS)
+    gpu_count = _read_gpu_count(settings)
+    if gpu_count is None:
+        gpu_count = 1
+    else:
+        settings = settings.model_copy(update={"gpus": AUTO})
     if settings.scenario == FLEET:
-        return await fleet.run(settings, speed=settings.speed, gpus=gpus)
+        return await fleet.run(settings, speed=settings.speed, gpus=gpu_count)
     return await run.run(
-        settings, scenario=TABLE[settings.scenario], speed=settings.speed, gpus=gpus
+        settings, scenario=TABLE[settings.scenario], speed=settings.speed, gpus=gpu_count
     )
+
+
+def _read_gpu_count(settings: DemoSettings) -> int | None:
+    """Return how many GPUs there are, where --gpus is one number above 0; else None."""
+    gpus = settings.gpus
+    if not isinstance(gpus, tuple) or len(gpus) != 1:
+        return None
+    if not gpus[0].isdecimal() or gpus[0] == "0":
+        return None
+    return min(int(gpus[0]), MAX_GPUS)
 
 
 COMMAND: Final[Command] = Command(

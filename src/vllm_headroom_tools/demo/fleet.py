@@ -1,9 +1,10 @@
-"""The series of many simulated engines on one page, each with the labels of its pod, for the boards of a fleet."""
+"""The series of many simulated engines on one page, each with the labels of its pod."""
 
 import asyncio
 import re
 from collections.abc import Coroutine
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from vllm_headroom.config import Settings
@@ -23,17 +24,18 @@ SCENARIOS: Final = (
 )
 """Of the engines; half of them are well."""
 
-TEAMS: Final = 3
-SAMPLE_SECONDS: Final = 30.0
-"""The least between two samples, so that the fleet takes a fifth of a processor core at 60 times the clock's speed."""
+TEAM_COUNT: Final = 3
 
-_LABELLED: Final = re.compile(r"^(\w+)\{", re.MULTILINE)
-_BARE: Final = re.compile(r"^(\w+) ", re.MULTILINE)
-_UUID: Final = re.compile("-0000(-[45]000-8000-)")
+MIN_SAMPLE_INTERVAL_SECONDS: Final = 30.0
+"""With it the fleet takes a fifth of a processor core at 60 times the clock's speed."""
+
+_NAME_WITH_LABELS: Final = re.compile(r"^(\w+)\{", re.MULTILINE)
+_NAME_WITHOUT_LABELS: Final = re.compile(r"^(\w+) ", re.MULTILINE)
+_UUID_PART: Final = re.compile("-0000(-[45]000-8000-)")
 
 
 class Fleet(app.Daemon):
-    """The daemon of the first engine, with the loops of the others beside it and the series of all on /metrics."""
+    """The daemon of the first engine, with the loops of the others and the series of all."""
 
     def __init__(
         self,
@@ -54,51 +56,60 @@ class Fleet(app.Daemon):
         """Return the loops of all daemons."""
         return [
             *super().list_loops(),
-            *(loop for each in self._others for loop in each.list_loops()),
+            *chain.from_iterable(other.list_loops() for other in self._others),
         ]
 
     def build_handler(self, door: Door | None) -> Handler:
         """Return the handler of all requests: the fleet's series, all else of the first engine."""
-        first = super().build_handler(door)
-        handlers = (first, *(each.build_handler(None) for each in self._others))
+        first_handler = super().build_handler(door)
+        handlers = (first_handler, *(other.build_handler(None) for other in self._others))
+        page_request = Request(method="GET", path="/metrics", headers={})
 
         def answer(request: Request) -> Response:
             if request.path != "/metrics":
-                return first(request)
-            asked = Request(method="GET", path="/metrics", headers={})
-            return Response(
-                status=200,
-                body=join_pages([each(asked).body.decode() for each in handlers]).encode(),
-            )
+                return first_handler(request)
+            pages = [handler(page_request).body.decode() for handler in handlers]
+            return Response(status=200, body=join_pages(pages).encode())
 
         return answer
 
 
+UP_SERIES: Final = "# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n"
+"""What a Prometheus adds that scrapes an engine."""
+
+
 def join_pages(pages: list[str]) -> str:
-    """Return the pages of the engines as one, with `up` as a Prometheus has it that scrapes each."""
+    """Join the pages of the engines, with `up` as a Prometheus has it that scrapes them."""
     families: dict[str, list[str]] = {}
     for place, (scenario, page) in enumerate(zip(SCENARIOS, pages, strict=True)):
         pod = f"vllm-{scenario}-{place}"
-        labels = f'namespace="team-{place % TEAMS}",pod="{pod}",instance="{pod}:9839"'
-        unique = _UUID.sub(
-            rf"-{place:04}\1", f"{page}# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n"
-        )
-        for family in unique.split("# HELP ")[1:]:
-            explained, kind, series = family.split("\n", 2)
-            lines = families.setdefault(f"# HELP {explained}\n{kind}\n", [])
-            lines.append(_BARE.sub(rf"\1{{{labels}}} ", _LABELLED.sub(rf"\1{{{labels},", series)))
-    return "".join(head + "".join(lines) for head, lines in families.items())
+        labels = f'namespace="team-{place % TEAM_COUNT}",pod="{pod}",instance="{pod}:9839"'
+        unique_page = _UUID_PART.sub(rf"-{place:04}\1", page + UP_SERIES)
+        for family in unique_page.split("# HELP ")[1:]:
+            help_line, type_line, series = family.split("\n", 2)
+            series = _NAME_WITH_LABELS.sub(rf"\1{{{labels},", series)
+            series = _NAME_WITHOUT_LABELS.sub(rf"\1{{{labels}}} ", series)
+            head = f"# HELP {help_line}\n{type_line}\n"
+            families.setdefault(head, []).append(series)
+    return "".join(head + "".join(series) for head, series in families.items())
 
 
 async def run(settings: ModelSettings, *, speed: float, gpus: int) -> int:
     """Run the fleet, each engine on so many GPUs; return the exit status."""
     log.warning(SIMULATED, scenario="fleet", speed=speed)
-    clock, least = ScaledClock(speed), max(SAMPLE_SECONDS, settings.sample_interval_seconds)
+    clock = ScaledClock(speed)
+    interval_seconds = max(MIN_SAMPLE_INTERVAL_SECONDS, settings.sample_interval_seconds)
     settings = settings.model_copy(
-        update={"sample_interval_seconds": least, "state_dir": None, "trace_file": None}
+        update={
+            "sample_interval_seconds": interval_seconds,
+            "state_dir": None,
+            "trace_file": None,
+        }
     )
-    first, *others = (
+    parts = [
         build_parts(TABLE[name], clock, speed, gpus, seed) for seed, name in enumerate(SCENARIOS)
-    )
+    ]
+    first = parts[0]
+    others = parts[1:]
     build_fleet = partial(Fleet, others)
     return await app.run(first, settings, settings.model_reader, build_daemon=build_fleet)

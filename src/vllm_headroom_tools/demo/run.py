@@ -27,7 +27,7 @@ from vllm_headroom_tools.demo.world import (
     BLOCK_TOKENS,
     CAPACITY_TOKENS,
     KV_BLOCKS,
-    MOST_RUNNING,
+    MAX_RUNNING,
     RESERVED_BYTES,
     TOTAL_BYTES,
     Scenario,
@@ -47,7 +47,10 @@ ENGINE_DOWN: Final = Failure(
 
 
 class Simulated:
-    """A source of the world that `now` returns, brought to the present; `epoch_seconds` is when the demo began."""
+    """A source of the daemon that reads the world.
+
+    `now` brings the world to the present and returns it; `epoch_seconds` is when the demo began.
+    """
 
     def __init__(self, now: Callable[[], World], epoch_seconds: float = 0.0) -> None:
         self._now = now
@@ -98,7 +101,7 @@ RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
     (Role.ENGINE_CORE, 2_410),
     (Role.WORKER, 5_560),
 )
-"""The engine's processes, in the order of their pids, with the memory each has when it starts to serve."""
+"""The engine's processes in the order of their pids, with their memory at the start of serving."""
 
 IDLE_WATTS: Final = 70.0
 
@@ -113,9 +116,10 @@ class SimulatedGpus(Simulated):
     async def read(self, timeout_seconds: float) -> GpuReadings:  # noqa: ARG002 - it never takes long
         """Return one reading of each."""
         world = self._look()
-        used_bytes, power_watts = world.used_bytes, IDLE_WATTS
+        used_bytes = world.used_bytes
+        power_watts = IDLE_WATTS
         if world.busy:
-            power_watts += 230.0 + 380.0 * min(1.0, world.busy / MOST_RUNNING)
+            power_watts += 230.0 + 380.0 * min(1.0, world.busy / MAX_RUNNING)
         free_bytes = TOTAL_BYTES - RESERVED_BYTES
         memory = GpuMemory(
             total_bytes=TOTAL_BYTES,
@@ -147,18 +151,19 @@ class SimulatedGpus(Simulated):
             )
         return GpuReadings(driver_version="580.00", devices=tuple(devices))
 
-    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:  # noqa: ARG002 - it never takes long
+    async def sample_used(
+        self,
+        timeout_seconds: float,  # noqa: ARG002 - it never takes long
+    ) -> Mapping[str, int]:
         """Return the memory in use by UUID, and note it for the peak of the last 60 s."""
         world = self._look()
         return dict.fromkeys(self._list_uuids(world), world.used_bytes)
 
     def _list_uuids(self, world: World) -> list[str]:
         """Return the UUIDs of what the engine uses."""
-        return (
-            [MIG_UUID.format(1)]
-            if world.has_mig
-            else [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
-        )
+        if world.has_mig:
+            return [MIG_UUID.format(1)]
+        return [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
 
     def _look(self) -> World:
         world = self._now()
@@ -169,14 +174,17 @@ class SimulatedGpus(Simulated):
 class SimulatedProcesses(Simulated):
     """The engine's processes."""
 
-    async def read(self, timeout_seconds: float, page: object = None) -> ProcessReadings:  # noqa: ARG002 - it knows
+    async def read(
+        self,
+        timeout_seconds: float,  # noqa: ARG002 - it never takes long
+        page: object = None,  # noqa: ARG002 - the world knows its engine
+    ) -> ProcessReadings:
         """Return the engine's processes, none while it is down, and every pid there is."""
         world = self._now()
         engine = world.engine
         served_seconds = max(0.0, world.seconds - engine.serving_seconds)
-        grown_mib = 45.0 * (
-            1.0 - exp(-served_seconds / 900.0)
-        )  # resident memory grows after the start, and that fades
+        # Resident memory grows after the start, and that fades.
+        grown_mib = 45.0 * (1.0 - exp(-served_seconds / 900.0))
         processes = tuple(
             EngineProcess(
                 pid=engine.first_pid + place,
@@ -187,12 +195,10 @@ class SimulatedProcesses(Simulated):
             for place, (role, mib) in enumerate(RESIDENT_MIB)
             if world.exists
         )
-        pids = {process.pid for process in processes} | {
-            process.pid for process in _list_gpu_processes(world)
-        }
-        return ProcessReadings(
-            engine=processes, visible_pids=frozenset(pids | {1}), sees_host_pids=True
-        )
+        pids = {1}
+        pids.update(process.pid for process in processes)
+        pids.update(process.pid for process in _list_gpu_processes(world))
+        return ProcessReadings(engine=processes, visible_pids=frozenset(pids), sees_host_pids=True)
 
 
 def _list_gpu_processes(world: World) -> list[GpuProcess]:
@@ -210,7 +216,10 @@ def _list_gpu_processes(world: World) -> list[GpuProcess]:
 
 
 class ScaledClock(SystemClock):
-    """Runs `speed` (above 0) times as fast as the machine's clock, from the machine's time at which it is made."""
+    """Runs `speed` (above 0) times as fast as the machine's clock.
+
+    It starts at the machine's time.
+    """
 
     def __init__(self, speed: float) -> None:
         self.speed = speed
@@ -231,7 +240,7 @@ SIMULATED: Final = "everything here is simulated, no GPU and no vLLM is read"
 
 
 def bind_world(world: World, clock: Clock) -> Callable[[], World]:
-    """Return a function that brings `world` to the present and returns it; the world's time begins now."""
+    """Return a function that brings the world, whose time begins now, to the present and returns it."""
     began = clock.monotonic()
 
     def now() -> World:
@@ -244,7 +253,7 @@ def bind_world(world: World, clock: Clock) -> Callable[[], World]:
 def build_parts(
     scenario: Scenario, clock: Clock, speed: float, gpus: int = 1, seed: int = 0
 ) -> Parts:
-    """Return the daemon's parts over the simulated `scenario`, which begins now, on so many GPUs."""
+    """Build the daemon's parts over a scenario that begins now, on so many GPUs."""
     epoch_seconds = clock.time()
     now = bind_world(World(scenario, seed), clock)
     return Parts(

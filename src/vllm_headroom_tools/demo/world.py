@@ -6,37 +6,45 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.units import GIB, MIB
+from vllm_headroom.units import DAY_SECONDS, GIB, MIB
 
 Bounds = tuple[float, float]
-"""The least and the most; what happens is drawn evenly between them."""
+"""A lower and an upper bound; what happens is drawn evenly between them."""
 
 
 class Visits(Struct, frozen=True):
-    """Something that comes, stays and goes, again and again; `size` is what it brings."""
+    """Something that comes, stays and goes, again and again."""
 
     pause_seconds: Bounds
     stay_seconds: Bounds
+
     size: Bounds = (1.0, 1.0)
+    """What a visit brings: of a burst a factor on the load, of a neighbour bytes."""
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """What happens besides healthy serving; the size of a burst is a factor on the load, of a neighbour bytes.
-
-    With `cold` the engine starts with the demo, else it has served for an hour. While it hangs it takes no step, and
-    its page keeps its last values. With `has_mig` the engine has the first of two MIG instances.
-    """
+    """What happens besides healthy serving."""
 
     name: str
     leak_bytes_per_request: float = 0.0
     bursts: Visits | None = None
     neighbours: Visits | None = None
+
     restart_after_seconds: Bounds | None = None
+    """From serving to the engine's exit; None where it exits only when it is out of memory."""
+
     loading_seconds: Bounds = (40.0, 70.0)
+
     cold: bool = False
+    """Whether the engine starts with the demo; else it has served for an hour."""
+
     hangs: Visits | None = None
+    """While the engine hangs it takes no step, and its page keeps its last values."""
+
     sleeps: Visits | None = None
+
     has_mig: bool = False
+    """Whether the engine has the first of two MIG instances."""
 
 
 TABLE: Final[dict[str, Scenario]] = {
@@ -66,13 +74,18 @@ TABLE: Final[dict[str, Scenario]] = {
 
 
 def make_random(seed: int, purpose: str) -> Random:
-    """Return a separate random generator for `purpose`, so that one part's draws never shift another's."""
+    """Return a generator for one purpose: draws for one part never shift those for another."""
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
 
 def draw_poisson(random: Random, mean: float) -> int:
-    """Return how many events happen where `mean` (below 700, for exp) are expected; by Knuth's product of draws."""
-    limit, product, events = exp(-mean), random.random(), 0
+    """Return how many events happen where `mean` are expected, by Knuth's product of draws.
+
+    The mean is below 700, because of exp.
+    """
+    limit = exp(-mean)
+    product = random.random()
+    events = 0
     while product > limit:
         product *= random.random()
         events += 1
@@ -80,7 +93,10 @@ def draw_poisson(random: Random, mean: float) -> int:
 
 
 class Drift:
-    """A value around 0 that wanders and returns: a first-order autoregressive process, one step a second."""
+    """A value around 0 that wanders and returns.
+
+    It is a first-order autoregressive process with one step a second.
+    """
 
     def __init__(self, random: Random, *, deviation: float, memory_seconds: float) -> None:
         self._random = random
@@ -97,36 +113,47 @@ class Drift:
 class Recurring:
     """Something that comes, stays and goes again and again; never, where `visits` is None.
 
-    `number` counts the visits from 1; the newest has this `size`, and comes and leaves at these times.
+    `number` counts the visits from 1. `size`, `came_seconds` and `leaves_seconds` are the newest's.
     """
 
     def __init__(self, random: Random, visits: Visits | None) -> None:
         self.number = 0
-        self.came_seconds = self.leaves_seconds = self.size = 0.0
+        self.size = 0.0
+        self.came_seconds = 0.0
+        self.leaves_seconds = 0.0
+        self._seconds = 0.0
         self._random = random
         self._visits = visits
 
-    def is_here(self, seconds: float) -> bool:
-        """Return whether a visit is going on at that time, which never goes back."""
-        if self._visits is not None and (not self.number or seconds >= self.leaves_seconds):
+    def advance(self, seconds: float) -> None:
+        """Let it come or go until that time, which never goes back."""
+        self._seconds = seconds
+        if self._visits is None:
+            return
+        if self.number == 0 or seconds >= self.leaves_seconds:
             self.number += 1
-            self.came_seconds = self.leaves_seconds + self._random.uniform(
-                *self._visits.pause_seconds
-            )
-            self.leaves_seconds = self.came_seconds + self._random.uniform(
-                *self._visits.stay_seconds
-            )
+            pause_seconds = self._random.uniform(*self._visits.pause_seconds)
+            self.came_seconds = self.leaves_seconds + pause_seconds
+            stay_seconds = self._random.uniform(*self._visits.stay_seconds)
+            self.leaves_seconds = self.came_seconds + stay_seconds
             self.size = self._random.uniform(*self._visits.size)
-        return self.came_seconds <= seconds < self.leaves_seconds
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a visit is going on."""
+        return self.came_seconds <= self._seconds < self.leaves_seconds
 
 
 REQUESTS_PER_SECOND: Final = 10.0
-MOST_RUNNING: Final = 256
+"""The ordinary load."""
+
+MAX_RUNNING: Final = 256
 """vLLM's max_num_seqs."""
 
 BLOCK_TOKENS: Final = 16
 KV_BLOCKS: Final = 28_849
-"""2 MiB each (an 8B model, 128 KiB per token): what fits the budget beside weights, graphs and activations."""
+"""2 MiB each (an 8B model, 128 KiB per token): what fits the budget beside weights, graphs and
+activations."""
 
 CAPACITY_TOKENS: Final = KV_BLOCKS * BLOCK_TOKENS
 PROMPT_TOKENS: Final = 1_550
@@ -137,7 +164,7 @@ LIVE_TOKENS: Final = PROMPT_TOKENS + GENERATED_TOKENS // 2
 SMALL_SEGMENT_MIB: Final = 2
 LARGE_SEGMENT_MIB: Final = 20
 ACTIVATIONS_MIB: Final = 1_400
-"""What vLLM's profile run set aside for activations: the most that the allocator takes later."""
+"""What vLLM's profile run set aside for activations: the allocator takes no more later."""
 
 WEIGHTS_MIB: Final = 15_316
 """An 8B model in 16 bits."""
@@ -148,7 +175,10 @@ BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
 """gpu_memory_utilization 0.92 of 81,559 MiB: vLLM gives the KV cache what the other parts leave."""
 
 OUTSIDE_MIB: Final = 560 + 220
-"""What vLLM's budget does not count, taken before it measures the free memory: the CUDA context and NCCL."""
+"""What vLLM's budget does not count: the CUDA context and NCCL.
+
+They take it before vLLM measures the free memory.
+"""
 
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
@@ -164,8 +194,8 @@ NEIGHBOUR_CONTEXT_MIB: Final = 450
 class SimulatedRun:
     """A server of one model on one GPU: its queue, its counters and its memory.
 
-    Times are seconds since the demo began, and `number` counts runs from 0. The pid of the API server is `first_pid`;
-    the engine core and the worker follow it.
+    Times are seconds since the demo began, and `number` counts runs from 0. The pid of the API
+    server is `first_pid`; the engine core and the worker follow it.
     """
 
     def __init__(
@@ -176,79 +206,91 @@ class SimulatedRun:
         self.started_seconds = started_seconds
         self.serving_seconds = serving_seconds
         self.asleep = False
-        self.leaked_bytes = self.kv_used_ratio = 0.0
-        self.running = self.waiting = self.finished_total = self.preemptions_total = (
-            self.steps_total
-        ) = 0
-        self.prompt_tokens_total = self.generation_tokens_total = self.prefix_hits_total = 0
-        self._preempted = self._most_running = 0
+        self.leaked_bytes = 0.0
+        self.kv_used_ratio = 0.0
+        self.running = 0
+        self.waiting = 0
+        self.finished_total = 0
+        self.preemptions_total = 0
+        self.steps_total = 0
+        self.prompt_tokens_total = 0
+        self.generation_tokens_total = 0
+        self.prefix_hits_total = 0
+        self._preempted = 0
+        self._max_running = 0
         self._random = make_random(seed, f"traffic {number}")
         self._length = Drift(self._random, deviation=0.05, memory_seconds=20.0)
-        self._tokens_each = float(LIVE_TOKENS)
+        self._tokens_per_request = float(LIVE_TOKENS)
 
     def sleep(self, *, asleep: bool) -> None:
         """Go to sleep or wake up; vLLM ends all requests before it sleeps."""
         if asleep and not self.asleep:
-            self.running, self.waiting, self._preempted, self.kv_used_ratio = 0, 0, 0, 0.0
+            self.running = 0
+            self.waiting = 0
+            self._preempted = 0
+            self.kv_used_ratio = 0.0
         self.asleep = asleep
 
     def step(self, arrived: int, leak_bytes_per_request: float = 0.0) -> None:
         """Serve for one second; asleep, turn away what arrives."""
         if self.asleep:
             return
-        latency_seconds = 6.4 * (
-            1.0 + self.running / 320.0
-        )  # 8 s at the 80 running requests of ordinary load
+        # 8 s at the 80 running requests of ordinary load
+        latency_seconds = 6.4 * (1.0 + self.running / 320.0)
         finished = min(self.running, draw_poisson(self._random, self.running / latency_seconds))
         self.generation_tokens_total += int(self.running * GENERATED_TOKENS / latency_seconds)
-        self.steps_total += 50 if self.running else 0
+        if self.running:
+            self.steps_total += 50
         self.finished_total += finished
         self.leaked_bytes += finished * leak_bytes_per_request
         self.running -= finished
         self.waiting += arrived
-        fitting = int(
-            0.98 * CAPACITY_TOKENS / self._tokens_each
-        )  # the scheduler keeps room, and foresees no growth
-        admitted = max(0, min(self.waiting, min(fitting, MOST_RUNNING) - self.running))
-        again = min(admitted, self._preempted)
+        # The scheduler keeps room, and foresees no growth.
+        fitting = int(0.98 * CAPACITY_TOKENS / self._tokens_per_request)
+        free_places = min(fitting, MAX_RUNNING) - self.running
+        admitted = max(0, min(self.waiting, free_places))
+        resumed = min(admitted, self._preempted)
         self.waiting -= admitted
         self.running += admitted
-        self._preempted -= again
-        tokens = (admitted - again) * PROMPT_TOKENS
+        self._preempted -= resumed
+        tokens = (admitted - resumed) * PROMPT_TOKENS
         self.prompt_tokens_total += tokens
-        self.prefix_hits_total += int(tokens * min(1.0, max(0.0, self._random.gauss(0.4, 0.05))))
-        self._tokens_each = LIVE_TOKENS * (1.0 + self._length.step())
-        evicted = max(0, self.running - int(CAPACITY_TOKENS / self._tokens_each))
+        hit_ratio = min(1.0, max(0.0, self._random.gauss(0.4, 0.05)))
+        self.prefix_hits_total += int(tokens * hit_ratio)
+        self._tokens_per_request = LIVE_TOKENS * (1.0 + self._length.step())
+        evicted = max(0, self.running - int(CAPACITY_TOKENS / self._tokens_per_request))
         self.running -= evicted
         self.waiting += evicted
         self._preempted += evicted
         self.preemptions_total += evicted
-        self.kv_used_ratio = min(1.0, self.running * self._tokens_each / CAPACITY_TOKENS)
-        self._most_running = max(self._most_running, self.running)
+        self.kv_used_ratio = min(1.0, self.running * self._tokens_per_request / CAPACITY_TOKENS)
+        self._max_running = max(self._max_running, self.running)
 
     def count_gpu_bytes(self, seconds: float) -> int:
         """Return what its worker holds on the GPU.
 
-        A healthy engine too keeps taking memory and never frees it: the picture is PyTorch's caching allocator
-        (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily loaded kernels. What the n-th request needs
-        first gets rarer as 1/n; a leak does not.
+        A healthy engine too keeps taking memory and never frees it: the picture is PyTorch's
+        caching allocator (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily loaded
+        kernels. What the n-th request is the first to need gets rarer as 1/n; a leak does not.
         """
         if seconds < self.started_seconds:
             return 0
         if seconds < self.serving_seconds:
-            done = (seconds - self.started_seconds) / (self.serving_seconds - self.started_seconds)
-            weights_mib = WEIGHTS_MIB * min(1.0, done / 0.7)  # KV cache and graphs come at the end
-            loaded = round_to_segments(weights_mib, SMALL_SEGMENT_MIB)
-            return (OUTSIDE_MIB + loaded) * MIB
+            loading_seconds = self.serving_seconds - self.started_seconds
+            done_ratio = (seconds - self.started_seconds) / loading_seconds
+            # KV cache and graphs come at the end.
+            weights_mib = WEIGHTS_MIB * min(1.0, done_ratio / 0.7)
+            loaded_mib = round_to_segments(weights_mib, SMALL_SEGMENT_MIB)
+            return (OUTSIDE_MIB + loaded_mib) * MIB
         if self.asleep:
             return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
-        first_uses = round_to_segments(40.0 * log1p(self.finished_total), LARGE_SEGMENT_MIB)
-        scratch = round_to_segments(
-            2.0 * self._most_running, LARGE_SEGMENT_MIB
-        )  # grows with the batch, and is kept
-        taken = min(first_uses + scratch, ACTIVATIONS_MIB)
-        leaked = round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)
-        return (OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + taken + leaked) * MIB
+        first_uses_mib = round_to_segments(40.0 * log1p(self.finished_total), LARGE_SEGMENT_MIB)
+        # Scratch memory grows with the batch, and is kept.
+        scratch_mib = round_to_segments(2.0 * self._max_running, LARGE_SEGMENT_MIB)
+        activations_mib = min(first_uses_mib + scratch_mib, ACTIVATIONS_MIB)
+        leaked_mib = round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)
+        budget_mib = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + activations_mib
+        return (OUTSIDE_MIB + budget_mib + leaked_mib) * MIB
 
 
 def round_to_segments(mib: float, segment_mib: int) -> int:
@@ -257,9 +299,10 @@ def round_to_segments(mib: float, segment_mib: int) -> int:
 
 
 class World:
-    """A function of scenario, seed and time alone; `seconds` is the time since the demo began, in whole seconds.
+    """A function of scenario, seed and time alone.
 
-    `busy` is the number of requests that the GPU works on.
+    `seconds` is the time since the demo began, in whole seconds, and `busy` the number of requests
+    that the GPU works on.
     """
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
@@ -275,9 +318,14 @@ class World:
         self._hangs = Recurring(make_random(seed, "hangs"), scenario.hangs)
         self._sleeps = Recurring(make_random(seed, "sleeps"), scenario.sleeps)
         self._fate = make_random(seed, "fate")
-        began = 0.0 if scenario.cold else -WARM_SECONDS - scenario.loading_seconds[1]
-        serving = self._fate.uniform(*scenario.loading_seconds) if scenario.cold else -WARM_SECONDS
-        self.engine = self._start_engine(0, began, serving)
+        if scenario.cold:
+            started_seconds = 0.0
+            serving_seconds = self._fate.uniform(*scenario.loading_seconds)
+        else:
+            _, longest_loading_seconds = scenario.loading_seconds
+            started_seconds = -WARM_SECONDS - longest_loading_seconds
+            serving_seconds = -WARM_SECONDS
+        self.engine = self._start_engine(0, started_seconds, serving_seconds)
         self.advance(0.0)
 
     def advance(self, seconds: float) -> None:
@@ -304,50 +352,54 @@ class World:
     def neighbour_bytes(self) -> int:
         """GPU memory of the other process; 0 while there is none."""
         visit = self.neighbours
-        if not visit.is_here(self.seconds):
+        if not visit.is_here:
             return 0
-        stay_seconds = visit.leaves_seconds - visit.came_seconds
-        grown = min(
-            1.0, (self.seconds - visit.came_seconds) / (0.2 * stay_seconds)
-        )  # of a fifth of its stay
+        growth_seconds = 0.2 * (visit.leaves_seconds - visit.came_seconds)
+        grown_ratio = min(1.0, (self.seconds - visit.came_seconds) / growth_seconds)
         growth_mib = visit.size / MIB - NEIGHBOUR_CONTEXT_MIB
-        return (
-            NEIGHBOUR_CONTEXT_MIB + round_to_segments(grown * growth_mib, SMALL_SEGMENT_MIB)
-        ) * MIB
+        grown_mib = round_to_segments(grown_ratio * growth_mib, SMALL_SEGMENT_MIB)
+        return (NEIGHBOUR_CONTEXT_MIB + grown_mib) * MIB
 
     @property
     def used_bytes(self) -> int:
-        """GPU memory in use, without what the driver reserves: on a data-centre GPU 20 MiB by no process."""
+        """GPU memory in use, without what the driver reserves.
+
+        On a data-centre GPU, 20 MiB are of no process.
+        """
         return 20 * MIB + self.engine_bytes + self.neighbour_bytes
 
     def _step(self) -> None:
         self.seconds += 1
-        factor = self._bursts.size if self._bursts.is_here(self.seconds) else 1.0
-        hangs = self._hangs.is_here(self.seconds)
-        self.engine.sleep(asleep=self._sleeps.is_here(self.seconds))
-        wave = 1.0 + 0.2 * cos(
-            2.0 * pi * (self.seconds - 10_800.0) / 86_400.0
-        )  # a mild one each day
-        arrived = draw_poisson(
-            self._demand, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step())
-        )
+        for visits in (self.neighbours, self._bursts, self._hangs, self._sleeps):
+            visits.advance(self.seconds)
+        self.engine.sleep(asleep=self._sleeps.is_here)
+        arrived = self._draw_arrivals()
+        hangs = self._hangs.is_here
         if self.serves and not hangs:
-            self.engine.step(
-                arrived, self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0
-            )
+            leak_bytes = self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0
+            self.engine.step(arrived, leak_bytes)
         self.busy = 0 if hangs else self.engine.running
         if self.seconds >= self._ends_seconds or self.used_bytes > OUT_OF_MEMORY_BYTES:
-            started = self.seconds + self._fate.uniform(20.0, 50.0)
-            serving = started + self._fate.uniform(*self._scenario.loading_seconds)
-            self.engine = self._start_engine(self.engine.number + 1, started, serving)
+            started_seconds = self.seconds + self._fate.uniform(20.0, 50.0)
+            loading_seconds = self._fate.uniform(*self._scenario.loading_seconds)
+            self.engine = self._start_engine(
+                self.engine.number + 1, started_seconds, started_seconds + loading_seconds
+            )
+
+    def _draw_arrivals(self) -> int:
+        """Return how many requests arrive in this second: a mild daily wave, drift and bursts."""
+        wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - 10_800.0) / DAY_SECONDS)
+        factor = self._bursts.size if self._bursts.is_here else 1.0
+        rate = REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step())
+        return draw_poisson(self._demand, rate)
 
     def _start_engine(
         self, number: int, started_seconds: float, serving_seconds: float
     ) -> SimulatedRun:
-        span = self._scenario.restart_after_seconds
-        self._ends_seconds = (
-            inf if span is None else max(0.0, serving_seconds) + self._fate.uniform(*span)
-        )
+        self._ends_seconds = inf
+        if self._scenario.restart_after_seconds is not None:
+            run_seconds = self._fate.uniform(*self._scenario.restart_after_seconds)
+            self._ends_seconds = max(0.0, serving_seconds) + run_seconds
         return SimulatedRun(
             self._seed, number, started_seconds=started_seconds, serving_seconds=serving_seconds
         )

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from vllm_headroom_tools.demo.world import MOST_RUNNING, PROMPT_TOKENS, TABLE, SimulatedRun, World
+from vllm_headroom_tools.demo.world import MAX_RUNNING, PROMPT_TOKENS, TABLE, SimulatedRun, World
 
 FLOOD = 60
 TRICKLE = 5
@@ -30,7 +30,7 @@ def test_a_flood_fills_the_batch_and_the_cache_and_no_more() -> None:
         running.add(traffic.running)
         kv_used.add(traffic.kv_used_ratio)
 
-    assert max(running) == MOST_RUNNING
+    assert max(running) == MAX_RUNNING
     assert 0.99 < max(kv_used) <= 1.0
     assert traffic.waiting > 10_000
 

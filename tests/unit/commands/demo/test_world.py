@@ -10,7 +10,7 @@ from vllm_headroom.units import MIB
 from vllm_headroom_tools.demo.command import SCENARIOS
 from vllm_headroom_tools.demo.world import (
     BUDGET_MIB,
-    MOST_RUNNING,
+    MAX_RUNNING,
     OUT_OF_MEMORY_BYTES,
     OUTSIDE_MIB,
     TABLE,
@@ -164,7 +164,7 @@ def test_bursts_queue_preempt_and_leave_their_peak_behind() -> None:
         kv_used.append(seen.engine.kv_used_ratio)
     healthy.advance(2 * HOUR)
 
-    assert max(waiting) > MOST_RUNNING
+    assert max(waiting) > MAX_RUNNING
     assert sum(1 for queued in waiting if queued == 0) > len(waiting) / 2
     assert 0.95 < max(kv_used) <= 1.0
     assert bursting.engine.preemptions_total > 0
