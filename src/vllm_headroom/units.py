@@ -9,37 +9,54 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Final
 
-GIB: Final = 2**30
 MIB: Final = 2**20
+GIB: Final = 2**30
 HOUR_SECONDS: Final = 3600.0
 DAY_SECONDS: Final = 24 * HOUR_SECONDS
-UNITS_BYTES: Final = {"": 1, "b": 1} | {
-    f"{prefix}{binary}{byte}": (1024 if binary else 1000) ** power
-    for power, prefix in enumerate("kmgtp", start=1)
-    for binary in ("", "i")
-    for byte in ("b", "")
-    if binary or byte
-}
-"""Units of sizes in lower case: kB is 1000, KiB and Ki are 1024; a bare K is ambiguous and
-refused."""
-SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
+
+LARGEST_EXACT_BYTES: Final = 2**53
+"""The largest integer a float represents exactly."""
+
+
+def _list_size_units() -> dict[str, int]:
+    """Return the bytes of each unit of a size, in lower case.
+
+    kB is 1000, KiB and Ki are 1024; a bare K is ambiguous and refused.
+    """
+    units = {"": 1, "b": 1}
+    for power, prefix in enumerate("kmgtp", start=1):
+        units[f"{prefix}b"] = 1000**power
+        units[f"{prefix}i"] = 1024**power
+        units[f"{prefix}ib"] = 1024**power
+    return units
+
+
+UNITS_BYTES: Final = _list_size_units()
+
 UNITS_SECONDS: Final = {
     "ms": 0.001,
     "s": 1.0,
     "m": 60.0,
     "min": 60.0,
-    "h": 3600.0,
-    "d": 86400.0,
-    "w": 604800.0,
+    "h": HOUR_SECONDS,
+    "d": DAY_SECONDS,
+    "w": 7 * DAY_SECONDS,
 }
-NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
-PARTS: Final = re.compile(rf"({NUMBER}) ?(ms|min|[smhdw])", re.ASCII)
-DURATION: Final = re.compile(rf"(?:{PARTS.pattern})+|{NUMBER}", re.ASCII)
-SHARE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(%?)", re.ASCII)
+"""The seconds of each unit of a duration."""
+
 PREFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
+"""The binary prefixes of sizes as they are shown."""
+
+SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
+"""A number and its unit, which may be missing."""
+
+NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
+"""A number of a duration; more digits than these are hardly meant."""
+
+DURATION_PART: Final = re.compile(rf"({NUMBER}) ?(ms|min|[smhdw])", re.ASCII)
+DURATION: Final = re.compile(rf"(?:{DURATION_PART.pattern})+|{NUMBER}", re.ASCII)
+SHARE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(%?)", re.ASCII)
 VLLM_NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])", re.ASCII)
-LARGEST_EXACT_BYTES: Final = 2**53
-"""The largest integer a float represents exactly."""
 
 
 class RefusedError(ValueError):
@@ -47,12 +64,19 @@ class RefusedError(ValueError):
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as `8MiB`, or a plausible number of bytes."""
+    """Parse a size such as `8MiB`, or a plausible number of bytes.
+
+    Raise ValueError for anything else, RefusedError where the reason helps the operator.
+    """
     size = SIZE.fullmatch(text)
-    if size is None or size[2].lower() not in UNITS_BYTES:
+    if size is None:
         raise ValueError
-    n_bytes = int(Decimal(size[1]) * UNITS_BYTES[size[2].lower()])
-    if not size[2] and 0 < n_bytes < MIB:
+    number = size[1]
+    unit = size[2].lower()
+    if unit not in UNITS_BYTES:
+        raise ValueError
+    n_bytes = int(Decimal(number) * UNITS_BYTES[unit])
+    if not unit and 0 < n_bytes < MIB:
         raise RefusedError(f"without a unit it is bytes: {text}GiB?")
     if not 1 <= n_bytes <= LARGEST_EXACT_BYTES:
         raise ValueError
@@ -74,28 +98,35 @@ def parse_vllm_number(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration such as `90`, `120s`, `15m`, `1.5h` or `1h30m` into seconds."""
+    """Parse a duration such as `90`, `120s`, `15m`, `1.5h` or `1h30m` into seconds.
+
+    Raise ValueError for anything else.
+    """
     text = text.strip()
     if not DURATION.fullmatch(text):
         raise ValueError
-    return sum(
-        float(number) * UNITS_SECONDS[unit] for number, unit in PARTS.findall(text) or [(text, "s")]
-    )
+    parts = DURATION_PART.findall(text)
+    if not parts:
+        return float(text)
+    return sum(float(number) * UNITS_SECONDS[unit] for number, unit in parts)
 
 
 def parse_share(text: str) -> float:
-    """Parse a share such as `5%` or `0.05` into a ratio."""
-    found = SHARE.fullmatch(text.strip())
-    if found is None:
+    """Parse a share such as `5%` or `0.05` into a ratio; raise ValueError for anything else."""
+    share = SHARE.fullmatch(text.strip())
+    if share is None:
         raise ValueError
-    return float(found[1]) / (100 if found[2] else 1)
+    number, percent_sign = share.groups()
+    return float(number) / (100 if percent_sign else 1)
 
 
 def format_size(n_bytes: float) -> str:
     """Format bytes with a binary prefix and three digits."""
-    value, power = abs(n_bytes), 0
+    value = abs(n_bytes)
+    power = 0
     while value >= 999.5 and power < len(PREFIXES) - 1:  # noqa: PLR2004 - what three digits round to a thousand
-        value, power = value / 1024, power + 1
+        value /= 1024
+        power += 1
     sign = "-" if n_bytes < 0 else ""
     return f"{sign}{value:.3g} {PREFIXES[power]}B"
 
@@ -107,14 +138,20 @@ def format_gib(n_bytes: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in its two largest units."""
-    whole = round(abs(seconds))
-    days, rest = divmod(whole, 86400)
-    hours, rest = divmod(rest, 3600)
-    minutes, rest = divmod(rest, 60)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
-    first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    days, seconds_of_day = divmod(round(abs(seconds)), round(DAY_SECONDS))
+    hours, seconds_of_hour = divmod(seconds_of_day, round(HOUR_SECONDS))
+    minutes, seconds_of_minute = divmod(seconds_of_hour, 60)
+    parts = [f"{days} d", f"{hours} h", f"{minutes} min", f"{seconds_of_minute} s"]
+    if days:
+        shown_parts = parts[0:2]
+    elif hours:
+        shown_parts = parts[1:3]
+    elif minutes:
+        shown_parts = parts[2:4]
+    else:
+        shown_parts = parts[3:4]
     sign = "-" if seconds < 0 else ""
-    return sign + " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
+    return sign + " ".join(shown_parts)
 
 
 def format_instant(seconds: float) -> str:

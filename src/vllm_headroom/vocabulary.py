@@ -42,15 +42,47 @@ class Reason(StrEnum):
 
 
 REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
-    source: tuple(map(Reason, reasons.split()))
-    for source, reasons in {
-        Source.ENGINE: "unreachable name_resolution timeout tls redirect unauthorized not_found http_status too_large"
-        " incomplete not_metrics malformed out_of_bounds credentials unavailable",
-        Source.NVML: "library_missing driver_missing version_mismatch no_permission no_devices device_lost timeout"
-        " unknown driver_error unavailable",
-        Source.PROCESS: "unavailable timeout",
-        Source.PROBE: "unavailable no_permission not_found malformed out_of_bounds timeout",
-    }.items()
+    Source.ENGINE: (
+        Reason.UNREACHABLE,
+        Reason.NAME_RESOLUTION,
+        Reason.TIMEOUT,
+        Reason.TLS,
+        Reason.REDIRECT,
+        Reason.UNAUTHORIZED,
+        Reason.NOT_FOUND,
+        Reason.HTTP_STATUS,
+        Reason.TOO_LARGE,
+        Reason.INCOMPLETE,
+        Reason.NOT_METRICS,
+        Reason.MALFORMED,
+        Reason.OUT_OF_BOUNDS,
+        Reason.CREDENTIALS,
+        Reason.UNAVAILABLE,
+    ),
+    Source.NVML: (
+        Reason.LIBRARY_MISSING,
+        Reason.DRIVER_MISSING,
+        Reason.VERSION_MISMATCH,
+        Reason.NO_PERMISSION,
+        Reason.NO_DEVICES,
+        Reason.DEVICE_LOST,
+        Reason.TIMEOUT,
+        Reason.UNKNOWN,
+        Reason.DRIVER_ERROR,
+        Reason.UNAVAILABLE,
+    ),
+    Source.PROCESS: (
+        Reason.UNAVAILABLE,
+        Reason.TIMEOUT,
+    ),
+    Source.PROBE: (
+        Reason.UNAVAILABLE,
+        Reason.NO_PERMISSION,
+        Reason.NOT_FOUND,
+        Reason.MALFORMED,
+        Reason.OUT_OF_BOUNDS,
+        Reason.TIMEOUT,
+    ),
 }
 """The reasons of each source: `headroom_source_failures_total` starts with them, at 0."""
 
@@ -204,7 +236,8 @@ class Situation(StrEnum):
     def __new__(cls, name: str, action: str = "") -> Self:
         """Return the situation of this name."""
         situation = str.__new__(cls, name)
-        situation._value_, situation.action = name, action
+        situation._value_ = name
+        situation.action = action
         return situation
 
     CRASH_LOOP = "crash_loop", "Read the last incident: it has the cause of the exits."
@@ -236,7 +269,7 @@ class Situation(StrEnum):
     HEALTHY = "healthy", "Nothing."
 
 
-WORDS: Final = {
+LEVEL_NAMES: Final = {
     Level.GOOD: "OK",
     Level.UNKNOWN: "NOT KNOWN",
     Level.WARNING: "WARNING",
@@ -252,9 +285,12 @@ class MetricType(StrEnum):
     COUNTER = "counter"
 
 
+_CONTROL_CODES: Final = (*range(32), *range(127, 160))
+_LINE_BREAK_CODES: Final = (0x2028, 0x2029)
 _DIRECTION_CODES: Final = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+
 CONTROLS: Final = {
-    code: f"\\x{code:02x}"
-    for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTION_CODES)
+    code: f"\\x{code:02x}" for code in (*_CONTROL_CODES, *_LINE_BREAK_CODES, *_DIRECTION_CODES)
 }
-"""Characters that could control a terminal, break a line or reorder the text in it."""
+"""Characters that could control a terminal, break a line or reorder the text in it, and what is
+shown instead."""

@@ -19,7 +19,7 @@ from vllm_headroom.model import Failure, name_device
 from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.units import format_duration, format_size
-from vllm_headroom.vocabulary import CONTROLS, WORDS, EngineState, LeakState, Level
+from vllm_headroom.vocabulary import CONTROLS, LEVEL_NAMES, EngineState, LeakState, Level
 from vllm_headroom_tools.cli import Command, write_result
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.openai import parse_object
@@ -68,7 +68,7 @@ async def fetch_document(reader: PageReader) -> Document | str:
 
 def describe_verdict(verdict: dict[str, Any]) -> str:
     """Return a verdict with its level as a word, which a colour only repeats."""
-    level = WORDS.get(verdict["level"], verdict["level"])
+    level = LEVEL_NAMES.get(verdict["level"], verdict["level"])
     return f"{level:<11}{verdict['sentence']}".translate(CONTROLS)
 
 
@@ -263,7 +263,7 @@ def _describe_situation(document: Document) -> str:
     """Return level and situation of the most important verdict, with which the list begins."""
     verdict = document["verdicts"][0]
     situation = verdict.get("situation", "").replace("_", " ")
-    return f"{WORDS.get(verdict['level'], '')}: {verdict['subject']} {situation}"
+    return f"{LEVEL_NAMES.get(verdict['level'], '')}: {verdict['subject']} {situation}"
 
 
 def _read_host(document: Document) -> dict[str, Any]:

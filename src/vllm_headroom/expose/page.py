@@ -13,7 +13,7 @@ from vllm_headroom.expose.tables import list_tables, render_table
 from vllm_headroom.expose.view import LastIncident, View
 from vllm_headroom.model import Values, Verdict
 from vllm_headroom.units import format_duration, format_instant, format_size
-from vllm_headroom.vocabulary import WORDS, Level, Situation
+from vllm_headroom.vocabulary import LEVEL_NAMES, Level, Situation
 
 _HEADERS: Final[tuple[Header, ...]] = (
     NO_SNIFF,
@@ -106,7 +106,7 @@ def _render_headline(verdict: Verdict) -> str:
         situation = f"whether {verdict.subject} leaks"
     else:
         situation = f"{verdict.subject} {verdict.situation.replace('_', ' ')}"
-    return escape_text(f"{WORDS[verdict.level]}: {situation}")
+    return escape_text(f"{LEVEL_NAMES[verdict.level]}: {situation}")
 
 
 def _render_hero(view: View, worst: Verdict) -> str:
@@ -218,7 +218,7 @@ def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
         numbers = ", ".join(verdict.subject.removeprefix("GPU ") for verdict in verdicts)
         situation_name = situation.replace("_", " ")
         return (
-            f"<b class={level}>{WORDS[level]}</b> {len(verdicts)} more GPUs {situation_name}: "
+            f"<b class={level}>{LEVEL_NAMES[level]}</b> {len(verdicts)} more GPUs {situation_name}: "
             f"{escape_text(numbers)}"
         )
     summary = f"{len(verdicts)} GPUs quiet"
@@ -238,7 +238,7 @@ def _find_lowest_free(view: View, subjects: set[str]) -> int | None:
 
 
 def _render_sentence(view: View, verdict: Verdict) -> str:
-    level_name = f"<b>{WORDS[verdict.level]}</b>"
+    level_name = f"<b>{LEVEL_NAMES[verdict.level]}</b>"
     sentence = f"{escape_text(verdict.sentence)}{_render_runbook(view, verdict)}"
     return f"<li class={verdict.level}>{level_name} {sentence}</li>"
 
@@ -261,7 +261,7 @@ def _render_sections(view: View) -> Iterator[str]:
     if view.history.events:
         yield "<h2>What changed</h2><ul>"
         for event in reversed(view.history.events[-SHOWN_EVENTS:]):
-            level_name = f"<b class={event.level}>{WORDS[event.level]}</b>"
+            level_name = f"<b class={event.level}>{LEVEL_NAMES[event.level]}</b>"
             time = format_instant(event.seconds)
             yield f"<li>{level_name} {time} {escape_text(event.text)}</li>"
         yield "</ul>"

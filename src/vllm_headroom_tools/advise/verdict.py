@@ -7,7 +7,14 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.units import GIB, format_duration, format_instant, format_size
+from vllm_headroom.units import (
+    DAY_SECONDS,
+    GIB,
+    HOUR_SECONDS,
+    format_duration,
+    format_instant,
+    format_size,
+)
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.facts import Facts, Leak, Origin, Shortage
 from vllm_headroom_tools.advise.finding import Advice, format_percent, name_engine
@@ -16,13 +23,12 @@ from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.versions import format_version
 
-SHORTEST_SECONDS: Final = 3600.0
+SHORTEST_SECONDS: Final = HOUR_SECONDS
 """A shorter trace cannot show health: the leak detector takes an hour to be sure."""
 
 APART_BYTES: Final = 2 * GIB
 """Ours: ranks of one engine differ by NCCL's buffers and late kernels, a few hundred MiB."""
 
-DAY_SECONDS: Final = 86400.0
 WASTE_RATIO: Final = 0.2
 """Ours: a peak of a whole day that leaves four fifths of the cache unused."""
 

@@ -16,7 +16,7 @@ from vllm_headroom.expose.drawing import (
     find_top,
 )
 from vllm_headroom.model import name_device
-from vllm_headroom.units import GIB, format_instant, format_size
+from vllm_headroom.units import DAY_SECONDS, GIB, format_instant, format_size
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.history import Curves, LeakCourse, LeakReplay
 from vllm_headroom_tools.terminal import Pick, draw_bars
@@ -116,7 +116,6 @@ def _draw_box(
 
 MEMORY_LINES: Final = 10
 LOAD_LINES: Final = 5
-DAY_SECONDS: Final = 86400.0
 AXIS: Final = 11
 """Columns of the axis labels."""
 
