@@ -26,23 +26,31 @@ from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 
 class Rise(Struct):
-    """The rise of a counter; `total` is None until the first reading. A counter that fell has started again from 0."""
+    """The rise of a counter. A counter that fell has started again from 0."""
 
     total: float | None = None
-    last: float = 0.0
+    """None until the first reading."""
+
+    newest_value: float = 0.0
 
     def step(self, value: float | None, *, restarted: bool = False) -> float:
-        """Add a reading (None: unknown) and return the rise; after a restart of the engine the counter began at 0."""
+        """Add a reading, None if unknown, and return the rise since the one before.
+
+        After a restart of the engine the counter began at 0.
+        """
         if value is None:
             return 0.0
-        since = 0.0 if restarted or value < self.last else self.last
-        rise = 0.0 if self.total is None else value - since
-        self.total, self.last = (self.total or 0.0) + rise, value
+        rise = 0.0
+        if self.total is not None:
+            has_restarted = restarted or value < self.newest_value
+            rise = value if has_restarted else value - self.newest_value
+        self.total = (self.total or 0.0) + rise
+        self.newest_value = value
         return rise
 
 
 class Histogram(Struct):
-    """The distribution of a value; rounding to three digits bounds its size to some thousand entries."""
+    """The distribution of a value, rounded to three digits: it has at most some thousand entries."""
 
     counts: Counter[float] = field(default_factory=Counter)
 
@@ -52,11 +60,15 @@ class Histogram(Struct):
             self.counts[float(f"{value:.3g}")] += 1
 
     def quantile(self, share: float) -> float | None:
-        """Return the lowest value that this share of all values does not exceed; None without values."""
-        wanted, counted = share * self.counts.total(), 0
-        for value, times in sorted(self.counts.items()):
-            counted += times
-            if counted >= wanted:
+        """Return the lowest value that this share of all values does not exceed.
+
+        None without values.
+        """
+        rank = share * self.counts.total()
+        count_so_far = 0
+        for value, count in sorted(self.counts.items()):
+            count_so_far += count
+            if count_so_far >= rank:
                 return value
         return None
 
@@ -64,8 +76,8 @@ class Histogram(Struct):
 class Curves:
     """Free and held memory of each GPU, free memory of the host, and the running requests.
 
-    A sample takes eight bytes a curve, since a trace may last weeks; NaN is an unknown value. The curves of a GPU begin
-    with the first sample that has it.
+    A sample takes eight bytes a curve, since a trace may last weeks; NaN is an unknown value. The
+    curves of a GPU begin with the first sample that has it.
     """
 
     def __init__(self) -> None:
@@ -90,7 +102,8 @@ class Curves:
 
     def step(self, snapshot: Snapshot) -> None:
         """Add a sample; the values of a GPU that it lacks are unknown."""
-        host, values = snapshot.host, dict[tuple[str, str], float | None]()
+        host = snapshot.host
+        values: dict[tuple[str, str], float | None] = {}
         values["host", ""] = None if host is None else host.room_bytes
         values["running", ""] = count_running(snapshot.page)
         for gpu in snapshot.devices:
@@ -104,11 +117,17 @@ class Curves:
 
 
 Interval = tuple[float, float | None]
-"""Begin and end, in the trace's seconds; the end is None where the state lasts to the end of the trace."""
+"""Begin and end, in the trace's seconds.
+
+The end is None where the state lasts to the end of the trace.
+"""
 
 
 class Moment(Struct, frozen=True, kw_only=True):
-    """The detector's figures at one sample, None where it gave none; lower and upper bound a 95 % interval."""
+    """The detector's figures at one sample, None where it gave none.
+
+    Lower and upper bound a 95 % interval.
+    """
 
     seconds: float
     bytes_per_second: float | None = None
@@ -123,55 +142,70 @@ class Moment(Struct, frozen=True, kw_only=True):
 
 
 class LeakCourse(Struct):
-    """The states of one series.
-
-    `growing` are the intervals of the early warning, `leaking` of the alarm; `first` and `last` the first and newest
-    sample of the latter. `settled` is whether the detector ever had enough readings to rule out growth.
-    """
+    """The states of one series over a trace."""
 
     state: LeakState = LeakState.UNKNOWN
-    first: Moment | None = None
-    last: Moment | None = None
-    settled: bool = False
+    first_alarm: Moment | None = None
+    """The first sample of an alarm."""
+
+    last_alarm: Moment | None = None
+    """The newest sample of an alarm."""
+
+    has_settled: bool = False
+    """Whether the detector ever had enough readings to rule out growth."""
+
     growing: list[Interval] = []
+    """When there was an early warning."""
+
     leaking: list[Interval] = []
-    _warning: Moment | None = None
-    _cut_off: bool = False
-    _known: LeakState = LeakState.UNKNOWN
+    """When there was an alarm."""
+
+    _newest_warning: Moment | None = None
+    _was_cut_off: bool = False
+    _open_state: LeakState = LeakState.UNKNOWN
+    """The newest state that is neither sleep nor unknown."""
 
     @property
     def warning(self) -> Moment | None:
         """The newest sample of an early warning that is still open."""
-        return self._warning if self._known is LeakState.GROWING else None
+        return self._newest_warning if self._open_state is LeakState.GROWING else None
 
     @property
     def newest(self) -> Moment | None:
         """The newest sample of the alarm, else of an open early warning."""
-        return self.last or self.warning
+        return self.last_alarm or self.warning
 
     @property
     def is_undecided(self) -> bool:
         """Whether an early warning was still open at the end or at a restart of the engine."""
-        return self._cut_off or self.warning is not None
+        return self._was_cut_off or self.warning is not None
 
     def step(self, state: LeakState, moment: Moment, *, restarted: bool = False) -> None:
-        """Add a sample; neither sleep nor an unknown state ends an interval; a restart leaves a warning undecided."""
+        """Add a sample.
+
+        Neither sleep nor an unknown state ends an interval. A restart leaves a warning undecided.
+        """
         self.state = state
-        self.settled = self.settled or state in (LeakState.STABLE, LeakState.UNSETTLED)
-        self._cut_off = self._cut_off or (restarted and self._known is LeakState.GROWING)
+        if state in (LeakState.STABLE, LeakState.UNSETTLED):
+            self.has_settled = True
+        if restarted and self._open_state is LeakState.GROWING:
+            self._was_cut_off = True
         if state is LeakState.GROWING:
-            self._warning = moment
+            self._newest_warning = moment
         if state is LeakState.LEAKING:
-            self.first = self.first or moment
-            self.last = moment
-        if state in (LeakState.UNKNOWN, LeakState.ASLEEP, self._known):
+            self.first_alarm = self.first_alarm or moment
+            self.last_alarm = moment
+        if state in (LeakState.UNKNOWN, LeakState.ASLEEP, self._open_state):
             return
+
         intervals = {LeakState.GROWING: self.growing, LeakState.LEAKING: self.leaking}
-        if left := intervals.get(self._known):
-            left[-1] = (left[-1][0], moment.seconds)
+        open_intervals = intervals.get(self._open_state)
+        if open_intervals:
+            begin_seconds, _ = open_intervals[-1]
+            open_intervals[-1] = (begin_seconds, moment.seconds)
         if state in intervals:
             intervals[state].append((moment.seconds, None))
-        self._known = state
+        self._open_state = state
 
 
 class LeakVerdict(StrEnum):
@@ -190,52 +224,62 @@ def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, 
     if course.growing:
         return LeakVerdict.GROWING, "only early warnings, no alarm"
     if span_seconds < LEAKING_SECONDS:
-        least = f"{GROWING_SECONDS / 60:.0f} min for an early warning, about {LEAKING_SECONDS / 60:.0f} for an alarm"
-        return (
-            LeakVerdict.CANNOT_TELL,
-            f"{format_duration(span_seconds)} is too short, growth has to last {least}",
+        span = format_duration(span_seconds)
+        growing_minutes = GROWING_SECONDS / 60
+        leaking_minutes = LEAKING_SECONDS / 60
+        reason = (
+            f"{span} is too short, growth has to last {growing_minutes:.0f} min for an early"
+            f" warning, about {leaking_minutes:.0f} for an alarm"
         )
-    if not course.settled:
+        return LeakVerdict.CANNOT_TELL, reason
+    if not course.has_settled:
         return LeakVerdict.CANNOT_TELL, "the detector never had enough readings under load"
     return LeakVerdict.NO_LEAK, "no growth that load does not explain"
 
 
-STEP_SECONDS: Final = 5.0
+SET_BACK_STEP_SECONDS: Final = 5.0
 """The assumed step where the clock was set back between two samples."""
 
-STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
+STATE_METRICS: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 
 LONGEST_STEP_SECONDS: Final = 300.0
 """The longest sampling interval that can be set: a longer step is a gap in the trace."""
 
 
 class LeakReplay:
-    """The detector's verdicts on every GPU and host role.
-
-    `span` is the first and the last time of the trace; the second may be lower after a clock step. `run` is the state
-    of the engine's runs at the newest sample, `events` are its exits and stalls. `memory` is the fullest reading of the
-    host memory. `residues` has the memory kept on each GPU, by its labels and by the start of the sleep; `stranded` the
-    highest share of an engine's KV cache that no request held.
-    """
+    """The detector's verdicts on every GPU and host role of a trace."""
 
     def __init__(self) -> None:
         self.samples = 0
         self.span = (0.0, 0.0)
+        """First and last time of the trace; the last may be lower after a clock step."""
+
         self.engine = EngineMemory()
-        self._memory = LEAK.initial
-        self._now = self._shift = 0.0
+        """State of the engine's runs at the newest sample."""
+
         self.events: list[Ending] = []
-        self._indices: dict[str, int] = {}
-        self._courses: dict[str, LeakCourse] = {}
+        """The engine's exits and stalls."""
+
         self.memory: HostMemory | None = None
+        """The fullest reading of the host memory."""
+
         self.residues: dict[tuple[str, str], dict[float, float]] = {}
+        """The memory kept on each GPU, by its labels and by the start of the sleep."""
+
         self.stranded: dict[tuple[str, str], float] = {}
+        """The highest share of an engine's KV cache that no request held, by its labels."""
+
+        self._memory = LEAK.initial
+        self._now_seconds = 0.0
+        self._shift_seconds = 0.0
+        self._gpu_indices: dict[str, int] = {}
+        self._courses: dict[str, LeakCourse] = {}
 
     @property
     def gpus(self) -> tuple[tuple[int, str, LeakCourse], ...]:
         """Index, UUID and course of each GPU, by index."""
         return tuple(
-            sorted((index, uuid, self._courses[uuid]) for uuid, index in self._indices.items())
+            sorted((index, uuid, self._courses[uuid]) for uuid, index in self._gpu_indices.items())
         )
 
     @property
@@ -244,118 +288,145 @@ class LeakReplay:
         return tuple((role, self._courses[role]) for role in Role if role in self._courses)
 
     def course(self, series: str) -> LeakCourse:
-        """Return the course of a GPU, by UUID, or of a host role; an empty one before its first sample."""
+        """Return the course of a GPU, by UUID, or of a host role.
+
+        It is empty before the first sample of the series.
+        """
         return self._courses.get(series) or LeakCourse()
 
     def requests(self, series: str) -> float:
-        """Return the requests that finished since the detector began with a series in this run of the engine."""
+        """Return the requests finished in this run since the detector began with a series."""
         track = self._memory.gpus.get(series) or self._memory.host.get(series)
         return 0.0 if track is None else track.work.requests
 
     def step(self, snapshot: Snapshot) -> Snapshot:
-        """Run a snapshot through the detector; return it with the engine's state. A series not judged is unknown."""
-        self.span = self.span[0] if self.samples else snapshot.time_seconds, snapshot.time_seconds
+        """Run a snapshot through the detector; return it with the engine's state.
+
+        A series that is not judged becomes unknown.
+        """
+        begin_seconds = self.span[0] if self.samples else snapshot.time_seconds
+        self.span = (begin_seconds, snapshot.time_seconds)
         self.samples += 1
         self.engine, snapshot = update_engine(self.engine, self._steady_clock(snapshot))
-        if snapshot.engine_status is not None and snapshot.engine_status.event is not None:
-            self.events.append(snapshot.engine_status.event)
+        self._note_status(snapshot)
         self.memory = _merge_host(self.memory, snapshot.host)
-        for engine, ratio in (
-            () if snapshot.engine_status is None else snapshot.engine_status.stranded
-        ):
-            self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
-        before = self._memory
-        self._memory, samples = answer(LEAK, before, snapshot)
+
+        previous_memory = self._memory
+        self._memory, samples = answer(LEAK, previous_memory, snapshot)
         for course in self._courses.values():
             course.state = LeakState.UNKNOWN
-        sleep = self._memory.sleep
         for sample in samples:
-            if sample.metric.name in STATES and sample.value:
-                self._follow(sample, before)
-            elif (
-                sample.metric is catalog.SLEEP_RESIDUE
-                and sleep.settled
-                and sleep.since_seconds is not None
-            ):
-                gpu, uuid = sample.labels
-                self.residues.setdefault((gpu, uuid), {})[sleep.since_seconds] = sample.value
+            if sample.metric.name in STATE_METRICS and sample.value:
+                self._follow_course(sample, previous_memory)
+            elif sample.metric is catalog.SLEEP_RESIDUE:
+                self._note_residue(sample)
         return snapshot
 
+    def _note_status(self, snapshot: Snapshot) -> None:
+        status = snapshot.engine_status
+        if status is None:
+            return
+        if status.event is not None:
+            self.events.append(status.event)
+        for engine, ratio in status.stranded:
+            self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
+
+    def _note_residue(self, sample: Sample) -> None:
+        sleep = self._memory.sleep
+        if sleep.settled and sleep.since_seconds is not None:
+            gpu, uuid = sample.labels
+            self.residues.setdefault((gpu, uuid), {})[sleep.since_seconds] = sample.value
+
     def _steady_clock(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot on a clock that only moves forward: that of a trace may be set back."""
-        now = snapshot.monotonic_seconds + self._shift
-        if now < self._now:
-            self._shift += self._now - now + STEP_SECONDS
-            now = self._now + STEP_SECONDS
-        self._now = now
-        return snapshot if not self._shift else replace(snapshot, monotonic_seconds=now)
+        """Return the snapshot on a clock that only moves forward: a trace's may be set back."""
+        now_seconds = snapshot.monotonic_seconds + self._shift_seconds
+        if now_seconds < self._now_seconds:
+            self._shift_seconds += self._now_seconds - now_seconds + SET_BACK_STEP_SECONDS
+            now_seconds = self._now_seconds + SET_BACK_STEP_SECONDS
+        self._now_seconds = now_seconds
+        if not self._shift_seconds:
+            return snapshot
+        return replace(snapshot, monotonic_seconds=now_seconds)
 
-    def _follow(self, sample: Sample, before: LeakMemory) -> None:
-        *place, name, state = sample.labels
-        if place:
-            self._indices[name] = int(place[0])
-        course = self._courses.setdefault(name, LeakCourse())
-        old, track = (
-            (memory.gpus if place else memory.host).get(name)  # none before the engine has worked
-            for memory in (before, self._memory)
-        )
-        # the time of a track starts over with each run of the engine
-        restarted = old is not None and track is not None and track.clock.now_seconds < old.clock.now_seconds
-        inside, asleep = (
-            (self._memory.inside.get(name), self._memory.asleep.get(name))
-            if place
-            else (None, None)
-        )
-        estimate = None if track is None else sharpen_track(track, asleep, inside).estimate
-        moment = _build_moment(self.span[1], estimate, find_location(estimate, inside))
-        course.step(LeakState(state), moment, restarted=restarted)
+    def _follow_course(self, sample: Sample, previous_memory: LeakMemory) -> None:
+        """Add a sample of a state to the course of its series, with the figures behind it."""
+        *gpu_index, series, state = sample.labels
+        inside = None
+        asleep = None
+        if gpu_index:
+            self._gpu_indices[series] = int(gpu_index[0])
+            track = self._memory.gpus.get(series)
+            previous_track = previous_memory.gpus.get(series)
+            inside = self._memory.inside.get(series)
+            asleep = self._memory.asleep.get(series)
+        else:
+            track = self._memory.host.get(series)
+            previous_track = previous_memory.host.get(series)
+        course = self._courses.setdefault(series, LeakCourse())
+        estimate = None
+        has_restarted = False
+        if track is not None:  # there is none before the engine has worked
+            estimate = sharpen_track(track, asleep, inside).estimate
+            # The time of a track starts over with each run of the engine.
+            now_seconds = track.clock.now_seconds
+            has_restarted = (
+                previous_track is not None and now_seconds < previous_track.clock.now_seconds
+            )
+        moment = build_moment(self.span[1], estimate, find_location(estimate, inside))
+        course.step(LeakState(state), moment, restarted=has_restarted)
 
 
-def _merge_host(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
-    """Return the fullest reading of the newest scope: a use belongs to the limit of the same sample."""
-    if now is None or before is None:
-        return now or before
-    most = now
-    if now.basis in (None, before.basis):
-        most = max(
-            before,
-            now,
-            key=lambda each: (
-                (each.used_bytes or 0) / (each.limit_bytes or inf),
-                each.used_bytes or 0,
-            ),
-        )
-    shm = max(before, now, key=lambda each: each.shm_used_bytes or 0)
-    kills = max(
-        (each.oom_kills for each in (before, now) if each.oom_kills is not None), default=None
-    )
+def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:
+    """Return the fullest reading of the newest scope: use and limit are of the same sample."""
+    if newest is None or earlier is None:
+        return newest or earlier
+    fullest = newest
+    if newest.basis in (None, earlier.basis):
+        fullest = max(earlier, newest, key=_rank_fullness)
+    fullest_shm = max(earlier, newest, key=lambda memory: memory.shm_used_bytes or 0)
+    oom_kills = newest.oom_kills
+    if oom_kills is None:
+        oom_kills = earlier.oom_kills
+    elif earlier.oom_kills is not None:
+        oom_kills = max(oom_kills, earlier.oom_kills)
     return replace(
-        most,
-        shm_used_bytes=shm.shm_used_bytes,
-        shm_limit_bytes=shm.shm_limit_bytes,
-        oom_kills=kills,
+        fullest,
+        shm_used_bytes=fullest_shm.shm_used_bytes,
+        shm_limit_bytes=fullest_shm.shm_limit_bytes,
+        oom_kills=oom_kills,
     )
 
 
-def _build_moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:
+def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
+    used_bytes = memory.used_bytes or 0
+    return used_bytes / (memory.limit_bytes or inf), used_bytes
+
+
+def build_moment(
+    seconds: float, estimate: Estimate | None, location: LeakLocation | None
+) -> Moment:
     """Return the detector's figures; those that are not finite are absent, as on the page."""
     if estimate is None:
         return Moment(seconds=seconds)
-    figures = {
-        "bytes_per_second": estimate.bytes_per_second,
-        "bytes_per_second_lower": estimate.lower,
-        "bytes_per_second_upper": estimate.upper,
-        "bytes_per_request": estimate.bytes_per_request,
-        "leaked_bytes": estimate.leaked_bytes,
-        "time_to_oom_seconds": estimate.oom_seconds,
-        "time_to_oom_seconds_lower": estimate.oom_seconds_lower,
-    }
-    known = {
-        name: value for name, value in figures.items() if value is not None and isfinite(value)
-    }
-    return Moment(seconds=seconds, by_requests=estimate.by_requests, location=where, **known)
+    return Moment(
+        seconds=seconds,
+        bytes_per_second=_drop_infinite(estimate.bytes_per_second),
+        bytes_per_second_lower=_drop_infinite(estimate.lower),
+        bytes_per_second_upper=_drop_infinite(estimate.upper),
+        bytes_per_request=_drop_infinite(estimate.bytes_per_request),
+        leaked_bytes=_drop_infinite(estimate.leaked_bytes),
+        time_to_oom_seconds=_drop_infinite(estimate.oom_seconds),
+        time_to_oom_seconds_lower=_drop_infinite(estimate.oom_seconds_lower),
+        by_requests=estimate.by_requests,
+        location=location,
+    )
+
+
+def _drop_infinite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
 
 
 def describe_span(samples: int, begin: float, end: float) -> str:
     """Return the samples, the length and both ends of a trace."""
-    return f"{samples} samples over {format_duration(end - begin)}, {format_instant(begin)} to {format_instant(end)}"
+    length = format_duration(end - begin)
+    return f"{samples} samples over {length}, {format_instant(begin)} to {format_instant(end)}"

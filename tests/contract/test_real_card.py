@@ -20,7 +20,7 @@ BYTES_PER_SECOND: Final = 14 * MIB
 
 def test_the_leak_is_foretold_and_located() -> None:
     course = watch_recording(LEAK).course(UUID)
-    first = course.first
+    first = course.first_alarm
 
     assert first is not None
     assert BEGAN < first.seconds < FULL

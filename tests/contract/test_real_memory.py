@@ -49,7 +49,7 @@ def held(name: str, role: Role) -> list[tuple[float, float, float]]:
 
 
 def newest(course: LeakCourse) -> Moment:
-    moment = course.last or course.warning
+    moment = course.last_alarm or course.warning
     assert moment is not None, "it is found"
     return moment
 
@@ -67,7 +67,7 @@ def test_what_does_not_leak_is_quiet(name: str, role: Role) -> None:
 
     assert course.leaking == []
     assert course.growing == []
-    assert course.settled, "it was watched long enough to say so"
+    assert course.has_settled, "it was watched long enough to say so"
 
 
 @pytest.mark.parametrize(("name", "role"), LEAKS)
@@ -103,7 +103,7 @@ def test_the_rate_is_what_was_leaked(name: str, role: Role) -> None:
 def test_the_kernel_kills_when_it_was_foretold() -> None:
     """Files that are mapped are taken back first: resident memory fell while the leak went on."""
     course, (_, killed) = watched("leak-to-death").course(Role.ENGINE_CORE), watched("leak-to-death").span
-    said = course.first
+    said = course.first_alarm
 
     assert said is not None
     assert said.time_to_oom_seconds == pytest.approx(killed - said.seconds, rel=0.05)

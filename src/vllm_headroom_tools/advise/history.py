@@ -360,6 +360,6 @@ class TraceHistory:
 def _build_leak(course: LeakCourse) -> Leak:
     return Leak(
         state=course.state,
-        alarm=course.last,
+        alarm=course.last_alarm,
         ended_seconds=course.leaking[-1][1] if course.leaking else None,
     )

@@ -57,7 +57,7 @@ def _judge_leak(
         found=NONE_SEEN,
         before=None if past is None else _describe_course(past.course),
     )
-    found = series.course.last
+    found = series.course.last_alarm
     return (
         _judge_quiet(draft, record, series, most)
         if found is None
@@ -112,9 +112,9 @@ def _judge_quiet(
 
 def _describe_course(course: LeakCourse) -> str:
     value = _compute_per_thousand(course.newest)
-    if course.last is None and not course.is_undecided:
+    if course.last_alarm is None and not course.is_undecided:
         return NONE_SEEN
-    if course.last is None:
+    if course.last_alarm is None:
         return "growing" if value is None else f"growing, {format_size(value)}"
     return "a leak" if value is None else format_size(value)
 

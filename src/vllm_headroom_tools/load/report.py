@@ -198,7 +198,7 @@ def _describe_memory(
     span: SeriesSummary, whole: LoadObservation, course: LeakCourse
 ) -> dict[str, Any]:
     delta_bytes, finished = span.last - span.first, whole.count_growth(catalog.ENGINE_FINISHED)
-    leak = None if course.last is None else course.last.bytes_per_request
+    leak = None if course.last_alarm is None else course.last_alarm.bytes_per_request
     judged, reason = judge_course(course, whole.seconds)
     return {
         "before_bytes": span.first,

@@ -53,12 +53,12 @@ def format_verdict(watch: LeakReplay) -> Iterator[str]:
         yield _judge_series(name, course, end - begin).text
         yield from _format_intervals("early warning", course.growing)
         yield from _format_intervals("alarm", course.leaking)
-        if course.first is not None:
-            yield f"  at the first alarm, {format_duration(course.first.seconds - begin)} after the trace begins:"
-            yield from _format_moment(course.first)
-        if course.last is not None and course.last is not course.first:
-            yield f"  at the last, {format_instant(course.last.seconds)}:"
-            yield from _format_moment(course.last)
+        if course.first_alarm is not None:
+            yield f"  at the first alarm, {format_duration(course.first_alarm.seconds - begin)} after the trace begins:"
+            yield from _format_moment(course.first_alarm)
+        if course.last_alarm is not None and course.last_alarm is not course.first_alarm:
+            yield f"  at the last, {format_instant(course.last_alarm.seconds)}:"
+            yield from _format_moment(course.last_alarm)
     yield from _describe_host(watch)
     if not watch.gpus:
         yield NO_GPU
@@ -153,8 +153,8 @@ def _build_data(watch: LeakReplay) -> dict[str, Any]:
                 "state": course.state,
                 "growing_intervals": course.growing,
                 "leaking_intervals": course.leaking,
-                "first_leaking": _build_figures(course.first),
-                "last_leaking": _build_figures(course.last),
+                "first_leaking": _build_figures(course.first_alarm),
+                "last_leaking": _build_figures(course.last_alarm),
             }
             for index, uuid, course in watch.gpus
         ],
@@ -163,7 +163,7 @@ def _build_data(watch: LeakReplay) -> dict[str, Any]:
                 "process": role,
                 "state": course.state,
                 "leaking_intervals": course.leaking,
-                "first_leaking": _build_figures(course.first),
+                "first_leaking": _build_figures(course.first_alarm),
             }
             for role, course in watch.host
         ],

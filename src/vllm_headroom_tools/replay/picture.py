@@ -68,7 +68,7 @@ def draw_picture(watch: LeakReplay, curves: Curves) -> str:
 
 def _build_forecast(course: LeakCourse, points: list[Point]) -> Forecast | None:
     last, free = (
-        course.last,
+        course.last_alarm,
         next((value for _, value in reversed(points) if value is not None), None),
     )
     if (
@@ -124,7 +124,7 @@ def draw_charts(watch: LeakReplay, curves: Curves, *, columns: int) -> Iterator[
     """Yield the lines of a chart for each GPU, one for the host and one for the load."""
     width = columns - AXIS
     for index, uuid, course in watch.gpus:
-        alarm = None if course.first is None else course.first.seconds
+        alarm = None if course.first_alarm is None else course.first_alarm.seconds
         name, unit = (
             name_device(index, uuid),
             "GiB" if alarm is None else "GiB; ▲ is the first alarm",

@@ -33,7 +33,7 @@ def judge(trace: Labelled) -> dict[str, Any]:
         watch.step(snapshot)
         if ends is not None and sample["t"] <= ends - END_SECONDS:
             course = _course(watch, trace.truth["series"])
-            before_end = course.last if course is not None else None
+            before_end = course.last_alarm if course is not None else None
     course = _course(watch, trace.truth["series"]) or LeakCourse()
     return score(course, before_end, trace.truth, read_series(trace))
 
@@ -43,11 +43,11 @@ def score(course: LeakCourse, before_end: Moment | None, truth: dict[str, Any], 
     row = {key: truth[key] for key in ("scenario", "seed", "group", "leak", "ambiguous")}
     row |= _alarms(course, truth, readings)
     if truth["leak"]:
-        row |= _figures("first", course.first, truth) | _figures("last", before_end or course.last, truth)
+        row |= _figures("first", course.first_alarm, truth) | _figures("last", before_end or course.last_alarm, truth)
         where, ends = truth.get("location"), truth["oom_at"]
-        if where is not None and course.first is not None:
-            row["placed"] = course.first.location == where
-        row["held"] = None if ends is None or not row["found"] else course.last.seconds >= ends - END_SECONDS
+        if where is not None and course.first_alarm is not None:
+            row["placed"] = course.first_alarm.location == where
+        row["held"] = None if ends is None or not row["found"] else course.last_alarm.seconds >= ends - END_SECONDS
     return row
 
 

@@ -21,7 +21,7 @@ from vllm_headroom.derive.life.service import keep_service
 from vllm_headroom.derive.stability import LoadState, derive_load
 from vllm_headroom.model import EngineStatus, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState
-from vllm_headroom_tools.history import LeakCourse, _build_moment
+from vllm_headroom_tools.history import LeakCourse, build_moment
 from vllm_headroom_tools.trace import parse_snapshot
 
 
@@ -80,7 +80,7 @@ def follow(watched: Watched) -> Row:
             own = replace(track, verdict=min(track.verdict, most))
             if seen.in_service:
                 state = find_leak_state(own, is_known=seen.observation.held_bytes is not None, is_settled=seen.settled)
-        course.step(state, _build_moment(seen.seconds, known, None), restarted=again)
+        course.step(state, build_moment(seen.seconds, known, None), restarted=again)
         if truth["oom_at"] is not None and seen.seconds <= truth["oom_at"] - END_SECONDS:
-            before_end = course.last
+            before_end = course.last_alarm
     return score(course, before_end, truth, readings)
