@@ -80,7 +80,7 @@ class ProbedMemory(Struct, frozen=True, kw_only=True):
 
 
 class MappingGrowth(Struct, frozen=True, kw_only=True):
-    """By how much the resident memory of a process's mappings grew by kind, between two readings."""
+    """By how much a process's resident memory grew between two readings, by kind of mapping."""
 
     pid: int
     role: str | None = None
@@ -235,7 +235,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
 
 
 def _add_gpu_evidence(gpu: GpuAtEnd, last: LastInService) -> GpuAtEnd:
-    """Return the GPU with the peak between its last samples, and with the surer verdict on a leak."""
+    """Return the GPU with the peak between its last samples and the surer verdict on a leak."""
     peak_begin_seconds = gpu.newest_seconds - PEAK_BEFORE_SECONDS
     late_bytes = [
         used_bytes

@@ -18,13 +18,9 @@ from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.history import Curves, LeakReplay, Moment
 from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
-from vllm_headroom_tools.postmortem.report import (
-    NO_INCIDENT,
-    Postmortem,
-    Timeline,
-    build_page,
-    build_report,
-)
+from vllm_headroom_tools.postmortem.page import build_page
+from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, build_report
+from vllm_headroom_tools.postmortem.timeline import Timeline
 from vllm_headroom_tools.trace import BadInput, read_lines, read_trace
 
 SAME_EVENT_SECONDS: Final = 0.5
@@ -95,7 +91,7 @@ class EndFollower:
         )
 
     def _note_leaks(self, snapshot: Snapshot) -> None:
-        """Note the leak detector's verdicts while the run is in service; a new run begins afresh."""
+        """Note the leak detector's verdicts while the run is in service."""
         status = snapshot.engine_status
         if status is not None and (status.ended or not self.replay.engine.record.gpus):
             self._leaks = {}
@@ -145,7 +141,10 @@ def _options(parser: Parser) -> None:
 
 
 def find_trace(place: Path) -> Path:
-    """Return the trace to read: a file itself, or the newest incident of a folder; raises BadInput."""
+    """Return the trace to read: the file, or the newest incident of a folder.
+
+    Raises BadInput.
+    """
     if not place.is_dir():
         return place
     try:

@@ -1,4 +1,4 @@
-"""The signs of a hang that the page does not show: in /proc, in the probe's files and in connections."""
+"""The signs of a hang that the page does not show."""
 
 from collections.abc import Collection, Mapping
 from typing import Final

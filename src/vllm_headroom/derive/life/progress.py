@@ -71,7 +71,10 @@ def update_progress(
 def _update_engine(
     previous: EngineProgress | None, engine: EngineReading, now: float
 ) -> EngineProgress:
-    """Return the progress of an engine; an idle or sleeping one starts to move when it gets work."""
+    """Return the progress of an engine.
+
+    An idle or sleeping one starts to move when it gets work.
+    """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
     has_work = bool(engine.running or engine.waiting) and not is_asleep

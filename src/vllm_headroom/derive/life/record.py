@@ -487,7 +487,7 @@ def _find_silence(record: RunRecord) -> float:
 
 
 def _has_loaded_unseen(record: RunRecord) -> bool:
-    """Return whether an engine whose page was never read held its model from the first sample on."""
+    """Return whether an engine whose page was never read held its model from the beginning."""
     if record.was_page_ever_read or record.is_young:
         return False
     for gpu in record.gpus.values():

@@ -1,0 +1,93 @@
+"""What to do about each cause of an end."""
+
+from typing import Final
+
+from vllm_headroom.vocabulary import EndCause, Situation
+
+CONSERVING_MEMORY: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
+TROUBLESHOOTING: Final = "https://docs.vllm.ai/en/latest/usage/troubleshooting.html"
+NEW_ISSUE: Final = "https://github.com/vllm-project/vllm/issues/new/choose"
+XID_ERRORS: Final = "https://docs.nvidia.com/deploy/xid-errors/index.html"
+CONTAINER_MEMORY: Final = (
+    "https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/"
+)
+READ_LOG: Final = "Read vLLM's log up to the end: kubectl logs --previous"
+
+TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
+    EndCause.LEAK: (
+        ("No option fixes a leak: restart before the GPU is full, and upgrade vLLM", None),
+        ("Report it to vLLM, with the figures above", NEW_ISSUE),
+        (
+            (
+                "Have HeadroomOutOfMemorySoon page somebody next time "
+                "(alerts/runbooks/HeadroomOutOfMemorySoon.md)"
+            ),
+            None,
+        ),
+    ),
+    EndCause.BURST: (
+        (
+            "Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs",
+            CONSERVING_MEMORY,
+        ),
+        ("`vllm-headroom advise` on this file computes the values", None),
+    ),
+    EndCause.NEIGHBOUR: (
+        ("Give the engine a dedicated GPU, or move the other process away", None),
+        ("Until then leave room for it: a lower --gpu-memory-utilization", CONSERVING_MEMORY),
+    ),
+    EndCause.KILLED: (
+        (
+            "Raise the memory limit of vLLM's container, or lower what it keeps on the host",
+            CONTAINER_MEMORY,
+        ),
+        ("Find out what was killed: dmesg -T | grep -i 'killed process'", None),
+    ),
+    EndCause.NEVER_FITTED: (
+        ("Run `vllm-headroom preflight` and `vllm-headroom plan` before the next start", None),
+        (
+            (
+                "Lower --gpu-memory-utilization where others hold memory, "
+                "else raise --tensor-parallel-size"
+            ),
+            CONSERVING_MEMORY,
+        ),
+    ),
+    EndCause.HANG: (
+        (
+            "Take a stack of every process before the restart: py-spy dump --pid PID",
+            TROUBLESHOOTING,
+        ),
+        ("Look for an XID and for NCCL in the logs", XID_ERRORS),
+    ),
+    EndCause.CRASH: (
+        (READ_LOG, TROUBLESHOOTING),
+        ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XID_ERRORS),
+    ),
+    EndCause.STOPPED: (
+        (
+            (
+                "Running requests were cut off: drain the engine first, "
+                "or give vLLM --shutdown-timeout"
+            ),
+            None,
+        ),
+    ),
+    EndCause.IDLE: (
+        ("Nothing, if it was planned: see kubectl get events", None),
+        ("Look at its exit code (kubectl describe pod): 0 or 143 is a stop, 137 a kill", None),
+    ),
+    EndCause.UNKNOWN: ((READ_LOG, TROUBLESHOOTING),),
+    EndCause.NOTHING: (),
+}
+"""What to do, each with a link or None."""
+
+SITUATIONS: Final = {
+    EndCause.LEAK: Situation.LEAKING,
+    EndCause.BURST: Situation.LOW_MEMORY,
+    EndCause.NEIGHBOUR: Situation.NEIGHBOUR,
+    EndCause.KILLED: Situation.LOW_MEMORY,
+    EndCause.HANG: Situation.STALLED,
+    EndCause.NOTHING: None,
+}
+"""The situation that a cause is (docs/situations.md), where it is not that the engine is down."""

@@ -1,0 +1,140 @@
+"""A post-mortem as one HTML file, which loads nothing."""
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from vllm_headroom.expose import drawing
+from vllm_headroom.expose.assets import PAGE_STYLE
+from vllm_headroom.expose.drawing import Frame, Point, escape_text
+from vllm_headroom.model import Diagnosis
+from vllm_headroom.trace.incident import MOST_SHOWN
+from vllm_headroom.units import format_instant, format_size
+from vllm_headroom.vocabulary import Level, Sureness
+from vllm_headroom_tools.postmortem.advice import TODO
+from vllm_headroom_tools.postmortem.report import Line, Postmortem, list_sections
+
+CURVE_COLUMNS: Final = 480
+"""Our choice: the points of a curve, one for each two pixels of a wide window."""
+
+OUR_LINKS: Final = re.compile(
+    "|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link})
+)
+"""Only our links work: text from a file never becomes a link."""
+
+FINDING_LEVELS: Final = {
+    Sureness.SURE: Level.ALARM,
+    Sureness.LIKELY: Level.WARNING,
+    Sureness.POSSIBLE: Level.UNKNOWN,
+}
+"""How each finding is coloured."""
+
+
+def build_page(postmortem: Postmortem) -> str:
+    """Build the HTML page."""
+    title = f"Post-mortem: {postmortem.answer.sentence}"
+    when = "" if postmortem.ending is None else format_instant(postmortem.ending.seconds)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape_text(title)}</title><style>{PAGE_STYLE}</style></head><body>"
+        "<header><h1>Post-mortem</h1>"
+        f"<p class=dim>{when} {escape_text(postmortem.file)}</p></header><main>"
+        f"{''.join(_build_body(postmortem))}</main></body></html>\n"
+    )
+
+
+def _build_body(postmortem: Postmortem) -> Iterator[str]:
+    yield "<ul class=verdicts>"
+    for diagnosis in postmortem.findings:
+        yield _render_finding(diagnosis)
+    yield "</ul>"
+    yield from _draw_figures(postmortem)
+    for title, lines in list_sections(postmortem, MOST_SHOWN):
+        yield _render_section(title, lines)
+
+
+def _render_finding(diagnosis: Diagnosis) -> str:
+    evidence = "".join(f"<li>{escape_text(sentence)}</li>" for sentence in diagnosis.evidence)
+    return (
+        f"<li class={FINDING_LEVELS[diagnosis.sureness]}><b>{diagnosis.sureness.upper()}</b> "
+        f"{escape_text(diagnosis.sentence)}<ul>{evidence}</ul></li>"
+    )
+
+
+def _render_section(title: str, lines: list[Line]) -> str:
+    if not lines:
+        return ""
+    items = "".join(
+        f"<li><b>{escape_text(name)}</b> {escape_text(text)}</li>" for name, text in lines
+    )
+    linked_items = OUR_LINKS.sub(r'<a href="\g<0>">\g<0></a>', items)
+    return f"<h2>{escape_text(title)}</h2><ul>{linked_items}</ul>"
+
+
+def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
+    ending = postmortem.ending
+    end_seconds = None if ending is None else ending.seconds
+    gpus = {} if ending is None else {gpu.uuid: gpu for gpu in ending.gpus}
+    curves = postmortem.curves
+    for uuid in curves.uuids:
+        gpu = gpus.get(uuid)
+        name = f"Free memory of {uuid if gpu is None else gpu.display_name}"
+        yield _draw_memory(f"{name}, down to zero", curves.of("free", uuid), end_seconds)
+        if gpu is not None and gpu.usable_bytes is not None:
+            free_points: list[Point] = [
+                (seconds, gpu.usable_bytes - used_bytes)
+                for seconds, used_bytes in postmortem.incident.before.used.get(uuid, ())
+            ]
+            title = f"{name} in the last minutes, second by second"
+            yield _draw_memory(title, free_points, end_seconds)
+    yield _draw_requests("Running requests", curves.of("running"), end_seconds)
+
+
+def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> str:
+    """Draw a curve of memory over zero; nothing where no value until the end is known.
+
+    The height is that of the values until the end: an engine that has exited leaves all free.
+    """
+    sizes = []
+    for seconds, n_bytes in points:
+        is_before_end = end_seconds is None or seconds <= end_seconds
+        if n_bytes is not None and is_before_end:
+            sizes.append(n_bytes)
+    if not sizes:
+        return ""
+    frame = _build_frame(points, drawing.find_top(sizes))
+    shapes = (*_draw_shapes(frame, points, end_seconds), drawing.draw_zero(frame))
+    return _render_figure(title, frame, format_size(frame.top), shapes)
+
+
+def _draw_requests(title: str, points: list[Point], end_seconds: float | None) -> str:
+    """Draw a curve of requests; nothing where no value is known."""
+    counts = [count for _, count in points if count is not None]
+    if not counts:
+        return ""
+    frame = _build_frame(points, max(counts))
+    shapes = _draw_shapes(frame, points, end_seconds)
+    return _render_figure(title, frame, f"{frame.top:.0f}", shapes)
+
+
+def _build_frame(points: list[Point], top: float) -> Frame:
+    times = [seconds for seconds, _ in points]
+    return Frame(begin=min(times), end=max(times), top=top)
+
+
+def _draw_shapes(frame: Frame, points: list[Point], end_seconds: float | None) -> tuple[str, ...]:
+    stretches = drawing.thin_curve(drawing.build_curve(points), CURVE_COLUMNS)
+    curve = drawing.draw_curve(frame, stretches)
+    return (curve,) if end_seconds is None else (curve, drawing.draw_mark(frame, end_seconds))
+
+
+def _render_figure(title: str, frame: Frame, top: str, shapes: tuple[str, ...]) -> str:
+    begin = format_instant(frame.begin)
+    end = format_instant(frame.end)
+    return (
+        f"<figure><figcaption>{escape_text(title)}; the upright line is the end</figcaption>"
+        f"<i>{top}</i>{drawing.draw_picture(frame, shapes, title=title)}"
+        f"<div class=axis><span>{begin}</span><span>{end}</span></div></figure>"
+    )

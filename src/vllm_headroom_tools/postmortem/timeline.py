@@ -1,0 +1,81 @@
+"""The changes that led to the end of a run, with their times."""
+
+from collections import deque
+from typing import Final
+
+from vllm_headroom.model import EngineStatus, GpuReading, Snapshot, name_device
+from vllm_headroom.trace.incident import MOST_SHOWN, Incident
+from vllm_headroom.units import GIB, format_size
+from vllm_headroom.vocabulary import EngineState, LeakState
+from vllm_headroom_tools.history import LeakReplay
+
+MOST_MOMENTS: Final = 40
+"""Enough for a person; the newest stay."""
+
+NEIGHBOUR_CHANGE_BYTES: Final = GIB
+"""A smaller change of the memory of others is no entry."""
+
+STATE_SENTENCES: Final = {
+    EngineState.UNKNOWN: "the state of the engine is not known",
+    EngineState.DOWN: "the engine is down",
+    EngineState.STARTING: "the engine is starting",
+    EngineState.SERVING: "the engine serves",
+    EngineState.STALLED: "the engine is stalled: no progress",
+    EngineState.ASLEEP: "the engine sleeps",
+}
+
+LEAK_VERBS: Final = {LeakState.GROWING: "may leak", LeakState.LEAKING: "leaks"}
+"""The states of the leak detector that are entries."""
+
+
+class Timeline:
+    """The changes of the engine's state, of its leak states and of the memory of others."""
+
+    def __init__(self) -> None:
+        self._moments: deque[tuple[float, str]] = deque(maxlen=MOST_MOMENTS)
+        self._state: EngineState | None = None
+        self._leak_states: dict[str, LeakState] = {}
+        self._other_bytes: dict[str, int] = {}
+
+    def step(self, snapshot: Snapshot, replay: LeakReplay) -> None:
+        """Add the changes of a sample."""
+        now = snapshot.time_seconds
+        if snapshot.engine_status is not None:
+            self._add_state(now, snapshot.engine_status)
+        for index, uuid, course in replay.gpus:
+            if course.state in LEAK_VERBS and self._leak_states.get(uuid) is not course.state:
+                device = name_device(index, uuid)
+                self._add(now, f"by this record {device} {LEAK_VERBS[course.state]}")
+            self._leak_states[uuid] = course.state
+        for gpu in snapshot.owned_gpus:
+            if gpu.other_bytes is not None:
+                self._add_neighbour(now, gpu.reading, gpu.other_bytes)
+
+    def list_entries(self, incident: Incident) -> tuple[tuple[float, str], ...]:
+        """Return the entries, with the XIDs of the incident."""
+        xids = [
+            (error.t, f"the driver reported XID {error.xid} on {error.uuid}")
+            for error in incident.xids[-MOST_SHOWN:]
+        ]
+        return tuple(sorted((*self._moments, *xids)))
+
+    def _add(self, seconds: float, sentence: str) -> None:
+        self._moments.append((seconds, sentence))
+
+    def _add_state(self, now: float, status: EngineStatus) -> None:
+        if status.ended is not None:
+            self._add(now, "the engine exited")
+        if self._state is None:
+            self._add(now, f"the record begins: {STATE_SENTENCES[status.state]}")
+        elif status.state is not self._state:
+            self._add(now, STATE_SENTENCES[status.state])
+        self._state = status.state
+
+    def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
+        previous_bytes = self._other_bytes.setdefault(gpu.uuid, other_bytes)
+        if abs(other_bytes - previous_bytes) < NEIGHBOUR_CHANGE_BYTES:
+            return
+        size = format_size(other_bytes)
+        previous_size = format_size(previous_bytes)
+        self._add(now, f"others hold {size} of {gpu.display_name}, {previous_size} before")
+        self._other_bytes[gpu.uuid] = other_bytes
