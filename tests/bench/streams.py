@@ -15,9 +15,10 @@ import uvloop
 
 from tests.bench.processes import resident_bytes
 from tests.fakes.streaming_server import LOOPBACK, MODEL
-from vllm_headroom_tools.load.clients import AT_ONCE, RequestSender
-from vllm_headroom_tools.load.stream import Tally
-from vllm_headroom_tools.load.target import PATHS, CompletionApi, Target, build_request_body
+from vllm_headroom_tools.load.prompts import PATHS, CompletionApi, build_request_body
+from vllm_headroom_tools.load.sender import MOST_CONNECTING, RequestSender
+from vllm_headroom_tools.load.tally import Tally
+from vllm_headroom_tools.load.target import Target
 
 BODY: Final = build_request_body(CompletionApi.COMPLETIONS, MODEL, "word " * 100, 20)
 HEADERS: Final = {"Content-Type": "application/json"}
@@ -32,15 +33,15 @@ class Ours:
         target = Target(
             address=address, host=LOOPBACK, path=PATHS[CompletionApi.COMPLETIONS], headers=headers, tls=None
         )
-        self._asker = RequestSender(target=target, make_body=lambda: BODY, timeout_seconds=600)
+        self._sender = RequestSender(target=target, make_body=lambda: BODY, timeout_seconds=600)
         self._tally = Tally(time.monotonic())
 
     async def ask(self) -> None:
-        await self._asker.ask(self._tally)
+        await self._sender.send(self._tally)
 
     async def close(self) -> int:
-        await self._asker.close()
-        return self._tally.between.counts.total()
+        await self._sender.close()
+        return self._tally.inter_token_seconds.counts.total()
 
 
 class Httpx:
@@ -50,7 +51,7 @@ class Httpx:
         limits = httpx.Limits(max_connections=streams, max_keepalive_connections=streams)
         self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)  # noqa: S113 - as ours
         self._url = f"http://{LOOPBACK}:{port}{PATHS[CompletionApi.COMPLETIONS]}"
-        self._connecting = asyncio.Semaphore(AT_ONCE)
+        self._connecting = asyncio.Semaphore(MOST_CONNECTING)
         self._gaps = 0
 
     async def ask(self) -> None:

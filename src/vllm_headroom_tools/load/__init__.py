@@ -1,1 +1,1 @@
-"""The command `load`: a bounded load on a server that the user names, with its memory watched beside it."""
+"""The command `load`: a bounded load on a server that the user names, whose memory is watched."""

@@ -10,13 +10,13 @@ from msgspec.structs import fields
 from vllm_headroom.inputs import show_url
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
-from vllm_headroom_tools.load.target import (
-    CompletionApi,
+from vllm_headroom_tools.load.order import (
     LoadOrder,
     parse_base_url,
     parse_image_size,
     parse_lengths,
 )
+from vllm_headroom_tools.load.prompts import CompletionApi
 from vllm_headroom_tools.options import (
     DURATION,
     FILE,
@@ -31,135 +31,188 @@ from vllm_headroom_tools.options import (
 )
 
 PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
+"""The setting of the probe, which the option takes up."""
 
 
 def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
-    add = parser.add_argument
-    base = Value(
-        read=parse_base_url,
-        accepts="an http or https URL without user, password and query",
-        show=show_url,
-    )
-    add(
+    _add_server_options(parser)
+    _add_request_options(parser)
+    _add_pace_options(parser)
+    _add_sampling_options(parser)
+
+
+def _add_server_options(parser: Parser) -> None:
+    """Add where the server is, and what to send to it."""
+    parser.add_argument(
         "--engine-url",
         dest="url",
         metavar="URL",
-        type=base,
+        type=Value(
+            read=parse_base_url,
+            accepts="an http or https URL without user, password and query",
+            show=show_url,
+        ),
         required=True,
         help="the server; there is no default",
     )
-    add(
+    parser.add_argument(
         "--api",
         metavar="NAME",
         type=Value(read=CompletionApi, accepts="completions or chat"),
         default="completions",
         help="how to ask: completions, the default, or chat",
     )
-    add(
+    parser.add_argument(
         "--model",
         metavar="NAME",
         help="the model to ask; without it the first that the server lists",
     )
-    token, authorities = (
-        "a file with the token to send",
-        "the certificates, in PEM, to trust for https",
-    )
-    add(
+    parser.add_argument(
         "--engine-bearer-token-file",
         dest="bearer_token_file",
         metavar="FILE",
         type=FILE,
-        help=token,
+        help="a file with the token to send",
     )
-    add("--engine-ca-file", dest="ca_file", metavar="FILE", type=FILE, help=authorities)
-    add(
+    parser.add_argument(
+        "--engine-ca-file",
+        dest="ca_file",
+        metavar="FILE",
+        type=FILE,
+        help="the certificates, in PEM, to trust for https",
+    )
+    parser.add_argument(
         "--concurrency",
         metavar="NUMBER",
         type=whole_number(1, 1_000_000),
         required=True,
         help="clients in the step of 100 %%",
     )
-    of_tokens = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
-    prompts = "a dataset to take prompts from: ShareGPT's JSON, JSON lines with `prompt`, or a text a line"
-    add("--prompts", metavar="FILE", type=FILE, help=prompts)
-    add(
+
+
+def _add_request_options(parser: Parser) -> None:
+    """Add what a request is made of."""
+    lengths = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=FILE,
+        help=(
+            "a dataset to take prompts from: ShareGPT's JSON, JSON lines with `prompt`, "
+            "or a text a line"
+        ),
+    )
+    parser.add_argument(
         "--prompt-tokens",
         metavar="LENGTHS",
-        type=of_tokens,
+        type=lengths,
         default="512",
         help="without it %(default)s",
     )
-    add(
+    parser.add_argument(
         "--output-tokens",
         metavar="LENGTHS",
-        type=of_tokens,
+        type=lengths,
         default="128",
         help="without it %(default)s",
     )
-    shared = "of each prompt, the same in all"
-    add(
+    parser.add_argument(
         "--shared-prefix",
         dest="shared_ratio",
         metavar="SHARE",
         type=SHARE,
         default="0",
-        help=shared,
+        help="of each prompt, the same in all",
     )
-    pixels = Value(read=parse_image_size, accepts="width and height in pixels, such as 1280x720")
-    image = "a new image in each prompt, of so many pixels, by --api chat"
-    add("--image-size", metavar="PIXELS", type=pixels, help=image)
-    for name, field, default, of in (
+    parser.add_argument(
+        "--image-size",
+        metavar="PIXELS",
+        type=Value(read=parse_image_size, accepts="width and height in pixels, such as 1280x720"),
+        help="a new image in each prompt, of so many pixels, by --api chat",
+    )
+
+
+def _add_pace_options(parser: Parser) -> None:
+    """Add how long the load lasts, and how many requests there are."""
+    for name, field, default, meaning in (
         ("--duration", "seconds", "60s", "of each step"),
         ("--grace", "grace_seconds", "30s", "for what is open then"),
         ("--timeout", "timeout_seconds", "5m", "of one request"),
     ):
-        add(
+        parser.add_argument(
             name,
             dest=field,
             metavar="TIME",
             type=DURATION,
             default=default,
-            help=f"{of}; without it %(default)s",
+            help=f"{meaning}; without it %(default)s",
         )
-    most = "requests of all steps together, at most"
-    add("--max-requests", dest="most_requests", metavar="NUMBER", type=whole_number(), help=most)
-    rate = "open loop: requests a second in the step of 100 %%, by Poisson; --concurrency are then the most at once"
-    add("--rate", dest="requests_per_second", metavar="NUMBER", type=NUMBER, help=rate)
-    page = page_url("http://127.0.0.1:8000")
-    when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    add(
+    parser.add_argument(
+        "--max-requests",
+        dest="most_requests",
+        metavar="NUMBER",
+        type=whole_number(),
+        help="requests of all steps together, at most",
+    )
+    parser.add_argument(
+        "--rate",
+        dest="requests_per_second",
+        metavar="NUMBER",
+        type=NUMBER,
+        help=(
+            "open loop: requests a second in the step of 100 %%, by Poisson; "
+            "--concurrency are then the most at once"
+        ),
+    )
+
+
+def _add_sampling_options(parser: Parser) -> None:
+    """Add what is sampled beside the load, and where it is recorded."""
+    parser.add_argument(
         "--metrics-url",
         metavar="URL",
-        type=page,
+        type=page_url("http://127.0.0.1:8000"),
         help="the engine's page; without it /metrics of --engine-url",
     )
-    gpus = "the engine's; without it those its processes use"
-    add("--gpus", metavar="GPUS", type=GPUS, default="auto", help=gpus)
-    probe, usual = (
-        f"where the probe inside vLLM writes; without it {PROBE_DIR}",
-        os.environ.get(PROBE_DIR),
+    parser.add_argument(
+        "--gpus",
+        metavar="GPUS",
+        type=GPUS,
+        default="auto",
+        help="the engine's; without it those its processes use",
     )
-    add("--probe-dir", metavar="DIRECTORY", type=FOLDER, default=usual or None, help=probe)
-    trace = "the new file to record in; without it one named by the time"
-    add(
-        "--trace", metavar="FILE", type=FILE, default=f"vllm-headroom-load-{when}.jsonl", help=trace
+    parser.add_argument(
+        "--probe-dir",
+        metavar="DIRECTORY",
+        type=FOLDER,
+        default=os.environ.get(PROBE_DIR) or None,
+        help=f"where the probe inside vLLM writes; without it {PROBE_DIR}",
+    )
+    time = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=FILE,
+        default=f"vllm-headroom-load-{time}.jsonl",
+        help="the new file to record in; without it one named by the time",
     )
 
 
-def read_order(given: Namespace) -> LoadOrder:
+def read_order(options: Namespace) -> LoadOrder:
     """Build the order from the options."""
-    if given.image_size is not None:
-        given.api = CompletionApi.CHAT
-    return LoadOrder(**{each.name: getattr(given, each.name) for each in fields(LoadOrder)})
+    if options.image_size is not None:
+        options.api = CompletionApi.CHAT
+    return LoadOrder(**{field.name: getattr(options, field.name) for field in fields(LoadOrder)})
 
 
-async def _run(given: Namespace) -> Report:
-    from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
-    from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415 - --help need not wait for the sampler
+async def _run(options: Namespace) -> Report:
+    # imported here, since --help need not wait for the sampler
+    from vllm_headroom.daemon import logs  # noqa: PLC0415
+    from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415
 
     logs.configure("logfmt", "error")  # the readers log what the report has in full
-    return await run_load(read_order(given))
+    return await run_load(read_order(options))
 
 
 COMMAND: Final[Command] = Command(

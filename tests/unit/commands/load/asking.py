@@ -12,9 +12,10 @@ from typing import Any, Final, TypeVar
 import uvloop
 
 from tests.fakes.streaming_server import LOOPBACK, MODEL, StreamingServer
-from vllm_headroom_tools.load.clients import RequestSender
-from vllm_headroom_tools.load.stream import Tally
-from vllm_headroom_tools.load.target import PATHS, CompletionApi, Target, build_request_body
+from vllm_headroom_tools.load.prompts import PATHS, CompletionApi, build_request_body
+from vllm_headroom_tools.load.sender import RequestSender
+from vllm_headroom_tools.load.tally import Tally
+from vllm_headroom_tools.load.target import Target
 
 T = TypeVar("T")
 DEADLINE_SECONDS: Final = 60.0

@@ -15,8 +15,9 @@ from tests.fakes.certificates import server_context, write_self_signed
 from tests.fakes.streaming_server import ENGINE_DEAD, LOOPBACK, OUT_OF_MEMORY, StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
 from vllm_headroom_tools.history import Histogram
-from vllm_headroom_tools.load.stream import LONGEST_TEXT, Outcome, Tally
-from vllm_headroom_tools.load.target import CompletionApi
+from vllm_headroom_tools.load.prompts import CompletionApi
+from vllm_headroom_tools.load.stream import LONGEST_TEXT, Outcome
+from vllm_headroom_tools.load.tally import Tally
 
 IS: dict[Way, tuple[Outcome, str]] = {
     Way.STREAM: (Outcome.SUCCEEDED, ""),
@@ -53,7 +54,7 @@ def asked(server: StreamingServer | int, count: int = 1, **how: object) -> Tally
     async def steps() -> None:
         made = asker(server, **how)  # type: ignore[arg-type]
         for _ in range(count):
-            await made.ask(counted)
+            await made.send(counted)
         await made.close()
 
     run(steps)
@@ -70,8 +71,8 @@ def test_each_way_has_its_outcome(way: Way, api: CompletionApi) -> None:
         assert server.ways == {way: 1}
     assert counted.outcomes == {outcome: 1}
     assert [said for _, said in counted.texts] == ([text[:LONGEST_TEXT]] if text else [])
-    assert counted.engine_dead == (way is Way.ENGINE_DEAD)
-    assert (counted.began, counted.open, counted.streams, counted.most_streams) == (1, 0, 0, 1)
+    assert counted.is_engine_dead == (way is Way.ENGINE_DEAD)
+    assert (counted.started_requests, counted.open_requests, counted.open_streams, counted.most_streams) == (1, 0, 0, 1)
 
 
 @pytest.mark.parametrize("way", sorted(SILENT))
@@ -80,7 +81,7 @@ def test_a_server_that_falls_silent_is_timed_out(way: Way) -> None:
         counted = asked(server, timeout_seconds=SOON_SECONDS)
 
     assert counted.outcomes == {IS[way][0]: 1}
-    assert (counted.open, counted.streams) == (0, 0)
+    assert (counted.open_requests, counted.open_streams) == (0, 0)
 
 
 def test_the_clients_counts_are_the_servers() -> None:
@@ -89,19 +90,19 @@ def test_the_clients_counts_are_the_servers() -> None:
         counted = asked(server, 2 * len(ways))
 
         assert counted.outcomes == sum((Counter({IS[way][0]: count}) for way, count in server.ways.items()), Counter())
-        assert counted.uncounted == server.ways[Way.WITHOUT_USAGE] == 2
+        assert counted.uncounted_answers == server.ways[Way.WITHOUT_USAGE] == 2
         assert counted.generation_tokens == server.generation_tokens - 2 * 3
         assert counted.prompt_tokens == server.prompt_tokens - 2 * 7
-        assert times(counted.to_first) == times(counted.to_end) == server.finished == 6
+        assert times(counted.first_token_seconds) == times(counted.end_to_end_seconds) == server.finished == 6
 
 
 def test_every_gap_between_tokens_is_counted() -> None:
     with StreamingServer(interval_seconds=0.01) as server:
         counted = asked(server, tokens=5)
 
-    assert times(counted.between) == 4
-    assert times(counted.per_token) == 1
-    first, last = counted.to_first.quantile(1), counted.to_end.quantile(1)
+    assert times(counted.inter_token_seconds) == 4
+    assert times(counted.per_token_seconds) == 1
+    first, last = counted.first_token_seconds.quantile(1), counted.end_to_end_seconds.quantile(1)
     assert first is not None
     assert last is not None
     assert 0 < first < last
@@ -152,7 +153,7 @@ def test_a_limit_of_this_machine_is_not_the_servers() -> None:
         made = asker(server)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            await made.ask(counted)
+            await made.send(counted)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -167,7 +168,7 @@ def test_a_request_that_is_given_up_is_unfinished_and_the_server_is_told() -> No
     counted = tally()
 
     async def steps() -> None:
-        asking = asyncio.create_task(asker(server).ask(counted))
+        asking = asyncio.create_task(asker(server).send(counted))
         await until(lambda: server.open == 1)
         asking.cancel()
         await asyncio.wait([asking])
@@ -177,7 +178,7 @@ def test_a_request_that_is_given_up_is_unfinished_and_the_server_is_told() -> No
         run(steps)
 
     assert counted.outcomes == {Outcome.UNFINISHED: 1}
-    assert (counted.open, counted.streams) == (0, 0)
+    assert (counted.open_requests, counted.open_streams) == (0, 0)
 
 
 def test_it_works_over_tls(tmp_path: Path) -> None:

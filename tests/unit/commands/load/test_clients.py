@@ -15,8 +15,9 @@ import pytest
 from tests.fakes.streaming_server import MODEL, StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
 from vllm_headroom_tools.load.clients import PAUSE_SECONDS, Clients
-from vllm_headroom_tools.load.stream import Outcome, Tally
-from vllm_headroom_tools.load.target import PATHS, CompletionApi, build_request_body
+from vllm_headroom_tools.load.prompts import PATHS, CompletionApi, build_request_body
+from vllm_headroom_tools.load.stream import Outcome
+from vllm_headroom_tools.load.tally import Tally
 
 LONG_SECONDS = 3600.0
 ASKED = (CompletionApi.COMPLETIONS, MODEL, "word " * 7, 3)
@@ -30,7 +31,7 @@ def make(
     grace_seconds: float = LONG_SECONDS,
 ) -> Clients:
     return Clients(
-        asker=asker(server),
+        sender=asker(server),
         grace_seconds=grace_seconds,
         most_requests=most_requests,
         requests_per_second=requests_per_second,
@@ -57,7 +58,7 @@ def step(
                 await until(lambda: server.open == clients)
                 meanwhile(made)
             await running
-        await made._asker.close()
+        await made._sender.close()
         assert made.is_used_up == (bounds.get("most_requests") is not None)
 
     run(main)
@@ -69,7 +70,7 @@ def test_so_many_streams_are_open_at_once() -> None:
         (counted,) = step(server, 40, LONG_SECONDS, most_requests=200)
 
         assert server.most_open == counted.most_streams == 40
-        assert server.finished == counted.outcomes[Outcome.SUCCEEDED] == counted.began == 200
+        assert server.finished == counted.outcomes[Outcome.SUCCEEDED] == counted.started_requests == 200
 
 
 def test_clients_ask_again_until_the_time_is_over_and_what_is_open_then_may_end() -> None:
@@ -77,14 +78,14 @@ def test_clients_ask_again_until_the_time_is_over_and_what_is_open_then_may_end(
         (counted,) = step(server, 3, SOON_SECONDS)
 
         assert server.finished == counted.outcomes.total() == counted.outcomes[Outcome.SUCCEEDED]
-    assert counted.began >= 3
+    assert counted.started_requests >= 3
 
 
 def test_what_is_open_after_the_grace_is_given_up() -> None:
     with StreamingServer(lambda number: Way.STALL_IN_STREAM if number < 5 else Way.STREAM) as server:
         (counted,) = step(server, 8, SOON_SECONDS, grace_seconds=SOON_SECONDS)
 
-        assert counted.began == server.ways.total()
+        assert counted.started_requests == server.ways.total()
         assert counted.outcomes[Outcome.UNFINISHED] == server.ways[Way.STALL_IN_STREAM] == 5
         assert counted.outcomes[Outcome.SUCCEEDED] == server.ways[Way.STREAM]
 
@@ -108,18 +109,18 @@ def test_a_stop_ends_those_who_wait_for_their_turn_too() -> None:
             made.stop()
             await running
             await made.run(4, LONG_SECONDS, counted, 1.0)
-            await made._asker.close()
+            await made._sender.close()
 
         run(steps)
 
-    assert counted.began == 0
+    assert counted.started_requests == 0
 
 
 def test_the_cap_is_of_all_steps_together() -> None:
     with StreamingServer() as server:
         first, second = step(server, 2, LONG_SECONDS, steps=2, most_requests=7)
 
-        assert (first.began, second.began, server.ways.total()) == (7, 0, 7)
+        assert (first.started_requests, second.started_requests, server.ways.total()) == (7, 0, 7)
 
 
 def test_an_open_loop_offers_its_rate_whatever_the_server_answers() -> None:
@@ -162,7 +163,7 @@ def test_a_client_whose_request_did_not_succeed_waits_before_the_next() -> None:
         (counted,) = step(server, 2, seconds)
 
         assert server.ways.total() == counted.outcomes[Outcome.REJECTED]
-    assert 2 <= counted.began <= 2 * 3
+    assert 2 <= counted.started_requests <= 2 * 3
 
 
 def test_the_rate_that_is_achieved_is_that_of_an_independent_client() -> None:

@@ -19,8 +19,10 @@ from vllm_headroom_tools.conclusion import Conclusion, Report
 from vllm_headroom_tools.history import LeakCourse, LeakReplay, Moment
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.report import build_report
-from vllm_headroom_tools.load.run import SHARES, LoadObservation, Stage
-from vllm_headroom_tools.load.stream import Completion, Outcome, Tally
+from vllm_headroom_tools.load.run import SHARES, Stage
+from vllm_headroom_tools.load.sampling import LoadObservation
+from vllm_headroom_tools.load.stream import Completion, Outcome
+from vllm_headroom_tools.load.tally import Tally
 
 HERE = Path(__file__).parent
 GB = 10**9
@@ -37,15 +39,17 @@ def tally(outcomes: Mapping[Outcome, int], said: str = "") -> Tally:
     made = Tally(100.0)
     for outcome, count in outcomes.items():
         for number in range(count):
-            made.began += 1
+            made.started_requests += 1
             answer = Completion(outcome=outcome, text=said, prompt_tokens=512, generation_tokens=128)
             if outcome is Outcome.SUCCEEDED:
                 answer = replace(answer, text="")
                 began = 100.0 + number
-                made.succeed(answer, began=began, first=began + 0.0432, ended=began + 3.21)
-                made.between.add(0.000_02 * (number + 1))
-            made.end(answer)
-    made.delays.add(0.001)
+                made.add_success(
+                    answer, start_seconds=began, first_token_seconds=began + 0.0432, end_seconds=began + 3.21
+                )
+                made.inter_token_seconds.add(0.000_02 * (number + 1))
+            made.add_end(answer)
+    made.own_delay_seconds.add(0.001)
     return made
 
 
@@ -58,13 +62,17 @@ def observed(running: float) -> LoadObservation:
         Sample(catalog.ENGINE_PREEMPTIONS, AN_ENGINE, 0.0),
         Sample(catalog.MEMORY_PER_RUNNING_REQUEST, A_GPU, 72 * GB / running),
     ]
-    made.take(snapshot(gpus=(gpu(total=80 * GB, used=73 * GB, engine=72 * GB),)), samples)
+    made.add(snapshot(gpus=(gpu(total=80 * GB, used=73 * GB, engine=72 * GB),)), samples)
     return made
 
 
 def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, said: str = "") -> Stage:
     return Stage(
-        share=share, clients=round(8 * share), seconds=60.0, tally=tally(outcomes, said), observed=observed(8 * share)
+        share=share,
+        clients=round(8 * share),
+        seconds=60.0,
+        tally=tally(outcomes, said),
+        observation=observed(8 * share),
     )
 
 
@@ -76,7 +84,7 @@ def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False
         counts = [Sample(catalog.ENGINE_PREEMPTIONS, AN_ENGINE, 0.0)]
         counts += [] if finished is None else [Sample(catalog.ENGINE_FINISHED, AN_ENGINE, finished * number // 239)]
         counts += [Sample(catalog.HOST_MEMORY, ("worker",), held)] if host else []
-        made.take(
+        made.add(
             snapshot(
                 at=number * AN_HOUR / 239,
                 engines=failure(Source.ENGINE) if gone and number == 239 else None,
@@ -103,7 +111,7 @@ def report(
     *steps: Stage, seen: LoadObservation | None = None, watch: LeakReplay = STABLE, stopped: bool = False
 ) -> Report:
     given = read_order(build_parser(COMMAND, "load").read(WORDS))
-    return build_report(given, "m", steps, seen or whole(), watch, stopped=stopped)
+    return build_report(given, "m", steps, seen or whole(), watch, is_interrupted=stopped)
 
 
 GOOD_STEP = step({Outcome.SUCCEEDED: 20})
@@ -118,7 +126,7 @@ def test_a_good_load_is_told(golden: Golden) -> None:
 
 def test_a_bad_load_is_told(golden: Golden) -> None:
     bad = step(dict.fromkeys(Outcome, 2), share=1.2, said="500: CUDA out of memory.\x1b[2J")
-    bad.tally.delays.add(0.321)
+    bad.tally.own_delay_seconds.add(0.321)
     found = report(GOOD_STEP, bad, seen=whole(host=True, gone=True, unread=3), watch=LEAK, stopped=True)
 
     golden(HERE / "bad.txt", shown(found))
@@ -158,15 +166,20 @@ def test_the_verdict_says_whether_it_is_good(
 
 def test_a_server_that_says_its_engine_died_is_not_good() -> None:
     made = step({Outcome.SUCCEEDED: 99})
-    made.tally.began += 1
-    made.tally.end(Completion(outcome=Outcome.FAILED, engine_dead=True))
+    made.tally.started_requests += 1
+    made.tally.add_end(Completion(outcome=Outcome.FAILED, is_engine_dead=True))
 
     assert report(made).data["faults"] == ["the engine died: its web server says so"]
 
 
 def test_an_answer_without_counts_makes_the_sum_unknown() -> None:
     made = step({Outcome.SUCCEEDED: 9})
-    made.tally.succeed(Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=3), began=100.0, first=101.0, ended=102.0)
+    made.tally.add_success(
+        Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=3),
+        start_seconds=100.0,
+        first_token_seconds=101.0,
+        end_seconds=102.0,
+    )
 
     (found,) = report(made).data["steps"]
 
@@ -183,7 +196,7 @@ def test_growth_is_per_thousand_requests_that_the_engine_finished() -> None:
 
 def test_gpus_of_which_none_is_the_engines_are_told() -> None:
     seen = LoadObservation()
-    seen.take(snapshot(gpus=(gpu(attribution=None),)), ())
+    seen.add(snapshot(gpus=(gpu(attribution=None),)), ())
 
     unread = report(seen=seen).data["unread"]
     assert unread == ["nvml: which of them are the engine's is not known: name them with --gpus"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom_tools.load.target import Lengths, parse_lengths
+from vllm_headroom_tools.load.order import Lengths, parse_lengths
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from vllm_headroom_tools.load.target import Lengths, parse_lengths
     [("512", 512, 512), ("256..2048", 256, 2048), (" 1..1 ", 1, 1), ("1..9999999", 1, 9999999)],
 )
 def test_a_length_or_two_ends_are_a_distribution(text: str, least: int, most: int) -> None:
-    assert parse_lengths(text) == Lengths(least=least, most=most)
+    assert parse_lengths(text) == Lengths(shortest=least, longest=most)
     assert parse_lengths(str(parse_lengths(text))) == parse_lengths(text)
 
 
@@ -28,13 +28,13 @@ def test_anything_else_is_refused(text: str) -> None:
 
 @given(st.integers(1, 10**7), st.integers(1, 10**7), st.floats(0, 1, exclude_max=True))
 def test_every_length_drawn_is_between_the_ends(first: int, second: int, chance: float) -> None:
-    drawn = Lengths(least=min(first, second), most=max(first, second)).draw(chance)
+    drawn = Lengths(shortest=min(first, second), longest=max(first, second)).draw(chance)
 
     assert min(first, second) <= drawn <= max(first, second)
 
 
 def test_each_doubling_is_as_likely_as_the_next() -> None:
-    drawn = Counter(Lengths(least=1, most=1023).draw(chance / 10_000).bit_length() for chance in range(10_000))
+    drawn = Counter(Lengths(shortest=1, longest=1023).draw(chance / 10_000).bit_length() for chance in range(10_000))
 
     assert set(drawn) == set(range(1, 11))
     assert max(drawn.values()) - min(drawn.values()) <= 2

@@ -8,15 +8,16 @@ import pytest
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom_tools.cli import build_parser
-from vllm_headroom_tools.load.command import COMMAND, read_order
-from vllm_headroom_tools.load.compose import (
-    MOST,
+from vllm_headroom_tools.load.capacity import (
     STREAM_BYTES,
     TLS_STREAM_BYTES,
-    _check_limits,
+    UNLIMITED_DESCRIPTORS,
+    check_capacity,
     list_limits,
     raise_descriptors,
 )
+from vllm_headroom_tools.load.command import COMMAND, read_order
+from vllm_headroom_tools.load.run import count_streams
 from vllm_headroom_tools.trace import BadInput
 
 MIB = 2**20
@@ -79,16 +80,17 @@ def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:
         raised = raise_descriptors()
 
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-        assert raised == (MOST if hard == resource.RLIM_INFINITY else hard)
+        assert raised == (UNLIMITED_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_more_streams_than_can_be_held_are_refused_with_what_ends_first() -> None:
     words = ["--engine-url", "http://127.0.0.1:8000", "--concurrency", "1000000"]
+    concurrency = read_order(build_parser(COMMAND, "load").read(words)).concurrency
 
     with pytest.raises(
         BadInput,
         match=r"^--concurrency 1000000 needs 1200000 streams at once, and this process can hold \d+: .+ ends first$",
     ):
-        _check_limits(read_order(build_parser(COMMAND, "load").read(words)), tls=False)
+        check_capacity(concurrency, count_streams(concurrency), tls=False)

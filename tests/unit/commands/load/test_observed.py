@@ -6,7 +6,7 @@ from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample
 from vllm_headroom.vocabulary import Reason, Source
-from vllm_headroom_tools.load.run import LoadObservation
+from vllm_headroom_tools.load.sampling import LoadObservation
 
 OTHER_ENGINE = ("m", "1")
 GONE = Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message="it is gone")
@@ -19,22 +19,22 @@ def samples(*values: tuple[Metric, tuple[str, ...], float]) -> tuple[Sample, ...
 def test_memory_has_its_first_its_newest_and_its_highest_value() -> None:
     observed = LoadObservation()
     for n_bytes in (700, 900, 800):
-        observed.take(snapshot(gpus=(gpu(engine=n_bytes),)), samples((catalog.HOST_MEMORY, ("worker",), n_bytes / 10)))
+        observed.add(snapshot(gpus=(gpu(engine=n_bytes),)), samples((catalog.HOST_MEMORY, ("worker",), n_bytes / 10)))
 
-    held, host = observed.held[A_GPU], observed.host[("worker",)]
-    assert (held.first, held.last, held.most) == (700, 800, 900)
-    assert (host.first, host.last, host.most) == (70, 80, 90)
+    held, host = observed.gpu_bytes[A_GPU], observed.host_bytes[("worker",)]
+    assert (held.start, held.newest, held.highest) == (700, 800, 900)
+    assert (host.start, host.newest, host.highest) == (70, 80, 90)
 
 
 def test_what_is_not_known_is_absent() -> None:
     observed = LoadObservation()
-    observed.take(snapshot(gpus=failure(Source.NVML)), ())
-    observed.take(snapshot(gpus=(gpu(held=None),)), ())
+    observed.add(snapshot(gpus=failure(Source.NVML)), ())
+    observed.add(snapshot(gpus=(gpu(held=None),)), ())
 
-    assert not observed.held
-    assert not observed.host
-    assert observed.engine(catalog.ENGINE_RUNNING) is None
-    assert observed.bytes_per_request(A_GPU) is None
+    assert not observed.gpu_bytes
+    assert not observed.host_bytes
+    assert observed.find_engine_figure(catalog.ENGINE_RUNNING) is None
+    assert observed.find_bytes_per_request(A_GPU) is None
 
 
 def test_engines_count_together_and_the_fullest_cache_counts() -> None:
@@ -45,21 +45,24 @@ def test_engines_count_together_and_the_fullest_cache_counts() -> None:
         (catalog.ENGINE_KV_USED, AN_ENGINE, 0.9),
         (catalog.ENGINE_KV_USED, OTHER_ENGINE, 0.2),
     )
-    observed.take(snapshot(), samples(*values))
-    observed.take(snapshot(), samples((catalog.ENGINE_RUNNING, AN_ENGINE, 1.0)))
+    observed.add(snapshot(), samples(*values))
+    observed.add(snapshot(), samples((catalog.ENGINE_RUNNING, AN_ENGINE, 1.0)))
 
-    running, used = observed.engine(catalog.ENGINE_RUNNING), observed.engine(catalog.ENGINE_KV_USED)
+    running, used = (
+        observed.find_engine_figure(catalog.ENGINE_RUNNING),
+        observed.find_engine_figure(catalog.ENGINE_KV_USED),
+    )
     assert running is not None
     assert used is not None
-    assert (running.most, running.last) == (7, 1)
-    assert used.most == 0.9
+    assert (running.highest, running.newest) == (7, 1)
+    assert used.highest == 0.9
 
 
 @pytest.mark.parametrize(("counts", "grown"), [((5, 5, 9), 4), ((5,), 0), ((5, 2, 9), None)])
 def test_a_counter_grows_unless_it_began_anew(counts: tuple[float, ...], grown: float | None) -> None:
     observed = LoadObservation()
     for count in counts:
-        observed.take(snapshot(), samples((catalog.ENGINE_PREEMPTIONS, AN_ENGINE, count)))
+        observed.add(snapshot(), samples((catalog.ENGINE_PREEMPTIONS, AN_ENGINE, count)))
 
     assert observed.count_growth(catalog.ENGINE_PREEMPTIONS) == grown
     assert observed.count_growth(catalog.ENGINE_FINISHED) is None
@@ -68,9 +71,9 @@ def test_a_counter_grows_unless_it_began_anew(counts: tuple[float, ...], grown: 
 def test_the_cost_of_a_running_request_is_the_median() -> None:
     observed = LoadObservation()
     for cost in (10, 1000, 20):
-        observed.take(snapshot(), samples((catalog.MEMORY_PER_RUNNING_REQUEST, A_GPU, cost)))
+        observed.add(snapshot(), samples((catalog.MEMORY_PER_RUNNING_REQUEST, A_GPU, cost)))
 
-    assert observed.bytes_per_request(A_GPU) == 20
+    assert observed.find_bytes_per_request(A_GPU) == 20
 
 
 def started(*times: float | None) -> EnginePage:
@@ -80,8 +83,8 @@ def started(*times: float | None) -> EnginePage:
 def ended(*pages: EnginePage | Failure) -> str | None:
     observed = LoadObservation()
     for each in pages:
-        observed.take(snapshot(engines=each), ())
-    return observed.ended
+        observed.add(snapshot(engines=each), ())
+    return observed.engine_end
 
 
 @pytest.mark.parametrize(
@@ -111,9 +114,9 @@ def test_a_page_that_comes_late_is_no_end() -> None:
 def test_each_source_that_failed_is_counted_with_its_newest_failure() -> None:
     observed = LoadObservation()
     newest = Failure(source=Source.NVML, reason=Reason.TIMEOUT, message="it hangs")
-    observed.take(snapshot(at=0, gpus=failure(Source.NVML)), ())
-    observed.take(snapshot(at=1), ())
-    observed.take(snapshot(at=2, gpus=newest), ())
+    observed.add(snapshot(at=0, gpus=failure(Source.NVML)), ())
+    observed.add(snapshot(at=1), ())
+    observed.add(snapshot(at=2, gpus=newest), ())
 
     assert (observed.samples, observed.seconds) == (3, 2.0)
     assert observed.failures == {Source.NVML: (2, newest)}

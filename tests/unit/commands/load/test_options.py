@@ -6,7 +6,8 @@ import pytest
 
 from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.load.command import COMMAND, read_order
-from vllm_headroom_tools.load.target import CompletionApi, Lengths, LoadOrder
+from vllm_headroom_tools.load.order import Lengths, LoadOrder
+from vllm_headroom_tools.load.prompts import CompletionApi
 from vllm_headroom_tools.options import BadOptions
 
 LEAST = ("--engine-url", "http://engine:8000", "--concurrency", "10")
@@ -19,10 +20,13 @@ def ordered(*words: str) -> LoadOrder:
 def test_what_is_not_said_is_bounded() -> None:
     made = ordered()
 
-    assert str(made.page) == "http://engine:8000/metrics"
+    assert str(made.page_url) == "http://engine:8000/metrics"
     assert (made.api, made.concurrency, made.model) == (CompletionApi.COMPLETIONS, 10, None)
     assert (made.seconds, made.grace_seconds, made.timeout_seconds) == (60, 30, 300)
-    assert (made.prompt_tokens, made.output_tokens) == (Lengths(least=512, most=512), Lengths(least=128, most=128))
+    assert (made.prompt_tokens, made.output_tokens) == (
+        Lengths(shortest=512, longest=512),
+        Lengths(shortest=128, longest=128),
+    )
     assert (made.shared_ratio, made.most_requests, made.requests_per_second, made.gpus) == (0, None, None, "auto")
     assert made.trace.name.startswith("vllm-headroom-load-2")
     assert str(made) == "completions, prompts of about 512 tokens, answers of 128"
@@ -40,7 +44,7 @@ def test_everything_can_be_said() -> None:
     assert str(made) == "chat, prompts of about 256..2048 tokens, 30% of them shared, answers of 64..512"
     assert (made.model, made.most_requests, made.requests_per_second) == ("m", 7, 0.5)
     assert (made.seconds, made.grace_seconds, made.timeout_seconds) == (300, 2, 90)
-    assert str(made.page) == "http://pod:9000/metrics"
+    assert str(made.page_url) == "http://pod:9000/metrics"
     assert made.gpus == ("0", "GPU-a")
     assert (made.trace, made.bearer_token_file, made.ca_file) == (Path("t.jsonl"), Path("token"), Path("ca.pem"))
     assert made.probe_dir == Path("/run/headroom-probe")

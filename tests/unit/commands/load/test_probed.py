@@ -22,7 +22,7 @@ from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.load.command import COMMAND, read_order
-from vllm_headroom_tools.load.run import Sampling, UnavailableSource, create_trace
+from vllm_headroom_tools.load.sampling import Sampling, UnavailableSource, create_trace
 
 
 def sampling(server: StreamingServer, trace: Path, folder: Path) -> Sampling:
@@ -48,9 +48,9 @@ def test_what_the_probe_writes_is_recorded_and_that_it_says_nothing_is_told(
 
     async def steps(server: StreamingServer) -> Sampling:
         made = sampling(server, trace, folder)
-        await made.tick()
+        await made.sample()
         (folder / "7-1.json").write_text(json.dumps(report))
-        await made.tick()
+        await made.sample()
         await made.close()
         return made
 
@@ -60,7 +60,7 @@ def test_what_the_probe_writes_is_recorded_and_that_it_says_nothing_is_told(
     (without,), (known,) = (json.loads(line)["gpus"] for line in trace.read_text().splitlines()[1:])
     assert "allocated" not in without
     assert (known["allocated"], known["reserved_by_torch"], known["parts"]["fragmented"]) == (500, 600, 40)
-    assert made.whole.failures[Source.PROBE][0] == 1
+    assert made.overall.failures[Source.PROBE][0] == 1
 
 
 def test_the_probes_folder_is_the_sidecars_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,17 @@ import pytest
 
 from tests.unit.commands.load.asking import tally
 from tests.unit.commands.screen import on_a_terminal, plain
-from vllm_headroom_tools.load.run import Screen
-from vllm_headroom_tools.load.stream import Completion, Outcome, Tally
+from vllm_headroom_tools.load.screen import Screen
+from vllm_headroom_tools.load.stream import Completion, Outcome
+from vllm_headroom_tools.load.tally import Tally
 
 
 def counted() -> Tally:
     made = tally()
     for outcome in (Outcome.SUCCEEDED, Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.OUT_OF_MEMORY):
-        made.began += 1
-        made.end(Completion(outcome=outcome))
-    made.began += 1
+        made.started_requests += 1
+        made.add_end(Completion(outcome=outcome))
+    made.started_requests += 1
     return made
 
 
@@ -38,7 +39,7 @@ def test_elsewhere_there_is_a_line_every_ten_seconds(capsys: pytest.CaptureFixtu
 
 DRAW: Final = """
 from tests.unit.commands.load.test_progress import counted
-from vllm_headroom_tools.load.run import Screen
+from vllm_headroom_tools.load.screen import Screen
 bars = Screen()
 bars.show(counted(), 0.0)
 for number in (1, 2):

@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from vllm_headroom_tools.load.target import (
+from vllm_headroom_tools.load.prompts import (
     RING_WORDS,
     WORDS,
     CompletionApi,
-    build_prompts,
+    build_prompt_maker,
     build_request_body,
     draw_image,
     read_prompts,
@@ -22,7 +22,7 @@ from vllm_headroom_tools.trace import BadInput
 
 
 def prompts(shared_ratio: float = 0.0) -> Callable[[int], str]:
-    return build_prompts(shared_ratio, Random(4))  # noqa: S311 - not for secrets
+    return build_prompt_maker(shared_ratio, Random(4))  # noqa: S311 - not for secrets
 
 
 @pytest.mark.parametrize("shared_ratio", [0.0, 0.3, 1.0])

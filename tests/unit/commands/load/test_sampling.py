@@ -30,16 +30,8 @@ from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.load.clients import Clients
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.compose import _build_parts
-from vllm_headroom_tools.load.run import (
-    OTHER_MACHINE,
-    LoadObservation,
-    LoadRun,
-    Sampling,
-    Stage,
-    UnavailableSource,
-    count_streams,
-    create_trace,
-)
+from vllm_headroom_tools.load.run import LoadRun, Stage, count_streams
+from vllm_headroom_tools.load.sampling import OTHER_MACHINE, LoadObservation, Sampling, UnavailableSource, create_trace
 from vllm_headroom_tools.trace import BadInput
 
 
@@ -72,36 +64,36 @@ def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeN
 
     async def steps(server: StreamingServer) -> Sampling:
         made = sampling(server, trace, here=True)
-        await made.look(first)
+        await made.start_step(first)
         nvml.gpus[0].used_bytes = 2 * GIB
         nvml.write()
-        await made.look(second)
-        await made.tick()
+        await made.start_step(second)
+        await made.sample()
         await made.close()
         return made
 
     with StreamingServer() as server:
         made = run(lambda: steps(server))
 
-    assert (made.whole.samples, len(records(trace))) == (3, 4)
-    (whole,), (before,), (after,) = made.whole.held.values(), first.held.values(), second.held.values()
-    assert (whole.first, whole.last) == (GIB, 2 * GIB)
-    assert before.most == GIB
-    assert after.first == 2 * GIB
-    assert second.engine(catalog.ENGINE_RUNNING) is not None
-    assert list(made.whole.failures) == [Source.PROCESS]
-    assert made.watch.course("GPU-a").state is not LeakState.UNKNOWN
+    assert (made.overall.samples, len(records(trace))) == (3, 4)
+    (whole,), (before,), (after,) = made.overall.gpu_bytes.values(), first.gpu_bytes.values(), second.gpu_bytes.values()
+    assert (whole.start, whole.newest) == (GIB, 2 * GIB)
+    assert before.highest == GIB
+    assert after.start == 2 * GIB
+    assert second.find_engine_figure(catalog.ENGINE_RUNNING) is not None
+    assert list(made.overall.failures) == [Source.PROCESS]
+    assert made.detector.course("GPU-a").state is not LeakState.UNKNOWN
 
 
 @pytest.mark.usefixtures("nvml")
 def test_the_detector_is_run_once_for_each_sample(tmp_path: Path) -> None:
     told: list[Sample] = []
-    step, trace = Mock(take=lambda _, samples: told.extend(samples)), tmp_path / "trace"
+    step, trace = Mock(add=lambda _, samples: told.extend(samples)), tmp_path / "trace"
     create_trace(trace)
 
     async def steps(server: StreamingServer) -> Sampling:
         made = sampling(server, trace, here=True)
-        await made.look(step)
+        await made.start_step(step)
         await made.close()
         return made
 
@@ -109,7 +101,7 @@ def test_the_detector_is_run_once_for_each_sample(tmp_path: Path) -> None:
         made = run(lambda: steps(server))
 
     metrics = {sample.metric for sample in told}
-    assert made.watch.course("GPU-a").state is not LeakState.UNKNOWN
+    assert made.detector.course("GPU-a").state is not LeakState.UNKNOWN
     assert catalog.GPU_MEMORY_USED in metrics
     assert catalog.LEAK_STATE not in metrics
 
@@ -120,7 +112,7 @@ def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_p
 
     async def steps(server: StreamingServer) -> Sampling:
         made = sampling(server, trace)
-        await made.tick()
+        await made.sample()
         await made.close()
         return made
 
@@ -130,13 +122,13 @@ def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_p
     sample = records(trace)[1]
     assert (sample["gpus"], sample["processes"]) == (None, None)
     assert sample["engines"]
-    assert {source: (count, failure.message) for source, (count, failure) in made.whole.failures.items()} == {
+    assert {source: (count, failure.message) for source, (count, failure) in made.overall.failures.items()} == {
         Source.NVML: (1, OTHER_MACHINE),
         Source.PROCESS: (1, OTHER_MACHINE),
     }
-    assert not made.whole.held
-    assert made.whole.last is not None
-    assert isinstance(made.whole.last.engines, EnginePage)
+    assert not made.overall.gpu_bytes
+    assert made.overall.newest_snapshot is not None
+    assert isinstance(made.overall.newest_snapshot.engines, EnginePage)
 
 
 @pytest.mark.parametrize(
@@ -184,14 +176,14 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
 
     async def steps() -> tuple[Stage, ...]:
         made, asking = sampling(server, trace), asker(server)
-        clients = Clients(asker=asking, grace_seconds=60, most_requests=None, requests_per_second=None)
+        clients = Clients(sender=asking, grace_seconds=60, most_requests=None, requests_per_second=None)
         steps = LoadRun(
             concurrency=10,
             seconds=0.2 if stop_after is None else 3600,
             clients=clients,
             sampling=made,
         )
-        running = asyncio.create_task(steps.steps())
+        running = asyncio.create_task(steps.run_steps())
         if stop_after is not None:
             await until(lambda: server.open == stop_after)
             clients.stop()
@@ -208,12 +200,12 @@ def test_each_request_counts_in_the_step_in_which_it_began(tmp_path: Path) -> No
     with StreamingServer(interval_seconds=0.05) as server:
         steps = load(server, tmp_path / "trace")
 
-        assert sum(step.tally.began for step in steps) == server.finished
-        assert sum(step.tally.to_end.counts.total() for step in steps) == server.finished
+        assert sum(step.tally.started_requests for step in steps) == server.finished
+        assert sum(step.tally.end_to_end_seconds.counts.total() for step in steps) == server.finished
     assert [(step.share, step.clients) for step in steps] == [(0.5, 5), (0.75, 8), (1.0, 10), (1.2, 12)]
-    assert all(step.tally.open == 0 and step.tally.began >= 1 for step in steps)
-    assert [step.observed.count_growth(catalog.ENGINE_FINISHED) for step in steps] == [
-        step.tally.began for step in steps
+    assert all(step.tally.open_requests == 0 and step.tally.started_requests >= 1 for step in steps)
+    assert [step.observation.count_growth(catalog.ENGINE_FINISHED) for step in steps] == [
+        step.tally.started_requests for step in steps
     ]
 
 
@@ -221,14 +213,14 @@ def test_a_stop_ends_the_step_and_the_load(tmp_path: Path) -> None:
     with StreamingServer(least_open=6) as server:
         (step,) = load(server, tmp_path / "trace", stop_after=5)
 
-    assert step.tally.began == step.tally.outcomes.total() == 5
+    assert step.tally.started_requests == step.tally.outcomes.total() == 5
 
 
 def test_a_stop_does_not_wait_for_a_page_that_does_not_come(tmp_path: Path) -> None:
     async def steps(silent: EngineServer) -> tuple[Stage, ...]:
         made, asking = sampling(silent, tmp_path / "trace", timeout_seconds=3600), asker(silent.port)
-        clients = Clients(asker=asking, grace_seconds=60, most_requests=None, requests_per_second=None)
-        running = asyncio.create_task(LoadRun(concurrency=1, seconds=3600, clients=clients, sampling=made).steps())
+        clients = Clients(sender=asking, grace_seconds=60, most_requests=None, requests_per_second=None)
+        running = asyncio.create_task(LoadRun(concurrency=1, seconds=3600, clients=clients, sampling=made).run_steps())
         await until(lambda: bool(silent.requests))
         clients.stop()
         done = await running
@@ -240,4 +232,4 @@ def test_a_stop_does_not_wait_for_a_page_that_does_not_come(tmp_path: Path) -> N
     with EngineServer(hang) as silent:
         (step,) = run(lambda: steps(silent))
 
-    assert step.tally.began == 0
+    assert step.tally.started_requests == 0

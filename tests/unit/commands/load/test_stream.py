@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.fakes.streaming_server import ENGINE_DEAD, OUT_OF_MEMORY
 from tests.unit.commands.load.asking import usage
 from vllm_headroom_tools.load.stream import (
-    LONGEST_LINE,
+    LONGEST_EVENT_BYTES,
     LONGEST_TEXT,
     Completion,
     Outcome,
@@ -34,19 +34,19 @@ def fed(*pieces: bytes) -> tuple[Stream, list[float]]:
 def test_times_are_of_events_with_a_choice() -> None:
     stream, gaps = fed(b'data: {"choices":[]}\n\n', TOKEN, TOKEN + TOKEN, b": ping\n\n", TOKEN, usage(), DONE)
 
-    assert stream.first_seconds == 11.0
+    assert stream.first_token_seconds == 11.0
     assert gaps == [1.0, 0.0, 2.0]
 
 
 def test_the_servers_counts_are_kept() -> None:
     stream, _ = fed(TOKEN, usage(prompt_tokens=7, completion_tokens=3), DONE)
 
-    assert stream.answer() == Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=7, generation_tokens=3)
+    assert stream.build_completion() == Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=7, generation_tokens=3)
 
 
 @pytest.mark.parametrize("counts", [b"", usage(), b'data: {"choices":[],"usage":null}\n\n'])
 def test_counts_that_the_server_does_not_give_are_unknown(counts: bytes) -> None:
-    assert fed(TOKEN, counts, DONE)[0].answer() == Completion(outcome=Outcome.SUCCEEDED)
+    assert fed(TOKEN, counts, DONE)[0].build_completion() == Completion(outcome=Outcome.SUCCEEDED)
 
 
 @given(st.lists(st.integers(1, 200), max_size=8))
@@ -60,13 +60,13 @@ def test_it_does_not_matter_where_a_stream_is_cut(cuts: list[int]) -> None:
         begin += cut
     stream, gaps = fed(*pieces, whole[begin:])
 
-    assert stream.answer().generation_tokens == 2
+    assert stream.build_completion().generation_tokens == 2
     assert len(gaps) == 1
 
 
 def test_a_stream_without_its_end_has_failed() -> None:
-    assert fed(TOKEN)[0].answer() == Completion(outcome=Outcome.FAILED, text="no [DONE] at the end")
-    assert fed(b'{"choices": []}')[0].answer().text == "it answered 200 with no stream of events"
+    assert fed(TOKEN)[0].build_completion() == Completion(outcome=Outcome.FAILED, text="no [DONE] at the end")
+    assert fed(b'{"choices": []}')[0].build_completion().text == "it answered 200 with no stream of events"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_stream_without_its_end_has_failed() -> None:
 def test_an_error_in_a_stream_is_no_success(event: object, outcome: Outcome, text: str, *, dead: bool) -> None:
     stream, _ = fed(TOKEN, b"data: " + json.dumps(event).encode() + b"\n\n", DONE)
 
-    assert stream.answer() == Completion(outcome=outcome, text=text, engine_dead=dead)
+    assert stream.build_completion() == Completion(outcome=outcome, text=text, is_engine_dead=dead)
 
 
 @pytest.mark.parametrize("event", [b"{", b"[]", b"1", b"[" * 100_000, b"\xff"])
@@ -100,12 +100,12 @@ def test_an_event_that_is_no_object_is_told(event: bytes) -> None:
 def test_choices_of_another_shape_count_as_events(choices: object) -> None:
     stream, _ = fed(b"data: " + json.dumps({"choices": choices}).encode() + b"\n\n", DONE)
 
-    assert stream.answer().outcome is Outcome.SUCCEEDED
+    assert stream.build_completion().outcome is Outcome.SUCCEEDED
 
 
 def test_a_line_without_an_end_is_not_held() -> None:
     with pytest.raises(StreamError, match="longer than"):
-        fed(b"data: " + b"x" * LONGEST_LINE)
+        fed(b"data: " + b"x" * LONGEST_EVENT_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_line_without_an_end_is_not_held() -> None:
 def test_what_a_refusal_means(status: int, body: object, outcome: Outcome, text: str) -> None:
     answer = parse_refusal(status, json.dumps(body).encode())
 
-    assert answer == Completion(outcome=outcome, text=f"{status}: {text}", engine_dead=text == ENGINE_DEAD)
+    assert answer == Completion(outcome=outcome, text=f"{status}: {text}", is_engine_dead=text == ENGINE_DEAD)
 
 
 def test_a_refusal_without_words_is_its_status() -> None:

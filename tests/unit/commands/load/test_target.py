@@ -17,15 +17,9 @@ from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
 from vllm_headroom.scrape.http.failures import load_trust
 from vllm_headroom.scrape.http.reader import find_port
-from vllm_headroom_tools.load.target import (
-    MOST_LIST_BYTES,
-    CompletionApi,
-    Target,
-    fetch_model,
-    find_target,
-    join_path,
-    parse_base_url,
-)
+from vllm_headroom_tools.load.order import join_path, parse_base_url
+from vllm_headroom_tools.load.prompts import CompletionApi
+from vllm_headroom_tools.load.target import MOST_LIST_BYTES, Target, fetch_model, find_target
 from vllm_headroom_tools.openai import ListedModel
 from vllm_headroom_tools.trace import BadInput
 
@@ -167,7 +161,7 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
 
 
 def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_headroom_tools.load.target.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("vllm_headroom_tools.load.target.FIRST_ANSWER_SECONDS", 0.2)
     with socket.create_server((LOOPBACK, 0), backlog=0) as silent:
         full = socket.create_connection(silent.getsockname())
         told = problem(f"http://{LOOPBACK}:{silent.getsockname()[1]}")

@@ -1,0 +1,113 @@
+"""The order of a load, as its options give it."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+import httpx
+from msgspec import Struct
+
+from vllm_headroom.inputs import parse_http_url
+from vllm_headroom_tools.load.prompts import CompletionApi
+
+MOST_PIXELS: Final = 2**24
+"""Our choice: an image of 4096 by 4096."""
+
+LENGTHS_TEXT: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
+
+
+class Lengths(Struct, frozen=True, kw_only=True):
+    """Numbers of tokens, each doubling as likely as the next: many short, few long."""
+
+    shortest: int
+    longest: int
+
+    def draw(self, chance: float) -> int:
+        """Return the length at `chance`, a number from 0 to below 1."""
+        length = int(self.shortest * ((self.longest + 1) / self.shortest) ** chance)
+        return min(self.longest, length)
+
+    def __str__(self) -> str:
+        if self.shortest == self.longest:
+            return str(self.shortest)
+        return f"{self.shortest}..{self.longest}"
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Return the distribution of a text such as `512` or `256..2048`; raises ValueError."""
+    match = LENGTHS_TEXT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError
+    shortest = int(match[1])
+    longest = int(match[2] or shortest)
+    if not 1 <= shortest <= longest:
+        raise ValueError
+    return Lengths(shortest=shortest, longest=longest)
+
+
+def parse_image_size(text: str) -> tuple[int, int]:
+    """Return width and height, in pixels, of a text such as `1280x720`; raises ValueError."""
+    width, height = map(int, text.strip().lower().split("x"))
+    if min(width, height) < 1 or width * height > MOST_PIXELS:
+        raise ValueError
+    return width, height
+
+
+def parse_base_url(text: str) -> httpx.URL:
+    """Return an http or https URL without what OpenAI's clients write at its end (/v1).
+
+    Raises ValueError.
+    """
+    url = parse_http_url(text)
+    if url.query or url.userinfo:
+        raise ValueError
+    return url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"))
+
+
+def join_path(url: httpx.URL, path: str) -> httpx.URL:
+    """Return the URL of a path of the server."""
+    return url.copy_with(path=url.path.rstrip("/") + path)
+
+
+class LoadOrder(Struct, frozen=True, kw_only=True):
+    """The options of a load; None where not set."""
+
+    url: httpx.URL
+    metrics_url: str | None
+    api: CompletionApi
+    model: str | None
+    concurrency: int
+    seconds: float  # of each step
+    grace_seconds: float
+    timeout_seconds: float
+    prompts: Path | None
+    prompt_tokens: Lengths
+    output_tokens: Lengths
+    shared_ratio: float  # of each prompt
+    image_size: tuple[int, int] | None  # width and height in pixels
+    most_requests: int | None
+    requests_per_second: float | None
+    bearer_token_file: Path | None
+    ca_file: Path | None
+    gpus: str | tuple[str, ...]
+    probe_dir: Path | None
+    trace: Path
+
+    @property
+    def page_url(self) -> httpx.URL:
+        """Where the engine's page is."""
+        if self.metrics_url:
+            return httpx.URL(self.metrics_url)
+        return join_path(self.url, "/metrics")
+
+    def __str__(self) -> str:
+        if self.prompts is not None:
+            prompts = f"of {self.prompts}"
+        else:
+            prompts = f"of about {self.prompt_tokens} tokens"
+            if self.shared_ratio:
+                prompts += f", {self.shared_ratio:.0%} of them shared"
+        if self.image_size is not None:
+            width, height = self.image_size
+            prompts += f" and an image of {width}x{height} pixels"
+        return f"{self.api}, prompts {prompts}, answers of {self.output_tokens}"

@@ -1,0 +1,179 @@
+"""Make the prompts of a load, and the bodies of its requests."""
+
+import base64
+import json
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from vllm_headroom_tools.trace import BadInput
+
+
+def read_prompts(file: Path) -> tuple[str, ...]:
+    """Return the prompts of a dataset: ShareGPT's JSON, JSON lines, or a text a line.
+
+    Raises BadInput.
+    """
+    try:
+        content = file.read_bytes()
+        entries = json.loads(content)
+    except OSError as error:
+        raise BadInput(f"--prompts {file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        entries = [_parse_line(line) for line in content.decode(errors="replace").splitlines()]
+    prompts: tuple[str, ...] = ()
+    if isinstance(entries, list):
+        prompts = tuple(filter(None, map(find_prompt, entries)))
+    if not prompts:
+        needed = "needs ShareGPT's `conversations`, `prompt`, or lines of text"
+        raise BadInput(f"--prompts {file}: has no prompt: {needed}")
+    return prompts
+
+
+def _parse_line(line: str) -> object:
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return line.strip()
+
+
+def find_prompt(entry: object) -> str:
+    """Return the first prompt of a dataset's entry, an empty text where it has none."""
+    text = entry
+    if isinstance(entry, dict):
+        text = _find_first_message(entry)
+        if isinstance(text, dict):
+            text = text.get("value", text.get("content"))
+    return text if isinstance(text, str) else ""
+
+
+def _find_first_message(entry: dict[str, Any]) -> object:
+    """Return the prompt of an entry, or the first message of its conversation."""
+    for key in ("prompt", "conversations", "messages"):
+        if key not in entry:
+            continue
+        messages = entry[key]
+        if isinstance(messages, list) and messages:
+            return messages[0]
+        return messages
+    return ""
+
+
+_TEXT: Final = (
+    "the of and to in is it you that he was for on are with as his they be at one have this from "
+    "or had by hot but some what there we can out other were all your when up use word how said an "
+    "each she which do their time if will way about many then them would write like so these her "
+    "long make thing see him two has look more day could go come did my sound no most number who "
+    "over know water than call first people may down side been now find"
+)
+WORDS: Final = tuple(_TEXT.split())
+"""Common enough that vocabularies have each, with the space before it, as one token: 1,000 of them
+are 1,000 tokens in all of Mistral's, SentencePiece and Tekken (measured)."""
+
+RING_WORDS: Final = 8192
+"""Our choice: drawn once, so that a long prompt is a part of a list and not drawn word by word."""
+
+FRESH_WORDS: Final = 5
+"""Drawn for each prompt: 10**10 beginnings, so that none is in a cache."""
+
+
+def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], str]:
+    """Return what makes a prompt of so many words, each of which is about a token.
+
+    Its first `shared_ratio` is the same in all, and the rest is in none before.
+    """
+    shared_ring = random.choices(WORDS, k=RING_WORDS)
+    own_ring = random.choices(WORDS, k=RING_WORDS)
+
+    def make_prompt(word_count: int) -> str:
+        shared_count = round(shared_ratio * word_count)
+        rings = word_count // RING_WORDS + 1
+        shared_words = (shared_ring * rings)[:shared_count]
+        fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
+        own_count = word_count - shared_count - len(fresh_words)
+        start = random.randrange(RING_WORDS)
+        own_words = (own_ring * (rings + 1))[start : start + own_count]
+        return " ".join((*shared_words, *fresh_words, *own_words))
+
+    return make_prompt
+
+
+BLOCK_PIXELS: Final = 32
+"""Our choice: the side of a square."""
+
+
+def draw_image(size: tuple[int, int], random: Random) -> bytes:
+    """Return a PNG of coloured squares, unlike any before, so that no cache of the server has it.
+
+    `size` is its width and height in pixels.
+    """
+    width, height = size
+    pixels = b""
+    for top in range(0, height, BLOCK_PIXELS):
+        squares = [random.randbytes(3) * BLOCK_PIXELS for _ in range(0, width, BLOCK_PIXELS)]
+        row = b"".join(squares)[: 3 * width]
+        pixels += (b"\0" + row) * min(BLOCK_PIXELS, height - top)
+    # eight bits a channel, RGB, no interlace (PNG specification, 11.2.1)
+    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
+    chunks = (
+        _build_chunk(b"IHDR", header),
+        _build_chunk(b"IDAT", zlib.compress(pixels, 1)),
+        _build_chunk(b"IEND", b""),
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def _build_chunk(kind: bytes, data: bytes) -> bytes:
+    length = struct.pack(">I", len(data))
+    checksum = struct.pack(">I", zlib.crc32(kind + data))
+    return length + kind + data + checksum
+
+
+class CompletionApi(StrEnum):
+    """The API of a completion."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
+PATHS: Final = {
+    CompletionApi.COMPLETIONS: "/v1/completions",
+    CompletionApi.CHAT: "/v1/chat/completions",
+}
+
+
+def build_request_body(
+    api: CompletionApi, model: str, prompt: str, output_tokens: int, image: bytes | None = None
+) -> bytes:
+    """Return the body that asks for exactly so many tokens, streamed, with the server's own count.
+
+    `ignore_eos` is vLLM's: without it a model ends its answer when it likes. An image, in PNG,
+    needs the chat API.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": output_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if api is CompletionApi.COMPLETIONS:
+        body["prompt"] = prompt
+    else:
+        content = _build_content(prompt, image)
+        body["messages"] = [{"role": "user", "content": content}]
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _build_content(prompt: str, image: bytes | None) -> str | Sequence[object]:
+    if image is None:
+        return prompt
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    return [
+        {"type": "text", "text": prompt},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]

@@ -1,0 +1,251 @@
+"""Sample the engine, the GPUs and the processes beside a load."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from operator import add
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom import catalog
+from vllm_headroom.daemon.loop import run_every
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import close_all
+from vllm_headroom.derive import LEAK, build_derivations
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.readings import label_gpu
+from vllm_headroom.model import EnginePage, Failure, Metric, Sample, Snapshot
+from vllm_headroom.parse.engines import parse_engines
+from vllm_headroom.trace.entries import HEADER, encode_line
+from vllm_headroom.trace.recorder import Recorder
+from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.history import Histogram, LeakReplay
+from vllm_headroom_tools.trace import BadInput
+
+Labels = tuple[str, ...]
+"""Index and UUID of a GPU, or the role of processes."""
+
+COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
+    catalog.ENGINE_RUNNING: add,
+    catalog.ENGINE_WAITING: add,
+    catalog.ENGINE_PREEMPTIONS: add,
+    catalog.ENGINE_FINISHED: add,
+    catalog.ENGINE_KV_USED: max,
+}
+"""How the figures of several engines are combined: of KV caches the fullest counts."""
+
+
+class SeriesSummary(Struct):
+    """A figure over time."""
+
+    start: float
+    newest: float
+    highest: float
+    has_fallen: bool = False
+
+
+class SeriesSummaries(dict[Labels, SeriesSummary]):
+    """The summary of each series of one figure."""
+
+    def add(self, labels: Labels, value: float | None) -> None:
+        """Add the next value of a series, where it is known."""
+        if value is None:
+            return
+        summary = self.setdefault(labels, SeriesSummary(value, value, value))
+        if value < summary.newest:
+            summary.has_fallen = True
+        summary.newest = value
+        summary.highest = max(summary.highest, value)
+
+
+class LoadObservation:
+    """Collects the samples of a step, or of the whole load; what none of them had is absent."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        # of each source that failed, in how many of the samples, and the newest failure
+        self.failures: dict[Source, tuple[int, Failure]] = {}
+        self.first_snapshot: Snapshot | None = None
+        self.newest_snapshot: Snapshot | None = None
+        self.gpu_bytes = SeriesSummaries()  # held on each GPU
+        self.host_bytes = SeriesSummaries()  # of each role
+        self._engine_figures = SeriesSummaries()
+        self._bytes_per_request: defaultdict[Labels, Histogram] = defaultdict(Histogram)
+
+    def add(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
+        """Add one tick: what was read, and what the daemon derives of it."""
+        self.samples += 1
+        self.first_snapshot = self.first_snapshot or snapshot
+        self.newest_snapshot = snapshot
+        for failure in snapshot.failures:
+            count, _ = self.failures.get(failure.source, (0, failure))
+            self.failures[failure.source] = (count + 1, failure)
+        for gpu in snapshot.devices:
+            self.gpu_bytes.add(label_gpu(gpu), gpu.held_bytes)
+        engine_figures: defaultdict[str, float] = defaultdict(float)
+        for sample in samples:
+            name = sample.metric.name
+            if sample.metric is catalog.MEMORY_PER_RUNNING_REQUEST:
+                self._bytes_per_request[sample.labels].add(sample.value)
+            elif sample.metric is catalog.HOST_MEMORY:
+                self.host_bytes.add(sample.labels, sample.value)
+            elif sample.metric in COMBINED:
+                combine = COMBINED[sample.metric]
+                engine_figures[name] = combine(engine_figures[name], sample.value)
+        for name, value in engine_figures.items():
+            self._engine_figures.add((name,), value)
+
+    def find_engine_figure(self, metric: Metric) -> SeriesSummary | None:
+        """Return one of the engine's figures; None where the engine did not export it."""
+        return self._engine_figures.get((metric.name,))
+
+    def count_growth(self, metric: Metric) -> float | None:
+        """Return what one of the engine's counters counted.
+
+        None where it was not exported, or was reset.
+        """
+        summary = self.find_engine_figure(metric)
+        if summary is None or summary.has_fallen:
+            return None
+        return summary.newest - summary.start
+
+    @property
+    def seconds(self) -> float:
+        """The time from the first sample to the newest."""
+        if self.first_snapshot is None or self.newest_snapshot is None:
+            return 0.0
+        return self.newest_snapshot.monotonic_seconds - self.first_snapshot.monotonic_seconds
+
+    @property
+    def engine_end(self) -> str | None:
+        """How the engine ended during the load: it is gone, or another started.
+
+        None where it did not.
+        """
+        if self.first_snapshot is None or self.newest_snapshot is None:
+            return None
+        first_page = self.first_snapshot.engines
+        newest_page = self.newest_snapshot.engines
+        if isinstance(first_page, Failure):
+            return None
+        if isinstance(newest_page, Failure):
+            if newest_page.reason is Reason.UNREACHABLE:
+                return "the engine is gone: its page refuses connections"
+            return None
+        first_starts = _list_starts(first_page)
+        newest_starts = _list_starts(newest_page)
+        if first_starts and newest_starts and first_starts != newest_starts:
+            return "the engine was restarted meanwhile"
+        return None
+
+    def find_bytes_per_request(self, labels: Labels) -> float | None:
+        """Return the median of what a running request cost on a GPU.
+
+        None where no request ran in any sample.
+        """
+        return self._bytes_per_request[labels].quantile(0.5)
+
+
+def _list_starts(page: EnginePage) -> set[float]:
+    """Return when the engines of a page started, where they report it."""
+    return {
+        engine.started_at_seconds
+        for engine in page.engines
+        if engine.started_at_seconds is not None
+    }
+
+
+RECORD_SECONDS: Final = 10.0
+"""A line takes microseconds, but this process may be short of CPU beside an engine that is not
+(seen: 4 s late)."""
+
+UNBOUNDED_BYTES: Final = 2**63
+"""The trace of a load is never replaced by a new one."""
+
+OTHER_MACHINE: Final = (
+    "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
+)
+
+
+class UnavailableSource:
+    """Replaces NVML or /proc on a machine whose GPUs or processes are not the server's."""
+
+    def __init__(self, source: Source, reason: Reason) -> None:
+        self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)
+
+    async def read(self, _timeout_seconds: float, _page: object = None) -> Failure:
+        """Return why there is nothing to read."""
+        return self._failure
+
+    async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:
+        """Return no GPU."""
+        return {}
+
+    async def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+class Sampling:
+    """Samples `parts` every `interval_seconds` into `trace`.
+
+    `overall` and the detector in `detector` see all samples.
+    """
+
+    def __init__(
+        self, *, parts: Parts, selection: Selection, interval_seconds: float, trace: Path
+    ) -> None:
+        self.overall = LoadObservation()
+        self.detector = LeakReplay()
+        self._step = LoadObservation()
+        self._parts = parts
+        self._interval_seconds = interval_seconds
+        self._turn = asyncio.Lock()
+        # without the daemon's detector: this one keeps the course that the report needs
+        derivations = tuple(
+            derivation for derivation in build_derivations() if derivation is not LEAK
+        )
+        self._sampler = Sampler(
+            sources=parts,
+            parse=parse_engines,
+            selection=selection,
+            derivations=derivations,
+            clock=parts.clock,
+            gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
+        )
+        self._recorder = Recorder(file=trace, max_bytes=UNBOUNDED_BYTES, seconds=RECORD_SECONDS)
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        await run_every(self._interval_seconds, self.sample, self._parts.clock)
+
+    async def start_step(self, step: LoadObservation) -> None:
+        """Add what is sampled from now on to `step`, a sample of this moment first."""
+        self._step = step
+        await self.sample()
+
+    async def sample(self) -> None:
+        """Take one sample."""
+        async with self._turn:
+            result = await self._sampler.tick()
+            self.detector.step(result.snapshot)
+            for observation in (self.overall, self._step):
+                observation.add(result.snapshot, result.published.samples)
+            await self._recorder.record(result.snapshot)
+
+    async def close(self) -> None:
+        """Close the sources."""
+        await close_all(self._parts.engine, self._parts.gpus)
+
+
+def create_trace(file: Path) -> None:
+    """Begin a trace; raises BadInput where there is a file or none can be made."""
+    try:
+        with file.open("xb") as stream:
+            stream.write(encode_line(HEADER))
+    except FileExistsError as error:
+        raise BadInput(f"--trace {file}: is there already: name another file") from error
+    except OSError as error:
+        raise BadInput(f"--trace {file}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,228 @@
+"""Send one request after another, each over a connection of its own or one that is idle."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+from time import monotonic
+from typing import Final, cast
+
+import h11
+
+from vllm_headroom.scrape.shortage import SHORTAGES
+from vllm_headroom_tools.load.stream import (
+    Completion,
+    Outcome,
+    Stream,
+    StreamError,
+    parse_refusal,
+    shorten_text,
+)
+from vllm_headroom_tools.load.tally import Tally
+from vllm_headroom_tools.load.target import Target
+
+MOST_CONNECTING: Final = 256
+"""Connections being made at the same time: more overflow the queue of a listening socket, and wait
+seconds for it."""
+
+KEEP_SECONDS: Final = 4.0
+"""vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent
+then is lost."""
+
+OK: Final = 200
+MOST_BODY_BYTES: Final = 2**16
+"""Of an answer that is no stream; enough for a server's error message."""
+
+NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
+"""Ends a connection with RST: with FIN its local port could not be used for a minute, and there are
+28,000 of them."""
+
+
+class RequestSender:
+    """Sends what `make_body` returns to the target.
+
+    `timeout_seconds` is for a whole request, connecting included.
+    """
+
+    def __init__(
+        self, *, target: Target, make_body: Callable[[], bytes], timeout_seconds: float
+    ) -> None:
+        self._target = target
+        self._make_body = make_body
+        self._timeout_seconds = timeout_seconds
+        self._connecting = asyncio.Semaphore(MOST_CONNECTING)
+        # connections that may be used again, with the time since which they are idle
+        self._idle: list[tuple[float, ClientConnection]] = []
+
+    async def send(self, tally: Tally) -> Outcome:
+        """Make one request and count it; one that is cancelled counts as unfinished."""
+        tally.started_requests += 1
+        completion = Completion(outcome=Outcome.UNFINISHED)
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                completion = await self._exchange(tally)
+        except TimeoutError:
+            completion = Completion(outcome=Outcome.TIMED_OUT)
+        except OSError as error:
+            # a shortage is of this machine, such as of ports; anything else is the server's
+            outcome = Outcome.NOT_SENT if error.errno in SHORTAGES else Outcome.REFUSED
+            text = shorten_text(error.strerror or str(error))
+            completion = Completion(outcome=outcome, text=text)
+        finally:
+            tally.add_end(completion)
+        return completion.outcome
+
+    async def _exchange(self, tally: Tally) -> Completion:
+        """Send a request and follow its answer to the end; raises OSError without a connection."""
+        connection, connecting_seconds = await self._find_connection()
+        stream = Stream(tally.inter_token_seconds.add)
+        answering = connection.send(self._target, self._make_body(), stream)
+        start_seconds = monotonic() - connecting_seconds
+        tally.open_stream()
+        try:
+            completion = await answering
+        finally:
+            tally.close_stream()
+        end_seconds = monotonic()
+        if connection.is_reusable:
+            self._idle.append((end_seconds, connection))
+        if completion.outcome is Outcome.SUCCEEDED:
+            tally.add_success(
+                completion,
+                start_seconds=start_seconds,
+                first_token_seconds=stream.first_token_seconds or end_seconds,
+                end_seconds=end_seconds,
+            )
+        return completion
+
+    async def _find_connection(self) -> tuple["ClientConnection", float]:
+        """Return a connection and the seconds it took to make.
+
+        The time spent waiting for a turn to connect is not in them.
+        """
+        while self._idle:
+            since_seconds, connection = self._idle.pop()
+            if connection.is_reusable and monotonic() - since_seconds < KEEP_SECONDS:
+                return connection, 0.0
+            connection.close()
+        host, port = self._target.address
+        tls = self._target.tls
+        async with self._connecting:
+            start_seconds = monotonic()
+            _, connection = await asyncio.get_running_loop().create_connection(
+                ClientConnection,
+                host,
+                port,
+                ssl=tls,
+                server_hostname=self._target.host if tls else None,
+            )
+            return connection, monotonic() - start_seconds
+
+    async def close(self) -> None:
+        """Hang up the idle connections."""
+        for _, connection in self._idle:
+            connection.close()
+        self._idle.clear()
+        await asyncio.sleep(0)  # the loop releases them in its next iteration
+
+
+class ClientConnection(asyncio.Protocol):
+    """Carries one request at a time; while `is_reusable` another may follow."""
+
+    def __init__(self) -> None:
+        self.is_reusable = False
+        self._http = h11.Connection(h11.CLIENT)
+        self._completion: asyncio.Future[Completion] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._stream: Stream | None = None
+        self._status = 0
+        self._body = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport that the loop has connected."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        connection_socket = transport.get_extra_info("socket")
+        connection_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_TIME_WAIT)
+
+    async def send(self, target: Target, body: bytes, stream: Stream) -> Completion:
+        """Send a request, whose answer `stream` will follow, and return its result.
+
+        Cancelling hangs up.
+        """
+        self._completion = asyncio.get_running_loop().create_future()
+        self._stream = stream
+        self._body = b""
+        self.is_reusable = False
+        if self._transport is None or self._transport.is_closing():
+            return Completion(outcome=Outcome.CLOSED)
+        headers = [*target.headers, ("Content-Length", str(len(body)))]
+        head = self._http.send(h11.Request(method="POST", target=target.path, headers=headers))
+        data = self._http.send(h11.Data(body))
+        self._http.send(h11.EndOfMessage())
+        self._transport.write((head or b"") + (data or b""))
+        del body, data  # 10,000 of them are no small thing to hold while they are answered
+        try:
+            return await self._completion
+        finally:
+            if not self.is_reusable:
+                self.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the server sent."""
+        try:
+            self._http.receive_data(data)
+            self._read_events()
+        except h11.RemoteProtocolError as error:
+            self._fail(shorten_text(f"it broke HTTP: {error}"))
+        except StreamError as error:
+            self._fail(str(error))
+
+    def _read_events(self) -> None:
+        """Process the received bytes, until the answer is complete or more are needed."""
+        while self._completion is not None and not self._completion.done():
+            event = self._http.next_event()
+            match event:
+                case h11.Response():
+                    self._status = event.status_code
+                case h11.Data() if self._status != OK:
+                    self._body = (self._body + bytes(event.data))[:MOST_BODY_BYTES]
+                case h11.Data() if self._stream is not None:
+                    self._stream.feed(bytes(event.data), monotonic())
+                case h11.EndOfMessage():
+                    self._finish_answer()
+                case h11.NEED_DATA | h11.PAUSED | h11.ConnectionClosed():
+                    return
+
+    def _finish_answer(self) -> None:
+        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+            self._http.start_next_cycle()
+            self.is_reusable = True
+        if self._status != OK:
+            self._complete(parse_refusal(self._status, self._body))
+            return
+        assert self._stream is not None  # noqa: S101 - an answer follows a request
+        self._complete(self._stream.build_completion())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take the end of the connection, which in HTTP/1.0 is the end of the answer too."""
+        self.is_reusable = False
+        if exc is None:
+            with contextlib.suppress(h11.RemoteProtocolError, StreamError):
+                self._http.receive_data(b"")
+                self._read_events()
+        self._complete(Completion(outcome=Outcome.CLOSED))
+
+    def _fail(self, text: str) -> None:
+        self._complete(Completion(outcome=Outcome.FAILED, text=text))
+
+    def _complete(self, completion: Completion) -> None:
+        """Set the result of the request, unless it has one."""
+        if self._completion is not None and not self._completion.done():
+            self._completion.set_result(completion)
+
+    def close(self) -> None:
+        """Hang up, without the farewell that TLS would wait for."""
+        self.is_reusable = False
+        if self._transport is not None:
+            self._transport.abort()
