@@ -117,21 +117,21 @@ class Selection(Struct, frozen=True, kw_only=True):
 class AttributionState(Struct, frozen=True, kw_only=True):
     """Where the engine's processes were last seen."""
 
-    remembered: frozenset[str] = frozenset()
+    device_uuids: frozenset[str] = frozenset()
     """The UUIDs of the engine's last devices."""
 
     holders: frozenset[tuple[int, float]] = frozenset()
     """The engine's processes (pid, start time) last seen on them."""
 
-    ledger_opened: bool = False
+    has_ledger: bool = False
     """Whether the driver has ever reported the memory of an engine process: then a gap is
     temporary."""
 
-    ours: frozenset[int] = frozenset()
+    engine_pids: frozenset[int] = frozenset()
     """The engine's pids last seen on any device: one that has exited stays the engine's while NVML
     lists it."""
 
-    ambiguous: bool = False
+    is_ambiguous: bool = False
     """Whether /proc showed several engines and none could be identified."""
 
     indices: dict[str, int] = field(default_factory=dict)
@@ -164,24 +164,26 @@ def attribute(
     }
     state = _follow_engine(replace(state, indices=indices), readings, processes)
     is_memory_true = is_process_memory_true(readings, processes)
-    ledger = None
-    if state.remembered and is_memory_true and not state.ambiguous:
-        ledger = processes
-    named = None
+    # Memory is split, and a process's fate is found, only by pids that mean the same process.
+    splitting_processes = None
+    if state.device_uuids and is_memory_true and not state.is_ambiguous:
+        splitting_processes = processes
+    fate_processes = None
     if are_pids_true(readings, processes):
-        named = processes
-    engine_pids = state.ours
+        fate_processes = processes
+    engine_pids = state.engine_pids
     if not isinstance(processes, Failure):
         engine_pids |= processes.orphans
         engine_pids |= {process.pid for process in processes.engine}
-    can_be_known = state.ledger_opened or state.ambiguous
+    # Then what the engine holds is known again later: nothing is assumed until then.
+    can_be_known = state.has_ledger or state.is_ambiguous
 
     gpus = []
     for device in readings.devices:
         attribution = _attribute_device(
             device, state, selection, device_count=len(readings.devices)
         )
-        engine_bytes, other_bytes = _split_memory(device, ledger, engine_pids)
+        engine_bytes, other_bytes = _split_memory(device, splitting_processes, engine_pids)
         held_bytes = engine_bytes
         if engine_bytes is None and not can_be_known:
             held_bytes = _assume_held_bytes(device, other_bytes)
@@ -192,7 +194,9 @@ def attribute(
             other_bytes=other_bytes,
             held_bytes=held_bytes if attribution else None,
             process_count=None if device.processes is None else len(device.processes),
-            leftovers=_find_leftovers(device, named, state.ours, is_memory_true=is_memory_true),
+            leftovers=_find_leftovers(
+                device, fate_processes, state.engine_pids, is_memory_true=is_memory_true
+            ),
         )
         gpus.append(gpu)
     return state, tuple(gpus)
@@ -241,7 +245,7 @@ def _follow_engine(
     """Return where the engine runs now; one that frees its devices one by one is not a new one."""
     if isinstance(processes, Failure):
         return state
-    state = replace(state, ambiguous=processes.ambiguous_engines > 0)
+    state = replace(state, is_ambiguous=processes.ambiguous_engines > 0)
     if not are_pids_true(readings, processes):
         return state
 
@@ -258,22 +262,23 @@ def _follow_engine(
                 holders.add((process.pid, starts[process.pid]))
                 is_memory_reported |= process.used_bytes is not None
 
-    exited_pids = frozenset(pid for pid in state.ours if not is_alive(pid, processes))
+    # One that has exited stays the engine's while NVML lists it: its memory is not free yet.
+    exited_pids = frozenset(pid for pid in state.engine_pids if not is_alive(pid, processes))
     engine_pids = exited_pids | processes.orphans | starts.keys()
-    state = replace(state, ours=engine_pids & pids_on_devices)
+    state = replace(state, engine_pids=engine_pids & pids_on_devices)
     if not devices:
         return state
     is_same_engine = bool(holders & state.holders)
     if is_same_engine:
-        devices |= state.remembered
-    ledger_opened = state.ledger_opened
+        devices |= state.device_uuids
+    has_ledger = state.has_ledger
     if is_memory_reported and is_process_memory_true(readings, processes):
-        ledger_opened = True
+        has_ledger = True
     return replace(
         state,
-        remembered=frozenset(devices),
+        device_uuids=frozenset(devices),
         holders=frozenset(holders),
-        ledger_opened=ledger_opened,
+        has_ledger=has_ledger,
     )
 
 
@@ -305,8 +310,8 @@ def _attribute_device(
         names = {name.casefold() for name in selection.listed}
         is_listed = device.uuid.casefold() in names or str(index) in names
         return Attribution.UUID if is_listed else None
-    if state.remembered:
-        return Attribution.PROCESS if device.uuid in state.remembered else None
+    if state.device_uuids:
+        return Attribution.PROCESS if device.uuid in state.device_uuids else None
     return Attribution.SINGLE if device_count == 1 else None
 
 

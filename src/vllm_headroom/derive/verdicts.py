@@ -211,7 +211,7 @@ SHARING_ROLES: Final = ("swapped", "shared-gpu")
 def derive_verdicts(
     snapshot: Snapshot, values: Values, watches: Mapping[str, float], role: str = SERVING
 ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-    """Return the verdicts on a tick, and the samples of the first one's situation and of the role."""
+    """Return the verdicts on a tick, and the samples of the worst situation and of the role."""
     verdicts = judge_snapshot(snapshot, values, watches, role)
     samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
     if role != SERVING:
@@ -242,7 +242,7 @@ def judge_snapshot(
     reason to warn.
     """
     verdicts = [
-        *_judge_gpus(snapshot, values, watches, has_planned_neighbours=role in SHARING_ROLES),
+        *_judge_gpus(snapshot, values, watches, role),
         *_judge_engine(snapshot, values),
         *_judge_host(snapshot, values, watches),
         *_judge_gates(values),
@@ -254,6 +254,7 @@ def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
     """Return a sort key: the first of the verdicts is the worst, and gives the situation."""
     severity = tuple(Level).index(verdict.level)
     situation_rank = tuple(Situation).index(verdict.situation)
+    # Good and unknown sort together: between them the situation says what matters more.
     if verdict.level in (Level.WARNING, Level.ALARM):
         return (-severity, situation_rank, -severity)
     return (0, situation_rank, -severity)
@@ -283,11 +284,7 @@ def _describe_no_growth(
 
 
 def _judge_gpus(
-    snapshot: Snapshot,
-    values: Values,
-    watches: Mapping[str, float],
-    *,
-    has_planned_neighbours: bool,
+    snapshot: Snapshot, values: Values, watches: Mapping[str, float], role: str
 ) -> Iterator[Verdict]:
     """Yield the verdicts on the engine's GPUs, also on those that the configured list omits."""
     if isinstance(snapshot.gpus, Failure):
@@ -311,9 +308,7 @@ def _judge_gpus(
         if gpu.is_left_out:
             yield _judge_left_out_gpu(gpu)
     for gpu in sorted(snapshot.owned_gpus, key=lambda gpu: gpu.reading.index):
-        yield _judge_gpu(
-            gpu, snapshot, values, watches, has_planned_neighbours=has_planned_neighbours
-        )
+        yield _judge_gpu(gpu, snapshot, values, watches, role)
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.display_name,
@@ -341,8 +336,7 @@ def _judge_gpu(
     snapshot: Snapshot,
     values: Values,
     watches: Mapping[str, float],
-    *,
-    has_planned_neighbours: bool,
+    role: str,
 ) -> Verdict:
     """Return the verdict on one GPU of the engine: unreadable, growing, in trouble, or quiet."""
     reading = gpu.reading
@@ -371,12 +365,7 @@ def _judge_gpu(
         )
         return _judge_growth(growth)
     return _judge_quiet_gpu(
-        gpu,
-        leak_state,
-        snapshot.engine_status,
-        values,
-        watches,
-        has_planned_neighbours=has_planned_neighbours,
+        gpu, leak_state, snapshot.engine_status, values, watches=watches, role=role
     )
 
 
@@ -385,9 +374,9 @@ def _judge_quiet_gpu(
     leak_state: str | None,
     status: EngineStatus | None,
     values: Values,
-    watches: Mapping[str, float],
     *,
-    has_planned_neighbours: bool,
+    watches: Mapping[str, float],
+    role: str,
 ) -> Verdict:
     """Return the verdict on a GPU on which nothing grows."""
     labels = label_gpu(gpu)
@@ -410,9 +399,10 @@ def _judge_quiet_gpu(
         labels,
         status,
         values,
+        # Where it is not known how much is free, too little is not reported.
         free_bytes=inf if free_bytes is None else free_bytes,
         wake_bytes=wake_bytes,
-        has_planned_neighbours=has_planned_neighbours,
+        role=role,
     )
     if trouble is None:
         parts = [no_growth]
@@ -440,6 +430,7 @@ class Trouble(Struct, frozen=True, kw_only=True):
     text: str
     alert: str | None = None
     """The alert that fires, None where none does."""
+
     level: Level = Level.WARNING
     needs_free_bytes: bool = False
     """Whether the sentence adds how much is free; otherwise the text has it, or it does not
@@ -453,9 +444,9 @@ def _find_trouble(
     *,
     free_bytes: float,
     wake_bytes: int,
-    has_planned_neighbours: bool,
+    role: str,
 ) -> Trouble | None:
-    """Return the worst trouble of a GPU; None where there is none.
+    """Return the first trouble that holds, the worst first; None where none does.
 
     `wake_bytes` is what a sleeping engine needs to wake; 0 where it does not sleep.
     """
@@ -463,7 +454,7 @@ def _find_trouble(
         _find_low_memory(labels, status, free_bytes, wake_bytes)
         or _find_scarce_blocks(labels, status, values, free_bytes)
         or _find_excess(labels, values, free_bytes)
-        or _find_neighbour(labels, values, is_planned=has_planned_neighbours)
+        or _find_neighbour(labels, values, role)
     )
 
 
@@ -522,13 +513,13 @@ def _find_excess(labels: tuple[str, str], values: Values, free_bytes: float) -> 
     )
 
 
-def _find_neighbour(labels: tuple[str, str], values: Values, *, is_planned: bool) -> Trouble | None:
-    """Return the trouble of other processes on the GPU; a planned one is only mentioned."""
+def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Trouble | None:
+    """Return the trouble of other processes on the GPU; planned ones are only mentioned."""
     other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
     if other_bytes < NEIGHBOUR_BYTES:
         return None
     text = f"other processes hold {format_size(other_bytes)} of it"
-    if is_planned:
+    if role in SHARING_ROLES:
         return Trouble(
             situation=Situation.HEALTHY, text=text, level=Level.GOOD, needs_free_bytes=True
         )
@@ -601,7 +592,7 @@ def _measure_host_growth(
         subject="host memory",
         name=f"Host memory of {role}",
         is_leaking=is_leaking,
-        is_of_engine=True,
+        is_of_engine=True,  # these are the engine's own processes
         bytes_per_second=values.value(catalog.HOST_LEAK_RATE, role),
         oom_seconds=values.value(catalog.HOST_TIME_TO_OOM),
         earliest_oom_seconds=values.value(catalog.HOST_TIME_TO_OOM_LOWER),
@@ -614,6 +605,7 @@ def _measure_host_growth(
 
 def _judge_growth(growth: Growth) -> Verdict:
     """Return the verdict on memory that leaks, may leak, or fills."""
+    # Only an early warning may still be a pool that fills; an alarm is reported in any case.
     if growth.bound_bytes and not growth.is_leaking:
         return _judge_filling_pools(growth, growth.bound_bytes)
     if growth.is_of_engine:
@@ -684,6 +676,7 @@ def _describe_time_to_oom(growth: Growth) -> str:
 
 
 def _describe_full_pools(growth: Growth) -> str:
+    # Of the pools only offloads were seen to take more than their size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
         return ""
@@ -747,6 +740,7 @@ def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
     alert = row.alert
     detail = ""
     if isinstance(snapshot.engines, Failure):
+        # Without a page, a serving or sleeping engine is an assumption from the last one.
         if state in UNREAD_SENTENCES:
             unread = UNREAD_SENTENCES[state]
             text = unread.sentence
@@ -776,10 +770,7 @@ def _describe_hang(hang_signs: Iterable[HangSign]) -> str:
 
 
 def _describe_load(values: Values) -> str:
-    """Return the current load; while requests wait there is no room for more.
-
-    That holds whatever the KV cache has left.
-    """
+    """Return the current load, as a sentence part; empty where nothing is known."""
     running = values.find_all(catalog.ENGINE_RUNNING).values()
     waiting = values.find_all(catalog.ENGINE_WAITING).values()
     used_ratios = values.find_all(catalog.ENGINE_KV_USED).values()
@@ -791,6 +782,7 @@ def _describe_load(values: Values) -> str:
         words.append(f"{sum(waiting):.0f} waiting")
     if used_ratios:
         words.append(f"KV cache {100 * max(used_ratios):.0f} % used")
+    # While requests wait there is no room for more, whatever the KV cache has left.
     if additional and not any(waiting):
         words.append(f"room in it for {sum(additional):.0f} more")
     return f": {', '.join(words)}" if words else ""
@@ -881,10 +873,9 @@ def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
 
 
 def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
-    """Return what offloads were planned to take, and what they are known to take; or nothing.
+    """Return what offloads were planned to take, and what they are known to take, if any.
 
-    What they take is shared memory. Beside another engine, which may use the same /dev/shm, only
-    the largest process counts.
+    What they take is shared memory.
     """
     planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
     offload_bytes = 0.0
@@ -893,6 +884,7 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if not offload_bytes:
         return ""
     shm_bytes = None
+    # Another engine may use the same /dev/shm: then only the largest process counts.
     if snapshot.host is not None and not snapshot.neighbours:
         shm_bytes = snapshot.host.shm_used_bytes
     shared_bytes = count_shared(snapshot.engine_processes, shm_bytes)
