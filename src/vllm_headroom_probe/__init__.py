@@ -1,6 +1,7 @@
-"""The probe that vLLM loads into each of its processes, to write what the process knows of its memory to a file.
+"""The probe that vLLM loads into each of its processes, to write its memory figures to a file.
 
-It never raises into vLLM, blocks it or initialises CUDA. It runs in vLLM's Python, 3.9 or newer, without packages.
+It never raises into vLLM, blocks it or initialises CUDA. It runs in vLLM's Python, 3.9 or newer,
+without packages.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import sys
 def register() -> None:
     """Start to write into HEADROOM_PROBE_DIR; vLLM calls this plugin without catching errors."""
     try:
-        if folder := os.environ.get("HEADROOM_PROBE_DIR"):
-            from vllm_headroom_probe.hooks import begin  # noqa: PLC0415 - inert without a folder, errors are caught
+        folder = os.environ.get("HEADROOM_PROBE_DIR")
+        if folder:
+            # Imported here: without a folder the plugin costs nothing, and errors are caught.
+            from vllm_headroom_probe.hooks import begin  # noqa: PLC0415
 
-            begin(folder, sys._getframe(1))  # noqa: SLF001 - the callers' frames hold what vLLM is building
+            # The callers' frames hold what vLLM is building.
+            begin(folder, sys._getframe(1))  # noqa: SLF001
     except Exception:
         logging.getLogger("vllm.headroom_probe").exception(
             "headroom probe: it did not start, vLLM does"

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 HOLDERS = {
     "init_worker": "self",
@@ -15,32 +15,48 @@ HOLDERS = {
     "worker_main": "worker",
     "run_engine_core": "engine_core",
 }
-"""Functions of vLLM in which a process builds or keeps its worker or core, and the name of the variable."""
+"""Functions of vLLM in which a process builds or keeps its worker or core, and the name of the
+variable."""
 
 LOOPS = {"worker_main", "run_engine_core"}
 """Those that run as long as the process: reading their few variables keeps no tensor alive."""
 
-WORKERS = {"WorkerWrapperBase", "WorkerProc", "WorkerBase"}
-CORE = "EngineCore"
-FULL = "FullAttentionSpec"
+WORKER_CLASSES = {"WorkerWrapperBase", "WorkerProc", "WorkerBase"}
+CORE_CLASS = "EngineCore"
+FULL_ATTENTION_CLASS = "FullAttentionSpec"
 """Layers in which every token keeps its place in the cache; windows release it."""
-MOST_BLOCKS = 100_000
+
+WAITING_QUEUES = ("waiting", "kv_holding_waiting", "skipped_waiting")
+"""The scheduler's queues; without the first, the number of waiting requests is unknown."""
+
+DIVIDING_SIZES = (
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""Kinds of parallelism with which a token's cache depends on the layer, the position or the
+rank."""
+
+MAX_BLOCKS = 100_000
 """Blocks of live requests that are counted, in about 10 ms."""
 
+AMOUNT_LIMIT = 1 << 63
+"""Our choice: a number from here on is no amount."""
 
-def read_own(thing: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
+
+def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
     """Return an object's instance attribute by path; None without one."""
+    value = owner
     for name in path.split("."):
-        thing = getattr(thing, "__dict__", {}).get(name)
-    return thing
+        value = getattr(value, "__dict__", {}).get(name)
+    return value
 
 
-def to_whole(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
+def to_integer(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
     """Return a number as an integer; None for anything that is no amount."""
-    is_amount = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 63
-    )
-    return int(value) if is_amount else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return int(value) if 0 <= value < AMOUNT_LIMIT else None
 
 
 class EngineObjects:
@@ -51,26 +67,28 @@ class EngineObjects:
         self._core: Callable[[], Any] = lambda: None
 
     def search(self, frame: FrameType | None) -> None:
-        """Search a stack for them, from this frame down."""
+        """Search a stack for them, from this frame to its callers."""
         while frame is not None:
-            if (name := HOLDERS.get(frame.f_code.co_name)) is not None:
-                self._keep(frame.f_locals.get(name))
+            name = HOLDERS.get(frame.f_code.co_name)
+            if name is not None:
+                self._remember(frame.f_locals.get(name))
             frame = frame.f_back
 
     def search_main(self) -> None:
         """Search the main thread's stack: vLLM does not call the plugin in a forked process."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+        frames = sys._current_frames()  # noqa: SLF001 - documented
+        frame = frames.get(threading.main_thread().ident or 0)
         while frame is not None and frame.f_code.co_name not in LOOPS:
             frame = frame.f_back
         if frame is not None:
-            self._keep(frame.f_locals.get(HOLDERS[frame.f_code.co_name]))
+            self._remember(frame.f_locals.get(HOLDERS[frame.f_code.co_name]))
 
-    def _keep(self, thing: object) -> None:
-        kinds = {kind.__name__ for kind in type(thing).__mro__}
-        if kinds & WORKERS:
-            self._worker = weakref.ref(thing)
-        elif CORE in kinds:
-            self._core = weakref.ref(thing)
+    def _remember(self, candidate: object) -> None:
+        class_names = _list_class_names(candidate)
+        if class_names & WORKER_CLASSES:
+            self._worker = weakref.ref(candidate)
+        elif CORE_CLASS in class_names:
+            self._core = weakref.ref(candidate)
 
     @property
     def core(self) -> Any:  # noqa: ANN401 - vLLM's
@@ -80,15 +98,21 @@ class EngineObjects:
     @property
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
         """The worker itself, without vLLM's wrappers; with one GPU it is in the core's process."""
-        thing = self._worker() or read_own(self.core, "model_executor.driver_worker")
-        while (inner := read_own(thing, "worker")) is not None:
-            thing = inner
-        return thing
+        worker = self._worker() or read_own(self.core, "model_executor.driver_worker")
+        wrapped = read_own(worker, "worker")
+        while wrapped is not None:
+            worker = wrapped
+            wrapped = read_own(worker, "worker")
+        return worker
 
     @property
-    def is_known(self) -> bool:
-        """Whether the search is complete."""
+    def is_complete(self) -> bool:
+        """Whether nothing more has to be searched for."""
         return self.core is not None or self._worker() is not None
+
+
+def _list_class_names(instance: object) -> set[str]:
+    return {base.__name__ for base in type(instance).__mro__}
 
 
 def find_role(engine: EngineObjects, process_name: str) -> str:
@@ -97,19 +121,22 @@ def find_role(engine: EngineObjects, process_name: str) -> str:
         return "engine_core"
     if engine.worker is not None or process_name.startswith("VllmWorker"):
         return "worker"
-    return "api_server" if process_name.startswith(("MainProcess", "ApiServer")) else "other"
+    if process_name.startswith(("MainProcess", "ApiServer")):
+        return "api_server"
+    return "other"
 
 
 def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
-    """Return the worker's ranks; without experts every data-parallel engine has data_parallel_rank 0."""
+    """Return the worker's ranks."""
     parallel = read_own(engine.worker or engine.core, "vllm_config.parallel_config")
-    index = read_own(parallel, "data_parallel_index")
+    # Without experts every data-parallel engine has data_parallel_rank 0: the index is better.
+    data_parallel_rank = read_own(parallel, "data_parallel_index")
+    if data_parallel_rank is None:
+        data_parallel_rank = read_own(parallel, "data_parallel_rank")
     return {
-        "rank": to_whole(read_own(engine.worker, "rank")),
-        "local_rank": to_whole(read_own(engine.worker, "local_rank")),
-        "data_parallel_rank": to_whole(
-            read_own(parallel, "data_parallel_rank") if index is None else index
-        ),
+        "rank": to_integer(read_own(engine.worker, "rank")),
+        "local_rank": to_integer(read_own(engine.worker, "local_rank")),
+        "data_parallel_rank": to_integer(data_parallel_rank),
     }
 
 
@@ -117,14 +144,13 @@ def count_requests(core: object) -> dict[str, int | None]:
     """Return how many requests run and wait."""
     scheduler = read_own(core, "scheduler")
     running = read_own(scheduler, "running")
-    queues = [
-        read_own(scheduler, name) for name in ("waiting", "kv_holding_waiting", "skipped_waiting")
-    ]
+    queues = [read_own(scheduler, name) for name in WAITING_QUEUES]
+    waiting = None
+    if queues[0] is not None:
+        waiting = sum(len(queue) for queue in queues if queue is not None)
     return {
         "running": None if running is None else len(running),
-        "waiting": None
-        if queues[0] is None
-        else sum(len(queue) for queue in queues if queue is not None),
+        "waiting": waiting,
     }
 
 
@@ -135,74 +161,89 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
-    live, _ = _find_live_blocks(scheduler)
-    free = to_whole(read_own(pool, "free_block_queue.num_free_blocks"))
-    later, tokens = _find_live_blocks(
-        scheduler
-    )  # the scheduler goes on meanwhile: what it moved is in one of the two
+    # The scheduler goes on meanwhile: a block that it moves is either free or live in one of the
+    # two readings around that of the free ones.
+    live_earlier = _find_live_blocks(scheduler)
+    free_blocks = to_integer(read_own(pool, "free_block_queue.num_free_blocks"))
+    live_later = _find_live_blocks(scheduler)
+    live_blocks = None
+    if live_earlier is not None and live_later is not None:
+        live_blocks = len(live_earlier.block_ids | live_later.block_ids)
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
+    # Where a token's bytes depend on the layer, a block may lack its first tokens.
+    live_tokens = None
+    if live_later is not None and bytes_per_token is not None:
+        live_tokens = live_later.tokens
     return {
-        "kv_blocks_total": to_whole(read_own(pool, "num_gpu_blocks")),
-        "kv_blocks_free": free,
-        "kv_blocks_live": None if live is None or later is None else len(live | later),
-        "kv_tokens_live": None
-        if bytes_per_token is None
-        else tokens,  # elsewhere a block may lack its first tokens
-        "block_size": to_whole(read_own(scheduler, "block_size")),
+        "kv_blocks_total": to_integer(read_own(pool, "num_gpu_blocks")),
+        "kv_blocks_free": free_blocks,
+        "kv_blocks_live": live_blocks,
+        "kv_tokens_live": live_tokens,
+        "block_size": to_integer(read_own(scheduler, "block_size")),
         **count_requests(core),
-        "steps_total": to_whole(read_own(scheduler, "current_step")),
-        "max_num_seqs": to_whole(read_own(config, "scheduler_config.max_num_seqs")),
-        "max_model_len": to_whole(read_own(config, "model_config.max_model_len")),
+        "steps_total": to_integer(read_own(scheduler, "current_step")),
+        "max_num_seqs": to_integer(read_own(config, "scheduler_config.max_num_seqs")),
+        "max_model_len": to_integer(read_own(config, "model_config.max_model_len")),
         "bytes_per_kv_token": bytes_per_token,
     }
 
 
-def _find_live_blocks(scheduler: object) -> tuple[set[int] | None, int | None]:
-    """Return the ids of the blocks that requests hold, and the tokens in them: only the end of a request's is empty.
+class LiveBlocks(NamedTuple):
+    """The blocks that requests hold."""
 
-    None where they are too many, or before vLLM 0.9.1, and where the tokens are not known.
-    """
-    requests, size = read_own(scheduler, "requests"), to_whole(read_own(scheduler, "block_size"))
+    block_ids: set[int]
+    tokens: int | None
+    """The tokens in them, None where unknown."""
+
+
+def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
+    """Return the blocks that requests hold; None where they are too many, or before vLLM 0.9.1."""
+    requests = read_own(scheduler, "requests")
     managers = read_own(scheduler, "kv_cache_manager.coordinator.single_type_managers")
     if requests is None or managers is None:
-        return None, None
-    held = [entry for manager in managers for entry in list(manager.req_to_blocks.items())]
-    lists = [
-        (requests.get(request), list(blocks)) for request, blocks in held if request in requests
-    ]
-    if sum(len(blocks) for _, blocks in lists) > MOST_BLOCKS:
-        return None, None
-    kept = [
-        (request, [block.block_id for block in blocks if not block.is_null])
-        for request, blocks in lists
-    ]
-    found = {block for _, blocks in kept for block in blocks}
-    done = [
-        (to_whole(read_own(request, "num_computed_tokens")), len(blocks))
-        for request, blocks in kept
-    ]
-    empty = [blocks * size - tokens for tokens, blocks in done if size and tokens is not None]
-    return found, max(0, len(found) * size - sum(empty)) if size and len(empty) == len(
-        kept
-    ) else None
+        return None
+    holdings: list[tuple[object, list[Any]]] = []
+    for manager in managers:
+        # Copied: the scheduler's thread changes them meanwhile.
+        for request_id, blocks in list(manager.req_to_blocks.items()):
+            if request_id in requests:
+                holdings.append((requests.get(request_id), list(blocks)))
+    if sum(len(blocks) for _, blocks in holdings) > MAX_BLOCKS:
+        return None
+
+    block_ids: set[int] = set()
+    empty_tokens: list[int] = []
+    block_size = to_integer(read_own(scheduler, "block_size"))
+    for request, blocks in holdings:
+        request_block_ids = [block.block_id for block in blocks if not block.is_null]
+        block_ids.update(request_block_ids)
+        computed_tokens = to_integer(read_own(request, "num_computed_tokens"))
+        if block_size and computed_tokens is not None:
+            # Only the end of a request's blocks is empty.
+            empty_tokens.append(len(request_block_ids) * block_size - computed_tokens)
+    if not block_size or len(empty_tokens) < len(holdings):
+        return LiveBlocks(block_ids, tokens=None)
+    # Requests that share blocks count these once.
+    tokens = len(block_ids) * block_size - sum(empty_tokens)
+    return LiveBlocks(block_ids, tokens=max(0, tokens))
 
 
-def _compute_bytes_per_kv_token(kv: object, parallel: object) -> int | None:
-    """Return the bytes of a token on all ranks; None where it depends on the layer, the position or the rank."""
-    groups: list[Any] = read_own(kv, "kv_cache_groups") or []
-    others = (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    )
-    if len(groups) != 1 or any((read_own(parallel, name) or 1) != 1 for name in others):
+def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int | None:
+    """Return the bytes of a token on all ranks; None where tokens differ."""
+    groups: list[Any] = read_own(cache_config, "kv_cache_groups") or []
+    if len(groups) != 1 or any((read_own(parallel, name) or 1) != 1 for name in DIVIDING_SIZES):
         return None
     spec = groups[0].kv_cache_spec
-    each = read_own(spec, "kv_cache_specs")  # of layers that differ, all in one group
-    specs = list(each.values()) if each else [spec] * len(groups[0].layer_names)
-    if any(FULL not in (kind.__name__ for kind in type(one).__mro__) for one in specs):
+    specs = [spec] * len(groups[0].layer_names)
+    specs_by_layer = read_own(spec, "kv_cache_specs")  # of layers that differ, all in one group
+    if specs_by_layer:
+        specs = list(specs_by_layer.values())
+    if not all(FULL_ATTENTION_CLASS in _list_class_names(layer_spec) for layer_spec in specs):
         return None
-    size, rest = divmod(sum(one.page_size_bytes for one in specs), spec.block_size)
-    return None if rest else to_whole(size * (read_own(parallel, "tensor_parallel_size") or 1))
+    block_bytes = sum(layer_spec.page_size_bytes for layer_spec in specs)
+    token_bytes, remainder = divmod(block_bytes, spec.block_size)
+    if remainder:
+        return None
+    return to_integer(token_bytes * (read_own(parallel, "tensor_parallel_size") or 1))

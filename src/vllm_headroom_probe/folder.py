@@ -1,4 +1,4 @@
-"""Write the folder that the engine's processes and the sidecar share: one file per process, replaced atomically."""
+"""Write the folder that vLLM's processes and the sidecar share: a file per process."""
 
 from __future__ import annotations
 
@@ -10,36 +10,51 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-LARGEST_BYTES = 16 * 1024
-KEPT_FILES = 64
-"""Files outlast their processes; a server has a few dozen, and a crash loop must not fill the volume."""
+MAX_DOCUMENT_BYTES = 16 * 1024
 
-OWN = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record)?\.json\.tmp")
-"""The names of the probe's files; no other file is removed: the variable may name a folder of models."""
-MOST_ENTRIES = 4096
-"""Entries that are read of a folder that was filled; hundreds of runs have fewer."""
+MAX_KEPT_FILES = 64
+"""Files outlast their processes; a server has a few dozen, and a crash loop must not fill the
+volume."""
+
+FILE_NAME = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record)?\.json\.tmp")
+"""The names of the probe's files; no other file is removed: HEADROOM_PROBE_DIR may name a folder of
+models."""
+
+MAX_ENTRIES = 4096
+"""Entries of a folder that are read; hundreds of runs leave fewer."""
+
+START_TICKS_FIELD = 19
+"""The position of the start in /proc/self/stat after the name, see proc(5)."""
 
 
 def read_start() -> tuple[float, float]:
-    """Return when this process started by /proc: since the boot, and since the epoch by the current clock."""
+    """Return when this process started, in seconds since the boot and since the epoch.
+
+    The second is by the current clock.
+    """
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is a millisecond of imports
-        since_boot = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        _, _, fields = file.read().rpartition(b")")
+    started_seconds = int(fields.split()[START_TICKS_FIELD]) / os.sysconf("SC_CLK_TCK")
     with open("/proc/stat", "rb") as file:  # noqa: PTH123
-        booted = next(int(line.split()[1]) for line in file if line.startswith(b"btime "))
-    return since_boot, booted + since_boot
+        booted_at = next(int(line.split()[1]) for line in file if line.startswith(b"btime "))
+    return started_seconds, booted_at + started_seconds
 
 
-def replace(
-    folder: str, name: str, document: Mapping[str, Any], largest_bytes: int = LARGEST_BYTES
+def write_document(
+    folder: str, name: str, document: Mapping[str, Any], max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> None:
-    """Write the document atomically; raise OSError, or ValueError where it is too large."""
+    """Write the document as a file, atomically.
+
+    Raises OSError, or ValueError where it is too large.
+    """
     content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    if len(content) > largest_bytes:
-        raise ValueError(f"{len(content)} bytes for a file of at most {largest_bytes}")
+    if len(content) > max_bytes:
+        raise ValueError(f"{len(content)} bytes for a file of at most {max_bytes}")
     unfinished = os.path.join(folder, f".{name}.tmp")  # noqa: PTH118
     try:
+        # Removed first: a pipe in its place would block, a link would be followed.
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(unfinished)  # noqa: PTH108 - a pipe would block, a link would be followed
+            os.unlink(unfinished)  # noqa: PTH108
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(unfinished, flags, 0o644), "wb") as file:  # noqa: PTH123
             os.fchmod(file.fileno(), 0o644)  # for the sidecar's user, whatever vLLM's umask is
@@ -51,14 +66,18 @@ def replace(
         raise
 
 
-def prune(folder: str, kept: int = KEPT_FILES) -> None:
-    """Remove the probe's oldest files beyond `kept`; other processes may do so at the same time."""
-    aged = []
+def prune(folder: str, max_files: int = MAX_KEPT_FILES) -> None:
+    """Remove the probe's oldest files beyond `max_files`.
+
+    Other processes may do so at the same time.
+    """
+    files = []
     with os.scandir(folder) as entries:
-        for entry in islice(entries, MOST_ENTRIES):
+        for entry in islice(entries, MAX_ENTRIES):
             with contextlib.suppress(OSError):
-                if OWN.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                    aged.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
-    for _, path in sorted(aged, reverse=True)[kept:]:
+                if FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    files.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
+    files.sort(reverse=True)
+    for _, path in files[max_files:]:
         with contextlib.suppress(OSError):
             os.unlink(path)  # noqa: PTH108

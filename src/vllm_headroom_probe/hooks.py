@@ -12,8 +12,9 @@ from types import FrameType
 
 from vllm_headroom_probe.probe import Probe
 
-TOO_OLD = re.compile(r"0\.[0-8]\.\d")
-"""Attributes of vLLM before 0.9 are unknown; builds from source have no such version ("0.1.dev1")."""
+UNSUPPORTED_VERSION = re.compile(r"0\.[0-8]\.\d")
+"""Attributes of vLLM before 0.9 are unknown; builds from source have no such version
+("0.1.dev1")."""
 
 _probe: Probe | None = None
 """Module state, since forks and torch's callback need it: one probe per process."""
@@ -22,8 +23,9 @@ _probe: Probe | None = None
 def begin(folder: str, frame: FrameType | None) -> None:
     """Start in this process, once; later calls only search where vLLM builds its worker or core."""
     global _probe  # noqa: PLW0603 - see above
-    version = str(vars(sys.modules.get("vllm") or sys).get("__version__", ""))
-    if TOO_OLD.match(version):
+    vllm = sys.modules.get("vllm")
+    version = str(getattr(vllm, "__dict__", {}).get("__version__", ""))
+    if UNSUPPORTED_VERSION.match(version):
         _warn_too_old(version)
         return
     if _probe is None:
@@ -44,10 +46,10 @@ def _warn_too_old(version: str) -> None:
 
 
 def _before_fork() -> None:
-    """Stop the probe's thread: a child inherits the locks that it holds."""
+    """End the probe's thread: a child process inherits the locks that it holds."""
     with contextlib.suppress(Exception):
         if _probe is not None:
-            _probe.rest()
+            _probe.pause()
 
 
 def _after_in_parent() -> None:
@@ -61,7 +63,7 @@ def _after_in_child() -> None:
     global _probe  # noqa: PLW0603 - see above
     with contextlib.suppress(Exception):
         if _probe is not None:
-            _probe.record.forget()
+            _probe.recording.discard()
             _probe = Probe(_probe.folder)
             _probe.start()
 
@@ -69,15 +71,16 @@ def _after_in_child() -> None:
 def _watch_for_ooms() -> None:
     """Have torch call at an OutOfMemoryError, once vLLM has initialised CUDA."""
     with contextlib.suppress(Exception):
-        sys.modules["torch"].cuda._lazy_call(_attach)  # noqa: SLF001 - attaching itself would initialise CUDA
+        # Attaching now would initialise CUDA.
+        sys.modules["torch"].cuda._lazy_call(_attach_observer)  # noqa: SLF001
 
 
-def _attach() -> None:
+def _attach_observer() -> None:
     with contextlib.suppress(Exception):
         sys.modules["torch"]._C._cuda_attach_out_of_memory_observer(_on_oom)  # noqa: SLF001 - torch's only name
 
 
-def _on_oom(device: int, asked: int, total: int, free: int) -> None:
+def _on_oom(device: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
     with contextlib.suppress(Exception):
         if _probe is not None:
-            _probe.note_oom(device, asked, total, free)
+            _probe.report_oom(device, requested_bytes, total_bytes, free_bytes)

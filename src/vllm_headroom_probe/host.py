@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
-V1 = {
-    "used": "memory.usage_in_bytes",
-    "limit": "memory.limit_in_bytes",
-    "events": "memory.oom_control",
-}
-V2 = {"used": "memory.current", "limit": "memory.max", "events": "memory.events"}
-NO_LIMIT = 1 << 60
+
+class CgroupFiles(NamedTuple):
+    """The names of a cgroup version's files, and of the entries of its memory.stat."""
+
+    used: str
+    limit: str
+    events: str
+    cache_entry: str
+    shared_entry: str
+
+
+V1 = CgroupFiles(
+    used="memory.usage_in_bytes",
+    limit="memory.limit_in_bytes",
+    events="memory.oom_control",
+    cache_entry="total_cache",
+    shared_entry="total_shmem",
+)
+V2 = CgroupFiles(
+    used="memory.current",
+    limit="memory.max",
+    events="memory.events",
+    cache_entry="file",
+    shared_entry="shmem",
+)
+
+NO_LIMIT_BYTES = 1 << 60
 """Without a limit, cgroup v1 shows a page less than 2^63."""
 
 
@@ -22,43 +42,52 @@ def read_host(root: str = "/") -> dict[str, Any]:
 
 def _read_shm(path: str) -> dict[str, int] | None:
     try:
-        found = os.statvfs(path)
+        volume = os.statvfs(path)
     except OSError:
         return None
-    used = (found.f_blocks - found.f_bfree) * found.f_frsize
-    return {"used": used, "limit": found.f_blocks * found.f_frsize}
+    used_blocks = volume.f_blocks - volume.f_bfree
+    return {"used": used_blocks * volume.f_frsize, "limit": volume.f_blocks * volume.f_frsize}
 
 
 def _read_cgroup(root: str) -> dict[str, int | None] | None:
-    """Return the memory that counts against the limit, and `file`, the reclaimable page cache in it."""
-    place = _find_cgroup(root)
-    if place is None:
+    """Return the memory that counts against the limit; `file` is the page cache in it."""
+    cgroup = _find_cgroup(root)
+    if cgroup is None:
         return None
-    folder, names = place
-    limit = _parse_number(_read_text(folder, names["limit"]))
+    folder, files = cgroup
+    limit_bytes = _parse_number(_read_text(folder, files.limit))
+    if limit_bytes is not None and limit_bytes >= NO_LIMIT_BYTES:
+        limit_bytes = None
     stat = _parse_fields(_read_text(folder, "memory.stat"))
-    prefix = "" if names is V2 else "total_"
-    cache, shared = stat.get("file" if names is V2 else "total_cache"), stat.get(f"{prefix}shmem")
+    cache_bytes = stat.get(files.cache_entry)
+    shared_bytes = stat.get(files.shared_entry)
+    file_bytes = None
+    if cache_bytes is not None and shared_bytes is not None:
+        file_bytes = cache_bytes - shared_bytes  # shared memory is counted as cache, but stays
     return {
-        "used": _parse_number(_read_text(folder, names["used"])),
-        "limit": None if limit is None or limit >= NO_LIMIT else limit,
-        "file": None
-        if cache is None or shared is None
-        else cache - shared,  # shared memory is no cache
-        "oom_kills": _parse_fields(_read_text(folder, names["events"])).get("oom_kill"),
+        "used": _parse_number(_read_text(folder, files.used)),
+        "limit": limit_bytes,
+        "file": file_bytes,
+        "oom_kills": _parse_fields(_read_text(folder, files.events)).get("oom_kill"),
     }
 
 
-def _find_cgroup(root: str) -> tuple[str, dict[str, str]] | None:
-    """Return the folder of this process's memory cgroup, in a container the root of the mount."""
+def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
+    """Return the folder of this process's memory cgroup and its files; None where not visible."""
     for line in _read_text(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers not in {"", "memory"}:
+        if controllers == "memory":
+            files = V1
+            mount = os.path.join(root, "sys/fs/cgroup/memory")  # noqa: PTH118
+        elif not controllers:
+            files = V2
+            mount = os.path.join(root, "sys/fs/cgroup")  # noqa: PTH118
+        else:
             continue
-        names, mount = (V1, "sys/fs/cgroup/memory") if controllers else (V2, "sys/fs/cgroup")
-        for folder in (os.path.join(root, mount + path), os.path.join(root, mount)):  # noqa: PTH118
-            if _read_text(folder, names["used"]):
-                return folder, names
+        # In a container the cgroup is the root of the mount.
+        for folder in (mount + path, mount):
+            if _read_text(folder, files.used):
+                return folder, files
     return None
 
 
@@ -75,5 +104,10 @@ def _parse_number(text: str) -> int | None:
 
 
 def _parse_fields(text: str) -> dict[str, int]:
-    words = (line.split() for line in text.splitlines())
-    return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}  # noqa: PLR2004
+    """Return the numbers of lines such as `oom_kill 1` by their names."""
+    fields: dict[str, int] = {}
+    for line in text.splitlines():
+        name, _, number = line.partition(" ")
+        if number.isdecimal():
+            fields[name] = int(number)
+    return fields

@@ -1,4 +1,4 @@
-"""Write the process's memory every few seconds on a thread that stops for good before it becomes a burden."""
+"""Run the probe on a thread, and stop it before it becomes a burden."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllm_headroom_probe import engine as vllm
-from vllm_headroom_probe.folder import prune, read_start, replace
+from vllm_headroom_probe.folder import prune, read_start, write_document
 from vllm_headroom_probe.gpu import WorkerGpu
 from vllm_headroom_probe.host import read_host
 from vllm_headroom_probe.record import Recording
@@ -21,170 +21,216 @@ from vllm_headroom_probe.record import Recording
 T = TypeVar("T")
 
 INTERVAL_SECONDS = 5.0
+
 SLOW_SECONDS = 0.05
-"""CPU time of a reading, or the time of the allocator's call if longer: both hold the GIL."""
-TOO_SLOW, FORGIVEN = 2.5, 0.01
-"""The third slow reading stops the probe; a hundred fast ones cancel a slow one, so that weeks of service do not."""
-FORK_SECONDS = 0.2
-OOM_SECONDS = 0.05
-"""The longest wait of a fork, or of an OutOfMemoryError, for a write, which takes 0.1 ms."""
+"""CPU time of a slow reading, or the time of the allocator's call if longer: both hold the GIL."""
+
+MAX_SLOW_READINGS = 2.5
+"""The third slow reading stops the probe."""
+
+FORGIVEN_PER_READING = 0.01
+"""A hundred fast readings cancel a slow one, so that slow ones in weeks of service do not add
+up."""
+
+MAX_FORK_WAIT_SECONDS = 0.2
+"""The longest wait of a fork for the thread to end."""
+
+MAX_OOM_WAIT_SECONDS = 0.05
+"""The longest wait of an OutOfMemoryError for a write, which takes 0.1 ms."""
+
+MAX_NAME_CHARACTERS = 64
+"""Of a process's name, or a package's version, in the file."""
+
+MAX_REASON_CHARACTERS = 200
 
 
-def try_look(look: Callable[[], T | None]) -> T | None:
+def read_or_none(read: Callable[[], T | None]) -> T | None:
     """Return what a reading finds; None where vLLM or torch differs from the known versions."""
     try:
-        return look()
+        return read()
     except Exception:  # noqa: BLE001 - any change there makes the fact absent, and vLLM serves on
         return None
 
 
 class Probe:
-    """One process's probe: `engine` finds vLLM's objects, `record` records allocations on request."""
+    """One process's probe."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.engine, self.gpu, self.record = vllm.EngineObjects(), WorkerGpu(), Recording(folder)
+        self.engine = vllm.EngineObjects()
+        self.gpu = WorkerGpu()
+        self.recording = Recording(folder)
+        # The thread.
         self._thread: threading.Thread | None = None
-        self._wake, self._written = threading.Event(), threading.Event()
-        self._rests = False
-        self._stopped: str | None = None
-        self._due = time.monotonic() + INTERVAL_SECONDS
-        self._name, self._fixed, self._last = "", dict[str, Any](), dict[str, Any]()
+        self._wake = threading.Event()
+        self._is_written = threading.Event()
+        self._is_paused = False
+        self._stop_reason: str | None = None
+        self._due_seconds = time.monotonic() + INTERVAL_SECONDS
+        # The file.
+        self._name = ""
+        self._identity: dict[str, Any] = {}
+        self._document: dict[str, Any] = {}
+        """As it was last written."""
         self._oom: dict[str, Any] | None = None
-        self._slow = self._longest_seconds = self._cpu_seconds = 0.0
+        # What it costs.
+        self._slow_readings = 0.0
+        """Less what fast readings have cancelled."""
+        self._longest_seconds = 0.0
+        self._cpu_seconds = 0.0
 
     def start(self) -> None:
-        """Start the thread, also after `rest`; one that did not end is hanging, and no other is started."""
+        """Start the thread, also after `pause`.
+
+        One that did not end then is hanging: no other is started.
+        """
         if self._thread is not None and self._thread.is_alive():
-            self._give_up("a write hung while vLLM forked")
-        if self._stopped is None:
-            self._rests = False
+            self._mark_stopped("a write hung while vLLM forked")
+        if self._stop_reason is None:
+            self._is_paused = False
             self._wake.clear()
             self._thread = threading.Thread(target=self._run, name="headroom-probe", daemon=True)
             self._thread.start()
 
-    def rest(self) -> None:
-        """End the thread for a fork, waiting at most FORK_SECONDS."""
-        self._rests = True
+    def pause(self) -> None:
+        """End the thread for a fork, within MAX_FORK_WAIT_SECONDS."""
+        self._is_paused = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(FORK_SECONDS)
+            self._thread.join(MAX_FORK_WAIT_SECONDS)
 
-    def note_oom(self, device: int, asked: int, total: int, free: int) -> None:
+    def report_oom(
+        self, device: int, requested_bytes: int, total_bytes: int, free_bytes: int
+    ) -> None:
         """Write what is known before torch raises an OutOfMemoryError."""
         worker = self.engine.worker
-        on_it = getattr(vllm.read_own(worker, "device"), "index", None) == device
-        gpu = try_look(lambda: self.gpu.device(worker) if on_it else None) or {}
-        requests = try_look(lambda: vllm.count_requests(self.engine.core)) or {}
+        gpu: dict[str, Any] = {}
+        if getattr(vllm.read_own(worker, "device"), "index", None) == device:
+            gpu = read_or_none(lambda: self.gpu.read_device(worker)) or {}
+        requests = read_or_none(lambda: vllm.count_requests(self.engine.core)) or {}
+        previous_oom = self._oom or {}
         self._oom = {
             "t": time.time(),
             "uuid": gpu.get("uuid"),
-            "asked": asked,
-            "free": free,
-            "total": total,
-            **{name: gpu.get(name) for name in ("allocated", "reserved")},
-            **{name: requests.get(name) for name in ("running", "waiting")},
-            "seen": 1 + (self._oom or {}).get("seen", 0),
+            "asked": requested_bytes,
+            "free": free_bytes,
+            "total": total_bytes,
+            "allocated": gpu.get("allocated"),
+            "reserved": gpu.get("reserved"),
+            "running": requests.get("running"),
+            "waiting": requests.get("waiting"),
+            "seen": previous_oom.get("seen", 0) + 1,
         }
-        self._written.clear()
+        self._is_written.clear()
         self._wake.set()
-        if self._stopped is None and self._thread is not None and self._thread.is_alive():
-            self._written.wait(OOM_SECONDS)
+        if self._stop_reason is None and self._thread is not None and self._thread.is_alive():
+            self._is_written.wait(MAX_OOM_WAIT_SECONDS)
 
     def _run(self) -> None:
         try:
-            while not self._rests and self._stopped is None:
-                self._wake.wait(max(0.0, self._due - time.monotonic()))
+            while not self._is_paused and self._stop_reason is None:
+                self._wake.wait(max(0.0, self._due_seconds - time.monotonic()))
                 self._wake.clear()
-                if not self._rests:
+                if not self._is_paused:
                     self._tick()
-                    self._due = time.monotonic() + INTERVAL_SECONDS
+                    self._due_seconds = time.monotonic() + INTERVAL_SECONDS
         except OSError as error:
             self._stop(f"{error.filename or self.folder}: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001 - an error of the probe ends the probe, never vLLM
             self._stop(f"{type(error).__name__}: {error}")
 
     def _tick(self) -> None:
-        began = time.thread_time()
+        """Read and write the file, and continue the recording."""
+        start_seconds = time.thread_time()
         self.gpu.call_seconds = 0.0
-        document = self._look()
-        seconds = max(time.thread_time() - began, self.gpu.call_seconds)
-        self._longest_seconds = max(self._longest_seconds, seconds)
-        self._slow = self._slow + 1 if seconds > SLOW_SECONDS else max(0.0, self._slow - FORGIVEN)
-        costs = {"longest_seconds": self._longest_seconds, "cpu_seconds": self._cpu_seconds}
-        self._last = document | {"cost": {"last_seconds": seconds} | costs}
-        replace(self.folder, f"{self._name}.json", self._last)
-        self._written.set()
-        self.record.tick(self._name, document["role"], self.engine.worker)
-        self._cpu_seconds += time.thread_time() - began
-        if self._slow > TOO_SLOW:
+        document = self._read_document()
+        cpu_seconds = time.thread_time() - start_seconds
+        reading_seconds = max(cpu_seconds, self.gpu.call_seconds)
+        self._rate_reading(reading_seconds)
+        document["cost"] = {
+            "last_seconds": reading_seconds,
+            "longest_seconds": self._longest_seconds,
+            "cpu_seconds": self._cpu_seconds,
+        }
+        self._document = document
+        write_document(self.folder, f"{self._name}.json", document)
+        self._is_written.set()
+        self.recording.tick(self._name, document["role"], self.engine.worker)
+        self._cpu_seconds += time.thread_time() - start_seconds
+        if self._slow_readings > MAX_SLOW_READINGS:
             self._stop(
-                f"three looks took more than {SLOW_SECONDS * 1000:.0f} ms, one {self._longest_seconds:.3f} s"
+                f"three looks took more than {SLOW_SECONDS * 1000:.0f} ms,"
+                f" one {self._longest_seconds:.3f} s"
             )
 
-    def _look(self) -> dict[str, Any]:
+    def _rate_reading(self, reading_seconds: float) -> None:
+        self._longest_seconds = max(self._longest_seconds, reading_seconds)
+        if reading_seconds > SLOW_SECONDS:
+            self._slow_readings += 1
+        else:
+            self._slow_readings = max(0.0, self._slow_readings - FORGIVEN_PER_READING)
+
+    def _read_document(self) -> dict[str, Any]:
         """Return the current facts; None where unknown."""
-        if not self._fixed:
-            self._fixed = self._identity()
-        if not self.engine.is_known:
-            try_look(self.engine.search_main)
-        worker, core = try_look(lambda: self.engine.worker), try_look(lambda: self.engine.core)
-        device = try_look(lambda: self.gpu.device(worker))
-        name = multiprocessing.current_process().name
+        if not self._identity:
+            self._identity = self._read_identity()
+        if not self.engine.is_complete:
+            read_or_none(self.engine.search_main)
+        worker = read_or_none(lambda: self.engine.worker)
+        core = read_or_none(lambda: self.engine.core)
+        device = read_or_none(lambda: self.gpu.read_device(worker))
+        process_name = multiprocessing.current_process().name
         return {
-            **self._fixed,
-            "sequence": self._last.get("sequence", 0) + 1,
+            **self._identity,
+            "sequence": self._document.get("sequence", 0) + 1,
             "t": time.time(),
-            "role": try_look(lambda: vllm.find_role(self.engine, name)) or "other",
-            "process_name": name[:64],
+            "role": read_or_none(lambda: vllm.find_role(self.engine, process_name)) or "other",
+            "process_name": process_name[:MAX_NAME_CHARACTERS],
             "stopped": None,
-            **(try_look(lambda: vllm.read_ranks(self.engine)) or {}),
+            **(read_or_none(lambda: vllm.read_ranks(self.engine)) or {}),
             "devices": [] if device is None else [device],
-            "parts": try_look(lambda: self.gpu.parts(worker)),
-            "scheduler": try_look(lambda: vllm.read_scheduler(core)),
-            "host": try_look(read_host),
+            "parts": read_or_none(lambda: self.gpu.read_parts(worker)),
+            "scheduler": read_or_none(lambda: vllm.read_scheduler(core)),
+            "host": read_or_none(read_host),
             "oom": self._oom,
         }
 
-    def _identity(self) -> dict[str, Any]:
+    def _read_identity(self) -> dict[str, Any]:
         """Return the constant facts; prune the folder and set the file's name."""
         prune(self.folder)
-        since_boot, began = read_start()
-        self._name = f"{os.getpid()}-{int(began)}"
+        started_since_boot, started_at = read_start()
+        self._name = f"{os.getpid()}-{int(started_at)}"
         with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123 - see folder
             boot_id = file.read().strip()
-        versions = {
-            each: vllm.read_own(sys.modules.get(each), "__version__") for each in ("vllm", "torch")
-        }
         return {
             "headroom_probe": 1,
             "interval_seconds": INTERVAL_SECONDS,
             "pid": os.getpid(),
-            "started_at": began,
-            "started_since_boot": since_boot,
+            "started_at": started_at,
+            "started_since_boot": started_since_boot,
             "boot_id": boot_id,
-            **{
-                each: None if version is None else str(version)[:64]
-                for each, version in versions.items()
-            },
+            "vllm": _read_version("vllm"),
+            "torch": _read_version("torch"),
         }
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, reason: str) -> None:
         """Stop for good, with the reason in the file if it can be written."""
-        self._give_up(why)
+        self._mark_stopped(reason)
         with contextlib.suppress(Exception):
-            if self._last:
-                replace(
-                    self.folder,
-                    f"{self._name}.json",
-                    self._last | {"t": time.time(), "stopped": self._stopped},
-                )
+            if self._document:
+                document = self._document | {"t": time.time(), "stopped": self._stop_reason}
+                write_document(self.folder, f"{self._name}.json", document)
 
-    def _give_up(self, why: str) -> None:
-        self._stopped = " ".join(why.split())[:200]
+    def _mark_stopped(self, reason: str) -> None:
+        self._stop_reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
         with contextlib.suppress(Exception):
-            logging.getLogger("vllm.headroom_probe").warning(
-                "headroom probe: stopped for good: %s", self._stopped
-            )
+            logger = logging.getLogger("vllm.headroom_probe")
+            logger.warning("headroom probe: stopped for good: %s", self._stop_reason)
         with contextlib.suppress(Exception):
-            self.record.forget()
+            self.recording.discard()
+
+
+def _read_version(package: str) -> str | None:
+    """Return the version of a package that this process has imported, else None."""
+    version = vllm.read_own(sys.modules.get(package), "__version__")
+    return None if version is None else str(version)[:MAX_NAME_CHARACTERS]

@@ -7,21 +7,42 @@ import os
 import time
 import tracemalloc
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_headroom_probe.folder import replace
-from vllm_headroom_probe.gpu import can_ask_torch, find_cuda
+from vllm_headroom_probe.folder import write_document
+from vllm_headroom_probe.gpu import can_read_torch, find_cuda
 
-REQUEST = "record.json"
-LONGEST_SECONDS = 3600
+REQUEST_NAME = "record.json"
+
+MAX_RECORDING_SECONDS = 3600
+
 UNATTENDED_SECONDS = 60
 """The requester touches the request every few seconds; without it the recording ends."""
-FRAMES = 8
-STACKS = 20
-LARGEST_BYTES = 256 * 1024
-LARGEST_REQUEST_BYTES = 4096
-MOST_MEMORY_BYTES = 128 << 20
-"""Of tracemalloc, for about a million allocations: copying them at the end holds the GIL for about a second."""
+
+MAX_FRAMES = 8
+"""Of a stack."""
+
+MAX_STACKS = 20
+
+MAX_LINE_CHARACTERS = 200
+"""Of a frame: the end of its path and its line."""
+
+MAX_ANSWER_BYTES = 256 * 1024
+MAX_REQUEST_BYTES = 4096
+
+MAX_ID_CHARACTERS = 64
+"""Of a request."""
+
+MAX_TRACER_BYTES = 128 << 20
+"""Of tracemalloc, for about a million allocations: copying them at the end holds the GIL for about
+a second."""
+
+
+class RequestFile(NamedTuple):
+    """The start of the request's file, and when it was changed, in seconds since the epoch."""
+
+    content: bytes
+    changed_at: float
 
 
 class Recording:
@@ -29,89 +50,109 @@ class Recording:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._asked: dict[str, Any] = {}
-        self._answered = ""
-        self._began = 0.0
+        self._request: dict[str, Any] = {}
+        """The request that is recorded for, empty without a recording."""
+        self._answered_id = ""
+        self._started_at = 0.0
         self._notes: list[str] = []
-        self._host = self._gpu = False
+        self._is_host_traced = False
+        self._is_gpu_traced = False
 
     def tick(self, name: str, role: str, worker: object) -> None:
         """Start, continue or end the recording that the folder's request asks for."""
-        asked = _read_request(self._folder)
-        if self._asked and asked.get("id") != self._asked["id"]:
-            self.forget()
-        if (
-            not self._asked
-            and asked
-            and asked["id"] != self._answered
-            and time.time() < asked["until"]
-        ):
-            self._begin(asked, worker)
-        elif self._asked and (time.time() >= self._until or self._is_costly()):
-            answer = self._end() | {"id": self._asked["id"], "pid": os.getpid(), "role": role}
-            self._answered, self._asked = self._asked["id"], {}
-            replace(self._folder, f"{name}.record.json", answer, LARGEST_BYTES)
+        request = _read_request(self._folder)
+        if self._request and request.get("id") != self._request["id"]:
+            self.discard()
+        if self._request:
+            is_over = time.time() >= self._end_at
+            is_costly = not is_over and self._is_costly()
+            if is_costly:
+                taken_mib = MAX_TRACER_BYTES >> 20
+                self._notes.append(f"ended early: the recording itself took {taken_mib} MiB")
+            if is_over or is_costly:
+                self._answer(name, role)
+        elif request and request["id"] != self._answered_id and time.time() < request["until"]:
+            self._start(request, worker)
 
     @property
-    def _until(self) -> float:
-        return float(min(self._asked["until"], self._began + LONGEST_SECONDS))
+    def _end_at(self) -> float:
+        return float(min(self._request["until"], self._started_at + MAX_RECORDING_SECONDS))
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Stop recording without an answer."""
-        self._asked = {}
-        self._off()
+        self._request = {}
+        self._stop_tracing()
 
-    def _off(self) -> None:
-        if self._host:
+    def _stop_tracing(self) -> None:
+        if self._is_host_traced:
             tracemalloc.stop()
-        if self._gpu:
+        if self._is_gpu_traced:
             find_cuda().memory._record_memory_history(None)  # noqa: SLF001 - torch's documented name
-        self._host = self._gpu = False
+        self._is_host_traced = False
+        self._is_gpu_traced = False
 
-    def _begin(self, asked: dict[str, Any], worker: object) -> None:
-        self._asked, self._began, self._notes = asked, time.time(), []
-        if asked.get("host") and tracemalloc.is_tracing():
+    def _start(self, request: dict[str, Any], worker: object) -> None:
+        self._request = request
+        self._started_at = time.time()
+        self._notes = []
+        if request.get("host"):
+            self._trace_host()
+        if request.get("gpu"):
+            self._trace_gpu(worker)
+
+    def _trace_host(self) -> None:
+        if tracemalloc.is_tracing():
             self._notes.append("tracemalloc was on before and was left alone")
-        elif asked.get("host"):
-            tracemalloc.start(FRAMES)
-            self._host = True
-        if asked.get("gpu") and find_cuda() is not None and not can_ask_torch(worker):
+        else:
+            tracemalloc.start(MAX_FRAMES)
+            self._is_host_traced = True
+
+    def _trace_gpu(self, worker: object) -> None:
+        torch_cuda = find_cuda()
+        if torch_cuda is None:
+            return
+        if can_read_torch(worker):
+            torch_cuda.memory._record_memory_history("state", context="state", stacks="python")  # noqa: SLF001
+            self._is_gpu_traced = True
+        else:
             self._notes.append(
                 "GPU memory is not recorded where vLLM may sleep: it could stop the engine"
             )
-        elif asked.get("gpu") and find_cuda() is not None:
-            find_cuda().memory._record_memory_history("state", context="state", stacks="python")  # noqa: SLF001
-            self._gpu = True
 
     def _is_costly(self) -> bool:
-        if not self._host or tracemalloc.get_tracemalloc_memory() <= MOST_MEMORY_BYTES:
-            return False
-        self._notes.append(f"ended early: the recording itself took {MOST_MEMORY_BYTES >> 20} MiB")
-        return True
+        return self._is_host_traced and tracemalloc.get_tracemalloc_memory() > MAX_TRACER_BYTES
+
+    def _answer(self, name: str, role: str) -> None:
+        """End the recording and write its result."""
+        request_id = self._request["id"]
+        answer = self._end() | {"id": request_id, "pid": os.getpid(), "role": role}
+        self._answered_id = request_id
+        self._request = {}
+        write_document(self._folder, f"{name}.record.json", answer, MAX_ANSWER_BYTES)
 
     def _end(self) -> dict[str, Any]:
         """Return the stacks that allocated most of what is still held since the start."""
-        cpu_seconds, began = time.thread_time(), time.perf_counter()
-        memory_bytes = tracemalloc.get_tracemalloc_memory() if self._host else 0
-        traced = tracemalloc.take_snapshot() if self._host else None
-        blocks = find_cuda().memory._snapshot() if self._gpu else None  # noqa: SLF001
-        pause_seconds = time.perf_counter() - began
-        self._off()
-        host, gpu = (
-            _list_host_stacks(traced) if traced else [],
-            _list_gpu_stacks(blocks) if blocks else [],
-        )
+        start_cpu_seconds = time.thread_time()
+        # Copying what was traced holds the GIL: its duration is reported as the pause.
+        start_seconds = time.perf_counter()
+        tracer_bytes = tracemalloc.get_tracemalloc_memory() if self._is_host_traced else 0
+        host_snapshot = tracemalloc.take_snapshot() if self._is_host_traced else None
+        gpu_snapshot = find_cuda().memory._snapshot() if self._is_gpu_traced else None  # noqa: SLF001
+        pause_seconds = time.perf_counter() - start_seconds
+        self._stop_tracing()
+        host_stacks = _list_host_stacks(host_snapshot) if host_snapshot else []
+        gpu_stacks = _list_gpu_stacks(gpu_snapshot) if gpu_snapshot else []
         return {
             "headroom_record": 1,
-            "began": self._began,
+            "began": self._started_at,
             "ended": time.time(),
             "cost": {
                 "pause_seconds": pause_seconds,
-                "cpu_seconds": time.thread_time() - cpu_seconds,
-                "memory_bytes": memory_bytes,
+                "cpu_seconds": time.thread_time() - start_cpu_seconds,
+                "memory_bytes": tracer_bytes,
             },
-            "host": host,
-            "gpu": gpu,
+            "host": host_stacks,
+            "gpu": gpu_stacks,
             "note": "; ".join(self._notes) or None,
         }
 
@@ -119,54 +160,62 @@ class Recording:
 def _read_request(folder: str) -> dict[str, Any]:
     """Return the request in the folder, empty without a valid one."""
     try:
-        content, written = _read(os.path.join(folder, REQUEST))  # noqa: PTH118 - see folder
-        asked = json.loads(content)
-        attended = abs(time.time() - written) < UNATTENDED_SECONDS
-        usable = (
-            asked["headroom_record"] == 1
-            and isinstance(asked["id"], str)
-            and asked["until"] + 0 > 0
-            and attended
-        )
+        file = _read_start(os.path.join(folder, REQUEST_NAME))  # noqa: PTH118 - see folder
+        request = json.loads(file.content)
+        is_attended = abs(time.time() - file.changed_at) < UNATTENDED_SECONDS
+        has_id = isinstance(request["id"], str)
+        has_end = request["until"] + 0 > 0  # raises TypeError unless it is a number
+        is_known = request["headroom_record"] == 1
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
-    return {**asked, "id": asked["id"][:64]} if usable else {}
+    if not (is_known and has_id and has_end and is_attended):
+        return {}
+    return {**request, "id": request["id"][:MAX_ID_CHARACTERS]}
 
 
-def _read(path: str) -> tuple[bytes, float]:
-    """Return a file's first bytes and its time of change; raise OSError for a link, and do not wait for a pipe."""
+def _read_start(path: str) -> RequestFile:
+    """Return the start of a file and its mtime.
+
+    Raises OSError for a symlink; opens FIFOs non-blocking.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        return os.read(descriptor, LARGEST_REQUEST_BYTES), os.fstat(descriptor).st_mtime
+        content = os.read(descriptor, MAX_REQUEST_BYTES)
+        return RequestFile(content, os.fstat(descriptor).st_mtime)
     finally:
         os.close(descriptor)
 
 
-def _list_host_stacks(traced: tracemalloc.Snapshot) -> list[dict[str, Any]]:
-    found = []
-    for statistic in traced.statistics("traceback"):
-        stack = [
-            f"{frame.filename}:{frame.lineno}"[-200:] for frame in reversed(statistic.traceback)
-        ]
-        if not any(os.path.dirname(__file__) in line for line in stack):  # noqa: PTH120
-            found.append({"bytes": statistic.size, "count": statistic.count, "stack": stack})
-        if len(found) == STACKS:
+def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
+    """Return the stacks of Python's largest allocations, without the probe's."""
+    probe_folder = os.path.dirname(__file__)  # noqa: PTH120
+    stacks: list[dict[str, Any]] = []
+    for statistic in snapshot.statistics("traceback"):
+        frames = reversed(statistic.traceback)
+        stack = [_format_frame(frame.filename, frame.lineno) for frame in frames]
+        if not any(probe_folder in line for line in stack):
+            stacks.append({"bytes": statistic.size, "count": statistic.count, "stack": stack})
+        if len(stacks) == MAX_STACKS:
             break
-    return found
+    return stacks
 
 
-def _list_gpu_stacks(blocks: dict[str, Any]) -> list[dict[str, Any]]:
+def _list_gpu_stacks(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the stacks of torch's blocks; a block from before the recording has none."""
-    held: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for segment in blocks["segments"]:
+    sizes_bytes: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for segment in snapshot["segments"]:
         for block in segment["blocks"]:
             frames = block.get("frames") or ()
             if block["state"] == "active_allocated" and frames:
                 stack = tuple(
-                    f"{frame['filename']}:{frame['line']}"[-200:] for frame in frames[:FRAMES]
+                    _format_frame(frame["filename"], frame["line"]) for frame in frames[:MAX_FRAMES]
                 )
-                held[stack].append(block["size"])
-    most = sorted(held.items(), key=lambda item: -sum(item[1]))[:STACKS]
+                sizes_bytes[stack].append(block["size"])
+    largest = sorted(sizes_bytes.items(), key=lambda item: -sum(item[1]))[:MAX_STACKS]
     return [
-        {"bytes": sum(sizes), "count": len(sizes), "stack": list(stack)} for stack, sizes in most
+        {"bytes": sum(sizes), "count": len(sizes), "stack": list(stack)} for stack, sizes in largest
     ]
+
+
+def _format_frame(file_name: str, line: int) -> str:
+    return f"{file_name}:{line}"[-MAX_LINE_CHARACTERS:]

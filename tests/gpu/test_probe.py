@@ -40,7 +40,7 @@ def worker() -> Any:
 
 def test_the_figures_are_torchs_own_and_the_uuid_is_nvmls(worker: Any) -> None:
     kept = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:0")
-    found = WorkerGpu().device(worker)
+    found = WorkerGpu().read_device(worker)
     pynvml.nvmlInit()
     uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(n)) for n in range(pynvml.nvmlDeviceGetCount())]
 
@@ -56,7 +56,7 @@ def test_a_call_under_load_is_short(worker: Any) -> None:
     one = torch.randn(2048, 2048, device="cuda:0")
     for _ in range(CALLS):
         one = (one @ one).tanh()
-        gpu.device(worker)
+        gpu.read_device(worker)
         seconds.append(gpu.call_seconds)
     torch.cuda.synchronize()
     quantiles = statistics.quantiles(seconds, n=100)
@@ -73,9 +73,9 @@ def test_a_leak_shows_in_allocated_bytes_long_before_nvml(worker: Any) -> None:
     gpu = WorkerGpu()
     slack = torch.empty(600 * MIB, dtype=torch.uint8, device="cuda:0")
     del slack  # which the allocator keeps, as a server's does after its first requests
-    first, used = gpu.device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    first, used = gpu.read_device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
     kept = [torch.empty(2 * MIB, dtype=torch.uint8, device="cuda:0") for _ in range(100)]
-    last, later = gpu.device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    last, later = gpu.read_device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
 
     assert first is not None
     assert last is not None
@@ -90,7 +90,7 @@ def test_no_context_is_made_on_another_card(worker: Any) -> None:
     pynvml.nvmlInit()
     other = pynvml.nvmlDeviceGetHandleByIndex(1)
     before = len(pynvml.nvmlDeviceGetComputeRunningProcesses(other))
-    WorkerGpu().device(worker)
+    WorkerGpu().read_device(worker)
 
     assert len(pynvml.nvmlDeviceGetComputeRunningProcesses(other)) == before
 
@@ -109,7 +109,7 @@ def look():
     gpu = WorkerGpu()
     while True:
         if sys.argv[1] == "guarded":
-            gpu.device(worker)
+            gpu.read_device(worker)
         else:
             torch.cuda.memory_stats_as_nested_dict(0)
 threading.Thread(target=look, daemon=True).start()

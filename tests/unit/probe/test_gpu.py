@@ -16,7 +16,7 @@ from tests.fakes.inside.vllm.device_allocator import cumem
 from tests.fakes.inside.vllm.device_allocator.cumem import AllocationData, CuMemAllocator
 from tests.fakes.inside.vllm.engine import config
 from tests.fakes.inside.vllm.worker import WorkerBase
-from vllm_headroom_probe.gpu import WorkerGpu, can_ask_torch
+from vllm_headroom_probe.gpu import WorkerGpu, can_read_torch
 
 GIB: Final = 1 << 30
 
@@ -48,7 +48,7 @@ def worker() -> Any:
 def test_the_workers_own_device_is_asked_by_its_index(worker: Any) -> None:
     gpu = WorkerGpu()
 
-    assert gpu.device(worker) == {
+    assert gpu.read_device(worker) == {
         "uuid": f"GPU-{cuda.UUID}",
         "total": 80 * GIB,
         "allocated": 60 * GIB,
@@ -59,7 +59,7 @@ def test_the_workers_own_device_is_asked_by_its_index(worker: Any) -> None:
     }
     assert cuda.asked == [3]
     assert gpu.call_seconds > 0
-    assert gpu.parts(worker) == {
+    assert gpu.read_parts(worker) == {
         "weights": 14 * GIB,
         "kv_cache": GIB,
         "cuda_graphs": 3 * GIB,
@@ -72,13 +72,13 @@ def test_the_workers_own_device_is_asked_by_its_index(worker: Any) -> None:
 def test_before_cuda_is_initialised_and_without_a_worker_nothing_is_asked(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert WorkerGpu().device(None) is None
-    assert WorkerGpu().parts(None) is None
+    assert WorkerGpu().read_device(None) is None
+    assert WorkerGpu().read_parts(None) is None
     monkeypatch.setattr(cuda, "_initialized", False)
-    assert WorkerGpu().device(worker) is None
+    assert WorkerGpu().read_device(worker) is None
 
     monkeypatch.delitem(sys.modules, "torch")
-    assert WorkerGpu().device(worker) is None
+    assert WorkerGpu().read_device(worker) is None
     assert cuda.asked == []
 
 
@@ -100,13 +100,13 @@ def has_no_settings(worker: Any) -> None:
 
 @pytest.mark.parametrize("why", [asks_for_sleep, asks_for_cumem, has_a_pool, has_no_settings])
 def test_torch_is_never_asked_where_its_allocator_may_wait_for_python(worker: Any, why: Callable[[Any], None]) -> None:
-    assert can_ask_torch(worker)
+    assert can_read_torch(worker)
     why(worker)
     gpu = WorkerGpu()
 
-    assert not can_ask_torch(worker)
-    assert gpu.device(worker) == {"uuid": f"GPU-{cuda.UUID}", "total": 80 * GIB}
-    parts = gpu.parts(worker)
+    assert not can_read_torch(worker)
+    assert gpu.read_device(worker) == {"uuid": f"GPU-{cuda.UUID}", "total": 80 * GIB}
+    parts = gpu.read_parts(worker)
     assert parts is not None
     assert (parts["kv_cache"], parts["cuda_graphs"]) == (None, None), "no tensor of the pool is touched"
     assert cuda.asked == []
@@ -118,13 +118,13 @@ def test_a_pool_that_sleeps_is_told_by_tag_from_vllms_own_books(worker: Any) -> 
     for pointer, (size, tag) in enumerate([(10, "weights"), (4, "weights"), (30, "kv_cache"), (5, "runtime")]):
         pool.pointer_to_data[pointer] = AllocationData((0, size * GIB, pointer, 0), tag)
 
-    awake = WorkerGpu().parts(worker)
+    awake = WorkerGpu().read_parts(worker)
     assert awake is not None
     assert awake["asleep"] is False
     assert awake["pool"] == {"weights": 14 * GIB, "kv_cache": 30 * GIB, "runtime": 5 * GIB}
 
     pool.pointer_to_data[0].is_asleep = pool.pointer_to_data[2].is_asleep = True
-    asleep = WorkerGpu().parts(worker)
+    asleep = WorkerGpu().read_parts(worker)
     assert asleep is not None
     assert asleep["asleep"] is True
     assert asleep["pool"] == {"weights": 4 * GIB, "kv_cache": 0, "runtime": 5 * GIB}
@@ -134,7 +134,7 @@ def test_a_pool_that_does_not_mark_its_sleep_says_nothing(worker: Any) -> None:
     CuMemAllocator.instance = CuMemAllocator()
     CuMemAllocator.instance.pointer_to_data[0] = SimpleNamespace(handle=(0, GIB, 0, 0), tag="weights")  # type: ignore[assignment]
 
-    parts = WorkerGpu().parts(worker)
+    parts = WorkerGpu().read_parts(worker)
 
     assert parts is not None
     assert not {"asleep", "pool"} & set(parts)
@@ -148,7 +148,7 @@ def test_the_uuid_is_written_as_nvml_has_it(
 ) -> None:
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", visible)
 
-    found = WorkerGpu().device(worker)
+    found = WorkerGpu().read_device(worker)
     assert found is not None
     assert found["uuid"] == uuid
 
@@ -157,7 +157,7 @@ def test_the_uuid_of_an_amd_card_is_its_id(worker: Any, monkeypatch: pytest.Monk
     """HIP writes the id's digits as the bytes of a UUID, which torch prints as hexadecimal."""
     monkeypatch.setattr(cuda, "UUID", UUID(bytes=b"fc1d2a3b4c5d6e7f"))
 
-    found = WorkerGpu().device(worker)
+    found = WorkerGpu().read_device(worker)
     assert found is not None
     assert found["uuid"] == "GPU-fc1d2a3b4c5d6e7f"
 
@@ -166,7 +166,7 @@ def test_figures_that_a_torch_does_not_have_are_absent(worker: Any, monkeypatch:
     monkeypatch.setattr(cuda, "STATS", {"allocated_bytes": cuda.STATS["allocated_bytes"]})
     gpu = WorkerGpu()
 
-    found = gpu.device(worker)
+    found = gpu.read_device(worker)
     assert found is not None
     assert found["allocated"] == 60 * GIB
     assert {name: found[name] for name in ("reserved", "inactive_split", "retries", "ooms")} == {
@@ -175,7 +175,7 @@ def test_figures_that_a_torch_does_not_have_are_absent(worker: Any, monkeypatch:
         "retries": None,
         "ooms": None,
     }
-    parts = gpu.parts(worker)
+    parts = gpu.read_parts(worker)
     assert parts is not None
     assert parts["cuda_graphs"] is None
 

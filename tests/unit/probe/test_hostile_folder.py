@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_headroom_probe import folder as probes_folder
-from vllm_headroom_probe.folder import prune, replace
+from vllm_headroom_probe.folder import prune, write_document
 from vllm_headroom_probe.record import Recording
 
 NAME = "7-1000.json"
@@ -24,16 +24,16 @@ def test_of_a_folder_that_is_another_programs_only_the_probes_own_files_are_remo
     own = [f"{number}-1.json" for number in range(3)] + ["3-1.record.json", ".4-1.json.tmp", ".4-1.record.json.tmp"]
     for name in (*OTHERS, *own):
         (folder / name).write_text("{}")
-    prune(str(folder), kept=0)
+    prune(str(folder), max_files=0)
 
     assert {path.name for path in folder.iterdir()} == set(OTHERS)
 
 
 def test_of_a_folder_without_end_a_part_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes_folder, "MOST_ENTRIES", 5)
+    monkeypatch.setattr(probes_folder, "MAX_ENTRIES", 5)
     for number in range(9):
         (folder / f"{number}-1.json").write_text("{}")
-    prune(str(folder), kept=1)
+    prune(str(folder), max_files=1)
 
     assert len(list(folder.iterdir())) == 9 - 4
 
@@ -62,7 +62,7 @@ def test_what_lies_in_its_files_place_is_replaced_and_never_written_through(
     # a pipe would be waited for: it has a reader, so that a test of it ends
     reader = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        replace(str(folder), NAME, {"sequence": 1})
+        write_document(str(folder), NAME, {"sequence": 1})
     finally:
         os.close(reader)
 
@@ -75,7 +75,7 @@ def test_what_lies_in_its_files_place_is_replaced_and_never_written_through(
 def test_a_folder_in_its_files_place_is_an_error_of_the_folder(folder: Path) -> None:
     (folder / NAME).mkdir()
     with pytest.raises(IsADirectoryError):
-        replace(str(folder), NAME, {})
+        write_document(str(folder), NAME, {})
 
     assert [path.name for path in folder.iterdir()] == [NAME]
 
@@ -126,9 +126,9 @@ def test_a_request_without_end_ends_within_an_hour(folder: Path, until: float) -
 
     try:
         assert tracemalloc.is_tracing()
-        assert record._until <= began + 3600
+        assert record._end_at <= began + 3600
     finally:
-        record.forget()
+        record.discard()
 
 
 def test_requests_upon_requests_end_the_one_before(folder: Path) -> None:
@@ -136,7 +136,7 @@ def test_requests_upon_requests_end_the_one_before(folder: Path) -> None:
     for number in range(3):
         (folder / "record.json").write_text(request(id=f"r{number}" + "x" * 1000))
         record.tick("7-1", "worker", None)
-    record.forget()
+    record.discard()
 
     assert not tracemalloc.is_tracing()
     assert not list(folder.glob("*.record.json"))

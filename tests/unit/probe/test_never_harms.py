@@ -38,8 +38,8 @@ BEGINS = "begin __init__ start search _watch_for_ooms"
     [
         ("", "it did not start, vLLM does"),
         (BEGINS, "SpoiledError"),
-        (f"{BEGINS} _run _stop _give_up", "stopped for good: SpoiledError"),
-        (f"{BEGINS} _run _stop _give_up _tick _look _identity", "stopped for good: SpoiledError"),
+        (f"{BEGINS} _run _stop _mark_stopped", "stopped for good: SpoiledError"),
+        (f"{BEGINS} _run _stop _mark_stopped _tick _read_document _read_identity", "stopped for good: SpoiledError"),
     ],
 )
 def test_a_probe_that_raises_wherever_it_can(site: Path, folder: Path, start: str, spared: str, said: str) -> None:

@@ -48,7 +48,7 @@ def look(record: Recording, worker: object = None) -> None:
 
 def end(record: Recording, worker: object = None) -> Document:
     """Let the time of the recording be over, and return the answer."""
-    record._asked["until"] = 1.0
+    record._request["until"] = 1.0
     look(record, worker)
     answer: Document = json.loads(Path(record._folder, "7-1.record.json").read_text())
     return answer
@@ -148,7 +148,7 @@ def test_it_ends_when_the_request_is_gone_or_nobody_waits(folder: Path) -> None:
 
 
 def test_it_ends_before_it_costs_too_much(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MOST_MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(recording, "MAX_TRACER_BYTES", 1 << 20)
     record = Recording(str(folder))
     ask(folder, 3600)
     look(record)
@@ -165,7 +165,7 @@ def test_no_recording_is_longer_than_an_hour(folder: Path, monkeypatch: pytest.M
     record = Recording(str(folder))
     ask(folder, 1e9)
     look(record)
-    monkeypatch.setattr(recording, "LONGEST_SECONDS", 0)
+    monkeypatch.setattr(recording, "MAX_RECORDING_SECONDS", 0)
     look(record)
 
     assert (folder / "7-1.record.json").exists()
@@ -194,5 +194,5 @@ def test_it_ends_with_its_probe(folder: Path) -> None:
     ask(folder, 60)
     look(record)
     assert tracemalloc.is_tracing()
-    record.forget()
-    record.forget()
+    record.discard()
+    record.discard()

@@ -42,11 +42,11 @@ def running(folder: Path, worker: Any, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(probe, "INTERVAL_SECONDS", 3600.0)
     made = Probe(str(folder))
     core = EngineCore(config(0), 0, "spawn")
-    made.engine._keep(worker)
-    made.engine._keep(core)
+    made.engine._remember(worker)
+    made.engine._remember(core)
     made.start()
     yield made
-    made.rest()
+    made.pause()
     assert core is not None
 
 
@@ -64,16 +64,16 @@ def written(folder: Path) -> Document | None:
 
 
 def look(running: Probe) -> None:
-    running._written.clear()
+    running._is_written.clear()
     running._wake.set()
-    assert running._written.wait(60)
+    assert running._is_written.wait(60)
 
 
 def test_an_out_of_memory_error_is_written_before_it_is_raised(
     running: Probe, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hooks, "_probe", running)
-    monkeypatch.setattr(probe, "OOM_SECONDS", 60.0)
+    monkeypatch.setattr(probe, "MAX_OOM_WAIT_SECONDS", 60.0)
     hooks._on_oom(1, 2 << 30, 80 << 30, 1 << 20)
 
     document = written(folder)
@@ -99,10 +99,10 @@ def test_an_out_of_memory_error_is_written_before_it_is_raised(
 
 
 def test_nothing_waits_for_a_probe_that_has_stopped(running: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "OOM_SECONDS", 3600.0)
+    monkeypatch.setattr(probe, "MAX_OOM_WAIT_SECONDS", 3600.0)
     running._stop("a test")
 
-    running.note_oom(1, 2, 3, 4)
+    running.report_oom(1, 2, 3, 4)
 
 
 def test_the_observer_is_attached_when_vllm_initialises_cuda_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_an_allocator_that_keeps_the_gil_is_asked_three_times(
 
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", slow)
     for number in range(3):
-        assert running._stopped is None, number
+        assert running._stop_reason is None, number
         look(running)
 
     said = eventually(lambda: (written(folder) or {})["stopped"], "it says why it stopped")
@@ -144,7 +144,7 @@ def test_an_allocator_that_keeps_the_gil_is_asked_three_times(
 def test_now_and_then_a_slow_look_is_forgiven(
     running: Probe, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "FORGIVEN", 1.0)
+    monkeypatch.setattr(probe, "FORGIVEN_PER_READING", 1.0)
     stats, lasts = cuda.memory_stats_as_nested_dict, iter([0.1, 0.0] * 4)
 
     def uneven(index: int) -> Document:
@@ -154,7 +154,7 @@ def test_now_and_then_a_slow_look_is_forgiven(
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", uneven)
     for _ in range(8):
         look(running)
-    assert running._stopped is None
+    assert running._stop_reason is None
 
 
 def test_what_raises_is_absent_and_the_rest_is_there(running: Probe, folder: Path, worker: Any) -> None:
@@ -188,9 +188,9 @@ def test_a_report_that_would_be_too_long_ends_it(running: Probe, folder: Path) -
     running._oom = {"asked": "9" * 20_000}
     running._wake.set()
 
-    eventually(lambda: running._stopped, "it stops")
-    assert running._stopped is not None
-    assert "bytes for a file of at most 16384" in running._stopped
+    eventually(lambda: running._stop_reason, "it stops")
+    assert running._stop_reason is not None
+    assert "bytes for a file of at most 16384" in running._stop_reason
     assert written(folder) is None
 
 
@@ -198,7 +198,7 @@ def test_files_of_many_lives_do_not_fill_the_folder(folder: Path) -> None:
     for number in range(9):
         (folder / f"{number}-1.json").write_text("{}")
     (folder / "notes").mkdir()
-    prune(str(folder), kept=4)
+    prune(str(folder), max_files=4)
 
     assert len(list(folder.glob("*.json"))) == 4
 
@@ -225,8 +225,8 @@ def test_a_write_that_hangs_holds_no_fork_back_and_is_the_last(
         begun.set()
         ends.wait(60)
 
-    monkeypatch.setattr(probe, "replace", hang)
-    monkeypatch.setattr(probe, "FORK_SECONDS", 0.01)
+    monkeypatch.setattr(probe, "write_document", hang)
+    monkeypatch.setattr(probe, "MAX_FORK_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(hooks, "_probe", running)
     running._wake.set()
     assert begun.wait(60)
@@ -234,9 +234,9 @@ def test_a_write_that_hangs_holds_no_fork_back_and_is_the_last(
     hooks._after_in_parent()
     ends.set()
 
-    assert running._stopped == "a write hung while vLLM forked"
+    assert running._stop_reason == "a write hung while vLLM forked"
     assert [record.getMessage() for record in caplog.records] == [
-        f"headroom probe: stopped for good: {running._stopped}"
+        f"headroom probe: stopped for good: {running._stop_reason}"
     ]
     assert running._thread is not None
     running._thread.join(60)
