@@ -18,7 +18,7 @@ from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine
-from vllm_headroom.derive.readings import count_running
+from vllm_headroom.derive.pages import count_running
 from vllm_headroom.expose.drawing import Point
 from vllm_headroom.model import Ending, HostMemory, Sample, Snapshot
 from vllm_headroom.units import format_duration, format_instant

@@ -22,7 +22,7 @@ from tests.process import eventually
 from tests.unit.derive.life.watch import process, serving
 from vllm_headroom import catalog
 from vllm_headroom.daemon.mappings import AGAIN_SECONDS, Mappings
-from vllm_headroom.derive.readings import make_states
+from vllm_headroom.derive.series import make_states
 from vllm_headroom.model import Values
 from vllm_headroom.scrape.proc.smaps import read_mappings
 from vllm_headroom.vocabulary import LeakState, Role

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.derive.readings import is_page_awake, list_named
+from vllm_headroom.derive.pages import is_page_awake, list_named
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.vocabulary import EngineState

@@ -11,7 +11,7 @@ from vllm_headroom.daemon.sampler import Sampler, TickResult
 from vllm_headroom.daemon.sources import GpuSource
 from vllm_headroom.daemon.state.file import HISTORY
 from vllm_headroom.daemon.state.store import StateKeeper
-from vllm_headroom.derive.readings import count_running
+from vllm_headroom.derive.pages import count_running
 from vllm_headroom.expose.view import History, LastIncident
 from vllm_headroom.model import Published, Snapshot
 from vllm_headroom.trace.recorder import Recorder

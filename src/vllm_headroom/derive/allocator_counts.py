@@ -5,7 +5,7 @@ from typing import Final
 from msgspec import Struct, field
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import label_gpu, limit_remembered
+from vllm_headroom.derive.series import label_gpu, limit_remembered
 from vllm_headroom.model import (
     AllocatorReading,
     Metric,

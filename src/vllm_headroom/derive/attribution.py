@@ -6,7 +6,7 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.derive.readings import sum_known
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import (
     Failure,
     Fate,

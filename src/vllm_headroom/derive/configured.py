@@ -6,7 +6,8 @@ from typing import Any, Final
 
 from msgspec.structs import asdict, replace
 
-from vllm_headroom.derive.readings import label_engine, list_named
+from vllm_headroom.derive.pages import list_named
+from vllm_headroom.derive.series import label_engine
 from vllm_headroom.model import (
     EngineOptions,
     EnginePage,

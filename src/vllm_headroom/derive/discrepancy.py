@@ -1,7 +1,7 @@
 """The difference between the memory an engine reports and the memory it holds."""
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import label_gpu
+from vllm_headroom.derive.series import label_gpu
 from vllm_headroom.model import EnginePage, Gpu, Sample, Snapshot
 
 

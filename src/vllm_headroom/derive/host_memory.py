@@ -8,7 +8,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import limit_remembered, make_facts, sum_known
+from vllm_headroom.derive.series import limit_remembered, make_facts
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import (
     Cgroup,
     EngineProcess,

@@ -5,7 +5,7 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.readings import sum_known
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import (
     AllocatorReading,
     EngineParts,

@@ -8,13 +8,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import (
-    label_engine,
-    limit_remembered,
-    list_engines,
-    list_named,
-    sum_known,
-)
+from vllm_headroom.derive.pages import list_engines, list_named
+from vllm_headroom.derive.series import label_engine, limit_remembered
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import EngineReading, Sample, Snapshot, TokenBytes
 from vllm_headroom.vocabulary import EngineState, MemoryPart
 

@@ -7,14 +7,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import (
-    count_finished,
-    count_running,
-    identify_run,
-    is_new_run,
-    label_gpu,
-    limit_remembered,
-)
+from vllm_headroom.derive.pages import count_finished, count_running
+from vllm_headroom.derive.run_identity import identify_run, is_new_run
+from vllm_headroom.derive.series import label_gpu, limit_remembered
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 from vllm_headroom.units import DAY_SECONDS
 

@@ -6,13 +6,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import (
-    identify_run,
-    is_new_run,
-    is_page_awake,
-    label_gpu,
-    limit_remembered,
-)
+from vllm_headroom.derive.pages import is_page_awake
+from vllm_headroom.derive.run_identity import identify_run, is_new_run
+from vllm_headroom.derive.series import label_gpu, limit_remembered
 from vllm_headroom.model import Sample, Snapshot
 
 SETTLED_SECONDS: Final = 30.0

@@ -7,7 +7,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import label_gpu, list_named, sum_known
+from vllm_headroom.derive.pages import list_named
+from vllm_headroom.derive.series import label_gpu
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0

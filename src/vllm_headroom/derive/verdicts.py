@@ -14,7 +14,7 @@ from vllm_headroom.derive.host_memory import SCOPES, count_shared
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
 from vllm_headroom.derive.life.evidence import is_starved
-from vllm_headroom.derive.readings import label_gpu, make_states
+from vllm_headroom.derive.series import label_gpu, make_states
 from vllm_headroom.model import (
     EngineStatus,
     Failure,

@@ -6,7 +6,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.derive.kv_cache import count_tokens_per_request
-from vllm_headroom.derive.readings import count_running, is_page_awake, label_engine, list_named
+from vllm_headroom.derive.pages import count_running, is_page_awake, list_named
+from vllm_headroom.derive.series import label_engine
 from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import IncidentKind, LeakState
@@ -342,13 +343,17 @@ class TraceHistory:
                 for role, course in self._watch.host
             ),
             host=self._watch.memory,
-            ends=tuple(end for end in ends if not end.has_served or end.seconds > (self._since or 0.0)),
+            ends=tuple(
+                end for end in ends if not end.has_served or end.seconds > (self._since or 0.0)
+            ),
         )
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
         running = count_running(snapshot.page)
         ended = snapshot.engine_status is not None and snapshot.engine_status.ended is not None
-        serving = self._watch.engine.runs.present.is_ready and is_page_awake(snapshot.page) is not False
+        serving = (
+            self._watch.engine.runs.present.is_ready and is_page_awake(snapshot.page) is not False
+        )
         for history in self._gpus.values() if ended or not serving else ():
             history.close_spell(self._now, ended_engine=ended)
         for gpu in snapshot.devices:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.host_memory import FACTS
-from vllm_headroom.derive.readings import sum_known
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.inputs import redact_url
 from vllm_headroom.model import INPUTS, Failure, HostMemory, Metric, Sample, Values

@@ -14,8 +14,9 @@ from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.derive.leak.evidence import GROWING_SECONDS
 from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
 from vllm_headroom.derive.life.service import keep_service
+from vllm_headroom.derive.pages import count_finished, count_running, list_named
 from vllm_headroom.derive.per_request import BASELINE_READINGS, WARM_REQUESTS, find_load_band
-from vllm_headroom.derive.readings import count_finished, count_running, list_named, sum_known
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import format_duration
 from vllm_headroom.vocabulary import MemoryPart, Role

@@ -9,8 +9,8 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.derive.kv_cache import derive_kv_cache
+from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.probe_files import classify_probe
-from vllm_headroom.derive.readings import list_named
 from vllm_headroom.model import (
     INPUTS,
     EngineOptions,

@@ -7,7 +7,8 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from vllm_headroom.derive.readings import is_page_awake, sum_known
+from vllm_headroom.derive.pages import is_page_awake
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import EnginePage, Failure, GpuReading
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools import conclusion

@@ -20,7 +20,7 @@ from tests.unit.derive.life.watch import BEGAN, REFUSED, UNSEEN, WHOLE, WORKER, 
 from vllm_headroom import catalog
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.mappings import AGAIN_SECONDS, MOST_PROCESSES, Mappings
-from vllm_headroom.derive.readings import make_states
+from vllm_headroom.derive.series import make_states
 from vllm_headroom.model import EngineProcess, Failure, Snapshot, Values
 from vllm_headroom.scrape.proc.smaps import read_mappings
 from vllm_headroom.vocabulary import LeakState, Role

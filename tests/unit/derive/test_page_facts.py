@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.samples import engine, page
-from vllm_headroom.derive.readings import (
-    count_finished,
-    count_running,
-    identify_run,
-    is_new_run,
-    is_page_awake,
-    list_named,
-    sum_known,
-)
+from vllm_headroom.derive.pages import count_finished, count_running, is_page_awake, list_named
+from vllm_headroom.derive.run_identity import identify_run, is_new_run
+from vllm_headroom.derive.sums import sum_known
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.inside import move_inside_track, move_track
 from vllm_headroom.derive.leak.leak import LeakMemory, Tracks
+from vllm_headroom.derive.pages import count_finished, list_named
 from vllm_headroom.derive.per_request import Baselines
-from vllm_headroom.derive.readings import count_finished, identify_run, list_named
+from vllm_headroom.derive.run_identity import identify_run
 from vllm_headroom.derive.stability import LoadState
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from vllm_headroom.derive.leak.facts import Estimate, Track, start_track
 from vllm_headroom.derive.leak.observation import Observation, observe_gpus
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.derive.readings import limit_remembered
+from vllm_headroom.derive.series import limit_remembered
 from vllm_headroom.model import Gpu, Snapshot
 from vllm_headroom.units import DAY_SECONDS
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart

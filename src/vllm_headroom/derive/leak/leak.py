@@ -18,8 +18,8 @@ from vllm_headroom.derive.leak.inside import (
 from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
 from vllm_headroom.derive.leak.track import is_warming_up, observe
 from vllm_headroom.derive.life.service import derive_out_of_service, keep_service
-from vllm_headroom.derive.readings import label_gpu, limit_remembered, make_facts, make_states
 from vllm_headroom.derive.residue import SleepState, derive_sleep
+from vllm_headroom.derive.series import label_gpu, limit_remembered, make_facts, make_states
 from vllm_headroom.derive.stability import LoadState, derive_load
 from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState

@@ -6,7 +6,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES
-from vllm_headroom.derive.readings import count_finished, count_running, identify_run, is_page_awake
+from vllm_headroom.derive.pages import count_finished, count_running, is_page_awake
+from vllm_headroom.derive.run_identity import identify_run
 from vllm_headroom.model import EngineProcess, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import Role
 

@@ -38,12 +38,9 @@ from vllm_headroom.derive.life.progress import (
 )
 from vllm_headroom.derive.life.record import RunRecord, build_ending, describe_gpus, update_record
 from vllm_headroom.derive.life.states import Clues, find_next_state, read_sight
-from vllm_headroom.derive.readings import (
-    RESTART_SHARE,
-    is_new_run,
-    is_page_awake,
-    limit_remembered,
-)
+from vllm_headroom.derive.pages import is_page_awake
+from vllm_headroom.derive.run_identity import RESTART_SHARE, is_new_run
+from vllm_headroom.derive.series import limit_remembered
 from vllm_headroom.model import (
     SAME_START_SECONDS,
     Ending,

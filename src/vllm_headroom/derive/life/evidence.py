@@ -5,7 +5,8 @@ from typing import Final
 
 from msgspec import Struct, field
 
-from vllm_headroom.derive.readings import count_finished, identify_run
+from vllm_headroom.derive.pages import count_finished
+from vllm_headroom.derive.run_identity import identify_run
 from vllm_headroom.model import (
     EnginePage,
     EngineProcess,

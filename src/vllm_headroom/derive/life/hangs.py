@@ -6,7 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.derive.life.evidence import NECESSARY_ROLES, Evidence
-from vllm_headroom.derive.readings import sum_known
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import EngineProcess, HangSign, ProcessName
 from vllm_headroom.vocabulary import Role
 

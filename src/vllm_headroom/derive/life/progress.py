@@ -5,7 +5,8 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from vllm_headroom.derive.readings import label_engine, list_named
+from vllm_headroom.derive.pages import list_named
+from vllm_headroom.derive.series import label_engine
 from vllm_headroom.model import EnginePage, EngineReading
 
 IDLE_SECONDS: Final = 60.0

@@ -9,7 +9,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.derive.life.evidence import EngineRun
-from vllm_headroom.derive.readings import limit_remembered, list_named, sum_known
+from vllm_headroom.derive.pages import list_named
+from vllm_headroom.derive.series import limit_remembered
+from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import (
     Ending,
     EngineProcess,

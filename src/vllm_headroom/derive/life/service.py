@@ -5,7 +5,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import label_gpu, make_states
+from vllm_headroom.derive.series import label_gpu, make_states
 from vllm_headroom.model import Failure, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
 

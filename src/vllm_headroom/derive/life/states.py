@@ -14,7 +14,7 @@ from vllm_headroom.derive.life.evidence import (
     is_starved,
 )
 from vllm_headroom.derive.life.hangs import SIGN_SECONDS, STALLED_SECONDS, CpuUse
-from vllm_headroom.derive.readings import is_page_awake
+from vllm_headroom.derive.pages import is_page_awake
 from vllm_headroom.model import EnginePage, HangSign
 from vllm_headroom.vocabulary import EngineState
 

@@ -1,0 +1,40 @@
+"""What the page of a whole server shows, over all its engines."""
+
+from vllm_headroom.derive.sums import sum_known
+from vllm_headroom.model import EnginePage, EngineReading
+
+
+def list_engines(page: EnginePage | None) -> tuple[EngineReading, ...]:
+    """Return the engines of the page; none where it could not be read."""
+    return () if page is None else page.engines
+
+
+def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
+    """Return the engines with a model name.
+
+    Before its first request, vLLM V0 exports its settings without one.
+    """
+    return tuple(engine for engine in list_engines(page) if engine.model_name)
+
+
+def count_running(page: EnginePage | None) -> float | None:
+    """Return the running requests of all engines; None where one is unknown, or without engines.
+
+    A sleeping engine runs none: its gauges are frozen.
+    """
+    counts: list[float | None] = []
+    for engine in list_named(page):
+        is_asleep = engine.awake is False
+        counts.append(0.0 if is_asleep and engine.running else engine.running)
+    return sum_known(counts)
+
+
+def count_finished(page: EnginePage | None) -> float | None:
+    """Return the finished requests of all engines; None where one is unknown."""
+    return sum_known(engine.finished_total for engine in list_named(page))
+
+
+def is_page_awake(page: EnginePage | None) -> bool | None:
+    """Return False while an engine of the page sleeps; None where none reports it."""
+    reports = [engine.awake for engine in list_engines(page) if engine.awake is not None]
+    return all(reports) if reports else None

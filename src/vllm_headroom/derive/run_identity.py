@@ -1,0 +1,54 @@
+"""Whether two pages are of the same run of the engine."""
+
+from typing import Final
+
+from vllm_headroom.derive.pages import list_engines
+from vllm_headroom.model import EnginePage
+
+RESTART_SHARE: Final = 0.5
+"""A count of finished requests below this share of the previous one is that of another run."""
+
+
+def identify_run(page: EnginePage | None) -> str | None:
+    """Return the start times of the page's servers, which identify this run.
+
+    None where the page has none.
+    """
+    starts = {
+        engine.started_at_seconds
+        for engine in list_engines(page)
+        if engine.started_at_seconds is not None
+    }
+    return ",".join(sorted(f"{seconds:.3f}" for seconds in starts)) or None
+
+
+def is_new_run(
+    run_id: str | None, new_run_id: str | None, finished: float | None, new_finished: float | None
+) -> bool:
+    """Return whether the second pair belongs to another run than the first.
+
+    Unknown values prove nothing. A counter that falls within one run was reset. If several servers
+    answer in turn, the latest start identifies the run; an earlier start is a restart, after the
+    clock was set, only if the count has more than halved: servers that share the load have similar
+    counts.
+    """
+    has_restarted_count = False
+    if finished is not None and new_finished is not None:
+        has_restarted_count = new_finished < RESTART_SHARE * finished
+    if run_id is None or new_run_id is None:
+        return has_restarted_count
+    if run_id == new_run_id:  # fast path: identifiers usually match
+        return False
+    if run_id.count(",") != new_run_id.count(","):
+        return True
+    latest_start = _find_latest_start(run_id)
+    new_latest_start = _find_latest_start(new_run_id)
+    if new_latest_start > latest_start:
+        return True
+    return new_latest_start < latest_start and has_restarted_count
+
+
+def _find_latest_start(run_id: str) -> tuple[int, str]:
+    """Return a sortable key of the latest start; a process has its pid before its start."""
+    starts = [name.rpartition(":")[2] for name in run_id.split(",")]
+    return max((len(start), start) for start in starts)

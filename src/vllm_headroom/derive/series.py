@@ -1,0 +1,56 @@
+"""The labels and samples of series, and how many series are remembered."""
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from typing import Final, TypeVar
+
+from vllm_headroom.model import EngineReading, Gpu, Metric, Sample
+
+MOST_REMEMBERED: Final = 256
+"""Entries kept while some do not show: as many as a page may have engines, and more than a machine
+has GPU parts. Names may be new each time."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def limit_remembered(entries: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
+    """Drop what does not show now if there are more than MOST_REMEMBERED entries."""
+    if len(entries) <= MOST_REMEMBERED:
+        return dict(entries)
+    return {name: entry for name, entry in entries.items() if name in present}
+
+
+def label_gpu(gpu: Gpu) -> tuple[str, str]:
+    """Return the values of the labels `gpu` and `uuid`."""
+    return str(gpu.reading.index), gpu.reading.uuid
+
+
+def label_engine(engine: EngineReading) -> tuple[str, str]:
+    """Return the values of the labels `model_name` and `engine`."""
+    return engine.model_name, engine.engine
+
+
+def make_states(metric: Metric, labels: tuple[str, ...], current: StrEnum) -> tuple[Sample, ...]:
+    """Return a sample per state of a series: 1 for the current one, 0 for the others."""
+    members = type(current).__members__.values()  # three times as fast as the class itself
+    return tuple(
+        [
+            Sample(metric, (*labels, str(member)), 1.0 if member is current else 0.0)
+            for member in members
+        ]
+    )
+
+
+def make_facts(
+    table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object
+) -> list[Sample]:
+    """Return a reading's samples by a table of metrics and attributes; none without a reading."""
+    if reading is None:
+        return []
+    samples = []
+    for metric, attribute in table:
+        value = getattr(reading, attribute)
+        if value is not None:
+            samples.append(Sample(metric, labels, float(value)))
+    return samples
