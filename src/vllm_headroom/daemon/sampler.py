@@ -15,11 +15,11 @@ from vllm_headroom.derive import LEAK, Derivation, answer
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.derive.configured import complete_page, list_pools
 from vllm_headroom.derive.gates import GATE, Gate, Guardrail, derive_gate
-from vllm_headroom.derive.health import add_lost_gpus
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.derive.inside import add_inside
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.life.engine import ENGINE_RUN, EngineMemory, forget_run, update_engine
+from vllm_headroom.derive.lost_gpus import add_lost_gpus
 from vllm_headroom.derive.probe_files import classify_probe
 from vllm_headroom.derive.verdicts import SERVING, VERDICTS, derive_verdicts, measure_watches
 from vllm_headroom.model import (

@@ -7,19 +7,15 @@ from typing import Any, Final, Generic, TypeVar
 
 from msgspec import Struct
 
+from vllm_headroom.derive.admission import Batches, derive_admission
 from vllm_headroom.derive.allocator_counts import Counts, derive_counters
 from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.derive.host_memory import derive_host_memory
-from vllm_headroom.derive.kv_cache import (
-    Batches,
-    PrefixCacheState,
-    derive_admission,
-    derive_kv_cache,
-    derive_prefix_cache,
-)
+from vllm_headroom.derive.kv_cache import derive_kv_cache
 from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
 from vllm_headroom.derive.per_request import Baselines, derive_baseline, derive_per_request
+from vllm_headroom.derive.prefix_cache import PrefixCacheState, derive_prefix_cache
 from vllm_headroom.derive.readings import derive_engine_state, derive_readings
 from vllm_headroom.model import Sample, Snapshot, TokenBytes
 
@@ -66,10 +62,10 @@ def build_derivations(
 ) -> tuple[Derivation[Any], ...]:
     """Return every derivation in the order of the page; a new one is added here.
 
-    `reported_bytes` is the configured memory use per GPU, `kv_bytes_per_token` the size of one
-    KV-cache token in one engine, `model` computes that size from the cache's dtype,
-    `baseline_bytes_per_request` is the expected memory per running request and GPU; None where
-    not configured.
+    None where the operator has not configured it: `reported_bytes` is the memory use per GPU,
+    `kv_bytes_per_token` the size of one KV-cache token in one engine, `model` computes that size
+    from the cache's dtype, `baseline_bytes_per_request` is the expected memory per running request
+    and GPU.
     """
     return (
         Derivation(name="health", initial=INITIAL, step=derive_health),

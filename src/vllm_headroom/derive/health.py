@@ -1,13 +1,12 @@
-"""The state of each source: whether and when it could be read, and how long it took."""
+"""Whether and when each source could be read, and how long it took."""
 
 from typing import Final
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.model import Sample, Snapshot
-from vllm_headroom.vocabulary import REASONS, Attribution, Source
+from vllm_headroom.vocabulary import REASONS, Source
 
 
 class HealthState(Struct, frozen=True, kw_only=True):
@@ -20,16 +19,22 @@ class HealthState(Struct, frozen=True, kw_only=True):
     """When each was last read, in seconds since the epoch."""
 
 
-ZEROS: Final = {
-    source: {(str(source), str(reason)): 0 for reason in REASONS[source]} for source in REASONS
-}
-"""The counts that each source starts with, by their labels."""
+def _list_zeros(*sources: Source) -> dict[tuple[str, str], int]:
+    """Return the counts of failures that sources start with, by their labels."""
+    counts = {}
+    for source in sources:
+        for reason in REASONS[source]:
+            counts[str(source), str(reason)] = 0
+    return counts
+
 
 INITIAL: Final = HealthState(
-    failures=ZEROS[Source.ENGINE] | ZEROS[Source.NVML] | ZEROS[Source.PROCESS],
+    failures=_list_zeros(Source.ENGINE, Source.NVML, Source.PROCESS),
     last_success_seconds={},
 )
 """The probe's failures start when its folder is first read: without a folder there are none."""
+
+PROBE_ZEROS: Final = _list_zeros(Source.PROBE)
 
 
 def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
@@ -37,29 +42,39 @@ def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, 
     state = _count_readings(state, snapshot)
     failed_sources = {failure.source for failure in snapshot.failures}
     samples = []
-    ends_seconds = {}
     for reading in snapshot.reading_times:
         labels = (str(reading.source),)
         is_up = reading.source not in failed_sources
         samples.append(Sample(catalog.SOURCE_UP, labels, float(is_up)))
         samples.append(Sample(catalog.SOURCE_READ_SECONDS, labels, reading.seconds))
-        if is_up:
-            ends_seconds[reading.source] = reading.ended_monotonic_seconds
     for failure_labels, count in state.failures.items():
         samples.append(Sample(catalog.SOURCE_FAILURES, failure_labels, float(count)))
     for source, success_seconds in state.last_success_seconds.items():
         samples.append(Sample(catalog.SOURCE_LAST_SUCCESS, (str(source),), success_seconds))
-    if Source.ENGINE in ends_seconds and Source.NVML in ends_seconds:
-        skew_seconds = abs(ends_seconds[Source.ENGINE] - ends_seconds[Source.NVML])
+    skew_seconds = _measure_skew(snapshot, failed_sources)
+    if skew_seconds is not None:
         samples.append(Sample(catalog.SAMPLE_SKEW, (), skew_seconds))
     return state, tuple(samples)
+
+
+def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | None:
+    """Return the time between the readings of engine and GPUs; None where one of them failed."""
+    ends_seconds = {}
+    for reading in snapshot.reading_times:
+        if reading.source not in failed_sources:
+            ends_seconds[reading.source] = reading.ended_monotonic_seconds
+    engine_seconds = ends_seconds.get(Source.ENGINE)
+    gpus_seconds = ends_seconds.get(Source.NVML)
+    if engine_seconds is None or gpus_seconds is None:
+        return None
+    return abs(engine_seconds - gpus_seconds)
 
 
 def _count_readings(state: HealthState, snapshot: Snapshot) -> HealthState:
     """Return the state with this snapshot's failures and successes."""
     failures = dict(state.failures)
     if snapshot.probe is not None:
-        failures = ZEROS[Source.PROBE] | failures
+        failures = PROBE_ZEROS | failures
     reasons = {failure.source: failure.reason for failure in snapshot.failures}
     for source, reason in reasons.items():
         labels = (str(source), str(reason))
@@ -69,33 +84,3 @@ def _count_readings(state: HealthState, snapshot: Snapshot) -> HealthState:
         if reading.source not in reasons:
             last_success_seconds[reading.source] = snapshot.time_seconds
     return HealthState(failures=failures, last_success_seconds=last_success_seconds)
-
-
-def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
-    """Attribute GPUs that cannot be opened to an engine some of whose GPUs are missing.
-
-    Such a GPU has no UUID and no process list: it is the engine's if no more GPUs are unreadable
-    than missing. A readable GPU is then not assumed to be the engine's, even if it is the only one
-    left.
-    """
-    if snapshot.engine_status is None or not snapshot.devices:
-        return snapshot
-    engine_uuids = {uuid for uuid, _ in snapshot.engine_status.first_rooms}
-    missing_uuids = sorted(engine_uuids - {gpu.reading.uuid for gpu in snapshot.devices})
-    if not missing_uuids:
-        return snapshot
-    unopened = [gpu for gpu in snapshot.devices if not gpu.reading.uuid]
-    are_all_lost = len(unopened) <= len(missing_uuids)
-    lost_uuid = missing_uuids[0] if len(missing_uuids) == 1 else ""
-    gpus = []
-    for gpu in snapshot.devices:
-        is_assumed = gpu.attribution is Attribution.SINGLE
-        if are_all_lost and not gpu.reading.uuid:
-            reading = replace(gpu.reading, uuid=lost_uuid)
-            attribution = gpu.attribution or Attribution.PROCESS
-            gpus.append(replace(gpu, reading=reading, attribution=attribution))
-        elif is_assumed and gpu.reading.uuid not in engine_uuids:
-            gpus.append(replace(gpu, attribution=None, held_bytes=None))
-        else:
-            gpus.append(gpu)
-    return replace(snapshot, gpus=tuple(gpus))

@@ -1,6 +1,6 @@
 """What the engine uses its memory on a GPU for."""
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -50,42 +50,59 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     """Return None for a GPU that is not the engine's, or for figures beyond the device's memory."""
     if gpu.attribution is None:
         return None
-    uuid = gpu.reading.uuid.casefold()
-    allocators = []
-    measurements = []
-    for process in probe.present:
-        # A process on several devices does not say which of them its own measurements are of.
-        parts = process.parts if len(process.devices) == 1 else None
-        for device in process.devices:
-            if device.uuid.casefold() == uuid:
-                allocators.append(device)
-                measurements.append(parts)
-    if not allocators:
+    reports = _list_reports(gpu, probe)
+    if not reports:
         return None
-    sums = _sum_up(allocators, measurements)
+    sums = _sum_up(reports)
     memory = gpu.reading.memory
     largest_bytes = max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0)
     if memory is not None and largest_bytes > memory.total_bytes:
         return None
-    totals = [device.total_bytes for device in allocators if device.total_bytes is not None]
+    sizes = [report.allocator.total_bytes for report in reports]
     ledger = build_ledger(sums, gpu.held_bytes)
     return Inside(
-        granted_bytes=min(totals, default=None),
+        granted_bytes=min((size for size in sizes if size is not None), default=None),
         allocated_bytes=sums.allocated,
         reserved_bytes=sums.reserved,
         parts=tuple((part, ledger[part]) for part in MemoryPart if part in ledger),
     )
 
 
-def _sum_up(allocators: list[AllocatorReading], measurements: list[EngineParts | None]) -> Sums:
-    graphs = [None if parts is None else parts.cuda_graphs_bytes for parts in measurements]
+class GpuReport(NamedTuple):
+    """What one process reports about one GPU."""
+
+    allocator: AllocatorReading
+    parts: EngineParts | None
+    """vLLM's own measurements, None where they may be of another GPU."""
+
+    @property
+    def graphs_bytes(self) -> int | None:
+        """The size of captured graphs, None where unknown."""
+        return None if self.parts is None else self.parts.cuda_graphs_bytes
+
+
+def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[GpuReport]:
+    uuid = gpu.reading.uuid.casefold()
+    reports = []
+    for process in probe.present:
+        # A process on several devices does not say which of them its own measurements are of.
+        parts = process.parts if len(process.devices) == 1 else None
+        reports += [
+            GpuReport(device, parts) for device in process.devices if device.uuid.casefold() == uuid
+        ]
+    return reports
+
+
+def _sum_up(reports: list[GpuReport]) -> Sums:
+    """Return the sums over the processes on one GPU."""
+    allocators = [report.allocator for report in reports]
     return Sums(
-        allocated=sum_known(device.allocated_bytes for device in allocators),
-        reserved=sum_known(device.reserved_bytes for device in allocators),
-        split=sum_known(device.inactive_split_bytes for device in allocators),
-        weights=sum_known(_find_current(parts, "weights_bytes") for parts in measurements),
-        kv_cache=sum_known(_find_current(parts, "kv_cache_bytes") for parts in measurements),
-        graphs=sum_known(graphs),
+        allocated=sum_known(allocator.allocated_bytes for allocator in allocators),
+        reserved=sum_known(allocator.reserved_bytes for allocator in allocators),
+        split=sum_known(allocator.inactive_split_bytes for allocator in allocators),
+        weights=sum_known(_find_current(report.parts, "weights_bytes") for report in reports),
+        kv_cache=sum_known(_find_current(report.parts, "kv_cache_bytes") for report in reports),
+        graphs=sum_known(report.graphs_bytes for report in reports),
     )
 
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.kv_cache import FULL_BATCH_SAMPLES, Batches, derive_admission
+from vllm_headroom.derive.admission import FULL_BATCH_SAMPLES, Batches, derive_admission
 from vllm_headroom.model import EngineStatus, Failure
 from vllm_headroom.vocabulary import EngineState, Source
 

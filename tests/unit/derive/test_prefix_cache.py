@@ -6,7 +6,7 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.kv_cache import STEPS, WINDOW_SECONDS, PrefixCacheState, derive_prefix_cache
+from vllm_headroom.derive.prefix_cache import STEPS, WINDOW_SECONDS, PrefixCacheState, derive_prefix_cache
 from vllm_headroom.model import EnginePage, Failure, Sample
 from vllm_headroom.vocabulary import Source
 

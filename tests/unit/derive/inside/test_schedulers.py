@@ -8,8 +8,9 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, gpu, page, probed, snapshot, values
 from vllm_headroom import catalog
+from vllm_headroom.derive.admission import Batches, derive_admission
 from vllm_headroom.derive.configured import complete_page, find_schedulers
-from vllm_headroom.derive.kv_cache import Batches, derive_admission, derive_kv_cache
+from vllm_headroom.derive.kv_cache import derive_kv_cache
 from vllm_headroom.model import EngineOptions, EnginePage, Gpu, Inside, ProbedProcess, ProbeReadings, SchedulerReading
 from vllm_headroom.vocabulary import MemoryPart, Source
 

@@ -1,0 +1,93 @@
+"""The hit ratio of the prefix cache."""
+
+from typing import Final
+
+from msgspec import Struct, field
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.pages import list_engines
+from vllm_headroom.derive.series import label_engine, limit_remembered
+from vllm_headroom.model import EngineReading, Sample, Snapshot
+
+WINDOW_SECONDS: Final = 300.0
+"""The hit ratio is that of the last five minutes."""
+
+STEPS: Final = 60
+"""Counts are kept a sixtieth of the window apart, which bounds memory at any sampling interval."""
+
+
+class Count(Struct, frozen=True, kw_only=True):
+    """The counters at one moment."""
+
+    seconds: float
+    queries: float
+    hits: float
+
+
+class PrefixCacheState(Struct, frozen=True, kw_only=True):
+    """The counts of each engine, by the labels `model_name` and `engine`.
+
+    They are those within the window and the last one before it, oldest first. An engine that left
+    the page is dropped after a window.
+    """
+
+    engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
+
+
+def derive_prefix_cache(
+    state: PrefixCacheState, snapshot: Snapshot
+) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
+    """Return hits over queries of the last 5 minutes per engine; absent without queries then.
+
+    vLLM V0 has no counters: there the ratio is the average since the engine's start.
+    """
+    if snapshot.engine_status is not None and not snapshot.engine_status.in_service:
+        return PrefixCacheState(), ()
+    now = snapshot.monotonic_seconds
+    engines = {label_engine(engine): engine for engine in list_engines(snapshot.page)}
+    counts_by_engine = dict(state.engines)
+    samples = []
+    for labels, engine in engines.items():
+        counts = _update_counts(counts_by_engine.get(labels, ()), engine, now)
+        ratio = engine.prefix_hit_lifetime_ratio
+        if counts:
+            counts_by_engine[labels] = counts
+            ratio = _measure_hit_ratio(counts)
+        if ratio is not None:
+            samples.append(Sample(catalog.ENGINE_PREFIX_HIT_RATIO, labels, ratio))
+    recent_counts = {
+        labels: counts
+        for labels, counts in limit_remembered(counts_by_engine, engines).items()
+        if labels in engines or now - counts[-1].seconds < WINDOW_SECONDS
+    }
+    return PrefixCacheState(engines=recent_counts), tuple(samples)
+
+
+def _update_counts(
+    counts: tuple[Count, ...], engine: EngineReading, now: float
+) -> tuple[Count, ...]:
+    """Drop what is too old and add the engine's counters, if it has any; `now` is in seconds.
+
+    A counter that fell has restarted at 0.
+    """
+    old = sum(now - count.seconds >= WINDOW_SECONDS for count in counts)
+    # The last one before the window is where the window begins.
+    counts = counts[max(0, old - 1) :]
+    queries = engine.prefix_queries_total
+    hits = engine.prefix_hits_total
+    if queries is None or hits is None:
+        return counts
+    if counts and (queries < counts[-1].queries or hits < counts[-1].hits):
+        counts = (Count(seconds=now, queries=0.0, hits=0.0),)
+    elif len(counts) > 1 and counts[-1].seconds - counts[-2].seconds < WINDOW_SECONDS / STEPS:
+        counts = counts[:-1]
+    return (*counts, Count(seconds=now, queries=queries, hits=hits))
+
+
+def _measure_hit_ratio(counts: tuple[Count, ...]) -> float | None:
+    """Return hits over queries from the first count to the last; None without queries."""
+    queries = counts[-1].queries - counts[0].queries
+    hits = counts[-1].hits - counts[0].hits
+    if queries <= 0:
+        return None
+    return min(1.0, hits / queries)
