@@ -158,10 +158,10 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
             clock,
             pause_seconds=max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds),
         )
-    profile = None if settings.engine_profile == AUTO else settings.engine_profile
+    profile_name = None if settings.engine_profile == AUTO else settings.engine_profile
     sampler = Sampler(
         sources=parts,
-        parse=partial(parse_engines, profile=profile),
+        parse=partial(parse_engines, profile_name=profile_name),
         selection=Selection.of(settings.gpus),
         derivations=build_derivations(
             reported_bytes=settings.reported_bytes,

@@ -74,7 +74,7 @@ def test_a_costly_page_is_a_failure_of_its_own_kind(name: str) -> None:
 ENGINES, CHARACTERS, SHARED = (
     "parse.engines.MOST_ENGINES",
     "parse.exposition.MOST_CHARACTERS",
-    "parse.engines.MOST_SHARED",
+    "parse.engines.MOST_SHARED_READINGS",
 )
 LINE, DEADLINE = "parse.exposition.LONGEST_LINE", "daemon.sampler.PARSE_SECONDS"
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.contract.data_parallel import data_parallel_page
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.parse.engines import MOST_ENGINES, MOST_SHARED, parse_engines
+from vllm_headroom.parse.engines import MOST_ENGINES, MOST_SHARED_READINGS, parse_engines
 from vllm_headroom.parse.exposition import LONGEST_LINE, MOST_CHARACTERS, MOST_LABELS, MOST_SAMPLES
 from vllm_headroom.vocabulary import Reason
 
@@ -37,7 +37,7 @@ WITHIN_AND_BEYOND = {
     "labels of a line": (labels(MOST_LABELS), labels(MOST_LABELS + 1)),
     "series": (f"{RUNNING} 1\n" * MOST_SAMPLES, f"{RUNNING} 1\n" * (MOST_SAMPLES + 1)),
     "characters": (line(8192) * (MOST_CHARACTERS // 8192), line(8192) * (MOST_CHARACTERS // 8192 + 1)),
-    "shared series": (shared(MOST_SHARED), shared(MOST_SHARED + 10)),
+    "shared series": (shared(MOST_SHARED_READINGS), shared(MOST_SHARED_READINGS + 10)),
 }
 
 
