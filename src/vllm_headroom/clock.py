@@ -33,7 +33,9 @@ class SystemClock:
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
         """Wait until that time, never less; if it has passed, only yield to other tasks."""
-        while True:  # uvloop's timers count whole milliseconds and may fire early; a step on a grid would run twice
-            await asyncio.sleep(max(0.0, (monotonic_seconds - self.monotonic()) / self.speed))
+        # uvloop's timers count whole milliseconds and may fire early: a step would run twice.
+        while True:
+            remaining_seconds = monotonic_seconds - self.monotonic()
+            await asyncio.sleep(max(0.0, remaining_seconds / self.speed))
             if self.monotonic() >= monotonic_seconds:
                 return

@@ -6,7 +6,10 @@ from typing import Any
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
-    """Takes the fields of an event as keyword arguments: `log.info("source answers", source="engine")`."""
+    """Takes the fields of an event as keyword arguments.
+
+    `log.info("source answers", source="engine")` logs an event with one field.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger(name))

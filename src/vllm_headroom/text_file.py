@@ -8,24 +8,33 @@ from pathlib import Path
 from typing import Final
 
 WAIT_SECONDS: Final = 5.0
-"""Time for the writer of a pipe, such as a shell's `<(command)`; without one, reading would block for ever."""
+"""Time for the writer of a pipe, such as a shell's `<(command)`.
+
+Without one, reading would block for ever.
+"""
+
+CHUNK_BYTES: Final = 2**20
+"""The most that is read at once."""
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
     """Return at most `most_bytes` of the file; raises OSError, also if a pipe stays empty."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    ends, waiting, content = time.monotonic() + WAIT_SECONDS, select.poll(), bytearray()
-    waiting.register(descriptor, select.POLLIN)
+    deadline_seconds = time.monotonic() + WAIT_SECONDS
+    content = bytearray()
+    readiness = select.poll()
+    readiness.register(descriptor, select.POLLIN)
     try:
         while len(content) < most_bytes:
-            if not waiting.poll(max(0.0, 1000 * (ends - time.monotonic()))):
+            wait_milliseconds = 1000 * (deadline_seconds - time.monotonic())
+            if not readiness.poll(max(0.0, wait_milliseconds)):
                 raise OSError(
                     errno.ETIMEDOUT, f"a pipe into which nobody writes for {WAIT_SECONDS:g} s"
                 )
-            part = os.read(descriptor, min(most_bytes - len(content), 2**20))
-            if not part:
+            chunk = os.read(descriptor, min(most_bytes - len(content), CHUNK_BYTES))
+            if not chunk:
                 break
-            content += part
+            content += chunk
     finally:
         os.close(descriptor)
     return bytes(content)

@@ -10,31 +10,38 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], T], "asyncio.Future[T]"]
+"""A call, and the future that takes its outcome."""
 
 
 class Worker(Generic[T]):
     """Runs blocking calls one after another on its own daemon thread.
 
-    An executor keeps the process alive until its call returns (measured with a call that hangs 6 s: asyncio.to_thread
-    held the loop's exit 6.1 s, a daemon thread released it in 0.6 s), and a hung driver never returns.
+    An executor keeps the process alive until its call returns (measured with a call that hangs 6 s:
+    asyncio.to_thread held the loop's exit 6.1 s, a daemon thread released it in 0.6 s), and a hung
+    driver never returns.
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[_Job[T] | None] = SimpleQueue()
-        self._begun: asyncio.Future[T] | None = None
         self._name = name
+        self._jobs: SimpleQueue[_Job[T] | None] = SimpleQueue()
+        """None ends the thread."""
+        self._running: asyncio.Future[T] | None = None
+        """The future of the call that runs now."""
         self._thread: threading.Thread | None = None
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Call `function` on the thread and return the future of its result.
 
-        Cancelling the future drops the call if it has not started; a started call runs on and its result is dropped.
-        Until that call returns, this raises TimeoutError, so that calls do not pile up. Raises OSError (EAGAIN) if no
-        thread can be started; the next call tries again.
+        Cancelling the future drops the call if it has not started; a started call runs on and its
+        result is dropped. Until that call returns, this raises TimeoutError, so that calls do not
+        pile up. Raises OSError (EAGAIN) if no thread can be started; the next call tries again.
         """
-        if (begun := self._begun) is not None and begun.done():
+        # Read once: the thread may change it meanwhile.
+        running = self._running
+        if running is not None and running.done():
             raise TimeoutError
-        self._thread = self._thread or start_thread(self._run, self._name)
+        if self._thread is None:
+            self._thread = start_thread(self._run, self._name)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.put((function, future))
         return future
@@ -42,8 +49,8 @@ class Worker(Generic[T]):
     async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
         """Return what `function` returns on the thread, or raise what it or `begin` raises.
 
-        Raises TimeoutError after `timeout_seconds`, which include earlier calls; then, and when cancelled, the call is
-        dropped.
+        Raises TimeoutError after `timeout_seconds`, which include earlier calls; then, and when
+        cancelled, the call is dropped.
         """
         future = self.begin(function)
         async with asyncio.timeout(timeout_seconds):
@@ -52,7 +59,10 @@ class Worker(Generic[T]):
     async def attempt(
         self, function: Callable[[], T], timeout_seconds: float
     ) -> tuple[T | None, str | None]:
-        """As `call`; where a file operation fails, return None and its problem: an OSError, or a ValueError's text."""
+        """Return what a file operation returns on the thread, or None and why it failed.
+
+        The reason is that of a timeout, of an OSError, or a ValueError's text.
+        """
         try:
             return await self.call(function, timeout_seconds), None
         except TimeoutError:
@@ -61,7 +71,10 @@ class Worker(Generic[T]):
             return None, getattr(error, "strerror", None) or str(error)
 
     def stop(self) -> None:
-        """End the thread after the calls made so far, without waiting for it; call nothing after it."""
+        """End the thread after the calls made so far, without waiting for it.
+
+        Call nothing after it.
+        """
         self._jobs.put(None)
 
     @property
@@ -70,27 +83,33 @@ class Worker(Generic[T]):
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._make(*job)
-            del job  # with the page that it parses: else 16 MiB wait for the next call
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            function, future = job
+            self._run_job(function, future)
+            # They hold the page that was parsed: else 16 MiB wait for the next call.
+            del job, function, future
 
-    def _make(self, function: Callable[[], T], future: "asyncio.Future[T]") -> None:
+    def _run_job(self, function: Callable[[], T], future: "asyncio.Future[T]") -> None:
         if future.cancelled():
             return
-        self._begun = future
-        made = capture_outcome(function)
-        self._begun = None  # before the loop marks it done: done while begun is given up
+        self._running = future
+        outcome = capture_outcome(function)
+        # Before the loop marks the future done: done while it runs means that it was given up.
+        self._running = None
         with contextlib.suppress(RuntimeError):  # its loop has closed
-            future.get_loop().call_soon_threadsafe(_settle, future, made)
+            future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 
 
-def _settle(future: "asyncio.Future[T]", made: T | Exception) -> None:
+def _settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:
     if future.cancelled():
         return
-    if isinstance(made, Exception):
-        future.set_exception(made)
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
     else:
-        future.set_result(made)
+        future.set_result(outcome)
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:

@@ -69,7 +69,10 @@ def read_build() -> tuple[str, str, str]:
 
 
 def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
-    """Run the real daemon until it is stopped, and exit with its status; raise an error of the daemon itself."""
+    """Run the real daemon until it is stopped, and exit with its status.
+
+    Raises an error of the daemon itself.
+    """
     logs.configure(settings.log_format, settings.log_level)
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     status = runner.run(run(build_real_parts(settings, model), settings, model))
@@ -84,16 +87,18 @@ async def run(
     model: ModelReader = NO_MODEL,
     build_daemon: "Callable[..., Daemon] | None" = None,
 ) -> int:
-    """Run the daemon that `build_daemon` builds over `parts`, and close them at the end; return the exit status."""
+    """Run the daemon that `build_daemon` builds over `parts`, and return the exit status.
+
+    The parts are closed at the end.
+    """
     door = None
     try:
         listener = listen(settings.listen_host, settings.listen_port)
         if settings.web_config_file is not None:
             door = Door(settings.web_config_file)
     except OSError as error:
-        problem, _, _ = str(error.strerror).partition(
-            " (while"
-        )  # the module socket adds the address
+        # The module socket adds the address.
+        problem, _, _ = str(error.strerror).partition(" (while")
         log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
             "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of"
             " this machine",
@@ -223,6 +228,7 @@ class Daemon:
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
         loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
+        # Between two samples, so that a short peak of GPU memory is seen.
         if self._gpu_interval_seconds < self._interval_seconds:
             timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._gpu_interval_seconds)
             sample_gpu_memory = partial(self._watch.sample_gpu_memory, timeout_seconds)
@@ -251,7 +257,7 @@ class Daemon:
 
         def explain_closed_gate() -> str | None:
             if watch.latest is None or self._heartbeat.find_stall():
-                return None
+                return None  # what is not known closes no gate
             return watch.latest.gate.reason
 
         collector = HeadroomCollector(
@@ -272,6 +278,7 @@ class Daemon:
     async def _tick(self) -> None:
         is_first = self._watch.latest is None
         result = await self._watch.sample()
+        # Before the files are written: a volume that hangs is no stall of the sampling.
         self._heartbeat.beat()
         if is_first:
             log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")

@@ -12,7 +12,8 @@ from vllm_headroom.vocabulary import EngineState
 log = Log(__name__)
 
 RETRY_SECONDS: Final = 10.0
-"""The pause before the next request to an engine that did not answer: a passing error must not count as a hang."""
+"""The pause before the next request to an engine that did not answer: a passing error must not
+count as a hang."""
 
 CANARY_EVENTS: Final = {
     True: "canary is answered",
@@ -23,7 +24,7 @@ CANARY_EVENTS: Final = {
 
 
 class Canary:
-    """Sends one request at a time, on a separate task, and only while the engine is awake and idle."""
+    """Sends one request at a time, and only while the engine is awake and idle."""
 
     def __init__(
         self,
@@ -33,7 +34,11 @@ class Canary:
         *,
         pause_seconds: float,
     ) -> None:
-        """With more than `pause_seconds` between two ticks the daemon was stopped, and could receive no answer."""
+        """Build a canary that sends nothing yet.
+
+        With more than `pause_seconds` between two ticks the daemon itself was stopped, and could
+        receive no answer.
+        """
         self._ask = ask
         self._clock = clock
         self._interval_seconds = interval_seconds
@@ -53,7 +58,7 @@ class Canary:
             await self.send(read_snapshot())
 
     def note_tick(self) -> None:
-        """Note that the daemon runs: an earlier pause of the daemon itself is no silence of the engine."""
+        """Note that the daemon runs: a pause of the daemon is no silence of the engine."""
         now_seconds = self._clock.monotonic()
         pause_seconds = now_seconds - self._last_tick_seconds
         self._last_tick_seconds = now_seconds
@@ -67,10 +72,11 @@ class Canary:
         if model_name is None:
             self.unanswered_since_seconds = None
             return
+        # From the first request on that is not answered, and while one waits for its answer.
         if self.unanswered_since_seconds is None:
             self.unanswered_since_seconds = self._clock.monotonic()
         answer = await self._ask(model_name)
-        if answer is not False:
+        if answer is not False:  # None: the engine cannot be asked, which is no silence
             self.unanswered_since_seconds = None
         if answer is not self._last_answer:
             write = log.info if answer else log.warning

@@ -102,13 +102,14 @@ class EngineWatch:
         try:
             await loop.run_every(SAVE_SECONDS, lambda: keeper.save(collect_states()), self._clock)
         finally:
+            # At the shutdown too, when this task is cancelled.
             await keeper.save(collect_states(), LAST_SAVE_SECONDS)
 
 
 async def recall_states(
     keeper: StateKeeper, history: History, snapshot: Snapshot
 ) -> Mapping[str, Any]:
-    """Return the states that an earlier process kept of this engine, and restore the history that it kept."""
+    """Return the states that an earlier process saved of this engine, and restore its history."""
     states = dict(await keeper.recall(snapshot))
     saved_history = states.pop(HISTORY.name, None)
     if saved_history is not None:

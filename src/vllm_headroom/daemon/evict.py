@@ -1,4 +1,7 @@
-"""Have the API server evict this pod before a leak ends its engine, one pod of a workload at a time."""
+"""Have the API server evict this pod before a leak ends its engine.
+
+One pod of a workload at a time is evicted.
+"""
 
 import json
 import os
@@ -27,8 +30,8 @@ TURN_SECONDS: Final = 10.0
 """From one turn of the evictor to the next, and between two renewals of the Lease."""
 
 LEASE_SECONDS: Final = 120
-"""A Lease not renewed for so long is free: longer than an evicted pod takes to be counted as missing
-(milliseconds) and than a request to the API server may be under way."""
+"""A Lease not renewed for so long is free: longer than an evicted pod takes to be counted as
+missing (milliseconds) and than a request to the API server may be under way."""
 
 REQUEST_SECONDS: Final = 15.0
 """The API server itself tries an eviction for 10 s while others change the PodDisruptionBudget."""
@@ -107,7 +110,10 @@ class Evictor:
         await self._api.close()
 
     async def turn(self, due: str | None) -> None:
-        """Take the next step; `due` is why this pod should be evicted now, None while it should not."""
+        """Take the next step.
+
+        `due` is why this pod should be evicted now, None while it should not.
+        """
         if self._clock.monotonic() < self._paused_until:
             return
         problem = ""
@@ -123,20 +129,21 @@ class Evictor:
         except Exception as error:  # noqa: BLE001 - objects of another shape; the guardrail's fault costs nothing else
             problem = f"the API server's answer is not understood ({error!r})"
             is_refusal = True
+        # Waiting for another pod or for the budget is no refusal: it needs no longer pause.
         if is_refusal:
             self._refusals += 1
             pause_seconds = min(TURN_SECONDS * 2**self._refusals, LONGEST_PAUSE_SECONDS)
             self._paused_until = self._clock.monotonic() + pause_seconds
         else:
             self._refusals = 0
-        if problem and problem != self._problem:
+        if problem and problem != self._problem:  # each problem is logged once
             log.warning("eviction of this pod waits", problem=problem, why=due)
         self._problem = problem
 
     async def _step(self, due: str) -> None:
         """Evict the pod, or renew the Lease after that; raises NotNowError."""
         if self._has_evicted and not self._is_holder:
-            return
+            return  # the Lease has expired: another pod may have it
         if not self._pod:
             self._pod = await self._read_pod()
         began_seconds = self._clock.monotonic()
@@ -153,6 +160,7 @@ class Evictor:
         try:
             await self._evict()
         except NotNowError as error:
+            # Without an answer the eviction may be under way: the Lease then keeps others waiting.
             if error.status != 0:
                 await self._release()
             raise
@@ -171,7 +179,10 @@ class Evictor:
             await self._release()
 
     async def _read_pod(self) -> Object:
-        """Return this pod, and name its workload's Lease; raises NotNowError where eviction would not help."""
+        """Return this pod, and name its workload's Lease.
+
+        Raises NotNowError where nothing would replace it.
+        """
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
         owners = metadata.get("ownerReferences", ())
@@ -195,7 +206,7 @@ class Evictor:
         return pod
 
     async def _check_budget(self) -> None:
-        """Raise NotNowError unless one PodDisruptionBudget selects the pod and all pods that it expects are healthy."""
+        """Raise NotNowError unless one PodDisruptionBudget selects the pod and misses none."""
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
         budgets = (await self._ask("GET", path))["items"]
         labels = self._pod["metadata"].get("labels", {})
@@ -221,9 +232,10 @@ class Evictor:
             )
 
     async def _read_lease(self) -> Object:
-        """Return the Lease if it is free or ours, empty where there is none; raises NotNowError while another has it.
+        """Return the Lease if it is free or ours, empty where there is none.
 
-        A Lease expires when it was seen unchanged for its duration; clocks of machines are not compared.
+        Raises NotNowError while another pod holds it. A Lease expires when it was seen unchanged
+        for its duration; clocks of machines are not compared.
         """
         try:
             lease = await self._ask("GET", f"{self._leases_path}/{self._lease_name}")
@@ -260,6 +272,7 @@ class Evictor:
             transitions = former_spec.get("leaseTransitions", 0)
             spec["leaseTransitions"] = transitions + 1 if lease else transitions
         self._lease = await self._write_lease(lease, spec)
+        # From before the Lease was read: others wait from when they see it renewed, which is later.
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> None:
@@ -268,7 +281,7 @@ class Evictor:
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})
 
     async def _write_lease(self, lease: Object, spec: Object) -> Object:
-        """Return the Lease as the API server has stored it, if nobody changed it since `lease` was read."""
+        """Return the Lease as stored, if nobody changed it since `lease` was read."""
         if lease:
             method = "PUT"
             path = f"{self._leases_path}/{self._lease_name}"
@@ -291,6 +304,7 @@ class Evictor:
             raise
 
     async def _evict(self) -> None:
+        # Half of the Lease's time has to be left, for the request itself.
         if self._clock.monotonic() > self._lease_held_until - LEASE_SECONDS / 2:
             raise NotNowError(
                 "the API server took too long: the Lease could expire before the eviction"
@@ -335,7 +349,7 @@ class Evictor:
 
 
 def _selects(budget: Object, labels: Object) -> bool:
-    """Return whether a PodDisruptionBudget selects a pod with these labels, by matchLabels alone."""
+    """Return whether a PodDisruptionBudget selects these labels, by matchLabels alone."""
     selector = budget["spec"].get("selector", {})
     if selector.keys() != {"matchLabels"}:
         return False

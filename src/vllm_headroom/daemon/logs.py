@@ -22,7 +22,8 @@ MOST_WAITING_LINES: Final = 1000
 
 MOST_RECENT_LINES: Final = 40
 MOST_RECENT_CHARACTERS: Final = 500
-"""The lines around an incident and the characters of each: within 20 kB of memory and of its file."""
+"""The lines around an incident and the characters of each: within 20 kB of memory and of its
+file."""
 
 STDERR: Final = 2
 """The file descriptor."""
@@ -34,7 +35,8 @@ SHUTDOWN_SECONDS: Final = 0.2
 class Background(logging.Handler):
     """Writes to stderr from a separate thread, so that an unread pipe does not block the daemon.
 
-    Lines beyond the queue are dropped and counted; a line with their number follows the next one that is written.
+    Lines beyond the queue are dropped and counted; a line with their number follows the next one
+    that is written.
     """
 
     def __init__(self) -> None:
@@ -101,7 +103,8 @@ class RecentLines(logging.Handler):
 def configure(log_format: str, log_level: str) -> None:
     """Write lines of `log_level` and above to stderr, of libraries at least of level warning.
 
-    In logfmt a traceback follows its line as an indented block, in JSON it is the field `exception`.
+    In logfmt a traceback follows its line as an indented block, in JSON it is the field
+    `exception`.
     """
     level = logging.getLevelNamesMapping()[log_level.upper()]
     handler = Background()

@@ -16,19 +16,25 @@ log = Log(__name__)
 
 STOPPED: Final = 0
 NEEDS_NEW_CONTAINER: Final = 3
-"""Exit status when only a new container can help: the driver's library cannot be loaded again in one process."""
+"""Exit status when only a new container can help: the driver's library cannot be loaded again in
+one process."""
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
-"""NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-toolkit#48)."""
+"""NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-
+toolkit#48)."""
 
 LEAST_SILENCE_SECONDS: Final = 3.0
-"""A shorter pause is never unhealthy: at the shortest interval, a busy machine alone can take three intervals."""
+"""A shorter pause is never unhealthy: at the shortest interval, a busy machine alone can take three
+intervals."""
 
 
 async def run_every(
     interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock
 ) -> None:
-    """Run `step` now and at every later point of the grid that has not passed; skip a step that runs out of memory."""
+    """Run `step` now and at every later point of the grid that has not passed.
+
+    A step that runs out of memory is skipped.
+    """
     began_seconds = clock.monotonic()
     was_out_of_memory = False
     while True:
@@ -69,6 +75,7 @@ class Heartbeat:
         silent_machine_seconds = self._read_machine_seconds() - self._beat_machine_seconds
         if silent_seconds <= 3 * self._interval_seconds:
             return None
+        # The machine's own clock counts here: the demo's runs faster.
         if silent_machine_seconds <= LEAST_SILENCE_SECONDS:
             return None
         return (
@@ -85,7 +92,10 @@ class GraceTime:
         self._failing_since_seconds: float | None = None
 
     def update(self, gpus: tuple[Gpu, ...] | Failure, now_seconds: float) -> bool:
-        """Take what a tick read, at `now_seconds` of the monotonic clock; return whether the grace is over."""
+        """Take what a tick read; return whether the grace is over.
+
+        `now_seconds` is of the monotonic clock.
+        """
         if not isinstance(gpus, Failure) or gpus.reason not in FATAL:
             self._failing_since_seconds = None
             return False
@@ -102,7 +112,10 @@ def request_end(ending: asyncio.Future[int], status: int) -> None:
 
 @contextlib.contextmanager
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM, SIGINT and SIGHUP (unless ignored, as with nohup) call `stop` during the block."""
+    """Let SIGTERM, SIGINT and SIGHUP call `stop` during the block.
+
+    SIGHUP stays ignored where it was, as with nohup.
+    """
     loop = asyncio.get_running_loop()
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -121,7 +134,10 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
 async def run_until_end(
     loops: Iterable[Coroutine[Any, Any, None]], ending: asyncio.Future[int]
 ) -> int:
-    """Run the loops until the end is requested; return the exit status, or raise the error of a loop."""
+    """Run the loops until the end is requested; return the exit status.
+
+    Raises the error of a loop.
+    """
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]
         status = await ending

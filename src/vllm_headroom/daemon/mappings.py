@@ -61,9 +61,10 @@ class _Growth(Struct, frozen=True, kw_only=True):
 
 
 class Mappings:
-    """Owns the first reading of each process, taken once it serves, and the newest, taken while its role may leak.
+    """Owns the first and the newest reading of each process.
 
-    `read` runs on a thread, for one process at a time and one per step; where it hangs, no more are read.
+    The first is taken once the engine serves, the newest while the process's role may leak. `read`
+    runs on a thread, for one process at a time and one per step; where it hangs, no more are read.
     """
 
     def __init__(self, read: Callable[[int], Sizes | None]) -> None:
@@ -74,7 +75,7 @@ class Mappings:
         """The process that is being read, and its reading."""
 
     def step(self, snapshot: Snapshot, values: Values) -> None:
-        """Keep what was read since the last step, and begin the next reading that is due, without waiting for it."""
+        """Keep what was read since the last step, and begin the next reading that is due."""
         if isinstance(snapshot.processes, Failure) or not snapshot.in_service:
             return
         processes = {
@@ -86,7 +87,7 @@ class Mappings:
         if self._running is not None:
             name, reading = self._running
             if not reading.done():
-                return
+                return  # one process at a time
             self._running = None
             # A process that is still there had this pid during the whole reading.
             if name in processes:
@@ -115,7 +116,7 @@ class Mappings:
     def _find_due(
         self, processes: Mapping[ProcessName, EngineProcess], now_seconds: float, values: Values
     ) -> ProcessName | None:
-        """Return a process that was never read, else one of a growing role that was not read lately."""
+        """Return the next process to read: one that was never read, else one of a growing role."""
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)
         for name in by_size[:MOST_PROCESSES]:
             if name not in self._growths:
@@ -133,6 +134,7 @@ class Mappings:
         """Add a reading to those of its process; `sizes` is empty where it could not be read."""
         now_seconds = round(snapshot.time_seconds, 3)
         growth = self._growths.get(name)
+        # A first reading that failed is replaced by the next.
         if growth is None or not growth.first_sizes:
             growth = _Growth(
                 role=role,

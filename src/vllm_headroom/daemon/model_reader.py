@@ -10,7 +10,7 @@ from vllm_headroom.model import TokenBytes
 
 
 class ModelReader(Struct, frozen=True, kw_only=True):
-    """The bytes per token of the model whose configuration the operator named, or of the engine's own."""
+    """The bytes per token of the model that the operator named, or of the engine's own."""
 
     configured: TokenBytes | None = None
     """Of the named model; None where none is named."""

@@ -77,7 +77,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
 
 
 def build_real_evictor(settings: Settings, clock: Clock) -> Evictor | None:
-    """Return what evicts this pod; None where the operator did not ask for it, or this is no pod."""
+    """Return what evicts this pod; None where that is not configured, or this is no pod."""
     if settings.evict == "off":
         return None
     policy = EvictionPolicy(

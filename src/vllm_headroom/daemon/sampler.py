@@ -74,7 +74,8 @@ class TickResult(Struct, frozen=True, kw_only=True):
     """What one tick read, derived and judged: all that is shown, published and recorded of it."""
 
     snapshot: Snapshot
-    """What was read. `snapshot.engine_status.event` is how the engine's run ended, where it did at this tick."""
+    """What was read. `snapshot.engine_status.event` is how the engine's run ended, where it did at
+    this tick."""
     published: Published
     """The samples of the metrics page."""
     values: Values
@@ -135,6 +136,7 @@ class Sampler:
         snapshot = await self._read_sources()
         if self._recall is not None:
             self.states.update(await self._recall(snapshot))
+        # The derivations read the status of the engine's run, so it comes first.
         snapshot = self._update_run(snapshot)
         self._transitions.report(snapshot)
         samples: list[Sample] = []
@@ -142,6 +144,7 @@ class Sampler:
             samples += self._derive(derivation, snapshot)
         values = Values(samples)
 
+        # The verdicts read the gate, and both read the samples of all derivations.
         gate, gate_samples = self._judge_gate(snapshot, values)
         samples += gate_samples
         values.add(gate_samples)
@@ -162,6 +165,7 @@ class Sampler:
         return self.latest
 
     async def _read_sources(self) -> Snapshot:
+        # At once, so that all readings are of nearly the same moment.
         async with asyncio.TaskGroup() as group:
             engine_task = group.create_task(self._read_engine())
             gpu_task = group.create_task(
@@ -220,7 +224,8 @@ class Sampler:
     async def _read_engine(self) -> Timed[EnginePage | Failure]:
         """Fetch and parse the page.
 
-        A large page is parsed on a thread, so that one made to be costly blocks no scrape and no GPU sample.
+        A large page is parsed on a thread, so that one made to be costly blocks no scrape and no
+        GPU sample.
         """
         text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch())
         if isinstance(text, Failure):
@@ -243,7 +248,10 @@ class Sampler:
     async def _read_processes(
         self, engine_task: asyncio.Task[Timed[EnginePage | Failure]]
     ) -> Timed[ProcessReadings | Failure]:
-        """Read the processes in parallel to the page, with the last page; the first reading waits for a page."""
+        """Read the processes in parallel to the page, with the help of the last page.
+
+        The first reading waits for a page.
+        """
         if self.latest is None:
             page, _ = await engine_task
         else:
@@ -255,7 +263,7 @@ class Sampler:
     async def _read_probe(
         self,
     ) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
-        """Return the probe's files and how long reading them took; None and no time without a probe."""
+        """Return the probe's files and how long reading them took; neither without a probe."""
         if self._sources.probe is None:
             return None, ()
         files, time = await self._time_reading(

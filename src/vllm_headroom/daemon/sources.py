@@ -41,7 +41,7 @@ class GpuSource(Closable, Protocol):
         """Return one reading of every device."""
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the used bytes by UUID of the GPUs that can be read, and add them to their peaks."""
+        """Return the used bytes of each readable GPU by UUID, and add them to its peak."""
 
 
 ReadProcesses = Callable[[float, EnginePage | Failure], Awaitable[ProcessReadings | Failure]]

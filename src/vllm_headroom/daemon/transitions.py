@@ -59,10 +59,7 @@ class Transitions:
 
     def report(self, snapshot: Snapshot) -> None:
         """Log what changed since the last snapshot."""
-        failures = {failure.source: failure for failure in snapshot.failures}
-        for source in Source:
-            if source is not Source.PROBE or snapshot.probe is not None:
-                self._report_source(source, failures.get(source))
+        self._report_sources(snapshot)
         if isinstance(snapshot.probe, ProbeReadings):
             self._report_stopped_probes(snapshot.probe, snapshot.monotonic_seconds)
         if not isinstance(snapshot.engines, Failure):
@@ -70,22 +67,20 @@ class Transitions:
         if not isinstance(snapshot.gpus, Failure):
             self._report_left_out_gpus(snapshot.gpus)
             self._report_owned_gpus(snapshot.gpus)
-        if self._note_change("engines", snapshot.ambiguous_engines) and snapshot.ambiguous_engines:
-            log.warning(
-                "engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous_engines
-            )
-        orphans = describe_orphans(snapshot.left_behind, ())
-        if self._note_change("left behind", orphans, usual_state=None) and orphans is not None:
-            log.warning("an engine that exited left processes behind", problem=orphans)
+        self._report_processes(snapshot)
         if snapshot.engine_status is not None:
             self._report_engine(snapshot.engine_status)
 
     def report_leaks(self, values: Values) -> None:
-        """Log where the leak detector begins and ceases to find growth; not where it cannot judge."""
+        """Log where the leak detector begins and ceases to find growth.
+
+        Where it cannot judge, nothing is logged.
+        """
         gpu_states = values.find_all(catalog.LEAK_STATE)
         host_states = values.find_all(catalog.HOST_LEAK_STATE)
         for labels, is_current in (gpu_states | host_states).items():
             *device, state = labels
+            # An alarm that cannot be judged for a while is neither over nor new after it.
             if not is_current or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
                 continue
             is_gpu = len(device) > 1
@@ -129,6 +124,13 @@ class Transitions:
         )
         self._engine_state = status.state
 
+    def _report_sources(self, snapshot: Snapshot) -> None:
+        failures = {failure.source: failure for failure in snapshot.failures}
+        for source in Source:
+            is_configured = source is not Source.PROBE or snapshot.probe is not None
+            if is_configured:
+                self._report_source(source, failures.get(source))
+
     def _report_source(self, source: Source, failure: Failure | None) -> None:
         reason = None if failure is None else failure.reason
         if not self._note_change(str(source), reason):
@@ -159,6 +161,17 @@ class Transitions:
             log.warning(
                 "a probe gave up", pid=process.pid, role=str(process.role), problem=process.stopped
             )
+
+    def _report_processes(self, snapshot: Snapshot) -> None:
+        if self._note_change("engines", snapshot.ambiguous_engines) and snapshot.ambiguous_engines:
+            log.warning(
+                "engine's processes not chosen",
+                problem=AMBIGUOUS,
+                visible=snapshot.ambiguous_engines,
+            )
+        orphans = describe_orphans(snapshot.left_behind, ())
+        if self._note_change("left behind", orphans, usual_state=None) and orphans is not None:
+            log.warning("an engine that exited left processes behind", problem=orphans)
 
     def _report_inputs(self, page: EnginePage) -> None:
         missing_inputs = [name for name, is_offered in page.inputs if not is_offered]

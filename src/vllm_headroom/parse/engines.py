@@ -35,11 +35,11 @@ _Families = Mapping[str, list[Sample]]
 def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
     """Build the page's engines from its samples; none when no sample has a prefix of the profile.
 
-    A page that would cost too much is OUT_OF_BOUNDS. A series without a model belongs to every model
-    of its engine, one without model and engine to every engine of the page, and one with only a model
-    to engine "0". If no series names a model, the model is "" (in some modes vLLM exports only its
-    settings, the budget among them, before the first request), or the profile's name if its pages
-    never have one.
+    A page that would cost too much is OUT_OF_BOUNDS. A series without a model belongs to every
+    model of its engine, one without model and engine to every engine of the page, and one with only
+    a model to engine "0". If no series names a model, the model is "" (in some modes vLLM exports
+    only its settings, the budget among them, before the first request), or the profile's name if
+    its pages never have one.
     """
     samples = tuple(samples)
     prefix = _find_prefix(profile, samples)
@@ -59,6 +59,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     if not keys:
         nameless_model = "" if profile.model_label else profile.name
         keys = {(nameless_model, engine) for engine in engine_names}
+    # Grouping is refused before it is begun, or as soon as it becomes too much.
     families = None
     if len(keys) <= MOST_ENGINES:
         families = _group_by_engine(sorted(keys), profile_samples, sample_keys, prefix)
@@ -154,7 +155,7 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
 def _find_value(
     profile: Profile, fact: Fact, families: _Families, engine_count: int
 ) -> float | str | None:
-    """Return the fact of one engine, by the first families that have it; None when it is unknown."""
+    """Return a fact of one engine, from the first families that have it; None when unknown."""
     if fact.combine is Combine.TEXT:
         return _find_text(fact, families)
     for alternative in fact.families:
@@ -203,6 +204,7 @@ def _combine_samples(
                 amounts.append(amount)
     if not amounts_by_part or not all(amounts_by_part.values()):
         return None
+    # Repetitions of one part, as by each API server: the others may be 0.
     part_values = [max(amounts) for amounts in amounts_by_part.values()]
     if fact.combine is Combine.SAME:
         return part_values[0] if len(set(part_values)) == 1 else None
@@ -221,7 +223,10 @@ def _has_contradiction(samples: Collection[Sample]) -> bool:
 
 
 def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
-    """Return a key of the part that a sample measures; repetitions of one part have the same key."""
+    """Return a key of the part that a sample measures.
+
+    Repetitions of one part have the same key.
+    """
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
     return frozenset(
@@ -280,7 +285,7 @@ def find_profile(name: str) -> Profile:
 
 
 def explain_empty_page(page: EnginePage) -> str:
-    """Return why a page may have no engine: the expected series, and what enables them in each engine."""
+    """Return why a page may have no engine: the series expected, and what enables them."""
     profiles = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
     expected = "; ".join(
         f"{profile.product} ({' '.join(profile.prefixes)}; {profile.path}, {profile.switch})"

@@ -13,14 +13,18 @@ from vllm_headroom.vocabulary import Reason, Source
 
 _EXPOSITION: Final = re.compile(
     r"^(?:# (?:HELP|TYPE|EOF)\b"
-    r"|[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{.*\})?[ \t]+[-+]?(?:\.?[0-9][0-9.eE+-]*|Inf|NaN)(?:[ \t]+-?[0-9]+)?[ \t\r]*$)",
+    r"|[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{.*\})?[ \t]+"  # a name and its labels
+    r"[-+]?(?:\.?[0-9][0-9.eE+-]*|Inf|NaN)(?:[ \t]+-?[0-9]+)?[ \t\r]*$)",  # a value and a timestamp
     re.MULTILINE,
 )
+"""A comment or a sample of the text format: a page with no such line is no metrics."""
+
 MOST_SAMPLES: Final = 5000
 """Most samples read from a page, about 150 engines."""
 
 LONGEST_LINE: Final = 16 * 2**10
-"""Characters of a line: vLLM's longest has 1,061. A line of this length with only escapes costs 10 ms."""
+"""Characters of a line: vLLM's longest has 1,061. A line of this length with only escapes costs
+10 ms."""
 
 MOST_LABELS: Final = 128
 """Labels of a line: vLLM's settings have 37."""
@@ -33,13 +37,14 @@ ONE_SERVER: Final = (
 )
 
 _EXCERPT_LENGTH: Final = 60
-"""Characters of a foreign page in a message: enough to recognise a login page, too few to fill a log."""
+"""Characters of a foreign page in a message: enough to recognise a login page, too few to fill a
+log."""
 
-_CACHED_SERIES: Final = 512
-_CACHED_LENGTH: Final = 2048
+_MOST_CACHED_SERIES: Final = 512
+_LONGEST_CACHED_SERIES: Final = 2048
 """Enough for the pages of 28 engines, with lines up to 1.1 kB; the cache cannot exceed 16 MiB."""
 
-_SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}')
+_LABELLED_SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}')
 _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.ASCII)
 """The form of nearly all values; the library's parser handles the others."""
 
@@ -50,22 +55,22 @@ def check_page(page: str) -> Failure | None:
     A page is metrics if any line looks so, and is truncated if its last line is not terminated.
     """
     if not page.strip():
-        problem = "is empty: look at the engine's log, and for a proxy that answers in its place."
-        return refuse_page(problem, Reason.NOT_METRICS)
-    if not _EXPOSITION.search(page):
-        advice = (
-            "point HEADROOM_ENGINE_URL at vLLM's own /metrics, past any proxy that wants a login."
-        )
         return refuse_page(
-            f"is not metrics, it starts with {_cut_excerpt(page)!r}: {advice}", Reason.NOT_METRICS
+            "is empty: look at the engine's log, and for a proxy that answers in its place.",
+            Reason.NOT_METRICS,
+        )
+    if not _EXPOSITION.search(page):
+        return refuse_page(
+            f"is not metrics, it starts with {_cut_excerpt(page)!r}: point HEADROOM_ENGINE_URL at"
+            " vLLM's own /metrics, past any proxy that wants a login.",
+            Reason.NOT_METRICS,
         )
     last_line = page[page.rfind("\n") + 1 :]  # partitioning would copy the page
     if last_line.strip() not in ("", "# EOF"):
-        advice = (
-            "look for a proxy that limits the answer, or an engine that died in the middle of it."
-        )
         return refuse_page(
-            f"is cut off, it ends with {_cut_excerpt(last_line)!r}: {advice}", Reason.INCOMPLETE
+            f"is cut off, it ends with {_cut_excerpt(last_line)!r}: look for a proxy that limits"
+            " the answer, or an engine that died in the middle of it.",
+            Reason.INCOMPLETE,
         )
     return None
 
@@ -73,46 +78,57 @@ def check_page(page: str) -> Failure | None:
 def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     """Return the samples whose name matches the regular expression `names_pattern`, in page order.
 
-    Only matching lines reach prometheus-client's slow parser, which handles every label correctly. Selecting the lines
-    of one engine's page (51 kB) takes 0.04 ms and parsing them 0.1 ms; parsing the whole page takes 5.5 ms.
+    Only matching lines reach prometheus-client's slow parser, which handles every label correctly.
+    Selecting the lines of one engine's page (51 kB) takes 0.04 ms and parsing them 0.1 ms; parsing
+    the whole page takes 5.5 ms.
     """
     lines = _select_lines(page, names_pattern)
     if isinstance(lines, Failure):
         return lines
     samples: list[Sample] = []
-    try:
-        for line in lines:
+    for line in lines:
+        try:
             samples += _parse_line(line)
-    except (
-        ValueError,
-        IndexError,
-    ):  # the parser's own complaint names neither the line nor the column
-        problem = f"has a line that is not Prometheus text, {_cut_excerpt(lines[len(samples)])!r}"
-        advice = "look for a proxy that rewrites the page, and report the line if there is none."
-        return refuse_page(f"{problem}: {advice}", Reason.MALFORMED)
+        except (ValueError, IndexError):
+            # The parser's own complaint names neither the line nor the column.
+            return refuse_page(
+                f"has a line that is not Prometheus text, {_cut_excerpt(line)!r}: look for a proxy"
+                " that rewrites the page, and report the line if there is none.",
+                Reason.MALFORMED,
+            )
     return samples
 
 
 def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
-    """Return the lines to parse, or the bound they exceed: the cost of a page is limited before it is parsed."""
+    """Return the lines to parse, or the bound they exceed.
+
+    So the cost of a page is limited before it is parsed.
+    """
     lines: list[str] = []
     characters = 0
-    wanted = rf"((?:{names_pattern})[{{ \t].*)"
-    first = re.match(wanted, page)
+    line_pattern = rf"((?:{names_pattern})[{{ \t].*)"
+    first_line = re.match(line_pattern, page)
     # A pattern that starts with a line feed skips from line to line, 3.5 times as fast as `^`.
-    for found in chain([first] if first else [], re.finditer(rf"\n{wanted}", page)):
-        line = found[1]
+    later_lines = re.finditer(rf"\n{line_pattern}", page)
+    for match in chain([first_line] if first_line else [], later_lines):
+        line = match[1]
         lines.append(line)
         characters += len(line)
+        excess = None
         if len(line) > LONGEST_LINE:
-            excess = f"a line of {len(line)} characters, at most {LONGEST_LINE} are read: {_cut_excerpt(line)!r}"
+            excess = (
+                f"a line of {len(line)} characters, at most {LONGEST_LINE} are read:"
+                f" {_cut_excerpt(line)!r}"
+            )
         elif line.count('="') > MOST_LABELS:
             excess = f"a line of more than {MOST_LABELS} labels: {_cut_excerpt(line)!r}"
         elif len(lines) > MOST_SAMPLES or characters > MOST_CHARACTERS:
-            excess = f"more than {MOST_SAMPLES} series or {MOST_CHARACTERS} characters of those that are read"
-        else:
-            continue
-        return refuse_page(f"has {excess}: {ONE_SERVER}")
+            excess = (
+                f"more than {MOST_SAMPLES} series or {MOST_CHARACTERS} characters of those that are"
+                " read"
+            )
+        if excess is not None:
+            return refuse_page(f"has {excess}: {ONE_SERVER}")
     return lines
 
 
@@ -124,19 +140,20 @@ def refuse_page(problem: str, reason: Reason = Reason.OUT_OF_BOUNDS) -> Failure:
 def _parse_line(line: str) -> tuple[Sample, ...]:
     """Return the line's sample; a series seen before is taken from the cache with its new value."""
     series, _, value = line.rpartition(" ")
-    if (
-        len(series) <= _CACHED_LENGTH
-        and _PLAIN_VALUE.fullmatch(value)
-        and (known := _parse_series(series))
-    ):
-        return tuple([Sample(each.name, each.labels, float(value)) for each in known])
+    if len(series) <= _LONGEST_CACHED_SERIES and _PLAIN_VALUE.fullmatch(value):
+        samples = _parse_series(series)
+        if samples:
+            return tuple([Sample(sample.name, sample.labels, float(value)) for sample in samples])
     return _parse_whole(line)
 
 
-@lru_cache(maxsize=_CACHED_SERIES)
+@lru_cache(maxsize=_MOST_CACHED_SERIES)
 def _parse_series(series: str) -> tuple[Sample, ...]:
-    """Return the samples of a series without values; none for text that is no series, as before a timestamp."""
-    return _parse_whole(f"{series} 0") if _SERIES.fullmatch(series) else ()
+    """Return the samples of a series without values.
+
+    There are none for text that is no series, as before a timestamp.
+    """
+    return _parse_whole(f"{series} 0") if _LABELLED_SERIES.fullmatch(series) else ()
 
 
 def _parse_whole(line: str) -> tuple[Sample, ...]:

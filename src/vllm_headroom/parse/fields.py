@@ -1,4 +1,7 @@
-"""Strict reading of fields in foreign JSON objects: absent and null are None, anything wrong is refused."""
+"""Strict reading of fields in foreign JSON objects.
+
+Absent and null are None, anything wrong is refused.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar
@@ -9,6 +12,7 @@ LARGEST: Final = 2**53
 """The largest integer a float represents exactly; no memory size and no counter comes near it."""
 
 LONGEST_SHOWN: Final = 60
+"""Characters of a wrong value in a message."""
 
 
 class WrongFieldError(Exception):
@@ -16,29 +20,31 @@ class WrongFieldError(Exception):
 
     def __init__(self, field: str, value: object, accepts: str) -> None:
         super().__init__()
-        self.field, self.value, self.accepts = field, value, accepts
+        self.field = field
+        self.value = value
+        self.accepts = accepts
 
     def __str__(self) -> str:
         shown = "nothing" if self.value is None else repr(self.value)
-        cut = shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
-        return f"{self.field}: got {cut}, accepts {self.accepts}"
+        if len(shown) > LONGEST_SHOWN:
+            shown = f"{shown[:LONGEST_SHOWN]}..."
+        return f"{self.field}: got {shown}, accepts {self.accepts}"
 
 
 def read_each(
-    record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any], int], T]
+    record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any], int], T]
 ) -> tuple[T, ...] | None:
     """Read each entry of a list with `read(entry, index)`; an error names list, index and field."""
-    entries = record.get(side)
+    entries = record.get(field)
     if entries is None:
         return None
     if type(entries) is not list:
-        raise WrongFieldError(side, entries, "a list or null")
-    return tuple(
-        [
-            _read_object(f"{side}[{place}]", entry, "an object", read, place)
-            for place, entry in enumerate(entries)
-        ]
-    )
+        raise WrongFieldError(field, entries, "a list or null")
+    objects = [
+        _read_object(f"{field}[{index}]", entry, "an object", read, index)
+        for index, entry in enumerate(entries)
+    ]
+    return tuple(objects)
 
 
 def read_within(
@@ -49,11 +55,11 @@ def read_within(
     return None if entry is None else _read_object(field, entry, "an object or null", read)
 
 
-def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *place: int) -> T:
+def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *index: int) -> T:
     if type(entry) is not dict:
         raise WrongFieldError(name, entry, accepts)
     try:
-        return read(entry, *place)
+        return read(entry, *index)
     except WrongFieldError as wrong:
         raise WrongFieldError(f"{name}.{wrong.field}", wrong.value, wrong.accepts) from None
 
@@ -68,7 +74,8 @@ def read_number(entry: Mapping[str, Any], field: str) -> float | None:
     value = entry.get(field)
     if value is None:
         return None
-    if (type(value) is int or type(value) is float) and 0 <= value <= LARGEST:
+    is_number = type(value) is int or type(value) is float  # True is an int for isinstance
+    if is_number and 0 <= value <= LARGEST:
         return float(value)
     raise WrongFieldError(field, value, "a number, 0 or more")
 

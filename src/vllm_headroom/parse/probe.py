@@ -18,9 +18,13 @@ from vllm_headroom.parse import fields
 from vllm_headroom.vocabulary import Role
 
 FORMAT: Final = "headroom_probe"
+"""The field that says that a file is the probe's, with the version of the format."""
+
 VERSION: Final = 1
 
 LONGEST_TEXT: Final = 200
+"""Characters of a text that are kept."""
+
 MOST_DEVICES: Final = 64
 """More than any node has."""
 
@@ -31,7 +35,8 @@ INTERVAL_SECONDS: Final = 5.0
 def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
     """Return the process and the boot id in a file, or what is wrong with the file.
 
-    The folder belongs to the engine's container: one wrong field invalidates the file. Unknown fields are ignored.
+    The folder belongs to the engine's container: one wrong field invalidates the file. Unknown
+    fields are ignored.
     """
     try:
         document = json.loads(content, parse_constant=fields.refuse_number)
@@ -50,35 +55,35 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
     devices = fields.read_each(document, "devices", _read_device) or ()
     if len(devices) > MOST_DEVICES:
         raise fields.WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
-    pid, written_at_seconds = int(_read_needed(document, "pid")), _read_needed(document, "t")
-    name = fields.read_text(document, "role")
+    # The first wrong field is reported, in the order in which the fields are read.
+    pid = int(_read_needed(document, "pid"))
+    written_at_seconds = _read_needed(document, "t")
+    role = _read_role(document)
     interval_seconds = fields.read_number(document, "interval_seconds")
     oom = fields.read_within(document, "oom", _read_oom)
+    if oom is not None and oom.at_seconds > written_at_seconds:
+        oom = None  # from the future: it would end every later run
     return ProbedProcess(
         pid=pid,
         started_at_seconds=_read_needed(document, "started_at"),
         since_boot_seconds=fields.read_number(document, "started_since_boot"),
         written_at_seconds=written_at_seconds,
         interval_seconds=INTERVAL_SECONDS if interval_seconds is None else interval_seconds,
-        role=next((role for role in Role if role == name), Role.OTHER),
+        role=role,
         stopped=_read_label(document, "stopped"),
         data_parallel_rank=fields.read_size(document, "data_parallel_rank"),
         vllm_version=_read_label(document, "vllm"),
         devices=devices,
         parts=fields.read_within(document, "parts", _read_parts),
         scheduler=fields.read_within(document, "scheduler", _read_scheduler),
-        host=fields.read_within(
-            document,
-            "host",
-            lambda host: HostReading(
-                cgroup=fields.read_within(host, "cgroup", _read_cgroup),
-                shm=fields.read_within(host, "shm", _read_shm),
-            ),
-        ),
-        oom=None
-        if oom is None or oom.at_seconds > written_at_seconds
-        else oom,  # it would end every later run
+        host=fields.read_within(document, "host", _read_host),
+        oom=oom,
     )
+
+
+def _read_role(document: Mapping[str, Any]) -> Role:
+    name = fields.read_text(document, "role")
+    return next((role for role in Role if role == name), Role.OTHER)
 
 
 def _read_needed(entry: Mapping[str, Any], field: str) -> float:
@@ -93,7 +98,7 @@ def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
     return None if value is None else value[:LONGEST_TEXT]
 
 
-def _read_device(entry: dict[str, Any], _place: int) -> AllocatorReading:
+def _read_device(entry: dict[str, Any], _index: int) -> AllocatorReading:
     uuid = _read_label(entry, "uuid")
     if uuid is None:
         raise fields.WrongFieldError("uuid", None, "the UUID of a device")
@@ -115,24 +120,23 @@ def _read_parts(entry: dict[str, Any]) -> EngineParts:
 
 def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
     """Read the scheduler's values; vLLM keeps one block of the pool for itself."""
-    total, free, live = (
-        fields.read_size(entry, f"kv_blocks_{name}") for name in ("total", "free", "live")
-    )
-    tokens, block, usable = (
-        fields.read_size(entry, "kv_tokens_live"),
-        fields.read_size(entry, "block_size"),
-        total or 0,
-    )
-    stranded = filled = None
-    if usable > 1 and free is not None and live is not None:
-        stranded = max(0.0, 1 - (free + live) / (usable - 1))
-    if usable > 1 and tokens is not None and block:
-        filled = min(1.0, tokens / (block * (usable - 1)))
+    total_blocks = fields.read_size(entry, "kv_blocks_total")
+    free_blocks = fields.read_size(entry, "kv_blocks_free")
+    live_blocks = fields.read_size(entry, "kv_blocks_live")
+    live_tokens = fields.read_size(entry, "kv_tokens_live")
+    block_tokens = fields.read_size(entry, "block_size")
+    usable_blocks = (total_blocks or 0) - 1
+    stranded_ratio = None
+    if usable_blocks > 0 and free_blocks is not None and live_blocks is not None:
+        stranded_ratio = max(0.0, 1 - (free_blocks + live_blocks) / usable_blocks)
+    token_ratio = None
+    if usable_blocks > 0 and live_tokens is not None and block_tokens:
+        token_ratio = min(1.0, live_tokens / (block_tokens * usable_blocks))
     return SchedulerReading(
         steps_total=fields.read_size(entry, "steps_total"),
         max_num_seqs=fields.read_size(entry, "max_num_seqs"),
-        kv_stranded_ratio=stranded,
-        kv_token_ratio=filled,
+        kv_stranded_ratio=stranded_ratio,
+        kv_token_ratio=token_ratio,
     )
 
 
@@ -141,23 +145,32 @@ def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
     return {f"{name}_bytes": fields.read_size(entry, name) for name in names}
 
 
-def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
-    used, cache, limit, kills = (
-        fields.read_size(entry, name) for name in ("used", "file", "limit", "oom_kills")
+def _read_host(entry: dict[str, Any]) -> HostReading:
+    return HostReading(
+        cgroup=fields.read_within(entry, "cgroup", _read_cgroup),
+        shm=fields.read_within(entry, "shm", _read_shm),
     )
-    if used is None:
+
+
+def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
+    used_bytes = fields.read_size(entry, "used")
+    cache_bytes = fields.read_size(entry, "file")
+    limit_bytes = fields.read_size(entry, "limit")
+    oom_kills = fields.read_size(entry, "oom_kills")
+    if used_bytes is None:
         return None
     return Cgroup(
         identity="probe",
-        used_bytes=used,
-        cache_bytes=cache or 0,
-        limit_bytes=limit,
-        oom_kills=kills,
+        used_bytes=used_bytes,
+        cache_bytes=cache_bytes or 0,
+        limit_bytes=limit_bytes,
+        oom_kills=oom_kills,
     )
 
 
 def _read_shm(entry: dict[str, Any]) -> Shm | None:
-    used_bytes, limit_bytes = fields.read_size(entry, "used"), fields.read_size(entry, "limit")
+    used_bytes = fields.read_size(entry, "used")
+    limit_bytes = fields.read_size(entry, "limit")
     if used_bytes is None or limit_bytes is None:
         return None
     return Shm(total_bytes=limit_bytes, free_bytes=limit_bytes - used_bytes)

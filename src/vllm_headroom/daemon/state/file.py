@@ -71,7 +71,10 @@ class StateFile(Generic[T]):
             raise UnusableState("it is damaged: it is no complete state") from None
 
     def read(self, folder: Path) -> T | None:
-        """Return the saved value, None without one; raises OSError, and UnusableState also for a link or device."""
+        """Return the saved value, None without one.
+
+        Raises OSError, and UnusableState, also for a link or a device.
+        """
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with os.fdopen(os.open(folder / self.name, flags), "rb") as stream:
@@ -90,7 +93,10 @@ class StateFile(Generic[T]):
         return self.decode(content)
 
     def write(self, folder: Path, value: T) -> None:
-        """Replace the saved value atomically and durably; raises OSError and what `encode` raises."""
+        """Replace the saved value atomically and durably.
+
+        Raises OSError and what `encode` raises.
+        """
         content = self.encode(value)
         make_folder(folder)
         replace_file(folder / self.name, folder / f"{self.name}.new", (content,))
@@ -117,7 +123,8 @@ STATE: Final = StateFile("state.json", SavedState, FORMAT, "the leak detector st
 RUNS: Final = StateFile(
     "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted afresh"
 )
-"""Separate from the leak detector's state, which is of one run: this continues when that is set aside."""
+"""Separate from the leak detector's state, which is of one run: this continues when that is set
+aside."""
 
 HISTORY: Final = StateFile(
     "history.json", SavedHistory, HISTORY_FORMAT, "the page draws its curves afresh"

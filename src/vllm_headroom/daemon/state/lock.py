@@ -11,8 +11,8 @@ from vllm_headroom.trace.recorder import make_folder
 class FolderLock:
     """Locks a folder, once it is free, until the process exits.
 
-    The folder itself is locked: that takes no space, and no file can be replaced. Where it cannot be
-    opened or its file system has no locks, it counts as locked: keeping the state matters more.
+    The folder itself is locked: that takes no space, and no file can be replaced. Where it cannot
+    be opened or its file system has no locks, it counts as locked: keeping the state matters more.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,10 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def take(self, folder: Path) -> bool:
-        """Create the folder and return whether it is this process's; a folder that was deleted is locked again."""
+        """Create the folder and return whether it is this process's.
+
+        A folder that was deleted is locked again.
+        """
         if self._descriptor is not None and not _is_same_folder(folder, self._descriptor):
             os.close(self._descriptor)
             self._descriptor = None

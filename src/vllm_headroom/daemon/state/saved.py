@@ -15,8 +15,8 @@ from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
-"""The longest gap that a counter alone can bridge: growth is judged after ten minutes of work, and a
-new engine needs longer than this to start and catch up with ten minutes of work."""
+"""The longest gap that a counter alone can bridge: growth is judged after ten minutes of work, and
+a new engine needs longer than this to start and catch up with ten minutes of work."""
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
 """After a longer gap than one of its minutes, load is not known to have been level."""
@@ -99,7 +99,7 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 
 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
-    """Return why the saved state is not this engine's; None when it is, or when that is unknown yet."""
+    """Return why the saved state is not this engine's; None when it is, or may be."""
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
     if age_seconds > STALE_SECONDS:
         return f"it is {age_seconds / HOUR_SECONDS:.0f} h old"

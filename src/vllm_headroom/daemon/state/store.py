@@ -33,7 +33,7 @@ FILE_SECONDS: Final = 2.0
 
 
 class StateKeeper:
-    """Owns the files of state in a folder once `lock` is this daemon's; until then they are only read.
+    """Reads the files of state in a folder, and writes them once `lock` is this daemon's.
 
     The runs of the engine are restored at once. A file that cannot be read or set aside, or that
     waits for its engine, is not overwritten.
@@ -57,7 +57,7 @@ class StateKeeper:
         """Files whose last operation failed."""
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the saved states by derivation, once, when the snapshot shows that they are this engine's."""
+        """Return the saved states by derivation, once, when they are found to be this engine's."""
         if not self._is_locked:
             await self._lock_folder()
         states: dict[str, Any] = {}
@@ -183,7 +183,7 @@ class StateKeeper:
         return value
 
     def _report(self, name: str, problem: str | None) -> None:
-        """Note that an operation failed or, without a problem, succeeded, and log where that changes anything."""
+        """Note how an operation ended, None for well, and log where that changes anything."""
         was_failing = bool(self._failing_names)
         if problem is None:
             self._failing_names.discard(name)

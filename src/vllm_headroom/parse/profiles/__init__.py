@@ -23,5 +23,8 @@ PROFILES: Final[tuple[Profile, ...]] = (
     APHRODITE,
     DYNAMO,
 )
-"""Every supported engine; a new one is added here. The first with matching series reads the page. Dynamo is last:
-the engine inside it may export its series on the same page."""
+"""Every supported engine; a new one is added here.
+
+The first with matching series reads the page. Dynamo is last: the engine inside it may export its
+series on the same page.
+"""

@@ -13,9 +13,10 @@ DYNAMO: Final = Profile(
     engine_label="dp_rank",
     reasons={
         "the engine's own series have it, on the port of DYN_SYSTEM_PORT": (
-            "requests_running requests_waiting requests_finished preemptions prompt_tokens generation_tokens"
-            " scheduler_steps kv_cache_dtype prefix_cache_queries prefix_cache_hits sleep_state gpu_memory_utilization"
-            " kv_cache_memory_bytes memory_bytes process_start_time"
+            "requests_running requests_waiting requests_finished preemptions prompt_tokens"
+            " generation_tokens scheduler_steps kv_cache_dtype prefix_cache_queries"
+            " prefix_cache_hits sleep_state gpu_memory_utilization kv_cache_memory_bytes"
+            " memory_bytes process_start_time"
         ),
         "it counts blocks, and only the engine knows how many tokens one has": "kv_cache_capacity",
     },

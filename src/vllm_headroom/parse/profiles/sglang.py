@@ -6,7 +6,8 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.units import GIB
 
 _TOTAL: Final = ("priority", ("",))
-"""With priority scheduling each priority has a series beside the total (`_log_gauge_queue_count`)."""
+"""With priority scheduling each priority has a series beside the total
+(`_log_gauge_queue_count`)."""
 
 _PREFILLED: Final = ("prefill_effective_tokens_total",)
 _HITS: Final = ("device_hit", "host_hit", "storage_hit")
@@ -18,11 +19,8 @@ SGLANG: Final = Profile(
     switch="with --enable-metrics",
     prefixes=("sglang:",),
     engine_label="dp_rank",
-    repeat_labels=(
-        "tp_rank",
-        "pp_rank",
-        "moe_ep_rank",
-    ),  # each rank's scheduler, if all ranks export
+    # The scheduler of each rank, if all ranks export.
+    repeat_labels=("tp_rank", "pp_rank", "moe_ep_rank"),
     reasons={
         "it counts no steps": "scheduler_steps",
         "no label has it": "kv_cache_dtype",
@@ -45,15 +43,13 @@ SGLANG: Final = Profile(
             "kv_capacity_tokens",
             ("max_total_num_tokens", "kv_used_tokens+kv_evictable_tokens+kv_available_tokens"),
         ),
-        Fact(
-            "prefix_queries_total", _PREFILLED, where=("mode", ("input", *_HITS))
-        ),  # 0.5.23 and newer
+        # 0.5.23 and newer
+        Fact("prefix_queries_total", _PREFILLED, where=("mode", ("input", *_HITS))),
         Fact("prefix_queries_total", ("prompt_tokens_total",)),
         Fact("prefix_hits_total", _PREFILLED, where=("mode", _HITS)),
         Fact("prefix_hits_total", ("cached_tokens_total",)),
-        # SGLang's GB is 2**30 bytes (srt/utils/common.py, srt/mem_cache/memory_pool.py)
-        Fact(
-            "memory_bytes", (f"{_MODEL}+graph_memory_usage_gb", _MODEL), factor=GIB
-        ),  # after 0.5.12
+        # SGLang's GB is 2**30 bytes (srt/utils/common.py, srt/mem_cache/memory_pool.py). The memory
+        # of graphs is on the page after 0.5.12.
+        Fact("memory_bytes", (f"{_MODEL}+graph_memory_usage_gb", _MODEL), factor=GIB),
     ),
 )

@@ -14,7 +14,9 @@ TGI: Final = Profile(
         "it never takes back what a request was given": "preemptions",
         "it counts no steps": "scheduler_steps",
         "its series have no labels": "kv_cache_dtype",
-        "its page does not show its prefix cache": "prefix_cache_queries prefix_cache_hits prefix_cache_hit_rate",
+        "its page does not show its prefix cache": (
+            "prefix_cache_queries prefix_cache_hits prefix_cache_hit_rate"
+        ),
         "it does not sleep": "sleep_state",
         "its page has no bytes": "gpu_memory_utilization kv_cache_memory_bytes memory_bytes",
         "its page does not show it": "process_start_time",

@@ -12,7 +12,10 @@ _INFO: Final = ("cache_config_info",)
 
 def _counter(field: str, *names: str) -> Fact:
     """Accept each name without `_total` too, as Ray exports counters."""
-    return Fact(field, tuple(spelt for name in names for spelt in (f"{name}_total", name)))
+    families: list[str] = []
+    for name in names:
+        families += [f"{name}_total", name]
+    return Fact(field, tuple(families))
 
 
 VLLM: Final = Profile(
@@ -32,10 +35,9 @@ VLLM: Final = Profile(
         _counter("preemptions_total", "num_preemptions"),
         _counter("prompt_tokens_total", "prompt_tokens"),
         _counter("generation_tokens_total", "generation_tokens"),
-        Fact(
-            "steps_total", ("iteration_tokens_total_count",)
-        ),  # steps that gave a token or finished
-        # 0.9.2 and newer, up to 0.11.2
+        # Steps that gave a token or finished.
+        Fact("steps_total", ("iteration_tokens_total_count",)),
+        # The first name since 0.9.2, the second up to 0.11.2.
         Fact(
             "kv_used_ratio", ("kv_cache_usage_perc", "gpu_cache_usage_perc"), combine=Combine.MEAN
         ),
@@ -43,19 +45,18 @@ VLLM: Final = Profile(
         Fact(
             "kv_cache_dtype",
             _INFO,
-            Combine.TEXT,
-            "cache_dtype",
-            exceptions="kv_cache_dtype_skip_layers",
-        ),  # 0.19
+            combine=Combine.TEXT,
+            label="cache_dtype",
+            exceptions="kv_cache_dtype_skip_layers",  # 0.19
+        ),
         Fact("kv_blocks", _INFO, label="num_gpu_blocks", combine=Combine.SHARE),
         Fact("kv_block_tokens", _INFO, label="block_size", combine=Combine.SAME),
         _counter("prefix_queries_total", "prefix_cache_queries", "gpu_prefix_cache_queries"),
         _counter("prefix_hits_total", "prefix_cache_hits", "gpu_prefix_cache_hits"),
         # V0 up to 0.9.0; -1 when prefix caching is off
         Fact("prefix_hit_lifetime_ratio", ("gpu_prefix_cache_hit_rate",), combine=Combine.MEAN),
-        Fact(
-            "awake", ("engine_sleep_state",), where=("sleep_state", ("awake",))
-        ),  # 0.11.1 and newer
+        # 0.11.1 and newer
+        Fact("awake", ("engine_sleep_state",), where=("sleep_state", ("awake",))),
         Fact(
             "gpu_memory_utilization_ratio",
             _INFO,
@@ -63,9 +64,8 @@ VLLM: Final = Profile(
             combine=Combine.SAME,
         ),
         Fact("kv_cache_memory_bytes", _INFO, label="kv_cache_memory_bytes", combine=Combine.SAME),
-        Fact(
-            "kv_offload_bytes", ("kv_offload_config_info",), label="cpu_kv_cache_size_bytes"
-        ),  # 0.33
+        # 0.33
+        Fact("kv_offload_bytes", ("kv_offload_config_info",), label="cpu_kv_cache_size_bytes"),
         Fact(
             "kv_offload_bytes", _INFO, label="kv_offloading_size", combine=Combine.SAME, factor=GIB
         ),
