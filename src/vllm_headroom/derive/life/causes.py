@@ -103,16 +103,24 @@ def _fit_failed_start(end: Ending) -> Fit | None:
     other_bytes = gpu.last_other_bytes or 0
     has_neighbour = other_bytes >= NEIGHBOUR_BYTES
     total_bytes = gpu.total_bytes
+    # Room may be missing because the start itself had taken it.
     is_filled = total_bytes is not None and gpu.last_room_bytes < LITTLE_ROOM_RATIO * total_bytes
     if not has_neighbour and not is_filled:
         return None
-    is_full = gpu.last_room_bytes <= FULL_ROOM_BYTES
+    remarks: tuple[str, ...] = ()
+    if has_neighbour:
+        remarks = (f"others held {format_size(other_bytes)} of it",)
     duration = format_duration(end.observed_seconds)
     return Fit(
-        Sureness.SURE if is_full else Sureness.LIKELY,
+        _grade(is_sure=gpu.last_room_bytes <= FULL_ROOM_BYTES),
         f"A start that never fitted: it exited after {duration}, before it served.",
-        (f"others held {format_size(other_bytes)} of it",) if has_neighbour else (),
+        remarks,
     )
+
+
+def _grade(*, is_sure: bool) -> Sureness:
+    """Return how sure a cause is that is at least likely."""
+    return Sureness.SURE if is_sure else Sureness.LIKELY
 
 
 def _fit_neighbour(end: Ending) -> Fit | None:
@@ -136,10 +144,11 @@ def _fit_neighbour(end: Ending) -> Fit | None:
     share = gpu.share_of_lost_room(other_growth_bytes)
     if share < LIKELY_SHARE:
         return None
+    # A failed allocation takes no memory: without a full GPU it may have had another cause.
     is_sure = gpu.is_full and share >= SURE_SHARE
     size = format_size(other_growth_bytes)
     return Fit(
-        Sureness.SURE if is_sure else Sureness.LIKELY,
+        _grade(is_sure=is_sure),
         f"{cause}: other processes took {size} of {gpu.display_name}.",
     )
 
@@ -158,9 +167,10 @@ def _fit_leak(end: Ending) -> Fit | None:
         return None
     sentence = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
     if gpu.leak in GROWING_STATES:
+        # Unknown growth counts as no share above, so it may still have taken the room.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
         is_sure = gpu.leak is LeakState.LEAKING and gpu.is_full and is_attributed
-        return Fit(Sureness.SURE if is_sure else Sureness.LIKELY, sentence)
+        return Fit(_grade(is_sure=is_sure), sentence)
     if gpu.share_of_lost_room(gpu.growth_bytes) < LIKELY_SHARE:
         return None
     doubt = "it may be high-water marks that add up, not a leak"
@@ -223,9 +233,9 @@ def _fit_hang(end: Ending) -> Fit | None:
         return Fit(Sureness.LIKELY, sentence, (remark,))
     if end.idle_seconds is not None and end.hung_seconds < VISIBLE_STALL_SECONDS:
         sentence = "A hang that began idle: its page shows no work, and the engine does not run."
-    sureness = Sureness.SURE if end.running else Sureness.LIKELY
     pause = "an engine that /pause stopped (development mode) looks the same"
-    return Fit(sureness, sentence, (f"its page still answered; {pause}",))
+    remark = f"its page still answered; {pause}"
+    return Fit(_grade(is_sure=bool(end.running)), sentence, (remark,))
 
 
 def _fit_shutdown(end: Ending) -> Fit | None:
@@ -247,6 +257,7 @@ def _fit_idle_exit(end: Ending) -> Fit | None:
         return None
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
+    # After a longer gap it may have had work again.
     is_observed = (end.unobserved_seconds or 0.0) <= UNOBSERVED_SECONDS
     duration = format_duration(end.idle_seconds)
     return Fit(
@@ -260,34 +271,52 @@ def _fit_crash(end: Ending) -> Fit | None:
     """Fit where the engine exited at work or in parts, with memory left; sure only with an XID."""
     if not end.is_over or end.full_gpu is not None or end.ooms:
         return None
-    has_lost_gpu = bool(end.unreadable)
-    if end.hung_seconds is not None and not end.xids and not has_lost_gpu:
+    has_fault = bool(end.xids or end.unreadable)
+    if end.hung_seconds is not None and not has_fault:
         return None
     room_bytes = _find_room_at_exit(end)
-    has_room = room_bytes is not None and room_bytes >= LARGE_ALLOCATION_BYTES
-    crash = "A crash" if end.has_served else "A failed start"
-    sentence = f"{crash}; whether GPU memory ran out is not known."
-    if has_lost_gpu:
-        sentence = f"{crash}: one of its GPUs could no longer be read."
-    elif has_room:
-        crashed = "crashed" if end.has_served else "failed to start"
-        sentence = f"Not GPU memory: the engine {crashed} with {format_size(room_bytes or 0)} free."
-    sureness = Sureness.POSSIBLE
-    if has_lost_gpu or (end.has_served and has_room and (end.lost_processes or end.running)):
-        sureness = Sureness.LIKELY
-    if FATAL_XIDS & set(end.xids):
-        sureness = Sureness.SURE
     remarks: tuple[str, ...] = ()
     if end.running and not end.xids and not end.lost_processes:
         remarks = ("a planned restart during requests looks the same",)
-    return Fit(sureness, sentence, remarks)
+    return Fit(_grade_crash(end, room_bytes), _describe_crash(end, room_bytes), remarks)
+
+
+def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
+    """Return how sure a crash is, by the GPU memory that was left."""
+    if FATAL_XIDS & set(end.xids):
+        return Sureness.SURE
+    if end.unreadable:
+        return Sureness.LIKELY
+    # An idle engine that exits as a whole may have been stopped.
+    was_at_work = end.has_served and bool(end.lost_processes or end.running)
+    return Sureness.LIKELY if was_at_work and _is_enough(room_bytes) else Sureness.POSSIBLE
+
+
+def _describe_crash(end: Ending, room_bytes: int | None) -> str:
+    crash = "A crash"
+    crashed = "crashed"
+    if not end.has_served:
+        crash = "A failed start"
+        crashed = "failed to start"
+    if end.unreadable:
+        return f"{crash}: one of its GPUs could no longer be read."
+    if room_bytes is not None and _is_enough(room_bytes):
+        return f"Not GPU memory: the engine {crashed} with {format_size(room_bytes)} free."
+    return f"{crash}; whether GPU memory ran out is not known."
+
+
+def _is_enough(room_bytes: int | None) -> bool:
+    """Return whether no allocation can have failed with this room."""
+    return room_bytes is not None and room_bytes >= LARGE_ALLOCATION_BYTES
 
 
 def _find_room_at_exit(end: Ending) -> int | None:
     """Return the least room on a GPU when it exited; None where nobody looked shortly before."""
     if end.unobserved_seconds is None or end.unobserved_seconds > UNOBSERVED_SECONDS:
         return None
-    return None if end.fullest_gpu is None else end.fullest_gpu.last_room_bytes
+    if end.fullest_gpu is None:
+        return None
+    return end.fullest_gpu.last_room_bytes
 
 
 CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], Fit | None]], ...]] = (
@@ -313,8 +342,8 @@ def _list_evidence(end: Ending) -> Iterator[str]:
     if end.reason is ExitReason.OOM_KILLED:
         yield "the kernel counted an out-of-memory kill in the engine's container then"
     for lost in end.lost_processes:
-        pid = "" if lost.pid is None else f" (pid {lost.pid})"
-        yield f"{lost.role.replace('_', ' ')} exited before the others{pid}"
+        sentence = f"{lost.role.replace('_', ' ')} exited before the others"
+        yield sentence if lost.pid is None else f"{sentence} (pid {lost.pid})"
     if end.full_gpu is not None:
         yield from _describe_full_gpu(end.full_gpu, end.observed_seconds)
     elif end.fullest_gpu is not None:
@@ -327,8 +356,10 @@ def _describe_load(end: Ending) -> str:
         return "its load is not known" if end.has_served else "its page had not answered yet"
     if not end.running:
         return "no request ran"
-    usual = "" if end.usual_running is None else f", {end.usual_running:.0f} before"
-    return f"{end.running:.0f} requests ran when its page was last seen{usual}"
+    sentence = f"{end.running:.0f} requests ran when its page was last seen"
+    if end.usual_running is not None:
+        sentence += f", {end.usual_running:.0f} before"
+    return sentence
 
 
 def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
@@ -342,16 +373,17 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
         last_size = format_size(gpu.last_other_bytes or 0)
         first_size = format_size(gpu.first_other_bytes or 0)
         yield f"others held {last_size}, {first_size} before"
-    rate = ""
+    sentence = f"the leak detector said {gpu.leak}"
     if gpu.leak_bytes_per_request is not None:
-        rate = f", {format_size(1000 * gpu.leak_bytes_per_request)} per thousand requests"
-    yield f"the leak detector said {gpu.leak}{rate}"
+        size = format_size(1000 * gpu.leak_bytes_per_request)
+        sentence += f", {size} per thousand requests"
+    yield sentence
 
 
 def _describe_room(gpu: GpuAtEnd) -> str:
     if gpu.last_room_bytes is None:
         return f"the memory left on {gpu.display_name} is not known"
-    first = ""
+    sentence = f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.display_name}"
     if gpu.first_room_bytes is not None:
-        first = f", {format_size(max(0, gpu.first_room_bytes))} at first"
-    return f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.display_name}{first}"
+        sentence += f", {format_size(max(0, gpu.first_room_bytes))} at first"
+    return sentence

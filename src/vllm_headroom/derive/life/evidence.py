@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec import Struct, field
 
-from vllm_headroom.derive.pages import count_finished
+from vllm_headroom.derive.pages import count_finished, list_engines
 from vllm_headroom.derive.run_identity import identify_run
 from vllm_headroom.model import (
     EnginePage,
@@ -166,10 +166,12 @@ class Evidence(Struct, frozen=True, kw_only=True):
     @property
     def started_at_seconds(self) -> float | None:
         """When the server started, by its page, else by its oldest process."""
-        engines = () if self.page is None else self.page.engines
         page_starts = [
-            engine.started_at_seconds for engine in engines if engine.started_at_seconds is not None
+            engine.started_at_seconds
+            for engine in list_engines(self.page)
+            if engine.started_at_seconds is not None
         ]
+        # 0 is a start that could not be read.
         process_starts = [started for _, started in self.process_names if started > 0]
         return min(page_starts, default=None) or min(process_starts, default=None)
 
@@ -188,8 +190,10 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
         for gpu in snapshot.owned_gpus
         if gpu.held_bytes is not None
     }
-    if processes is not None and are_visible is not False:
-        presence = Presence.THERE if processes else Presence.GONE
+    if processes and are_visible is not False:
+        presence = Presence.THERE
+    elif processes is not None and are_visible is not False:
+        presence = Presence.GONE
     elif processes is None and _is_sight_lost(snapshot, are_visible):
         presence = Presence.OUT_OF_SIGHT
     else:
@@ -212,6 +216,7 @@ def _judge_visibility(
     """Return whether the engine's processes are visible: not if its page answers and none shows."""
     if processes:
         return True
+    # A page that answers has processes behind it: if none shows, none ever will from here.
     has_shown_none = snapshot.page is not None and not runs.present.process_names
     if has_shown_none and not _may_show_processes_later(snapshot):
         return False
@@ -248,11 +253,14 @@ def _judge_held_memory(
     empty_bytes = max(OCCUPIED_RATIO * total_bytes, LOADED_RATIO * run.most_held_bytes)
     if sum(held_bytes.values()) > empty_bytes:
         return Presence.THERE
-    if 0 < len(held_bytes) == len(gpus):
-        return Presence.NEVER_SHOWN if run.was_asleep else Presence.GONE
-    has_held = run.most_held_bytes > 0
+    are_all_gpus_read = 0 < len(held_bytes) == len(gpus)
+    if are_all_gpus_read and not run.was_asleep:
+        return Presence.GONE
+    # A run that loads has shown its memory too, though not while its page answered.
     is_loading = run is runs.newest and not run.is_ready
-    return Presence.OUT_OF_SIGHT if has_held or is_loading else Presence.NEVER_SHOWN
+    if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
+        return Presence.OUT_OF_SIGHT
+    return Presence.NEVER_SHOWN
 
 
 def find_oom_seconds(snapshot: Snapshot) -> float | None:

@@ -177,10 +177,17 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
     sampled = {}
     for gpu in snapshot.owned_gpus:
         extremes = _read_extremes(gpu, snapshot.monotonic_seconds)
+        first_extremes = extremes
+        slots: tuple[MemoryExtremes, ...] = ()
         previous = record.gpus.get(gpu.reading.uuid)
+        if previous is not None:
+            slots = previous.slots
+            # While weights load, memory grows: only that of an engine that serves is comparable.
+            if not begins_to_serve:
+                first_extremes = previous.first
         sampled[gpu.reading.uuid] = GpuRecord(
-            first=extremes if previous is None or begins_to_serve else previous.first,
-            slots=_add_extremes(() if previous is None else previous.slots, extremes),
+            first=first_extremes,
+            slots=_add_extremes(slots, extremes),
             newest=gpu,
             newest_seconds=snapshot.time_seconds,
         )
@@ -191,19 +198,22 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
     """Return the memory of one sample, and that of the peak which may lie between two."""
     memory = gpu.reading.memory
     room_bytes = None
-    peak_rise_bytes = 0
+    room_at_peak_bytes = None
+    held_at_peak_bytes = gpu.held_bytes
     if memory is not None:
-        room_bytes = memory.left_bytes
         peak_rise_bytes = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
+        room_bytes = memory.left_bytes
+        room_at_peak_bytes = room_bytes - peak_rise_bytes
+        # The driver names nobody for a peak: the engine may have held all of its rise.
+        if gpu.held_bytes is not None:
+            held_at_peak_bytes = gpu.held_bytes + peak_rise_bytes
     return MemoryExtremes(
         begin_seconds=now,
         newest_seconds=now,
         least_room_bytes=room_bytes,
-        least_room_at_peak_bytes=None if room_bytes is None else room_bytes - peak_rise_bytes,
+        least_room_at_peak_bytes=room_at_peak_bytes,
         most_held_bytes=gpu.held_bytes,
-        most_held_at_peak_bytes=(
-            None if gpu.held_bytes is None else gpu.held_bytes + peak_rise_bytes
-        ),
+        most_held_at_peak_bytes=held_at_peak_bytes,
         most_other_bytes=gpu.other_bytes,
         most_processes=gpu.process_count,
     )
@@ -245,10 +255,9 @@ def _find_most(values: Iterable[int | None]) -> int | None:
 
 def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRun) -> ProcessRecord:
     """Return what the processes have shown; who was lost counts while the page answers."""
-    shown_processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
     complete = previous.complete
-    if shown_processes and not run.lost_roles:
-        complete = shown_processes
+    if snapshot.engine_processes and not run.lost_roles:
+        complete = snapshot.engine_processes
     refused_since_seconds = None
     if run.lost_roles and _is_page_refused(snapshot):
         refused_since_seconds = previous.refused_since_seconds or snapshot.monotonic_seconds
@@ -309,9 +318,9 @@ def _list_lost(processes: ProcessRecord, run: EngineRun, snapshot: Snapshot) -> 
         return ()
     if not processes.complete:
         return tuple(Lost(role) for role in run.lost_roles)
-    shown_processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
+    # A trace has no pids, so that processes of one role can only be counted.
     orphaned_processes = _list_orphaned(processes, snapshot)
-    running = Counter(_name_processes((*shown_processes, *orphaned_processes)))
+    running = Counter(_name_processes((*snapshot.engine_processes, *orphaned_processes)))
     necessary = Counter(
         _name_processes(process for process in processes.complete if process.role in run.lost_roles)
     )
@@ -336,6 +345,7 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
     if any(pids):
         return [process for process in processes.complete if process.pid in pids]
     has_workers = any(process.role is Role.WORKER for process in processes.complete)
+    # With one GPU vLLM runs the worker inside its core.
     holder_role = Role.WORKER if has_workers else Role.ENGINE_CORE
     holders = [process for process in processes.complete if process.role is holder_role]
     return holders[: len(pids)]
@@ -364,17 +374,26 @@ def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tupl
 def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> GpuAtEnd:
     """Return the memory of a GPU at the end, in the minutes before it, and at first."""
     reading = gpu.newest.reading
-    memory = reading.memory
+    total_bytes = None
+    usable_bytes = None
+    used_bytes = None
+    if reading.memory is not None:
+        total_bytes = reading.memory.total_bytes
+        usable_bytes = reading.memory.usable_bytes
+        used_bytes = reading.memory.used_bytes
+    # The end is that of the samples: before an exit they may have been missing for some time.
     end_begin_seconds = gpu.slots[-1].newest_seconds - END_SECONDS
     end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
     room_bytes = _find_least(slot.least_room_at_peak_bytes for slot in end_slots)
     sampled_room_bytes = _find_least(slot.least_room_bytes for slot in end_slots)
-    processes = _find_most(slot.most_processes for slot in end_slots)
+    # Without a first count it cannot be known which process is new.
+    first_processes = gpu.first.most_processes or 0
+    end_processes = _find_most(slot.most_processes for slot in end_slots) or 0
     return GpuAtEnd(
         index=reading.index,
         uuid=reading.uuid,
-        total_bytes=None if memory is None else memory.total_bytes,
-        usable_bytes=None if memory is None else memory.usable_bytes,
+        total_bytes=total_bytes,
+        usable_bytes=usable_bytes,
         first_room_bytes=first_room_bytes,
         last_room_bytes=room_bytes,
         first_held_bytes=gpu.first.most_held_bytes,
@@ -382,11 +401,10 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
         last_engine_bytes=_find_most(slot.most_held_at_peak_bytes for slot in end_slots),
         first_other_bytes=gpu.first.most_other_bytes,
         last_other_bytes=_find_most(slot.most_other_bytes for slot in end_slots),
-        has_new_process=bool(gpu.first.most_processes)
-        and (processes or 0) > (gpu.first.most_processes or 0),
+        has_new_process=0 < first_processes < end_processes,
         is_peak_unattributed=room_bytes != sampled_room_bytes,
         newest_seconds=gpu.newest_seconds,
-        newest_used_bytes=None if memory is None else memory.used_bytes,
+        newest_used_bytes=used_bytes,
         newest_held_bytes=gpu.newest.held_bytes,
     )
 
@@ -425,30 +443,40 @@ def build_ending(
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
         hung_seconds = progress_age_seconds or now - _find_silence(record)
-    refused_since_seconds = record.processes.refused_since_seconds
-    usual_loads = [
-        running for at_seconds, running in record.page.loads if at_seconds < now - END_SECONDS
-    ]
+    observed_seconds = 0.0
+    unobserved_seconds = None
+    if record.began_seconds is not None:
+        observed_seconds = now - record.began_seconds
+        unobserved_seconds = now - record.newest_seconds
+    refused_seconds = None
+    if record.processes.refused_since_seconds is not None:
+        refused_seconds = now - record.processes.refused_since_seconds
     return Ending(
         kind=kind,
         seconds=snapshot.time_seconds,
         reason=reason,
         began_seconds=run.began_seconds,
-        observed_seconds=0.0 if record.began_seconds is None else now - record.began_seconds,
-        unobserved_seconds=None if record.began_seconds is None else now - record.newest_seconds,
+        observed_seconds=observed_seconds,
+        unobserved_seconds=unobserved_seconds,
         has_served=record.page.has_answered or run.is_ready or _has_loaded_unseen(record),
         hung_seconds=hung_seconds,
         is_page_answering=record.page.is_answering if is_exit else snapshot.page is not None,
         lost_processes=lost_processes,
-        refused_seconds=None if refused_since_seconds is None else now - refused_since_seconds,
+        refused_seconds=refused_seconds,
         engines=record.page.engines,
         idle_seconds=record.page.idle_seconds,
-        usual_running=median(usual_loads) if usual_loads else None,
+        usual_running=_find_usual_running(record.page, now),
         gpus=gpus,
         orphan_bytes=sum(
             leftover.used_bytes or 0 for gpu in snapshot.devices for leftover in gpu.leftovers
         ),
     )
+
+
+def _find_usual_running(page: PageRecord, now: float) -> float | None:
+    """Return the median of the running requests in the minutes before the end."""
+    loads = [running for at_seconds, running in page.loads if at_seconds < now - END_SECONDS]
+    return median(loads) if loads else None
 
 
 def _list_lost_at_end(

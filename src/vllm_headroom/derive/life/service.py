@@ -45,9 +45,10 @@ def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tu
         state = _STATES_BEFORE_WORK.get(status.state, LeakState.UNKNOWN)
     derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned_gpus:
+        # Without its memory the detector could not judge the engine in service either.
         gpu_state = LeakState.UNKNOWN if gpu.held_bytes is None else state
         derived += make_states(catalog.LEAK_STATE, label_gpu(gpu), gpu_state)
-    processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
-    for role in sorted({process.role for process in processes}, key=list(Role).index):
+    roles = {process.role for process in snapshot.engine_processes}
+    for role in sorted(roles, key=list(Role).index):
         derived += make_states(catalog.HOST_LEAK_STATE, (str(role),), state)
     return tuple(derived)
