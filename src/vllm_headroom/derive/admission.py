@@ -67,9 +67,11 @@ def _update_batch(batch: Batch, engine: EngineReading) -> Batch:
     """Return what is known of an engine's limit with this reading."""
     running = engine.running or 0.0
     is_reported = batch.is_reported or engine.max_num_seqs is not None
+    # A load higher than any before has proved that the limit is not lower: count from here.
     if running > batch.most_running or is_reported != batch.is_reported:
         batch = Batch(most_running=running, is_reported=is_reported)
     has_queue_at_limit = running == batch.most_running and bool(engine.waiting)
+    # Who waits for the KV cache says nothing of the limit.
     if has_queue_at_limit and _fits_one_more(engine):
         waited_samples = min(FULL_BATCH_SAMPLES, batch.waited_samples + 1)
         batch = replace(batch, waited_samples=waited_samples)
@@ -90,6 +92,7 @@ def _count_additional(engine: EngineReading, batch: Batch) -> float | None:
     limit = None
     if batch.is_reported:
         limit = engine.max_num_seqs
+        # It was readable before, and is unknown now.
         if limit is None:
             return None
     elif batch.waited_samples >= FULL_BATCH_SAMPLES:

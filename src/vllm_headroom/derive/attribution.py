@@ -310,6 +310,7 @@ def _attribute_device(
         names = {name.casefold() for name in selection.listed}
         is_listed = device.uuid.casefold() in names or str(index) in names
         return Attribution.UUID if is_listed else None
+    # Automatic: never a guess among several devices.
     if state.device_uuids:
         return Attribution.PROCESS if device.uuid in state.device_uuids else None
     return Attribution.SINGLE if device_count == 1 else None
@@ -339,6 +340,7 @@ def _split_memory(
     other_bytes = sum_known((0, *other_sizes))
 
     used_bytes = device.memory.used_bytes
+    # Then the driver lists memory of another device, and neither sum is to be trusted.
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _RACE_BYTES:
         return None, None
     if engine_bytes is not None:

@@ -135,6 +135,7 @@ def _size_kv_offload(
 ) -> Pool:
     """Return the pool of the KV cache's tiers: each engine's, and LMCache's in each worker."""
     tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
+    # Where no page shows it, each engine has what the options set.
     if not tiers_bytes:
         option_bytes = (options.kv_offloading_size or 0) * GIB
         tier_bytes = option_bytes or options.kv_connector_bytes or 0
@@ -168,6 +169,7 @@ def _find_multimodal_cache_gb(
     if options.mm_processor_cache_gb is not None:
         return options.mm_processor_cache_gb
     is_used = any(engine.multimodal_cache_queries_total for engine in engines)
+    # A file of options may set another size than vLLM's default.
     if not is_used or options.config:
         return None
     return MULTIMODAL_CACHE_GB

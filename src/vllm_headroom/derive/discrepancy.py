@@ -53,6 +53,7 @@ def _find_reported(
     budget_ratios = set[float]()
     for engine in page.engines:
         ratio = engine.gpu_memory_utilization_ratio
+        # With the cache's size in bytes, the budget is not computed from the ratio.
         if ratio is not None and engine.kv_cache_memory_bytes is None:
             budget_ratios.add(ratio)
     if len(budget_ratios) == 1:

@@ -73,6 +73,7 @@ def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | No
 def _count_readings(state: HealthState, snapshot: Snapshot) -> HealthState:
     """Return the state with this snapshot's failures and successes."""
     failures = dict(state.failures)
+    # From the first reading of the probe's folder on, its reasons show too.
     if snapshot.probe is not None:
         failures = PROBE_ZEROS | failures
     reasons = {failure.source: failure.reason for failure in snapshot.failures}

@@ -98,6 +98,7 @@ def update_container(
 
     root = _identify_root(state, processes, probed_cgroup)
     memory = _choose_memory(reading, probed_cgroup, engine, limit_bytes)
+    # Another run may be in another container: its figures are compared with nothing.
     scope = state.scope if root == state.root else HostMemory()
     if _has_lost_scope(memory, scope):
         memory = HostMemory()
@@ -126,6 +127,7 @@ def _identify_root(
 ) -> str | None:
     """Return what identifies this run: the engine's first process, or what the probe has."""
     if isinstance(processes, Failure):
+        # While /proc cannot be read, the process that it showed last identifies the run.
         was_seen = state.root is not None and not state.root.startswith(PROBE)
         if was_seen:
             return state.root
@@ -183,6 +185,7 @@ def _choose_memory(
         return _measure_cgroup(probed_cgroup, HostBasis.PROBE, limit_bytes)
     if reading.cgroup is not None:
         has_limit = reading.cgroup.limit_bytes is not None or limit_bytes is not None
+        # Without a limit of its own, the container may take what the machine has.
         if has_limit:
             return _measure_cgroup(reading.cgroup, HostBasis.CGROUP, limit_bytes)
         if reading.machine is not None:

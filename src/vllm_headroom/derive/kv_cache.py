@@ -22,6 +22,7 @@ def derive_kv_cache(
     running request are absent while nothing runs or nothing is held.
     """
     engines = list_named(snapshot.page)
+    # The operator's figure comes first, then what the probe sees, then the model's.
     if bytes_per_token is None:
         bytes_per_token = _measure_bytes_per_token(snapshot, engines)
     if model is None:
@@ -78,4 +79,5 @@ def count_tokens_per_request(engine: EngineReading) -> float | None:
     if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
         return None
     tokens = engine.kv_used_ratio * engine.kv_capacity_tokens / engine.running
+    # Absurd values on a page overflow.
     return tokens if isfinite(tokens) else None

@@ -78,6 +78,7 @@ def derive_baseline(
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
     is_warm = (state.finished_total or 0.0) >= WARM_REQUESTS
+    # At less load, configured memory is spread over fewer requests than at full load.
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
     band = find_load_band(running)
     for gpu in snapshot.gpus:

@@ -52,6 +52,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
     labels = label_gpu(gpu)
     reading = gpu.reading
     name = reading.name
+    # Of such a GPU the machine's memory is shown: the name says so.
     if reading.memory is not None and reading.memory.is_unified:
         name += " (unified memory)"
     yield Sample(catalog.GPU_INFO, (*labels, name, gpu.attribution or ""), 1.0)
