@@ -50,7 +50,7 @@ class Rise(Struct):
 
 
 class Histogram(Struct):
-    """The distribution of a value, rounded to three digits: it has at most some thousand entries."""
+    """The distribution of a value, rounded to three digits: some thousand entries at most."""
 
     counts: Counter[float] = field(default_factory=Counter)
 

@@ -7,8 +7,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import Certainty as Detected
-from vllm_headroom.derive.leak.facts import start_track
+from vllm_headroom.derive.leak.facts import Certainty, start_track
+from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import MIB, format_duration, format_size
 from vllm_headroom_tools.check.limits import HOST_LEAK, LEAK, Judgement
@@ -28,153 +28,198 @@ LONGER: Final = "record for longer, or send more requests"
 
 
 def judge_gpu_leaks(
-    record: TraceRecord, before: TraceRecord | None, most: float
+    record: TraceRecord, baseline: TraceRecord | None, limit_bytes: float
 ) -> Iterator[Judgement]:
-    """Judge the leak per thousand requests of each GPU; `most` is in bytes."""
-    for gpu, past in pair_gpus(record, before):
-        yield _judge_leak(LEAK, record, gpu, past, most)
+    """Judge the leak per thousand requests of each GPU."""
+    for series, baseline_series in pair_gpus(record, baseline):
+        yield _judge_leak(LEAK, record, series, baseline_series, limit_bytes)
 
 
 def judge_host_leaks(
-    record: TraceRecord, before: TraceRecord | None, most: float
+    record: TraceRecord, baseline: TraceRecord | None, limit_bytes: float
 ) -> Iterator[Judgement]:
     """Judge the leak per thousand requests of each role of the engine's processes."""
     for role, series in sorted(record.host.items()):
-        yield _judge_leak(
-            HOST_LEAK, record, series, None if before is None else before.host.get(role), most
-        )
+        baseline_series = None if baseline is None else baseline.host.get(role)
+        yield _judge_leak(HOST_LEAK, record, series, baseline_series, limit_bytes)
 
 
 def _judge_leak(
-    limit: str, record: TraceRecord, series: MemorySeries, past: MemorySeries | None, most: float
+    limit: str,
+    record: TraceRecord,
+    series: MemorySeries,
+    baseline_series: MemorySeries | None,
+    limit_bytes: float,
 ) -> Judgement:
     draft = Judgement(
         limit=limit,
         of=series.name,
         verdict=Conclusion.CANNOT_TELL,
-        most=most,
-        baseline=None if past is None else _compute_per_thousand(past.course.newest),
+        most=limit_bytes,
         found=NONE_SEEN,
-        before=None if past is None else _describe_course(past.course),
     )
-    found = series.course.last_alarm
-    return (
-        _judge_quiet(draft, record, series, most)
-        if found is None
-        else _judge_alarm(draft, found, most)
-    )
+    if baseline_series is not None:
+        draft = replace(
+            draft,
+            baseline=_compute_per_thousand(baseline_series.course.newest),
+            before=_describe_course(baseline_series.course),
+        )
+    alarm = series.course.last_alarm
+    if alarm is None:
+        return _judge_quiet(draft, record, series, limit_bytes)
+    return _judge_alarm(draft, alarm, limit_bytes)
 
 
-def _judge_alarm(draft: Judgement, found: Moment, most: float) -> Judgement:
-    """Judge an alarm: it fails by its estimate, and passes only if its whole interval is below the limit."""
-    value, rate = _compute_per_thousand(found), found.bytes_per_second or 0.0
-    low, high = found.bytes_per_second_lower, found.bytes_per_second_upper
-    if value is None or rate <= 0 or low is None or high is None or found.leaked_bytes is None:
-        why = "the detector's alarm: it grows while no requests finish"
-        return replace(draft, verdict=Conclusion.NOT_GOOD, found="a leak", why=why)
-    low, high = value * low / rate, value * high / rate
-    bounds = f"{format_size(low)} to {format_size(high)}"
-    why = f"the detector's alarm; 95 %: {bounds}, {format_size(found.leaked_bytes)} in all"
-    verdict = (
-        Conclusion.NOT_GOOD
-        if value > most
-        else Conclusion.GOOD
-        if high <= most
-        else Conclusion.CANNOT_TELL
-    )
-    if verdict is Conclusion.CANNOT_TELL:
-        why += f"; {LONGER}"
-    return replace(draft, verdict=verdict, value=value, found=None, why=why)
+def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgement:
+    """Judge an alarm: it fails by its estimate, and passes only if all of its interval does."""
+    per_thousand_bytes = _compute_per_thousand(alarm)
+    rate = alarm.bytes_per_second or 0.0
+    lower_rate = alarm.bytes_per_second_lower
+    upper_rate = alarm.bytes_per_second_upper
+    leaked_bytes = alarm.leaked_bytes
+    reason = "the detector's alarm: it grows while no requests finish"
+    if per_thousand_bytes is None or leaked_bytes is None:
+        return replace(draft, verdict=Conclusion.NOT_GOOD, found="a leak", why=reason)
+    if rate <= 0 or lower_rate is None or upper_rate is None:
+        return replace(draft, verdict=Conclusion.NOT_GOOD, found="a leak", why=reason)
+
+    # The interval of the rate by time is as wide, by its value, as that by requests.
+    lower_bytes = per_thousand_bytes * lower_rate / rate
+    upper_bytes = per_thousand_bytes * upper_rate / rate
+    bounds = f"{format_size(lower_bytes)} to {format_size(upper_bytes)}"
+    leaked = format_size(leaked_bytes)
+    reason = f"the detector's alarm; 95 %: {bounds}, {leaked} in all"
+    if per_thousand_bytes > limit_bytes:
+        verdict = Conclusion.NOT_GOOD
+    elif upper_bytes <= limit_bytes:
+        verdict = Conclusion.GOOD
+    else:
+        verdict = Conclusion.CANNOT_TELL
+        reason += f"; {LONGER}"
+    return replace(draft, verdict=verdict, value=per_thousand_bytes, found=None, why=reason)
 
 
 def _judge_quiet(
-    draft: Judgement, record: TraceRecord, series: MemorySeries, most: float
+    draft: Judgement, record: TraceRecord, series: MemorySeries, limit_bytes: float
 ) -> Judgement:
-    """Judge a series without an alarm: it passes if the detector would have found a leak at the limit."""
-    if series.course.is_undecided:
-        why = f"an early warning; steady growth takes an hour or more to become an alarm: {LONGER}"
-        value = _compute_per_thousand(series.course.newest)
-        return replace(draft, value=value, found=_describe_course(series.course), why=why)
-    missing = find_doubt(record, series.coverage, series.name)
-    if missing is not None:
-        return replace(draft, why=missing)
-    limit = most / THOUSAND
-    seen = find_smallest_visible(series.readings, limit)
-    done = f"in {format_duration(record.watched.seconds)} and {record.finished.total:,.0f} requests"
-    if seen == limit:
-        why = f"one of {format_size(most)} or more would have been seen {done}"
-        return replace(draft, verdict=Conclusion.GOOD, why=why)
-    why = f"one at the limit would not have been seen {done}"
-    if seen is not None:
-        why += f", only one of {format_size(THOUSAND * seen)} or more: record about {seen / limit:.0f} times as many"
-    return replace(draft, why=why)
+    """Judge a series without an alarm.
+
+    It passes if the detector would have found a leak at the limit.
+    """
+    course = series.course
+    if course.is_undecided:
+        return replace(
+            draft,
+            value=_compute_per_thousand(course.newest),
+            found=_describe_course(course),
+            why="an early warning; steady growth takes an hour or more to become an alarm: "
+            + LONGER,
+        )
+    doubt = find_doubt(record, series.coverage, series.name)
+    if doubt is not None:
+        return replace(draft, why=doubt)
+
+    limit_per_request = limit_bytes / THOUSAND
+    visible_per_request = find_smallest_visible(series.readings, limit_per_request)
+    span = format_duration(record.watched.seconds)
+    extent = f"in {span} and {record.finished.total:,.0f} requests"
+    if visible_per_request == limit_per_request:
+        reason = f"one of {format_size(limit_bytes)} or more would have been seen {extent}"
+        return replace(draft, verdict=Conclusion.GOOD, why=reason)
+    reason = f"one at the limit would not have been seen {extent}"
+    if visible_per_request is not None:
+        visible = format_size(THOUSAND * visible_per_request)
+        factor = visible_per_request / limit_per_request
+        reason += f", only one of {visible} or more: record about {factor:.0f} times as many"
+    return replace(draft, why=reason)
 
 
 def _describe_course(course: LeakCourse) -> str:
-    value = _compute_per_thousand(course.newest)
-    if course.last_alarm is None and not course.is_undecided:
+    per_thousand_bytes = _compute_per_thousand(course.newest)
+    if course.last_alarm is not None:
+        return "a leak" if per_thousand_bytes is None else format_size(per_thousand_bytes)
+    if not course.is_undecided:
         return NONE_SEEN
-    if course.last_alarm is None:
-        return "growing" if value is None else f"growing, {format_size(value)}"
-    return "a leak" if value is None else format_size(value)
+    if per_thousand_bytes is None:
+        return "growing"
+    return f"growing, {format_size(per_thousand_bytes)}"
 
 
-def _compute_per_thousand(found: Moment | None) -> float | None:
-    if found is None or found.bytes_per_request is None or found.bytes_per_request <= 0:
+def _compute_per_thousand(moment: Moment | None) -> float | None:
+    """Return the bytes per thousand requests; None where none finished or it does not grow."""
+    if moment is None or moment.bytes_per_request is None or moment.bytes_per_request <= 0:
         return None
-    return THOUSAND * found.bytes_per_request
+    return THOUSAND * moment.bytes_per_request
 
 
-STEP_BYTES: Final = 2 * MIB
-"""An allocator takes at least this at a time (cudaMalloc, torch's small pool), so a leak grows in such steps."""
+ALLOCATION_BYTES: Final = 2 * MIB
+"""An allocator takes at least this at a time (cudaMalloc, torch's small pool), so a leak grows in
+such steps."""
 
-STRONGER: Final = 10
+DOUBLINGS: Final = 10
 """How often a leak is doubled until the detector finds it."""
 
 
 def find_smallest_visible(
     readings: Sequence[DetectorInput], bytes_per_request: float
 ) -> float | None:
-    """Return the leak per request that the detector would have found: this one, its first such double, or None.
+    """Return the leak per request that the detector would have found: this one, or a double of it.
 
-    The detector gets the readings with a steady leak added. The drift in the later half counts towards that leak: it
-    may be a leak that was missed, or hide one.
+    None if it finds none of them, or nothing is known of the readings. The detector gets the
+    readings with a steady leak added. The drift in the later half counts towards that leak: it may
+    be a leak that was missed, or hide one.
     """
-    own = _measure_drift(readings)
-    if own is None:
+    drift = _measure_drift(readings)
+    if drift is None:
         return None
-    leaks = (bytes_per_request * 2**power for power in range(STRONGER + 1))
-    return next((leak for leak in leaks if leak > own and _can_see(readings, leak - own)), None)
+    for power in range(DOUBLINGS + 1):
+        leak = bytes_per_request * (1 << power)
+        if leak > drift and _can_see(readings, leak - drift):
+            return leak
+    return None
 
 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
-    """Return how far the floor moved over the later half, up or down, per request; a floor is of an eighth."""
-    eighth, half, last = len(readings) // 8, len(readings) // 2, len(readings)
-    before, after = (
-        min(
-            (
-                seen.held_bytes
-                for seen, _ in readings[end - eighth : end]
-                if seen.held_bytes is not None
-            ),
-            default=None,
-        )
-        for end in (half, last)
-    )
-    done = sum(max(0.0, later - sooner) for (_, sooner), (_, later) in pairwise(readings[half:]))
-    return None if before is None or after is None or not done else abs(after - before) / done
+    """Return how far the floor moved over the later half, up or down, in bytes per request.
+
+    None without memory or requests. A floor is the least of an eighth of the readings.
+    """
+    eighth = len(readings) // 8
+    half = len(readings) // 2
+    middle_floor_bytes = _find_floor(readings[half - eighth : half])
+    last_floor_bytes = _find_floor(readings[len(readings) - eighth :])
+    if middle_floor_bytes is None or last_floor_bytes is None:
+        return None
+    later_half = pairwise(readings[half:])
+    requests = sum(max(0.0, later - sooner) for (_, sooner), (_, later) in later_half)
+    if not requests:
+        return None
+    return abs(last_floor_bytes - middle_floor_bytes) / requests
+
+
+def _find_floor(readings: Sequence[DetectorInput]) -> int | None:
+    held_bytes = [
+        observation.held_bytes for observation, _ in readings if observation.held_bytes is not None
+    ]
+    return min(held_bytes, default=None)
 
 
 def _can_see(readings: Sequence[DetectorInput], bytes_per_request: float) -> bool:
+    """Return whether the detector finds a steady leak that is added to the readings."""
     track = start_track(readings[0][0].seconds)
-    for seen, done in readings:
-        leaked_bytes = ceil(done * bytes_per_request / STEP_BYTES) * STEP_BYTES
-        leaking = replace(
-            seen,
-            held_bytes=None if seen.held_bytes is None else seen.held_bytes + leaked_bytes,
-            room_bytes=None if seen.room_bytes is None else seen.room_bytes - leaked_bytes,
-        )
-        track = observe(track, leaking)
-        if track.verdict is Detected.LEAKING:
+    for observation, requests in readings:
+        leaked_bytes = ceil(requests * bytes_per_request / ALLOCATION_BYTES) * ALLOCATION_BYTES
+        track = observe(track, _add_leak(observation, leaked_bytes))
+        if track.verdict is Certainty.LEAKING:
             return True
-    return track.verdict is Detected.GROWING
+    return track.verdict is Certainty.GROWING
+
+
+def _add_leak(observation: Observation, leaked_bytes: int) -> Observation:
+    held_bytes = observation.held_bytes
+    room_bytes = observation.room_bytes
+    return replace(
+        observation,
+        held_bytes=None if held_bytes is None else held_bytes + leaked_bytes,
+        room_bytes=None if room_bytes is None else room_bytes - leaked_bytes,
+    )

@@ -3,7 +3,7 @@
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import chain
 from math import inf
@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 
 from vllm_headroom.derive.host_memory import SCOPES
 from vllm_headroom.derive.leak.inside import PLACES
-from vllm_headroom.model import name_device
+from vllm_headroom.model import Snapshot, name_device
 from vllm_headroom.trace.entries import build_host_entry
 from vllm_headroom.units import NUMBER, format_duration, format_instant, format_size, parse_duration
 from vllm_headroom_tools.cli import Command, save
@@ -33,83 +33,101 @@ from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
 from vllm_headroom_tools.trace import name_by_index, parse_snapshot, read_trace
 
 WORTH_A_WORD: Final = 0.01
-"""A block or two may be late; from here on HeadroomKvBlocksLeak watches for growth."""
+"""Least stranded share of a KV cache that is reported.
+
+A block or two may be late; from here on HeadroomKvBlocksLeak watches for growth.
+"""
 
 NO_GPU: Final = "The trace has no GPU of the engine's."
 MOST_INTERVALS: Final = 5
 """Enough for a person; --json has all."""
 
 
-def format_verdict(watch: LeakReplay) -> Iterator[str]:
+def format_verdict(replay: LeakReplay) -> Iterator[str]:
     """Yield the lines on the span, each GPU and each host role."""
-    if not watch.samples:
+    if not replay.samples:
         yield "The trace has no samples."
         return
-    begin, end = watch.span
-    yield f"{describe_span(watch.samples, begin, end)}."
-    for name, course in _name_series(watch):
+    begin, end = replay.span
+    yield f"{describe_span(replay.samples, begin, end)}."
+    for name, course in _name_series(replay):
         if course.growing or course.leaking:
             yield ""
         yield _judge_series(name, course, end - begin).text
         yield from _format_intervals("early warning", course.growing)
         yield from _format_intervals("alarm", course.leaking)
-        if course.first_alarm is not None:
-            yield f"  at the first alarm, {format_duration(course.first_alarm.seconds - begin)} after the trace begins:"
-            yield from _format_moment(course.first_alarm)
-        if course.last_alarm is not None and course.last_alarm is not course.first_alarm:
-            yield f"  at the last, {format_instant(course.last_alarm.seconds)}:"
-            yield from _format_moment(course.last_alarm)
-    yield from _describe_host(watch)
-    if not watch.gpus:
+        first_alarm = course.first_alarm
+        last_alarm = course.last_alarm
+        if first_alarm is not None:
+            delay = format_duration(first_alarm.seconds - begin)
+            yield f"  at the first alarm, {delay} after the trace begins:"
+            yield from _format_moment(first_alarm)
+        if last_alarm is not None and last_alarm is not first_alarm:
+            yield f"  at the last, {format_instant(last_alarm.seconds)}:"
+            yield from _format_moment(last_alarm)
+    yield from _describe_host(replay)
+    if not replay.gpus:
         yield NO_GPU
 
 
-def _name_series(watch: LeakReplay) -> Iterator[tuple[str, LeakCourse]]:
-    for index, uuid, course in watch.gpus:
-        yield f"GPU {index}" if uuid == name_by_index(index) else f"GPU {index} ({uuid})", course
-    for role, course in watch.host:
+def _name_series(replay: LeakReplay) -> Iterator[tuple[str, LeakCourse]]:
+    for index, uuid, course in replay.gpus:
+        name = f"GPU {index}"
+        if uuid != name_by_index(index):
+            name += f" ({uuid})"
+        yield name, course
+    for role, course in replay.host:
         yield f"Host memory of {role}", course
 
 
-def _describe_host(watch: LeakReplay) -> Iterator[str]:
+def _describe_host(replay: LeakReplay) -> Iterator[str]:
     """Yield the lines on host memory, on sleeps, and on the KV cache of an idle engine."""
-    memory = watch.memory
+    memory = replay.memory
     if memory is not None and memory.used_bytes is not None:
-        of = "" if memory.limit_bytes is None else f" of {format_size(memory.limit_bytes)}"
-        yield f"Host memory: at most {format_size(memory.used_bytes)}{of} in use{SCOPES.get(memory.basis, '')}."
+        use = format_size(memory.used_bytes)
+        if memory.limit_bytes is not None:
+            use += f" of {format_size(memory.limit_bytes)}"
+        yield f"Host memory: at most {use} in use{SCOPES.get(memory.basis, '')}."
     if memory is not None and memory.oom_kills:
         yield f"Out-of-memory kills by the kernel: {memory.oom_kills}."
-    for gpu, sleeps in watch.residues.items():
-        kept = tuple(sleeps.values())
-        grown = (
-            ""
-            if len(kept) == 1
-            else f" in the first sleep, {format_size(kept[-1])} in the last of {len(kept)}"
-        )
-        yield f"{name_device(*gpu)}, asleep: kept {format_size(kept[0])}{grown}."
-    for (model, engine), ratio in watch.stranded.items():
+    for gpu, sleeps in replay.residues.items():
+        residues_bytes = tuple(sleeps.values())
+        line = f"{name_device(*gpu)}, asleep: kept {format_size(residues_bytes[0])}"
+        if len(residues_bytes) > 1:
+            newest = format_size(residues_bytes[-1])
+            line += f" in the first sleep, {newest} in the last of {len(residues_bytes)}"
+        yield f"{line}."
+    for (model, engine), ratio in replay.stranded.items():
         if ratio >= WORTH_A_WORD:
-            yield f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by no request."
+            yield (
+                f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by"
+                " no request."
+            )
 
 
 def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding:
     verdict, reason = judge_course(course, span_seconds)
-    said = {
-        LeakVerdict.LEAKING: "LEAKING",
-        LeakVerdict.GROWING: reason,
-        LeakVerdict.NO_LEAK: "no leak",
-    }
-    text = f"{name}: {said.get(verdict, f'cannot tell, {reason}')}; {course.state} at the end."
-    return Finding(name, VERDICTS.get(verdict, Conclusion.CANNOT_TELL), text)
+    match verdict:
+        case LeakVerdict.LEAKING:
+            conclusion = Conclusion.NOT_GOOD
+            answer = "LEAKING"
+        case LeakVerdict.NO_LEAK:
+            conclusion = Conclusion.GOOD
+            answer = "no leak"
+        case LeakVerdict.GROWING:
+            conclusion = Conclusion.CANNOT_TELL
+            answer = reason
+        case LeakVerdict.CANNOT_TELL:
+            conclusion = Conclusion.CANNOT_TELL
+            answer = f"cannot tell, {reason}"
+    return Finding(name, conclusion, f"{name}: {answer}; {course.state} at the end.")
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
     for begin, end in intervals[:MOST_INTERVALS]:
-        until = (
-            "to the end"
-            if end is None
-            else f"to {format_instant(end)}, {format_duration(end - begin)}"
-        )
+        until = "to the end"
+        if end is not None:
+            until = f"to {format_instant(end)}, {format_duration(end - begin)}"
         yield f"  {name:<14} {format_instant(begin)} {until}"
     if len(intervals) > MOST_INTERVALS:
         yield f"  {name:<14} and {len(intervals) - MOST_INTERVALS} times more"
@@ -117,18 +135,7 @@ def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
 
 def _format_moment(moment: Moment) -> Iterator[str]:
     if moment.bytes_per_second is not None:
-        lower, upper, each = (
-            moment.bytes_per_second_lower,
-            moment.bytes_per_second_upper,
-            moment.bytes_per_request,
-        )
-        bounds = (
-            ""
-            if lower is None or upper is None
-            else f" (95 %: {format_size(lower)}/s to {format_size(upper)}/s)"
-        )
-        rate = "" if each is None else f", {format_size(1000 * each)} per thousand requests"
-        yield f"    how fast     {format_size(moment.bytes_per_second)}/s{bounds}{rate}"
+        yield f"    how fast     {_format_rate(moment, moment.bytes_per_second)}"
     if moment.by_requests is not None:
         yield f"    driven by    {'requests' if moment.by_requests else 'time'}"
     if moment.location is not None:
@@ -136,15 +143,28 @@ def _format_moment(moment: Moment) -> Iterator[str]:
     if moment.leaked_bytes is not None:
         yield f"    how much     {format_size(moment.leaked_bytes)} since it began"
     if moment.time_to_oom_seconds is not None:
-        least = moment.time_to_oom_seconds_lower
-        bound = "" if least is None else f", at the earliest {format_duration(least)}"
-        yield f"    time to OOM  about {format_duration(moment.time_to_oom_seconds)}{bound}"
+        time_left = f"about {format_duration(moment.time_to_oom_seconds)}"
+        if moment.time_to_oom_seconds_lower is not None:
+            time_left += f", at the earliest {format_duration(moment.time_to_oom_seconds_lower)}"
+        yield f"    time to OOM  {time_left}"
 
 
-def _build_data(watch: LeakReplay) -> dict[str, Any]:
-    begin, end = watch.span
+def _format_rate(moment: Moment, bytes_per_second: float) -> str:
+    """Return the rate by time, its interval, and the rate by requests, where they are known."""
+    text = f"{format_size(bytes_per_second)}/s"
+    lower = moment.bytes_per_second_lower
+    upper = moment.bytes_per_second_upper
+    if lower is not None and upper is not None:
+        text += f" (95 %: {format_size(lower)}/s to {format_size(upper)}/s)"
+    if moment.bytes_per_request is not None:
+        text += f", {format_size(1000 * moment.bytes_per_request)} per thousand requests"
+    return text
+
+
+def _build_data(replay: LeakReplay) -> dict[str, Any]:
+    begin, end = replay.span
     return {
-        "samples": watch.samples,
+        "samples": replay.samples,
         "span_seconds": end - begin,
         "gpus": [
             {
@@ -156,7 +176,7 @@ def _build_data(watch: LeakReplay) -> dict[str, Any]:
                 "first_leaking": _build_figures(course.first_alarm),
                 "last_leaking": _build_figures(course.last_alarm),
             }
-            for index, uuid, course in watch.gpus
+            for index, uuid, course in replay.gpus
         ],
         "host": [
             {
@@ -165,16 +185,16 @@ def _build_data(watch: LeakReplay) -> dict[str, Any]:
                 "leaking_intervals": course.leaking,
                 "first_leaking": _build_figures(course.first_alarm),
             }
-            for role, course in watch.host
+            for role, course in replay.host
         ],
-        "host_memory": None if watch.memory is None else build_host_entry(watch.memory),
+        "host_memory": None if replay.memory is None else build_host_entry(replay.memory),
         "sleeps": [
             {"gpu": int(gpu), "uuid": uuid, "residue_bytes": list(sleeps.values())}
-            for (gpu, uuid), sleeps in watch.residues.items()
+            for (gpu, uuid), sleeps in replay.residues.items()
         ],
         "stranded": [
             {"model_name": model, "engine": engine, "most_ratio": ratio}
-            for (model, engine), ratio in watch.stranded.items()
+            for (model, engine), ratio in replay.stranded.items()
         ],
     }
 
@@ -207,12 +227,13 @@ def _parse_time(text: str) -> tuple[bool, float]:
 
 def _parse_matcher(text: str) -> str:
     """Parse a label matcher, adding the quotes that a shell removes."""
-    found = _MATCHER.fullmatch(text)
-    if found is None:
+    match = _MATCHER.fullmatch(text)
+    if match is None:
         raise ValueError
-    label, operator, value = found.groups()
+    label, operator, value = match.groups()
     if not _QUOTED.fullmatch(value):
-        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        value = f'"{escaped}"'
     return f"{label}{operator}{value}"
 
 
@@ -266,48 +287,62 @@ between two scrapes."""
     add("--ca-file", metavar="FILE", type=FILE, help="the CA of its certificate, PEM")
 
 
-VERDICTS: Final = {LeakVerdict.LEAKING: Conclusion.NOT_GOOD, LeakVerdict.NO_LEAK: Conclusion.GOOD}
-NARROWEST, WIDEST = 20, 160
+NARROWEST_COLUMNS: Final = 20
+"""A narrower chart shows nothing."""
+
+WIDEST_COLUMNS: Final = 160
+"""A wider chart has no room beside other windows."""
 
 
-def build_report(watch: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
+def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
     """Return the detector's verdicts on a trace; the times are the trace's, None is unknown."""
-    begin, end = watch.span
-    findings = [_judge_series(name, course, end - begin) for name, course in _name_series(watch)]
-    worst = find_worst(each.verdict for each in findings) if findings else Conclusion.CANNOT_TELL
-    columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
-    has_leaked = any(course.leaking for _, course in _name_series(watch))
+    begin, end = replay.span
+    findings = [_judge_series(name, course, end - begin) for name, course in _name_series(replay)]
+    worst = Conclusion.CANNOT_TELL
+    headline = NO_GPU
+    if findings:
+        worst = find_worst(finding.verdict for finding in findings)
+        headline = next(finding.text for finding in findings if finding.verdict is worst)
+    columns = max(NARROWEST_COLUMNS, shutil.get_terminal_size().columns)
+    columns = min(columns, WIDEST_COLUMNS)
+    has_leaked = any(course.leaking for _, course in _name_series(replay))
     return Report(
         verdict=worst,
-        headline=next((each.text for each in findings if each.verdict is worst), NO_GPU),
+        headline=headline,
         findings=findings,
-        data=_build_data(watch),
-        lines=chain(format_verdict(watch), draw_charts(watch, curves, columns=columns)),
+        data=_build_data(replay),
+        lines=chain(format_verdict(replay), draw_charts(replay, curves, columns=columns)),
         exit_status=int(fails and has_leaked),
     )
 
 
-def _run(given: Namespace) -> Report:
-    if (given.trace is None) == (given.from_prometheus is None):
+def _run(options: Namespace) -> Report:
+    if (options.trace is None) == (options.from_prometheus is None):
         raise BadOptions("needs a TRACE or --from-prometheus, and not both")
-    watch, curves = LeakReplay(), Curves()
-    if given.from_prometheus is None:
-        snapshots = read_trace(given.trace)
-    else:
-        from vllm_headroom_tools.replay.prometheus.records import read_records  # noqa: PLC0415 - a trace needs no HTTP client
-
-        snapshots = map(parse_snapshot, read_records(given))
-    for snapshot in snapshots:
-        watch.step(snapshot)
-        if given.svg or not given.json:
+    replay = LeakReplay()
+    curves = Curves()
+    has_charts = options.svg or not options.json
+    for snapshot in _read_snapshots(options):
+        replay.step(snapshot)
+        if has_charts:
             curves.step(snapshot)
-    if given.svg:
-        save(given.svg, draw_picture(watch, curves), "--svg ", (given.trace,))
-    return build_report(watch, curves, fails=given.fail_on_leak)
+    if options.svg:
+        save(options.svg, draw_picture(replay, curves), "--svg ", (options.trace,))
+    return build_report(replay, curves, fails=options.fail_on_leak)
+
+
+def _read_snapshots(options: Namespace) -> Iterable[Snapshot]:
+    if options.from_prometheus is None:
+        return read_trace(options.trace)
+    # Imported here, because reading a trace needs no HTTP client.
+    from vllm_headroom_tools.replay.prometheus.records import read_records  # noqa: PLC0415
+
+    return map(parse_snapshot, read_records(options))
 
 
 COMMAND: Final[Command] = Command(
-    usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --from-prometheus URL --start TIME",
+    usage="%(prog)s [OPTION]... TRACE\n"
+    "       %(prog)s [OPTION]... --from-prometheus URL --start TIME",
     description="""\
 Runs a recorded trace through the daemon's leak detector: would it have caught
 our outage?

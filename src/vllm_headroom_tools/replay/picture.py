@@ -22,64 +22,92 @@ from vllm_headroom_tools.history import Curves, LeakCourse, LeakReplay
 from vllm_headroom_tools.terminal import Pick, draw_bars
 
 WIDTH: Final = 1000.0
+"""Of the picture, in SVG units, as all sizes here."""
+
 HEIGHT: Final = 200.0
+"""Of one box."""
+
 ABOVE: Final = 30.0
+"""Room for a box's title."""
+
 BELOW: Final = 30.0
-COLUMNS: Final = 500
-HOST: Final = "host memory: free, down to zero"
-AHEAD: Final = 0.5
+"""Room for a box's times."""
+
+BOX_HEIGHT: Final = ABOVE + HEIGHT + BELOW
+CURVE_COLUMNS: Final = 500
+"""A curve has at most two points for each, as more cannot be seen."""
+
+HOST_TITLE: Final = "host memory: free, down to zero"
+LONGEST_FORECAST_SHARE: Final = 0.5
 """A forecast is at most half as long as the trace."""
 
 
-def draw_picture(watch: LeakReplay, curves: Curves) -> str:
-    """Draw a box for each GPU, of free memory or else of the engine's memory, one for the host and one for the load."""
-    begin, end = watch.span
-    forecasts = [_build_forecast(course, curves.of("free", uuid)) for _, uuid, course in watch.gpus]
-    ahead = max((MARGIN * each.seconds for each in forecasts if each is not None), default=0.0)
-    span = begin, end + min(ahead, AHEAD * (end - begin))
-    boxes = []
-    for (index, uuid, course), forecast in zip(watch.gpus, forecasts, strict=True):
-        points = curves.of("free", uuid)
-        to_zero = bool(points)
-        what = "free memory, down to zero" if to_zero else "memory held by the engine"
-        full = (
-            ""
-            if forecast is None
-            else f", out of memory {format_instant(forecast.begin + forecast.seconds)}"
-        )
-        title = f"{name_device(index, uuid)}: {what}; {course.state} at the end{full}"
-        marks = [seconds for seconds, _ in course.leaking]
-        points = points if to_zero else curves.of("held", uuid)
-        boxes.append(_draw_box(title, points, span, marks, forecast, sized=True, to_zero=to_zero))
-    if host := curves.of("host"):
-        boxes.append(_draw_box(HOST, host, span, sized=True, to_zero=True))
+def draw_picture(replay: LeakReplay, curves: Curves) -> str:
+    """Draw a box for each GPU, one for the host and one for the load.
+
+    A GPU's box is of its free memory, or else of the engine's memory.
+    """
+    begin, end = replay.span
+    forecasts = [
+        _build_forecast(course, curves.of("free", uuid)) for _, uuid, course in replay.gpus
+    ]
+    forecast_seconds = max(
+        (MARGIN * forecast.seconds for forecast in forecasts if forecast is not None), default=0.0
+    )
+    span = (begin, end + min(forecast_seconds, LONGEST_FORECAST_SHARE * (end - begin)))
+    boxes = [
+        _draw_gpu(gpu, curves, span, forecast)
+        for gpu, forecast in zip(replay.gpus, forecasts, strict=True)
+    ]
+    host_points = curves.of("host")
+    if host_points:
+        boxes.append(_draw_box(HOST_TITLE, host_points, span, sized=True, to_zero=True))
     boxes.append(_draw_box("running requests", curves.of("running"), span))
-    height = len(boxes) * (ABOVE + HEIGHT + BELOW)
-    placed = "".join(
-        f'<g transform="translate(0 {place * (ABOVE + HEIGHT + BELOW) + ABOVE:.0f})">{box}</g>'
-        for place, box in enumerate(boxes)
-    )
-    ground = '<rect width="100%" height="100%" fill="var(--ground)"/>'
-    frame = Frame(begin=begin, end=end, top=1.0, width=WIDTH, height=height)
-    title = f"{len(watch.gpus)} GPUs from {format_instant(begin)} to {format_instant(end)}"
+
+    shapes = ['<rect width="100%" height="100%" fill="var(--ground)"/>']
+    for place, box in enumerate(boxes):
+        top = place * BOX_HEIGHT + ABOVE
+        shapes.append(f'<g transform="translate(0 {top:.0f})">{box}</g>')
     style = f"<style>{escape(STYLE, quote=False)}</style>"
-    return drawing.draw_picture(frame, (style, ground, placed), title=title, stretch=False)
+    frame = Frame(begin=begin, end=end, top=1.0, width=WIDTH, height=len(boxes) * BOX_HEIGHT)
+    title = f"{len(replay.gpus)} GPUs from {format_instant(begin)} to {format_instant(end)}"
+    return drawing.draw_picture(frame, (style, *shapes), title=title, stretch=False)
 
 
-def _build_forecast(course: LeakCourse, points: list[Point]) -> Forecast | None:
-    last, free = (
-        course.last_alarm,
-        next((value for _, value in reversed(points) if value is not None), None),
-    )
-    if (
-        course.state is not LeakState.LEAKING
-        or last is None
-        or last.time_to_oom_seconds is None
-        or free is None
-    ):
+def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | None:
+    """Return the line from the last alarm's free memory to zero; None where no end is known."""
+    alarm = course.last_alarm
+    if course.state is not LeakState.LEAKING or alarm is None:
         return None
-    left, least = last.time_to_oom_seconds, last.time_to_oom_seconds_lower
-    return Forecast(begin=last.seconds, value=free, seconds=left, earliest_seconds=least)
+    free_bytes = next((value for _, value in reversed(free_points) if value is not None), None)
+    if alarm.time_to_oom_seconds is None or free_bytes is None:
+        return None
+    return Forecast(
+        begin=alarm.seconds,
+        value=free_bytes,
+        seconds=alarm.time_to_oom_seconds,
+        earliest_seconds=alarm.time_to_oom_seconds_lower,
+    )
+
+
+def _draw_gpu(
+    gpu: tuple[int, str, LeakCourse],
+    curves: Curves,
+    span: tuple[float, float],
+    forecast: Forecast | None,
+) -> str:
+    index, uuid, course = gpu
+    points = curves.of("free", uuid)
+    to_zero = bool(points)
+    subject = "free memory, down to zero"
+    if not to_zero:
+        points = curves.of("held", uuid)
+        subject = "memory held by the engine"
+    title = f"{name_device(index, uuid)}: {subject}; {course.state} at the end"
+    if forecast is not None:
+        title += f", out of memory {format_instant(forecast.begin + forecast.seconds)}"
+    alarms = [alarm_begin for alarm_begin, _ in course.leaking]
+    return _draw_box(title, points, span, alarms, forecast, sized=True, to_zero=to_zero)
 
 
 def _draw_box(
@@ -92,62 +120,88 @@ def _draw_box(
     sized: bool = False,
     to_zero: bool = False,
 ) -> str:
+    """Draw a curve in its frame; `sized` is whether its values are bytes."""
     begin, end = span
-    known = [value for _, value in points if value is not None]
-    top = drawing.find_top(known) if to_zero else max(known, default=1.0)
+    known_values = [value for _, value in points if value is not None]
+    top = drawing.find_top(known_values) if to_zero else max(known_values, default=1.0)
     frame = Frame(begin=begin, end=end, top=top, width=WIDTH, height=HEIGHT)
-    stretches = drawing.thin_curve(drawing.build_curve(points), COLUMNS)
-    shapes = [
+    stretches = drawing.thin_curve(drawing.build_curve(points), CURVE_COLUMNS)
+    top_label = format_size(top) if sized else f"{top:.0f}"
+    right = f"{WIDTH - 4:.0f}"
+    bottom = f"{HEIGHT + 18:.0f}"
+    parts = [
+        f'<text x="4" y="-8">{escape_text(title)}</text>',
+        f'<text x="{right}" y="-8" text-anchor="end">{top_label}</text>',
         drawing.draw_curve(frame, stretches),
         *(drawing.draw_mark(frame, seconds) for seconds in marks),
-        "" if forecast is None else drawing.draw_forecast(frame, forecast),
-        drawing.draw_zero(frame) if to_zero else "",
     ]
-    return "".join(
-        (
-            f'<text x="4" y="-8">{escape_text(title)}</text>',
-            f'<text x="{WIDTH - 4:.0f}" y="-8" text-anchor="end">{format_size(top) if sized else f"{top:.0f}"}</text>',
-            *shapes,
-            f'<text x="4" y="{HEIGHT + 18:.0f}">{format_instant(begin)}</text>',
-            f'<text x="{WIDTH - 4:.0f}" y="{HEIGHT + 18:.0f}" text-anchor="end">{format_instant(end)}</text>',
-        )
-    )
+    if forecast is not None:
+        parts.append(drawing.draw_forecast(frame, forecast))
+    if to_zero:
+        parts.append(drawing.draw_zero(frame))
+    parts += [
+        f'<text x="4" y="{bottom}">{format_instant(begin)}</text>',
+        f'<text x="{right}" y="{bottom}" text-anchor="end">{format_instant(end)}</text>',
+    ]
+    return "".join(parts)
 
 
 MEMORY_LINES: Final = 10
 LOAD_LINES: Final = 5
-AXIS: Final = 11
+AXIS_COLUMNS: Final = 11
 """Columns of the axis labels."""
 
+FLOOR_MARGIN: Final = 0.05
+"""A chart of held memory begins so far below its lowest value, as a share of its range."""
 
-def draw_charts(watch: LeakReplay, curves: Curves, *, columns: int) -> Iterator[str]:
+FLAT_MARGIN: Final = 0.01
+"""The same for a level curve, as a share of its value."""
+
+
+def draw_charts(replay: LeakReplay, curves: Curves, *, columns: int) -> Iterator[str]:
     """Yield the lines of a chart for each GPU, one for the host and one for the load."""
-    width = columns - AXIS
-    for index, uuid, course in watch.gpus:
-        alarm = None if course.first_alarm is None else course.first_alarm.seconds
-        name, unit = (
-            name_device(index, uuid),
-            "GiB" if alarm is None else "GiB; ▲ is the first alarm",
-        )
-        free = _convert_to_gib(curves.of("free", uuid))
-        if free:
+    width = columns - AXIS_COLUMNS
+    for index, uuid, course in replay.gpus:
+        name = name_device(index, uuid)
+        alarm = None
+        unit = "GiB"
+        if course.first_alarm is not None:
+            alarm = course.first_alarm.seconds
+            unit = "GiB; ▲ is the first alarm"
+        free_gib = _convert_to_gib(curves.of("free", uuid))
+        if free_gib:
             title = f"{name}: free memory, down to zero, {unit}"
-            yield from _draw_chart(title, free, width, MEMORY_LINES, alarm=alarm)
+            yield from _draw_chart(title, free_gib, width, MEMORY_LINES, alarm=alarm)
             continue
-        held, title = (
-            _convert_to_gib(curves.of("held", uuid)),
-            f"{name}: memory held by the engine, {unit}",
+        held_gib = _convert_to_gib(curves.of("held", uuid))
+        title = f"{name}: memory held by the engine, {unit}"
+        floor = _find_floor(held_gib)
+        yield from _draw_chart(
+            title, held_gib, width, MEMORY_LINES, alarm=alarm, pick=max, floor=floor
         )
-        values = [value for _, value in held if value is not None] or [0.0]
-        # on the scale of the whole GPU, growth would not show
-        floor = max(0.0, min(values) - (0.05 * (max(values) - min(values)) or 0.01 * max(values)))
-        yield from _draw_chart(title, held, width, MEMORY_LINES, alarm=alarm, pick=max, floor=floor)
-    yield from _draw_chart(f"{HOST}, GiB", _convert_to_gib(curves.of("host")), width, MEMORY_LINES)
+    host_gib = _convert_to_gib(curves.of("host"))
+    yield from _draw_chart(f"{HOST_TITLE}, GiB", host_gib, width, MEMORY_LINES)
     yield from _draw_chart("running requests", curves.of("running"), width, LOAD_LINES, pick=max)
 
 
 def _convert_to_gib(points: list[Point]) -> list[Point]:
     return [(seconds, None if value is None else value / GIB) for seconds, value in points]
+
+
+def _find_floor(points: list[Point]) -> float:
+    """Return where a chart of held memory begins.
+
+    On the scale of the whole GPU, growth would not show.
+    """
+    values = [value for _, value in points if value is not None]
+    if not values:
+        return 0.0
+    lowest = min(values)
+    highest = max(values)
+    margin = FLOOR_MARGIN * (highest - lowest)
+    if margin == 0:
+        margin = FLAT_MARGIN * highest
+    return max(0.0, lowest - margin)
 
 
 def _draw_chart(
@@ -160,23 +214,38 @@ def _draw_chart(
     pick: Pick = min,
     floor: float = 0.0,
 ) -> Iterator[str]:
+    """Yield the lines of a chart; `pick` chooses among the values of a column."""
     values = [value for _, value in points if value is not None]
     if not values:
         return
     top = find_top(values) if pick is min else max(values)
-    decimals = next(
-        (digits for digits, least in ((0, 20.0), (1, 2.0), (2, 0.2)) if top - floor >= least), 3
-    )
-    levels = [f"{level:9.{decimals}f}" for level in (top, floor)]
-    begin, end = (pick_time(seconds for seconds, _ in points) for pick_time in (min, max))
-    yield from ("", title)
-    for place, line in enumerate(draw_bars(points, width, lines, ends=(floor, top), pick=pick)):
-        yield f"{'' if place else levels[0]:>9} │{line}"
+    decimals = _choose_decimals(top - floor)
+    top_label = f"{top:9.{decimals}f}"
+    floor_label = f"{floor:9.{decimals}f}"
+    yield ""
+    yield title
+    for number, bars in enumerate(draw_bars(points, width, lines, ends=(floor, top), pick=pick)):
+        label = top_label if number == 0 else ""
+        yield f"{label:>9} │{bars}"
+
+    begin = min(seconds for seconds, _ in points)
+    end = max(seconds for seconds, _ in points)
     axis = "─" * width
     if alarm is not None:
-        place = min(width - 1, int(width * (alarm - begin) / (end - begin or 1.0)))
-        axis = f"{axis[:place]}▲{axis[place + 1 :]}"
-    yield f"{levels[1]} └{axis}"
-    form = "%H:%M" if end - begin <= DAY_SECONDS else "%m-%d %H:%M"
-    first, last = (datetime.fromtimestamp(seconds, UTC).strftime(form) for seconds in (begin, end))
-    yield f"{'':{AXIS}}{first:<{width // 2}}{last:>{width - width // 2}}"
+        column = min(width - 1, int(width * (alarm - begin) / (end - begin or 1.0)))
+        axis = f"{axis[:column]}▲{axis[column + 1 :]}"
+    yield f"{floor_label} └{axis}"
+    time_format = "%H:%M" if end - begin <= DAY_SECONDS else "%m-%d %H:%M"
+    begin_label = datetime.fromtimestamp(begin, UTC).strftime(time_format)
+    end_label = datetime.fromtimestamp(end, UTC).strftime(time_format)
+    left_width = width // 2
+    right_width = width - left_width
+    yield f"{'':{AXIS_COLUMNS}}{begin_label:<{left_width}}{end_label:>{right_width}}"
+
+
+def _choose_decimals(extent: float) -> int:
+    """Return the decimals that show the extent of an axis in about two digits."""
+    for decimals, least_extent in ((0, 20.0), (1, 2.0), (2, 0.2)):
+        if extent >= least_extent:
+            return decimals
+    return 3
