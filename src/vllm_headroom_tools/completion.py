@@ -1,7 +1,7 @@
 """The command `completion`: what a shell needs to complete commands, options and values."""
 
-from argparse import Action, Namespace
-from collections.abc import Iterator
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from vllm_headroom_tools.cli import (
@@ -14,76 +14,108 @@ from vllm_headroom_tools.cli import (
 )
 from vllm_headroom_tools.options import BadOptions, Parser, choice
 
-
-def list_options(name: str) -> list[tuple[Action, str, list[str]]]:
-    """Return the options of a command and its words, with their help, and their values where they are a closed set."""
-    parser = build_parser(find_command(name), name)
-    return [(each, parser.explain(each), parser.list_values(each)) for each in parser._actions]  # noqa: SLF001
+DEFAULT_COMMAND: Final = "run"
 
 
-def write_bash() -> Iterator[str]:
-    """Yield a script for bash: options, and the values of those that have a closed set."""
-    yield "_vllm_headroom() {"
-    yield '  local words command="${COMP_WORDS[1]}" last="${COMP_WORDS[COMP_CWORD-1]}"'
-    yield '  case "$command" in -*) command=run ;; *) [ "$COMP_CWORD" -eq 1 ] && command="" ;; esac'
-    yield '  case "$command $last" in'
-    options = {name: list_options(name) for name in COMMANDS}
-    for name, described in options.items():
-        for action, _, values in described:
-            patterns = "|".join(f'"{name} {flag}"' for flag in action.option_strings or [name])
-            if values:
-                yield f'    {patterns}) words="{" ".join(values)}" ;;'
-    for name, described in options.items():
-        flags = " ".join(flag for action, *_ in described for flag in action.option_strings)
-        yield f'    "{name} "*) words="{flags}" ;;'
-    yield f'    *) words="{" ".join(COMMANDS)}" ;;'
-    yield from (
-        "  esac",
-        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
-        "}",
+def _build_program_parser() -> ArgumentParser:
+    """Build one parser of all commands, as shtab needs it; the daemon's options need no command."""
+    program = ArgumentParser(
+        prog=PROGRAM, parents=[_build_completable(DEFAULT_COMMAND)], add_help=False
     )
-    yield f"complete -o default -F _vllm_headroom {PROGRAM}"
-
-
-def write_fish() -> Iterator[str]:
-    """Yield a script for fish."""
+    commands = program.add_subparsers(dest="command")
     for name, (_, summary) in COMMANDS.items():
-        yield f"complete -c {PROGRAM} -n __fish_use_subcommand -a {name} -d {_quote(summary)}"
-        for action, text, values in list_options(name):
-            flags = " ".join(
-                f"-l {flag[2:]}"
-                if flag.startswith("--")
-                else f"-{'s' if len(flag) == len('-q') else 'o'} {flag[1:]}"
-                for flag in action.option_strings
-            )
-            among = (
-                f" -xa {_quote(' '.join(values))}" if values else "" if action.nargs == 0 else " -r"
-            )
-            if flags or values:
-                when = f"-n '__fish_seen_subcommand_from {name}'"
-                yield f"complete -c {PROGRAM} {when} {flags}{among} -d {_quote(text)}"
+        commands.add_parser(name, help=summary, parents=[_build_completable(name)], add_help=False)
+    return program
+
+
+def _build_completable(name: str) -> Parser:
+    """Build the parser of a command; an option has its values, or else completes files."""
+    import shtab  # noqa: PLC0415 - only this command needs it
+
+    parser = build_parser(find_command(name), name)
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public list
+        values = parser.list_values(action)
+        if values:
+            action.choices = values
+        elif action.nargs != 0:
+            action.complete = shtab.FILE  # type: ignore[attr-defined] # where shtab looks for it
+    return parser
+
+
+def write_bash() -> str:
+    """Return a script for bash."""
+    import shtab  # noqa: PLC0415 - only this command needs it
+
+    return shtab.complete(_build_program_parser(), "bash").rstrip()
+
+
+def write_zsh() -> str:
+    """Return a script for zsh, which registers itself only if it is evaluated, not sourced."""
+    import shtab  # noqa: PLC0415 - only this command needs it
+
+    script = shtab.complete(_build_program_parser(), "zsh").rstrip()
+    return f"eval \"$(cat <<'SHTAB'\n{script}\nSHTAB\n)\""
+
+
+def write_fish() -> str:
+    """Return a script for fish: shtab's has vLLM's `-tp` as the options `-t` and `-p`."""
+    lines = []
+    for name, (_, summary) in COMMANDS.items():
+        lines.append(
+            f"complete -c {PROGRAM} -n __fish_use_subcommand -a {name} -d {_quote(summary)}"
+        )
+        parser = build_parser(find_command(name), name)
+        lines += _list_fish_options(name, parser)
+    return "\n".join(lines)
+
+
+def _list_fish_options(name: str, parser: Parser) -> Iterator[str]:
+    condition = f"-n '__fish_seen_subcommand_from {name}'"
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public list
+        flags = " ".join(map(_write_fish_flag, action.option_strings))
+        values = parser.list_values(action)
+        if flags or values:
+            arguments = _write_fish_values(action, values)
+            description = _quote(parser.explain(action))
+            yield f"complete -c {PROGRAM} {condition} {flags}{arguments} -d {description}"
+
+
+def _write_fish_flag(flag: str) -> str:
+    if flag.startswith("--"):
+        return f"-l {flag[2:]}"
+    # fish calls an option such as -q short, and one such as -tp old-style.
+    kind = "s" if len(flag) == len("-q") else "o"
+    return f"-{kind} {flag[1:]}"
+
+
+def _write_fish_values(action: Action, values: list[str]) -> str:
+    if values:
+        return f" -xa {_quote(' '.join(values))}"
+    return "" if action.nargs == 0 else " -r"
 
 
 def _quote(text: str) -> str:
-    return "'{}'".format(" ".join(text.split()).replace("\\", "\\\\").replace("'", "\\'"))
+    one_line = " ".join(text.split())
+    escaped = one_line.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
-SHELLS: Final = {
+WRITERS: Final[dict[str, Callable[[], str]]] = {
     "bash": write_bash,
-    "zsh": lambda: ("autoload -U +X bashcompinit && bashcompinit", *write_bash()),
+    "zsh": write_zsh,
     "fish": write_fish,
 }
-SHELL: Final = choice(list(SHELLS))
+SHELL: Final = choice(list(WRITERS))
 
 
-def _options(parser: Parser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument("shell", metavar="SHELL", nargs="?", type=SHELL, help="bash, zsh or fish")
 
 
-def _run(given: Namespace) -> int:
-    if given.shell is None:
+def _run(arguments: Namespace) -> int:
+    if arguments.shell is None:
         raise BadOptions(f"needs a SHELL, accepts {SHELL.accepts}")
-    write_result("\n".join(SHELLS[given.shell]()))
+    write_result(WRITERS[arguments.shell]())
     return 0
 
 
@@ -95,7 +127,7 @@ Example:
   source <(vllm-headroom completion bash)   # in ~/.bashrc; ~/.zshrc has zsh
   vllm-headroom completion fish | source    # in ~/.config/fish/config.fish
 """,
-    options=_options,
+    options=_add_options,
     run=_run,
     has_report=False,
 )

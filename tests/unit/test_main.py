@@ -242,7 +242,7 @@ def test_an_interrupt_during_the_imports_ends_without_a_traceback(name: str, com
     ],
 )
 def test_bash_completes_commands_options_and_values(words: tuple[str, ...], found: str) -> None:
-    typed = f"COMP_WORDS=(vllm-headroom {' '.join(words)}); COMP_CWORD={len(words)}; _vllm_headroom"
+    typed = f"COMP_WORDS=(vllm-headroom {' '.join(words)}); COMP_CWORD={len(words)}; _shtab_vllm_headroom"
     script = f'{run_command("completion", "bash").stdout}{typed}; echo "${{COMPREPLY[@]}}"'
 
     assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout == f"{found}\n"
@@ -267,6 +267,33 @@ def test_other_shells_get_every_command_too(shell: str) -> None:
 
     assert done.returncode == 0
     assert all(name in done.stdout for name in COMMANDS)
+    if shutil.which(shell) is not None:
+        subprocess.run([shell, "-n"], input=done.stdout, text=True, check=True)
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="this machine has no zsh")
+def test_zsh_knows_the_function_once_the_script_was_sourced(tmp_path: Path) -> None:
+    script = tmp_path / "completion"
+    script.write_text(run_command("completion", "zsh").stdout)
+    shown = f"autoload -U compinit && compinit -u -D; source {script}; echo $_comps[vllm-headroom]"
+
+    assert subprocess.run(["zsh", "-fc", shown], capture_output=True, text=True, check=True).stdout == (
+        "_shtab_vllm_headroom\n"
+    )
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="this machine has no fish")
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("demo --scenario le", "leak"), ("plan -t", "-tp"), ("probe in", "install"), ("pl", "plan")],
+)
+def test_fish_completes_words_with_their_help(words: str, completed: str) -> None:
+    typed = f"{run_command('completion', 'fish').stdout}\ncomplete -C 'vllm-headroom {words}'"
+    process = subprocess.run(["fish", "--no-config", "-c", typed], capture_output=True, text=True, check=True)
+
+    word, _, described = process.stdout.splitlines()[0].partition("\t")
+    assert word == completed
+    assert described
 
 
 READ_AND_WRITTEN: Final = [
