@@ -12,7 +12,7 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 WINDOW_SECONDS: Final = 300.0
 """The hit ratio is that of the last five minutes."""
 
-STEPS: Final = 60
+WINDOW_STEPS: Final = 60
 """Counts are kept a sixtieth of the window apart, which bounds memory at any sampling interval."""
 
 
@@ -71,16 +71,18 @@ def _update_counts(
 
     A counter that fell has restarted at 0.
     """
-    old = sum(now - count.seconds >= WINDOW_SECONDS for count in counts)
+    old_counts = [count for count in counts if now - count.seconds >= WINDOW_SECONDS]
     # The last one before the window is where the window begins.
-    counts = counts[max(0, old - 1) :]
+    counts = counts[max(0, len(old_counts) - 1) :]
     queries = engine.prefix_queries_total
     hits = engine.prefix_hits_total
     if queries is None or hits is None:
         return counts
     if counts and (queries < counts[-1].queries or hits < counts[-1].hits):
         counts = (Count(seconds=now, queries=0.0, hits=0.0),)
-    elif len(counts) > 1 and counts[-1].seconds - counts[-2].seconds < WINDOW_SECONDS / STEPS:
+    elif (
+        len(counts) > 1 and counts[-1].seconds - counts[-2].seconds < WINDOW_SECONDS / WINDOW_STEPS
+    ):
         counts = counts[:-1]
     return (*counts, Count(seconds=now, queries=queries, hits=hits))
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.prefix_cache import STEPS, WINDOW_SECONDS, PrefixCacheState, derive_prefix_cache
+from vllm_headroom.derive.prefix_cache import WINDOW_STEPS, WINDOW_SECONDS, PrefixCacheState, derive_prefix_cache
 from vllm_headroom.model import EnginePage, Failure, Sample
 from vllm_headroom.vocabulary import Source
 
@@ -89,4 +89,4 @@ def test_the_memory_is_bounded_at_any_interval(interval: float) -> None:
     for turn in range(round(700 / interval)):
         state, _ = derive_prefix_cache(state, snapshot(at=turn * interval, engines=counters(turn, turn)))
 
-    assert len(state.engines[AN_ENGINE]) <= STEPS + 2
+    assert len(state.engines[AN_ENGINE]) <= WINDOW_STEPS + 2
