@@ -1,7 +1,7 @@
-"""Which GPUs can be seen?"""
+"""Check the GPUs, the engine's processes, and which GPUs are the engine's."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
@@ -39,21 +39,18 @@ NO_NVML: Final = "needs NVML, see nvml"
 
 def check_nvml(survey: Survey) -> Check:
     """Check whether NVML answers, and with which driver."""
-    found = survey.readings
-    if isinstance(found, Failure):
-        ways = fixes.NVML.get(found.reason, (fixes.KERNEL_LOG,))
-        return Check(Status.MISSING, found.message, absent=WITHOUT_NVML, fixes=ways)
-    if all(device.vendor is Vendor.AMD for device in found.devices):
+    readings = survey.readings
+    if isinstance(readings, Failure):
+        ways = fixes.NVML.get(readings.reason, (fixes.KERNEL_LOG,))
+        return Check(Status.MISSING, readings.message, absent=WITHOUT_NVML, fixes=ways)
+    if all(device.vendor is Vendor.AMD for device in readings.devices):
         return Check(
             Status.NOT_APPLICABLE,
             "not needed: the GPUs are AMD's, whose driver reports them in /sys",
         )
-    version = (
-        f"driver {found.driver_version}"
-        if found.driver_version
-        else "and does not report the driver's version"
-    )
-    return Check(Status.OK, f"NVML answers, {version}")
+    if not readings.driver_version:
+        return Check(Status.OK, "NVML answers, and does not report the driver's version")
+    return Check(Status.OK, f"NVML answers, driver {readings.driver_version}")
 
 
 def check_gpus(survey: Survey) -> Check:
@@ -61,33 +58,33 @@ def check_gpus(survey: Survey) -> Check:
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     devices = survey.readings.devices
-    details = (
-        *(
-            f"{name_device(device)} {device.name}".rstrip() + _describe_memory(device)
-            for device in devices
-        ),
-        *(
-            f"{name_device(gpu.reading)}: {describe_leftover(left)}"
-            for gpu in survey.gpus
-            for left in gpu.leftovers
-        ),
-    )
-    unread = [device for device in devices if device.failure or device.memory is None]
-    if not unread:
-        return Check(Status.OK, f"{len(devices)} visible", details=details)
-    failures = [device.failure.reason for device in unread if device.failure]
-    ways: tuple[Fix, ...] = (
-        fixes.ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
-    )
-    if failures:
-        ways = fixes.SEE_THE_GPUS if failures[0] is Reason.NO_PERMISSION else (fixes.KERNEL_LOG,)
+    details = []
+    for device in devices:
+        named = f"{name_device(device)} {device.name}".rstrip()
+        details.append(f"{named}{_describe_memory(device)}")
+    for gpu in survey.gpus:
+        name = name_device(gpu.reading)
+        details += [f"{name}: {describe_leftover(leftover)}" for leftover in gpu.leftovers]
+    unreadable = [device for device in devices if device.failure or device.memory is None]
+    if not unreadable:
+        return Check(Status.OK, f"{len(devices)} visible", details=tuple(details))
     return Check(
         Status.MISSING,
-        f"{len(devices)} visible, of which {len(unread)} cannot be read",
-        details=details,
-        absent=tuple(f"headroom_gpu_memory_* of {name_device(device)}" for device in unread),
-        fixes=ways,
+        f"{len(devices)} visible, of which {len(unreadable)} cannot be read",
+        details=tuple(details),
+        absent=tuple(f"headroom_gpu_memory_* of {name_device(device)}" for device in unreadable),
+        fixes=_fix_unreadable(unreadable),
     )
+
+
+def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
+    failures = [device.failure for device in devices if device.failure]
+    if failures:
+        if failures[0].reason is Reason.NO_PERMISSION:
+            return fixes.SEE_THE_GPUS
+        return (fixes.KERNEL_LOG,)
+    has_amd = any(device.vendor is Vendor.AMD for device in devices)
+    return fixes.ASK_KFD if has_amd else ()
 
 
 def name_device(device: GpuReading) -> str:
@@ -96,18 +93,25 @@ def name_device(device: GpuReading) -> str:
 
 
 def _describe_memory(device: GpuReading) -> str:
-    """Return why it is not known, or what a GPU shares with its machine: only swap separates that from a hang."""
+    """Return why the memory is not known, or that it is the machine's; "" for any other."""
     if device.failure is not None:
         return f": {device.failure.message}"
     if device.memory is None and device.vendor is Vendor.AMD:
-        what = "KFD does not report what its processes may use of its memory or the machine's"
-        return f": {what}, or not to this container"
+        return (
+            ": KFD does not report what its processes may use of its memory or the machine's, or"
+            " not to this container"
+        )
     if device.memory is None:
         return ": NVML reports no memory for it"
     if not device.memory.is_unified:
         return ""
-    total, free = format_gib(device.memory.total_bytes), format_gib(device.memory.free_bytes)
-    return f", unified memory: {free} left of the {total} that it may take of the machine's, by /proc/meminfo"
+    total = format_gib(device.memory.total_bytes)
+    free = format_gib(device.memory.free_bytes)
+    # Only swap separates such a GPU that is full from a machine that hangs.
+    return (
+        f", unified memory: {free} left of the {total} that it may take of the machine's,"
+        " by /proc/meminfo"
+    )
 
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
@@ -120,7 +124,9 @@ WITHOUT_PROCESSES: Final = (
 BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.CGROUP: "by the cgroup of vLLM's processes",
     HostBasis.MACHINE: "by the machine, since their cgroup has no limit",
-    HostBasis.PROCESSES: "by what its processes hold themselves and their /dev/shm, since their cgroup is not seen",
+    HostBasis.PROCESSES: (
+        "by what its processes hold themselves and their /dev/shm, since their cgroup is not seen"
+    ),
 }
 SHOW_PROC: Final = put("in the systemd unit", "ProtectProc=default", "ProcSubset=all")
 STUCK: Final = put(f"{fixes.NODE}, to find them", "ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'")
@@ -133,115 +139,126 @@ ASK_THE_NODE: Final = put(
 
 def check_processes(survey: Survey) -> Check:
     """Check whether the engine's processes are seen, which needs a shared PID namespace."""
-    found, share = survey.processes, fixes.SEE_THE_PROCESSES
-    if isinstance(found, Failure):
-        ways = (
-            *(share if found == HIDDEN else ()),
-            STUCK if found.reason is Reason.TIMEOUT else SHOW_PROC,
+    processes = survey.processes
+    if isinstance(processes, Failure):
+        share = fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
+        way = STUCK if processes.reason is Reason.TIMEOUT else SHOW_PROC
+        return Check(
+            Status.MISSING, processes.message, absent=WITHOUT_PROCESSES, fixes=(*share, way)
         )
-        return Check(Status.MISSING, found.message, absent=WITHOUT_PROCESSES, fixes=ways)
-    namespace = _name_namespace(found)
-    state, ways, details = Status.MISSING, share, []
-    if found.engine:
-        counted = fixes.count_roles(process.role for process in found.engine)
-        state, ways, details = Status.OK, (), [*_describe_host(survey, found)]
-        text = f"vLLM's are seen ({counted}), in {namespace}"
-    elif found.ambiguous_engines:
-        text, ways = AMBIGUOUS, fixes.SAY_WHICH_PORT
-    elif isinstance(survey.page, Failure):
-        text = f"vLLM's are not among the {len(found.visible_pids)} seen in {namespace}; it does not answer, so it may"
-        state, text, ways = (
-            Status.UNKNOWN,
-            f"{text} not be running",
-            () if found.sees_host_pids else share,
+    orphans = describe_orphans(processes.left_behind, survey.gpus)
+    orphan_details = (orphans,) if orphans else ()
+    if processes.engine:
+        roles = fixes.count_roles(process.role for process in processes.engine)
+        return Check(
+            Status.OK,
+            f"vLLM's are seen ({roles}), in {_name_namespace(processes)}",
+            details=(*_describe_host(survey, processes), *orphan_details),
         )
-    else:
-        text = f"vLLM answers, but its processes are not among the {len(found.visible_pids)} seen in {namespace}"
-        if found.sees_host_pids:
-            text += (
-                ": it runs on another machine, or other users' processes are hidden from this one"
-            )
-            ways = (ON_ITS_MACHINE, SHOW_PROC)
-        else:
-            text += ", which is not shared with vLLM's container"
-    if left := describe_orphans(found.left_behind, survey.gpus):
-        details.append(left)
-    return Check(
-        state,
-        text,
-        details=tuple(details),
-        absent=() if found.engine else WITHOUT_PROCESSES,
-        fixes=tuple(ways),
-    )
+    status, text, ways = _explain_no_process(survey, processes)
+    return Check(status, text, details=orphan_details, absent=WITHOUT_PROCESSES, fixes=ways)
 
 
-def _describe_host(survey: Survey, found: ProcessReadings) -> Iterator[str]:
-    """Yield what is known of the host memory and how, and whether there is swap, which delays an out-of-memory."""
-    memory = update_container(ContainerState(), found, limit_bytes=survey.host_limit_bytes)[1]
+def _explain_no_process(
+    survey: Survey, processes: ProcessReadings
+) -> tuple[Status, str, tuple[Fix, ...]]:
+    """Return why no process of the engine was found, and what may show it."""
+    if processes.ambiguous_engines:
+        return Status.MISSING, AMBIGUOUS, fixes.SAY_WHICH_PORT
+    place = f"the {len(processes.visible_pids)} seen in {_name_namespace(processes)}"
+    if isinstance(survey.page, Failure):
+        text = f"vLLM's are not among {place}; it does not answer, so it may not be running"
+        return Status.UNKNOWN, text, () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
+    text = f"vLLM answers, but its processes are not among {place}"
+    if processes.sees_host_pids:
+        text += ": it runs on another machine, or other users' processes are hidden from this one"
+        return Status.MISSING, text, (ON_ITS_MACHINE, SHOW_PROC)
+    text += ", which is not shared with vLLM's container"
+    return Status.MISSING, text, fixes.SEE_THE_PROCESSES
+
+
+def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
+    """Yield how much host memory and swap are in use."""
+    _, memory = update_container(ContainerState(), processes, limit_bytes=survey.host_limit_bytes)
     if memory is not None and memory.used_bytes is not None:
-        limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
-        limit = limit if memory.limit_bytes is None else f" of {format_gib(memory.limit_bytes)}"
-        yield f"host memory: {format_gib(memory.used_bytes)}{limit} in use, {BASES[memory.basis]}"
-    machine = found.host.machine
+        if memory.limit_bytes is None:
+            limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
+        else:
+            limit = f" of {format_gib(memory.limit_bytes)}"
+        used = format_gib(memory.used_bytes)
+        yield f"host memory: {used}{limit} in use, {BASES[memory.basis]}"
+    machine = processes.host.machine
     if machine is not None and machine.swap_bytes:
-        used = f"{format_gib(machine.swap_bytes - machine.swap_free_bytes)} of {format_gib(machine.swap_bytes)}"
-        yield f"swap, zram included: {used} in use; no time to out-of-memory counts on it"
+        used = format_gib(machine.swap_bytes - machine.swap_free_bytes)
+        total = format_gib(machine.swap_bytes)
+        yield (
+            f"swap, zram included: {used} of {total} in use; no time to out-of-memory counts on it"
+        )
 
 
 def check_process_memory(survey: Survey) -> Check:
     """Check whether this driver reports each process's own memory, as seen from here."""
-    readings, found = survey.readings, survey.processes
+    readings = survey.readings
+    processes = survey.processes
     if isinstance(readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
-    if isinstance(found, Failure):
+    if isinstance(processes, Failure):
         return Check(Status.UNKNOWN, "needs the processes, see processes")
     driver = readings.driver_version
-    of_amd = [device for device in readings.devices if device.vendor is Vendor.AMD]
-    if driver is None and not found.sees_host_pids and not of_amd:
+    has_amd = any(device.vendor is Vendor.AMD for device in readings.devices)
+    if driver is None and not processes.sees_host_pids and not has_amd:
         return Check(Status.UNKNOWN, "the driver does not report its version")
-    if not is_process_memory_true(readings, found):
-        is_its_pid = are_pids_true(readings, found)
-        what = (
-            "may report another process's memory"
-            if is_its_pid
-            else "reports the host's pids, which differ here"
-        )
+    if not is_process_memory_true(readings, processes):
+        problem = "reports the host's pids, which differ here"
+        if are_pids_true(readings, processes):
+            problem = "may report another process's memory"
         return Check(
             Status.MISSING,
-            f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
-            " and attributes all memory in use on the engine's GPUs to the engine",
+            f"outside the machine's first PID namespace, driver {driver} {problem}: the daemon does"
+            " not use it, and attributes all memory in use on the engine's GPUs to the engine",
             absent=WITHOUT_HOLDERS,
             fixes=(fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS),
         )
-    engine = {process.pid for process in found.engine}
+    engine_pids = {process.pid for process in processes.engine}
     unreported = [
         name_device(device)
         for device in readings.devices
-        if device.failure is None
-        and (
-            device.processes is None
-            or any(p.used_bytes is None for p in device.processes if p.pid in engine)
-        )
+        if not _reports_memory(device, engine_pids)
     ]
     if unreported:
-        text = f"the driver does not report the memory of each process on {', '.join(unreported)}"
-        ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
-        return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=ways)
-    source = (
-        "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of unknown version'}"
-    )
+        return Check(
+            Status.MISSING,
+            f"the driver does not report the memory of each process on {', '.join(unreported)}",
+            absent=WITHOUT_HOLDERS,
+            fixes=(*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS) if has_amd else (ASK_THE_NODE,),
+        )
+    source = f"driver {driver or 'of unknown version'}"
+    if driver is None and has_amd:
+        source = "AMD's driver"
     return Check(
         Status.OK,
-        f"{source} reports each process's own memory, as seen from {_name_namespace(found)}",
+        f"{source} reports each process's own memory, as seen from {_name_namespace(processes)}",
     )
 
 
-def _name_namespace(found: ProcessReadings) -> str:
-    return (
-        "the machine's first PID namespace"
-        if found.sees_host_pids
-        else "a container's PID namespace"
+def _reports_memory(device: GpuReading, engine_pids: Collection[int]) -> bool:
+    """Return whether the memory of the engine's processes on a device is known.
+
+    True for a device that failed: another check covers it.
+    """
+    if device.failure is not None:
+        return True
+    if device.processes is None:
+        return False
+    return not any(
+        process.used_bytes is None and process.pid in engine_pids for process in device.processes
     )
+
+
+def _name_namespace(processes: ProcessReadings) -> str:
+    if processes.sees_host_pids:
+        return "the machine's first PID namespace"
+    return "a container's PID namespace"
 
 
 ATTRIBUTIONS: Final = {
@@ -257,36 +274,49 @@ def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
     """Check which GPUs are attributed to the engine, how, and why none is."""
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
-    gpus, state = survey.gpus, Status.MISSING
-    ways: tuple[Fix, ...] = (_name_gpus(survey), *fixes.SEE_THE_GPUS)
-    owned = [gpu for gpu in gpus if gpu.attribution]
-    names = {name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
-    is_up = not isinstance(survey.page, Failure)
-    if invisible := [name for name in selection.listed if name.casefold() not in names]:
-        text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
-    elif others := [name_device(gpu.reading) for gpu in gpus if gpu.is_left_out]:
-        text = (
-            f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {', '.join(others)}"
-        )
-        ways = (fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs"),)
-    elif not owned:
-        state, text, ways = _explain_none(survey)
-    elif (
-        owned[0].attribution is Attribution.SINGLE and is_up and _can_match(survey)
-    ):  # and they are not on it
-        state = Status.UNKNOWN
-        text = "the only visible GPU is attributed to the engine, but none of the engine's processes is on it"
-    else:
-        state, text, ways = Status.OK, f"{len(owned)} of {len(gpus)} attributed to the engine", ()
+    status, text, ways = _judge_attribution(survey, selection)
+    is_any_owned = any(gpu.attribution for gpu in survey.gpus)
     return Check(
-        state,
+        status,
         text,
         details=tuple(
-            f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in gpus
+            f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in survey.gpus
         ),
-        absent=() if owned else OWNED_GPU_SERIES,
+        absent=() if is_any_owned else OWNED_GPU_SERIES,
         fixes=ways,
     )
+
+
+def _judge_attribution(survey: Survey, selection: Selection) -> tuple[Status, str, tuple[Fix, ...]]:
+    ways: tuple[Fix, ...] = (_name_gpus(survey), *fixes.SEE_THE_GPUS)
+    visible_names = set()
+    for gpu in survey.gpus:
+        visible_names |= {gpu.reading.uuid.casefold(), str(gpu.reading.index)}
+    invisible = [name for name in selection.listed if name.casefold() not in visible_names]
+    if invisible:
+        text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
+        return Status.MISSING, text, ways
+    left_out = [name_device(gpu.reading) for gpu in survey.gpus if gpu.is_left_out]
+    if left_out:
+        text = (
+            "HEADROOM_GPUS leaves out GPUs that the engine's processes are on:"
+            f" {', '.join(left_out)}"
+        )
+        way = fix_setting("# remove HEADROOM_GPUS: the engine's processes show its GPUs")
+        return Status.MISSING, text, (way,)
+    owned = [gpu for gpu in survey.gpus if gpu.attribution]
+    if not owned:
+        return _explain_none(survey)
+    is_single = owned[0].attribution is Attribution.SINGLE
+    is_up = not isinstance(survey.page, Failure)
+    if is_single and is_up and _can_match(survey):
+        # A process on the GPU would have made the attribution PROCESS.
+        text = (
+            "the only visible GPU is attributed to the engine, but none of the engine's processes"
+            " is on it"
+        )
+        return Status.UNKNOWN, text, ways
+    return Status.OK, f"{len(owned)} of {len(survey.gpus)} attributed to the engine", ()
 
 
 def _can_match(survey: Survey) -> bool:
@@ -297,43 +327,63 @@ def _can_match(survey: Survey) -> bool:
 
 
 def _has_true_pids(survey: Survey) -> bool:
-    return not isinstance(survey.readings, Failure) and are_pids_true(
-        survey.readings, survey.processes
-    )
+    if isinstance(survey.readings, Failure):
+        return False
+    return are_pids_true(survey.readings, survey.processes)
 
 
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
-    processes, state = survey.processes, Status.MISSING
-    share: tuple[Fix, ...] = fixes.SEE_THE_PROCESSES
-    ways: tuple[Fix, ...]
-    if isinstance(processes, Failure):
-        text, ways = NOT_ATTRIBUTED, share if processes == HIDDEN else ()
-    elif processes.ambiguous_engines:
-        text, ways = AMBIGUOUS, fixes.SAY_WHICH_PORT
-    elif isinstance(survey.page, Failure):
-        state, text, ways = Status.UNKNOWN, "needs the engine to run, see engine", ()
-    elif not processes.engine:
-        text, ways = NOT_ATTRIBUTED, () if processes.sees_host_pids else share
-    elif _can_match(survey):
-        text = "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs that this"
-        text, ways = f"{text} container does not see", fixes.SEE_THE_GPUS
-    elif any(gpu.reading.failure for gpu in survey.gpus) and _has_true_pids(survey):
-        text = "none of the engine's processes is on a GPU that can be read; they may be on one that cannot, see gpus"
-        ways = ()
+    """Return why no GPU is attributed to the engine, and what changes that."""
+    status = Status.MISSING
+    if isinstance(survey.page, Failure) and not _is_process_problem(survey):
+        status = Status.UNKNOWN
+        text = "needs the engine to run, see engine"
+        ways: tuple[Fix, ...] = ()
     else:
-        text, ways = _explain_unmatched(survey)
-    return state, text, (*ways, _name_gpus(survey))
+        text, ways = _explain_unattributed(survey)
+    return status, text, (*ways, _name_gpus(survey))
 
 
-def _explain_unmatched(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
-    seen = "the engine's processes are seen, but"
-    if any(
-        gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in survey.gpus
-    ):
-        text = f"{seen} not their open files, which alone show a container who uses AMD's cards"
+def _is_process_problem(survey: Survey) -> bool:
+    processes = survey.processes
+    return isinstance(processes, Failure) or bool(processes.ambiguous_engines)
+
+
+def _explain_unattributed(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
+    processes = survey.processes
+    if isinstance(processes, Failure):
+        return NOT_ATTRIBUTED, fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
+    if processes.ambiguous_engines:
+        return AMBIGUOUS, fixes.SAY_WHICH_PORT
+    if not processes.engine:
+        return NOT_ATTRIBUTED, () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
+    if _can_match(survey):
+        text = (
+            "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs"
+            " that this container does not see"
+        )
+        return text, fixes.SEE_THE_GPUS
+    if any(gpu.reading.failure for gpu in survey.gpus) and _has_true_pids(survey):
+        text = (
+            "none of the engine's processes is on a GPU that can be read; they may be on one that"
+            " cannot, see gpus"
+        )
+        return text, ()
+    if any(_is_unlisted_amd(gpu.reading) for gpu in survey.gpus):
+        text = (
+            "the engine's processes are seen, but not their open files, which alone show a"
+            " container who uses AMD's cards"
+        )
         return text, (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS)
-    text = f"{seen} what this driver lists on the GPUs cannot be matched with them in a container"
+    text = (
+        "the engine's processes are seen, but what this driver lists on the GPUs cannot be matched"
+        " with them in a container"
+    )
     return text, (fixes.NEWER_DRIVER, fixes.SEE_HOST_PIDS)
+
+
+def _is_unlisted_amd(device: GpuReading) -> bool:
+    return device.vendor is Vendor.AMD and device.processes is None
 
 
 def _name_gpus(survey: Survey) -> Fix:
