@@ -1,13 +1,13 @@
 """A post-mortem as one HTML file, which loads nothing."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.assets import PAGE_STYLE
 from vllm_headroom.expose.drawing import Frame, Point, escape_text
-from vllm_headroom.model import Diagnosis
+from vllm_headroom.model import Diagnosis, GpuAtEnd
 from vllm_headroom.trace.incident import MOST_SHOWN
 from vllm_headroom.units import format_instant, format_size
 from vllm_headroom.vocabulary import Level, Sureness
@@ -75,21 +75,29 @@ def _render_section(title: str, lines: list[Line]) -> str:
 
 def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
     ending = postmortem.ending
-    end_seconds = None if ending is None else ending.seconds
-    gpus = {} if ending is None else {gpu.uuid: gpu for gpu in ending.gpus}
+    end_seconds = None
+    gpus = {}
+    if ending is not None:
+        end_seconds = ending.seconds
+        gpus = {gpu.uuid: gpu for gpu in ending.gpus}
     curves = postmortem.curves
     for uuid in curves.uuids:
         gpu = gpus.get(uuid)
         name = f"Free memory of {uuid if gpu is None else gpu.display_name}"
         yield _draw_memory(f"{name}, down to zero", curves.of("free", uuid), end_seconds)
-        if gpu is not None and gpu.usable_bytes is not None:
-            free_points: list[Point] = [
-                (seconds, gpu.usable_bytes - used_bytes)
-                for seconds, used_bytes in postmortem.incident.before.used.get(uuid, ())
-            ]
+        if gpu is not None:
             title = f"{name} in the last minutes, second by second"
-            yield _draw_memory(title, free_points, end_seconds)
+            used = postmortem.incident.before.used.get(uuid, ())
+            yield _draw_memory(title, _list_free(gpu, used), end_seconds)
     yield _draw_requests("Running requests", curves.of("running"), end_seconds)
+
+
+def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
+    """Return the free memory between samples; none where the size of the GPU is unknown."""
+    usable_bytes = gpu.usable_bytes
+    if usable_bytes is None:
+        return []
+    return [(seconds, usable_bytes - used_bytes) for seconds, used_bytes in used]
 
 
 def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> str:

@@ -126,8 +126,7 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
         "Timeline",
         [(format_instant(seconds), change) for seconds, change in postmortem.timeline],
     )
-    numbers = [] if ending is None else list(list_numbers(ending, incident))
-    yield "Numbers for a bug report", numbers
+    yield "Numbers for a bug report", list(list_numbers(ending, incident))
     yield "What to do", _list_steps(postmortem.answer.cause)
     yield "The sidecar's log then", [("", line) for line in incident.log[-most_log_lines:]]
     situation = postmortem.situation
@@ -136,20 +135,25 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
 
 def _list_steps(cause: EndCause) -> list[Line]:
     steps = []
-    for place, (step, link) in enumerate(TODO[cause]):
-        text = step if link is None else f"{step}: {link}"
-        steps.append(("then" if place else "first", text))
+    name = "first"
+    for step, link in TODO[cause]:
+        steps.append((name, step if link is None else f"{step}: {link}"))
+        name = "then"
     return steps
 
 
-def list_numbers(end: Ending, incident: Incident) -> Iterator[Line]:
-    """Yield the names and values that are known."""
+def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
+    """Yield the names and values that are known of an end; none without one."""
+    if end is None:
+        return
     yield end.kind.value, format_instant(end.seconds)
     if end.reason is not None:
         yield "counted as", end.reason.value
     if end.observed_seconds:
-        began = "" if end.began_seconds is None else f"began {format_instant(end.began_seconds)}, "
-        yield "this run", f"{began}seen for {format_duration(end.observed_seconds)}"
+        observed = f"seen for {format_duration(end.observed_seconds)}"
+        if end.began_seconds is not None:
+            observed = f"began {format_instant(end.began_seconds)}, {observed}"
+        yield "this run", observed
     for engine in end.engines:
         figures = ", ".join(_list_engine_figures(engine))
         yield f"{engine.model_name} / {engine.engine}", figures or "no figures"
@@ -165,7 +169,9 @@ def list_numbers(end: Ending, incident: Incident) -> Iterator[Line]:
 
 
 def _list_engine_figures(engine: EngineReading) -> Iterator[str]:
-    kv_used_percent = None if engine.kv_used_ratio is None else 100 * engine.kv_used_ratio
+    kv_used_percent = None
+    if engine.kv_used_ratio is not None:
+        kv_used_percent = 100 * engine.kv_used_ratio
     figures = (
         ("{:,.0f} running", engine.running),
         ("{:,.0f} waiting", engine.waiting),
@@ -221,17 +227,18 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
     """Return the document of `--json`."""
     end = postmortem.ending
     incident = postmortem.incident
+    event: dict[str, Any] = {"t": None, "what": None, "reason": None}
+    if end is not None:
+        event = {"t": end.seconds, "what": end.kind, "reason": end.reason}
     answer, *other_findings = [_build_finding(diagnosis) for diagnosis in postmortem.findings]
     return {
         "file": postmortem.file,
-        "t": None if end is None else end.seconds,
-        "what": None if end is None else end.kind,
-        "reason": None if end is None else end.reason,
+        **event,
         **answer,
         "situation": postmortem.situation,
         "also": other_findings,
         "timeline": [{"t": seconds, "text": change} for seconds, change in postmortem.timeline],
-        "numbers": {} if end is None else dict(list_numbers(end, incident)),
+        "numbers": dict(list_numbers(end, incident)),
         "todo": [{"text": step, "link": link} for step, link in TODO[postmortem.answer.cause]],
         "known": None if incident is NO_INCIDENT else to_builtins(incident),
     }

@@ -167,7 +167,7 @@ def update_engine(memory: EngineMemory, snapshot: Snapshot) -> tuple[EngineMemor
 
 
 def _find_begin(since_seconds: float | None, now: float) -> float:
-    """Return since when something has lasted that lasts now."""
+    """Return since when something has lasted that lasts now; now where it begins."""
     return now if since_seconds is None else since_seconds
 
 
@@ -191,7 +191,7 @@ def update_runs(
     now = evidence.snapshot.time_seconds
     run = runs.newest
     if run is not None and _was_mistaken(run, evidence):
-        run = None
+        run = None  # it is forgotten, and counts no exit
     ends_seconds = tuple(
         seconds for seconds in runs.ends_seconds if 0 <= now - seconds < CRASH_LOOP_SECONDS
     )
@@ -210,9 +210,9 @@ def update_runs(
         return replace(runs, newest=_update_run(run, evidence)), ending
     if evidence.answer is not PageAnswer.GIVEN and evidence.presence is not Presence.THERE:
         return replace(runs, newest=run), ending
-    restarts = runs.restarts if run is None else runs.restarts + 1
-    new_run = _update_run(EngineRun(), evidence)
-    return replace(runs, newest=new_run, restarts=restarts), ending
+    if run is not None:
+        runs = replace(runs, restarts=runs.restarts + 1)
+    return replace(runs, newest=_update_run(EngineRun(), evidence)), ending
 
 
 def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
@@ -232,12 +232,15 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
         return None
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
-    reason = ExitReason.REPLACED if was_answering and not is_gone else ExitReason.GONE
+    reason = ExitReason.GONE
+    if was_answering and not is_gone:
+        reason = ExitReason.REPLACED
     if evidence.host.oom_kills is not None and evidence.host.oom_kills > run.oom_kills:
         reason = ExitReason.OOM_KILLED
     elif _was_out_of_memory(run, snapshot, gpus):
         reason = ExitReason.OUT_OF_MEMORY
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
+    # The reason decides what the ending says of a hang, so a shutdown is seen only in the ending.
     if reason is ExitReason.GONE and ending.is_shutdown:
         return replace(ending, reason=ExitReason.STOPPED)
     return ending
@@ -295,13 +298,20 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     )
     if evidence.page is None:
         return run
-    host = evidence.host
     finished_total = evidence.finished_total
+    if finished_total is None:
+        finished_total = run.finished_total
     first_host_room_bytes = run.first_host_room_bytes
+    if first_host_room_bytes is None:
+        first_host_room_bytes = evidence.host.room_bytes
+    # A kill counts as the reason of an exit, which may be some samples after the lost process.
+    oom_kills = evidence.host.oom_kills
+    if oom_kills is None or lost_roles:
+        oom_kills = run.oom_kills
     return replace(
         run,
         page_run_id=run.page_run_id or evidence.page_run_id,
-        finished_total=run.finished_total if finished_total is None else finished_total,
+        finished_total=finished_total,
         is_ready=True,
         has_worked=run.has_worked or has_worked(evidence.page),
         necessary_counts={
@@ -309,11 +319,9 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
         },
         most_held_bytes=max(run.most_held_bytes, sum(evidence.held_bytes.values())),
         first_room_bytes=run.first_room_bytes or find_room_bytes(evidence.snapshot),
-        first_host_room_bytes=(
-            host.room_bytes if first_host_room_bytes is None else first_host_room_bytes
-        ),
+        first_host_room_bytes=first_host_room_bytes,
         was_asleep=is_page_awake(evidence.page) is False,
-        oom_kills=run.oom_kills if host.oom_kills is None or lost_roles else host.oom_kills,
+        oom_kills=oom_kills,
     )
 
 
@@ -373,7 +381,7 @@ def _describe_engine(
     runs = memory.runs
     run = runs.present
     state = memory.state
-    is_lost = state is EngineState.DOWN or bool(run.lost_roles)
+    is_over = state is EngineState.DOWN or bool(run.lost_roles)
     is_asleep = state is EngineState.ASLEEP
     hang_signs: tuple[HangSign, ...] = ()
     stranded: tuple[tuple[Labels, float], ...] = ()
@@ -383,7 +391,7 @@ def _describe_engine(
             hang_signs = memory.progress.hang_signs
     return EngineStatus(
         state=state,
-        in_service=False if is_lost else run.has_worked,
+        in_service=False if is_over else run.has_worked,
         was_seen=runs.newest is not None,
         began_seconds=run.began_seconds,
         restarts=runs.restarts,

@@ -143,7 +143,7 @@ def find_next_state(state: EngineState, sight: Sight) -> EngineState:
     """Return the state after a sample, by the table."""
     for row in TRANSITIONS:
         if row.sight is sight and row.state in {None, state}:
-            return state if row.next_state is None else row.next_state
+            return row.next_state or state
     raise AssertionError(f"the table has no row for {sight}")
 
 
@@ -155,14 +155,16 @@ def read_sight(evidence: Evidence, clues: Clues) -> Sight:
     if evidence.presence is Presence.GONE or _is_closed_port_all(evidence, run):
         return Sight.NO_PROCESSES
     if evidence.presence is Presence.OUT_OF_SIGHT:
-        is_brief = clues.now - clues.out_of_sight_since_seconds < STALLED_SECONDS
-        return Sight.AWAY_BRIEFLY if is_brief else Sight.PROCESSES_OUT_OF_SIGHT
+        if clues.now - clues.out_of_sight_since_seconds < STALLED_SECONDS:
+            return Sight.AWAY_BRIEFLY
+        return Sight.PROCESSES_OUT_OF_SIGHT
     if run is None or run.has_ended:
         return Sight.NO_RUN
-    if not run.is_ready:
-        is_unreadable = evidence.answer is PageAnswer.UNREADABLE
-        return Sight.NO_RUN if is_unreadable else Sight.NEVER_READY
-    return _read_absence(evidence, clues)
+    if run.is_ready:
+        return _read_absence(evidence, clues)
+    if evidence.answer is PageAnswer.UNREADABLE:
+        return Sight.NO_RUN
+    return Sight.NEVER_READY
 
 
 def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
@@ -190,13 +192,20 @@ def _read_page(page: EnginePage, evidence: Evidence, clues: Clues) -> Sight:
         return Sight.PROCESS_LOST
     if is_page_awake(page) is False:
         return Sight.ASLEEP
-    age_seconds = clues.progress_age_seconds
-    if age_seconds is None:
-        if clues.hang_signs:
-            return Sight.HANG_SIGN if len(clues.hang_signs) == 1 else Sight.HANG_SIGNS
-        return Sight.PAGE_ANSWERS
+    if clues.progress_age_seconds is None:
+        return _read_hang_signs(clues.hang_signs)
+    # A hung process writes no probe file either, so that less time proves a stall.
     longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
-    return Sight.NO_PROGRESS if age_seconds >= longest_seconds else Sight.PAGE_ANSWERS
+    if clues.progress_age_seconds >= longest_seconds:
+        return Sight.NO_PROGRESS
+    return Sight.PAGE_ANSWERS
+
+
+def _read_hang_signs(signs: tuple[HangSign, ...]) -> Sight:
+    """Return what the signs of a hang show while the page shows no work."""
+    if not signs:
+        return Sight.PAGE_ANSWERS
+    return Sight.HANG_SIGN if len(signs) == 1 else Sight.HANG_SIGNS
 
 
 def _read_absence(evidence: Evidence, clues: Clues) -> Sight:
@@ -208,9 +217,13 @@ def _read_absence(evidence: Evidence, clues: Clues) -> Sight:
         return Sight.PAGE_UNREADABLE
     cpu_use = clues.cpu_use
     is_computing = cpu_use is not None and clues.now - cpu_use.monotonic_seconds < STALLED_SECONDS
+    # A server that is short of CPU may be late for every page, and one that closed its port may be
+    # finishing the last requests: only a server that could answer and does not spins.
     is_spinning = (
         evidence.answer is PageAnswer.SILENT
         and away_seconds >= SPINNING_SECONDS
         and not is_starved(evidence.snapshot.processes)
     )
-    return Sight.SERVER_COMPUTES if is_computing and not is_spinning else Sight.PAGE_AWAY
+    if is_computing and not is_spinning:
+        return Sight.SERVER_COMPUTES
+    return Sight.PAGE_AWAY
