@@ -5,10 +5,10 @@ from typing import Final
 from vllm_headroom.model import Metric
 from vllm_headroom.vocabulary import MetricType
 
-GPU: Final = ("gpu", "uuid")
+GPU_LABELS: Final = ("gpu", "uuid")
 """The labels of a series of one GPU."""
 
-ENGINE: Final = ("model_name", "engine")
+ENGINE_LABELS: Final = ("model_name", "engine")
 """The labels of a series of one engine, which is one data-parallel rank."""
 
 LIVE_SHARE: Final = ("running", "kv_used_ratio")
@@ -80,103 +80,115 @@ GPU_INFO: Final = _declare_gauge(
     "A GPU; attribution is how it was assigned to the engine, empty when it is not the engine's.",
 )
 GPU_UP: Final = _declare_gauge(
-    "gpu_up", GPU, "1 when this device can be read, 0 when it is lost or does not answer."
+    "gpu_up", GPU_LABELS, "1 when this device can be read, 0 when it is lost or does not answer."
 )
-GPU_MEMORY_TOTAL: Final = _declare_gauge("gpu_memory_total_bytes", GPU, "Memory of the device.")
+GPU_MEMORY_TOTAL: Final = _declare_gauge(
+    "gpu_memory_total_bytes", GPU_LABELS, "Memory of the device."
+)
 GPU_MEMORY_USED: Final = _declare_gauge(
     "gpu_memory_used_bytes",
-    GPU,
+    GPU_LABELS,
     "Memory in use on the device by any process, without what the driver reserves.",
 )
-GPU_MEMORY_FREE: Final = _declare_gauge("gpu_memory_free_bytes", GPU, "Memory free on the device.")
+GPU_MEMORY_FREE: Final = _declare_gauge(
+    "gpu_memory_free_bytes", GPU_LABELS, "Memory free on the device."
+)
 GPU_MEMORY_RESERVED: Final = _declare_gauge(
-    "gpu_memory_reserved_bytes", GPU, "Memory that the driver and firmware reserve."
+    "gpu_memory_reserved_bytes", GPU_LABELS, "Memory that the driver and firmware reserve."
 )
 GPU_MEMORY_USED_PEAK: Final = _declare_gauge(
     "gpu_memory_used_peak_bytes",
-    GPU,
+    GPU_LABELS,
     "Highest memory in use seen in the last 60 seconds of fast sampling.",
 )
 GPU_MEMORY_HELD: Final = _declare_gauge(
     "gpu_memory_held_bytes",
-    (*GPU, "holder"),
+    (*GPU_LABELS, "holder"),
     "Memory in use by holder; the holders sum to the memory in use.",
 )
 UNIFIED_FREE_BLOCKS: Final = _declare_gauge(
     "unified_memory_free_blocks_bytes",
-    GPU,
+    GPU_LABELS,
     "Memory of a machine whose GPU uses it that is free in blocks of 2 MiB and more; the rest may"
     " be page cache.",
 )
 GPU_MEMORY_LEFT_BEHIND: Final = _declare_gauge(
     "gpu_memory_left_behind_bytes",
-    GPU,
+    GPU_LABELS,
     "GPU memory held by left-over processes of an exited engine; absent when there are none.",
 )
 GPU_UTILIZATION: Final = _declare_gauge(
-    "gpu_utilization_ratio", GPU, "Share of the driver's last period in which the GPU was busy."
+    "gpu_utilization_ratio",
+    GPU_LABELS,
+    "Share of the driver's last period in which the GPU was busy.",
 )
 GPU_TEMPERATURE: Final = _declare_gauge(
-    "gpu_temperature_celsius", GPU, "Temperature of the GPU die."
+    "gpu_temperature_celsius", GPU_LABELS, "Temperature of the GPU die."
 )
-GPU_POWER: Final = _declare_gauge("gpu_power_watts", GPU, "Power drawn by the device.")
+GPU_POWER: Final = _declare_gauge("gpu_power_watts", GPU_LABELS, "Power drawn by the device.")
 GPU_XID_ERRORS: Final = _declare_counter(
     "gpu_xid_errors",
-    (*GPU, "xid"),
+    (*GPU_LABELS, "xid"),
     "XID errors the driver reported for this device since the daemon started; xid 0 counts what"
     " came after 128 codes.",
 )
 
 ENGINE_INFO: Final = _declare_gauge(
     "engine_info",
-    (*ENGINE, "profile"),
+    (*ENGINE_LABELS, "profile"),
     "An engine on the page and the profile its page was read with; always 1.",
 )
 ENGINE_AWAKE: Final = _declare_gauge(
-    "engine_awake", ENGINE, "1 while the engine is awake, 0 while it sleeps."
+    "engine_awake", ENGINE_LABELS, "1 while the engine is awake, 0 while it sleeps."
 )
-ENGINE_RUNNING: Final = _declare_gauge("engine_requests_running", ENGINE, "Requests in execution.")
+ENGINE_RUNNING: Final = _declare_gauge(
+    "engine_requests_running", ENGINE_LABELS, "Requests in execution."
+)
 ENGINE_WAITING: Final = _declare_gauge(
-    "engine_requests_waiting", ENGINE, "Requests waiting to be scheduled."
+    "engine_requests_waiting", ENGINE_LABELS, "Requests waiting to be scheduled."
 )
 ENGINE_FINISHED: Final = _declare_counter(
-    "engine_requests_finished", ENGINE, "Requests the engine finished, for any reason it counts."
+    "engine_requests_finished",
+    ENGINE_LABELS,
+    "Requests the engine finished, for any reason it counts.",
 )
 ENGINE_PREEMPTIONS: Final = _declare_counter(
-    "engine_preemptions", ENGINE, "Requests preempted because the KV cache was full."
+    "engine_preemptions", ENGINE_LABELS, "Requests preempted because the KV cache was full."
 )
 ENGINE_PROMPT_TOKENS: Final = _declare_counter(
-    "engine_prompt_tokens", ENGINE, "Prompt tokens processed, cached ones included."
+    "engine_prompt_tokens", ENGINE_LABELS, "Prompt tokens processed, cached ones included."
 )
 ENGINE_GENERATION_TOKENS: Final = _declare_counter(
-    "engine_generation_tokens", ENGINE, "Tokens generated."
+    "engine_generation_tokens", ENGINE_LABELS, "Tokens generated."
 )
 ENGINE_KV_USED: Final = _declare_gauge(
     "engine_kv_cache_used_ratio",
-    ENGINE,
+    ENGINE_LABELS,
     "Share of the KV cache that running requests hold; full means queueing.",
 )
 ENGINE_KV_TOKENS_USED: Final = _declare_gauge(
     "engine_kv_cache_token_used_ratio",
-    ENGINE,
+    ENGINE_LABELS,
     "Share of the KV cache that holds tokens, by the probe: less than its blocks in use.",
 )
 ENGINE_KV_CAPACITY_TOKENS: Final = _declare_gauge(
-    "engine_kv_cache_capacity_tokens", ENGINE, "Tokens the KV cache of this engine can hold."
+    "engine_kv_cache_capacity_tokens", ENGINE_LABELS, "Tokens the KV cache of this engine can hold."
 )
 ENGINE_KV_CAPACITY_BYTES: Final = _declare_gauge(
     "engine_kv_cache_capacity_bytes",
-    ENGINE,
+    ENGINE_LABELS,
     "Size of the KV cache of this engine in bytes.",
     needs=("kv_capacity_tokens",),
 )
 ENGINE_PREFIX_QUERIES: Final = _declare_counter(
     "engine_prefix_cache_queries",
-    ENGINE,
+    ENGINE_LABELS,
     "Tokens (blocks before vLLM 0.9) looked up in the prefix cache.",
 )
 ENGINE_PREFIX_HITS: Final = _declare_counter(
-    "engine_prefix_cache_hits", ENGINE, "Tokens (blocks before vLLM 0.9) found in the prefix cache."
+    "engine_prefix_cache_hits",
+    ENGINE_LABELS,
+    "Tokens (blocks before vLLM 0.9) found in the prefix cache.",
 )
 
 ENGINE_STATE: Final = _declare_gauge(
@@ -215,7 +227,7 @@ ENGINE_PROGRESS_AGE: Final = _declare_gauge(
 )
 ENGINE_KV_STRANDED: Final = _declare_gauge(
     "engine_kv_cache_stranded_ratio",
-    ENGINE,
+    ENGINE_LABELS,
     "Share of the KV cache that no request holds: a minute after the last one, with the probe"
     " also under load.",
     needs=LIVE_SHARE,
@@ -223,41 +235,43 @@ ENGINE_KV_STRANDED: Final = _declare_gauge(
 
 ENGINE_MEMORY: Final = _declare_gauge(
     "engine_memory_bytes",
-    (*GPU, "part"),
+    (*GPU_LABELS, "part"),
     "GPU memory of the engine by use, from the probe in it; where all parts are known they sum to"
     " what it holds.",
 )
 ALLOCATOR_ALLOCATED: Final = _declare_gauge(
     "allocator_allocated_bytes",
-    GPU,
+    GPU_LABELS,
     "Memory of tensors in torch's caching allocator, by the probe inside the engine.",
 )
 ALLOCATOR_RESERVED: Final = _declare_gauge(
     "allocator_reserved_bytes",
-    GPU,
+    GPU_LABELS,
     "Memory that torch's caching allocator reserved, in use or cached.",
 )
 ALLOCATOR_RETRIES: Final = _declare_counter(
     "allocator_retries",
-    GPU,
+    GPU_LABELS,
     "Allocations that found no memory and were tried again after the cache was flushed.",
 )
 ALLOCATOR_OOMS: Final = _declare_counter(
-    "allocator_ooms", GPU, "OutOfMemoryErrors that torch raised in the engine."
+    "allocator_ooms", GPU_LABELS, "OutOfMemoryErrors that torch raised in the engine."
 )
 
 MEMORY_REPORTED: Final = _declare_gauge(
     "memory_reported_bytes",
-    (*GPU, "basis"),
+    (*GPU_LABELS, "basis"),
     "What the engine reports or is configured to use on this GPU, by the basis of the figure.",
 )
 MEMORY_DISCREPANCY: Final = _declare_gauge(
     "memory_discrepancy_bytes",
-    (*GPU, "basis"),
+    (*GPU_LABELS, "basis"),
     "Memory the engine holds on this GPU minus what it reports.",
 )
 MEMORY_DISCREPANCY_RATIO: Final = _declare_gauge(
-    "memory_discrepancy_ratio", (*GPU, "basis"), "The discrepancy over what the engine reports."
+    "memory_discrepancy_ratio",
+    (*GPU_LABELS, "basis"),
+    "The discrepancy over what the engine reports.",
 )
 LOAD_STABLE: Final = _declare_gauge(
     "load_stable",
@@ -267,94 +281,94 @@ LOAD_STABLE: Final = _declare_gauge(
 )
 MEMORY_DELTA: Final = _declare_gauge(
     "memory_delta_bytes",
-    GPU,
+    GPU_LABELS,
     "Change of the memory the engine holds since load became stable.",
     needs=("running",),
 )
 ENGINE_UNUSED: Final = _declare_gauge(
     "engine_unused_bytes",
-    GPU,
+    GPU_LABELS,
     "Memory of the GPU that neither the engine's budget nor anyone else uses.",
 )
 LEAK_STATE: Final = _declare_gauge(
     "leak_state",
-    (*GPU, "state"),
+    (*GPU_LABELS, "state"),
     "1 for the one state this GPU is in; growing is the early warning, leaking the alarm.",
 )
 LEAK_RATE: Final = _declare_gauge(
     "leak_bytes_per_second",
-    GPU,
+    GPU_LABELS,
     "Growth that load does not explain; absent unless growing or leaking.",
 )
 LEAK_RATE_LOWER: Final = _declare_gauge(
-    "leak_bytes_per_second_lower", GPU, "Lower end of the 95 % interval of the growth."
+    "leak_bytes_per_second_lower", GPU_LABELS, "Lower end of the 95 % interval of the growth."
 )
 LEAK_RATE_UPPER: Final = _declare_gauge(
-    "leak_bytes_per_second_upper", GPU, "Upper end of the 95 % interval of the growth."
+    "leak_bytes_per_second_upper", GPU_LABELS, "Upper end of the 95 % interval of the growth."
 )
 LEAK_PER_REQUEST: Final = _declare_gauge(
     "leak_bytes_per_request",
-    GPU,
+    GPU_LABELS,
     "The same growth per finished request.",
     needs=("finished_total",),
 )
 LEAKED: Final = _declare_gauge(
-    "leaked_bytes", GPU, "Growth since the leak began; absent unless growing or leaking."
+    "leaked_bytes", GPU_LABELS, "Growth since the leak began; absent unless growing or leaking."
 )
 LEAK_BOUND: Final = _declare_gauge(
     "leak_bound_bytes",
-    (*GPU, "process"),
+    (*GPU_LABELS, "process"),
     "What the configured pools may still take, of a GPU or of the host memory of these processes;"
     " absent where none is known.",
 )
 LEAK_LOCATION: Final = _declare_gauge(
     "leak_location",
-    (*GPU, "location"),
+    (*GPU_LABELS, "location"),
     "1 for where memory grows: tensors nobody frees, fragmentation, or outside torch; absent"
     " unless growing or leaking.",
 )
 TIME_TO_OOM: Final = _declare_gauge(
     "time_to_oom_seconds",
-    GPU,
+    GPU_LABELS,
     "Time until the device is full at the expected load; absent unless growing or leaking.",
 )
 TIME_TO_OOM_LOWER: Final = _declare_gauge(
-    "time_to_oom_seconds_lower", GPU, "Lower bound of the time to out-of-memory."
+    "time_to_oom_seconds_lower", GPU_LABELS, "Lower bound of the time to out-of-memory."
 )
 MEMORY_PER_RUNNING_REQUEST: Final = _declare_gauge(
     "memory_per_running_request_bytes",
-    GPU,
+    GPU_LABELS,
     "Memory the engine holds per running request.",
     needs=("running",),
 )
 MEMORY_PER_REQUEST_RATIO: Final = _declare_gauge(
     "memory_per_running_request_ratio",
-    GPU,
+    GPU_LABELS,
     "Memory per running request over its baseline at comparable load; above 1.1 is a per-request"
     " leak.",
     needs=("running", "finished_total"),
 )
 ENGINE_KV_TOKENS_PER_REQUEST: Final = _declare_gauge(
     "engine_kv_cache_tokens_per_running_request",
-    ENGINE,
+    ENGINE_LABELS,
     "KV cache tokens per running request.",
     needs=LIVE_TOKENS,
 )
 ENGINE_KV_BYTES_PER_REQUEST: Final = _declare_gauge(
     "engine_kv_cache_bytes_per_running_request",
-    ENGINE,
+    ENGINE_LABELS,
     "KV cache bytes per running request.",
     needs=LIVE_TOKENS,
 )
 ENGINE_ADDITIONAL_REQUESTS: Final = _declare_gauge(
     "engine_additional_requests",
-    ENGINE,
+    ENGINE_LABELS,
     "Requests of the current average size that still fit.",
     needs=LIVE_SHARE,
 )
 ENGINE_PREFIX_HIT_RATIO: Final = _declare_gauge(
     "engine_prefix_cache_hit_ratio",
-    ENGINE,
+    ENGINE_LABELS,
     "Prefix-cache hits over queries in the last 5 minutes; since the engine's start where vLLM V0"
     " offers no counters.",
     needs=("prefix_queries_total", "prefix_hits_total"),
@@ -412,7 +426,7 @@ MEMORY_PRESSURE: Final = _declare_gauge(
 
 SLEEP_RESIDUE: Final = _declare_gauge(
     "sleep_residue_bytes",
-    GPU,
+    GPU_LABELS,
     "Memory the engine holds while it sleeps; the figure of the last sleep while it is awake.",
     needs=("awake",),
 )

@@ -219,6 +219,10 @@ class LeakState(StrEnum):
     ASLEEP = "asleep"
 
 
+GROWING_STATES: Final = (LeakState.LEAKING, LeakState.GROWING)
+"""The states in which memory grows: for sure, or as an early warning."""
+
+
 class Level(StrEnum):
     """The severity of a verdict, worst last."""
 

@@ -8,6 +8,7 @@ from typing import Final
 import pytest
 
 from tests.assets import alerts
+from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES
 from vllm_headroom.derive.life.engine import CRASH_LOOP_SECONDS
 from vllm_headroom.derive.verdicts import (
     CRASH_LOOP_EXITS,
@@ -17,7 +18,6 @@ from vllm_headroom.derive.verdicts import (
     LOW_HOST_BYTES,
     LOW_HOST_SHARE,
     LOW_SHARE,
-    NEIGHBOUR_BYTES,
     STRANDED_RATIO,
 )
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS

@@ -83,8 +83,8 @@ def test_a_raw_fact_takes_three_places(source: Path) -> None:
     )
     add(
         source / "catalog.py",
-        "ENGINE_RUNNING",
-        'ENGINE_SWAPPED: Final = _declare_gauge("engine_requests_swapped", ENGINE, "Requests swapped out.")\n',
+        "HOST_SHM_LIMIT",
+        'ENGINE_SWAPPED: Final = _declare_gauge("engine_requests_swapped", ENGINE_LABELS, "Requests swapped out.")\n',
     )
 
     found = look(source, PAGE + 'vllm:num_requests_swapped{model_name="m",engine="0"} 7\n')
@@ -98,8 +98,8 @@ def test_a_raw_fact_takes_three_places(source: Path) -> None:
 def test_a_derived_metric_takes_three_places_and_its_test(source: Path) -> None:
     add(
         source / "catalog.py",
-        "ENGINE_RUNNING",
-        'ENGINE_HALF: Final = _declare_gauge("engine_half", ENGINE, "Half of what runs.", needs=("running",))\n',
+        "HOST_SHM_LIMIT",
+        'ENGINE_HALF: Final = _declare_gauge("engine_half", ENGINE_LABELS, "Half of what runs.", needs=("running",))\n',
     )
     (source / "derive/half.py").write_text(
         "from vllm_headroom import catalog\n"

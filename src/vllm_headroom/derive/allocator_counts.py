@@ -24,7 +24,7 @@ CounterKey = tuple[str, str, int, float]
 SumKey = tuple[str, str]
 """A sum by GPU UUID and metric name."""
 
-_METRICS: Final[tuple[Metric, ...]] = (catalog.ALLOCATOR_RETRIES, catalog.ALLOCATOR_OOMS)
+_COUNTERS: Final[tuple[Metric, ...]] = (catalog.ALLOCATOR_RETRIES, catalog.ALLOCATOR_OOMS)
 
 
 class Counts(Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     if not isinstance(probe, ProbeReadings) or not gpus:
         return state, ()
     uuids = {gpu.reading.uuid.casefold() for gpu in gpus}
-    present_keys = {(uuid, metric.name) for uuid in uuids for metric in _METRICS}
+    present_keys = {(uuid, metric.name) for uuid in uuids for metric in _COUNTERS}
     counts = dict(state.last)
     sums = limit_remembered(state.sums, present_keys)
     for process in (*probe.others, *probe.silent, *probe.present):
@@ -57,7 +57,7 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
 
     samples = []
     for gpu in gpus:
-        for metric in _METRICS:
+        for metric in _COUNTERS:
             key = (gpu.reading.uuid.casefold(), metric.name)
             if key in sums:
                 samples.append(Sample(metric, label_gpu(gpu), float(sums[key])))

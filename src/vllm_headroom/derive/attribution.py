@@ -17,7 +17,7 @@ from vllm_headroom.model import (
     ProcessReadings,
     Vendor,
 )
-from vllm_headroom.units import MIB, format_size
+from vllm_headroom.units import GIB, MIB, format_size
 from vllm_headroom.vocabulary import Attribution
 
 FATE_TEXTS: Final = {
@@ -92,9 +92,14 @@ _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
 _DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)
 """Drivers up to 560 list the right pids there, with another process's memory."""
 
-_RACE_BYTES: Final = 64 * MIB
+_NVML_RACE_BYTES: Final = 64 * MIB
 """What a process may free between two NVML calls; a larger excess means the sum counts memory of
 another device."""
+
+
+NEIGHBOUR_BYTES: Final = GIB
+"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA
+contexts are smaller. Files in /dev/shm too, as in HeadroomHostMemoryLow."""
 
 
 class Selection(Struct, frozen=True, kw_only=True):
@@ -341,7 +346,7 @@ def _split_memory(
 
     used_bytes = device.memory.used_bytes
     # Then the driver lists memory of another device, and neither sum is to be trusted.
-    if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _RACE_BYTES:
+    if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _NVML_RACE_BYTES:
         return None, None
     if engine_bytes is not None:
         engine_bytes = min(engine_bytes, used_bytes)

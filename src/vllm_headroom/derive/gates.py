@@ -13,7 +13,7 @@ from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 GATE: Final = "gate"
 """The name in the log, where judging it fails."""
 
-HOST: Final = "the host"
+HOST_NAME: Final = "the host"
 """The name of the host's memory in a sentence."""
 
 
@@ -127,7 +127,7 @@ def _list_leaking(values: Values) -> set[str]:
             names.add(name_device(gpu, uuid))
     for (_role, leak_state), is_current in values.find_all(catalog.HOST_LEAK_STATE).items():
         if is_current and leak_state == LeakState.LEAKING:
-            names.add(HOST)
+            names.add(HOST_NAME)
     return names
 
 
@@ -136,4 +136,4 @@ def _list_times_to_oom(values: Values) -> Iterator[TimeToOom]:
     for (gpu, uuid), seconds in values.find_all(catalog.TIME_TO_OOM_LOWER).items():
         yield TimeToOom(seconds, name_device(gpu, uuid))
     for seconds in values.find_all(catalog.HOST_TIME_TO_OOM_LOWER).values():
-        yield TimeToOom(seconds, HOST)
+        yield TimeToOom(seconds, HOST_NAME)

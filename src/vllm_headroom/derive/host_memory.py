@@ -305,7 +305,7 @@ def _count_container_kills(
     )
 
 
-FACTS: Final[tuple[tuple[Metric, str], ...]] = (
+HOST_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.HOST_MEMORY_USED, "used_bytes"),
     (catalog.HOST_MEMORY_LIMIT, "limit_bytes"),
     (catalog.HOST_OOM_KILLS, "oom_kills"),
@@ -329,7 +329,7 @@ def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
     return (
         *_sum_processes(snapshot.engine_processes),
         *_sum_pools(snapshot.pools),
-        *make_facts(FACTS, (), snapshot.host),
+        *make_facts(HOST_FACTS, (), snapshot.host),
     )
 
 

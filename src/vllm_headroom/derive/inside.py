@@ -17,7 +17,7 @@ from vllm_headroom.model import (
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import MemoryPart
 
-RACE_BYTES: Final = 64 * MIB
+PROBE_RACE_BYTES: Final = 64 * MIB
 """What may be freed between the probe's reading and NVML's: an engine that seems to hold less than
 torch has reserved, by up to this much, holds nothing outside torch; a larger gap is unexplained."""
 
@@ -68,7 +68,7 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     )
 
 
-class GpuReport(NamedTuple):
+class ProbedDevice(NamedTuple):
     """What one process reports about one GPU."""
 
     allocator: AllocatorReading
@@ -81,19 +81,21 @@ class GpuReport(NamedTuple):
         return None if self.parts is None else self.parts.cuda_graphs_bytes
 
 
-def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[GpuReport]:
+def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
     uuid = gpu.reading.uuid.casefold()
     reports = []
     for process in probe.present:
         # A process on several devices does not say which of them its own measurements are of.
         parts = process.parts if len(process.devices) == 1 else None
         reports += [
-            GpuReport(device, parts) for device in process.devices if device.uuid.casefold() == uuid
+            ProbedDevice(device, parts)
+            for device in process.devices
+            if device.uuid.casefold() == uuid
         ]
     return reports
 
 
-def _sum_up(reports: list[GpuReport]) -> Sums:
+def _sum_up(reports: list[ProbedDevice]) -> Sums:
     """Return the sums over the processes on one GPU."""
     allocators = [report.allocator for report in reports]
     return Sums(
@@ -139,7 +141,7 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     if sums.kv_cache is not None:
         parts[MemoryPart.KV_CACHE] = sums.kv_cache
     known_bytes = sum(parts.values())
-    if held_bytes is not None and known_bytes > held_bytes + RACE_BYTES:
+    if held_bytes is not None and known_bytes > held_bytes + PROBE_RACE_BYTES:
         return {}
     are_both_known = sums.weights is not None and sums.kv_cache is not None
     if are_both_known and sums.allocated is not None and sums.allocated >= known_bytes:
@@ -167,7 +169,7 @@ def _list_remainders(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int
                 del remainders[MemoryPart.FRAGMENTED]
     if sums.reserved is not None and held_bytes is not None:
         outside_bytes = held_bytes - sums.reserved
-        if outside_bytes >= -RACE_BYTES:
+        if outside_bytes >= -PROBE_RACE_BYTES:
             remainders[MemoryPart.OUTSIDE_TORCH] = max(0, outside_bytes)
     return remainders
 

@@ -9,10 +9,10 @@ from vllm_headroom.derive.pages import list_engines
 from vllm_headroom.derive.series import label_engine, limit_remembered
 from vllm_headroom.model import EngineReading, Sample, Snapshot
 
-WINDOW_SECONDS: Final = 300.0
+RATIO_WINDOW_SECONDS: Final = 300.0
 """The hit ratio is that of the last five minutes."""
 
-WINDOW_STEPS: Final = 60
+RATIO_WINDOW_STEPS: Final = 60
 """Counts are kept a sixtieth of the window apart, which bounds memory at any sampling interval."""
 
 
@@ -59,7 +59,7 @@ def derive_prefix_cache(
     recent_counts = {
         labels: counts
         for labels, counts in limit_remembered(counts_by_engine, engines).items()
-        if labels in engines or now - counts[-1].seconds < WINDOW_SECONDS
+        if labels in engines or now - counts[-1].seconds < RATIO_WINDOW_SECONDS
     }
     return PrefixCacheState(engines=recent_counts), tuple(samples)
 
@@ -71,7 +71,7 @@ def _update_counts(
 
     A counter that fell has restarted at 0.
     """
-    old_counts = [count for count in counts if now - count.seconds >= WINDOW_SECONDS]
+    old_counts = [count for count in counts if now - count.seconds >= RATIO_WINDOW_SECONDS]
     # The last one before the window is where the window begins.
     counts = counts[max(0, len(old_counts) - 1) :]
     queries = engine.prefix_queries_total
@@ -81,7 +81,8 @@ def _update_counts(
     if counts and (queries < counts[-1].queries or hits < counts[-1].hits):
         counts = (Count(seconds=now, queries=0.0, hits=0.0),)
     elif (
-        len(counts) > 1 and counts[-1].seconds - counts[-2].seconds < WINDOW_SECONDS / WINDOW_STEPS
+        len(counts) > 1
+        and counts[-1].seconds - counts[-2].seconds < RATIO_WINDOW_SECONDS / RATIO_WINDOW_STEPS
     ):
         counts = counts[:-1]
     return (*counts, Count(seconds=now, queries=queries, hits=hits))

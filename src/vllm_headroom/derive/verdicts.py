@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
+from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES, describe_leftover, describe_orphans
 from vllm_headroom.derive.configured import OFFLOAD_FACTOR
 from vllm_headroom.derive.host_memory import SCOPES, count_shared
 from vllm_headroom.derive.leak.inside import PLACES
@@ -36,6 +36,7 @@ from vllm_headroom.units import (
     format_size,
 )
 from vllm_headroom.vocabulary import (
+    GROWING_STATES,
     EngineState,
     HostPart,
     LeakLocation,
@@ -45,10 +46,6 @@ from vllm_headroom.vocabulary import (
 )
 
 # Limits at which a sentence begins to warn: each is that of the alert it names.
-
-NEIGHBOUR_BYTES: Final = GIB
-"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA
-contexts are smaller. Files in /dev/shm too, as in HeadroomHostMemoryLow."""
 
 LOW_BYTES: Final = 512 * MIB
 """Free memory of a GPU below this is low, as in HeadroomGpuMemoryLow, where LOW_SHARE holds too."""
@@ -195,8 +192,6 @@ NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.WARMING_UP: (Level.UNKNOWN, "too early to tell whether it leaks"),
 }
 """The sentence where nothing grows; the most informative state comes first."""
-
-GROWING_STATES: Final = (LeakState.LEAKING, LeakState.GROWING)
 
 VERDICTS: Final = "verdicts"
 """The name of the derivation, and of its state."""
@@ -531,7 +526,7 @@ def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Troub
     )
 
 
-class Growth(Struct, frozen=True, kw_only=True):
+class GrowingMemory(Struct, frozen=True, kw_only=True):
     """Growing memory of a GPU, or of the processes of one role on the host; None is unknown."""
 
     subject: str
@@ -566,9 +561,9 @@ class Growth(Struct, frozen=True, kw_only=True):
 
 def _measure_gpu_growth(
     gpu: Gpu, snapshot: Snapshot, values: Values, *, is_leaking: bool
-) -> Growth:
+) -> GrowingMemory:
     labels = label_gpu(gpu)
-    return Growth(
+    return GrowingMemory(
         subject=gpu.reading.display_name,
         name=gpu.reading.display_name,
         is_leaking=is_leaking,
@@ -587,8 +582,8 @@ def _measure_gpu_growth(
 
 def _measure_host_growth(
     role: str, snapshot: Snapshot, values: Values, *, is_leaking: bool
-) -> Growth:
-    return Growth(
+) -> GrowingMemory:
+    return GrowingMemory(
         subject="host memory",
         name=f"Host memory of {role}",
         is_leaking=is_leaking,
@@ -603,7 +598,7 @@ def _measure_host_growth(
     )
 
 
-def _judge_growth(growth: Growth) -> Verdict:
+def _judge_growth(growth: GrowingMemory) -> Verdict:
     """Return the verdict on memory that leaks, may leak, or fills."""
     # Only an early warning may still be a pool that fills; an alarm is reported in any case.
     if growth.bound_bytes and not growth.is_leaking:
@@ -623,7 +618,7 @@ def _judge_growth(growth: Growth) -> Verdict:
     )
 
 
-def _judge_filling_pools(growth: Growth, bound_bytes: float) -> Verdict:
+def _judge_filling_pools(growth: GrowingMemory, bound_bytes: float) -> Verdict:
     """Return the verdict on growth that a configured pool explains while it has room."""
     filled = format_size(growth.pool_bytes - bound_bytes)
     return Verdict(
@@ -635,7 +630,7 @@ def _judge_filling_pools(growth: Growth, bound_bytes: float) -> Verdict:
     )
 
 
-def _describe_engine_growth(growth: Growth) -> str:
+def _describe_engine_growth(growth: GrowingMemory) -> str:
     """Return that the engine leaks or may leak, how fast and where."""
     words = ["leaks" if growth.is_leaking else "may leak"]
     rate = _describe_rate(growth)
@@ -649,7 +644,7 @@ def _describe_engine_growth(growth: Growth) -> str:
     return text
 
 
-def _describe_foreign_growth(growth: Growth) -> str:
+def _describe_foreign_growth(growth: GrowingMemory) -> str:
     """Return that memory fills, and how fast, where others may be what grows."""
     rate = _describe_rate(growth)
     if not rate:
@@ -657,14 +652,14 @@ def _describe_foreign_growth(growth: Growth) -> str:
     return f"fills by {rate}, not known by whom"
 
 
-def _describe_rate(growth: Growth) -> str:
+def _describe_rate(growth: GrowingMemory) -> str:
     """Return the growth in an hour; empty where it is not known."""
     if growth.bytes_per_second is None:
         return ""
     return f"{format_size(HOUR_SECONDS * growth.bytes_per_second)} an hour"
 
 
-def _describe_time_to_oom(growth: Growth) -> str:
+def _describe_time_to_oom(growth: GrowingMemory) -> str:
     if growth.oom_seconds is None:
         return ""
     if growth.oom_seconds < 1:
@@ -675,7 +670,7 @@ def _describe_time_to_oom(growth: Growth) -> str:
     return text
 
 
-def _describe_full_pools(growth: Growth) -> str:
+def _describe_full_pools(growth: GrowingMemory) -> str:
     # Of the pools only offloads were seen to take more than their size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
@@ -684,7 +679,7 @@ def _describe_full_pools(growth: Growth) -> str:
     return f"; its pools of {size} are full: offloads can take {OFFLOAD_FACTOR} times that"
 
 
-def _choose_level(growth: Growth) -> Level:
+def _choose_level(growth: GrowingMemory) -> Level:
     if not growth.is_of_engine:
         return Level.WARNING
     if growth.is_leaking or _is_oom_within(growth, HOUR_SECONDS):
@@ -692,7 +687,7 @@ def _choose_level(growth: Growth) -> Level:
     return Level.WARNING
 
 
-def _choose_alert(growth: Growth) -> str:
+def _choose_alert(growth: GrowingMemory) -> str:
     if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
         return growth.alerts.hour
     near_seconds = DAY_SECONDS if growth.is_leaking else HOUR_SECONDS
@@ -701,7 +696,7 @@ def _choose_alert(growth: Growth) -> str:
     return growth.alerts.later
 
 
-def _is_oom_within(growth: Growth, seconds: float) -> bool:
+def _is_oom_within(growth: GrowingMemory, seconds: float) -> bool:
     return growth.oom_seconds is not None and growth.oom_seconds < seconds
 
 

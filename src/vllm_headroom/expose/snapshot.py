@@ -14,7 +14,10 @@ from vllm_headroom.model import Metric, Values, find_worst
 STATE_LABEL: Final = "state"
 """The last label of a metric that has a series for each state, of which one is 1."""
 
-LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": catalog.ENGINE}
+LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
+    "gpus": catalog.GPU_LABELS,
+    "engines": catalog.ENGINE_LABELS,
+}
 """The lists of the document, by the labels that identify their entries."""
 
 LIST_METRICS: Final = {

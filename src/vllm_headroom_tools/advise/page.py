@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.host_memory import FACTS
+from vllm_headroom.derive.host_memory import HOST_FACTS
 from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.inputs import redact_url
@@ -84,7 +84,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
             "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
         )
     running = sum_known(page.value(catalog.ENGINE_RUNNING, *engine) for *engine, _ in engines)
-    host = ((fact, page.value(metric)) for metric, fact in FACTS)
+    host = ((fact, page.value(metric)) for metric, fact in HOST_FACTS)
     return Facts(
         origin=Origin.PAGE,
         settings=_read_settings(page, settings),

@@ -6,7 +6,12 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.prefix_cache import WINDOW_STEPS, WINDOW_SECONDS, PrefixCacheState, derive_prefix_cache
+from vllm_headroom.derive.prefix_cache import (
+    RATIO_WINDOW_SECONDS,
+    RATIO_WINDOW_STEPS,
+    PrefixCacheState,
+    derive_prefix_cache,
+)
 from vllm_headroom.model import EnginePage, Failure, Sample
 from vllm_headroom.vocabulary import Source
 
@@ -74,7 +79,7 @@ def test_a_failed_page_shows_no_ratio_and_keeps_the_window() -> None:
 
 def test_an_engine_off_the_page_is_forgotten_after_a_window() -> None:
     state, _ = derive_prefix_cache(PrefixCacheState(), snapshot(at=0, engines=counters(1, 1)))
-    state, _ = derive_prefix_cache(state, snapshot(at=WINDOW_SECONDS + 1, engines=page()))
+    state, _ = derive_prefix_cache(state, snapshot(at=RATIO_WINDOW_SECONDS + 1, engines=page()))
 
     assert state.engines == {}
 
@@ -89,4 +94,4 @@ def test_the_memory_is_bounded_at_any_interval(interval: float) -> None:
     for turn in range(round(700 / interval)):
         state, _ = derive_prefix_cache(state, snapshot(at=turn * interval, engines=counters(turn, turn)))
 
-    assert len(state.engines[AN_ENGINE]) <= WINDOW_STEPS + 2
+    assert len(state.engines[AN_ENGINE]) <= RATIO_WINDOW_STEPS + 2

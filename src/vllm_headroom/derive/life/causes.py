@@ -7,10 +7,18 @@ the table of causes.
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES
 from vllm_headroom.model import Diagnosis, Ending, GpuAtEnd
 from vllm_headroom.model.status import FULL_ROOM_BYTES
 from vllm_headroom.units import GIB, format_duration, format_size
-from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, LeakState, Sureness
+from vllm_headroom.vocabulary import (
+    GROWING_STATES,
+    EndCause,
+    ExitReason,
+    IncidentKind,
+    LeakState,
+    Sureness,
+)
 
 LIKELY_SHARE: Final = 0.5
 """Growth that took this share of the lost room fits best."""
@@ -25,9 +33,6 @@ is a gigabyte (the logits of 2,048 tokens)."""
 KNOWN_BEFORE_SECONDS: Final = 600.0
 """A shorter record does not show the memory before a burst."""
 
-NEIGHBOUR_BYTES: Final = GIB
-"""Less is only the CUDA contexts of others."""
-
 LITTLE_ROOM_RATIO: Final = 0.08
 """Less of the GPU than vLLM leaves free by default: the start had taken all that it could."""
 
@@ -41,9 +46,6 @@ UNOBSERVED_SECONDS: Final = 15.0
 VISIBLE_STALL_SECONDS: Final = 60.0
 """A stall that the page or a canary shows lasts at least so long. Other signs show one that began
 idle."""
-
-GROWING_STATES: Final = (LeakState.LEAKING, LeakState.GROWING)
-"""The leak detector's states in which the memory grows."""
 
 
 class Fit(NamedTuple):

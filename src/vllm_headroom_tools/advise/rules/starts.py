@@ -4,9 +4,9 @@ from math import floor, inf
 from statistics import median
 from typing import Final
 
-from vllm_headroom.derive.attribution import describe_leftover
+from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES, describe_leftover
 from vllm_headroom.derive.life.causes import judge_ending
-from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
+from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import Ending
 from vllm_headroom.units import MIB, format_instant, format_size
 from vllm_headroom.vocabulary import EndCause, Sureness
@@ -128,7 +128,9 @@ def _find_held(start: Ending) -> float:
 
 def _list_rooms(starts: tuple[Ending, ...]) -> list[int]:
     """Return the least room of each start, where known."""
-    return [start.fullest_gpu.last_room_bytes or 0 for start in starts if start.fullest_gpu is not None]
+    return [
+        start.fullest_gpu.last_room_bytes or 0 for start in starts if start.fullest_gpu is not None
+    ]
 
 
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:

@@ -291,7 +291,7 @@ OWN_ENGINES: Final = Exporter(
     side="engines",
     lead=(catalog.ENGINE_RUNNING.name,),
     names=tuple(_OWN_FIELDS),
-    identity=frozenset(catalog.ENGINE),
+    identity=frozenset(catalog.ENGINE_LABELS),
     sample=partial(_sample_own, {"model_name": "model_name", "engine": "engine"}, _OWN_FIELDS),
 )
 OWN_PROCESSES: Final = Exporter(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.samples import failure, gpu, probed
-from vllm_headroom.derive.inside import RACE_BYTES, Sums, add_inside, build_ledger
+from vllm_headroom.derive.inside import PROBE_RACE_BYTES, Sums, add_inside, build_ledger
 from vllm_headroom.model import AllocatorReading, EngineParts, Failure, Gpu, Inside, ProbeReadings
 from vllm_headroom.vocabulary import MemoryPart, Source
 
@@ -73,8 +73,8 @@ def test_what_is_not_known_is_absent_with_its_remainder(without: str, gone: set[
 
 
 def test_a_probe_that_has_not_looked_since_the_engine_fell_asleep_is_not_believed() -> None:
-    assert parts_of(RACE_BYTES, weights=RACE_BYTES, kv_cache=RACE_BYTES + 1) == {}
-    assert parts_of(RACE_BYTES, weights=RACE_BYTES, kv_cache=RACE_BYTES) != {}
+    assert parts_of(PROBE_RACE_BYTES, weights=PROBE_RACE_BYTES, kv_cache=PROBE_RACE_BYTES + 1) == {}
+    assert parts_of(PROBE_RACE_BYTES, weights=PROBE_RACE_BYTES, kv_cache=PROBE_RACE_BYTES) != {}
 
 
 def test_without_nvml_nothing_is_outside_and_no_graphs_are_placed() -> None:
@@ -85,10 +85,10 @@ def test_without_nvml_nothing_is_outside_and_no_graphs_are_placed() -> None:
 
 
 def test_what_was_freed_between_two_looks_is_no_negative_remainder() -> None:
-    large = WHOLE | {name: WHOLE[name] + RACE_BYTES for name in ("allocated", "reserved")}
+    large = WHOLE | {name: WHOLE[name] + PROBE_RACE_BYTES for name in ("allocated", "reserved")}
 
-    assert parts_of(large["reserved"] - RACE_BYTES, **large)["outside_torch"] == 0
-    assert "outside_torch" not in parts_of(large["reserved"] - RACE_BYTES - 1, **large)
+    assert parts_of(large["reserved"] - PROBE_RACE_BYTES, **large)["outside_torch"] == 0
+    assert "outside_torch" not in parts_of(large["reserved"] - PROBE_RACE_BYTES - 1, **large)
 
 
 def test_figures_that_contradict_each_other_give_no_remainder() -> None:
