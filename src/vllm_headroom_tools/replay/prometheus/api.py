@@ -27,13 +27,15 @@ from vllm_headroom_tools.trace import BadInput
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus cancels a query after two minutes (--query.timeout): wait for that answer."""
 
-_MOST_OF_A_TEXT: Final = 300
+_LONGEST_TEXT: Final = 300
+"""Characters of a foreign text that an error repeats. Our choice."""
 
 _MOST_BYTES: Final = 128 * MIB
 """Of an answer, unpacked: 8 GPUs and their engine at steps of 15 s take 5 MB."""
 
 _ENCODINGS: Final = frozenset({"", "identity", "gzip"})
-"""Answers are read in parts of 64 KiB: gzip expands one to at most 64 MiB, gzip within gzip to any size."""
+"""Answers are read in parts of 64 KiB: gzip expands one to at most 64 MiB, gzip within gzip to any
+size."""
 
 _LESS: Final = "ask for less, by a larger --step or a narrower --match"
 _ADVICE: Final = {
@@ -52,7 +54,7 @@ class Series(Struct, frozen=True, kw_only=True):
 
 
 class TimeSpan(Struct, frozen=True, kw_only=True):
-    """Evenly spaced times in milliseconds since the epoch, including `end_ms` if a step ends there."""
+    """Evenly spaced times in milliseconds since the epoch; `end_ms` is one if a step ends there."""
 
     start_ms: int
     end_ms: int
@@ -86,19 +88,26 @@ def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: 
         raise BadInput(
             "--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h"
         )
-    start_ms, end_ms = (
-        round((seconds + now_seconds * from_now) * 1000) for from_now, seconds in (start, end)
-    )
+    start_ms = _count_ms(start, now_seconds)
+    end_ms = _count_ms(end, now_seconds)
     if not 0 <= start_ms < end_ms:
         raise BadInput("--start is not a time before --end")
     return TimeSpan(start_ms=start_ms, end_ms=end_ms, step_ms=round(step_seconds * 1000))
 
 
+def _count_ms(time: Time, now_seconds: float) -> int:
+    """Return milliseconds since the epoch."""
+    is_relative, seconds = time
+    if is_relative:
+        seconds += now_seconds
+    return round(seconds * 1000)
+
+
 class PrometheusApi:
     """The HTTP API of the Prometheus at `url`, or of a compatible server.
 
-    The token in `bearer_token_file` replaces the user and password of the URL, `ca_file` the default CAs. Raises
-    BadInput where one of them cannot be used.
+    The token in `bearer_token_file` replaces the user and password of the URL, `ca_file` the
+    default CAs. Raises BadInput where one of them cannot be used.
     """
 
     def __init__(
@@ -144,13 +153,13 @@ class PrometheusApi:
             failed = explain_no_answer(error, self.shown, _TIMEOUT.read or 0.0)
             advice = _ADVICE.get(failed.reason, "check that it runs there")
             raise BadInput(f"{strip_advice(failed)}: {advice}") from error
-        return self._series(response, bytes(body))
+        return self._parse_answer(response, bytes(body))
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
-    def _series(self, response: httpx.Response, body: bytes) -> list[Series]:
+    def _parse_answer(self, response: httpx.Response, body: bytes) -> list[Series]:
         answer = parse_object(body)
         if response.status_code != HTTPStatus.OK or answer.get("status") != "success":
             raise BadInput(self._explain_refusal(response, answer))
@@ -159,22 +168,13 @@ class PrometheusApi:
                 f"{self.shown} has only part of this history: {_shorten(json.dumps(warnings))}"
             )
         try:
-            found = []
-            for row in answer["data"]["result"]:
-                labels = dict(row["metric"])
-                pairs = ((round(float(at) * 1000), float(text)) for at, text in row["values"])
-                values = {at_ms: value for at_ms, value in pairs if math.isfinite(value)}
-                found.append(Series(name=labels.pop("__name__", ""), labels=labels, values=values))
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-        ):  # JSON of another shape
-            wrong = f"{self.shown} does not answer a range query with a range: check that it is Prometheus"
-            raise BadInput(wrong) from None
-        return found
+            return [_parse_series(row) for row in answer["data"]["result"]]
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            # JSON of another shape.
+            raise BadInput(
+                f"{self.shown} does not answer a range query with a range: check that it is"
+                " Prometheus"
+            ) from None
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
         answered = describe_answer(response, self.shown)
@@ -190,9 +190,27 @@ class PrometheusApi:
             ):
                 return f"{answered}: it is overloaded or starting, try again later"
         if response.has_redirect_location:
-            return f"{answered}, a redirect to a login or another address: give the address of Prometheus itself"
-        return f"{answered} and not as Prometheus does: --from-prometheus takes the URL in front of /api/v1/query_range"
+            return (
+                f"{answered}, a redirect to a login or another address: give the address of"
+                " Prometheus itself"
+            )
+        return (
+            f"{answered} and not as Prometheus does: --from-prometheus takes the URL in front of"
+            " /api/v1/query_range"
+        )
+
+
+def _parse_series(row: Mapping[str, Any]) -> Series:
+    """Parse one series of an answer; JSON of another shape raises."""
+    labels = dict(row["metric"])
+    values: dict[int, float] = {}
+    for seconds, text in row["values"]:
+        time_ms = round(float(seconds) * 1000)
+        value = float(text)
+        if math.isfinite(value):
+            values[time_ms] = value
+    return Series(name=labels.pop("__name__", ""), labels=labels, values=values)
 
 
 def _shorten(text: object) -> str:
-    return " ".join(str(text).split())[:_MOST_OF_A_TEXT]
+    return " ".join(str(text).split())[:_LONGEST_TEXT]

@@ -16,6 +16,7 @@ from vllm_headroom.parse.engines import build_page
 from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.trace.entries import build_engine_entry
+from vllm_headroom.units import MIB
 from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan
 from vllm_headroom_tools.trace import BadInput
 
@@ -23,29 +24,35 @@ Value = tuple[Series, float]
 """A series and its value at the time of the sample."""
 
 Side = list[dict[str, Any]]
+"""One side of a sample: its GPUs, its engines or its processes."""
 
 
 class Exporter(Struct, frozen=True, kw_only=True):
-    """The series of one exporter for one side of a sample; `side` is its key in a trace's line.
-
-    Wherever this exporter is scraped, one of the names `lead` exists; `names` are all that are read. Series that agree
-    in name and in the labels of `identity` are one; other labels come from scrapes. `has_start_time` is whether the
-    exporting process is the engine's.
-    """
+    """The series of one exporter for one side of a sample."""
 
     side: str
+    """Its key in a trace's line."""
+
     lead: tuple[str, ...]
+    """Names of series of which one exists wherever this exporter is scraped."""
+
     names: tuple[str, ...]
+    """Names of all series that are read."""
+
     identity: frozenset[str]
+    """Series that agree in name and in these labels are one; other labels come from scrapes."""
+
     sample: Callable[[Iterable[Value]], Side]
     has_start_time: bool = False
+    """Whether the exporting process is the engine's."""
 
 
-_MAY_BE_LATE: Final = 1.5
+_LATE_SCRAPES: Final = 1.5
 """The highest age of a value, in scrape intervals: a late scrape is jitter, a missing one a gap."""
 
 _START_TIME: Final = "process_start_time_seconds"
 _MOST_VALUES: Final = 5
+"""Values of a label that an error lists. Our choice."""
 
 
 class Scraped(Struct, frozen=True, kw_only=True):
@@ -59,7 +66,7 @@ class Scraped(Struct, frozen=True, kw_only=True):
     @property
     def window_ms(self) -> int:
         """The highest age of a value of this source."""
-        return round(self.interval_ms * _MAY_BE_LATE)
+        return round(self.interval_ms * _LATE_SCRAPES)
 
 
 def build_selector(names: Sequence[str], matchers: Sequence[str]) -> str:
@@ -68,20 +75,19 @@ def build_selector(names: Sequence[str], matchers: Sequence[str]) -> str:
 
 
 def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Series]:
-    """Read the series of the source over the page, without the labels of their scrapes; raises BadInput.
+    """Read the series of the source over the page, without the labels of their scrapes.
 
-    `last_over_time` bounds the age of a value. A plain selector repeats the last one for five minutes after a series
-    without a staleness marker ends, so that the memory of a dead engine would seem level.
+    Raises BadInput. `last_over_time` bounds the age of a value. A plain selector repeats the last
+    one for five minutes after a series without a staleness marker ends, so that the memory of a
+    dead engine would seem level.
     """
-    series = api.query_range(
-        _select_latest(build_selector(source.kind.names, source.matchers), source.window_ms), page
-    )
+    selector = build_selector(source.kind.names, source.matchers)
+    series = api.query_range(_select_latest(selector, source.window_ms), page)
     if source.kind.has_start_time:
-        series += _read_start_times(
-            api, source, page, [each for each in series if each.name == source.lead]
-        )
-    handover = -(-source.window_ms // page.step_ms)
-    return _merge_series(source.kind, series, handover)
+        lead_series = [one_series for one_series in series if one_series.name == source.lead]
+        series += _read_start_times(api, source, page, lead_series)
+    overlap_steps = -(-source.window_ms // page.step_ms)  # rounded up
+    return _merge_series(source.kind, series, overlap_steps)
 
 
 def _select_latest(selected: str, window_ms: int) -> str:
@@ -89,110 +95,132 @@ def _select_latest(selected: str, window_ms: int) -> str:
 
 
 def _read_start_times(
-    api: PrometheusApi, source: Scraped, page: TimeSpan, leads: Sequence[Series]
+    api: PrometheusApi, source: Scraped, page: TimeSpan, lead_series: Sequence[Series]
 ) -> list[Series]:
     """Read the start time of each engine's process; every target of Prometheus has that series."""
-    targets = {
-        label: sorted({each.labels.get(label, "") for each in leads})
-        for label in ("job", "instance")
-    }
-    if not leads:
+    if not lead_series:
         return []
-    matchers = [
-        f"{label}=~{json.dumps('|'.join(map(re.escape, values)))}"
-        for label, values in targets.items()
-    ]
-    found = api.query_range(
-        _select_latest(build_selector((_START_TIME,), matchers), source.window_ms), page
-    )
+    matchers: list[str] = []
+    for label in ("job", "instance"):
+        targets = sorted({series.labels.get(label, "") for series in lead_series})
+        pattern = "|".join(map(re.escape, targets))
+        matchers.append(f"{label}=~{json.dumps(pattern)}")
+    selector = build_selector((_START_TIME,), matchers)
+    start_series = api.query_range(_select_latest(selector, source.window_ms), page)
     return [
         replace(start, labels=lead.labels)
-        for lead in leads
-        for start in found
+        for lead in lead_series
+        for start in start_series
         if start.labels.items() <= lead.labels.items()  # a target's labels are on all its series
     ]
 
 
-def _merge_series(kind: Exporter, found: Iterable[Series], handover: int) -> list[Series]:
-    """Join the series of the same identity that follow each other, by the newest where they overlap.
+def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: int) -> list[Series]:
+    """Join the series of one identity that follow each other, by the newest where they overlap.
 
-    They may overlap for the highest age of a value; beyond it they are two different things that look the same.
+    They may overlap for the highest age of a value; beyond it they are two different things that
+    look the same.
     """
     groups: dict[tuple[str, ...], list[Series]] = {}
-    for series in found:
-        own = sorted(item for item in series.labels.items() if item[0] in kind.identity)
-        groups.setdefault((series.name, *(text for item in own for text in item)), []).append(
-            series
-        )
-    joined = []
+    for series in all_series:
+        labels = sorted(item for item in series.labels.items() if item[0] in kind.identity)
+        key = (series.name, *(text for item in labels for text in item))
+        groups.setdefault(key, []).append(series)
+    joined: list[Series] = []
     for group in groups.values():
-        group.sort(key=lambda each: min(each.values, default=0))
+        group.sort(key=lambda series: min(series.values, default=0))
         values: dict[int, float] = {}
         for series in group:
-            if len(values.keys() & series.values.keys()) > handover:
+            if len(values.keys() & series.values.keys()) > overlap_steps:
                 raise BadInput(_explain_ambiguity(kind, group))
             values |= series.values
-        labels = {name: text for name, text in group[0].labels.items() if name in kind.identity}
-        joined.append(Series(name=group[0].name, labels=labels, values=values))
+        identity = _pick_identity(kind, group[0])
+        joined.append(Series(name=group[0].name, labels=identity, values=values))
     return joined
 
 
+def _pick_identity(kind: Exporter, series: Series) -> dict[str, str]:
+    return {name: text for name, text in series.labels.items() if name in kind.identity}
+
+
 def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
-    names = sorted({name for series in group for name in series.labels} - kind.identity)
-    values = {name: sorted({series.labels.get(name, "") for series in group}) for name in names}
-    differing = {name: texts for name, texts in values.items() if len(texts) > 1}
+    """Return which labels differ among series of one identity, and how to choose one."""
+    metric = group[0].name
+    differing: dict[str, list[str]] = {}
+    for name in sorted({name for series in group for name in series.labels} - kind.identity):
+        texts = sorted({series.labels.get(name, "") for series in group})
+        if len(texts) > 1:
+            differing[name] = texts
     if not differing:
-        return f"{len(group)} series of {group[0].name} do not differ in any label: query a single Prometheus"
-    own = ", ".join(
-        f'{name}="{text}"' for name, text in group[0].labels.items() if name in kind.identity
-    )
-    some = {
-        name: " or ".join(f'"{text}"' for text in texts[:_MOST_VALUES])
-        + (f" and {len(texts) - _MOST_VALUES} more" if len(texts) > _MOST_VALUES else "")
-        for name, texts in differing.items()
-    }
-    shown = "; ".join(f"{name} is {texts}" for name, texts in some.items())
-    name, texts = next(iter(differing.items()))
+        return (
+            f"{len(group)} series of {metric} do not differ in any label: query a single Prometheus"
+        )
+    shown = "; ".join(f"{name} is {_join_texts(texts)}" for name, texts in differing.items())
+    identity = _pick_identity(kind, group[0])
+    selector = ", ".join(f'{name}="{text}"' for name, text in identity.items())
     option = "--match-gpu" if kind.side == "gpus" else "--match-engine"
+    name, texts = next(iter(differing.items()))
     choice = f"{option} '{name}=\"{texts[-1]}\"'"
-    return f"{len(group)} series of {group[0].name}{{{own}}} at once: choose one, as with {choice} ({shown})"
+    return (
+        f"{len(group)} series of {metric}{{{selector}}} at once: choose one, as with {choice}"
+        f" ({shown})"
+    )
 
 
-_MIB: Final = 2**20
+def _join_texts(texts: list[str]) -> str:
+    joined = " or ".join(f'"{text}"' for text in texts[:_MOST_VALUES])
+    if len(texts) > _MOST_VALUES:
+        joined += f" and {len(texts) - _MOST_VALUES} more"
+    return joined
+
+
 _MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
 
 
 def _sample_gpus(
     fields: Mapping[str, str], uuid_label: str, unit_bytes: int, values: Iterable[Value]
 ) -> Side:
-    """Return the devices, of this exporter those that it attributed to the engine; a holder is a field."""
+    """Return the devices; of this exporter those that it attributed to the engine.
+
+    A holder of memory is a field.
+    """
     devices: dict[str, dict[str, float]] = {}
-    ours: dict[str, bool] = {}
+    is_engines_own: dict[str, bool] = {}
     for series, value in values:
-        uuid, index = series.labels.get(uuid_label, ""), series.labels.get("gpu", "")
+        uuid = series.labels.get(uuid_label, "")
         if series.name == catalog.GPU_INFO.name:
-            ours[uuid] = ours.get(uuid, False) or bool(series.labels.get("attribution"))
+            is_attributed = bool(series.labels.get("attribution"))
+            is_engines_own[uuid] = is_engines_own.get(uuid, False) or is_attributed
             continue
         facts = devices.setdefault(uuid, {})
         facts[series.labels.get("holder", fields[series.name])] = value
+        index = series.labels.get("gpu", "")
         if index.isdecimal():
             facts["gpu"] = int(index)
-    known = ((uuid, facts) for uuid, facts in sorted(devices.items()) if ours.get(uuid, True))
-    return [_build_device(uuid, facts, unit_bytes) for uuid, facts in known]
+    return [
+        _build_device(uuid, facts, unit_bytes)
+        for uuid, facts in sorted(devices.items())
+        if is_engines_own.get(uuid, True)
+    ]
 
 
 def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
     """Build a device of a trace; without a total, it is the sum of used, free and reserved.
 
-    Where reserved is not exported either, the sum lacks it, and the room on the device is still right.
+    Where reserved is not exported either, the sum lacks it, and the room on the device is still
+    right.
     """
-    known = {
-        fact: round(facts[fact] * unit_bytes) for fact in (*_MEMORY_FACTS, "free") if fact in facts
-    }
-    if "used" in known and "free" in known:
-        known.setdefault("total", known["used"] + known["free"] + known.get("reserved", 0))
+    memory: dict[str, int] = {}
+    for fact in (*_MEMORY_FACTS, "free"):
+        if fact in facts:
+            memory[fact] = round(facts[fact] * unit_bytes)
+    if "used" in memory and "free" in memory:
+        sum_bytes = memory["used"] + memory["free"] + memory.get("reserved", 0)
+        memory.setdefault("total", sum_bytes)
     device: dict[str, Any] = {"gpu": int(facts["gpu"]) if "gpu" in facts else None, "uuid": uuid}
-    return device | {fact: known.get(fact) for fact in _MEMORY_FACTS}
+    for fact in _MEMORY_FACTS:
+        device[fact] = memory.get(fact)
+    return device
 
 
 def _describe_gpus(fields: Mapping[str, str], *identity: str, unit_bytes: int = 1) -> Exporter:
@@ -224,7 +252,7 @@ DCGM_GPUS: Final = _describe_gpus(
         "DCGM_FI_DEV_FB_RESERVED": "reserved",
     },
     *("gpu", "UUID"),
-    unit_bytes=_MIB,  # dcgm-exporter, default-counters.csv
+    unit_bytes=MIB,  # dcgm-exporter, default-counters.csv
 )
 SMI_GPUS: Final = _describe_gpus(
     {
@@ -237,54 +265,59 @@ SMI_GPUS: Final = _describe_gpus(
 )
 
 
-_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
+_ENGINE_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
 """The inputs of the detector and the picture; each further series costs the server a query."""
 
-PARTS: Final = frozenset({"finished_reason", "is_streaming"})
+SUMMED_LABELS: Final = frozenset({"finished_reason", "is_streaming"})
 """Labels of counters whose series add up."""
 
 _OWN_FIELDS: Final = {
-    each.metric: field for field, each in INPUTS.items() if each.metric and field in _FACTS
+    reading.metric: field
+    for field, reading in INPUTS.items()
+    if reading.metric and field in _ENGINE_FACTS
 }
 
 
 def _sample_own(
     labels: Mapping[str, str], fields: Mapping[str, str], values: Iterable[Value]
 ) -> Side:
-    """Return the engines or processes: of each series, the fields by its labels, and one by its name."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    """Return the engines or processes, each with its labels, and a field by each series' name."""
+    entries: dict[tuple[str, ...], dict[str, Any]] = {}
     for series, value in values:
-        key, field = tuple(series.labels.get(label, "") for label in labels), fields[series.name]
-        entry = found.setdefault(key, dict(zip(labels.values(), key, strict=True)))
+        key = tuple(series.labels.get(label, "") for label in labels)
+        entry = entries.setdefault(key, dict(zip(labels.values(), key, strict=True)))
+        field = fields[series.name]
         entry[field] = value > 0 if field == "awake" else value
-    return [found[key] for key in sorted(found)]
+    return [entries[key] for key in sorted(entries)]
 
 
 def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
-    page = build_page(
-        profile, [Sample(series.name, dict(series.labels), value) for series, value in values]
-    )
-    return (
-        [] if isinstance(page, Failure) else [build_engine_entry(engine) for engine in page.engines]
-    )
+    samples = [Sample(series.name, dict(series.labels), value) for series, value in values]
+    page = build_page(profile, samples)
+    if isinstance(page, Failure):
+        return []
+    return [build_engine_entry(engine) for engine in page.engines]
 
 
 def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
-    wanted = [fact for fact in profile.facts if fact.field in fields and fact.label is None]
-    families = dict.fromkeys(family for fact in wanted for family in fact.names)
+    """Return the names of the series that give these fields, in the order of the profile."""
+    families: dict[str, None] = {}
+    for fact in profile.facts:
+        if fact.field in fields and fact.label is None:
+            families |= dict.fromkeys(fact.names)
     return tuple(prefix + family for prefix in profile.prefixes for family in families)
 
 
 def _list_labels(profile: Profile) -> frozenset[str]:
     """Return the labels that distinguish an engine's series, not only their scrapes."""
-    chosen = {fact.where[0] for fact in profile.facts if fact.where is not None}
-    named = {
+    labels = {
         profile.model_label,
         profile.engine_label,
         *profile.repeat_labels,
         *profile.replica_labels,
     }
-    return frozenset(named | chosen | PARTS) - {""}
+    labels |= {fact.where[0] for fact in profile.facts if fact.where is not None}
+    return frozenset(labels | SUMMED_LABELS) - {""}
 
 
 OWN_ENGINES: Final = Exporter(
@@ -309,7 +342,7 @@ ENGINES: Final = tuple(
     Exporter(
         side="engines",
         lead=_list_names(profile, "running"),
-        names=_list_names(profile, *_FACTS, "kv_used_tokens", "kv_capacity_tokens"),
+        names=_list_names(profile, *_ENGINE_FACTS, "kv_used_tokens", "kv_capacity_tokens"),
         identity=_list_labels(profile),
         sample=partial(_sample_engines, profile),
         has_start_time=any(fact.field == "started_at_seconds" for fact in profile.facts),
