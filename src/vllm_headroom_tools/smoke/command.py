@@ -5,7 +5,7 @@ import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Annotated, ClassVar, Final, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import httpx
 from pydantic import Field
@@ -59,7 +59,10 @@ class EngineServer:
     async def _read(
         self, path: str, seconds: float, read: Callable[[PageReader], Awaitable[T | Failure]]
     ) -> T | Failure:
-        """Return the answer; a failure to answer in time is without the daemon's advice, about another time limit."""
+        """Return the answer.
+
+        A timeout is without the daemon's advice, which is about another time limit.
+        """
         reader = build_page_reader(
             self._settings, str(self._page.join(path)), timeout_seconds=seconds
         )
@@ -69,28 +72,42 @@ class EngineServer:
             await close_all(reader)
         if not isinstance(answer, Failure) or answer.reason is not Reason.TIMEOUT:
             return answer
-        message = f"{self.address(path)} did not answer within {seconds:.3g} s: look for a hang in vLLM's log"
+        message = (
+            f"{self.address(path)} did not answer within {seconds:.3g} s: look for a hang in"
+            " vLLM's log"
+        )
         return Failure(source=answer.source, reason=answer.reason, message=message)
 
 
 class SmokeStep(NamedTuple):
-    """The result of one step: what was seen, or why it failed or cannot be taken, and what to do."""
+    """The result of one step."""
 
     verdict: Conclusion
+
     text: str
+    """What was observed, or why the step failed or was skipped, and what to do."""
 
 
 def _skip(text: str) -> SmokeStep:
     return SmokeStep(Conclusion.CANNOT_TELL, text)
 
 
+def _fail(text: str) -> SmokeStep:
+    return SmokeStep(Conclusion.NOT_GOOD, text)
+
+
+def _pass(text: str) -> SmokeStep:
+    return SmokeStep(Conclusion.GOOD, text)
+
+
 MODELS: Final = "v1/models"
-TOKENS: Final = 8
-FORMS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
+MODELS_SECONDS: Final = 10.0
+MAX_TOKENS: Final = 8
+PROMPTS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
     ("v1/completions", {"prompt": "Hello"}),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
 )
-"""The second for a model that has only chat."""
+"""The body of a request by its path; the second is for a model that has only chat."""
 
 NOT_SERVED: Final = frozenset(
     {
@@ -102,127 +119,162 @@ NOT_SERVED: Final = frozenset(
 )
 """What servers answer to a form of request that the model does not serve."""
 
-SAID_CHARACTERS: Final = 200
+MAX_QUOTED_CHARACTERS: Final = 200
+"""Of an answer, in a step's text."""
 
 
-async def request_completion(reach: EngineServer, deadline_seconds: float) -> SmokeStep:
-    """Ask the first model that the server lists for a completion, and where it has none for a chat's answer."""
+async def request_completion(server: EngineServer, deadline_seconds: float) -> SmokeStep:
+    """Request a completion, or else a chat's answer, from the first model that the server lists."""
     now = asyncio.get_running_loop().time
-    listed = await reach.text(MODELS, min(10.0, deadline_seconds))
-    if isinstance(listed, Failure):
-        return SmokeStep(Conclusion.NOT_GOOD, listed.message)
-    model = parse_first_model(listed)
+    models = await server.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
+    if isinstance(models, Failure):
+        return _fail(models.message)
+    model = parse_first_model(models)
     if model is None:
-        return SmokeStep(
-            Conclusion.NOT_GOOD,
-            f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port",
+        return _fail(
+            f"{server.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names"
+            " vLLM's own port"
         )
-    problem = ""
-    for path, prompt in FORMS:
-        began = now()
-        body = {"model": model.name, "max_tokens": TOKENS, "temperature": 0, **prompt}
-        answer = await reach.post(path, body, deadline_seconds)
-        tokens = _read_completion(answer, reach.address(path))
+    problems = []
+    for path, prompt in PROMPTS:
+        requested_at_seconds = now()
+        body = {"model": model.name, "max_tokens": MAX_TOKENS, "temperature": 0, **prompt}
+        answer = await server.post(path, body, deadline_seconds)
+        tokens = _read_completion(answer, server.address(path))
         if isinstance(tokens, int):
-            return SmokeStep(
-                Conclusion.GOOD, f"{model.name} gave {tokens} tokens in {now() - began:.2f} s"
-            )
-        problem = problem or tokens
+            elapsed_seconds = now() - requested_at_seconds
+            return _pass(f"{model.name} gave {tokens} tokens in {elapsed_seconds:.2f} s")
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
-            return SmokeStep(Conclusion.NOT_GOOD, tokens)
-    return SmokeStep(Conclusion.NOT_GOOD, problem)
+            return _fail(tokens)
+        problems.append(tokens)
+    # Why the model has no completions says more than why it has no chat.
+    return _fail(problems[0])
 
 
 def _read_completion(answer: Reply | Failure, address: str) -> int | str:
     """Return how many tokens were completed, or what is wrong, with advice."""
     if isinstance(answer, Failure):
-        hung_up = f"{address} hung up in the middle of the completion: look for a crash in the engine's log"
-        return hung_up if answer.reason is Reason.INCOMPLETE else answer.message
-    document = parse_object(answer.text)
+        if answer.reason is Reason.INCOMPLETE:
+            return (
+                f"{address} hung up in the middle of the completion: look for a crash in the"
+                " engine's log"
+            )
+        return answer.message
     if answer.status != HTTPStatus.OK:
-        said = (find_error(document) or answer.text).strip()[:SAID_CHARACTERS]
-        advice = "look for the cause in the engine's log"
-        if "out of memory" in said.lower():
-            advice = "lower --gpu-memory-utilization: the memory that ran out lies outside that budget, and needs more"
-            advice += " room"
-        elif answer.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-            advice = "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may use the API"
-        return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {advice}"
-    usage, choices = document.get("usage"), document.get("choices")
+        return _describe_refusal(answer, address)
+    document = parse_object(answer.text)
+    usage = document.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if isinstance(tokens, int) and tokens and isinstance(choices, list) and choices:
-        return tokens
-    said = answer.text[:SAID_CHARACTERS]
-    return f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
+    has_tokens = isinstance(tokens, int) and tokens != 0
+    choices = document.get("choices")
+    has_choices = isinstance(choices, list) and len(choices) > 0
+    if has_tokens and has_choices:
+        return cast("int", tokens)
+    quoted = answer.text[:MAX_QUOTED_CHARACTERS]
+    return (
+        f"{address} answers 200 without a completion ({quoted}): check that HEADROOM_ENGINE_URL"
+        " names vLLM"
+    )
 
 
-COUNTED_SECONDS: Final = 15.0
-"""vLLM counts a request as it finishes; its web server may be busy, and gauges of several of them lag."""
+def _describe_refusal(answer: Reply, address: str) -> str:
+    """Return what an answer with another status says, with advice."""
+    error = find_error(parse_object(answer.text)) or answer.text
+    quoted = error.strip()[:MAX_QUOTED_CHARACTERS]
+    advice = "look for the cause in the engine's log"
+    if "out of memory" in quoted.lower():
+        advice = (
+            "lower --gpu-memory-utilization: the memory that ran out lies outside that budget, and"
+            " needs more room"
+        )
+    elif answer.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+        advice = "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may use the API"
+    detail = f" ({quoted})" if quoted else ""
+    return f"{address} answers {answer.status}{detail}: {advice}"
+
+
+COUNTER_SECONDS: Final = 15.0
+"""vLLM counts a request as it finishes.
+
+Its web server may be busy, and gauges of several web servers lag.
+"""
+
+COUNTER_POLL_SECONDS: Final = 0.5
 
 NO_COUNTERS: Final = (
-    "the page answers and has no counters of vLLM's, although it completes: take --disable-log-stats out of vLLM's"
-    " options; if it is not there, HEADROOM_ENGINE_URL is not vLLM's own port"
+    "the page answers and has no counters of vLLM's, although it completes: take"
+    " --disable-log-stats out of vLLM's options; if it is not there, HEADROOM_ENGINE_URL is not"
+    " vLLM's own port"
 )
 
 
 async def check_counters(
-    reach: EngineServer, before: EnginePage | Failure, patience_seconds: float = COUNTED_SECONDS
+    server: EngineServer, old_page: EnginePage | Failure, patience_seconds: float = COUNTER_SECONDS
 ) -> tuple[SmokeStep, EnginePage | Failure]:
-    """Return whether one more request has finished than in `before`, and the page that says so."""
-
-    def count_finished(page: EnginePage | Failure) -> float:
-        engines = () if isinstance(page, Failure) else page.engines
-        return sum(
-            engine.finished_total or 0.0 for engine in engines
-        )  # a counter that is not there yet is at 0
-
-    finished_before = count_finished(before)
+    """Return whether a request has finished since `old_page`, and the page that says so."""
+    old_finished = _count_finished(old_page)
     now = asyncio.get_running_loop().time
-    ends = now() + patience_seconds
+    deadline_seconds = now() + patience_seconds
     while True:
-        page = await reach.page()
-        more = count_finished(page) - finished_before
-        if more >= 1 or now() >= ends:
+        page = await server.page()
+        new_finished = _count_finished(page) - old_finished
+        if new_finished >= 1 or now() >= deadline_seconds:
             break
-        await asyncio.sleep(0.5)
-    found = _check_inputs(page, NO_COUNTERS)
-    if found.verdict is Conclusion.GOOD and more >= 1:
-        found = SmokeStep(Conclusion.GOOD, f"{found.text}; finished requests rose by {more:.0f}")
-    elif found.verdict is Conclusion.GOOD:
-        stay = f"finished requests stay at {finished_before:.0f} after a completion"
-        fix = "check that HEADROOM_ENGINE_URL is the page of the server that answers beside it"
-        found = SmokeStep(Conclusion.NOT_GOOD, f"{stay}: {fix}")
-    return found, page
+        await asyncio.sleep(COUNTER_POLL_SECONDS)
+    step = _check_inputs(page, NO_COUNTERS)
+    if step.verdict is not Conclusion.GOOD:
+        return step, page
+    if new_finished >= 1:
+        return _pass(f"{step.text}; finished requests rose by {new_finished:.0f}"), page
+    problem = f"finished requests stay at {old_finished:.0f} after a completion"
+    fix = "check that HEADROOM_ENGINE_URL is the page of the server that answers beside it"
+    return _fail(f"{problem}: {fix}"), page
 
 
-def _check_inputs(page: EnginePage | Failure, nothing: str) -> SmokeStep:
+def _count_finished(page: EnginePage | Failure) -> float:
+    """Return how many requests have finished; a counter that is not there yet is at 0."""
+    engines = () if isinstance(page, Failure) else page.engines
+    return sum(engine.finished_total or 0.0 for engine in engines)
+
+
+NEEDED_INPUTS: Final = ("requests_running", "requests_waiting", "requests_finished")
+
+
+def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
+    """Check that a page has what smoke needs; `empty_problem` is for one without engines."""
     if isinstance(page, Failure):
-        return SmokeStep(Conclusion.NOT_GOOD, page.message)
+        return _fail(page.message)
     if not page.engines:
-        return SmokeStep(Conclusion.NOT_GOOD, nothing)
-    needed = ("requests_running", "requests_waiting", "requests_finished")
-    if missing := [name for name, is_there in page.inputs if name in needed and not is_there]:
-        text = f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more"
-        return SmokeStep(Conclusion.NOT_GOOD, text)
-    there = sum(is_there for _, is_there in page.inputs)
-    return SmokeStep(Conclusion.GOOD, f"{there} of {len(page.inputs)} inputs are on the page")
+        return _fail(empty_problem)
+    present = [name for name, is_present in page.inputs if is_present]
+    absent = [name for name, is_present in page.inputs if not is_present]
+    missing = [name for name in absent if name in NEEDED_INPUTS]
+    if missing:
+        return _fail(
+            f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more"
+        )
+    return _pass(f"{len(present)} of {len(page.inputs)} inputs are on the page")
 
 
 SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
-NOT_ITS_OWN: Final = -0.5
-"""A vLLM that has answered holds its budget: less than half of it means that it is not on this GPU."""
+
+OTHER_GPU_RATIO: Final = -0.5
+"""A vLLM that has answered holds its budget: with less than half of it, it is not on this GPU."""
 
 
 async def check_discrepancy(
     settings: Settings, page: EnginePage | Failure, limit_ratio: float
 ) -> SmokeStep:
-    """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
+    """Compare each of the engine's GPUs with the limit.
+
+    It is skipped where there is nothing to compare, or no GPU.
+    """
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
-    here = await read_machine(settings, asyncio.sleep(0, page))
-    if isinstance(here.readings, Failure):
-        return _skip(f"the GPUs cannot be read: {here.readings.message}")
-    if not any(gpu.attribution for gpu in here.gpus):
+    machine = await read_machine(settings, asyncio.sleep(0, page))
+    if isinstance(machine.readings, Failure):
+        return _skip(f"the GPUs cannot be read: {machine.readings.message}")
+    if not any(gpu.attribution for gpu in machine.gpus):
         return _skip(
             "none of the visible GPUs is known to be the engine's: name them in HEADROOM_GPUS"
         )
@@ -230,7 +282,7 @@ async def check_discrepancy(
         time_seconds=time.time(),
         monotonic_seconds=time.monotonic(),
         engines=page,
-        gpus=here.gpus,
+        gpus=machine.gpus,
         processes=(),
     )
     samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
@@ -240,7 +292,7 @@ async def check_discrepancy(
 
 
 def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
-    """Return how the discrepancies, of which the first label is the GPU, compare with the limit."""
+    """Compare the discrepancies with the limit; their first two labels name the GPU."""
     ratios = {
         name_device(*sample.labels[:2]): sample.value
         for sample in samples
@@ -248,22 +300,28 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Smok
     }
     if samples and not ratios:
         return _skip(
-            "what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor` says why"
+            "what the engine holds of its GPUs cannot be seen from here: `vllm-headroom doctor`"
+            " says why"
         )
     if not ratios:
         return _skip(
-            f"vLLM does not report its budget (--kv-cache-memory-bytes replaces it): {SET_REPORTED_BYTES}"
+            "vLLM does not report its budget (--kv-cache-memory-bytes replaces it):"
+            f" {SET_REPORTED_BYTES}"
         )
     shown = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios.items())
     if max(ratios.values()) > limit_ratio:
-        text = f"more is held than was asked for, {shown}, where {limit_ratio:.1%} is allowed: who holds it is in"
-        text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
-        return SmokeStep(Conclusion.NOT_GOOD, text)
-    if strangers := [gpu for gpu, ratio in ratios.items() if ratio < NOT_ITS_OWN]:
-        return _skip(
-            f"{shown}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are"
+        return _fail(
+            f"more is held than was asked for, {shown}, where {limit_ratio:.1%} is allowed: who"
+            " holds it is in headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or"
+            " allow --max-discrepancy"
         )
-    return SmokeStep(Conclusion.GOOD, f"{shown}, {limit_ratio:.1%} is allowed")
+    other_gpus = [gpu for gpu, ratio in ratios.items() if ratio < OTHER_GPU_RATIO]
+    if other_gpus:
+        return _skip(
+            f"{shown}: {', '.join(other_gpus)} is not the engine's; HEADROOM_GPUS names those that"
+            " are"
+        )
+    return _pass(f"{shown}, {limit_ratio:.1%} is allowed")
 
 
 Seconds = Annotated[float, from_text(parse_duration), Field(gt=0, le=86400)]
@@ -302,39 +360,48 @@ class SmokeSettings(Settings):
     )
 
 
-PATH: Final = "health"
+HEALTH: Final = "health"
+HEALTH_SECONDS: Final = 5.0
+"""For one answer, also for the last before the deadline."""
+
+HEALTH_POLL_SECONDS: Final = 1.0
+REPEAT_SECONDS: Final = 30.0
+"""What is waited for is reported again after this time."""
+
+PERMANENT_REASONS: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
+"""Failures that no model gives which is still loading."""
 
 
 async def wait_until_healthy(
-    reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]
+    server: EngineServer, deadline_seconds: float, say: Callable[[str], None]
 ) -> SmokeStep:
-    """Poll /health until it answers 200; report what it waits for when that changes, and every half minute."""
+    """Poll /health until it answers 200.
+
+    Report what it waits for when that changes, and every half minute.
+    """
     now = asyncio.get_running_loop().time
-    began = say_at = now()
-    ends, said = began + deadline_seconds, ""
+    started_at_seconds = now()
+    ends_at_seconds = started_at_seconds + deadline_seconds
+    repeat_at_seconds = started_at_seconds
+    reported_message = ""
     while True:
-        answer = await reach.text(
-            PATH, min(5.0, deadline_seconds)
-        )  # the last question's time as well
+        answer = await server.text(HEALTH, min(HEALTH_SECONDS, deadline_seconds))
         if not isinstance(answer, Failure):
-            return SmokeStep(Conclusion.GOOD, f"healthy after {format_duration(now() - began)}")
+            return _pass(f"healthy after {format_duration(now() - started_at_seconds)}")
         if answer.reason is Reason.CREDENTIALS:
             raise BadInput(answer.message)
-        if answer.reason in {
-            Reason.TLS,
-            Reason.UNAUTHORIZED,
-            Reason.REDIRECT,
-        }:  # no model that is loading gives these
-            return SmokeStep(Conclusion.NOT_GOOD, answer.message)
-        if now() >= ends:
-            return SmokeStep(
-                Conclusion.NOT_GOOD,
-                f"not healthy within {format_duration(deadline_seconds)}: {answer.message}",
+        if answer.reason in PERMANENT_REASONS:
+            return _fail(answer.message)
+        if now() >= ends_at_seconds:
+            return _fail(
+                f"not healthy within {format_duration(deadline_seconds)}: {answer.message}"
             )
-        if answer.message != said or now() >= say_at:
-            said, say_at = answer.message, now() + 30.0
-            say(f"waiting, {format_duration(ends - now())} left: {said}")
-        await asyncio.sleep(min(1.0, max(0.0, ends - now())))
+        if answer.message != reported_message or now() >= repeat_at_seconds:
+            reported_message = answer.message
+            repeat_at_seconds = now() + REPEAT_SECONDS
+            remaining = format_duration(ends_at_seconds - now())
+            say(f"waiting, {remaining} left: {reported_message}")
+        await asyncio.sleep(min(HEALTH_POLL_SECONDS, max(0.0, ends_at_seconds - now())))
 
 
 STATES: Final = {
@@ -344,11 +411,11 @@ STATES: Final = {
 }
 
 
-async def _run(given: Namespace) -> Report:
-    settings: SmokeSettings = given.settings
+async def _run(arguments: Namespace) -> Report:
+    settings: SmokeSettings = arguments.settings
     logs.configure(settings.log_format, "error")  # the readers log what the steps report
-    reach = EngineServer(settings)
-    return build_report(reach.address(""), await take_steps(settings, reach, write_note))
+    server = EngineServer(settings)
+    return build_report(server.address(""), await take_steps(settings, server, write_note))
 
 
 def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
@@ -377,19 +444,20 @@ def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
 
 
 async def take_steps(
-    settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]
+    settings: SmokeSettings, server: EngineServer, say: Callable[[str], None]
 ) -> dict[str, SmokeStep]:
     """Take the steps one after another; without health the others are skipped."""
-    health = await wait_until_healthy(reach, settings.deadline, say)
+    health = await wait_until_healthy(server, settings.deadline, say)
     if health.verdict is Conclusion.NOT_GOOD:
         skipped = _skip("vLLM is not healthy")
         return {"health": health} | dict.fromkeys(("completion", "metrics", "discrepancy"), skipped)
-    page = await reach.page()
-    completion = await request_completion(reach, settings.completion_deadline)
+    page = await server.page()
+    completion = await request_completion(server, settings.completion_deadline)
     if completion.verdict is Conclusion.GOOD:
-        metrics, page = await check_counters(reach, page)
+        metrics, page = await check_counters(server, page)
     else:
-        metrics = _check_inputs(page, "" if isinstance(page, Failure) else explain_empty_page(page))
+        empty_problem = "" if isinstance(page, Failure) else explain_empty_page(page)
+        metrics = _check_inputs(page, empty_problem)
         if metrics.verdict is Conclusion.GOOD:
             metrics = _skip(f"{metrics.text}; there is no completion to look for in them")
     discrepancy = await check_discrepancy(settings, page, settings.max_discrepancy)
