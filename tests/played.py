@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from tests.dashboards.recorded import RecordedEngine
-from vllm_headroom.daemon.sampler import Judge, Sampler
+from vllm_headroom.daemon.judge import Judge
+from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection

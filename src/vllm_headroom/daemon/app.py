@@ -22,10 +22,11 @@ from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.engine_watch import EngineWatch, recall_states
 from vllm_headroom.daemon.evict import TURN_SECONDS, Evictor
 from vllm_headroom.daemon.flight import Flight
+from vllm_headroom.daemon.judge import Judge
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
-from vllm_headroom.daemon.sampler import Judge, Sampler
+from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper

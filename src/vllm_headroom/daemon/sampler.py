@@ -9,19 +9,20 @@ from msgspec import Struct
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.canary import Canary
+from vllm_headroom.daemon.judge import Judge
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import LEAK, Derivation, answer
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.derive.configured import complete_page, list_pools
-from vllm_headroom.derive.gates import GATE, Gate, Guardrail, derive_gate
+from vllm_headroom.derive.gates import GATE, Gate
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.derive.inside import add_inside
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.life.engine import ENGINE_RUN, EngineMemory, forget_run, update_engine
 from vllm_headroom.derive.lost_gpus import add_lost_gpus
 from vllm_headroom.derive.probe_files import classify_probe
-from vllm_headroom.derive.verdicts import SERVING, VERDICTS, derive_verdicts, measure_watches
+from vllm_headroom.derive.verdicts import VERDICTS
 from vllm_headroom.model import (
     NO_VERDICT,
     EnginePage,
@@ -60,22 +61,12 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 """Returns, at any snapshot, states of an earlier process to continue from, by derivation."""
 
 
-class Judge(Struct, frozen=True, kw_only=True):
-    """What the gate and the verdicts are judged by, besides the tick itself."""
-
-    role: str = SERVING
-    gate_ready_seconds: float | None = None
-    """The gate closes with less time to out-of-memory; None where it is not configured."""
-    read_guardrail: Callable[[], Guardrail] | None = None
-    """None where this pod is never evicted."""
-
-
 class TickResult(Struct, frozen=True, kw_only=True):
     """What one tick read, derived and judged: all that is shown, published and recorded of it."""
 
     snapshot: Snapshot
-    """What was read. `snapshot.engine_status.event` is how the engine's run ended, where it did at
-    this tick."""
+    """What was read. `snapshot.engine_status.event` is the engine's exit or stall, where this tick
+    saw one."""
     published: Published
     """The samples of the metrics page."""
     values: Values
@@ -101,9 +92,10 @@ class Sampler:
         judge: Judge | None = None,
         canary: Canary | None = None,
     ) -> None:
-        """Without a judge, there are no gate and no verdicts.
+        """Build a sampler that has read nothing yet.
 
-        `host_limit_bytes` is the operator's limit of the engine's container.
+        `host_limit_bytes` is the operator's limit of the engine's container. Without a judge there
+        are no gate and no verdicts.
         """
         self._sources = sources
         self._parse = parse
@@ -180,10 +172,10 @@ class Sampler:
 
         processes: tuple[EngineProcess, ...] | Failure
         if isinstance(process_readings, Failure):
-            found = NO_PROCESSES
+            process_facts = NO_PROCESSES
             processes = process_readings
         else:
-            found = process_readings
+            process_facts = process_readings
             processes = process_readings.engine
 
         now_seconds = self._clock.time()
@@ -206,18 +198,18 @@ class Sampler:
         return Snapshot(
             time_seconds=now_seconds,
             monotonic_seconds=self._clock.monotonic(),
-            engines=complete_page(page, probe, found.options),
+            engines=complete_page(page, probe, process_facts.options),
             gpus=add_inside(gpus, probe),
             processes=processes,
             probe=probe,
             reading_times=(engine_time, gpu_time, process_time, *probe_times),
             host=host,
             unanswered_since_seconds=unanswered_since_seconds,
-            neighbours=found.neighbours,
-            ambiguous_engines=found.ambiguous_engines,
-            left_behind=found.left_behind,
+            neighbours=process_facts.neighbours,
+            ambiguous_engines=process_facts.ambiguous_engines,
+            left_behind=process_facts.left_behind,
             has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core,
-            pools=list_pools(page, processes, found.options),
+            pools=list_pools(page, processes, process_facts.options),
             token_bytes=None if find_model is None else find_model(process_readings),
         )
 
@@ -307,12 +299,7 @@ class Sampler:
         judge = self._judge
         if judge is None:
             return Gate(), ()
-
-        def judge_gate() -> tuple[Gate, tuple[Sample, ...]]:
-            guardrail = None if judge.read_guardrail is None else judge.read_guardrail()
-            return derive_gate(snapshot, values, judge.gate_ready_seconds, guardrail)
-
-        return self._attempt(GATE, judge_gate, Gate())
+        return self._attempt(GATE, lambda: judge.judge_gate(snapshot, values), Gate())
 
     def _judge_verdicts(
         self, snapshot: Snapshot, values: Values
@@ -321,12 +308,11 @@ class Sampler:
         if judge is None:
             return (NO_VERDICT,), ()
         leak_memory: LeakMemory = self.states.get(LEAK.name, LEAK.initial)
-
-        def judge_verdicts() -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-            watches = measure_watches(leak_memory)
-            return derive_verdicts(snapshot, values, watches, judge.role)
-
-        return self._attempt(VERDICTS, judge_verdicts, (NO_VERDICT,))
+        return self._attempt(
+            VERDICTS,
+            lambda: judge.judge_verdicts(snapshot, values, leak_memory),
+            (NO_VERDICT,),
+        )
 
     def _attempt(
         self, name: str, step: Callable[[], tuple[T, tuple[Sample, ...]]], initial: T
