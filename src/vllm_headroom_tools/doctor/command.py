@@ -1,11 +1,11 @@
-"""The command `doctor`: looks at everything at once."""
+"""The command `doctor`, which makes all checks at once."""
 
 import asyncio
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -32,9 +32,12 @@ VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusi
 INDENT: Final = " " * 9
 """The width of the marks: what follows is aligned with the name."""
 
+PROBE_SECONDS: Final = 2.0
+"""The time for reading the probe's files."""
+
 
 def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the words that fixes have for where this runs: in a pod, in another container, on a host."""
+    """Return the words by which a fix names where this runs: a pod, a container or a machine."""
     if "KUBERNETES_SERVICE_HOST" in environ:
         return ("pod",)
     is_container = any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
@@ -42,7 +45,7 @@ def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str,
 
 
 def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ...] = ()) -> Report:
-    """Return the report on the checks by name; `ok` is null where it is not known or does not apply.
+    """Return the report on the checks by name.
 
     Fixes for where it runs, by the words in `place`, come first.
     """
@@ -51,56 +54,58 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
         return not any(word in fix.where for word in place)
 
     checks = {
-        name: replace(each, fixes=tuple(sorted(each.fixes, key=is_elsewhere)))
-        for name, each in checks.items()
+        name: replace(check, fixes=tuple(sorted(check.fixes, key=is_elsewhere)))
+        for name, check in checks.items()
     }
-    findings = [
-        Finding(
-            name,
-            VERDICTS.get(check.state, Conclusion.GOOD),
-            check.text,
-            tuple(f"{fix.where}: {line}" for fix in check.fixes for line in fix.lines),
-        )
-        for name, check in checks.items()
-    ]
+    findings = [_build_finding(name, check) for name, check in checks.items()]
     states = [check.state for check in checks.values()]
-    missing, unknown = states.count(Status.MISSING), states.count(Status.UNKNOWN)
-    is_all = not missing and not unknown
-    headline = (
-        "Nothing is missing."
-        if is_all
-        else f"{missing} missing and {unknown} unknown, of {len(states)}."
-    )
-    described = [
-        {
-            "name": name,
-            "state": check.state,
-            "ok": {Status.OK: True, Status.MISSING: False}.get(check.state),
-            "found": check.text if check.state is Status.OK else None,
-            "missing": check.text if check.state is Status.MISSING else None,
-            "reason": check.text
-            if check.state in {Status.UNKNOWN, Status.NOT_APPLICABLE}
-            else None,
-            "details": list(check.details),
-            "absent": list(check.absent),
-            "fix": [{"where": fix.where, "lines": list(fix.lines)} for fix in check.fixes],
-        }
-        for name, check in checks.items()
-    ]
+    missing_count = states.count(Status.MISSING)
+    unknown_count = states.count(Status.UNKNOWN)
+    is_complete = not missing_count and not unknown_count
+    headline = "Nothing is missing."
+    if not is_complete:
+        headline = f"{missing_count} missing and {unknown_count} unknown, of {len(states)}."
     return Report(
-        verdict=find_worst(each.verdict for each in findings),
+        verdict=find_worst(finding.verdict for finding in findings),
         headline=headline,
         findings=findings,
-        data={"ok": is_all, "version": version, "checks": described},
+        data={
+            "ok": is_complete,
+            "version": version,
+            "checks": [_describe_check(name, check) for name, check in checks.items()],
+        },
         lines=_render_text(checks, headline, is_elsewhere),
-        exit_status=int(not is_all),
+        exit_status=0 if is_complete else 1,
     )
+
+
+def _build_finding(name: str, check: Check) -> Finding:
+    lines: list[str] = []
+    for fix in check.fixes:
+        lines += [f"{fix.where}: {line}" for line in fix.lines]
+    return Finding(name, VERDICTS.get(check.state, Conclusion.GOOD), check.text, tuple(lines))
+
+
+def _describe_check(name: str, check: Check) -> dict[str, Any]:
+    """Return a check for the JSON document; `ok` is null where it is not decided."""
+    is_undecided = check.state in {Status.UNKNOWN, Status.NOT_APPLICABLE}
+    return {
+        "name": name,
+        "state": check.state,
+        "ok": None if is_undecided else check.state is Status.OK,
+        "found": check.text if check.state is Status.OK else None,
+        "missing": check.text if check.state is Status.MISSING else None,
+        "reason": check.text if is_undecided else None,
+        "details": list(check.details),
+        "absent": list(check.absent),
+        "fix": [{"where": fix.where, "lines": list(fix.lines)} for fix in check.fixes],
+    }
 
 
 def _render_text(
     checks: Mapping[str, Check], headline: str, is_elsewhere: Callable[[Fix], bool]
 ) -> Iterator[str]:
-    is_apart = False
+    is_last_spaced = False
     for name, check in checks.items():
         yield from wrap_text(f"{MARKS[check.state]:<8} {name:<16} ", check.text)
         for detail in check.details:
@@ -108,22 +113,31 @@ def _render_text(
         if check.absent:
             yield from wrap_text(f"{INDENT}absent   ", ", ".join(check.absent))
         for index, fix in enumerate(check.fixes):
-            word = "or" if index else "fix" if is_elsewhere(fix) else "fix here"
+            word = "fix" if is_elsewhere(fix) else "fix here"
+            if index > 0:
+                word = "or"
             yield from wrap_text(f"{INDENT}{word:<8} ", f"{fix.where}:")
             yield from (f"{INDENT}{'':<8}   {line}" for line in fix.lines)
-        if is_apart := bool(check.absent or check.fixes):
+        is_last_spaced = bool(check.absent or check.fixes)
+        if is_last_spaced:
             yield ""
-    yield from (headline,) if is_apart else ("", headline)
+    if not is_last_spaced:
+        yield ""
+    yield headline
 
 
-async def _run(given: Namespace) -> Report:
-    logs.configure(given.settings.log_format, "error")  # the readers log what the checks report
-    return build_report(await examine(given.settings), read_version(), find_place(os.environ))
+async def _run(arguments: Namespace) -> Report:
+    settings = arguments.settings
+    logs.configure(settings.log_format, "error")  # the readers log what the checks report
+    checks = await examine(settings)
+    return build_report(checks, read_version(), find_place(os.environ))
 
 
 async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
-    """Look at everything at the same time; the names are for scripts, which know them."""
-    probe = settings.probe_dir and ProbeReader(settings.probe_dir, parse=parse_probe)
+    """Make all checks at the same time; their names are for scripts, which rely on them."""
+    probe = None
+    if settings.probe_dir:
+        probe = ProbeReader(settings.probe_dir, parse=parse_probe)
     survey, listening, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
         port.check_listen_port(
@@ -131,7 +145,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
         ),
         port.check_state_dir(settings.state_dir),
         port.check_trace_file(settings.trace_file),
-        probe.read(2.0) if probe else asyncio.sleep(0, None),
+        probe.read(PROBE_SECONDS) if probe else asyncio.sleep(0, None),
     )
     return {
         "engine": engine.check_engine(survey),

@@ -1,4 +1,4 @@
-"""What of the engine is there: its page, its options, and the probe in its processes?"""
+"""Check the engine's page, its options, and the probe in its processes."""
 
 import json
 import shlex
@@ -19,6 +19,7 @@ from vllm_headroom.model import (
     Gpu,
     GpuMemory,
     GpuReading,
+    Metric,
     ProbedProcess,
     Snapshot,
     TokenBytes,
@@ -68,48 +69,61 @@ SET_ENGINE_URL: Final = fix_setting(
 
 def check_engine(survey: Survey) -> Check:
     """Check whether the page can be read and is an engine's, and of which version."""
-    if isinstance(survey.page, Failure):
-        return _check_unreadable(survey, survey.page)
-    if survey.page.engines:
-        page = survey.page
-        what = f"version {survey.version}" if survey.version else "version not reported"
-        models = sorted({engine.model_name for engine in list_named(page)})
-        serving = (
-            f"model {', '.join(models)}" if models else "no model named before its first request"
-        )
-        engines = f", {len(page.engines)} engines" if len(page.engines) > 1 else ""
-        return Check(Status.OK, f"{survey.url} answers: {page.profile}, {what}, {serving}{engines}")
-    ways = [_fix_address(survey)]
+    page = survey.page
+    if isinstance(page, Failure):
+        return _check_unreadable(survey, page)
+    if page.engines:
+        return Check(Status.OK, f"{survey.url} answers: {_describe_engines(survey, page)}")
+    details: tuple[str, ...] = ()
+    ways: tuple[Fix, ...] = (_fix_address(survey),)
     if survey.version is not None:
-        ways.insert(0, put(f"{fixes.VLLM}, to take out", "--disable-log-stats"))
+        details = (f"the server calls itself version {survey.version}",)
+        ways = (put(f"{fixes.VLLM}, to take out", "--disable-log-stats"), *ways)
     return Check(
         Status.MISSING,
-        f"{survey.url} answers, but {explain_empty_page(survey.page)}",
-        details=()
-        if survey.version is None
-        else (f"the server calls itself version {survey.version}",),
+        f"{survey.url} answers, but {explain_empty_page(page)}",
+        details=details,
         absent=WITHOUT_THE_PAGE,
-        fixes=tuple(ways),
+        fixes=ways,
     )
 
 
+def _describe_engines(survey: Survey, page: EnginePage) -> str:
+    version = f"version {survey.version}" if survey.version else "version not reported"
+    serving = "no model named before its first request"
+    models = sorted({engine.model_name for engine in list_named(page)})
+    if models:
+        serving = f"model {', '.join(models)}"
+    engines = f", {len(page.engines)} engines" if len(page.engines) > 1 else ""
+    return f"{page.profile}, {version}, {serving}{engines}"
+
+
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
-    gave_up = failure.reason is Reason.TIMEOUT and survey.daemon_waits_seconds > PATIENCE_SECONDS
-    ways, hints = fixes.find_engine_fixes(failure.reason, _fix_address(survey)), []
-    if gave_up:
+    """Return the result for a page that cannot be read.
+
+    It is unknown where the daemon waits for the page longer than this command.
+    """
+    ways = fixes.find_engine_fixes(failure.reason, _fix_address(survey))
+    hints: list[str] = []
+    status = Status.MISSING
+    daemon_waits_seconds = survey.daemon_waits_seconds
+    if failure.reason is Reason.TIMEOUT and daemon_waits_seconds > PATIENCE_SECONDS:
+        status = Status.UNKNOWN
         hints.append(
-            f"the daemon waits {survey.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
+            f"the daemon waits {daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
         )
     is_elsewhere = survey.served_port not in {None, find_port(survey.url)}
-    is_here = not isinstance(survey.processes, Failure) and survey.processes.engine
-    if failure.reason is Reason.UNREACHABLE and is_here and not is_elsewhere:
-        hint = "while an engine loads its model, which can take minutes, it does not listen"
-        hints.append(f"its processes run here: {hint}")
-        ways = (put("by waiting for this in vLLM's log", "Application startup complete."), *ways)
-    elif is_elsewhere:
+    has_processes = not isinstance(survey.processes, Failure) and bool(survey.processes.engine)
+    if is_elsewhere:
         hints.append(f"an engine that runs here serves port {survey.served_port}")
+    elif failure.reason is Reason.UNREACHABLE and has_processes:
+        hints.append(
+            "its processes run here: while an engine loads its model, which can take minutes, it"
+            " does not listen"
+        )
+        ways = (put("by waiting for this in vLLM's log", "Application startup complete."), *ways)
     return Check(
-        Status.UNKNOWN if gave_up else Status.MISSING,
+        status,
         failure.message,
         details=tuple(hints),
         absent=WITHOUT_AN_ANSWER,
@@ -118,7 +132,10 @@ def _check_unreadable(survey: Survey, failure: Failure) -> Check:
 
 
 def _fix_address(survey: Survey) -> Fix:
-    """Return how to look for the page elsewhere: at the port of the engine that runs here, where that is another."""
+    """Return the fix of the page's address.
+
+    It names the port of the engine that runs here, where that is another.
+    """
     if survey.served_port in {None, find_port(survey.url)}:
         return SET_ENGINE_URL
     return fix_setting(f"HEADROOM_ENGINE_URL={survey.url.copy_with(port=survey.served_port)}")
@@ -146,21 +163,34 @@ WITHOUT_BYTES: Final = (
 )
 SET_KV_BYTES: Final = (
     fix_setting(
-        "HEADROOM_MODEL_CONFIG=/models/MODEL/config.json  # of the model that is served, where it can be read"
+        "HEADROOM_MODEL_CONFIG=/models/MODEL/config.json"
+        "  # of the model that is served, where it can be read"
     ),
     fix_setting(
         "HEADROOM_KV_BYTES_PER_TOKEN=131072",
-        "# 2 x layers x KV heads x head size x bytes of a value: yours are in the model's config.json",
+        "# 2 x layers x KV heads x head size x bytes of a value: yours are in the model's"
+        " config.json",
         "# 131072 is Llama 3.1 8B in 16 bits: 2 x 32 x 8 x 128 x 2",
     ),
 )
-SERIES: Final = {
-    each.name: made
-    for field, each in INPUTS.items()
-    if (made := tuple(m for m in catalog.METRICS if field in m.needs or m.name == each.metric))
-}
-"""The series that need each input. An input that is not here has substitutes; `check_reported_memory` covers the
-engine's own memory figures."""
+
+
+def _list_series() -> dict[str, tuple[Metric, ...]]:
+    series: dict[str, tuple[Metric, ...]] = {}
+    for field, engine_input in INPUTS.items():
+        metrics = tuple(
+            metric
+            for metric in catalog.METRICS
+            if field in metric.needs or metric.name == engine_input.metric
+        )
+        if metrics:
+            series[engine_input.name] = metrics
+    return series
+
+
+SERIES: Final = _list_series()
+"""The series that need each input. An input that is not here has substitutes;
+`check_reported_memory` covers the engine's own memory figures."""
 
 
 def check_engine_inputs(survey: Survey) -> Check:
@@ -168,49 +198,54 @@ def check_engine_inputs(survey: Survey) -> Check:
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
-    profile, missing = (
-        find_profile(page.profile),
-        [name for name, found in page.inputs if not found],
-    )
+    profile = find_profile(page.profile)
+    missing = [name for name, is_offered in page.inputs if not is_offered]
     offered = f"{len(page.inputs) - len(missing)} of {len(page.inputs)} inputs offered"
-    never = dict(profile.absent)
-    wanted = tuple(name for name in missing if name in SERIES and name not in never)
-    spare = ", ".join(name for name in missing if name not in SERIES)
-    details = (
-        *((f"not exported, and no metric depends on it: {spare}",) if spare else ()),
-        *(
-            f"{profile.product} does not export {name}: {why}"
-            for name, why in profile.absent
-            if name in SERIES
-        ),
-    )
+    details = []
+    unused = [name for name in missing if name not in SERIES]
+    if unused:
+        details.append(f"not exported, and no metric depends on it: {', '.join(unused)}")
+    for name, reason in profile.absent:
+        if name in SERIES:
+            details.append(f"{profile.product} does not export {name}: {reason}")
+    never_exported = dict(profile.absent)
+    wanted = [name for name in missing if name in SERIES and name not in never_exported]
     if not wanted:
-        return Check(Status.OK, offered, details=details)
-    if has_served := any(engine.prompt_tokens_total for engine in page.engines):
-        later, fix = "", put("in vLLM's image", "# 0.11.1 or newer, which offers all of them")
+        return Check(Status.OK, offered, details=tuple(details))
+    text = f"{offered}, not {', '.join(wanted)}"
+    if any(engine.prompt_tokens_total for engine in page.engines):
+        status = Status.MISSING
+        fix = put("in vLLM's image", "# 0.11.1 or newer, which offers all of them")
         if profile.name != VLLM.name:
             newer = "# a newer version, where it has one that offers them"
             fix = put(f"in {profile.product}'s image", newer)
     else:
-        later = "; no request has been served yet, and some appear with the first"
-        body = json.dumps(
-            {"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1}
-        )
-        url, data = (shlex.quote(text) for text in (str(survey.url.join("v1/completions")), body))
-        fix = put(
-            "with a first request", f"curl {url} -H 'Content-Type: application/json' -d {data}"
-        )
+        status = Status.UNKNOWN
+        text += "; no request has been served yet, and some appear with the first"
+        fix = _fix_by_request(survey, page)
     return Check(
-        Status.MISSING if has_served else Status.UNKNOWN,
-        f"{offered}, not {', '.join(wanted)}{later}",
-        details=details,
+        status,
+        text,
+        details=tuple(details),
         absent=list_lost_series(wanted, page),
         fixes=(fix,),
     )
 
 
+def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
+    """Return the command that sends a first request."""
+    model = page.engines[0].model_name or "MODEL"
+    body = json.dumps({"model": model, "prompt": "Hi", "max_tokens": 1})
+    url = shlex.quote(str(survey.url.join("v1/completions")))
+    header = "-H 'Content-Type: application/json'"
+    return put("with a first request", f"curl {url} {header} -d {shlex.quote(body)}")
+
+
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
-    """Check what the engine's memory can be compared with, by running the derivation on a made-up GPU."""
+    """Check what the engine's memory can be compared with.
+
+    It runs the derivation on a made-up GPU.
+    """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
@@ -218,33 +253,40 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
         time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=()
     )
     for sample in derive_discrepancy(snapshot, configured_bytes=configured_bytes):
-        value = sample.value
-        texts = {
-            "metric": f"the engine reports {value / GIB:.1f} GiB on each GPU",
-            "budget": f"the engine's budget is {value / GIB:.0%} of each GPU (gpu_memory_utilization)",
-            "configured": f"HEADROOM_REPORTED_BYTES is {value / GIB:.1f} GiB on each GPU",
+        reported_gib = sample.value / GIB
+        texts_by_source = {
+            "metric": f"the engine reports {reported_gib:.1f} GiB on each GPU",
+            # The made-up GPU has 1 GiB: the budget in GiB is its share.
+            "budget": (
+                f"the engine's budget is {reported_gib:.0%} of each GPU (gpu_memory_utilization)"
+            ),
+            "configured": f"HEADROOM_REPORTED_BYTES is {reported_gib:.1f} GiB on each GPU",
         }
-        return Check(Status.OK, texts[sample.labels[-1]])
-    is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
+        source = sample.labels[-1]
+        return Check(Status.OK, texts_by_source[source])
     product = find_profile(page.profile).product
-    given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
-    unknown = f"{product} does not report one gpu_memory_utilization"
-    set_bytes = fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU")
-    take_out = put(f"{fixes.VLLM}, to take out", "--kv-cache-memory-bytes")
+    problem = f"{product} does not report one gpu_memory_utilization"
+    way = fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU")
+    ways: tuple[Fix, ...] = (way,)
+    if any(engine.kv_cache_memory_bytes is not None for engine in page.engines):
+        problem = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
+        ways = (way, put(f"{fixes.VLLM}, to take out", "--kv-cache-memory-bytes"))
     return Check(
         Status.MISSING,
-        f"{given if is_given else unknown}, so there is no budget to compare its memory with",
+        f"{problem}, so there is no budget to compare its memory with",
         absent=WITHOUT_A_REPORT,
-        fixes=(set_bytes, take_out) if is_given else (set_bytes,),
+        fixes=ways,
     )
 
 
 def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
     """Return the series that are absent without these inputs, in the order of the daemon's page."""
-    without = {metric for name in inputs for metric in SERIES[name]}
+    lost: set[Metric] = set()
+    for name in inputs:
+        lost.update(SERIES[name])
     if ("prefix_cache_hit_rate", True) in page.inputs:
-        without.discard(catalog.ENGINE_PREFIX_HIT_RATIO)
-    return tuple(metric.name for metric in catalog.METRICS if metric in without)
+        lost.discard(catalog.ENGINE_PREFIX_HIT_RATIO)
+    return tuple(metric.name for metric in catalog.METRICS if metric in lost)
 
 
 def check_kv_bytes(
@@ -253,27 +295,29 @@ def check_kv_bytes(
     """Check whether the KV cache can be known in bytes: with a model, by running the derivation."""
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
-    state = Status.MISSING if configured else Status.NOT_APPLICABLE
-    if (model := configured or survey.token_bytes) is None:
-        text = "HEADROOM_MODEL_CONFIG is not set and the model's folder not visible: the KV cache is reported in tokens"
-        return Check(state, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
+    status = Status.MISSING if configured else Status.NOT_APPLICABLE
+    model = configured or survey.token_bytes
+    if model is None:
+        text = (
+            "HEADROOM_MODEL_CONFIG is not set and the model's folder not visible: the KV cache is"
+            " reported in tokens"
+        )
+        return Check(status, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
     if isinstance(survey.page, Failure) or not survey.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     gpus = survey.readings if isinstance(survey.readings, Failure) else survey.gpus
     snapshot = Snapshot(
         time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=()
     )
-    named = (
+    source = (
         "HEADROOM_MODEL_CONFIG" if configured else "the configuration of the model that vLLM loads"
     )
-    metrics = {
-        sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=model)
-    }
-    if catalog.ENGINE_KV_CAPACITY_BYTES in metrics:
-        return Check(Status.OK, f"{named} gives the bytes per token")
-    why = "its dtype or its GPUs are unknown, or its layers keep a window or a state"
-    text = f"{named} does not give the bytes of this engine's KV cache: {why}"
-    return Check(state, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
+    samples = derive_kv_cache(snapshot, bytes_per_token=None, model=model)
+    if any(sample.metric == catalog.ENGINE_KV_CAPACITY_BYTES for sample in samples):
+        return Check(Status.OK, f"{source} gives the bytes per token")
+    reason = "its dtype or its GPUs are unknown, or its layers keep a window or a state"
+    text = f"{source} does not give the bytes of this engine's KV cache: {reason}"
+    return Check(status, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
 
 
 FROM_PROBE: Final = (
@@ -288,7 +332,8 @@ NO_GPU: Final = (
 
 INSTALL_PROBE: Final = (
     put(
-        f"{fixes.POD}, after the container that runs vllm-headroom probe install (all in the component probe)",
+        f"{fixes.POD}, after the container that runs vllm-headroom probe install (all in the"
+        " component probe)",
         "containers:",
         "- name: vllm",
         "  env:",
@@ -312,42 +357,51 @@ RESTART: Final = (
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
     """Check whether the probe is installed, loaded by the running vLLM, and writes."""
     processes = () if isinstance(survey.processes, Failure) else survey.processes.engine
-    found = classify_probe(files, processes, time.time())
-    if found is None:
+    probe = classify_probe(files, processes, time.time())
+    if probe is None:
         return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
-    if isinstance(found, Failure):
-        return Check(Status.MISSING, found.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
-    began = min((each.started_at_seconds for each in found.present), default=0.0)
-    current = [
-        each for each in found.others if each.started_at_seconds >= began
-    ]  # older ones are of another run
-    details = [
-        f"{_name_process(each)} has stopped: {each.stopped}" for each in current if each.stopped
+    if isinstance(probe, Failure):
+        return Check(Status.MISSING, probe.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
+    # Files from before the start of the present processes are of another run.
+    run_start_seconds = min((process.started_at_seconds for process in probe.present), default=0.0)
+    stopped = [
+        process
+        for process in probe.others
+        if process.stopped and process.started_at_seconds >= run_start_seconds
     ]
-    ways = RESTART if found.silent or details else INSTALL_PROBE
-    if found.present:
-        versions = sorted({each.vllm_version for each in found.present if each.vllm_version})
-        text = f"it answers in {fixes.count_roles(each.role for each in found.present)}"
-        text += f" of vLLM {', '.join(versions)}" if versions else ""
-        details += [f"{_name_process(each)} writes no longer" for each in found.silent]
+    details = [f"{_name_process(process)} has stopped: {process.stopped}" for process in stopped]
+    ways = RESTART if probe.silent or stopped else INSTALL_PROBE
+    if probe.present:
+        text = _describe_present(probe.present)
+        details += [f"{_name_process(process)} writes no longer" for process in probe.silent]
         if not details:
-            is_telling = any(process.devices for process in found.present)
-            return Check(Status.OK, text, details=() if is_telling else (NO_GPU,))
+            has_device = any(process.devices for process in probe.present)
+            return Check(Status.OK, text, details=() if has_device else (NO_GPU,))
         text += ", but not all"
-    elif found.silent:
+    elif probe.silent:
         text = (
             "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"
         )
     else:
-        text = "none of vLLM's processes writes now: it is down, still starting, or was started without the probe"
+        text = (
+            "none of vLLM's processes writes now: it is down, still starting, or was started"
+            " without the probe"
+        )
     return Check(Status.MISSING, text, details=tuple(details), absent=FROM_PROBE, fixes=ways)
+
+
+def _describe_present(processes: Collection[ProbedProcess]) -> str:
+    roles = fixes.count_roles(process.role for process in processes)
+    versions = sorted({process.vllm_version for process in processes if process.vllm_version})
+    text = f"it answers in {roles}"
+    return f"{text} of vLLM {', '.join(versions)}" if versions else text
 
 
 def _name_process(process: ProbedProcess) -> str:
     return f"{process.role} (pid {process.pid} of its container)"
 
 
-NEVER: Final = {
+OPTIONS_NEVER_KNOWN: Final = {
     "disable_prefix_cache": "--no-enable-prefix-caching",
     "disable_prefix_caching": "--no-enable-prefix-caching",
     "enable_memory_budget": "--gpu-memory-utilization",
@@ -355,7 +409,8 @@ NEVER: Final = {
     "chunked_prefill_max_len": "--max-num-batched-tokens",
     "kv_cache_memory": "--kv-cache-memory-bytes",
 }
-"""Options that no version of vLLM has, although guides and error texts name them, and what does it."""
+"""Options that no version of vLLM has, although guides and error texts name them, and the options
+that do the same."""
 
 
 def read_options(survey: Survey) -> EngineOptions | None:
@@ -368,41 +423,43 @@ def check_options(survey: Survey) -> Check:
     options = read_options(survey)
     if options is None:
         return Check(Status.NOT_APPLICABLE, "no command line of a vLLM server is visible here")
-    shown = (
-        options.command,
-        *((f"{options.config} may set more, and is not read",) if options.config else ()),
-    )
-    wrong = tuple(_list_contradictions(options, survey))
-    if not wrong:
+    details: tuple[str, ...] = (options.command,)
+    if options.config:
+        details = (*details, f"{options.config} may set more, and is not read")
+    contradictions = tuple(_list_contradictions(options, survey))
+    if not contradictions:
         return Check(
             Status.OK,
             f"vLLM's command line sets {', '.join(options.option_names) or 'nothing'}",
-            details=shown,
+            details=details,
         )
     change = put(fixes.VLLM, "# one of the two options, by the name that vLLM knows")
     return Check(
         Status.MISSING,
         "vLLM's command line contradicts itself",
-        details=(*wrong, *shown),
+        details=contradictions + details,
         fixes=(change,),
     )
 
 
 def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str]:
     for name in options.option_names:
-        if name in NEVER:
-            yield f"no version of vLLM has --{name.replace('_', '-')}: {NEVER[name]} does that"
+        option = f"--{name.replace('_', '-')}"
+        if name in OPTIONS_NEVER_KNOWN:
+            yield f"no version of vLLM has {option}: {OPTIONS_NEVER_KNOWN[name]} does that"
         if f"no_{name}" in options.option_names:
-            yield f"--{name.replace('_', '-')} and its --no- form are both given: the last one counts"
+            yield f"{option} and its --no- form are both given: the last one counts"
     if {"kv_cache_memory_bytes", "gpu_memory_utilization"} <= set(options.option_names):
-        yield "--kv-cache-memory-bytes is given, so --gpu-memory-utilization does not size the KV cache"
-    page = None if isinstance(survey.page, Failure) else survey.page
-    shares = {engine.gpu_memory_utilization_ratio for engine in page.engines} if page else set()
-    if options.gpu_memory_utilization is not None and not shares <= {
-        None,
-        options.gpu_memory_utilization,
-    }:
-        yield f"the page says gpu_memory_utilization={max(filter(None, shares))}, the command line another value"
+        yield (
+            "--kv-cache-memory-bytes is given, so --gpu-memory-utilization does not size the KV"
+            " cache"
+        )
+    if options.gpu_memory_utilization is None or isinstance(survey.page, Failure):
+        return
+    page_ratios = {engine.gpu_memory_utilization_ratio for engine in survey.page.engines}
+    if not page_ratios <= {None, options.gpu_memory_utilization}:
+        ratio = max(filter(None, page_ratios))
+        yield (f"the page says gpu_memory_utilization={ratio}, the command line another value")
 
 
 def check_faults(survey: Survey) -> Check:
@@ -410,7 +467,7 @@ def check_faults(survey: Survey) -> Check:
     version = None if survey.version is None else parse_version(survey.version)
     if version is None:
         return Check(Status.NOT_APPLICABLE, "the version is not known, nor which faults it has")
-    given = (read_options(survey) or EngineOptions()).option_names
-    known = tuple(map(describe_fault, list_faults(version, given)))
-    text = f"known faults of vLLM {survey.version} with these options: {len(known) or 'none'}"
-    return Check(Status.OK, text, details=known)
+    options = read_options(survey) or EngineOptions()
+    faults = tuple(describe_fault(fault) for fault in list_faults(version, options.option_names))
+    text = f"known faults of vLLM {survey.version} with these options: {len(faults) or 'none'}"
+    return Check(Status.OK, text, details=faults)

@@ -1,4 +1,4 @@
-"""A check of the doctor, and the lines that fix what is missing."""
+"""What a check of the doctor is, and the lines that fix what is missing."""
 
 import asyncio
 from collections import Counter
@@ -30,7 +30,7 @@ from vllm_headroom_tools.settings import ModelSettings
 
 
 class Status(StrEnum):
-    """The state of a check; what could not be determined is never called available or missing."""
+    """The state of a check; what could not be determined is neither available nor missing."""
 
     OK = "ok"
     MISSING = "missing"
@@ -46,16 +46,15 @@ class Fix(Struct, frozen=True, kw_only=True):
 
 
 class Check(Struct, frozen=True):
-    """The result of one check.
-
-    `text` says what was found, what is missing, or why it is not known or does not apply. `absent` are the series
-    that the daemon does not export meanwhile; one that ends in `*` means all with this prefix.
-    """
+    """The result of one check."""
 
     state: Status
     text: str
+    """What was found, what is missing, or why it is not known or does not apply."""
     details: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    """The series that the daemon does not export meanwhile; one that ends in `*` means all with
+    this prefix."""
     fixes: tuple[Fix, ...] = ()
 
 
@@ -69,7 +68,8 @@ CLAIM: Final = "resources: {claims: [{name: gpu}]}"
 
 def count_roles(roles: Iterable[Role]) -> str:
     """Return how many processes have each role, as in a sentence."""
-    return ", ".join(f"{count} {role}" for role, count in sorted(Counter(map(str, roles)).items()))
+    counts = Counter(str(role) for role in roles)
+    return ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
 
 
 def put(where: str, *lines: str) -> Fix:
@@ -78,7 +78,7 @@ def put(where: str, *lines: str) -> Fix:
 
 
 def fix_setting(*lines: str) -> Fix:
-    """Return the fix that is a setting of ours."""
+    """Return the fix that is a setting of the daemon."""
     return put("in the sidecar's environment", *lines)
 
 
@@ -118,7 +118,8 @@ SEE_HOST_PIDS: Final = put(POD, "hostPID: true")
 NEWER_DRIVER: Final = put(NODE, "# NVIDIA driver 565.57.01 or newer")
 KERNEL_LOG: Final = put(NODE, "dmesg --ctime | grep -e NVRM -e Xid -e amdgpu")
 SEE_AMDS_CARDS: Final = put(
-    "on a machine with AMD's cards, once their driver amdgpu is loaded, this works, in a container too",
+    "on a machine with AMD's cards, once their driver amdgpu is loaded, this works, in a container"
+    " too",
     "cat /sys/class/drm/card*/device/mem_info_vram_total",
 )
 ASK_KFD: Final = (
@@ -130,13 +131,15 @@ TRACE_THEM: Final = (
         "in the pod's spec, beside shareProcessNamespace: true, where vLLM runs as root",
         "containers:  # initContainers, where the sidecar is a native one",
         "- name: headroom",
-        "  securityContext: {runAsUser: 0, runAsNonRoot: false, capabilities: {drop: [ALL], add: [SYS_PTRACE]}}",
+        "  securityContext: {runAsUser: 0, runAsNonRoot: false, capabilities: {drop: [ALL], add:"
+        " [SYS_PTRACE]}}",
     ),
     put(COMPOSE, 'user: "0"', "cap_add: [SYS_PTRACE]"),
 )
 NEW_CONTAINER: Final = (
     put(
-        "in Kubernetes nothing: after this time the daemon exits, and the kubelet restarts its container",
+        "in Kubernetes nothing: after this time the daemon exits, and the kubelet restarts its"
+        " container",
         "HEADROOM_GPU_FATAL_GRACE_SECONDS=60",
     ),
     put("with compose", "docker compose up --detach --force-recreate headroom"),
@@ -158,7 +161,8 @@ NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
     Reason.VERSION_MISMATCH: NEW_CONTAINER,
     Reason.UNKNOWN: (*NEW_CONTAINER, KERNEL_LOG),
 }
-"""What fixes NVML as a whole, by the reason of its failure; else the kernel's log shows the cause."""
+"""What fixes NVML as a whole, by the reason of its failure; else the kernel's log shows the
+cause."""
 
 
 def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
@@ -182,24 +186,26 @@ VERSION_SECONDS: Final = 1.0
 
 
 class Survey(Machine, frozen=True, kw_only=True):
-    """What was seen of the machine and the engine.
-
-    `url` is where the engine's page should be, without user and password. `version` is what the server
-    reports, None where it does not. `host_limit_bytes` is the operator's limit of vLLM's host memory.
-    `daemon_waits_seconds` is how long the daemon waits for the page, which may be longer than the doctor does.
-    `token_bytes` is of the model that the engine's processes load, None where it is not visible.
-    """
+    """What was seen of the machine and the engine."""
 
     url: httpx.URL
+    """Where the engine's page should be, without user and password."""
     page: EnginePage | Failure
     version: str | None
+    """What the server reports, None where it does not."""
     daemon_waits_seconds: float
+    """How long the daemon waits for the page; the doctor may wait shorter."""
     host_limit_bytes: int | None = None
+    """The operator's limit of vLLM's host memory."""
     token_bytes: TokenBytes | None = None
+    """Of the model that the engine's processes load, None where it is not visible."""
 
     @property
     def served_port(self) -> int | None:
-        """The port in the command line of the engine that runs here; None where it is not known, or one of several."""
+        """The port in the command line of the engine that runs here.
+
+        None where it is not known, or one of several.
+        """
         ports = () if isinstance(self.processes, Failure) else self.processes.ports
         return min(ports) if len(ports) == 1 else None
 
@@ -211,28 +217,28 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     reader = build_page_reader(
         settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS)
     )
-    page = asyncio.create_task(
-        fetch_engines(reader, None if settings.engine_profile == AUTO else settings.engine_profile)
+    profile = None if settings.engine_profile == AUTO else settings.engine_profile
+    page = asyncio.create_task(fetch_engines(reader, profile))
+    version_reader = build_page_reader(
+        settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS
     )
-    here, about = await asyncio.gather(
-        read_machine(settings, page, proc, sys),
-        fetch_once(
-            build_page_reader(settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS)
-        ),
+    machine, version_page = await asyncio.gather(
+        read_machine(settings, page, proc, sys), fetch_once(version_reader)
     )
-    options = token_bytes = None
-    if not isinstance(here.processes, Failure):
-        options = here.processes.options
+    options = None
+    token_bytes = None
+    if not isinstance(machine.processes, Failure):
+        options = machine.processes.options
         parse_model = settings.model_reader.parse
         if parse_model is not None:
             token_bytes = await ServedModel(parse_model, proc).wait(
-                here.processes, VERSION_SECONDS
+                machine.processes, VERSION_SECONDS
             )
     return Survey(
-        **asdict(here),
+        **asdict(machine),
         url=hide_secrets(url),
         page=complete_page(await page, None, options),
-        version=parse_server_version(about) if isinstance(about, str) else None,
+        version=parse_server_version(version_page) if isinstance(version_page, str) else None,
         daemon_waits_seconds=daemon_waits,
         host_limit_bytes=settings.host_memory_limit_bytes,
         token_bytes=token_bytes,

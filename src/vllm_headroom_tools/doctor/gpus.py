@@ -141,11 +141,12 @@ def check_processes(survey: Survey) -> Check:
     """Check whether the engine's processes are seen, which needs a shared PID namespace."""
     processes = survey.processes
     if isinstance(processes, Failure):
-        share = fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
-        way = STUCK if processes.reason is Reason.TIMEOUT else SHOW_PROC
-        return Check(
-            Status.MISSING, processes.message, absent=WITHOUT_PROCESSES, fixes=(*share, way)
-        )
+        ways: tuple[Fix, ...] = (SHOW_PROC,)
+        if processes == HIDDEN:
+            ways = (*fixes.SEE_THE_PROCESSES, SHOW_PROC)
+        elif processes.reason is Reason.TIMEOUT:
+            ways = (STUCK,)
+        return Check(Status.MISSING, processes.message, absent=WITHOUT_PROCESSES, fixes=ways)
     orphans = describe_orphans(processes.left_behind, survey.gpus)
     orphan_details = (orphans,) if orphans else ()
     if processes.engine:
@@ -181,9 +182,8 @@ def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
     """Yield how much host memory and swap are in use."""
     _, memory = update_container(ContainerState(), processes, limit_bytes=survey.host_limit_bytes)
     if memory is not None and memory.used_bytes is not None:
-        if memory.limit_bytes is None:
-            limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
-        else:
+        limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
+        if memory.limit_bytes is not None:
             limit = f" of {format_gib(memory.limit_bytes)}"
         used = format_gib(memory.used_bytes)
         yield f"host memory: {used}{limit} in use, {BASES[memory.basis]}"
@@ -388,8 +388,12 @@ def _is_unlisted_amd(device: GpuReading) -> bool:
 
 def _name_gpus(survey: Survey) -> Fix:
     devices = [gpu.reading for gpu in survey.gpus]
-    whole = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
-    names = [str(device.index) if whole[device.index] == 1 else device.uuid for device in devices]
+    # MIG instances, and AMD's partitions, share the index of their GPU: only their UUIDs are names.
+    index_counts = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
+    names = []
+    for device in devices:
+        is_index_unique = index_counts[device.index] == 1
+        names.append(str(device.index) if is_index_unique else device.uuid)
     return fix_setting(
         f"HEADROOM_GPUS={','.join(names)}  # leave out those that the engine does not use"
     )

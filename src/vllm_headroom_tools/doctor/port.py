@@ -1,4 +1,4 @@
-"""Is the daemon's own address free, or is the daemon already there?"""
+"""Check the daemon's own address and files."""
 
 import errno
 import os
@@ -33,24 +33,24 @@ ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfa
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
     """Check whether the daemon serves at its address already, or could.
 
-    Behind TLS the certificate that `web_config` names identifies it; a server that needs a password stays unknown.
+    Behind TLS the certificate that `web_config` names identifies it; a server that needs a password
+    remains unknown.
     """
     if port == 0:
         return Check(
             Status.NOT_APPLICABLE,
             "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one",
         )
-    serving = await _find_daemon("127.0.0.1" if host in EVERY_INTERFACE else host, port, web_config)
-    if serving is not None:
-        return serving
+    asked_host = "127.0.0.1" if host in EVERY_INTERFACE else host
+    daemon_check = await _find_daemon(asked_host, port, web_config)
+    if daemon_check is not None:
+        return daemon_check
     other_port = fix_setting(f"HEADROOM_LISTEN_PORT={min({9839, 9840} - {port})}")
     try:
         await Worker[None]("listen").call(lambda: listen(host, port).close(), ANSWER_SECONDS)
     except TimeoutError:
-        text, fix = (
-            f"no daemon can listen on {host}, port {port}: the name is not resolved",
-            ANOTHER_HOST,
-        )
+        text = f"no daemon can listen on {host}, port {port}: the name is not resolved"
+        fix = ANOTHER_HOST
     except OSError as error:
         problem = (error.strerror or str(error)).partition(" (")[0]  # Python adds the address
         text = f"no daemon can listen on {host or 'all interfaces'}, port {port}: {problem}"
@@ -82,31 +82,44 @@ async def _check_locked(
 ) -> Check | None:
     """Check a server behind a password or TLS; None where neither answers."""
     if failure.reason is Reason.UNAUTHORIZED:
-        found = f"port {port} asks for a user and a password"
+        server = f"port {port} asks for a user and a password"
     else:
-        found = f"port {port} speaks TLS"
+        server = f"port {port} speaks TLS"
         try:
-            shown = await Worker[str]("tls").call(
+            certificate = await Worker[str]("tls").call(
                 lambda: ssl.get_server_certificate((host, port), timeout=ANSWER_SECONDS),
                 2 * ANSWER_SECONDS,
             )
         except OSError:  # TimeoutError is one
             return None
-        with suppress(OSError, ValueError, WebConfigError):
-            tls = None if web_config is None else read_web_config(web_config).tls
-            if tls is not None and "".join(shown.split()) in "".join(
-                tls.cert_file.read_text().split()
-            ):
-                text = f"a daemon is running here: {found} with the certificate of HEADROOM_WEB_CONFIG_FILE"
-                return Check(Status.OK, text)
-    text = (
-        f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one is not known"
-    )
-    return Check(Status.UNKNOWN, text)
+        if _is_own_certificate(certificate, web_config):
+            text = f"{server} with the certificate of HEADROOM_WEB_CONFIG_FILE"
+            return Check(Status.OK, f"a daemon is running here: {text}")
+    text = f"{server}, as a daemon with HEADROOM_WEB_CONFIG_FILE does"
+    return Check(Status.UNKNOWN, f"{text}: whether it is one is not known")
+
+
+def _is_own_certificate(certificate: str, web_config: Path | None) -> bool:
+    """Return whether a PEM certificate is in the file that `web_config` names for the daemon."""
+    if web_config is None:
+        return False
+    with suppress(OSError, ValueError, WebConfigError):
+        tls = read_web_config(web_config).tls
+        if tls is not None:
+            own_certificates = tls.cert_file.read_text()
+            return _strip_spaces(certificate) in _strip_spaces(own_certificates)
+    return False
+
+
+def _strip_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 FILE_SECONDS: Final = 2.0
 """As the daemon waits for its state: beyond this the volume counts as hung."""
+
+WRITTEN_BYTES: Final = 4096
+"""Our choice: a block of most file systems, so that a full volume shows."""
 
 FOLDER: Final = "/var/lib/vllm-headroom"
 
@@ -115,8 +128,8 @@ async def check_state_dir(folder: Path | None) -> Check:
     """Check whether the leak detector's state can be kept."""
     if folder is None:
         text = (
-            "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector learned, and nothing"
-            " is kept for vllm-headroom postmortem"
+            "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector"
+            " learned, and nothing is kept for vllm-headroom postmortem"
         )
         return Check(Status.NOT_APPLICABLE, text)
     return await _check_writable(folder, partial(_write_into, folder), "HEADROOM_STATE_DIR", FOLDER)
@@ -134,7 +147,10 @@ async def check_trace_file(file: Path | None) -> Check:
 async def _check_writable(
     path: Path, attempt: Callable[[], None], variable: str, value: str
 ) -> Check:
-    """Try to write, on a separate thread, since a volume can hang; the fix is a volume, and `value` on it."""
+    """Try to write, on a separate thread, since a volume can hang.
+
+    The fix is a volume, and `value`, a path on it, for the `variable`.
+    """
     _, problem = await Worker[None]("files").attempt(attempt, FILE_SECONDS)
     user = f"user {os.getuid()}"
     if problem is None:
@@ -159,17 +175,20 @@ async def _check_writable(
 
 
 def _write_into(folder: Path) -> None:
-    """Write a file that is gone afterwards where the daemon would make one, or its folder; raise OSError."""
+    """Write a temporary file where the daemon would create one, or its folder; raise OSError."""
     while not folder.exists():
         folder = folder.parent
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".vllm-headroom-doctor-") as file:
-        file.write(b"\0" * 4096)
+        file.write(b"\0" * WRITTEN_BYTES)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _record_in(file: Path) -> None:
-    """Try what the daemon does with its trace, and leave it as it is; raise OSError, or ValueError for no trace."""
+    """Try what the daemon does with its trace, without changing it.
+
+    Raises OSError, or ValueError for a file that is no trace.
+    """
     file.parent.stat()
     _write_into(file.parent)
     if file.exists():
