@@ -177,26 +177,34 @@ class Flight:
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
         """Record one tick."""
         now = snapshot.monotonic_seconds
-        status = snapshot.engine_status
         self.recent.add_xids(snapshot)
         self._mappings.step(snapshot, values)
         self._ooms = list_ooms(snapshot) or self._ooms
-        event = None if status is None else self._take_event(status)
+        event = self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:
             return  # the other daemon records it
         if self._recorded_seconds is None:
             await self._writer.do(self._find_last_incident)
-        if event is not None:
+        if event is None:
+            self._update_context(snapshot, verdicts, values)
+        else:
             self._add_event(event, snapshot)
-        elif snapshot.in_service or status is None or not self._has_served:
-            self._has_served = self._has_served or snapshot.in_service
-            context = build_context(snapshot, verdicts, values)
-            self._last_context = {**context, "mappings": self._mappings.describe()}
         if event is not None or self._is_record_due(now):
             self._recorded_seconds = now
             await self._writer.do(partial(self._append, snapshot))
         if self._incident is not None and now >= self._incident.write_at_seconds:
             self._incident = await self._write(self._incident, now)
+
+    def _update_context(
+        self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values
+    ) -> None:
+        """Keep what is known now, unless the engine has served and does so no longer."""
+        is_known = snapshot.engine_status is not None
+        if is_known and self._has_served and not snapshot.in_service:
+            return
+        self._has_served = self._has_served or snapshot.in_service
+        context = build_context(snapshot, verdicts, values)
+        self._last_context = {**context, "mappings": self._mappings.describe()}
 
     def _append(self, snapshot: Snapshot) -> None:
         append_to_record(self._folder, encode_line(build_record(snapshot)))
@@ -206,10 +214,12 @@ class Flight:
             return True
         return now - self._recorded_seconds >= RECORD_STEP_SECONDS
 
-    def _take_event(self, status: EngineStatus) -> Ending | None:
-        """Return the event of a tick; one after the engine has served opens an incident anew."""
+    def _take_event(self, status: EngineStatus | None) -> Ending | None:
+        """Return the event of a tick; one after the engine has served opens another incident."""
+        if status is None:
+            return None
         if status.event is not None and self._known_state is EngineState.SERVING:
-            self._incident = None
+            self._incident = None  # the engine had served again: the one before was over
         # A stall that is out of sight for a time is one stall.
         if status.state is not EngineState.UNKNOWN:
             self._known_state = status.state
@@ -231,6 +241,7 @@ class Flight:
         self._has_served = False
         incident = self._incident
         if incident is None:
+            # The record has one line a tick: memory fills faster.
             leaks = self._last_context.get("leaks", ())
             used = self.recent.list_used(leak["uuid"] for leak in leaks)
             self._incident = OpenIncident(
@@ -256,6 +267,7 @@ class Flight:
 
         Return it while it continues, None when it is complete or abandoned.
         """
+        # It is written at once, and again with what came later when it is complete.
         header = self._build_header(incident)
         is_written = await self._writer.do(
             partial(write_incident, self._folder, incident.seconds, header)

@@ -67,10 +67,12 @@ class EndFollower:
         """Return the incident's event at its time, or at the first sample after it; else None."""
         late_seconds = snapshot.time_seconds - incident.t
         is_due = abs(late_seconds) <= SAME_EVENT_SECONDS
+        # The record may lack the sample of the event itself.
         is_overdue = self.ending is None and late_seconds > 0
         if not is_due and not is_overdue:
             return None
         status = snapshot.engine_status
+        # At an exit this sample may already be of the next run.
         run = previous.runs.newest or previous.runs.present
         reason = incident.reason
         age_seconds = None

@@ -193,6 +193,7 @@ def _fit_burst(end: Ending) -> Fit | None:
     if end.ooms:
         sentence = FAILED_ALLOCATION
     share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
+    # A peak between two samples may have been anybody's.
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     has_grown_before = gpu.leak in GROWING_STATES
     is_before_known = end.observed_seconds >= KNOWN_BEFORE_SECONDS
@@ -226,6 +227,7 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
 
 def _fit_hang(end: Ending) -> Fit | None:
     """Fit where there was work and no progress; sure where its page showed it."""
+    # A server that shuts down and waits for its clients makes no progress either.
     if end.hung_seconds is None or not end.has_served or end.is_shutdown:
         return None
     duration = format_duration(end.hung_seconds)
@@ -257,6 +259,7 @@ def _fit_idle_exit(end: Ending) -> Fit | None:
         return None
     if end.lost_processes or end.full_gpu is not None or end.hung_seconds is not None:
         return None
+    # With a fault of the GPU it is a crash.
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
     # After a longer gap it may have had work again.

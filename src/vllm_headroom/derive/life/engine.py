@@ -37,7 +37,7 @@ from vllm_headroom.derive.life.progress import (
     update_progress,
 )
 from vllm_headroom.derive.life.record import RunRecord, build_ending, describe_gpus, update_record
-from vllm_headroom.derive.life.states import Clues, find_next_state, read_sight
+from vllm_headroom.derive.life.states import Clues, find_next_state, read_symptom
 from vllm_headroom.derive.pages import is_page_awake
 from vllm_headroom.derive.run_identity import RESTART_SHARE, is_new_run
 from vllm_headroom.derive.series import limit_remembered
@@ -117,10 +117,12 @@ def update_engine(memory: EngineMemory, snapshot: Snapshot) -> tuple[EngineMemor
     """
     now = snapshot.monotonic_seconds
     evidence = read_evidence(snapshot, memory.runs)
+    # An exit is described by the record before this sample, which may be of the next run.
     runs, event = update_runs(memory.runs, evidence, memory.record)
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
     progress = _update_progress(memory.progress, evidence)
+    # Without a page no work is visible: the time since the last page decides then.
     age_seconds = None
     if evidence.page is not None:
         unanswered_since_seconds = snapshot.unanswered_since_seconds
@@ -140,7 +142,7 @@ def update_engine(memory: EngineMemory, snapshot: Snapshot) -> tuple[EngineMemor
         page_away_since_seconds=_find_begin(page_away_since_seconds, now),
         out_of_sight_since_seconds=_find_begin(out_of_sight_since_seconds, now),
     )
-    state = find_next_state(memory.state, read_sight(evidence, clues))
+    state = find_next_state(memory.state, read_symptom(evidence, clues))
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
         event = _build_stall(memory.record, runs.present, snapshot, age_seconds)
@@ -282,6 +284,7 @@ def _was_out_of_memory(run: EngineRun, snapshot: Snapshot, gpus: tuple[GpuAtEnd,
 def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     """Return the run with what the newest sample shows of it."""
     counts = Counter(process.role for process in evidence.processes or ())
+    # A process that was lost stays lost until /proc shows it again.
     lost_roles = run.lost_roles
     if evidence.processes:
         lost_roles = tuple(
@@ -310,6 +313,7 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
         oom_kills = run.oom_kills
     return replace(
         run,
+        # That of the first page stays: several servers may answer in turn.
         page_run_id=run.page_run_id or evidence.page_run_id,
         finished_total=finished_total,
         is_ready=True,

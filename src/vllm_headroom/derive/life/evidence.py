@@ -181,6 +181,7 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
     answer = PageAnswer.GIVEN
     if isinstance(snapshot.engines, Failure):
         answer = _FAILED_ANSWERS.get(snapshot.engines.reason, PageAnswer.UNREADABLE)
+    # While several servers may be the engine, the processes of none of them count.
     processes = None
     if not snapshot.ambiguous_engines and not isinstance(snapshot.processes, Failure):
         processes = snapshot.processes
@@ -284,6 +285,7 @@ def find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
         if memory is not None:
+            # The engine needs its peak again: what is free at this sample may be more.
             peak_bytes = gpu.reading.used_peak_bytes or 0
             rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
     return rooms

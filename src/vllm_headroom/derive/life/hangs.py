@@ -80,6 +80,7 @@ def update_hints(
     """
     if evidence.processes is None:
         return dict(previous)
+    # By process: `D` of one process after another is no hang, only of one that stays.
     begins: dict[Hint, float] = {}
     for process in evidence.processes:
         if process.role in NECESSARY_ROLES and process.state in STOPPED_OR_BLOCKED:

@@ -78,8 +78,10 @@ def _update_engine(
     """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
+    # Sleep with mode=keep leaves requests on the page: they are no work until the engine wakes.
     has_work = bool(engine.running or engine.waiting) and not is_asleep
     is_idle = not has_work and not is_asleep and engine.running is not None
+    # Without work nothing is due: the age of progress counts from when there is work.
     moved_seconds = now
     done_seconds = now
     idle_since_seconds = now
@@ -92,6 +94,7 @@ def _update_engine(
         if previous.idle_since_seconds is not None:
             idle_since_seconds = previous.idle_since_seconds
         stranded_ratios = previous.kv_stranded_ratios[1 - STRANDED_READINGS :]
+    # The readings count only without a gap.
     if engine.kv_stranded_ratio is None:
         stranded_ratios = ()
     else:

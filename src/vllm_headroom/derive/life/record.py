@@ -262,6 +262,7 @@ def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRu
     if run.lost_roles and _is_page_refused(snapshot):
         refused_since_seconds = previous.refused_since_seconds or snapshot.monotonic_seconds
     processes = replace(previous, complete=complete, refused_since_seconds=refused_since_seconds)
+    # Without a page the server exits too: who was lost first can only be seen before.
     if snapshot.page is None:
         return processes
     return replace(
@@ -285,6 +286,7 @@ def _record_page(previous: PageRecord, snapshot: Snapshot) -> PageRecord:
     engines = list_named(snapshot.page)
     if not engines:
         return page
+    # Unknown requests prove no idleness.
     requests = sum_known(count for engine in engines for count in (engine.running, engine.waiting))
     idle_since_seconds = None
     idle_seconds = None

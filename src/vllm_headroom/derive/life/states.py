@@ -23,7 +23,7 @@ SPINNING_SECONDS: Final = 180.0
 last requests."""
 
 
-class Sight(Enum):
+class Symptom(Enum):
     """What a sample shows of the engine, in a word."""
 
     PAGE_ANSWERS = auto()
@@ -61,71 +61,79 @@ class Transition(NamedTuple):
 
     state: EngineState | None
     """None stands for any state."""
-    sight: Sight
+    symptom: Symptom
     next_state: EngineState | None
     """None keeps the state."""
     why: str
 
 
 TRANSITIONS: Final = (
-    Transition(None, Sight.PAGE_ANSWERS, EngineState.SERVING, "nothing is wrong"),
+    Transition(None, Symptom.PAGE_ANSWERS, EngineState.SERVING, "nothing is wrong"),
     Transition(
         None,
-        Sight.OTHER_PAGE,
+        Symptom.OTHER_PAGE,
         EngineState.UNKNOWN,
         "a page without any engine may be another server's",
     ),
     Transition(
         None,
-        Sight.PROCESS_LOST,
+        Symptom.PROCESS_LOST,
         EngineState.STALLED,
         "without one of its cores or workers a server serves nobody",
     ),
-    Transition(None, Sight.ASLEEP, EngineState.ASLEEP, "a sleeping engine need not progress"),
-    Transition(None, Sight.NO_PROGRESS, EngineState.STALLED, "requests wait, and no work is done"),
+    Transition(None, Symptom.ASLEEP, EngineState.ASLEEP, "a sleeping engine need not progress"),
+    Transition(
+        None, Symptom.NO_PROGRESS, EngineState.STALLED, "requests wait, and no work is done"
+    ),
     Transition(
         EngineState.STALLED,
-        Sight.HANG_SIGN,
+        Symptom.HANG_SIGN,
         EngineState.STALLED,
         "a stall lasts while one of its signs does",
     ),
-    Transition(None, Sight.HANG_SIGN, EngineState.UNKNOWN, "one sign alone has other explanations"),
-    Transition(None, Sight.HANG_SIGNS, EngineState.STALLED, "two signs have no other explanation"),
     Transition(
-        None, Sight.NO_PROCESSES, EngineState.DOWN, "no page, and nothing that may be alive"
+        None, Symptom.HANG_SIGN, EngineState.UNKNOWN, "one sign alone has other explanations"
+    ),
+    Transition(
+        None, Symptom.HANG_SIGNS, EngineState.STALLED, "two signs have no other explanation"
+    ),
+    Transition(
+        None, Symptom.NO_PROCESSES, EngineState.DOWN, "no page, and nothing that may be alive"
     ),
     Transition(
         None,
-        Sight.NO_RUN,
+        Symptom.NO_RUN,
         EngineState.UNKNOWN,
         "something is alive, and nothing shows that it is this engine",
     ),
     Transition(
-        None, Sight.NEVER_READY, EngineState.STARTING, "vLLM gives no page until it has loaded"
+        None, Symptom.NEVER_READY, EngineState.STARTING, "vLLM gives no page until it has loaded"
     ),
     Transition(
-        None, Sight.AWAY_BRIEFLY, None, "a busy server may be late, and a source may fail once"
+        None, Symptom.AWAY_BRIEFLY, None, "a busy server may be late, and a source may fail once"
     ),
     Transition(
         None,
-        Sight.PROCESSES_OUT_OF_SIGHT,
+        Symptom.PROCESSES_OUT_OF_SIGHT,
         EngineState.UNKNOWN,
         "a source that fails is no evidence",
     ),
-    Transition(None, Sight.PAGE_UNREADABLE, EngineState.UNKNOWN, "the answer is not the engine's"),
+    Transition(
+        None, Symptom.PAGE_UNREADABLE, EngineState.UNKNOWN, "the answer is not the engine's"
+    ),
     Transition(
         None,
-        Sight.SERVER_COMPUTES,
+        Symptom.SERVER_COMPUTES,
         EngineState.UNKNOWN,
         "its server is late for every page, or finishes the last requests",
     ),
-    Transition(None, Sight.PAGE_AWAY, EngineState.STALLED, "its processes run and serve nobody"),
+    Transition(None, Symptom.PAGE_AWAY, EngineState.STALLED, "its processes run and serve nobody"),
 )
-"""Of the rows that fit, the first counts. Every sight has a row for any state."""
+"""Of the rows that fit, the first counts. Every symptom has a row for any state."""
 
 
 class Clues(Struct, frozen=True, kw_only=True):
-    """What a sight needs beside the newest evidence, on the monotonic clock."""
+    """What a symptom needs beside the newest evidence, on the monotonic clock."""
 
     now: float
     runs: EngineRuns
@@ -139,32 +147,32 @@ class Clues(Struct, frozen=True, kw_only=True):
     """Since when it is unknown whether processes exist; now while it is known."""
 
 
-def find_next_state(state: EngineState, sight: Sight) -> EngineState:
+def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
     """Return the state after a sample, by the table."""
     for row in TRANSITIONS:
-        if row.sight is sight and row.state in {None, state}:
+        if row.symptom is symptom and row.state in {None, state}:
             return row.next_state or state
-    raise AssertionError(f"the table has no row for {sight}")
+    raise AssertionError(f"the table has no row for {symptom}")
 
 
-def read_sight(evidence: Evidence, clues: Clues) -> Sight:
+def read_symptom(evidence: Evidence, clues: Clues) -> Symptom:
     """Return what a sample shows of the engine."""
     run = clues.runs.newest
     if evidence.page is not None:
         return _read_page(evidence.page, evidence, clues)
     if evidence.presence is Presence.GONE or _is_closed_port_all(evidence, run):
-        return Sight.NO_PROCESSES
+        return Symptom.NO_PROCESSES
     if evidence.presence is Presence.OUT_OF_SIGHT:
         if clues.now - clues.out_of_sight_since_seconds < STALLED_SECONDS:
-            return Sight.AWAY_BRIEFLY
-        return Sight.PROCESSES_OUT_OF_SIGHT
+            return Symptom.AWAY_BRIEFLY
+        return Symptom.PROCESSES_OUT_OF_SIGHT
     if run is None or run.has_ended:
-        return Sight.NO_RUN
+        return Symptom.NO_RUN
     if run.is_ready:
         return _read_absence(evidence, clues)
     if evidence.answer is PageAnswer.UNREADABLE:
-        return Sight.NO_RUN
-    return Sight.NEVER_READY
+        return Symptom.NO_RUN
+    return Symptom.NEVER_READY
 
 
 def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
@@ -180,41 +188,42 @@ def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
     return evidence.presence is Presence.NEVER_SHOWN
 
 
-def _read_page(page: EnginePage, evidence: Evidence, clues: Clues) -> Sight:
+def _read_page(page: EnginePage, evidence: Evidence, clues: Clues) -> Symptom:
     """Return what a page that answers shows, with the processes behind it."""
     run = clues.runs.present
     if not page.engines:
         # A page that has shown an engine in this run does not forget it.
         has_shown_engine = run.page_run_id is not None or run.finished_total is not None
         if has_shown_engine or not evidence.processes:
-            return Sight.OTHER_PAGE
+            return Symptom.OTHER_PAGE
+    # One dead rank is enough: the page stays, and shows the load that it had.
     if run.lost_roles:
-        return Sight.PROCESS_LOST
+        return Symptom.PROCESS_LOST
     if is_page_awake(page) is False:
-        return Sight.ASLEEP
+        return Symptom.ASLEEP
     if clues.progress_age_seconds is None:
         return _read_hang_signs(clues.hang_signs)
     # A hung process writes no probe file either, so that less time proves a stall.
     longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
     if clues.progress_age_seconds >= longest_seconds:
-        return Sight.NO_PROGRESS
-    return Sight.PAGE_ANSWERS
+        return Symptom.NO_PROGRESS
+    return Symptom.PAGE_ANSWERS
 
 
-def _read_hang_signs(signs: tuple[HangSign, ...]) -> Sight:
+def _read_hang_signs(signs: tuple[HangSign, ...]) -> Symptom:
     """Return what the signs of a hang show while the page shows no work."""
     if not signs:
-        return Sight.PAGE_ANSWERS
-    return Sight.HANG_SIGN if len(signs) == 1 else Sight.HANG_SIGNS
+        return Symptom.PAGE_ANSWERS
+    return Symptom.HANG_SIGN if len(signs) == 1 else Symptom.HANG_SIGNS
 
 
-def _read_absence(evidence: Evidence, clues: Clues) -> Sight:
+def _read_absence(evidence: Evidence, clues: Clues) -> Symptom:
     """Return what the absence of a page means that this run has given before."""
     away_seconds = clues.now - clues.page_away_since_seconds
     if away_seconds < STALLED_SECONDS:
-        return Sight.AWAY_BRIEFLY
+        return Symptom.AWAY_BRIEFLY
     if evidence.answer is PageAnswer.UNREADABLE:
-        return Sight.PAGE_UNREADABLE
+        return Symptom.PAGE_UNREADABLE
     cpu_use = clues.cpu_use
     is_computing = cpu_use is not None and clues.now - cpu_use.monotonic_seconds < STALLED_SECONDS
     # A server that is short of CPU may be late for every page, and one that closed its port may be
@@ -225,5 +234,5 @@ def _read_absence(evidence: Evidence, clues: Clues) -> Sight:
         and not is_starved(evidence.snapshot.processes)
     )
     if is_computing and not is_spinning:
-        return Sight.SERVER_COMPUTES
-    return Sight.PAGE_AWAY
+        return Symptom.SERVER_COMPUTES
+    return Symptom.PAGE_AWAY

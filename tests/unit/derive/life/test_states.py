@@ -24,6 +24,7 @@ from tests.unit.derive.life.watch import (
     working,
 )
 from vllm_headroom.derive.life.hangs import STALLED_SECONDS
+from vllm_headroom.derive.life.states import TRANSITIONS, Symptom, find_next_state
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.vocabulary import EngineState, Role
 
@@ -236,3 +237,12 @@ def test_a_pid_that_was_used_again_is_another_process() -> None:
     again = tuple(replace(each, started_at_seconds=each.started_at_seconds + 60) for each in WHOLE)
 
     assert serving().state_of(REFUSED, processes=again) is EngineState.STARTING
+
+
+@pytest.mark.parametrize("state", EngineState)
+@pytest.mark.parametrize("symptom", Symptom)
+def test_the_table_leads_from_each_state_somewhere_by_each_sight(symptom: Symptom, state: EngineState) -> None:
+    reasons = [row.why for row in TRANSITIONS if row.symptom is symptom and row.state in {None, state}]
+
+    assert find_next_state(state, symptom) in EngineState
+    assert all(reasons)
