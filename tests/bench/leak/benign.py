@@ -1,6 +1,7 @@
-"""Days without a leak, one after the other for hours: what the detector says falsely, per GPU-year with its 95 % interval.
+"""Days without a leak for hours: what the detector reports falsely, per GPU-year with its 95 % interval.
 
-usage: benign.py [--generator curves mechanisms] [--seed 1000] [--interval 15] [--hours 8] [--file .cache/leak-benign.jsonl]
+usage: benign.py [--generator curves mechanisms] [--seed 1000] [--interval 15] [--hours 8]
+                 [--file .cache/leak-benign.jsonl]
 Each day is a line of the file. A second start goes on after them, and --hours 0 only prints.
 """
 
@@ -14,12 +15,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import generate
 from scipy.stats import chi2
 from simulator.scenarios import SCENARIOS
 from traces import MAKERS, Labelled, thin
 from watch import follow, watch
-
-import generate
 
 Row = dict[str, Any]
 BENIGN = {
@@ -76,7 +76,10 @@ def main() -> None:
                 rows.append(row | {"generator": generator})
                 file.write(json.dumps(rows[-1]) + "\n")
                 file.flush()
-    print("| | benign days | false `leaking` per GPU-year | false `growing` per GPU-year | longest after the growth, minutes |")
+    print(
+        "| | benign days | false `leaking` per GPU-year | false `growing` per GPU-year"
+        " | longest after the growth, minutes |"
+    )
     print("| --- | --- | --- | --- | --- |")
     for generator in dict.fromkeys(row["generator"] for row in rows):
         print(describe(generator, [row for row in rows if row["generator"] == generator]))

@@ -1,8 +1,8 @@
 """How long a steady leak takes to be seen, and what the pager sees, by its rate, the room and the sampling interval.
 
 usage: delays.py [--seeds 3] [--write docs/leaks.md]
-A leak by time at ten requests a second, in segments of 2 MiB, beneath 200 MiB of slack and the high-water marks of a new
-engine. It is followed until it is out of memory, at most two days.
+A leak by time at ten requests a second, in segments of 2 MiB, beneath 200 MiB of slack and the high-water marks of a
+new engine. It is followed until it is out of memory, at most two days.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from statistics import median
 import numpy as np
 from rent import write_table
 
-from vllm_headroom.derive.leak.facts import start_track, Certainty, Track
+from vllm_headroom.derive.leak.facts import Certainty, start_track
 from vllm_headroom.derive.leak.observation import Observation
-from vllm_headroom.units import MIB
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, MIB
 
 RATES = (10e3, 50e3, 200e3, 1e6, 5e6)
 ROOMS = (4, 16, 60)
@@ -30,7 +29,8 @@ SLACK_BYTES = 200 * MIB
 MOST_SECONDS = 2 * DAY_SECONDS
 MARKS = ("<!-- delays: begin -->", "<!-- delays: end -->")
 HEAD = (
-    "| rate | room | read each | `growing` after | `leaking` after | leaked by then | critical before OOM | page before OOM |\n"
+    "| rate | room | read each | `growing` after | `leaking` after | leaked by then"
+    " | critical before OOM | page before OOM |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 

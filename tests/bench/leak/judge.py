@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +11,8 @@ import plain
 from traces import Labelled
 
 from vllm_headroom.model import Snapshot
+from vllm_headroom_tools.history import LeakCourse, LeakReplay, Moment
 from vllm_headroom_tools.trace import parse_snapshot
-from vllm_headroom_tools.history import LeakCourse, Moment
-from vllm_headroom_tools.history import LeakReplay
 
 END_SECONDS = 600.0
 """The last word is taken this long before the end."""
@@ -38,7 +38,9 @@ def judge(trace: Labelled) -> dict[str, Any]:
     return score(course, before_end, trace.truth, read_series(trace))
 
 
-def score(course: LeakCourse, before_end: Moment | None, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
+def score(
+    course: LeakCourse, before_end: Moment | None, truth: dict[str, Any], readings: list[plain.Reading]
+) -> dict[str, Any]:
     """Return the row of a trace with this course; `before_end` is the last moment long enough before out-of-memory."""
     row = {key: truth[key] for key in ("scenario", "seed", "group", "leak", "ambiguous")}
     row |= _alarms(course, truth, readings)
@@ -47,7 +49,9 @@ def score(course: LeakCourse, before_end: Moment | None, truth: dict[str, Any], 
         where, ends = truth.get("location"), truth["oom_at"]
         if where is not None and course.first_alarm is not None:
             row["placed"] = course.first_alarm.location == where
-        row["held"] = None if ends is None or not row["found"] else course.last_alarm.seconds >= ends - END_SECONDS
+        row["held"] = None
+        if ends is not None and row["found"] and course.last_alarm is not None:
+            row["held"] = course.last_alarm.seconds >= ends - END_SECONDS
     return row
 
 
@@ -77,7 +81,9 @@ def _alarms(course: LeakCourse, truth: dict[str, Any], readings: list[plain.Read
         "days": ((onset if leak else truth["ends"]) - truth["started"]) / 86_400,
         "false": len(false),
         "early_false": sum(not leak or edge < onset for edge in early),
-        "lasts_minutes": max((_lasts(each, truth, readings) for each in course.leaking if each[0] in false), default=0.0),
+        "lasts_minutes": max(
+            (_lasts(each, truth, readings) for each in course.leaking if each[0] in false), default=0.0
+        ),
     }
     if leak:
         hits = [edge for edge in rises if edge >= onset]
@@ -117,8 +123,9 @@ def _lasts(interval: tuple[float, float | None], truth: dict[str, Any], readings
 
 
 def leaked_at(truth: dict[str, Any], t: float) -> float:
-    """Return the truly leaked bytes at time t, in the current life of the engine."""
-    return truth["leaked_bytes"][max(0, bisect_right(truth["t"], t) - 1)]
+    """Return the truly leaked bytes at time t, in the current run of the engine."""
+    leaked_bytes: float = truth["leaked_bytes"][max(0, bisect_right(truth["t"], t) - 1)]
+    return leaked_bytes
 
 
 def _figures(which: str, said: Moment | None, truth: dict[str, Any]) -> dict[str, Any]:
@@ -137,8 +144,8 @@ def _figures(which: str, said: Moment | None, truth: dict[str, Any]) -> dict[str
 
 def judge_plain_rules(truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
     """Return what the plain rules would have said."""
-    row = {}
-    rules = {
+    row: dict[str, Any] = {}
+    rules: dict[str, Callable[[list[plain.Reading]], float | None]] = {
         "linear": plain.extrapolated,
         "trend": plain.trending,
         "squares": plain.significant,

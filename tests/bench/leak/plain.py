@@ -55,8 +55,8 @@ FLOOR_SECONDS, FLOORS = 480.0, 120
 def challenge(readings: Iterable[Reading]) -> float | None:
     """Return when fifty lines would call it a leak: rises of floors of 8 minutes, evenly, for long enough.
 
-    Even growth rises in two blocks of three of the newest 9 to 30, by 64 MiB, with 35 % of it in the later half, and has
-    lasted an hour or a twentieth of the time left. Steps are four rises of 96 MiB that took a quarter of the room.
+    Even growth rises in two blocks of three of the newest 9 to 30, by 64 MiB, with 35 % of it in the later half, and
+    has lasted an hour or a twentieth of the time left. Steps are four rises of 96 MiB that took a quarter of the room.
     """
     floors: deque[float] = deque(maxlen=FLOORS)
     began, floor = None, float("inf")

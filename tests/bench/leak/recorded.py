@@ -24,7 +24,8 @@ TIME = len('{"t":')
 
 def read(name: str, apart: float = 0.0) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the truth of a trace, which is in its header, and its samples, `apart` seconds from each other."""
-    header, *lines = lzma.open(FOLDER / f"{name}{SUFFIX}").readlines()
+    with lzma.open(FOLDER / f"{name}{SUFFIX}") as file:
+        header, *lines = file.readlines()
     truth = json.loads(header)["truth"]
     samples, last = [], float("-inf")
     for line in lines:

@@ -1,8 +1,9 @@
 """What each witness of the leak detector buys: the totals of all sets with one witness off at a time.
 
-usage: rent.py [--generator curves mechanisms "real allocator"] [--seeds 170] [--open] [--interval 15] [--jobs 2] [--write FILE]
-What was observed of a trace is kept in .cache/leak-watched, so that a second run costs a tenth. The memory in use that a
-probe shows, and what is kept in sleep, are left out (watch.py).
+usage: rent.py [--generator curves mechanisms "real allocator"] [--seeds 170] [--open] [--interval 15]
+               [--jobs 2] [--write FILE]
+What was observed of a trace is kept in .cache/leak-watched, so that a second run costs a tenth. The memory in use
+that a probe shows, and what is kept in sleep, are left out (watch.py).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ PLAIN = {
 }
 MARKS = ("<!-- rent: begin -->", "<!-- rent: end -->")
 HEAD = (
-    "| off | leaks found | of large steps | leaked at `leaking` (median) | held at OOM | more than two onsets | false `leaking` | ambiguous |"
+    "| off | leaks found | of large steps | leaked at `leaking` (median) | held at OOM"
+    " | more than two onsets | false `leaking` | ambiguous |"
     "\n| --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 CACHE = Path(__file__).parents[3] / ".cache" / "leak-watched"

@@ -25,7 +25,7 @@ def generated(
 ) -> Labelled:
     """Return a trace of the generator that draws curves, which has no allocator that a probe could read."""
     trace = generate.make(name, seed, hours, interval)
-    lines = [json.loads(line) for line in generate.lines(trace, attributed)]
+    lines = [json.loads(line) for line in generate.lines(trace, attributed=attributed)]
     return Labelled(lines[1:], generate.truth(trace))
 
 

@@ -11,10 +11,9 @@ from judge import END_SECONDS, read_series, score
 from msgspec.structs import replace
 from traces import Labelled
 
-from vllm_headroom.derive.leak.facts import start_track, Certainty, Track
-from vllm_headroom.derive.leak.observation import Observation, observe_gpus
+from vllm_headroom.derive.leak.facts import Certainty, start_track
 from vllm_headroom.derive.leak.leak import find_leak_state, is_alone
-from vllm_headroom.derive.leak.observation import observe_host
+from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.derive.life.service import keep_service
@@ -23,7 +22,6 @@ from vllm_headroom.model import EngineStatus, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState
 from vllm_headroom_tools.history import LeakCourse, build_moment
 from vllm_headroom_tools.trace import parse_snapshot
-
 
 SERVING: Final = EngineStatus(state=EngineState.SERVING)
 
@@ -44,7 +42,8 @@ Watched = tuple[list[Seen], Row, list[tuple[float, float, float]]]
 
 
 def watch(trace: Labelled) -> Watched:
-    state, load, found = EngineMemory(), LoadState(), []
+    state, load = EngineMemory(), LoadState()
+    found: list[Seen] = []
     is_up = all(sample["engines"] and sample["gpus"] for sample in trace.samples)
     is_up = is_up and len({sample["engines"][0].get("started_at") for sample in trace.samples}) == 1
     for sample in trace.samples:
@@ -56,12 +55,12 @@ def watch(trace: Labelled) -> Watched:
             state, snapshot = update_engine(state, snapshot)
         served = keep_service(snapshot)
         load, _ = derive_load(load, served)
-        observation, alone = None, True
+        alone = True
         if trace.truth["series"] != "gpu":
             observation = dict(observe_host(served)).get(trace.truth["series"])
         else:
-            for gpu, observation in observe_gpus(served, served.owned_gpus[:1]):
-                alone = is_alone(gpu)
+            gpu, observation = next(observe_gpus(served, served.owned_gpus[:1]), (None, None))
+            alone = gpu is None or is_alone(gpu)
         found.append(Seen(sample["t"], observation, load.is_stable is not False, alone, bool(snapshot.in_service)))
     return found, trace.truth, read_series(trace)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from simulator.card import MIB
+from random import Random
+
+from simulator.allocator import Allocator
+from simulator.card import MIB, Card
 from simulator.host import Caches, Fill, Fragmented, Heap
 from simulator.parts import Adapters, Chores, Encoder, FirstUses, Graphs, Requests
 from simulator.recipe import MakePart, Recipe
@@ -12,7 +15,7 @@ def first_uses(least: int, most: int) -> MakePart:
     return lambda rng, allocator, card: FirstUses(rng, allocator, card, rng.randint(least, most))
 
 
-def graphs(rng, allocator, card):  # noqa: ANN001, ANN201 - as MakePart
+def graphs(rng: Random, allocator: Allocator, card: Card) -> Graphs:
     return Graphs(rng, card)
 
 

@@ -11,7 +11,6 @@ from simulator.parts import Activations, Part
 from simulator.recipe import Recipe
 from simulator.traffic import Tick
 
-
 CONTEXT = 600 * MIB
 """CUDA's context and libraries, which torch knows nothing of."""
 

@@ -120,4 +120,3 @@ class LosesLumps(Heap):
     def step(self, tick: Tick) -> None:
         super().step(tick)
         self.lost += self._lump * poisson(self._rng, tick.done * self._chance)
-

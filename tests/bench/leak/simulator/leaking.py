@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from simulator.benign import adapters, chores, encoder, first_uses, graphs, images, requests
-from simulator.card import MIB
 from simulator.host import LosesByRequest, LosesByTime, LosesLumps
 from simulator.leaks import AtWaking, ByRequest, ByTime, Fragments, Lumps, Sometimes
 from simulator.recipe import MakeLeak, Recipe
@@ -14,7 +13,9 @@ POST_MORTEM = 12_800.0
 """Bytes per request: 12.8 MB per thousand."""
 
 
-def by_request(low: float = POST_MORTEM, high: float = POST_MORTEM, *, outside: bool = False, onset: float = 0) -> MakeLeak:
+def by_request(
+    low: float = POST_MORTEM, high: float = POST_MORTEM, *, outside: bool = False, onset: float = 0
+) -> MakeLeak:
     return lambda rng, allocator, card: ByRequest(
         allocator, card, rng.uniform(low, high), onset * rng.uniform(2400, 3600), outside=outside
     )
@@ -25,9 +26,7 @@ def fragments(low: float, high: float) -> MakeLeak:
 
 
 def by_time(low: float, high: float, *, onset: float = 0) -> MakeLeak:
-    return lambda rng, allocator, card: ByTime(
-        allocator, card, rng.uniform(low, high), onset * rng.uniform(2400, 3600)
-    )
+    return lambda rng, allocator, card: ByTime(allocator, card, rng.uniform(low, high), onset * rng.uniform(2400, 3600))
 
 
 def sometimes(size: float, one_in: float) -> MakeLeak:
@@ -35,9 +34,7 @@ def sometimes(size: float, one_in: float) -> MakeLeak:
 
 
 def lumps(size: float, minutes: float, *, regular: bool, pieces: int = 1) -> MakeLeak:
-    return lambda rng, allocator, card: Lumps(
-        rng, allocator, card, size, minutes * 60, regular=regular, pieces=pieces
-    )
+    return lambda rng, allocator, card: Lumps(rng, allocator, card, size, minutes * 60, regular=regular, pieces=pieces)
 
 
 def at_waking(low: float, high: float) -> MakeLeak:
@@ -59,13 +56,20 @@ PLAIN = {
     "late": Recipe(group="plain", leak=by_request(onset=12), rps=TEN, parts=usual),
     "beneath_images": Recipe(group="plain", leak=by_request(), rps=TEN, parts=(*usual, images(0.2))),
     "beneath_load": Recipe(group="plain", leak=by_request(), load="daily", rps=TEN, parts=(*usual, requests(4))),
-    "beneath_teeth": Recipe(group="plain", leak=by_request(), rps=TEN, parts=(*usual, chores(0.4, 600, gives_back=True))),
+    "beneath_teeth": Recipe(
+        group="plain", leak=by_request(), rps=TEN, parts=(*usual, chores(0.4, 600, gives_back=True))
+    ),
     "missed": Recipe(group="plain", leak=by_request(), rps=TEN, missed=0.3, parts=usual),
     "each_second": Recipe(group="plain", leak=by_request(), rps=TEN, hours=6, interval=1, parts=usual),
     "each_minute": Recipe(group="plain", leak=by_request(), rps=TEN, hours=48, interval=60, parts=usual),
     "a_week": Recipe(group="plain", leak=by_request(1_000, 3_000), load="office", hours=168, interval=300, parts=usual),
     "small_card": Recipe(
-        group="plain", leak=by_request(2_000, 8_000), card_gib=22, room_gib=(1.2, 2.2), activations=(100, 500), parts=usual
+        group="plain",
+        leak=by_request(2_000, 8_000),
+        card_gib=22,
+        room_gib=(1.2, 2.2),
+        activations=(100, 500),
+        parts=usual,
     ),
     "restarts": Recipe(group="plain", leak=by_request(), rps=TEN, restarts=3, parts=usual),
 }

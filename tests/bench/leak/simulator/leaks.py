@@ -50,7 +50,9 @@ class Leak:
 class ByRequest(Leak):
     """So many bytes for each finished request."""
 
-    def __init__(self, allocator: Allocator, card: Card, each: float, onset: float = 0.0, *, outside: bool = False) -> None:
+    def __init__(
+        self, allocator: Allocator, card: Card, each: float, onset: float = 0.0, *, outside: bool = False
+    ) -> None:
         super().__init__(allocator, card, onset, outside=outside)
         self._each = each
 
@@ -62,7 +64,9 @@ class ByRequest(Leak):
 class ByTime(Leak):
     """So many bytes a second, whatever is served."""
 
-    def __init__(self, allocator: Allocator, card: Card, pace: float, onset: float = 0.0, *, outside: bool = False) -> None:
+    def __init__(
+        self, allocator: Allocator, card: Card, pace: float, onset: float = 0.0, *, outside: bool = False
+    ) -> None:
         super().__init__(allocator, card, onset, outside=outside)
         self._pace = pace
 
@@ -106,7 +110,15 @@ class Lumps(Leak):
     """A lump every so often: at set times, or at random ones with that mean distance."""
 
     def __init__(
-        self, rng: Random, allocator: Allocator, card: Card, size: float, every: float, *, regular: bool, pieces: int = 1
+        self,
+        rng: Random,
+        allocator: Allocator,
+        card: Card,
+        size: float,
+        every: float,
+        *,
+        regular: bool,
+        pieces: int = 1,
     ) -> None:
         super().__init__(allocator, card)
         self._rng, self._size, self._every, self._regular, self._pieces = rng, size, every, regular, pieces

@@ -79,8 +79,9 @@ class Sibling(Nobody):
         return 0.0 if self._leak is None else self._leak.lost
 
     def step(self, tick: Tick) -> None:
-        for part in (*self._parts, self._uses):
+        for part in self._parts:
             part.step(tick)
+        self._uses.step(tick)
         if self._leak is not None:
             self._leak.step(tick)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from math import exp, log
+from itertools import pairwise
+from math import exp, log, sqrt
 from random import Random
 from typing import Protocol
 
@@ -33,9 +34,7 @@ class Activations:
         typical = self._median * (1 + self._drift * min(1.0, tick.seconds / 36_000))
         demand = self._full * min(1.0, typical * exp(self._sigma * normal) + tick.running / 2000)
         cuts = [0.0, *self._shares, 1.0]
-        blocks = [
-            self._allocator.malloc(demand * (end - begin)) for begin, end in zip(cuts, cuts[1:]) if end - begin > 0.01
-        ]
+        blocks = [self._allocator.malloc(demand * (end - begin)) for begin, end in pairwise(cuts) if end - begin > 0.01]
         for block in blocks:
             self._allocator.free(block)
 
@@ -44,7 +43,7 @@ def _largest_normal(rng: Random, count: int) -> float:
     """Return the largest of so many standard normal draws, nearly (Gumbel for many)."""
     if count < 8:
         return max(rng.gauss(0, 1) for _ in range(count))
-    root = (2 * log(count)) ** 0.5
+    root = sqrt(2 * log(count))
     centre = root - (log(log(count)) + 2.53) / (2 * root)
     return centre - log(-log(max(1e-12, rng.random()))) / root
 
@@ -54,7 +53,9 @@ class FirstUses:
 
     def __init__(self, rng: Random, allocator: Allocator, card: Card, count: int) -> None:
         self._allocator, self._card = allocator, card
-        self._due = sorted((rng.expovariate(exp(rng.uniform(log(1e-6), log(1e-1)))), rng.random()) for _ in range(count))
+        self._due = sorted(
+            (rng.expovariate(exp(rng.uniform(log(1e-6), log(1e-1)))), rng.random()) for _ in range(count)
+        )
         self._sizes = [rng.choice((2, 2, 4, 8, 8, 16, 32)) * MIB for _ in range(count)]
         self._done = 0
         self.outside = 0

@@ -17,5 +17,5 @@ HELD_OUT: Final = frozenset(list(SCENARIOS)[2::3])
 
 
 def simulate(name: str, seed: int, *, probe: bool = False) -> Course:
-    """Return the trace of a scenario, the same for the same seed; with `probe`, what one inside the engine reads too."""
+    """Return the trace of a scenario, the same for the same seed; with `probe`, what one in the engine reads too."""
     return World(name, seed, SCENARIOS[name], probe=probe).run()

@@ -199,4 +199,3 @@ class World:
             first = round(tick.seconds / self.recipe.interval) % 2 == 0
             total = round(total * (0.53 if first else 0.47))
         return page | {"finished_total": float(total)}
-
