@@ -276,7 +276,7 @@ class Sampler:
         )
 
     def _update_run(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with the engine's status; without it where that cannot be told."""
+        """Return the snapshot with the engine's status; without it where its state is not known."""
         try:
             self.states[ENGINE_RUN], snapshot = update_engine(self.states[ENGINE_RUN], snapshot)
             snapshot = add_lost_gpus(snapshot)

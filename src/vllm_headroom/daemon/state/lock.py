@@ -48,7 +48,7 @@ class FolderLock:
 
 
 def _is_same_folder(folder: Path, descriptor: int) -> bool:
-    """Return whether the folder is still the one that was opened; yes where that cannot be told."""
+    """Return whether the folder is still the one that was opened; yes where that is not known."""
     try:
         return os.path.samestat(folder.stat(), os.fstat(descriptor))
     except FileNotFoundError:

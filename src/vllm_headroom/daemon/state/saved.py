@@ -36,7 +36,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     """What identifies a run of an engine."""
 
     models: tuple[str, ...]
-    run_id: str | None = field(name="life")  # its name in files of older versions
+    run_id: str | None
     """Its start time, None where the engine does not report one."""
     finished_total: float | None
     """Its count of requests, None where that is unknown."""
