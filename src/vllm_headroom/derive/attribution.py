@@ -178,8 +178,8 @@ def attribute(
         fate_processes = processes
     engine_pids = state.engine_pids
     if not isinstance(processes, Failure):
-        engine_pids |= processes.orphans
-        engine_pids |= {process.pid for process in processes.engine}
+        current_pids = {process.pid for process in processes.engine}
+        engine_pids = engine_pids.union(processes.orphans, current_pids)
     # Then what the engine holds is known again later: nothing is assumed until then.
     can_be_known = state.has_ledger or state.is_ambiguous
 
@@ -269,7 +269,7 @@ def _follow_engine(
 
     # One that has exited stays the engine's while NVML lists it: its memory is not free yet.
     exited_pids = frozenset(pid for pid in state.engine_pids if not is_alive(pid, processes))
-    engine_pids = exited_pids | processes.orphans | starts.keys()
+    engine_pids = exited_pids | processes.orphans | frozenset(starts)
     state = replace(state, engine_pids=engine_pids & pids_on_devices)
     if not devices:
         return state

@@ -102,3 +102,13 @@ def test_what_is_on_no_gpu_that_is_told_of_is_said_by_its_pids() -> None:
     assert describe_orphans(frozenset({10, 8}), ()) == (
         "pids 8, 10 are left behind by an engine that has ended: end it with kill 8 10, or kill -9 8 10"
     )
+
+
+def test_a_pid_that_was_on_no_device_of_the_engine_is_not_left_over() -> None:
+    """The engine's process 8 uses no GPU; later an unknown process has its pid."""
+    ticks = (
+        (gpus(device(0, (7, GIB))), engine(7, 8)),
+        (gpus(device(0, (7, GIB), (8, GIB))), engine(7)),
+    )
+
+    assert last(*ticks)[0].leftovers == ()
