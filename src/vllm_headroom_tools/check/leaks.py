@@ -11,7 +11,7 @@ from vllm_headroom.derive.leak.facts import Certainty, start_track
 from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import MIB, format_duration, format_size
-from vllm_headroom_tools.check.limits import HOST_LEAK, LEAK, Judgement
+from vllm_headroom_tools.check.judgement import HOST_LEAK, LEAK, Judgement
 from vllm_headroom_tools.check.record import (
     DetectorInput,
     MemorySeries,
@@ -53,16 +53,16 @@ def _judge_leak(
 ) -> Judgement:
     draft = Judgement(
         limit=limit,
-        of=series.name,
+        subject=series.name,
         verdict=Conclusion.CANNOT_TELL,
-        most=limit_bytes,
-        found=NONE_SEEN,
+        highest_allowed=limit_bytes,
+        value_text=NONE_SEEN,
     )
     if baseline_series is not None:
         draft = replace(
             draft,
             baseline=_compute_per_thousand(baseline_series.course.newest),
-            before=_describe_course(baseline_series.course),
+            baseline_text=_describe_course(baseline_series.course),
         )
     alarm = series.course.last_alarm
     if alarm is None:
@@ -79,9 +79,9 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
     leaked_bytes = alarm.leaked_bytes
     reason = "the detector's alarm: it grows while no requests finish"
     if per_thousand_bytes is None or leaked_bytes is None:
-        return replace(draft, verdict=Conclusion.NOT_GOOD, found="a leak", why=reason)
+        return replace(draft, verdict=Conclusion.NOT_GOOD, value_text="a leak", reason=reason)
     if rate <= 0 or lower_rate is None or upper_rate is None:
-        return replace(draft, verdict=Conclusion.NOT_GOOD, found="a leak", why=reason)
+        return replace(draft, verdict=Conclusion.NOT_GOOD, value_text="a leak", reason=reason)
 
     # The interval of the rate by time is as wide, by its value, as that by requests.
     lower_bytes = per_thousand_bytes * lower_rate / rate
@@ -96,7 +96,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
     else:
         verdict = Conclusion.CANNOT_TELL
         reason += f"; {LONGER}"
-    return replace(draft, verdict=verdict, value=per_thousand_bytes, found=None, why=reason)
+    return replace(draft, verdict=verdict, value=per_thousand_bytes, value_text=None, reason=reason)
 
 
 def _judge_quiet(
@@ -111,27 +111,27 @@ def _judge_quiet(
         return replace(
             draft,
             value=_compute_per_thousand(course.newest),
-            found=_describe_course(course),
-            why="an early warning; steady growth takes an hour or more to become an alarm: "
+            value_text=_describe_course(course),
+            reason="an early warning; steady growth takes an hour or more to become an alarm: "
             + LONGER,
         )
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:
-        return replace(draft, why=doubt)
+        return replace(draft, reason=doubt)
 
     limit_per_request = limit_bytes / THOUSAND
     visible_per_request = find_smallest_visible(series.readings, limit_per_request)
-    span = format_duration(record.watched.seconds)
-    extent = f"in {span} and {record.finished.total:,.0f} requests"
+    span = format_duration(record.coverage.seconds)
+    extent = f"in {span} and {record.finished_requests.total:,.0f} requests"
     if visible_per_request == limit_per_request:
         reason = f"one of {format_size(limit_bytes)} or more would have been seen {extent}"
-        return replace(draft, verdict=Conclusion.GOOD, why=reason)
+        return replace(draft, verdict=Conclusion.GOOD, reason=reason)
     reason = f"one at the limit would not have been seen {extent}"
     if visible_per_request is not None:
         visible = format_size(THOUSAND * visible_per_request)
         factor = visible_per_request / limit_per_request
         reason += f", only one of {visible} or more: record about {factor:.0f} times as many"
-    return replace(draft, why=reason)
+    return replace(draft, reason=reason)
 
 
 def _describe_course(course: LeakCourse) -> str:

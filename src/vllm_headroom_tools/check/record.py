@@ -17,67 +17,78 @@ from vllm_headroom.derive.life.service import keep_service
 from vllm_headroom.derive.pages import count_finished, count_running, list_named
 from vllm_headroom.derive.per_request import BASELINE_READINGS, WARM_REQUESTS, find_load_band
 from vllm_headroom.derive.sums import sum_known
-from vllm_headroom.model import EnginePage, Failure, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
 from vllm_headroom.units import format_duration
 from vllm_headroom.vocabulary import MemoryPart, Role
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, LeakCourse, LeakReplay, Rise
 
 DetectorInput = tuple[Observation, float]
-"""An observation that the detector was given, and the requests finished by then, as the detector counts them."""
+"""An observation that the detector was given, and the requests finished by then, as the detector
+counts them."""
 
 
 class Budget(Struct, frozen=True, kw_only=True):
-    """The operator's budget of the engine on each GPU, in bytes or as a ratio; it replaces what the engine reports."""
+    """The operator's budget of the engine on each GPU; it replaces what the engine reports."""
 
     reported_bytes: int | None = None
     utilization_ratio: float | None = None
 
 
-class Excess(Struct, frozen=True):
-    """A signed discrepancy, its ratio first, and its time."""
+class SignedDiscrepancy(Struct, frozen=True):
+    """What a GPU holds over its budget, negative below it; the ratio comes first, and compares."""
 
     ratio: float
     n_bytes: float
-    seconds: float
+    seconds: float  # when it was measured
 
 
-def find_excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Excess]]:
+def find_discrepancies(
+    snapshot: Snapshot, budget: Budget
+) -> Iterator[tuple[str, SignedDiscrepancy]]:
     """Yield the discrepancy of each GPU that has a budget, by UUID, from the daemon's derivation.
 
     The operator's budget goes on the engine's page, where a live engine has its own.
     """
-    if budget != Budget() and not isinstance(snapshot.engines, Failure):
-        own = {"kv_cache_memory_bytes": None, "memory_bytes": None}
+    page = snapshot.engines
+    if budget != Budget() and not isinstance(page, Failure):
         engines = tuple(
-            replace(engine, gpu_memory_utilization_ratio=budget.utilization_ratio, **own)
-            for engine in snapshot.engines.engines
+            replace(
+                engine,
+                gpu_memory_utilization_ratio=budget.utilization_ratio,
+                kv_cache_memory_bytes=None,
+                memory_bytes=None,
+            )
+            for engine in page.engines
         )
-        snapshot = replace(snapshot, engines=replace(snapshot.engines, engines=engines))
-    found = derive_discrepancy(snapshot, configured_bytes=budget.reported_bytes)
-    in_bytes = {
+        snapshot = replace(snapshot, engines=replace(page, engines=engines))
+    samples = derive_discrepancy(snapshot, configured_bytes=budget.reported_bytes)
+    n_bytes = {
         sample.labels: sample.value
-        for sample in found
+        for sample in samples
         if sample.metric is catalog.MEMORY_DISCREPANCY
     }
-    for sample in found:
+    for sample in samples:
         if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO:
+            uuid = sample.labels[1]
             yield (
-                sample.labels[1],
-                Excess(sample.value, in_bytes[sample.labels], snapshot.time_seconds),
+                uuid,
+                SignedDiscrepancy(sample.value, n_bytes[sample.labels], snapshot.time_seconds),
             )
 
 
 class Coverage(Struct):
-    """The time that something was read without a gap; `last` is its newest reading."""
+    """The time that something was read without a gap."""
 
     seconds: float = 0.0
-    last: float | None = None
+    newest_seconds: float | None = None  # the time of the newest reading
 
-    def step(self, now: float) -> None:
+    def step(self, now_seconds: float) -> None:
         """Add a reading; after a step back of the clock the count goes on from there."""
-        if self.last is not None and 0 < now - self.last <= LONGEST_STEP_SECONDS:
-            self.seconds += now - self.last
-        self.last = now
+        if self.newest_seconds is not None:
+            step_seconds = now_seconds - self.newest_seconds
+            if 0 < step_seconds <= LONGEST_STEP_SECONDS:
+                self.seconds += step_seconds
+        self.newest_seconds = now_seconds
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -92,160 +103,219 @@ class Cost(Struct, frozen=True, kw_only=True):
         return self.held_bytes / self.running
 
 
+class _LoadReadings:
+    """The readings of one load band: what was held, and how many requests ran."""
+
+    def __init__(self) -> None:
+        self.held_bytes: array[float] = array("d")
+        self.running: array[float] = array("d")
+
+
 class MemorySeries:
-    """The memory of one GPU or one role, which `key` names in the trace.
+    """The memory of one GPU or one role, which `key` names in the trace."""
 
-    `course` has the detector's verdicts; `readings`, the detector's input, is filled only with `keeps`. Only a GPU has
-    `parts` by the probe, a size `total_bytes` and a highest discrepancy `excess`, known for the time in `budgeted`.
-    """
-
-    def __init__(self, key: str, name: str, course: LeakCourse, *, keeps: bool) -> None:
-        self.key, self.name = key, name
-        self.course = course
-        self.coverage, self.budgeted = Coverage(), Coverage()
-        self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
-        self._loads: defaultdict[int, tuple[array[float], array[float]]] = defaultdict(
-            lambda: (array("d"), array("d"))
-        )
+    def __init__(self, key: str, name: str, course: LeakCourse, *, keeps_readings: bool) -> None:
+        self.key = key
+        self.name = name
+        self.course = course  # the detector's verdicts
+        self.coverage = Coverage()
+        # the detector's input, only where a limit on leaks needs it
         self.readings: list[DetectorInput] = []
+        self._keeps_readings = keeps_readings
+        self._loads: defaultdict[int, _LoadReadings] = defaultdict(_LoadReadings)
+        # what only a GPU has: its size, its parts by the probe, and its highest discrepancy with
+        # the time for which it was known
         self.total_bytes: int | None = None
-        self.excess: Excess | None = None
-        self._keeps = keeps
+        self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
+        self.highest_discrepancy: SignedDiscrepancy | None = None
+        self.budget_coverage = Coverage()
 
     def step(
-        self, seen: Observation, given: Observation | None, requests: float, running: float | None
+        self,
+        observation: Observation,
+        detector_observation: Observation | None,
+        requests: float,
+        running: float | None,
     ) -> None:
-        """Add a reading and the detector's view of it; `running` is its load, None where it does not count."""
-        if self._keeps and given is not None:
-            self.readings.append((given, requests))
-        if seen.held_bytes is None:
+        """Add a reading and what the detector was given of it.
+
+        `running` is its load, None where it does not count.
+        """
+        if self._keeps_readings and detector_observation is not None:
+            self.readings.append((detector_observation, requests))
+        held_bytes = observation.held_bytes
+        if held_bytes is None:
             return
-        self.coverage.step(seen.seconds)
-        if running and seen.held_bytes:  # held is 0 where the engine died between the two readings
-            held, ran = self._loads[find_load_band(running)]
-            held.append(seen.held_bytes)
-            ran.append(running)
+        self.coverage.step(observation.seconds)
+        if running and held_bytes:  # held is 0 where the engine died between the two readings
+            load = self._loads[find_load_band(running)]
+            load.held_bytes.append(held_bytes)
+            load.running.append(running)
+
+    def add_discrepancy(self, discrepancy: SignedDiscrepancy) -> None:
+        """Add a discrepancy of this GPU, of which the highest stays."""
+        self.budget_coverage.step(discrepancy.seconds)
+        highest = self.highest_discrepancy
+        if highest is None or discrepancy.ratio > highest.ratio:
+            self.highest_discrepancy = discrepancy
 
     @property
     def costs(self) -> dict[int, Cost]:
         """The costs by the daemon's load bands, from the lowest load to the highest."""
         return {
-            band: Cost(held_bytes=fmean(held), running=fmean(ran))
-            for band, (held, ran) in sorted(self._loads.items())
-            if len(held) >= BASELINE_READINGS
+            band: Cost(held_bytes=fmean(load.held_bytes), running=fmean(load.running))
+            for band, load in sorted(self._loads.items())
+            if len(load.held_bytes) >= BASELINE_READINGS
         }
 
     @property
-    def busiest(self) -> Cost | None:
+    def busiest_cost(self) -> Cost | None:
         """The cost at the highest load with enough readings; None without one."""
         return next(reversed(self.costs.values()), None)
 
 
 class TraceRecord:
-    """The figures of a whole trace; `host` is by role, `capacity_tokens` (the lowest) by engine."""
+    """The figures of a whole trace.
 
-    def __init__(self, budget: Budget, *, keeps: bool) -> None:
-        self.watched, self.engine = Coverage(), Coverage()
-        self.finished, self.preemptions = Rise(), Rise()
+    `host` is by role, and `capacity_tokens`, the smallest KV cache, by engine.
+    """
+
+    def __init__(self, budget: Budget, *, keeps_readings: bool) -> None:
+        self.budget = budget
+        self.replay = LeakReplay()
+        self.coverage = Coverage()  # of any source
+        self.engine_coverage = Coverage()
+        self.finished_requests = Rise()
+        self.preemptions = Rise()
         self.host: dict[Role, MemorySeries] = {}
         self.capacity_tokens: dict[str, float] = {}
         self.models: set[str] = set()
-        self.budget = budget
-        self._keeps = keeps
+        self._keeps_readings = keeps_readings
         self._gpus: dict[str, MemorySeries] = {}
-        self.replay = LeakReplay()
         self._restarts = 0
 
     @property
     def span_seconds(self) -> float:
         """From the first sample to the last, or the time watched where the clock was set back."""
         begin, end = self.replay.span
-        return max(end - begin, self.watched.seconds)
+        return max(end - begin, self.coverage.seconds)
 
     @property
     def gpus(self) -> tuple[MemorySeries, ...]:
         """The GPUs, by index."""
         return tuple(self._gpus[uuid] for _, uuid, _ in self.replay.gpus if uuid in self._gpus)
 
+    @property
+    def restarts(self) -> int:
+        """The restarts of the engine."""
+        return self.replay.engine.runs.restarts
+
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample."""
-        now = snapshot.time_seconds
-        served = keep_service(self.replay.step(snapshot))
-        given: dict[str, Observation] = {
-            gpu.reading.uuid: seen for gpu, seen in observe_gpus(served, served.devices)
-        }
-        given.update(observe_host(served))
-        self.watched.step(now)
+        # the detector gets what was held while the engine served; the limits take every reading
+        served_snapshot = keep_service(self.replay.step(snapshot))
+        self.coverage.step(snapshot.time_seconds)
         page = snapshot.page
         if page is not None and list_named(page):
-            self._add_page(page, now)
-        running = None if (count_finished(page) or 0.0) < WARM_REQUESTS else count_running(page)
-        for gpu, seen in observe_gpus(snapshot, snapshot.devices):
-            reading, uuid = gpu.reading, gpu.reading.uuid
-            new = MemorySeries(
-                uuid, reading.display_name, self.replay.course(uuid), keeps=self._keeps
-            )
-            series = self._gpus.setdefault(uuid, new)
-            series.total_bytes = (
-                series.total_bytes if reading.memory is None else reading.memory.total_bytes
-            )
-            series.step(seen, given.get(uuid), self.replay.requests(uuid), running)
-            for part, n_bytes in () if running is None or gpu.inside is None else gpu.inside.parts:
-                series.parts[part].append(n_bytes)
-        for uuid, excess in find_excesses(snapshot, self.budget):
-            series = self._gpus[uuid]
-            series.budgeted.step(excess.seconds)
-            if series.excess is None or excess.ratio > series.excess.ratio:
-                series.excess = excess
-        for role, seen in observe_host(snapshot):
-            new = MemorySeries(role, role, self.replay.course(role), keeps=self._keeps)
-            self.host.setdefault(role, new).step(
-                seen, given.get(role), self.replay.requests(role), running
-            )
+            self._add_page(page, snapshot.time_seconds)
+        is_warm = (count_finished(page) or 0.0) >= WARM_REQUESTS
+        running = count_running(page) if is_warm else None
+        detector_gpus = {
+            gpu.reading.uuid: observation
+            for gpu, observation in observe_gpus(served_snapshot, served_snapshot.devices)
+        }
+        for gpu, observation in observe_gpus(snapshot, snapshot.devices):
+            uuid = gpu.reading.uuid
+            self._add_gpu(gpu, observation, detector_gpus.get(uuid), running)
+        for uuid, discrepancy in find_discrepancies(snapshot, self.budget):
+            self._gpus[uuid].add_discrepancy(discrepancy)
+        detector_host = dict(observe_host(served_snapshot))
+        for role, observation in observe_host(snapshot):
+            self._add_role(role, observation, detector_host.get(role), running)
 
-    def _add_page(self, page: EnginePage, now: float) -> None:
-        self.engine.step(now)
-        restarted, self._restarts = (
-            self.replay.engine.runs.restarts != self._restarts,
-            self.replay.engine.runs.restarts,
-        )
-        self.finished.step(count_finished(page), restarted=restarted)
-        self.preemptions.step(
-            sum_known(engine.preemptions_total for engine in list_named(page)), restarted=restarted
-        )
-        for engine in list_named(page):
+    def _add_gpu(
+        self,
+        gpu: Gpu,
+        observation: Observation,
+        detector_observation: Observation | None,
+        running: float | None,
+    ) -> None:
+        uuid = gpu.reading.uuid
+        if uuid not in self._gpus:
+            self._gpus[uuid] = self._build_series(uuid, gpu.reading.display_name)
+        series = self._gpus[uuid]
+        if gpu.reading.memory is not None:
+            series.total_bytes = gpu.reading.memory.total_bytes
+        series.step(observation, detector_observation, self.replay.requests(uuid), running)
+        if running is not None and gpu.inside is not None:
+            for part, n_bytes in gpu.inside.parts:
+                series.parts[part].append(n_bytes)
+
+    def _add_role(
+        self,
+        role: Role,
+        observation: Observation,
+        detector_observation: Observation | None,
+        running: float | None,
+    ) -> None:
+        if role not in self.host:
+            self.host[role] = self._build_series(role, role)
+        requests = self.replay.requests(role)
+        self.host[role].step(observation, detector_observation, requests, running)
+
+    def _build_series(self, key: str, name: str) -> MemorySeries:
+        course = self.replay.course(key)
+        return MemorySeries(key, name, course, keeps_readings=self._keeps_readings)
+
+    def _add_page(self, page: EnginePage, now_seconds: float) -> None:
+        self.engine_coverage.step(now_seconds)
+        has_restarted = self.restarts != self._restarts
+        self._restarts = self.restarts
+        engines = list_named(page)
+        self.finished_requests.step(count_finished(page), restarted=has_restarted)
+        preemptions = sum_known(engine.preemptions_total for engine in engines)
+        self.preemptions.step(preemptions, restarted=has_restarted)
+        for engine in engines:
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
-                least = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
-                self.capacity_tokens[engine.engine] = min(least, engine.kv_capacity_tokens)
+                tokens = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
+                self.capacity_tokens[engine.engine] = min(tokens, engine.kv_capacity_tokens)
 
 
 def pair_gpus(
-    record: TraceRecord, before: TraceRecord | None
+    record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
-    """Yield each GPU with its counterpart in another trace, or None.
+    """Yield each GPU with its counterpart in the baseline, or None.
 
-    Counterparts have the same UUID or else the same place among the indices: another machine has other UUIDs.
+    Counterparts have the same UUID or else the same place among the indices: another machine has
+    other UUIDs.
     """
-    old = () if before is None else before.gpus
-    same = {gpu.key: gpu for gpu in old}
+    baseline_gpus = () if baseline is None else baseline.gpus
+    baseline_by_uuid = {gpu.key: gpu for gpu in baseline_gpus}
     for place, gpu in enumerate(record.gpus):
-        yield gpu, same.get(gpu.key) or (old[place] if place < len(old) else None)
+        counterpart = baseline_by_uuid.get(gpu.key)
+        if counterpart is None and place < len(baseline_gpus):
+            counterpart = baseline_gpus[place]
+        yield gpu, counterpart
 
 
 LEAST_REQUESTS: Final = WARM_REQUESTS
-"""Kernels have been used for the first time by then; earlier memory does not predict later memory."""
+"""Kernels have been used for the first time by then; earlier memory does not predict later
+memory."""
 
 LEAST_SHARE: Final = 0.9
 """The share of the trace in which a figure has to be known: the rest may hide a peak."""
 
 
-def find_doubt(record: TraceRecord, coverage: Coverage | None, what: str) -> str | None:
-    """Return why `what`, read for the time in `coverage`, cannot be judged; None where it can."""
+def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
+    """Return why a subject, read for the time in `coverage`, cannot be judged; None where it can.
+
+    Without `coverage` it was never read.
+    """
     return (
         find_shortfall(record)
-        or find_gap(record, record.engine, "the engine")
-        or find_gap(record, coverage, what)
+        or find_gap(record, record.engine_coverage, "the engine")
+        or find_gap(record, coverage, subject)
     )
 
 
@@ -253,19 +323,24 @@ def find_shortfall(record: TraceRecord) -> str | None:
     """Return why the trace is too short; None where it is long enough."""
     if not record.replay.samples:
         return "the trace has no samples"
-    watched, done = record.watched.seconds, record.finished.total
-    if watched < GROWING_SECONDS:
-        return f"the trace is too short: {format_duration(watched)}, and a limit needs {GROWING_SECONDS / 60:.0f} min"
-    if done is None:
+    watched_seconds = record.coverage.seconds
+    if watched_seconds < GROWING_SECONDS:
+        watched = format_duration(watched_seconds)
+        needed_minutes = GROWING_SECONDS / 60
+        return f"the trace is too short: {watched}, and a limit needs {needed_minutes:.0f} min"
+    requests = record.finished_requests.total
+    if requests is None:
         return "the engine does not report how many requests it finished"
-    if done < LEAST_REQUESTS:
-        return f"too little load: {done:,.0f} requests finished, and a limit needs {LEAST_REQUESTS:,.0f}"
+    if requests < LEAST_REQUESTS:
+        needed = f"and a limit needs {LEAST_REQUESTS:,.0f}"
+        return f"too little load: {requests:,.0f} requests finished, {needed}"
     return None
 
 
-def find_gap(record: TraceRecord, coverage: Coverage | None, what: str) -> str | None:
-    """Return that `what` could not be read for too long; None where it could."""
-    read = 0.0 if coverage is None else coverage.seconds
-    if read >= LEAST_SHARE * record.span_seconds:
+def find_gap(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
+    """Return that a subject could not be read for too long; None where it could."""
+    read_seconds = 0.0 if coverage is None else coverage.seconds
+    if read_seconds >= LEAST_SHARE * record.span_seconds:
         return None
-    return f"{what} could be read for {format_duration(read)} of {format_duration(record.span_seconds)}"
+    span = format_duration(record.span_seconds)
+    return f"{subject} could be read for {format_duration(read_seconds)} of {span}"

@@ -11,7 +11,7 @@ import pytest
 from tests.command import OWN, run_process
 from tests.unit.commands.check.checking import check
 from tests.unit.commands.check.engine_traces import HEADER, engine, written
-from vllm_headroom_tools.check.command import COMMAND, JUDGES
+from vllm_headroom_tools.check.command import COMMAND, LIMITS
 from vllm_headroom_tools.cli import build_parser
 
 A_SIZE = "accepts a size such as 1MiB, or a number of bytes from 1 MiB on"
@@ -120,7 +120,7 @@ def test_help_has_an_example_and_every_limit() -> None:
 def test_every_limit_that_can_be_set_is_judged() -> None:
     given = vars(build_parser(COMMAND, "check").read(["--trace", "x"]))
 
-    assert {name for name in given if name.startswith("max_")} == JUDGES.keys()
+    assert {name for name in given if name.startswith("max_")} == LIMITS.keys()
 
 
 def test_a_check_imports_nothing_of_the_daemon() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.command import read_data
 from tests.unit.commands.check.checking import check
-from vllm_headroom_tools.check.command import build_junit, format_annotations
-from vllm_headroom_tools.check.limits import Judgement, Unit
+from vllm_headroom_tools.check.judgement import Judgement, Unit
+from vllm_headroom_tools.check.report import build_junit, format_annotations
 from vllm_headroom_tools.conclusion import Conclusion
 
 ATTRIBUTES: Final = {
@@ -56,15 +56,15 @@ def well_formed(xml: str | bytes) -> ET.Element:
 def judgement(verdict: Conclusion, *, why: str = "", found: str = "2 GB") -> Judgement:
     return Judgement(
         limit="memory",
-        of="GPU 0",
+        subject="GPU 0",
         verdict=verdict,
         unit=Unit.BYTES,
         value=2e9,
-        most=1e9,
-        found=found,
-        allowed="1 GB",
-        before="0.5 GB",
-        why=why,
+        highest_allowed=1e9,
+        value_text=found,
+        bound_text="1 GB",
+        baseline_text="0.5 GB",
+        reason=why,
     )
 
 
@@ -101,7 +101,7 @@ def test_a_failure_says_what_was_found_what_is_allowed_and_what_was_before() -> 
     ],
 )
 def test_a_figure_is_said_in_its_unit(unit: Unit, value: float | None, words: str) -> None:
-    assert Judgement(limit="x", verdict=Conclusion.GOOD, unit=unit, value=value).words == (words, "", "")
+    assert Judgement(limit="x", verdict=Conclusion.GOOD, unit=unit, value=value).texts == (words, "", "")
 
 
 def test_a_trace_that_cannot_be_read_leaves_no_older_report(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""What is judged on a trace, and how a judgement reads."""
+
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.units import format_size
+from vllm_headroom_tools.conclusion import Conclusion
+
+LEAK: Final = "leak per thousand requests"
+HOST_LEAK: Final = "host leak per thousand requests"
+DISCREPANCY: Final = "discrepancy"
+COST: Final = "bytes per running request"
+PREEMPTIONS: Final = "preemptions per thousand requests"
+RESTARTS: Final = "engine restarts"
+GROWTH: Final = "GPU memory over baseline"
+"""The names of the limits."""
+
+
+class Unit(StrEnum):
+    """The unit of a figure."""
+
+    BYTES = "bytes"
+    RATIO = "ratio"
+    TOKENS = "tokens"
+    COUNT = "count"
+
+
+class Judgement(Struct, frozen=True, kw_only=True):
+    """One limit on one GPU, role or engine, or on all of them together."""
+
+    limit: str
+    subject: str = ""  # the GPU, role or engine; empty for all of them together
+    verdict: Conclusion
+    unit: Unit = Unit.BYTES
+    # in `unit`, None where unknown or absent
+    value: float | None = None
+    highest_allowed: float | None = None
+    lowest_allowed: float | None = None
+    baseline: float | None = None
+    # value, bound and baseline as text, where the figure is not enough
+    value_text: str | None = None
+    bound_text: str | None = None
+    baseline_text: str | None = None
+    reason: str = ""  # what the verdict is based on, or what is missing
+
+    @property
+    def name(self) -> str:
+        """The limit and its subject."""
+        return f"{self.limit}, {self.subject}" if self.subject else self.limit
+
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """Value, bound and baseline as text; the last two may be empty."""
+        return (
+            self.value_text or format_figure(self.value, self.unit) or "unknown",
+            self.bound_text or format_figure(self.highest_allowed, self.unit),
+            self.baseline_text or format_figure(self.baseline, self.unit),
+        )
+
+
+def format_figure(figure: float | None, unit: Unit) -> str:
+    """Format a figure; return an empty text for None."""
+    if figure is None:
+        return ""
+    match unit:
+        case Unit.BYTES:
+            return format_size(figure)
+        case Unit.RATIO:
+            return f"{figure:+.2%}"
+        case Unit.TOKENS:
+            return f"{figure:,.0f} tokens"
+        case Unit.COUNT if figure < 1000:  # noqa: PLR2004 - from there on three digits are 1e+03
+            return f"{figure:.3g}"
+        case Unit.COUNT:
+            return f"{figure:,.0f}"
+
+
+def compare(value: float | None, highest_allowed: float | None, doubt: str | None) -> Conclusion:
+    """Compare a value with its limit.
+
+    Above it fails in any case, below it passes only without a doubt.
+    """
+    if value is None or highest_allowed is None:
+        return Conclusion.CANNOT_TELL
+    if value > highest_allowed:
+        return Conclusion.NOT_GOOD
+    return Conclusion.GOOD if doubt is None else Conclusion.CANNOT_TELL
