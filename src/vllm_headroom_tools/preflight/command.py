@@ -36,71 +36,118 @@ from vllm_headroom_tools.preflight.report import Clearance, build_report, judge,
 DEFAULT_UTILIZATION: Final = 0.92
 """vLLM's own since 0.20 (vllm/config/cache.py); 0.9 before."""
 
-PATIENCE_SECONDS: Final = 15.0
+GPU_SECONDS: Final = 15.0
 """The first to use a GPU without the persistence daemon waits seconds for the driver to wake it."""
+
+GPU_CALL_SECONDS: Final = 5.0
+PAGE_SECONDS: Final = 15.0
+LOOK_INTERVAL_SECONDS: Final = 1.0
+REPEAT_SECONDS: Final = 10.0
+"""What is waited for is reported again after this time."""
 
 PROC: Final = Path("/proc")
 SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
+
 IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
 """What vLLM may start with all the same."""
+
+DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
-    add = parser.add_argument
-    ratio = f"as vLLM's; {DEFAULT_UTILIZATION} without it and --bytes (before vLLM 0.20 the default was 0.9)"
-    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help=ratio)
-    n_bytes = "what has to be free on each GPU; vLLM checks its utilization even with --kv-cache-memory-bytes"
-    add("--bytes", metavar="SIZE", type=size("72GiB"), help=n_bytes)
-    gpus = (
-        "the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES, or HIP's, leaves"
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        metavar="RATIO",
+        type=RATIO,
+        help=f"as vLLM's; {DEFAULT_UTILIZATION} without it and --bytes (before vLLM 0.20 the"
+        " default was 0.9)",
     )
-    add("--gpus", metavar="GPUS", type=GPUS, help=gpus)
-    parallel = "as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at"
-    add("-tp", "--tensor-parallel-size", metavar="N", type=whole_number(1, 64), help=parallel)
-    engine = "where a vLLM sleeps: says whether it could wake now, in place of whether another would start"
-    add("--engine-url", metavar="URL", type=page_url("http://127.0.0.1:8000"), help=engine)
-    duration = Value(read=parse_duration, accepts="a duration such as 120s or 2m")
-    wait = "look again for so long while memory is taken or the driver does not answer; ends as soon as it is a go"
-    add("--wait", metavar="DURATION", default=0.0, type=duration, help=wait)
-    ignore = "go although: ecc (NVIDIA lets new work start while a remapping is due), identical, shm or host; repeatable"
-    add(
+    parser.add_argument(
+        "--bytes",
+        metavar="SIZE",
+        type=size("72GiB"),
+        help="what has to be free on each GPU; vLLM checks its utilization even with"
+        " --kv-cache-memory-bytes",
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="GPUS",
+        type=GPUS,
+        help="the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES, or HIP's,"
+        " leaves",
+    )
+    parser.add_argument(
+        "-tp",
+        "--tensor-parallel-size",
+        metavar="N",
+        type=whole_number(1, 64),
+        help="as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all"
+        " are looked at",
+    )
+    parser.add_argument(
+        "--engine-url",
+        metavar="URL",
+        type=page_url("http://127.0.0.1:8000"),
+        help="where a vLLM sleeps: says whether it could wake now, in place of whether another"
+        " would start",
+    )
+    parser.add_argument(
+        "--wait",
+        metavar="DURATION",
+        default=0.0,
+        type=Value(read=parse_duration, accepts="a duration such as 120s or 2m"),
+        help="look again for so long while memory is taken or the driver does not answer; ends as"
+        " soon as it is a go",
+    )
+    parser.add_argument(
         "--ignore",
         metavar="WHAT",
         default=[],
         type=choice([str(kind) for kind in IGNORABLE]),
-        help=ignore,
+        help="go although: ecc (NVIDIA lets new work start while a remapping is due), identical,"
+        " shm or host; repeatable",
     )
 
 
 async def wait_until_settled(
     look: Callable[[], Awaitable[Clearance]], wait_seconds: float, say: Callable[[str], None]
 ) -> Clearance:
-    """Return the first report that waiting cannot better, or the last; say every ten seconds what it waits for."""
+    """Return the first clearance that waiting cannot better, or the last.
+
+    Report every ten seconds what it waits for.
+    """
     now = asyncio.get_running_loop().time
-    ends = now() + wait_seconds
-    report = await look()
-    began = say_at = now()
-    while report.may_pass and now() < ends:
-        if now() >= say_at:
-            reasons = "; ".join(f"GPU {each.gpu}: {each.text}" for each in report.hindrances)
-            say(f"waiting, {ends - now():.0f} s left: {reasons}")
-            say_at = now() + 10.0
-        await asyncio.sleep(min(1.0, ends - now()))
-        report = await look()
-    return replace(report, waited_seconds=now() - began)
+    ends_at_seconds = now() + wait_seconds
+    clearance = await look()
+    looked_at_seconds = now()
+    repeat_at_seconds = looked_at_seconds
+    while clearance.may_pass and now() < ends_at_seconds:
+        if now() >= repeat_at_seconds:
+            reasons = "; ".join(
+                f"GPU {hindrance.gpu}: {hindrance.text}" for hindrance in clearance.hindrances
+            )
+            say(f"waiting, {ends_at_seconds - now():.0f} s left: {reasons}")
+            repeat_at_seconds = now() + REPEAT_SECONDS
+        await asyncio.sleep(min(LOOK_INTERVAL_SECONDS, ends_at_seconds - now()))
+        clearance = await look()
+    return replace(clearance, waited_seconds=now() - looked_at_seconds)
 
 
-def _read_choice(given: Namespace, environ: Mapping[str, str]) -> GpuChoice:
-    """Return which GPUs vLLM will use; raises BadOptions for a bad CUDA_VISIBLE_DEVICES, or HIP's."""
-    variable = (
-        "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in environ else "HIP_VISIBLE_DEVICES"
-    )
-    count, visible = given.tensor_parallel_size, environ.get(variable)
+def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
+    """Return which GPUs vLLM will use.
+
+    Raise BadOptions for a bad CUDA_VISIBLE_DEVICES, or HIP's.
+    """
+    count = arguments.tensor_parallel_size
+    if isinstance(arguments.gpus, tuple):
+        return GpuChoice(named=arguments.gpus, count=count)
+    variable = "HIP_VISIBLE_DEVICES"
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        variable = "CUDA_VISIBLE_DEVICES"
+    visible = environ.get(variable)
     in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    if isinstance(given.gpus, tuple):
-        return GpuChoice(named=given.gpus, count=count)
-    if visible is None or given.gpus == "all":
+    if visible is None or arguments.gpus == "all":
         return GpuChoice(count=count, in_slot_order=in_slot_order)
     names = tuple(name.strip() for name in visible.split(",") if name.strip())
     if not all(GPU.fullmatch(name) for name in names):
@@ -110,37 +157,53 @@ def _read_choice(given: Namespace, environ: Mapping[str, str]) -> GpuChoice:
     return GpuChoice(visible=names, count=count, in_slot_order=in_slot_order)
 
 
-async def _run(given: Namespace) -> Report:
-    logs.configure("logfmt", "error")  # the readers log what the report has in full
-    wanted, url = _read_choice(given, os.environ), given.engine_url
-    plain = given.gpu_memory_utilization is None and given.bytes is None and url is None
-    ask = MemoryRequest(
-        utilization_ratio=DEFAULT_UTILIZATION if plain else given.gpu_memory_utilization,
-        bytes_per_gpu=given.bytes,
-        tensor_parallel_size=given.tensor_parallel_size or 1,
+def _read_request(arguments: Namespace) -> MemoryRequest:
+    """Return what vLLM requests; a start without options requests vLLM's default share."""
+    utilization_ratio = arguments.gpu_memory_utilization
+    has_size = utilization_ratio is not None or arguments.bytes is not None
+    if not has_size and arguments.engine_url is None:
+        utilization_ratio = DEFAULT_UTILIZATION
+    return MemoryRequest(
+        utilization_ratio=utilization_ratio,
+        bytes_per_gpu=arguments.bytes,
+        tensor_parallel_size=arguments.tensor_parallel_size or 1,
     )
-    ignored = frozenset(Kind(name) for name in given.ignore)
-    gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=5.0, process_interval_seconds=0.0)
-    engine = urlsplit(url or "")
-    port = engine.port or {"http": 80, "https": 443}.get(
-        engine.scheme, 0
-    )  # without one any engine's processes count
-    processes = Processes(engine_port=port, proc=PROC, monotonic=time.monotonic)
 
-    async def report() -> Clearance:
-        conditions = await look(
-            gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS
-        )
+
+def _find_port(url: str | None) -> int:
+    """Return the port of the engine; 0, which is any engine's, where there is no URL."""
+    if url is None:
+        return 0
+    parts = urlsplit(url)
+    return parts.port or DEFAULT_PORTS.get(parts.scheme, 0)
+
+
+async def _run(arguments: Namespace) -> Report:
+    logs.configure("logfmt", "error")  # the readers log what the report has in full
+    gpu_choice = _read_choice(arguments, os.environ)
+    request = _read_request(arguments)
+    ignored_kinds = frozenset(Kind(name) for name in arguments.ignore)
+    url = arguments.engine_url
+    gpus = Gpus(
+        monotonic=time.monotonic,
+        call_timeout_seconds=GPU_CALL_SECONDS,
+        process_interval_seconds=0.0,
+    )
+    processes = Processes(engine_port=_find_port(url), proc=PROC, monotonic=time.monotonic)
+
+    async def look_and_judge() -> Clearance:
+        conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=GPU_SECONDS)
         if url is None:
-            return judge(conditions, ask, wanted, ignored)
-        from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - a start needs no HTTP client
-        from vllm_headroom_tools.look import fetch_engines  # noqa: PLC0415 - as above
+            return judge(conditions, request, gpu_choice, ignored_kinds)
+        from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - a start needs no HTTP
+        from vllm_headroom_tools.look import fetch_engines  # noqa: PLC0415 - the same
 
-        page = await fetch_engines(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
-        return judge_wake(conditions, page, ask)
+        page = await fetch_engines(PageReader(url=url, timeout_seconds=PAGE_SECONDS))
+        return judge_wake(conditions, page, request)
 
     try:
-        return build_report(await wait_until_settled(report, given.wait, write_note))
+        clearance = await wait_until_settled(look_and_judge, arguments.wait, write_note)
+        return build_report(clearance)
     finally:
         await gpus.close()
 

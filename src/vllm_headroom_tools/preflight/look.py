@@ -24,8 +24,10 @@ from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.worker import Worker
 
 PROCESSES_SECONDS: Final = 2.0
+
 ENDED: Final = "a process that has ended"
-"""NVML lists it, and in the machine's /proc it is not or is a zombie: the driver has not taken its memory back yet."""
+"""NVML lists it, and in the machine's /proc it is missing or a zombie: the driver has not taken its
+memory back yet."""
 
 
 class GpuOccupant(Struct, frozen=True, kw_only=True):
@@ -37,107 +39,149 @@ class GpuOccupant(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """What was seen; `holders` are the processes on each GPU by UUID, absent where NVML does not list them.
-
-    `shm` is None where there is no /dev/shm, `host` where nothing is known of the container that this runs in.
-    `left` are the files in it of a tier of a KV cache, and their sizes, while no vLLM is visible. `swap_bytes` is the
-    machine's swap, zram included, `engine_pids` are those of the engine that was looked for.
-    """
+    """What was read of this machine."""
 
     readings: GpuReadings | Failure
     faults: tuple[GpuFaults, ...]
+
     holders: Mapping[str, tuple[GpuOccupant, ...]]
+    """The processes on each GPU by its UUID, absent where NVML does not list them."""
+
     shm: Shm | None
-    left: Mapping[str, int] = {}
+    """None where there is no /dev/shm."""
+
+    offload_sizes_bytes: Mapping[str, int] = {}
+    """The files of a tier of a KV cache in /dev/shm, while no vLLM is visible, and their sizes."""
+
     host: HostMemory | None = None
+    """None where nothing is known of the container that this runs in."""
+
     swap_bytes: int | None = None
+    """The machine's swap, zram included."""
+
     engine_pids: frozenset[int] = frozenset()
+    """Of the engine that was looked for."""
 
 
 async def look(
     gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float
 ) -> Conditions:
-    """Look once; takes no longer than `timeout_seconds` for each reading of the GPUs, and does not raise."""
+    """Look once, for at most `timeout_seconds` in each reading of the GPUs; do not raise."""
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
         return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
     faults = await gpus.read_faults(timeout_seconds)
-    listed, host = await processes.read(PROCESSES_SECONDS), None
-    with suppress(OSError, ValueError):
-        here = read_host(proc, read_own_pid(proc))
-        alone = ProcessReadings(
-            engine=(), visible_pids=frozenset(), sees_host_pids=False, host=here
-        )
-        host = update_container(ContainerState(), alone, limit_bytes=None)[1]
+    listed = await processes.read(PROCESSES_SECONDS)
     holders = await _find_holders(readings, listed, proc)
-    found = Conditions(
-        readings=readings, faults=faults, holders=holders, shm=read_shm(shm), host=host
+    conditions = Conditions(
+        readings=readings,
+        faults=faults,
+        holders=holders,
+        shm=read_shm(shm),
+        host=_read_container(proc),
     )
     if isinstance(listed, Failure):
-        return found
+        return conditions
+    has_engine = bool(listed.engine or listed.neighbours)
+    machine = listed.host.machine
     return replace(
-        found,
-        left={} if listed.engine or listed.neighbours else _find_left(shm),
-        swap_bytes=listed.host.machine and listed.host.machine.swap_bytes,
+        conditions,
+        offload_sizes_bytes={} if has_engine else _find_offload_files(shm),
+        swap_bytes=None if machine is None else machine.swap_bytes,
         engine_pids=frozenset(process.pid for process in listed.engine),
     )
 
 
-def _find_left(shm: Path) -> dict[str, int]:
+def _read_container(proc: Path) -> HostMemory | None:
+    """Return the memory of the container that this process runs in, None where it is unknown."""
+    try:
+        own_host = read_host(proc, read_own_pid(proc))
+    except (OSError, ValueError):
+        return None
+    own = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False, host=own_host)
+    _, host = update_container(ContainerState(), own, limit_bytes=None)
+    return host
+
+
+def _find_offload_files(shm: Path) -> dict[str, int]:
     """Return the files that offloading of a KV cache makes in /dev/shm, and their sizes."""
-    found = {}
+    sizes_bytes = {}
     for file in sorted(shm.glob("vllm_offload_*")):
         with suppress(OSError):
-            found[str(file)] = file.stat().st_size
-    return found
+            sizes_bytes[str(file)] = file.stat().st_size
+    return sizes_bytes
 
 
 async def _find_holders(
     readings: GpuReadings, listed: ProcessReadings | Failure, proc: Path
 ) -> dict[str, tuple[GpuOccupant, ...]]:
+    """Return the processes on each GPU by its UUID, without GPUs whose processes are not listed."""
     names: dict[int, str] = {}
-    listed_on_gpus = [process for device in readings.devices for process in device.processes or ()]
     if not isinstance(listed, Failure) and are_pids_true(readings, listed):
-        pids, worker = {process.pid for process in listed_on_gpus}, Worker[dict[int, str]]("names")
-        try:
-            names = await worker.call(
-                lambda: _read_names(proc, pids & listed.visible_pids), PROCESSES_SECONDS
-            )
-        except OSError:  # a process stuck in the driver does not let its name be read
-            names = {}
-        finally:
-            worker.stop()
-        for pid in pids:
-            fate = find_fate(pid, listed, frozenset())
-            if fate is not None:
-                names[pid] = f"{names[pid]}, {FATE_TEXTS[fate]}" if names.get(pid) else ENDED
-    memory_is_true = is_process_memory_true(readings, listed)
-    return {
-        device.uuid: tuple(
+        names = await _name_processes(readings, listed, proc)
+    is_memory_true = is_process_memory_true(readings, listed)
+    holders = {}
+    for device in readings.devices:
+        if device.processes is None:
+            continue
+        holders[device.uuid] = tuple(
             GpuOccupant(
-                pid=each.pid,
-                name=names.get(each.pid),
-                used_bytes=each.used_bytes if memory_is_true else None,
+                pid=process.pid,
+                name=names.get(process.pid),
+                used_bytes=process.used_bytes if is_memory_true else None,
             )
-            for each in device.processes
+            for process in device.processes
         )
-        for device in readings.devices
-        if device.processes is not None
-    }
+    return holders
+
+
+async def _name_processes(
+    readings: GpuReadings, listed: ProcessReadings, proc: Path
+) -> dict[int, str]:
+    """Return the names of the processes on the GPUs, also of those that have ended."""
+    pids: set[int] = set()
+    for device in readings.devices:
+        pids.update(process.pid for process in device.processes or ())
+    visible_pids = pids & listed.visible_pids
+    worker = Worker[dict[int, str]]("names")
+    try:
+        names = await worker.call(lambda: _read_names(proc, visible_pids), PROCESSES_SECONDS)
+    except OSError:  # a process stuck in the driver does not let its name be read
+        names = {}
+    finally:
+        worker.stop()
+    for pid in pids:
+        fate = find_fate(pid, listed, frozenset())
+        if fate is None:
+            continue
+        name = names.get(pid)
+        names[pid] = f"{name}, {FATE_TEXTS[fate]}" if name else ENDED
+    return names
 
 
 def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
-    found = ((pid, read_entry(proc, pid)) for pid in pids)
-    return {pid: name_process(each.command) for pid, each in found if each is not None}
+    names = {}
+    for pid in pids:
+        entry = read_entry(proc, pid)
+        if entry is not None:
+            names[pid] = name_process(entry.command)
+    return names
 
 
 def name_process(command: tuple[str, ...]) -> str:
-    """Return a process's program and, of an interpreter, the script or module; never its arguments."""
+    """Return a process's program and, of an interpreter, the script or module.
+
+    Never its arguments, which may be secret.
+    """
     program = command[0].rpartition("/")[2] or command[0]
-    if not program.startswith("python") or len(command) == 1:
+    arguments = command[1:]
+    if not program.startswith("python") or not arguments:
         return program
-    script = command[2] if command[1] == "-m" and len(command) > 2 else command[1]  # noqa: PLR2004 - `python -m NAME`
-    is_text = command[1] in ("-c", "-")  # a program's text is no name and may hold a secret
-    return (
-        program if is_text or script.startswith("-") else f"{program} {script.rpartition('/')[2]}"
-    )
+    script = arguments[0]
+    if script in ("-c", "-"):  # a program's text is no name and may hold a secret
+        return program
+    if script == "-m" and len(arguments) > 1:
+        script = arguments[1]
+    if script.startswith("-"):
+        return program
+    return f"{program} {script.rpartition('/')[2]}"

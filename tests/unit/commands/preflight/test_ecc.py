@@ -71,7 +71,7 @@ def test_the_instances_of_a_gpu_share_its_faults_which_are_told_once(preflight: 
 
     assert [gpu.reading.uuid for gpu in report.gpus] == ["MIG-x", "MIG-y"]
     assert [finding.kind for finding in report.findings] == [Kind.ECC]
-    assert report.gpus[0].asked_bytes == -(-10 * GIB * 92 // 100)
+    assert report.gpus[0].requested_bytes == -(-10 * GIB * 92 // 100)
 
 
 def test_a_gpu_that_hangs_when_it_is_asked_for_faults_cannot_be_told(preflight: Preflight, nvml: FakeNvml) -> None:

@@ -15,7 +15,7 @@ def test_a_free_gpu_is_a_go(preflight: Preflight) -> None:
     report = preflight.report()
 
     assert (report.verdict, report.findings) == (Conclusion.GOOD, ())
-    assert report.gpus[0].asked_bytes == -(-USABLE * 92 // 100)
+    assert report.gpus[0].requested_bytes == -(-USABLE * 92 // 100)
     assert report.highest_utilization_ratio == 0.99
     assert build_report(report).data["driver_version"] == "580.95.05"
 
@@ -87,8 +87,8 @@ def test_bytes_are_asked_beside_a_utilization(preflight: Preflight) -> None:
     ask = MemoryRequest(utilization_ratio=0.5, bytes_per_gpu=60 * GIB)
     less = MemoryRequest(utilization_ratio=0.5, bytes_per_gpu=10 * GIB)
 
-    assert preflight.report(ask).gpus[0].asked_bytes == 60 * GIB
-    assert preflight.report(less).gpus[0].asked_bytes == USABLE // 2
+    assert preflight.report(ask).gpus[0].requested_bytes == 60 * GIB
+    assert preflight.report(less).gpus[0].requested_bytes == USABLE // 2
 
 
 def test_more_than_the_gpu_has_does_not_pass_by_waiting(preflight: Preflight) -> None:
