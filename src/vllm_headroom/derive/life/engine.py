@@ -19,25 +19,20 @@ from vllm_headroom.derive.life.evidence import (
     find_room_bytes,
     read_evidence,
 )
-from vllm_headroom.derive.life.hangs import (
-    CpuUse,
-    Hint,
-    HintSpan,
-    list_hang_signs,
-    update_cpu_use,
-    update_hints,
-)
 from vllm_headroom.derive.life.progress import (
-    EngineProgress,
     Labels,
-    find_progress_age,
-    find_shortest_rest,
+    Progress,
     find_stranded,
     has_worked,
     update_progress,
 )
 from vllm_headroom.derive.life.record import RunRecord, build_ending, describe_gpus, update_record
-from vllm_headroom.derive.life.states import Clues, find_next_state, read_symptom
+from vllm_headroom.derive.life.states import (
+    Absence,
+    find_next_state,
+    read_symptom,
+    update_absence,
+)
 from vllm_headroom.derive.pages import is_page_awake
 from vllm_headroom.derive.run_identity import RESTART_SHARE, is_new_run
 from vllm_headroom.derive.series import limit_remembered
@@ -66,21 +61,6 @@ ENGINE_RUN: Final = "engine_life"
 """The name of this state among those of the derivations, which depend on it."""
 
 
-class Progress(Struct, frozen=True, kw_only=True):
-    """What shows whether the engine works, or hangs."""
-
-    engines: dict[Labels, EngineProgress] = field(default_factory=dict)
-    """By the page."""
-    hints: dict[Hint, HintSpan] = field(default_factory=dict)
-    """Of a hang that the page does not show."""
-    cpu_use: CpuUse | None = None
-
-    @property
-    def hang_signs(self) -> tuple[HangSign, ...]:
-        """The signs of a hang that have shown for long enough."""
-        return list_hang_signs(self.hints)
-
-
 class EngineMemory(Struct, frozen=True, kw_only=True):
     """All that is remembered of one engine; times are on the monotonic clock."""
 
@@ -92,10 +72,7 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
     progress: Progress = field(default_factory=Progress)
     record: RunRecord = field(default_factory=RunRecord)
     """What was seen of the present run."""
-    page_away_since_seconds: float | None = None
-    """When the page first failed; None while it answers. A sample not taken is no failure."""
-    out_of_sight_since_seconds: float | None = None
-    """Since when it is unknown whether processes exist; None while it is known."""
+    absence: Absence = field(default_factory=Absence)
     served_bytes: dict[str, int] = field(default_factory=dict)
     """The most GPU memory held while serving, by UUID, since the start or the last wake."""
     leftover_since_seconds: dict[int, float] = field(default_factory=dict)
@@ -121,39 +98,20 @@ def update_engine(memory: EngineMemory, snapshot: Snapshot) -> tuple[EngineMemor
     runs, event = update_runs(memory.runs, evidence, memory.record)
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
-    progress = _update_progress(memory.progress, evidence)
-    # Without a page no work is visible: the time since the last page decides then.
-    age_seconds = None
-    if evidence.page is not None:
-        unanswered_since_seconds = snapshot.unanswered_since_seconds
-        age_seconds = find_progress_age(progress.engines, now, unanswered_since_seconds)
-    page_away_since_seconds = None
-    if evidence.answer is not PageAnswer.GIVEN:
-        page_away_since_seconds = _find_begin(memory.page_away_since_seconds, now)
-    out_of_sight_since_seconds = None
-    if evidence.presence is Presence.OUT_OF_SIGHT:
-        out_of_sight_since_seconds = _find_begin(memory.out_of_sight_since_seconds, now)
-    clues = Clues(
-        now=now,
-        runs=runs,
-        progress_age_seconds=age_seconds,
-        hang_signs=progress.hang_signs,
-        cpu_use=progress.cpu_use,
-        page_away_since_seconds=_find_begin(page_away_since_seconds, now),
-        out_of_sight_since_seconds=_find_begin(out_of_sight_since_seconds, now),
-    )
-    state = find_next_state(memory.state, read_symptom(evidence, clues))
+    progress = update_progress(memory.progress, evidence)
+    absence = update_absence(memory.absence, evidence)
+    symptom = read_symptom(evidence, runs, progress, absence)
+    state = find_next_state(memory.state, symptom)
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
-        event = _build_stall(memory.record, runs.present, snapshot, age_seconds)
+        event = _build_stall(memory.record, runs.present, snapshot, progress.age_seconds)
     new_memory = EngineMemory(
         runs=runs,
         state=state,
         known_state=memory.known_state if state is EngineState.UNKNOWN else state,
         progress=progress,
         record=_update_run_record(memory.record, snapshot, runs, is_stalled=is_stalled),
-        page_away_since_seconds=page_away_since_seconds,
-        out_of_sight_since_seconds=out_of_sight_since_seconds,
+        absence=absence,
         served_bytes=_update_served_bytes(memory, evidence, state),
         leftover_since_seconds={
             pid: memory.leftover_since_seconds.get(pid, now) for pid in snapshot.left_behind
@@ -164,13 +122,8 @@ def update_engine(memory: EngineMemory, snapshot: Snapshot) -> tuple[EngineMemor
         for pid, since_seconds in new_memory.leftover_since_seconds.items()
         if now - since_seconds >= LEFTOVER_SECONDS
     )
-    status = _describe_engine(new_memory, evidence, age_seconds, event)
+    status = _describe_engine(new_memory, evidence, event)
     return new_memory, replace(snapshot, engine_status=status, left_behind=lasting_leftovers)
-
-
-def _find_begin(since_seconds: float | None, now: float) -> float:
-    """Return since when something has lasted that lasts now; now where it begins."""
-    return now if since_seconds is None else since_seconds
 
 
 def _start_over(memory: EngineMemory) -> EngineMemory:
@@ -329,19 +282,6 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     )
 
 
-def _update_progress(progress: Progress, evidence: Evidence) -> Progress:
-    now = evidence.snapshot.monotonic_seconds
-    engines = progress.engines
-    if evidence.page is not None:
-        engines = update_progress(engines, evidence.page, now)
-    rest_seconds = find_shortest_rest(engines, now)
-    return Progress(
-        engines=engines,
-        hints=update_hints(progress.hints, evidence, rest_seconds, now),
-        cpu_use=update_cpu_use(progress.cpu_use, evidence.processes, now),
-    )
-
-
 def _build_stall(
     record: RunRecord, run: EngineRun, snapshot: Snapshot, age_seconds: float | None
 ) -> Ending:
@@ -380,9 +320,10 @@ def _update_served_bytes(
 
 
 def _describe_engine(
-    memory: EngineMemory, evidence: Evidence, age_seconds: float | None, event: Ending | None
+    memory: EngineMemory, evidence: Evidence, event: Ending | None
 ) -> EngineStatus:
     runs = memory.runs
+    age_seconds = memory.progress.age_seconds
     run = runs.present
     state = memory.state
     is_over = state is EngineState.DOWN or bool(run.lost_roles)

@@ -3,11 +3,20 @@
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from vllm_headroom.derive.life.evidence import Evidence
+from vllm_headroom.derive.life.hangs import (
+    CpuUse,
+    Hint,
+    HintSpan,
+    list_hang_signs,
+    update_cpu_use,
+    update_hints,
+)
 from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.series import label_engine
-from vllm_headroom.model import EnginePage, EngineReading
+from vllm_headroom.model import EnginePage, EngineReading, HangSign
 
 IDLE_SECONDS: Final = 60.0
 """Idle time after which KV cache still held counts as stranded."""
@@ -59,7 +68,42 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
     """The newest readings by the probe."""
 
 
-def update_progress(
+class Progress(Struct, frozen=True, kw_only=True):
+    """What shows whether the engines of one page work, or hang."""
+
+    engines: dict[Labels, EngineProgress] = field(default_factory=dict)
+    """As the newest page shows them."""
+    age_seconds: float | None = None
+    """The longest time an engine with work has made no progress; None without a page or work."""
+    hints: dict[Hint, HintSpan] = field(default_factory=dict)
+    """Of a hang that the page does not show."""
+    cpu_use: CpuUse | None = None
+
+    @property
+    def hang_signs(self) -> tuple[HangSign, ...]:
+        """The signs of a hang that have shown for long enough."""
+        return list_hang_signs(self.hints)
+
+
+def update_progress(previous: Progress, evidence: Evidence) -> Progress:
+    """Return the progress with one more sample; without a page no work is visible."""
+    snapshot = evidence.snapshot
+    now = snapshot.monotonic_seconds
+    engines = previous.engines
+    age_seconds = None
+    if snapshot.page is not None:
+        engines = _update_engines(engines, snapshot.page, now)
+        age_seconds = _find_age(engines, now, snapshot.unanswered_since_seconds)
+    rest_seconds = min((now - engine.done_seconds for engine in engines.values()), default=0.0)
+    return Progress(
+        engines=engines,
+        age_seconds=age_seconds,
+        hints=update_hints(previous.hints, evidence, rest_seconds, now),
+        cpu_use=update_cpu_use(previous.cpu_use, evidence.processes, now),
+    )
+
+
+def _update_engines(
     previous: Mapping[Labels, EngineProgress], page: EnginePage, now: float
 ) -> dict[Labels, EngineProgress]:
     """Return the progress of each engine on the page, with that at the page before."""
@@ -119,10 +163,8 @@ def _read_counters(engine: EngineReading) -> WorkCounters:
     )
 
 
-def find_progress_age(
-    engines: Mapping[Labels, EngineProgress],
-    now: float,
-    unanswered_since_seconds: float | None = None,
+def _find_age(
+    engines: Mapping[Labels, EngineProgress], now: float, unanswered_since_seconds: float | None
 ) -> float | None:
     """Return the longest time an engine with work has made no progress; None without visible work.
 
@@ -138,11 +180,6 @@ def find_progress_age(
         newest_done_seconds = max(engine.done_seconds for engine in engines.values())
         ages.append(now - max(unanswered_since_seconds, newest_done_seconds))
     return max(ages, default=None)
-
-
-def find_shortest_rest(engines: Mapping[Labels, EngineProgress], now: float) -> float:
-    """Return for how long no engine has made a token or a step; 0 without engines."""
-    return min((now - engine.done_seconds for engine in engines.values()), default=0.0)
 
 
 def find_stranded(

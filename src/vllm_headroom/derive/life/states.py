@@ -14,6 +14,7 @@ from vllm_headroom.derive.life.evidence import (
     is_starved,
 )
 from vllm_headroom.derive.life.hangs import SIGN_SECONDS, STALLED_SECONDS, CpuUse
+from vllm_headroom.derive.life.progress import Progress
 from vllm_headroom.derive.pages import is_page_awake
 from vllm_headroom.model import EnginePage, HangSign
 from vllm_headroom.vocabulary import EngineState
@@ -132,19 +133,31 @@ TRANSITIONS: Final = (
 """Of the rows that fit, the first counts. Every symptom has a row for any state."""
 
 
-class Clues(Struct, frozen=True, kw_only=True):
-    """What a symptom needs beside the newest evidence, on the monotonic clock."""
+class Absence(Struct, frozen=True, kw_only=True):
+    """Since when something has not shown, on the monotonic clock; None while it does."""
 
-    now: float
-    runs: EngineRuns
-    progress_age_seconds: float | None
-    """As find_progress_age returns it."""
-    hang_signs: tuple[HangSign, ...]
-    cpu_use: CpuUse | None
-    page_away_since_seconds: float
-    """Since when the page has not answered; now while it does."""
-    out_of_sight_since_seconds: float
-    """Since when it is unknown whether processes exist; now while it is known."""
+    page_since_seconds: float | None = None
+    """When the page first failed. A sample that was not taken is no failure."""
+    presence_since_seconds: float | None = None
+    """Since when it is unknown whether processes exist."""
+
+
+def update_absence(previous: Absence, evidence: Evidence) -> Absence:
+    """Return since when something has not shown, with one more sample."""
+    now = evidence.snapshot.monotonic_seconds
+    page_since_seconds = None
+    if evidence.answer is not PageAnswer.GIVEN:
+        page_since_seconds = previous.page_since_seconds
+        if page_since_seconds is None:
+            page_since_seconds = now
+    presence_since_seconds = None
+    if evidence.presence is Presence.OUT_OF_SIGHT:
+        presence_since_seconds = previous.presence_since_seconds
+        if presence_since_seconds is None:
+            presence_since_seconds = now
+    return Absence(
+        page_since_seconds=page_since_seconds, presence_since_seconds=presence_since_seconds
+    )
 
 
 def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
@@ -155,24 +168,34 @@ def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
     raise AssertionError(f"the table has no row for {symptom}")
 
 
-def read_symptom(evidence: Evidence, clues: Clues) -> Symptom:
-    """Return what a sample shows of the engine."""
-    run = clues.runs.newest
+def read_symptom(
+    evidence: Evidence, runs: EngineRuns, progress: Progress, absence: Absence
+) -> Symptom:
+    """Return what a sample shows of the engine, given what was updated with it."""
     if evidence.page is not None:
-        return _read_page(evidence.page, evidence, clues)
+        return _read_page(evidence.page, evidence, runs.present, progress)
+    run = runs.newest
     if evidence.presence is Presence.GONE or _is_closed_port_all(evidence, run):
         return Symptom.NO_PROCESSES
     if evidence.presence is Presence.OUT_OF_SIGHT:
-        if clues.now - clues.out_of_sight_since_seconds < STALLED_SECONDS:
+        if _measure_absence(absence.presence_since_seconds, evidence) < STALLED_SECONDS:
             return Symptom.AWAY_BRIEFLY
         return Symptom.PROCESSES_OUT_OF_SIGHT
     if run is None or run.has_ended:
         return Symptom.NO_RUN
     if run.is_ready:
-        return _read_absence(evidence, clues)
+        away_seconds = _measure_absence(absence.page_since_seconds, evidence)
+        return _read_absence(evidence, away_seconds, progress.cpu_use)
     if evidence.answer is PageAnswer.UNREADABLE:
         return Symptom.NO_RUN
     return Symptom.NEVER_READY
+
+
+def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
+    """Return for how long something has not shown; 0 while it shows."""
+    if since_seconds is None:
+        return 0.0
+    return evidence.snapshot.monotonic_seconds - since_seconds
 
 
 def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
@@ -188,9 +211,8 @@ def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
     return evidence.presence is Presence.NEVER_SHOWN
 
 
-def _read_page(page: EnginePage, evidence: Evidence, clues: Clues) -> Symptom:
+def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: Progress) -> Symptom:
     """Return what a page that answers shows, with the processes behind it."""
-    run = clues.runs.present
     if not page.engines:
         # A page that has shown an engine in this run does not forget it.
         has_shown_engine = run.page_run_id is not None or run.finished_total is not None
@@ -201,11 +223,11 @@ def _read_page(page: EnginePage, evidence: Evidence, clues: Clues) -> Symptom:
         return Symptom.PROCESS_LOST
     if is_page_awake(page) is False:
         return Symptom.ASLEEP
-    if clues.progress_age_seconds is None:
-        return _read_hang_signs(clues.hang_signs)
+    if progress.age_seconds is None:
+        return _read_hang_signs(progress.hang_signs)
     # A hung process writes no probe file either, so that less time proves a stall.
     longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
-    if clues.progress_age_seconds >= longest_seconds:
+    if progress.age_seconds >= longest_seconds:
         return Symptom.NO_PROGRESS
     return Symptom.PAGE_ANSWERS
 
@@ -217,15 +239,14 @@ def _read_hang_signs(signs: tuple[HangSign, ...]) -> Symptom:
     return Symptom.HANG_SIGN if len(signs) == 1 else Symptom.HANG_SIGNS
 
 
-def _read_absence(evidence: Evidence, clues: Clues) -> Symptom:
+def _read_absence(evidence: Evidence, away_seconds: float, cpu_use: CpuUse | None) -> Symptom:
     """Return what the absence of a page means that this run has given before."""
-    away_seconds = clues.now - clues.page_away_since_seconds
     if away_seconds < STALLED_SECONDS:
         return Symptom.AWAY_BRIEFLY
     if evidence.answer is PageAnswer.UNREADABLE:
         return Symptom.PAGE_UNREADABLE
-    cpu_use = clues.cpu_use
-    is_computing = cpu_use is not None and clues.now - cpu_use.monotonic_seconds < STALLED_SECONDS
+    now = evidence.snapshot.monotonic_seconds
+    is_computing = cpu_use is not None and now - cpu_use.monotonic_seconds < STALLED_SECONDS
     # A server that is short of CPU may be late for every page, and one that closed its port may be
     # finishing the last requests: only a server that could answer and does not spins.
     is_spinning = (
