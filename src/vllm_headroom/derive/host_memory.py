@@ -42,7 +42,7 @@ SCOPES: Final[Mapping[HostBasis | None, str]] = {
 """Where the memory in use is counted, at the end of a sentence; a trace without it says nothing."""
 
 
-PROBE: Final = "probe:"
+PROBE_PREFIX: Final = "probe:"
 """How the identity of a container begins that only the probe in it reads."""
 
 
@@ -61,10 +61,10 @@ class ContainerState(Struct, frozen=True, kw_only=True):
     kills: int | None = None
     """All kills so far, None where no counter was seen."""
 
-    container: str = ""
+    newest_container: str = ""
     """The container whose counter was read last."""
 
-    counted: dict[str, int] = field(default_factory=dict)
+    kills_by_container: dict[str, int] = field(default_factory=dict)
     """The newest counter of each container."""
 
     machine_kills: int | None = None
@@ -128,7 +128,7 @@ def _identify_root(
     """Return what identifies this run: the engine's first process, or what the probe has."""
     if isinstance(processes, Failure):
         # While /proc cannot be read, the process that it showed last identifies the run.
-        was_seen = state.root is not None and not state.root.startswith(PROBE)
+        was_seen = state.root is not None and not state.root.startswith(PROBE_PREFIX)
         if was_seen:
             return state.root
     elif processes.engine:
@@ -171,7 +171,7 @@ def _find_probed_host(
     if host.cgroup is None:
         return None, host.shm
     started_at_seconds = min(process.started_at_seconds for process in probe.present)
-    return replace(host.cgroup, identity=f"{PROBE}{started_at_seconds:.0f}"), host.shm
+    return replace(host.cgroup, identity=f"{PROBE_PREFIX}{started_at_seconds:.0f}"), host.shm
 
 
 def _choose_memory(
@@ -274,11 +274,11 @@ def _count_machine_kills(state: ContainerState, machine: MachineMemory | None) -
     new_kills = machine.oom_kills - state.machine_kills
     if new_kills <= 0:
         return state
-    counted_kills = state.counted.get(state.container, 0) + new_kills
+    counted_kills = state.kills_by_container.get(state.newest_container, 0) + new_kills
     return replace(
         state,
         kills=(state.kills or 0) + new_kills,
-        counted={**state.counted, state.container: counted_kills},
+        kills_by_container={**state.kills_by_container, state.newest_container: counted_kills},
     )
 
 
@@ -286,22 +286,25 @@ def _count_container_kills(
     state: ContainerState, cgroup: Cgroup, oom_kills: int, root: str | None
 ) -> ContainerState:
     """Count the new kills of a container; `oom_kills` is its counter."""
-    container = PROBE if cgroup.identity.startswith(PROBE) else cgroup.identity
+    container = PROBE_PREFIX if cgroup.identity.startswith(PROBE_PREFIX) else cgroup.identity
     names = {container}
     # The probe reads the container that /proc shows: both are one counter.
-    if PROBE in (container, state.container):
-        names.add(state.container)
-    earlier_kills = [state.counted[name] for name in names if name in state.counted]
+    if PROBE_PREFIX in (container, state.newest_container):
+        names.add(state.newest_container)
+    counters = state.kills_by_container
+    earlier_kills = [counters[name] for name in names if name in counters]
     if not earlier_kills and root == state.root:
         # It is read for the first time in this run: its kills may be older.
         earlier_kills = [oom_kills]
     # A counter that fell has restarted at 0: all its kills are new.
     counted_kills = max((kills for kills in earlier_kills if kills <= oom_kills), default=0)
+    kills_by_container = limit_remembered(counters, {container})
+    kills_by_container[container] = oom_kills
     return replace(
         state,
         kills=(state.kills or 0) + oom_kills - counted_kills,
-        container=container,
-        counted={**limit_remembered(state.counted, {container}), container: oom_kills},
+        newest_container=container,
+        kills_by_container=kills_by_container,
     )
 
 
