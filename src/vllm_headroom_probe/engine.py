@@ -233,8 +233,12 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
 def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int | None:
     """Return the bytes of a token on all ranks; None where tokens differ."""
     groups: list[Any] = read_own(cache_config, "kv_cache_groups") or []
-    if len(groups) != 1 or any((read_own(parallel, name) or 1) != 1 for name in DIVIDING_SIZES):
+    if len(groups) != 1:
         return None
+    for name in DIVIDING_SIZES:
+        size = read_own(parallel, name) or 1
+        if size != 1:
+            return None
     spec = groups[0].kv_cache_spec
     specs = [spec] * len(groups[0].layer_names)
     specs_by_layer = read_own(spec, "kv_cache_specs")  # of layers that differ, all in one group

@@ -35,9 +35,15 @@ def read_start() -> tuple[float, float]:
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is a millisecond of imports
         _, _, fields = file.read().rpartition(b")")
     started_seconds = int(fields.split()[START_TICKS_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return started_seconds, _read_boot_time() + started_seconds
+
+
+def _read_boot_time() -> int:
     with open("/proc/stat", "rb") as file:  # noqa: PTH123
-        booted_at = next(int(line.split()[1]) for line in file if line.startswith(b"btime "))
-    return started_seconds, booted_at + started_seconds
+        for line in file:
+            if line.startswith(b"btime "):
+                return int(line.split()[1])
+    raise ValueError("/proc/stat has no line btime")
 
 
 def write_document(

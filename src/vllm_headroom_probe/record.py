@@ -71,7 +71,9 @@ class Recording:
                 self._notes.append(f"ended early: the recording itself took {taken_mib} MiB")
             if is_over or is_costly:
                 self._answer(name, role)
-        elif request and request["id"] != self._answered_id and time.time() < request["until"]:
+            return
+        is_new = bool(request) and request["id"] != self._answered_id
+        if is_new and time.time() < request["until"]:
             self._start(request, worker)
 
     @property
@@ -178,7 +180,8 @@ def _read_start(path: str) -> RequestFile:
 
     Raises OSError for a symlink; opens FIFOs non-blocking.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
     try:
         content = os.read(descriptor, MAX_REQUEST_BYTES)
         return RequestFile(content, os.fstat(descriptor).st_mtime)
@@ -202,7 +205,7 @@ def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
 
 def _list_gpu_stacks(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the stacks of torch's blocks; a block from before the recording has none."""
-    sizes_bytes: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    sizes_bytes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for segment in snapshot["segments"]:
         for block in segment["blocks"]:
             frames = block.get("frames") or ()
@@ -211,10 +214,12 @@ def _list_gpu_stacks(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
                     _format_frame(frame["filename"], frame["line"]) for frame in frames[:MAX_FRAMES]
                 )
                 sizes_bytes[stack].append(block["size"])
-    largest = sorted(sizes_bytes.items(), key=lambda item: -sum(item[1]))[:MAX_STACKS]
-    return [
-        {"bytes": sum(sizes), "count": len(sizes), "stack": list(stack)} for stack, sizes in largest
+    stacks: list[dict[str, Any]] = [
+        {"bytes": sum(sizes), "count": len(sizes), "stack": list(stack)}
+        for stack, sizes in sizes_bytes.items()
     ]
+    stacks.sort(key=lambda stack: -stack["bytes"])
+    return stacks[:MAX_STACKS]
 
 
 def _format_frame(file_name: str, line: int) -> str:

@@ -30,9 +30,13 @@ class Peak:
 
     def highest_bytes(self, now: float) -> int | None:
         """Return the highest sample of the window that ends now; None without one."""
-        while self._samples and self._samples[0][0] < now - WINDOW_SECONDS:
+        window_start = now - WINDOW_SECONDS
+        while self._samples:
+            sampled_at, used_bytes = self._samples[0]
+            if sampled_at >= window_start:
+                return used_bytes
             self._samples.popleft()
-        return self._samples[0][1] if self._samples else None
+        return None
 
 
 class GpuTransitions:

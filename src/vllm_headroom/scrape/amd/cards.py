@@ -88,7 +88,9 @@ def find_cards(sys: str) -> dict[str, Card]:
     """Return the driver's cards by UUID, in the order of PCI addresses, not of DRM numbers."""
     folders = _find_folders(sys)
     nodes, is_any_hidden = _read_nodes(sys, folders.keys())
-    unique_ids = {address: read_line(f"{folder}/unique_id") for address, folder in folders.items()}
+    unique_ids: dict[str, str] = {}
+    for address, folder in folders.items():
+        unique_ids[address] = read_line(f"{folder}/unique_id")
     id_counts = Counter(unique_ids.values())
     cards: dict[str, Card] = {}
     for address, folder in sorted(folders.items()):
@@ -134,8 +136,10 @@ def _find_sensor(monitor: str, sensors: list[str], names: Collection[str]) -> st
 
 def is_driven(folder: str) -> bool:
     """Return whether a folder of /sys is a PCI device that amdgpu drives."""
+    if not _PCI_ADDRESS.fullmatch(_find_name(folder)):
+        return False
     driver = os.path.realpath(f"{folder}/driver")
-    return bool(_PCI_ADDRESS.fullmatch(_find_name(folder))) and _find_name(driver) == DRIVER
+    return _find_name(driver) == DRIVER
 
 
 def _find_name(path: str) -> str:

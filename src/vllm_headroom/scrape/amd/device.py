@@ -30,7 +30,9 @@ KFD_FOLDER: Final = "class/kfd/kfd/proc"
 KFD_FILE_PREFIX: Final = "vram_"
 DRI_FOLDER: Final = "/dev/dri/"
 
-ProcessTable = Mapping[str, tuple[GpuProcess, ...]]
+GpuProcesses = tuple[GpuProcess, ...]
+
+ProcessTable = Mapping[str, GpuProcesses]
 """Processes by the id of their KFD node, or by the PCI address of their card."""
 
 
@@ -171,13 +173,13 @@ class ReadContext:
             self._peaks[uuid].add(self._now, memory.used_bytes)
         return self._peaks[uuid].highest_bytes(self._now)
 
-    def list_on_node(self, node: KfdNode) -> tuple[GpuProcess, ...] | None:
+    def list_on_node(self, node: KfdNode) -> GpuProcesses | None:
         """Return the processes on a node of KFD, None where they cannot be known."""
         if self._by_node is None:
             return None
         return self._by_node.get(str(node.gpu_id), ())
 
-    def list_on_card(self, card: Card) -> tuple[GpuProcess, ...] | None:
+    def list_on_card(self, card: Card) -> GpuProcesses | None:
         """Return the processes on a card without partitions, None where they cannot be known."""
         if card.nodes and self._by_node is not None:
             return self.list_on_node(card.nodes[0])
@@ -201,7 +203,7 @@ class ReadContext:
         """The processes by the id of their KFD node; None where KFD lists none."""
         if self._kfd_pids is None:
             return None
-        table: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
+        table: defaultdict[str, GpuProcesses] = defaultdict(tuple)
         for pid in self._kfd_pids:
             folder = f"{self._sys}/{KFD_FOLDER}/{pid}"
             for name in list_names(folder):
@@ -229,7 +231,7 @@ class ReadContext:
         pids = self._kfd_pids
         if pids is None:
             pids = [name for name in list_names(str(self.proc)) if name.isdecimal()]
-        table: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
+        table: defaultdict[str, GpuProcesses] = defaultdict(tuple)
         is_any_hidden = False
         for pid in pids:
             try:
@@ -267,10 +269,10 @@ def _read_open_cards(process: str) -> dict[str, int]:
 
 def _parse_kib(text: str) -> int | None:
     """Return the number of a size such as `1024 KiB`; None for any other text."""
-    words = text.split()
-    if words[1:2] != ["KiB"] or not words[0].isdecimal():
+    number, _, unit = text.partition(" ")
+    if unit.split()[:1] != ["KiB"] or not number.isdecimal():
         return None
-    return int(words[0])
+    return int(number)
 
 
 def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:

@@ -28,6 +28,9 @@ from vllm_headroom.vocabulary import Reason
 log = Log(__name__)
 T = TypeVar("T")
 
+DeviceFact = tuple[str, str]
+"""The UUID of a GPU or MIG instance, and the name of a fact about it."""
+
 PAGE_BYTES: Final = 2 * MIB
 """A device's memory is allocated in pieces of this size: less is no change."""
 
@@ -102,8 +105,8 @@ class Session:
         self.xids = Xids()
         self.peaks: defaultdict[str, Peak] = defaultdict(Peak)
         """By the UUID of a GPU or MIG instance; kept when NVML is opened again."""
-        self._refusals: dict[tuple[str, str], int | None] = {}
-        """The code of the first refusal by UUID and fact, None where the fact was provided once."""
+        self._refusals: dict[DeviceFact, int | None] = {}
+        """The code of the first refusal, None where the fact was provided once."""
         self._is_initialised = False
         self._has_logged_v1 = False
 
@@ -187,7 +190,9 @@ class Session:
 
     def forget(self, uuid: str) -> None:
         """Forget the answers and the peak of a device that is gone."""
-        self._refusals = {key: code for key, code in self._refusals.items() if key[0] != uuid}
+        for device_uuid, fact in tuple(self._refusals):
+            if device_uuid == uuid:
+                del self._refusals[device_uuid, fact]
         self.peaks.pop(uuid, None)
 
     def is_unsupported(self, uuid: str, fact: str) -> bool:
@@ -256,6 +261,7 @@ class NvmlDevice:
 
     def _open(self) -> GpuPart:
         query = self._session.query
+        # These two raise where the device does not open.
         handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
         uuid = pynvml.nvmlDeviceGetUUID(handle)
         name = query(uuid, "name", pynvml.nvmlDeviceGetName, handle) or ""
@@ -323,7 +329,8 @@ class NvmlDevice:
             return None
         # A library that shares GPUs can report less than zero (Project-HAMi/HAMi-core#200): then
         # no value is reliable.
-        if max(info.used, info.free) > info.total or info.total > MAX_DEVICE_BYTES:
+        is_overflown = max(info.used, info.free) > info.total
+        if is_overflown or info.total > MAX_DEVICE_BYTES:
             return None
         session.peaks[part.uuid].add(session.monotonic(), info.used)
         has_reserved = session.memory_version is not None and info.reserved <= info.total
@@ -393,6 +400,7 @@ class NvmlDevice:
             "nvmlDeviceGetComputeRunningProcesses_v3",
             is_essential=is_essential,
         )
+        # MPS is asked about only where something computes: each list is costly.
         if not processes:
             return processes
         clients = self._query(

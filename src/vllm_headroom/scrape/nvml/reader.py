@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -24,6 +24,9 @@ from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker, capture_outcome
 
 T = TypeVar("T")
+
+GpuOutcome = tuple[GpuReading, ...] | Failure
+"""The readings of a GPU, one for each MIG instance, or why it cannot be read."""
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
 """Between the first two inits of a failed driver; each further pause is twice as long."""
@@ -176,7 +179,7 @@ class Nvml:
         return GpuReadings(driver_version=self._session.driver_version, devices=readings)
 
     def _complete(
-        self, outcomes: list[tuple[NvmlDevice, tuple[GpuReading, ...] | Failure]]
+        self, outcomes: Collection[tuple[NvmlDevice, GpuOutcome]]
     ) -> tuple[GpuReading, ...]:
         """Return the readings, with failed ones for each part that was not read or is missing."""
         missing_uuids = self._remember_parts(device for device, _ in outcomes)
@@ -210,7 +213,8 @@ class Nvml:
             opened_uuids.add(uuid)
             previous_parts = self._parts.pop(uuid, (device.gpu,))
             self._parts[uuid] = device.parts or previous_parts
-        self._parts = dict(tuple(self._parts.items())[-MAX_GPUS:])
+        for uuid in tuple(self._parts)[:-MAX_GPUS]:
+            del self._parts[uuid]
         return sorted(self._parts.keys() - opened_uuids)
 
     def _find_uuid(self, missing_uuids: Iterable[str], index: int) -> str | None:
@@ -336,7 +340,8 @@ class Lane:
             returned = await self._call_until_stuck(pending, limit_seconds, deadline)
             outcomes.update(zip(pending, returned, strict=False))
             # The call after those that returned, if any, is the one that is stuck.
-            pending = dict(tuple(pending.items())[len(returned) + 1 :])
+            for subject in tuple(pending)[: len(returned) + 1]:
+                del pending[subject]
         return outcomes
 
     async def _call_until_stuck(

@@ -13,6 +13,9 @@ Handle = Any
 XidKind = tuple[int, int]
 """An XID and the MIG instance of the GPU that it is about."""
 
+XidCounts = tuple[tuple[int, int], ...]
+"""Pairs of XID and count."""
+
 MAX_EVENTS: Final = 64
 """Per poll, so that many events do not keep the thread from reading memory."""
 
@@ -79,8 +82,8 @@ class Xids:
             kind = OTHER_KIND
         counts[kind] += 1
 
-    def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> tuple[tuple[int, int], ...]:
-        """Return pairs of XID and count, of a GPU or of one of its MIG instances.
+    def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> XidCounts:
+        """Return the counts of a GPU or of one of its MIG instances, sorted.
 
         An event without an instance counts for each of them.
         """

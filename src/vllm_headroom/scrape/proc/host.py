@@ -235,11 +235,13 @@ def read_cpu_pressure(proc: Path) -> float | None:
 
 def _read_pressure(path: Path, window: bytes) -> float | None:
     """Return the share of the window in which at least one task waited; None where unknown."""
+    # The first line is that of "some" tasks, the second that of all.
+    _, _, following = _read(path).partition(window)
     try:
-        # The first line is that of "some" tasks, the second that of all.
-        ratio = float(_read(path).partition(window)[2].split()[0]) / 100
+        percent = float(following.split()[0])
     except (ValueError, IndexError):
         return None
+    ratio = percent / 100
     return round(ratio, 4) if 0 <= ratio <= 1 else None
 
 
@@ -299,13 +301,16 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
     if shm is not None:
         return shm
     own_path = Path("/", SHM_FOLDER)
-    mountinfo = _read(proc / str(pid) / "mountinfo").decode(errors="replace")
-    mounts = [line.split(" ") for line in mountinfo.splitlines()]
+    mountinfo = _read(proc / str(pid) / "mountinfo")
+    lines = mountinfo.decode(errors="replace").splitlines()
+    mounts = [line.split(" ") for line in lines]
     # Fields 3 and 5 are the device and the path; the last mount of a path hides the earlier ones.
     devices = [fields[2] for fields in mounts if fields[4] == str(own_path)]
     try:
         own_device = own_path.stat().st_dev
     except OSError:
         return None
-    is_same = bool(devices) and devices[-1] == f"{os.major(own_device)}:{os.minor(own_device)}"
-    return read_shm(own_path) if is_same else None
+    own_name = f"{os.major(own_device)}:{os.minor(own_device)}"
+    if not devices or devices[-1] != own_name:
+        return None
+    return read_shm(own_path)

@@ -215,10 +215,12 @@ class Processes:
         if has_changed or page != self._page:
             self._page = page
             self._find_engine()
-        measured = (
-            self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items())
-        )
-        return tuple(process for process in measured if process is not None)
+        processes = []
+        for pid, role in sorted(self._roles.items()):
+            process = self._measure(self._entries[pid], role)
+            if process is not None:
+                processes.append(process)
+        return tuple(processes)
 
     def _scan(self, pids: frozenset[int]) -> bool:
         """Read new processes and a share of the others; return whether any has changed.

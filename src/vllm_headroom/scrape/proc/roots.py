@@ -133,7 +133,10 @@ def choose_roots(
     ray_actors = tuple(pid for pid in tops if _is_ray_actor(entries[pid]))
     # Ray's actors descend from Ray, not from their engine, so no engine is grouped from them.
     engines = _group_engines(entries, [pid for pid in tops if pid not in ray_actors])
-    candidates = [_describe_candidate(entries, roots, find_served(roots[0])) for roots in engines]
+    candidates = []
+    for roots in engines:
+        served_port = find_served(roots[0])
+        candidates.append(_describe_candidate(entries, roots, served_port))
 
     ranks = [_rank_candidate(candidate, page, previous) for candidate in candidates]
     best_rank = max(ranks, default=NO_EVIDENCE)
@@ -206,7 +209,10 @@ def _choose_none(
 
 
 def _list_root_processes(candidates: Iterable[Candidate]) -> frozenset[ProcIdentity]:
-    return frozenset[ProcIdentity]().union(*(candidate.root_processes for candidate in candidates))
+    root_processes: set[ProcIdentity] = set()
+    for candidate in candidates:
+        root_processes |= candidate.root_processes
+    return frozenset(root_processes)
 
 
 def _find_tops(entries: ProcEntries) -> list[int]:
@@ -345,8 +351,11 @@ def add_descendants(entries: ProcEntries, pids: Collection[int]) -> frozenset[in
     """Return the pids with those of all processes below them."""
     if not pids:
         return frozenset()
-    descendants = [pid for pid in entries if not list_ancestors(entries, pid).isdisjoint(pids)]
-    return frozenset(descendants).union(pid for pid in pids if pid in entries)
+    family = {pid for pid in pids if pid in entries}
+    for pid in entries:
+        if not list_ancestors(entries, pid).isdisjoint(pids):
+            family.add(pid)
+    return frozenset(family)
 
 
 def find_orphans(
@@ -373,7 +382,8 @@ def find_orphans(
         root = survivors.get(pid)
         if root is None:
             continue
-        if root.parent_pid == engine[pid].parent_pid or root.role is Role.API_SERVER:
+        has_program = root.parent_pid == engine[pid].parent_pid
+        if has_program or root.role is Role.API_SERVER:
             running_roots.add(pid)
 
     has_server = _has_api_server(survivors, survivors)

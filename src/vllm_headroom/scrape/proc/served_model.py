@@ -92,7 +92,9 @@ class ServedModel:
         return self.find(processes)
 
     def _has_failed(self) -> bool:
-        return self._reading is not None and self._reading.done() and self._reading.result() is None
+        if self._reading is None or not self._reading.done():
+            return False
+        return self._reading.result() is None
 
     def _read(self, run: ServedRun) -> ModelConfiguration | None:
         """Return what the first configuration found gives; None where there is none to read."""

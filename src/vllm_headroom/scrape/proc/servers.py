@@ -119,8 +119,9 @@ _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 def find_role(command: Command) -> Role | None:
     """Return the role of a title or a server's command line; None for any other process."""
-    if command[0].startswith(_TITLES):
-        return next(role for title, role in _TITLE_ROLES if command[0].startswith(title))
+    program = command[0]
+    if program.startswith(_TITLES):
+        return next(role for title, role in _TITLE_ROLES if program.startswith(title))
     return Role.API_SERVER if find_server(command) else None
 
 
@@ -131,7 +132,9 @@ def find_server(command: Command) -> ServerKind | None:
         return None
     if _INTERPRETER.fullmatch(_strip_folder(command[0])):
         command = _strip_interpreter(command)
-    program_and_subcommand = f"{_strip_folder(command[0])} {' '.join(command[1:2])} "
+    program = _strip_folder(command[0])
+    subcommand = command[1] if len(command) > 1 else ""
+    program_and_subcommand = f"{program} {subcommand} "
     for server in SERVERS:
         if server.scripts and command[0].endswith(server.scripts):
             return server

@@ -26,18 +26,21 @@ _MAX_KINDS: Final = 1000
 _OTHER_FILES: Final = "other files"
 """The kind of mapped files beyond that number."""
 
+KindSizes = dict[str, int]
+"""Bytes by the kind of mapping."""
+
 _MAX_SECONDS: Final = 5.0
 """For one process: 40,000 mappings, of 25 lines each, take a second."""
 
 
-def read_mappings(proc: Path, pid: int) -> dict[str, int] | None:
+def read_mappings(proc: Path, pid: int) -> KindSizes | None:
     """Return the resident bytes of each kind of mapping, and all that is `swapped out`.
 
     The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `stack` and the name of each mapped
     file: a library's own private memory is in its name. None where the file is not readable or
     takes too long. The kernel locks the process's mappings only while it writes a page of text.
     """
-    sizes_bytes: dict[str, int] = {}
+    sizes_bytes: KindSizes = {}
     kind = ""
     deadline = time.monotonic() + _MAX_SECONDS
     try:
@@ -70,12 +73,14 @@ def _find_kind(path: str) -> str:
     return "anonymous mmap"
 
 
-def find_growth(earlier: dict[str, int], later: dict[str, int]) -> dict[str, int]:
+def find_growth(earlier: KindSizes, later: KindSizes) -> KindSizes:
     """Return by how many bytes each kind has grown or shrunk, the largest growth first.
 
     Kinds of unchanged size are left out.
     """
-    changes_bytes = {kind: later.get(kind, 0) - earlier.get(kind, 0) for kind in earlier | later}
-    changed_kinds = [kind for kind, change_bytes in changes_bytes.items() if change_bytes]
-    changed_kinds.sort(key=lambda kind: -changes_bytes[kind])
-    return {kind: changes_bytes[kind] for kind in changed_kinds}
+    changes_bytes: KindSizes = {}
+    for kind in earlier | later:
+        change_bytes = later.get(kind, 0) - earlier.get(kind, 0)
+        if change_bytes:
+            changes_bytes[kind] = change_bytes
+    return dict(sorted(changes_bytes.items(), key=lambda change: -change[1]))
