@@ -54,9 +54,7 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     if not reports:
         return None
     sums = _sum_up(reports)
-    memory = gpu.reading.memory
-    largest_bytes = max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0)
-    if memory is not None and largest_bytes > memory.total_bytes:
+    if _exceeds_device(sums, gpu):
         return None
     sizes = [report.allocator.total_bytes for report in reports]
     ledger = build_ledger(sums, gpu.held_bytes)
@@ -66,6 +64,14 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
         reserved_bytes=sums.reserved,
         parts=tuple((part, ledger[part]) for part in MemoryPart if part in ledger),
     )
+
+
+def _exceeds_device(sums: Sums, gpu: Gpu) -> bool:
+    """Return whether the processes report more than the GPU has; False where that is unknown."""
+    if gpu.reading.memory is None:
+        return False
+    largest_bytes = max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0)
+    return largest_bytes > gpu.reading.memory.total_bytes
 
 
 class ProbedDevice(NamedTuple):
