@@ -328,7 +328,7 @@ class LeakReplay:
             return
         if status.event is not None:
             self.events.append(status.event)
-        for engine, ratio in status.stranded:
+        for engine, ratio in status.stranded_ratios:
             self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
 
     def _note_residue(self, sample: Sample) -> None:

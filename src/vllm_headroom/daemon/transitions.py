@@ -112,8 +112,8 @@ class Transitions:
             log.info("derivation works again", derivation=name)
 
     def _report_engine(self, status: EngineStatus) -> None:
-        if self._engine_state is not None and status.ended is not None:
-            log.warning("engine exited", reason=str(status.ended), restarts=status.restarts)
+        if self._engine_state is not None and status.exit_reason is not None:
+            log.warning("engine exited", reason=str(status.exit_reason), restarts=status.restarts)
         if status.state is self._engine_state:
             return
         is_alarming = status.state in (EngineState.DOWN, EngineState.STALLED)

@@ -15,7 +15,7 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     """
     if snapshot.engine_status is None or not snapshot.devices:
         return snapshot
-    engine_uuids = {uuid for uuid, _ in snapshot.engine_status.first_rooms}
+    engine_uuids = {uuid for uuid, _ in snapshot.engine_status.first_room_bytes}
     missing_uuids = sorted(engine_uuids - {gpu.reading.uuid for gpu in snapshot.devices})
     if not missing_uuids:
         return snapshot

@@ -98,6 +98,6 @@ def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
         samples.append(Sample(catalog.ENGINE_EXITS, (str(reason),), float(count)))
     if status.progress_age_seconds is not None:
         samples.append(Sample(catalog.ENGINE_PROGRESS_AGE, (), status.progress_age_seconds))
-    for labels, ratio in status.stranded:
+    for labels, ratio in status.stranded_ratios:
         samples.append(Sample(catalog.ENGINE_KV_STRANDED, labels, ratio))
     return tuple(samples)

@@ -79,7 +79,7 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
     """Return what is held now of each GPU that the sleep gave something back of, by UUID."""
     status = snapshot.engine_status
-    bytes_to_wake = {} if status is None else dict(status.to_wake)
+    bytes_to_wake = {} if status is None else dict(status.wake_bytes)
     residues_bytes: dict[str, int] = {}
     for gpu in snapshot.owned_gpus:
         if gpu.held_bytes is None:

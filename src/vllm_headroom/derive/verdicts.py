@@ -388,7 +388,7 @@ def _judge_quiet_gpu(
         free_parts.append(f"{format_size(free_bytes)} are free")
     wake_bytes = 0
     if status is not None:
-        wake_bytes = dict(status.to_wake).get(uuid, 0)
+        wake_bytes = dict(status.wake_bytes).get(uuid, 0)
 
     trouble = _find_trouble(
         labels,
@@ -459,7 +459,7 @@ def _find_low_memory(
     uuid = labels[1]
     first_free_bytes = 0
     if status is not None:
-        first_free_bytes = dict(status.first_rooms).get(uuid, 0)
+        first_free_bytes = dict(status.first_room_bytes).get(uuid, 0)
     is_low = free_bytes < min(LOW_BYTES, LOW_SHARE * first_free_bytes)
     if not is_low and free_bytes >= wake_bytes:
         return None
@@ -704,11 +704,11 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     """Yield the verdict on the engine's state, then those on a crash loop and a stranded cache."""
     yield _judge_engine_state(snapshot, values)
     status = snapshot.engine_status
-    if status is not None and status.recent_ends >= CRASH_LOOP_EXITS:
+    if status is not None and status.recent_exits >= CRASH_LOOP_EXITS:
         yield Verdict(
             subject="engine",
             level=Level.ALARM,
-            sentence=f"The engine ended {status.recent_ends} times in the last 90 minutes.",
+            sentence=f"The engine ended {status.recent_exits} times in the last 90 minutes.",
             alert="HeadroomEngineCrashLoop",
             situation=Situation.CRASH_LOOP,
         )

@@ -139,7 +139,7 @@ def _find_number(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the number that matters in a situation, and its caption; empty where none is known."""
     status = None if view.snapshot is None else view.snapshot.engine_status
     if worst.situation is Situation.CRASH_LOOP and status is not None:
-        return f"{status.recent_ends} exits", "in the last 90 minutes"
+        return f"{status.recent_exits} exits", "in the last 90 minutes"
     if worst.situation in TIME_LEFT_METRICS:
         time_left, earliest_time_left = TIME_LEFT_METRICS[worst.situation]
         left_seconds = min(view.values.find_all(time_left).values(), default=None)

@@ -227,21 +227,21 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     exits: tuple[tuple[ExitReason, int], ...] = ()
     event: Ending | None = None
     """The exit or the stall since the last tick, None without one."""
-    recent_ends: int = 0
+    recent_exits: int = 0
     """The exits in the last 90 minutes."""
     progress_age_seconds: float | None = None
     """The time without progress; None without work."""
-    stranded: tuple[tuple[tuple[str, str], float], ...] = ()
+    stranded_ratios: tuple[tuple[tuple[str, str], float], ...] = ()
     """The share of the KV cache that no request holds, by the labels of the engine."""
-    to_wake: tuple[tuple[str, int], ...] = ()
+    wake_bytes: tuple[tuple[str, int], ...] = ()
     """The bytes that a sleeping engine needs to wake, by the UUID of the GPU."""
-    first_rooms: tuple[tuple[str, int], ...] = ()
+    first_room_bytes: tuple[tuple[str, int], ...] = ()
     """The free memory when this run became ready, by the UUID of the GPU."""
     first_host_room_bytes: int | None = None
     """The free memory of the host when this run became ready."""
     hang_signs: tuple[HangSign, ...] = ()
 
     @property
-    def ended(self) -> ExitReason | None:
+    def exit_reason(self) -> ExitReason | None:
         """Why a run ended since the last tick, None if none did."""
         return None if self.event is None else self.event.reason

@@ -307,7 +307,9 @@ class TraceHistory:
             for key, one in engines.items()
         ):
             self._since, self._engines, self._gpus = self._now, {}, {}
-        stranded = {} if snapshot.engine_status is None else dict(snapshot.engine_status.stranded)
+        stranded = (
+            {} if snapshot.engine_status is None else dict(snapshot.engine_status.stranded_ratios)
+        )
         for key, engine in engines.items():
             self._engines.setdefault(key, EngineHistory(*key)).step(
                 engine, seconds, stranded.get(key)
@@ -350,7 +352,9 @@ class TraceHistory:
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
         running = count_running(snapshot.page)
-        ended = snapshot.engine_status is not None and snapshot.engine_status.ended is not None
+        ended = (
+            snapshot.engine_status is not None and snapshot.engine_status.exit_reason is not None
+        )
         serving = (
             self._watch.engine.runs.present.is_ready and is_page_awake(snapshot.page) is not False
         )

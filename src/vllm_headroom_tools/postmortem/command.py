@@ -81,7 +81,7 @@ class EndFollower:
             reason = None
             age_seconds = None if status is None else status.progress_age_seconds
         elif reason is None and status is not None:
-            reason = status.ended
+            reason = status.exit_reason
         return build_ending(
             previous.record,
             run,
@@ -95,7 +95,7 @@ class EndFollower:
     def _note_leaks(self, snapshot: Snapshot) -> None:
         """Note the leak detector's verdicts while the run is in service."""
         status = snapshot.engine_status
-        if status is not None and (status.ended or not self.replay.engine.record.gpus):
+        if status is not None and (status.exit_reason or not self.replay.engine.record.gpus):
             self._leaks = {}
         if not snapshot.in_service:
             return

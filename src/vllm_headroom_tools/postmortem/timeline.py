@@ -63,7 +63,7 @@ class Timeline:
         self._moments.append((seconds, sentence))
 
     def _add_state(self, now: float, status: EngineStatus) -> None:
-        if status.ended is not None:
+        if status.exit_reason is not None:
             self._add(now, "the engine exited")
         if self._state is None:
             self._add(now, f"the record begins: {STATE_SENTENCES[status.state]}")

@@ -21,7 +21,7 @@ def unopened(index: int) -> Gpu:
 
 
 def seen(*gpus: Gpu, had: tuple[str, ...]) -> Snapshot:
-    life = EngineStatus(state=EngineState.SERVING, first_rooms=tuple((uuid, 5) for uuid in had))
+    life = EngineStatus(state=EngineState.SERVING, first_room_bytes=tuple((uuid, 5) for uuid in had))
     return replace(snapshot(gpus=gpus), engine_status=life)
 
 

@@ -29,7 +29,7 @@ class Night:
         told = page(engine(awake=awake, started_at_seconds=started)) if engines is None else engines
         seen = snapshot(at=self.at, engines=told, gpus=self.gpus(held))
         if to_wake is not None:
-            seen = replace(seen, engine_status=EngineStatus(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
+            seen = replace(seen, engine_status=EngineStatus(state=EngineState.ASLEEP, wake_bytes=(("GPU-a", to_wake),)))
         self._state, samples = derive_sleep(self._state, seen)
         return values(samples, catalog.SLEEP_RESIDUE).get(("0", "GPU-a"))
 

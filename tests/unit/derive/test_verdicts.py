@@ -214,7 +214,8 @@ def test_an_engine_that_served_and_whose_exit_cannot_be_counted_has_been_seen() 
 def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
     def said(free_mib: int, first_mib: int) -> tuple[Level, str | None]:
         at = replace(
-            seen(), engine_status=EngineStatus(state=EngineState.SERVING, first_rooms=((A_GPU[1], first_mib * MIB),))
+            seen(),
+            engine_status=EngineStatus(state=EngineState.SERVING, first_room_bytes=((A_GPU[1], first_mib * MIB),)),
         )
         found = of(
             "GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_FREE, A_GPU, float(free_mib * MIB)), at=at
@@ -396,7 +397,7 @@ def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float
 
 def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
     def said(ends: int) -> list[tuple[Level, str | None]]:
-        at = replace(seen(), engine_status=EngineStatus(state=EngineState.SERVING, recent_ends=ends))
+        at = replace(seen(), engine_status=EngineStatus(state=EngineState.SERVING, recent_exits=ends))
         return [(each.level, each.alert) for each in judge_snapshot(at, Values(())) if each.subject == "engine"]
 
     assert said(2) == [(Level.GOOD, None)]
@@ -509,7 +510,7 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     ],
 )
 def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, level: Level, says: str) -> None:
-    at = replace(seen(), engine_status=EngineStatus(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
+    at = replace(seen(), engine_status=EngineStatus(state=EngineState.ASLEEP, wake_bytes=(("GPU-a", to_wake),)))
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB), at=at)
 
@@ -518,7 +519,9 @@ def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, lev
 
 
 def test_where_little_is_free_it_is_still_said_what_waking_lacks() -> None:
-    life = EngineStatus(state=EngineState.ASLEEP, to_wake=(("GPU-a", 9 * GIB),), first_rooms=(("GPU-a", 5 * GIB),))
+    life = EngineStatus(
+        state=EngineState.ASLEEP, wake_bytes=(("GPU-a", 9 * GIB),), first_room_bytes=(("GPU-a", 5 * GIB),)
+    )
     at = replace(seen(), engine_status=life)
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 256.0 * MIB), at=at)
@@ -534,7 +537,7 @@ OTHERS: Final = Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 3.0 * GIB)
 STRANDED: Final = Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)
 GROWS: Final = state(LeakState.GROWING)
 HOST_LEAKS: Final = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("engine_core",))
-LOOPS: Final = replace(seen(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=True, recent_ends=3))
+LOOPS: Final = replace(seen(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=True, recent_exits=3))
 UNREAD: Final = replace(seen(), gpus=failure(Source.NVML))
 
 

@@ -115,7 +115,7 @@ def test_a_healthy_engine_shows_the_least_free_memory_and_nothing_to_do() -> Non
 
 
 def test_a_crash_loop_shows_how_often_the_engine_exited() -> None:
-    looping = replace(snapshot(), engine_status=EngineStatus(state=EngineState.STARTING, recent_ends=4))
+    looping = replace(snapshot(), engine_status=EngineStatus(state=EngineState.STARTING, recent_exits=4))
 
     assert "<b>4 exits <small>in the last 90 minutes</small></b>" in render_page(view(at=looping))
 

@@ -137,7 +137,7 @@ def test_sources_that_fail_end_no_run_and_begin_none(stages: tuple[Stage, ...], 
 
         assert {each.state for each in lives} <= {before.state, EngineState.UNKNOWN}
         assert lives[-1].state is before.state
-        counts = {(exits(each), each.restarts, each.ended) for each in lives}
+        counts = {(exits(each), each.restarts, each.exit_reason) for each in lives}
         assert counts == {(exits(before), before.restarts, None)}
 
 

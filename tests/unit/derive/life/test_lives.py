@@ -37,7 +37,7 @@ def test_an_end_counts_for_90_minutes_and_one_that_is_dated_ahead_does_not() -> 
     ends = (watch.at - 5401.0, watch.at - 5399.0, watch.at, watch.at + 1.0)
     watch.state = EngineMemory(runs=EngineRuns(ends_seconds=tuple(BEGAN + seconds for seconds in ends)))
 
-    assert watch.look(working(10), after=0.0).recent_ends == 2
+    assert watch.look(working(10), after=0.0).recent_exits == 2
 
 
 def test_the_reasons_that_can_be_known_are_counted_from_zero() -> None:
@@ -72,9 +72,9 @@ def test_a_loop_of_crashes_while_loading_is_counted_though_no_page_was_ever_seen
 
     assert watch.look(REFUSED, processes=()).restarts == 2
     life = watch.look(REFUSED)
-    assert (exits(life), life.recent_ends) == ({ExitReason.GONE: 3}, 3)
+    assert (exits(life), life.recent_exits) == ({ExitReason.GONE: 3}, 3)
     life = watch.look(REFUSED, after=90 * 60.0)
-    assert (exits(life), life.recent_ends) == ({ExitReason.GONE: 3}, 0)
+    assert (exits(life), life.recent_exits) == ({ExitReason.GONE: 3}, 0)
 
 
 def test_a_life_that_came_within_one_gap_replaced_the_last_one() -> None:

@@ -55,16 +55,16 @@ def test_what_an_idle_engine_still_holds_is_stranded_after_a_minute(held: float)
     watch, idle = serving(), working(20, running=0.0, kv_used_ratio=held)
     watch.look(idle)
 
-    assert watch.look(idle, after=IDLE_SECONDS - 1).stranded == ()
-    assert watch.look(idle, after=1).stranded == ((AN_ENGINE, held),)
-    assert watch.look(working(20, running=1.0, kv_used_ratio=held)).stranded == ()
+    assert watch.look(idle, after=IDLE_SECONDS - 1).stranded_ratios == ()
+    assert watch.look(idle, after=1).stranded_ratios == ((AN_ENGINE, held),)
+    assert watch.look(working(20, running=1.0, kv_used_ratio=held)).stranded_ratios == ()
 
 
 def test_under_load_the_lowest_of_the_last_counts_of_the_probe_is_stranded() -> None:
     watch = serving()
 
     def stranded(ratio: float | None) -> tuple[object, ...]:
-        return watch.look(working(20, running=8.0, kv_used_ratio=0.7, kv_stranded_ratio=ratio)).stranded
+        return watch.look(working(20, running=8.0, kv_used_ratio=0.7, kv_stranded_ratio=ratio)).stranded_ratios
 
     assert [stranded(ratio) for ratio in (0.2, 0.2, 0.2)] == [(), (), ()]
     assert [stranded(ratio) for ratio in (0.9, 0.3)] == [((AN_ENGINE, 0.2),)] * 2
@@ -77,7 +77,7 @@ def test_what_is_not_known_is_not_stranded(known: dict[str, float | None]) -> No
     watch = serving()
     watch.look(unknown)
 
-    assert watch.look(unknown, after=3600).stranded == ()
+    assert watch.look(unknown, after=3600).stranded_ratios == ()
 
 
 def test_a_request_that_waits_keeps_it_from_being_stranded() -> None:
@@ -85,7 +85,7 @@ def test_a_request_that_waits_keeps_it_from_being_stranded() -> None:
     watch = serving()
     watch.look(waiting)
 
-    assert watch.look(waiting, after=3600).stranded == ()
+    assert watch.look(waiting, after=3600).stranded_ratios == ()
 
 
 IDLE = working(20, running=0.0)
