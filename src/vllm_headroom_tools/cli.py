@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from msgspec import Struct
 
@@ -21,6 +21,8 @@ from vllm_headroom_tools.early import pause_collection
 from vllm_headroom_tools.options import BadOptions, Parser, Printed
 from vllm_headroom_tools.terminal import render_line
 from vllm_headroom_tools.trace import BadInput
+
+T = TypeVar("T")
 
 PROGRAM: Final = "vllm-headroom"
 
@@ -187,7 +189,7 @@ def _read_version() -> str:
     return f"{PROGRAM} {metadata.version(PROGRAM)}"
 
 
-def _await(coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whatever the command answers
+def _await(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine on uvloop, which is left open."""
     import asyncio  # noqa: PLC0415 - commands that wait for nothing need no loop
 

@@ -141,7 +141,7 @@ def page_url(example: str) -> Value[str]:
     )
 
 
-class BadOptions(Exception):  # noqa: N818 - it says what was given, which is all the operator needs to know
+class BadOptions(Exception):  # noqa: N818 - it describes what was given
     """Options that cannot be used; `lines` has exactly one line per mistake."""
 
     def __init__(self, *mistakes: str) -> None:
@@ -224,7 +224,7 @@ class Parser(argparse.ArgumentParser):
 
         The environment and a file may give them as well.
         """
-        from vllm_headroom.config import (  # noqa: PLC0415 - it needs pydantic, and most commands none
+        from vllm_headroom.config import (  # noqa: PLC0415 - most commands need no pydantic
             Settings,
             find_display,
             name_key,
@@ -265,7 +265,8 @@ class Parser(argparse.ArgumentParser):
 
     def explain(self, action: argparse.Action) -> str:
         """Return the help of an option, with its default in place."""
-        return self._get_formatter()._expand_help(action)  # noqa: SLF001 - argparse has no public way
+        formatter = self._get_formatter()
+        return formatter._expand_help(action)  # noqa: SLF001 - argparse has no public way
 
     def list_values(self, action: argparse.Action) -> list[str]:
         """Return the values of an option that takes one of a few, none of any other."""
@@ -282,6 +283,7 @@ class Parser(argparse.ArgumentParser):
         if self._begins_with_url(argv) and not positionals:
             argv = (ENGINE_URL, *argv)
         typed_options, loose_words = self._split(argv, len(positionals))
+        # From here on mistakes are collected: an operator who made three sees three lines.
         arguments, mistakes = self._check(typed_options)
         for place, word in enumerate(loose_words):
             if place < len(positionals):
@@ -298,9 +300,10 @@ class Parser(argparse.ArgumentParser):
             mistakes += self._store_settings(self._settings_class, arguments, namespace)
         mistakes += self._list_missing(typed_options)
         if mistakes:
+            # An option that was given three times would have its line three times.
             raise BadOptions(*dict.fromkeys(mistakes))
         if self._settings_class is not None and namespace.print_config:
-            from vllm_headroom_tools.sources import format_settings  # noqa: PLC0415 - it needs pydantic
+            from vllm_headroom_tools.sources import format_settings  # noqa: PLC0415 - see above
 
             raise Printed(format_settings(namespace.settings).rstrip())
         return namespace
@@ -393,8 +396,12 @@ class Parser(argparse.ArgumentParser):
         namespace: argparse.Namespace,
     ) -> Sequence[str]:
         """Store the settings in the namespace, or return a line for each mistake."""
-        from vllm_headroom.config import Settings  # noqa: PLC0415 - it needs pydantic
-        from vllm_headroom_tools.sources import CONFIG, Entry, read_settings  # noqa: PLC0415 - the same
+        from vllm_headroom.config import Settings  # noqa: PLC0415 - see above
+        from vllm_headroom_tools.sources import (  # noqa: PLC0415 - see above
+            CONFIG,
+            Entry,
+            read_settings,
+        )
 
         options = {
             argument.action.dest: Entry(argument.name, argument.text)

@@ -11,7 +11,8 @@ from vllm_headroom_tools.settings import ModelSettings
 
 def _run(arguments: Namespace) -> NoReturn:
     with pause_collection():
-        from vllm_headroom.daemon import app  # noqa: PLC0415 - --help and --print-config need no daemon
+        # --help and --print-config need no daemon.
+        from vllm_headroom.daemon import app  # noqa: PLC0415 - see above
     # What was imported stays. A full collection would look through it for 25 ms, and scrapes
     # would wait for it.
     gc.freeze()

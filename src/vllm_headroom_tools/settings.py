@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from vllm_headroom_tools.sizing.footprint import ModelShape
 
 TOKENS_DIFFER: Final = (
-    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so tokens differ in size: set"
-    " HEADROOM_KV_BYTES_PER_TOKEN to count in bytes"
+    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so tokens differ in size:"
+    " set HEADROOM_KV_BYTES_PER_TOKEN to count in bytes"
 )
 
 
@@ -31,8 +31,12 @@ class ModelFile(Struct, frozen=True, kw_only=True):
     shape: ModelShape
 
 
+# Most daemons name no model, so `sizing` is imported where it is needed.
+
+
 def _read_model_file(text: str) -> ModelFile:
-    from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - most daemons name no model
+    """Read a model's configuration, so that a bad one is a mistake in the settings."""
+    from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - see above
 
     path = parse_path(text)
     shape = read_model(path)
@@ -41,7 +45,7 @@ def _read_model_file(text: str) -> ModelFile:
     return ModelFile(path=path, shape=shape)
 
 
-Model = Annotated[
+ModelConfig = Annotated[
     InstanceOf[ModelFile],
     from_text(_read_model_file),
     PlainSerializer(lambda model: str(model.path), when_used="json"),
@@ -49,8 +53,10 @@ Model = Annotated[
 
 
 def _parse_token_bytes(path: Path) -> TokenBytes | None:
-    from vllm_headroom_tools.sizing.footprint import count_engine_bytes_per_token  # noqa: PLC0415 - as above
-    from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - as above
+    from vllm_headroom_tools.sizing.footprint import (  # noqa: PLC0415 - see above
+        count_engine_bytes_per_token,
+    )
+    from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - see above
 
     shape = read_model(path)
     return None if isinstance(shape, str) else partial(count_engine_bytes_per_token, shape)
@@ -59,7 +65,8 @@ def _parse_token_bytes(path: Path) -> TokenBytes | None:
 class ModelSettings(Settings):
     """The daemon's settings, with the model's configuration read."""
 
-    model_config_: Model | None = Settings.model_fields["model_config_"]  # type: ignore[assignment] # the same field, of another type
+    # The same setting as the daemon's, of another type.
+    model_config_: ModelConfig | None = Settings.model_fields["model_config_"]  # type: ignore[assignment]
 
     @property
     def model_shape(self) -> ModelShape | None:
@@ -68,11 +75,17 @@ class ModelSettings(Settings):
 
     @property
     def model_reader(self) -> ModelReader:
-        """How the bytes per token are found: of the configured model, else of the one that the engine serves."""
+        """How the daemon finds the bytes per token.
+
+        Those of the configured model, else those of the model that the engine serves, unless the
+        operator configured the bytes.
+        """
         if self.model_shape is None:
             is_configured = self.kv_bytes_per_token is not None
             return ModelReader(parse=None if is_configured else _parse_token_bytes)
-        from vllm_headroom_tools.sizing.footprint import count_engine_bytes_per_token  # noqa: PLC0415 - as above
+        from vllm_headroom_tools.sizing.footprint import (  # noqa: PLC0415 - see above
+            count_engine_bytes_per_token,
+        )
 
         return ModelReader(
             configured=partial(count_engine_bytes_per_token, self.model_shape),

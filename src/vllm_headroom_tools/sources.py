@@ -88,6 +88,7 @@ def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
     try:
         kind.model_validate(_list_values(entries))
     except ValidationError as error:
+        # pydantic's own texts are not shown. `error` is what our parser raised, with its reason.
         reasons = {
             details["loc"][0]: details.get("ctx", {}).get("error")
             for details in error.errors(include_input=False)
@@ -108,6 +109,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
         if name.startswith(PREFIX) and text.strip()
     }
     values = EnvSettingsSource(kind)()
+    # HEADROOM_CONFIG names the file, and is no field of the settings.
     values[CONFIG] = variables.get(name_variable(CONFIG))
     entries = {
         key: Entry(name_variable(key), value)

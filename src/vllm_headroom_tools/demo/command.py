@@ -19,7 +19,7 @@ MAX_GPUS: Final = 64
 
 
 class DemoSettings(ModelSettings):
-    """The demo's settings, and the daemon's but for those that reach an engine or the API server."""
+    """The demo's settings, and the daemon's without those for an engine or the API server."""
 
     no_options: ClassVar = frozenset(
         name

@@ -39,7 +39,8 @@ from vllm_headroom_tools.settings import ModelSettings
 ENGINE_LABELS: Final = 'model_name="simulated-8b",engine="0"'
 CACHE_CONFIG: Final = (
     f'engine="0",block_size="{BLOCK_TOKENS}",cache_dtype="auto",gpu_memory_utilization="0.92",'
-    f'kv_cache_memory_bytes="None",kv_cache_size_tokens="{CAPACITY_TOKENS}",num_gpu_blocks="{KV_BLOCKS}"'
+    f'kv_cache_memory_bytes="None",kv_cache_size_tokens="{CAPACITY_TOKENS}",'
+    f'num_gpu_blocks="{KV_BLOCKS}"'
 )
 ENGINE_DOWN: Final = Failure(
     source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="the simulated engine is down"
@@ -113,7 +114,10 @@ class SimulatedGpus(Simulated):
         super().__init__(now)
         self._count = count
 
-    async def read(self, timeout_seconds: float) -> GpuReadings:  # noqa: ARG002 - it never takes long
+    async def read(
+        self,
+        timeout_seconds: float,  # noqa: ARG002 - it never takes long
+    ) -> GpuReadings:
         """Return one reading of each."""
         world = self._look()
         used_bytes = world.used_bytes
@@ -240,7 +244,7 @@ SIMULATED: Final = "everything here is simulated, no GPU and no vLLM is read"
 
 
 def bind_world(world: World, clock: Clock) -> Callable[[], World]:
-    """Return a function that brings the world, whose time begins now, to the present and returns it."""
+    """Return a function that brings the world, whose time begins now, to the present."""
     began = clock.monotonic()
 
     def now() -> World:
