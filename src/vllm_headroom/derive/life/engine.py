@@ -102,6 +102,7 @@ def update_engine(memory: EngineMemory, snapshot: Snapshot) -> tuple[EngineMemor
     absence = update_absence(memory.absence, evidence)
     symptom = read_symptom(evidence, runs, progress, absence)
     state = find_next_state(memory.state, symptom)
+    # An exit explains the stall that it ends, and a stall that goes on is one event.
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
         event = _build_stall(memory.record, runs.present, snapshot, progress.age_seconds)
@@ -163,6 +164,7 @@ def update_runs(
         )
     if run is not None and not run.has_ended:
         return replace(runs, newest=_update_run(run, evidence)), ending
+    # Only a page or a process shows that another run has begun.
     if evidence.answer is not PageAnswer.GIVEN and evidence.presence is not Presence.THERE:
         return replace(runs, newest=run), ending
     if run is not None:
@@ -326,6 +328,7 @@ def _describe_engine(
     age_seconds = memory.progress.age_seconds
     run = runs.present
     state = memory.state
+    # After the end of a run its memory is freed, which a leak detector must not see.
     is_over = state is EngineState.DOWN or bool(run.lost_roles)
     is_asleep = state is EngineState.ASLEEP
     hang_signs: tuple[HangSign, ...] = ()

@@ -251,6 +251,7 @@ def _judge_held_memory(
     for gpu in gpus:
         if gpu.held_bytes is not None and gpu.reading.memory is not None:
             total_bytes += gpu.reading.memory.total_bytes
+    # Nobody's name is on GPU memory: what a context or the rest of a model takes proves nothing.
     empty_bytes = max(OCCUPIED_RATIO * total_bytes, LOADED_RATIO * run.most_held_bytes)
     if sum(held_bytes.values()) > empty_bytes:
         return Presence.THERE

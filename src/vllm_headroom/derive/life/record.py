@@ -173,6 +173,7 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
     """
     if run.lost_roles:
         return record.gpus
+    # The first page of this record: a sidecar that restarts begins with the next one.
     begins_to_serve = snapshot.page is not None and not record.page.has_answered
     sampled = {}
     for gpu in snapshot.owned_gpus:
@@ -224,6 +225,7 @@ def _add_extremes(
 ) -> tuple[MemoryExtremes, ...]:
     """Return the slots of the last minutes with a sample, which may belong to the last slot."""
     now = sample.newest_seconds
+    # Time may step back in a trace: a slot begins then too.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
         return (*slots[:-1], _merge_extremes(slots[-1], sample))
     oldest_seconds = now - BURST_SECONDS - END_SECONDS
@@ -420,6 +422,7 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
         for slot in (gpu.first, *gpu.slots)
         if oldest_seconds <= slot.newest_seconds < end_begin_seconds
     ]
+    # A record that began in the last minute and a half has its first sample only.
     if not earlier_slots and gpu.first.newest_seconds >= oldest_seconds:
         earlier_slots = [gpu.first]
     return _find_most(slot.most_held_bytes for slot in earlier_slots)
@@ -442,6 +445,7 @@ def build_ending(
     now = snapshot.monotonic_seconds
     is_exit = kind is IncidentKind.ENDED
     lost_processes = _list_lost_at_end(record, run, snapshot, kind)
+    # Without a necessary process there is no progress either: that is a crash, and no hang.
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
         hung_seconds = progress_age_seconds or now - _find_silence(record)
