@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec.structs import asdict
 
 from vllm_headroom_tools.advise.facts import Facts, Origin
-from vllm_headroom_tools.advise.finding import Change
+from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import Assessment, judge
@@ -29,153 +29,179 @@ from vllm_headroom_tools.trace import BadInput, read_trace
 from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
-def build_report(answer: Assessment) -> Report:
+def build_report(assessment: Assessment) -> Report:
     """Return the report; bytes, seconds, ratios and tokens, null where unknown."""
-    advised = [
+    findings = [
         Finding(
-            each.cause, Conclusion.NOT_GOOD, each.summary, tuple(map(write_advice, each.changes))
+            advice.cause,
+            Conclusion.NOT_GOOD,
+            advice.summary,
+            tuple(write_advice(change) for change in advice.changes),
         )
-        for each in answer.advice
+        for advice in assessment.advice
     ]
-    missing = [Finding("missing", Conclusion.CANNOT_TELL, each) for each in answer.missing]
-    notes = [Finding("note", Conclusion.GOOD, each) for each in answer.notes]
+    findings += [
+        Finding("missing", Conclusion.CANNOT_TELL, missing) for missing in assessment.missing
+    ]
+    findings += [Finding("note", Conclusion.GOOD, note) for note in assessment.notes]
+    if assessment.advice:
+        headline = assessment.advice[0].summary
+    else:
+        headline = next(_format_end(assessment)).removesuffix(" Missing:")
     return Report(
-        verdict=answer.verdict,
-        headline=answer.advice[0].summary
-        if answer.advice
-        else next(_format_end(answer)).removesuffix(" Missing:"),
-        findings=(*advised, *missing, *notes),
-        data=_build_data(answer),
-        lines=_render_text(answer),
+        verdict=assessment.verdict,
+        headline=headline,
+        findings=tuple(findings),
+        data=_build_data(assessment),
+        lines=_render_text(assessment),
     )
 
 
-def _render_text(answer: Assessment) -> list[str]:
-    facts = answer.facts
-    version = (
-        "" if facts.settings.version is None else f"; vLLM {format_version(facts.settings.version)}"
-    )
-    seen = "The sidecar's page, now"
-    if (
-        facts.origin is Origin.TRACE
-        and facts.begin_seconds is not None
-        and facts.end_seconds is not None
-    ):
-        seen = describe_span(facts.samples, facts.begin_seconds, facts.end_seconds)
-    lines = [f"{seen}{version}."]
-    for number, advice in enumerate(answer.advice, start=1):
-        lines += ["", *wrap_text("", f"{number}. {advice.summary}", indent=3)]
-        lines += (
-            line for evidence in advice.evidence for line in wrap_headed("seen", evidence.text)
-        )
-        for place, change in enumerate(advice.changes):
-            lines += wrap_headed("then" if place else "first", write_advice(change))
-            lines += wrap_headed("", f"costs {change.cost}")
-        lines += [] if advice.remark is None else wrap_headed("mind", advice.remark)
-    end = [
-        *_format_end(answer),
-        *(line for note in answer.notes for line in wrap_headed("note", note)),
-    ]
-    lines += ["", *end] if answer.advice and end else end
+def _render_text(assessment: Assessment) -> list[str]:
+    lines = [_format_source(assessment.facts)]
+    for number, advice in enumerate(assessment.advice, start=1):
+        lines.append("")
+        lines += _render_advice(number, advice)
+    end = list(_format_end(assessment))
+    for note in assessment.notes:
+        end += wrap_headed("note", note)
+    if assessment.advice and end:
+        lines.append("")
+    return lines + end
+
+
+def _format_source(facts: Facts) -> str:
+    """Return what was judged: a page or a trace, and vLLM's version where it is known."""
+    source = "The sidecar's page, now"
+    begin_seconds = facts.begin_seconds
+    end_seconds = facts.end_seconds
+    if facts.origin is Origin.TRACE and begin_seconds is not None and end_seconds is not None:
+        source = describe_span(facts.samples, begin_seconds, end_seconds)
+    if facts.settings.version is None:
+        return f"{source}."
+    return f"{source}; vLLM {format_version(facts.settings.version)}."
+
+
+def _render_advice(number: int, advice: Advice) -> list[str]:
+    """Return the lines of one cause: its figures, what to change first and then, and a remark."""
+    lines = wrap_text("", f"{number}. {advice.summary}", indent=3)
+    for evidence in advice.evidence:
+        lines += wrap_headed("seen", evidence.text)
+    head = "first"
+    for change in advice.changes:
+        lines += wrap_headed(head, write_advice(change))
+        lines += wrap_headed("", f"costs {change.cost}")
+        head = "then"
+    if advice.remark is not None:
+        lines += wrap_headed("mind", advice.remark)
     return lines
 
 
 def write_advice(change: Change) -> str:
-    """Return what to do, with the option and its value, or by how much to change it, where there is one."""
+    """Return what to do, with the option and its value where there is one.
+
+    Without the value but by how much to change it, where the current one is unknown.
+    """
     flag = change.flag
     if flag is None:
         return change.text
     if change.difference is not None:
-        word = "lower" if change.difference < 0 else "higher"
-        return f"{flag} {_format_number(abs(change.difference), flag)} {word} than it is: {change.text}"
-    value = "" if change.value is None else f" {_format_number(change.value, flag)}"
-    now = "" if change.now is None else f" (now {_format_number(change.now, flag)})"
+        direction = "lower" if change.difference < 0 else "higher"
+        amount = _format_number(abs(change.difference), flag)
+        return f"{flag} {amount} {direction} than it is: {change.text}"
+    value = ""
+    if change.value is not None:
+        value = f" {_format_number(change.value, flag)}"
+    now = ""
+    if change.now is not None:
+        now = f" (now {_format_number(change.now, flag)})"
     return f"{flag}{value}{now}: {change.text}"
 
 
 def _format_number(value: float, flag: Flag) -> str:
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
         return f"{value:.0f}"
+    # Two digits unless somebody chose a share with more.
     return f"{value:.2f}" if round(value, 2) == value else f"{value:.4g}"
 
 
-def _format_end(answer: Assessment) -> Iterator[str]:
-    if answer.verdict is Conclusion.GOOD:
-        yield (
-            "Nothing to change."
-            if answer.facts.origin is Origin.TRACE
-            else "Nothing to change now."
-        )
-    if answer.verdict is Conclusion.CANNOT_TELL:
+def _format_end(assessment: Assessment) -> Iterator[str]:
+    """Yield the verdict where there is no advice, and what is missing for a sure one."""
+    if assessment.verdict is Conclusion.GOOD:
+        is_trace = assessment.facts.origin is Origin.TRACE
+        yield "Nothing to change." if is_trace else "Nothing to change now."
+    if assessment.verdict is Conclusion.CANNOT_TELL:
         yield "Cannot tell whether anything should be changed. Missing:"
-    elif answer.missing:
+    elif assessment.missing:
         yield "There may be more causes. Missing:"
-    for missing in answer.missing:
+    for missing in assessment.missing:
         yield from wrap_headed("", missing)
 
 
-def _build_data(answer: Assessment) -> dict[str, Any]:
-    facts = answer.facts
+def _build_data(assessment: Assessment) -> dict[str, Any]:
+    """Return the figures by their names in the JSON."""
+    facts = assessment.facts
     version = facts.settings.version
-    advice = [
-        {
-            **asdict(advice),
-            "evidence": {evidence.name: evidence.value for evidence in advice.evidence},
-            "changes": [
-                {
-                    name: int(value)
-                    if isinstance(value, float) and change.flag is not Flag.GPU_MEMORY_UTILIZATION
-                    else value
-                    for name, value in asdict(change).items()
-                }
-                for change in advice.changes
-            ],
-        }
-        for advice in answer.advice
-    ]
     return {
         "origin": facts.origin,
         "samples": facts.samples,
         "span_seconds": facts.span_seconds,
         "vllm_version": None if version is None else format_version(version),
-        "vllm_version_at_least": format_version(facts.settings.known),
-        "advice": advice,
-        "missing": list(answer.missing),
-        "notes": list(answer.notes),
+        "vllm_version_at_least": format_version(facts.settings.earliest_version),
+        "advice": [_build_advice_data(advice) for advice in assessment.advice],
+        "missing": list(assessment.missing),
+        "notes": list(assessment.notes),
     }
 
 
-def _options(parser: Parser) -> None:
+def _build_advice_data(advice: Advice) -> dict[str, Any]:
+    return {
+        **asdict(advice),
+        "evidence": {evidence.name: evidence.value for evidence in advice.evidence},
+        "changes": [_build_change_data(change) for change in advice.changes],
+    }
+
+
+def _build_change_data(change: Change) -> dict[str, Any]:
+    """Return the fields of a change; all options but the utilization are whole numbers."""
+    data = asdict(change)
+    if change.flag is Flag.GPU_MEMORY_UTILIZATION:
+        return data
+    return {name: int(value) if isinstance(value, float) else value for name, value in data.items()}
+
+
+def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input"
     )
     parser.add_argument(
         "--trace", dest="trace_option", metavar="TRACE", type=TRACE, help="the same"
     )
-    page = page_url("http://gpu-7:9839")
     parser.add_argument(
-        "--headroom-url", metavar="URL", type=page, help="a sidecar to read instead of a trace"
+        "--headroom-url",
+        metavar="URL",
+        type=page_url("http://gpu-7:9839"),
+        help="a sidecar to read instead of a trace",
     )
-    add = parser.add_argument_group(
+    group = parser.add_argument_group(
         "what the engine was started with, for values that depend on it"
-    ).add_argument
-    engine = page_url("http://127.0.0.1:8000")
-    add(
+    )
+    group.add_argument(
         "--engine-url",
         metavar="URL",
-        type=engine,
+        type=page_url("http://127.0.0.1:8000"),
         help="vLLM itself, to read its version and its share of the GPU",
     )
-    version = Value(read=_read_version, accepts="a version of vLLM from 0.4 on, such as 0.11.2")
-    only = "advise only options of this version; default: of every version that it can be"
-    add("--vllm-version", metavar="VERSION", type=version, help=only)
-    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
-    for name, kind in (
-        ("num-seqs", whole_number()),
-        ("model-len", tokens()),
-        ("num-batched-tokens", tokens()),
-    ):
-        add(f"--max-{name}", metavar="N", type=kind, help="as vLLM's")
+    group.add_argument(
+        "--vllm-version",
+        metavar="VERSION",
+        type=Value(read=_read_version, accepts="a version of vLLM from 0.4 on, such as 0.11.2"),
+        help="advise only options of this version; default: of every version that it can be",
+    )
+    group.add_argument("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
+    group.add_argument("--max-num-seqs", metavar="N", type=whole_number(), help="as vLLM's")
+    group.add_argument("--max-model-len", metavar="N", type=tokens(), help="as vLLM's")
+    group.add_argument("--max-num-batched-tokens", metavar="N", type=tokens(), help="as vLLM's")
 
 
 def _read_version(text: str) -> Version:
@@ -185,39 +211,37 @@ def _read_version(text: str) -> Version:
     return version
 
 
-def _run(given: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    if (
-        sum(source is not None for source in (given.trace, given.trace_option, given.headroom_url))
-        != 1
-    ):
+def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
+    sources = (options.trace, options.trace_option, options.headroom_url)
+    if len([source for source in sources if source is not None]) != 1:
         raise BadOptions("needs a TRACE or --headroom-url, and not both")
     settings = EngineArgs(
-        version=given.vllm_version,
-        gpu_memory_utilization=given.gpu_memory_utilization,
-        max_num_seqs=given.max_num_seqs,
-        max_model_len=given.max_model_len,
-        max_num_batched_tokens=given.max_num_batched_tokens,
+        version=options.vllm_version,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
     )
-    if given.engine_url is None and given.headroom_url is None:
-        return build_report(judge(_read_trace(given, settings)))
-    return _judge_live(given, settings)
+    if options.engine_url is None and options.headroom_url is None:
+        return build_report(judge(_read_trace(options, settings)))
+    return _judge_live(options, settings)
 
 
-async def _judge_live(given: Namespace, settings: EngineArgs) -> Report:
+async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
     from vllm_headroom_tools.advise import page  # noqa: PLC0415 - a trace alone needs no HTTP client
 
-    if given.engine_url is not None:
-        settings = await page.add_engine_settings(settings, given.engine_url)
-    if given.headroom_url is None:
-        return build_report(judge(_read_trace(given, settings)))
-    return build_report(judge(await page.fetch_facts(given.headroom_url, settings)))
+    if options.engine_url is not None:
+        settings = await page.add_engine_settings(settings, options.engine_url)
+    if options.headroom_url is None:
+        return build_report(judge(_read_trace(options, settings)))
+    return build_report(judge(await page.fetch_facts(options.headroom_url, settings)))
 
 
-def _read_trace(given: Namespace, settings: EngineArgs) -> Facts:
-    past = TraceHistory()
-    for snapshot in read_trace(given.trace or given.trace_option):
-        past.step(snapshot)
-    facts = past.facts(settings)
+def _read_trace(options: Namespace, settings: EngineArgs) -> Facts:
+    history = TraceHistory()
+    for snapshot in read_trace(options.trace or options.trace_option):
+        history.step(snapshot)
+    facts = history.build_facts(settings)
     if not facts.samples:
         raise BadInput("the trace has no samples")
     return facts
@@ -241,6 +265,6 @@ Example:
   vllm-headroom advise trace.jsonl --engine-url http://127.0.0.1:8000
   vllm-headroom advise --headroom-url http://gpu-7:9839 --json
 """,
-    options=_options,
+    options=_add_options,
     run=_run,
 )

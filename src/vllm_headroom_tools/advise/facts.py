@@ -13,23 +13,23 @@ from vllm_headroom_tools.history import Moment
 
 
 class FullFacts(Struct, frozen=True, kw_only=True):
-    """The time with a full KV cache: its length, the work done, and the medians of load and tokens per request.
+    """The time with a full KV cache. From a page, the counts are since the engine's start."""
 
-    `queued_seconds` of it passed with WAITING_REQUESTS and more in the queue, `waiting` of them in the middle. From a
-    page, `finished` and `preemptions` count since the engine's start; `running` and `tokens` are of now.
-    """
-
+    # None on a page, where the other figures are of now.
     seconds: float | None
+    # Requests that finished, and preemptions, in that time.
     finished: float
     preemptions: float
+    # Medians of the requests that ran, and of the cache's tokens for each of them.
     running: float
     tokens: float | None
+    # The part of the time in which many requests waited, and the median of how many.
     queued_seconds: float = 0.0
     waiting: float | None = None
 
 
 class CappedFacts(Struct, frozen=True, kw_only=True):
-    """The time in which requests waited although the KV cache had room, because at most `running` may run."""
+    """The time in which requests waited although the KV cache had room: only `running` may run."""
 
     seconds: float
     running: float
@@ -37,47 +37,46 @@ class CappedFacts(Struct, frozen=True, kw_only=True):
 
 
 class PrefixFacts(Struct, frozen=True, kw_only=True):
-    """Tokens looked up and found in the prefix cache in `seconds`; from a page, since the engine's start (None).
+    """What the prefix cache saved."""
 
-    `recent_ratio` is the hit ratio of the last five minutes, on a page; `blocked_ratio` the share of the time in which
-    requests waited.
-    """
-
+    # Tokens that were looked up, and that were there.
     queries: float
     hits: float
+    # The length of the history; None on a page, which counts since the engine's start.
     seconds: float | None
+    # The share of the time in which requests waited.
     blocked_ratio: float
+    # The hit ratio of the last five minutes, on a page.
     recent_ratio: float | None = None
 
 
 class StrandedFacts(Struct, frozen=True, kw_only=True):
-    """The share of the KV cache that an idle engine held: now, before the last run of rises, and their number."""
+    """The share of the KV cache that stays in use while the engine is idle."""
 
+    # Of now, and before it rose `rises` times in a row.
     ratio: float
     first_ratio: float
     rises: int
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
-    """One engine (one data-parallel rank).
-
-    `usual_tokens` and `high_tokens` are the median and the 99th percentile of the cache's tokens per running request
-    while it was not full, `most_used_ratio` the highest use of the cache, `calm_running` the most requests that ran
-    then without a preemption. `kv_known` and `preemptions_known` are whether the page has these at all.
-    """
+    """One engine (one data-parallel rank)."""
 
     model_name: str
     engine: str
     capacity_tokens: float | None = None
     capacity_bytes: float | None = None
-    kv_known: bool = False
-    preemptions_known: bool = False
-    most_running: float | None = None
+    # Whether the engine's page has these figures at all.
+    has_kv_usage: bool = False
+    has_preemptions: bool = False
+    highest_running: float | None = None
     finished: float | None = None
+    # Median and 99th percentile of the cache's tokens per running request while it was not full.
     usual_tokens: float | None = None
     high_tokens: float | None = None
+    # The most requests that ran without a preemption while the cache was not full.
     calm_running: float | None = None
-    most_used_ratio: float | None = None
+    highest_kv_used_ratio: float | None = None
     full: FullFacts | None = None
     capped: CappedFacts | None = None
     prefix: PrefixFacts | None = None
@@ -100,55 +99,65 @@ class Shortage(StrEnum):
 
 
 class Leak(Struct, frozen=True, kw_only=True):
-    """The leak detector's verdict, with the newest moment of its alarm; `ended_seconds` is None while that lasts."""
+    """The leak detector's verdict on a series."""
 
     state: LeakState
+    # The newest figures of its alarm; None where it raised none.
     alarm: Moment | None = None
+    # When the alarm ended; None while it lasts.
     ended_seconds: float | None = None
 
 
 class Spell(Struct, frozen=True, kw_only=True):
-    """A time with less than LOW_BYTES left, not counting the memory of others.
-
-    `running` is the load when the least was left. `ended_engine` is whether the engine released its memory at the end.
-    """
+    """A time with less than LOW_BYTES of a GPU left, not counting the memory of others."""
 
     kind: Shortage
-    least_bytes: float
+    lowest_room_bytes: float
+    # None on a page.
     began_seconds: float | None = None
     seconds: float | None = None
+    # The requests that ran when the room was lowest.
     running: float | None = None
-    ended_engine: bool = False
+    # The engine exited at the end of it, and so released its memory.
+    has_engine_exited: bool = False
 
 
 class Extent(Struct, frozen=True):
-    """The newest, lowest and highest value of an amount."""
+    """The newest, lowest and highest value of an amount of memory."""
 
-    now: float
-    least: float
-    most: float
+    newest_bytes: float
+    lowest_bytes: float
+    highest_bytes: float
+
+
+UNATTRIBUTED_BYTES: Final = 200 * MIB
+"""Up to this, memory without a visible process is the driver's (runbook HeadroomGpuMemoryLow)."""
 
 
 def measure_others(used_bytes: float, engine_bytes: float | None) -> float | None:
-    """Return the memory of others on a GPU, 0 up to SOMEBODY_BYTES; None where the engine's share is unknown."""
+    """Return the memory of others on a GPU; None where the engine's share is unknown.
+
+    Up to UNATTRIBUTED_BYTES it is nobody's, and the result is 0.
+    """
     if engine_bytes is None:
         return None
-    return float(used_bytes - engine_bytes) if used_bytes - engine_bytes > SOMEBODY_BYTES else 0.0
+    others_bytes = used_bytes - engine_bytes
+    return float(others_bytes) if others_bytes > UNATTRIBUTED_BYTES else 0.0
 
 
 class GpuFacts(Device, frozen=True, kw_only=True):
-    """One of the engine's GPUs.
-
-    `usable_bytes` is CUDA's total. `others` is None where the engine's share is unknown, and 0 up to SOMEBODY_BYTES.
-    `leftovers` are processes of an exited engine; `roomy_running` is the highest load with LOW_BYTES left.
-    """
+    """One of the engine's GPUs."""
 
     leak: Leak
+    # CUDA's total.
     usable_bytes: float | None = None
     least_room_bytes: float | None = None
-    others: Extent | None = None
+    # The memory of others, as `measure_others` returns it; None where it was never known.
+    others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
+    # Processes that an exited engine left over.
     leftovers: tuple[Leftover, ...] = ()
+    # The most requests that ran while LOW_BYTES or more were left.
     roomy_running: float | None = None
 
 
@@ -161,22 +170,21 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """Everything the rules judge; times in seconds since the epoch, None for a page.
-
-    `since_seconds` is the newest change of settings: only later samples count. `age_seconds` is the age of a page's
-    sample. `host` is the host memory with the highest use.
-    """
+    """Everything that the rules judge; times in seconds since the epoch, None for a page."""
 
     origin: Origin
     settings: EngineArgs
     samples: int = 1
     begin_seconds: float | None = None
     end_seconds: float | None = None
+    # The newest change of the engine's settings: only later samples count.
     since_seconds: float | None = None
+    # The age of a page's sample.
     age_seconds: float | None = None
     gpus: tuple[GpuFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
+    # The host memory with the highest use.
     host: HostMemory | None = None
     ends: tuple[Ending, ...] = ()
 
@@ -188,16 +196,28 @@ class Facts(Struct, frozen=True, kw_only=True):
     @property
     def span_seconds(self) -> float:
         """The length of the history; 0 for a page."""
-        begin = self.begin_seconds if self.since_seconds is None else self.since_seconds
-        return (
-            0.0 if begin is None or self.end_seconds is None else max(0.0, self.end_seconds - begin)
-        )
+        begin_seconds = self.since_seconds
+        if begin_seconds is None:
+            begin_seconds = self.begin_seconds
+        if begin_seconds is None or self.end_seconds is None:
+            return 0.0
+        return max(0.0, self.end_seconds - begin_seconds)
 
     @property
     def least_room_bytes(self) -> float | None:
         """The least room on any of the engine's GPUs; None where one is unknown."""
-        known = [gpu.least_room_bytes for gpu in self.gpus if gpu.least_room_bytes is not None]
-        return min(known) if known and len(known) == len(self.gpus) else None
+        rooms_bytes = []
+        for gpu in self.gpus:
+            if gpu.least_room_bytes is None:
+                return None
+            rooms_bytes.append(gpu.least_room_bytes)
+        return min(rooms_bytes, default=None)
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """The usable memory of the largest GPU; None where none is known."""
+        known_bytes = [gpu.usable_bytes for gpu in self.gpus if gpu.usable_bytes]
+        return max(known_bytes, default=None)
 
 
 PEAK_BYTES: Final = 256 * MIB
@@ -207,10 +227,9 @@ AIM_BYTES: Final = GIB
 """The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
 
 LASTING_SECONDS: Final = 600.0
-"""What lasts for so long is no burst (`for: 10m` of HeadroomGpuMemoryLow and HeadroomKvCacheThrashing)."""
-
-SOMEBODY_BYTES: Final = 200 * MIB
-"""Up to this, memory without a visible process is the driver's (runbook HeadroomGpuMemoryLow)."""
+"""What lasts for so long is no burst (`for: 10m` of HeadroomGpuMemoryLow and
+HeadroomKvCacheThrashing)."""
 
 FULL_RATIO: Final = 0.95
-"""A KV cache is full above this (alert HeadroomKvCacheThrashing). Full alone queues, and harms nobody."""
+"""A KV cache is full above this (alert HeadroomKvCacheThrashing). Full alone queues, and harms
+nobody."""

@@ -40,27 +40,29 @@ class Evidence(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One thing to do, and what it costs.
+    """One thing to do, and what it costs."""
 
-    `value` is the new value of `flag`, None for a flag without one; `difference` replaces it where it depends on the
-    current value `now`, which is unknown.
-    """
-
+    # None where no option changes.
     flag: Flag | None = None
+    # The new value of `flag`; None for a flag without one.
     value: float | None = None
+    # By how much to change `flag`, instead of `value`, where the current value is unknown.
     difference: float | None = None
+    # The current value of `flag`; None where it is unknown.
     now: float | None = None
     text: str
     cost: str
 
 
 class Advice(Struct, frozen=True, kw_only=True):
-    """A cause that fits; `changes` are in the order of their cost, `remark` prevents a mix-up."""
+    """A cause that fits."""
 
     cause: Cause
     summary: str
     evidence: tuple[Evidence, ...]
+    # In the order of their cost.
     changes: tuple[Change, ...]
+    # What prevents a mix-up with another cause.
     remark: str | None = None
 
 
@@ -75,28 +77,33 @@ FORMATS: Final = {
     "seconds": format_duration,
     "ratio": format_percent,
 }
-"""How a figure is shown, by the unit that its name ends in; others are numbers."""
+"""How a figure is shown, by the unit that its name ends in: "second" is of bytes per second. Others
+are numbers."""
 
 
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Evidence, ...]:
-    """Return the evidence of the figures that are known, with the figure in place of {} in its text."""
-    found = []
+    """Return the evidence of the figures that are known, each in place of {} in its text.
+
+    A figure is its name, its value, None where it is unknown, and its text.
+    """
+    evidence = []
     for name, value, text in figures:
-        if value is not None:
-            shown = FORMATS.get(name.rpartition("_")[2], "{:,.0f}".format)
-            found.append(
-                Evidence(
-                    name,
-                    value,
-                    text if isinstance(value, str) else text.replace("{}", shown(value)),
-                )
-            )
-    return tuple(found)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            unit = name.rpartition("_")[2]
+            format_value = FORMATS.get(unit, "{:,.0f}".format)
+            text = text.replace("{}", format_value(value))  # noqa: PLW2901 - the text as it is shown
+        evidence.append(Evidence(name, value, text))
+    return tuple(evidence)
 
 
 def lower_option(facts: Facts, flag: Flag, value: float, text: str, cost: str) -> Change | None:
-    """Return an option with a lower value; None where it is not lower than the current one, or not above 0."""
-    now: float | None = getattr(facts.settings, flag.removeprefix("--").replace("-", "_"))
+    """Return an option with a lower value.
+
+    None where it is not lower than the current one, or not above 0.
+    """
+    now = facts.settings.read_value(flag)
     if value <= 0 or (now is not None and value >= now):
         return None
     return Change(flag=flag, value=value, now=now, text=text, cost=cost)
@@ -109,8 +116,6 @@ def drop_none(*changes: Change | None) -> tuple[Change, ...]:
 
 def name_engine(facts: Facts, engine: EngineFacts) -> str:
     """Return the engine's model, with its rank where there are several."""
-    return (
-        f"{engine.model_name}, engine {engine.engine}"
-        if len(facts.engines) > 1
-        else engine.model_name
-    )
+    if len(facts.engines) > 1:
+        return f"{engine.model_name}, engine {engine.engine}"
+    return engine.model_name

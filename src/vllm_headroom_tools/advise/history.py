@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Final
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.derive.kv_cache import count_tokens_per_request
@@ -44,163 +45,217 @@ WAITING_REQUESTS: Final = 10
 """Fewer than this waiting is noise (alert HeadroomQueueBacklog)."""
 
 ROOMY_RATIO: Final = 0.7
-"""Ours: with more than three tenths of the KV cache free, requests wait for another reason."""
+"""Our choice: with more than three tenths of the KV cache free, requests wait for another reason.
+"""
 
-CHANGED_RATIO: Final = 0.01
-"""Ours: a larger change of the KV cache's size means other settings; equal starts differ by less."""
+RESIZED_RATIO: Final = 0.01
+"""Our choice: a larger change of the KV cache's size means other settings; equal starts differ by
+less."""
 
-CAP_RATIO = 0.97
-CAP_SHARE = 0.9
-"""Ours: the cap is what ran, to 3 %, in nine tenths of the time in which requests waited."""
+CAP_RUNNING_RATIO: Final = 0.97
+"""Our choice: a load within 3 % of the highest is at the cap."""
+
+CAP_TIME_RATIO: Final = 0.9
+"""Our choice: there is a cap where the load was at it in nine tenths of the time in which requests
+waited."""
+
+
+class StepCounts(Struct, frozen=True, kw_only=True):
+    """What happened since the sample before."""
+
+    seconds: float
+    finished: float
+    preemptions: float
 
 
 class EngineHistory:
-    """The history of one engine while its settings stay the same.
-
-    `_roomy` is the time in which requests waited although the cache had room, by the requests that ran.
-    """
+    """The history of one engine while its settings stay the same."""
 
     def __init__(self, model_name: str, engine: str) -> None:
         self._facts = EngineFacts(model_name=model_name, engine=engine)
-        self._full = FullFacts(seconds=0.0, finished=0.0, preemptions=0.0, running=0.0, tokens=None)
-        self._seconds = self._waited_seconds = self._queued_seconds = 0.0
-        self._was_full = False
         self._started_at_seconds: float | None = None
-        self._finished, self._preemptions, self._queries, self._hits = (
-            Rise(),
-            Rise(),
-            Rise(),
-            Rise(),
-        )
-        self._usual, self._full_running, self._full_tokens = Histogram(), Histogram(), Histogram()
-        self._full_waiting, self._roomy_used = Histogram(), Histogram()
-        self._roomy: defaultdict[float, float] = defaultdict(float)
+        self._seconds = 0.0
+        self._finished = Rise()
+        self._preemptions = Rise()
+        self._queries = Rise()
+        self._hits = Rise()
+        # While the cache was not full: its tokens per running request.
+        self._usual_tokens = Histogram()
+        # While the cache was full.
+        self._full = FullFacts(seconds=0.0, finished=0.0, preemptions=0.0, running=0.0, tokens=None)
+        self._was_full = False
+        self._full_running = Histogram()
+        self._full_tokens = Histogram()
+        self._full_waiting = Histogram()
+        # While requests waited, and while at least WAITING_REQUESTS did.
+        self._waited_seconds = 0.0
+        self._queued_seconds = 0.0
+        # While they did although the cache had room: the time by running requests, and the use of
+        # the cache.
+        self._roomy_seconds: defaultdict[float, float] = defaultdict(float)
+        self._roomy_used = Histogram()
 
     def has_other_settings(self, reading: EngineReading) -> bool:
         """Return whether the KV cache has changed its size."""
-        before, now = self._facts.capacity_tokens, reading.kv_capacity_tokens
-        return before is not None and now is not None and abs(now - before) > CHANGED_RATIO * before
+        known_tokens = self._facts.capacity_tokens
+        tokens = reading.kv_capacity_tokens
+        if known_tokens is None or tokens is None:
+            return False
+        return abs(tokens - known_tokens) > RESIZED_RATIO * known_tokens
 
-    def step(self, reading: EngineReading, seconds: float, stranded: float | None) -> None:
-        """Add a sample, `seconds` after the last; `stranded` is the share that an idle engine's cache holds."""
+    def step(self, reading: EngineReading, seconds: float, stranded_ratio: float | None) -> None:
+        """Add a sample, `seconds` after the last.
+
+        `stranded_ratio` is the share of the cache that an idle engine holds; None while it is not
+        idle.
+        """
         self._seconds += seconds
-        finished = self._finished.step(reading.finished_total)
-        preempted = self._preemptions.step(reading.preemptions_total)
+        counts = StepCounts(
+            seconds=seconds,
+            finished=self._finished.step(reading.finished_total),
+            preemptions=self._preemptions.step(reading.preemptions_total),
+        )
         self._queries.step(reading.prefix_queries_total)
         self._hits.step(reading.prefix_hits_total)
-        capacity, facts = reading.kv_capacity_tokens, self._facts
+        facts = self._facts
+        capacity_tokens = reading.kv_capacity_tokens
+        if capacity_tokens is None:
+            capacity_tokens = facts.capacity_tokens
+        # A restart frees the cache.
+        has_restarted = reading.started_at_seconds != self._started_at_seconds
+        earlier_stranded = None if has_restarted else facts.stranded
+        self._started_at_seconds = reading.started_at_seconds
         self._facts = replace(
             facts,
-            capacity_tokens=facts.capacity_tokens if capacity is None else capacity,
-            kv_known=facts.kv_known or reading.kv_used_ratio is not None,
-            most_running=_find_higher(facts.most_running, reading.running),
-            most_used_ratio=_find_higher(facts.most_used_ratio, reading.kv_used_ratio),
-            stranded=_step_stranded(
-                facts.stranded if reading.started_at_seconds == self._started_at_seconds else None,
-                stranded,
-            ),
+            capacity_tokens=capacity_tokens,
+            has_kv_usage=facts.has_kv_usage or reading.kv_used_ratio is not None,
+            highest_running=_find_higher(facts.highest_running, reading.running),
+            highest_kv_used_ratio=_find_higher(facts.highest_kv_used_ratio, reading.kv_used_ratio),
+            stranded=_step_stranded(earlier_stranded, stranded_ratio),
         )
-        self._started_at_seconds = reading.started_at_seconds
         self._step_queue(reading, seconds)
         if reading.kv_used_ratio is not None:
-            self._step_cache(
-                reading, seconds, finished, preempted, full=reading.kv_used_ratio > FULL_RATIO
-            )
+            self._step_cache(reading, counts, is_full=reading.kv_used_ratio > FULL_RATIO)
 
     def _step_queue(self, reading: EngineReading, seconds: float) -> None:
         """Add the time before a sample in which requests waited."""
-        waiting, used, running = reading.waiting or 0.0, reading.kv_used_ratio, reading.running
-        self._waited_seconds += seconds if waiting > 0 else 0.0
-        if waiting >= WAITING_REQUESTS and used is not None and running is not None:
-            self._queued_seconds += seconds
-            if used < ROOMY_RATIO:
-                self._roomy[running] += seconds
-                self._roomy_used.add(used)
+        waiting = reading.waiting or 0.0
+        if waiting > 0:
+            self._waited_seconds += seconds
+        if waiting < WAITING_REQUESTS or reading.kv_used_ratio is None or reading.running is None:
+            return
+        self._queued_seconds += seconds
+        if reading.kv_used_ratio < ROOMY_RATIO:
+            self._roomy_seconds[reading.running] += seconds
+            self._roomy_used.add(reading.kv_used_ratio)
 
-    def _step_cache(
-        self,
-        reading: EngineReading,
-        seconds: float,
-        finished: float,
-        preempted: float,
-        *,
-        full: bool,
-    ) -> None:
-        """Add the load of a sample by whether the cache is full; the sample after it has the last preemptions."""
-        if full or self._was_full:
+    def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
+        """Add the load of a sample by whether the cache is full."""
+        # The sample after a full cache still has the last preemptions and requests of that time.
+        if is_full or self._was_full:
             self._full = replace(
                 self._full,
-                seconds=(self._full.seconds or 0.0) + (seconds if full else 0.0),
-                finished=self._full.finished + finished,
-                preemptions=self._full.preemptions + preempted,
+                finished=self._full.finished + counts.finished,
+                preemptions=self._full.preemptions + counts.preemptions,
             )
-        self._was_full = full
-        if full:
-            if (reading.waiting or 0) >= WAITING_REQUESTS:
-                self._full = replace(self._full, queued_seconds=self._full.queued_seconds + seconds)
-                self._full_waiting.add(reading.waiting)
-            self._full_running.add(reading.running)
-            self._full_tokens.add(count_tokens_per_request(reading))
+        self._was_full = is_full
+        if is_full:
+            self._step_full_cache(reading, counts.seconds)
             return
-        self._usual.add(count_tokens_per_request(reading))
-        if reading.running and not preempted:
-            self._facts = replace(
-                self._facts, calm_running=_find_higher(self._facts.calm_running, reading.running)
-            )
+        self._usual_tokens.add(count_tokens_per_request(reading))
+        if reading.running and not counts.preemptions:
+            calm_running = _find_higher(self._facts.calm_running, reading.running)
+            self._facts = replace(self._facts, calm_running=calm_running)
 
-    def facts(self) -> EngineFacts:
+    def _step_full_cache(self, reading: EngineReading, seconds: float) -> None:
+        full = replace(self._full, seconds=(self._full.seconds or 0.0) + seconds)
+        if (reading.waiting or 0.0) >= WAITING_REQUESTS:
+            full = replace(full, queued_seconds=full.queued_seconds + seconds)
+            self._full_waiting.add(reading.waiting)
+        self._full = full
+        self._full_running.add(reading.running)
+        self._full_tokens.add(count_tokens_per_request(reading))
+
+    def build_facts(self) -> EngineFacts:
         """Return the facts."""
-        running, used, most = (
-            self._full_running.quantile(0.5),
-            self._roomy_used.quantile(0.9),
-            self._facts.most_running,
-        )
-        full, capped, prefix = None, None, None
-        if running is not None:
-            tokens, waiting = self._full_tokens.quantile(0.5), self._full_waiting.quantile(0.5)
-            full = replace(self._full, running=running, tokens=tokens, waiting=waiting)
-        if most and used is not None:
-            at_cap = sum(
-                seconds for running, seconds in self._roomy.items() if running >= CAP_RATIO * most
-            )
-            if (
-                at_cap >= CAP_SHARE * self._queued_seconds
-            ):  # else they waited for another reason, as a full cache
-                capped = CappedFacts(seconds=at_cap, running=most, kv_used_ratio=used)
-        queries, hits, seconds = self._queries.total, self._hits.total, self._seconds
-        if queries is not None and hits is not None:
-            blocked = self._waited_seconds / seconds if seconds else 0.0
-            prefix = PrefixFacts(queries=queries, hits=hits, seconds=seconds, blocked_ratio=blocked)
         return replace(
             self._facts,
-            preemptions_known=self._preemptions.total is not None,
+            has_preemptions=self._preemptions.total is not None,
             finished=self._finished.total,
-            usual_tokens=self._usual.quantile(0.5),
-            high_tokens=self._usual.quantile(0.99),
-            full=full,
-            capped=capped,
-            prefix=prefix,
+            usual_tokens=self._usual_tokens.quantile(0.5),
+            high_tokens=self._usual_tokens.quantile(0.99),
+            full=self._build_full(),
+            capped=self._build_capped(),
+            prefix=self._build_prefix(),
+        )
+
+    def _build_full(self) -> FullFacts | None:
+        """Return the facts of a full cache; None where it was not full while requests ran."""
+        running = self._full_running.quantile(0.5)
+        if running is None:
+            return None
+        return replace(
+            self._full,
+            running=running,
+            tokens=self._full_tokens.quantile(0.5),
+            waiting=self._full_waiting.quantile(0.5),
+        )
+
+    def _build_capped(self) -> CappedFacts | None:
+        """Return the facts of a limit on running requests.
+
+        None where requests waited for another reason.
+        """
+        kv_used_ratio = self._roomy_used.quantile(0.9)
+        highest_running = self._facts.highest_running
+        if not highest_running or kv_used_ratio is None:
+            return None
+        capped_seconds = 0.0
+        for running, seconds in self._roomy_seconds.items():
+            if running >= CAP_RUNNING_RATIO * highest_running:
+                capped_seconds += seconds
+        if capped_seconds < CAP_TIME_RATIO * self._queued_seconds:
+            return None
+        return CappedFacts(
+            seconds=capped_seconds, running=highest_running, kv_used_ratio=kv_used_ratio
+        )
+
+    def _build_prefix(self) -> PrefixFacts | None:
+        queries = self._queries.total
+        hits = self._hits.total
+        if queries is None or hits is None:
+            return None
+        blocked_ratio = self._waited_seconds / self._seconds if self._seconds else 0.0
+        return PrefixFacts(
+            queries=queries, hits=hits, seconds=self._seconds, blocked_ratio=blocked_ratio
         )
 
 
-def _find_higher(before: float | None, now: float | None) -> float | None:
-    return before if now is None else max(before or 0.0, now)
+def _find_higher(earlier: float | None, now: float | None) -> float | None:
+    return earlier if now is None else max(earlier or 0.0, now)
 
 
-def _step_stranded(before: StrandedFacts | None, held: float | None) -> StrandedFacts | None:
-    """Add the cache held a minute after the last request; a fall means that it was released: before was no leak."""
-    if held is None:
-        return before
-    if before is None or held < before.ratio:
-        return StrandedFacts(ratio=held, first_ratio=held, rises=0)
-    return replace(before, ratio=held, rises=before.rises + (held > before.ratio))
+def _step_stranded(
+    earlier: StrandedFacts | None, stranded_ratio: float | None
+) -> StrandedFacts | None:
+    """Add the cache that is held a minute after the last request.
+
+    A fall means that it was released: what was held until then was no leak.
+    """
+    if stranded_ratio is None:
+        return earlier
+    if earlier is None or stranded_ratio < earlier.ratio:
+        return StrandedFacts(ratio=stranded_ratio, first_ratio=stranded_ratio, rises=0)
+    if stranded_ratio > earlier.ratio:
+        return replace(earlier, ratio=stranded_ratio, rises=earlier.rises + 1)
+    return earlier
 
 
-APART_SECONDS: Final = 300.0
+SPELL_GAP_SECONDS: Final = 300.0
 """Shortages this far apart are two (the five minutes that HeadroomGpuMemoryLow looks back)."""
 
-MOSTLY = 0.5
-"""Ours: a spell with more time with room than this consists of peaks."""
+LOW_TIME_RATIO: Final = 0.5
+"""Our choice: a spell of which less than this was without room consists of peaks."""
 
 
 class GpuHistory:
@@ -208,17 +263,26 @@ class GpuHistory:
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
         self._facts = GpuFacts(index=index, uuid=uuid, leak=Leak(state=LeakState.UNKNOWN))
-        self._held_since = began_seconds
-        self._open: Spell | None = None
-        self._low_at = 0.0
+        # When the engine began to take memory of the GPU.
+        self._held_since_seconds = began_seconds
+        # A spell that goes on, and its newest sample without room.
+        self._open_spell: Spell | None = None
+        self._low_at_seconds = 0.0
 
-    def close_spell(self, now: float, *, ended_engine: bool) -> None:
+    def close_spell(self, now_seconds: float, *, has_engine_exited: bool) -> None:
         """Close a spell at the engine's exit or sleep, after which it takes memory again."""
-        self._facts, self._open = self._add_spell(ended_engine=ended_engine), None
-        self._held_since = now
+        self._facts = self._add_open_spell(has_engine_exited=has_engine_exited)
+        self._open_spell = None
+        self._held_since_seconds = now_seconds
 
     def step(
-        self, gpu: Gpu, now: float, seconds: float, running: float | None, *, serving: bool
+        self,
+        gpu: Gpu,
+        now_seconds: float,
+        seconds: float,
+        running: float | None,
+        *,
+        is_serving: bool,
     ) -> None:
         """Add a sample, `seconds` after the last, with the running requests of all ranks.
 
@@ -227,68 +291,97 @@ class GpuHistory:
         memory = gpu.reading.memory
         if memory is None:
             return
-        usable, facts = float(memory.usable_bytes), self._facts
-        others, extent = measure_others(memory.used_bytes, gpu.engine_bytes), facts.others
-        if others is not None:
-            least, most = (others, others) if extent is None else (extent.least, extent.most)
-            extent = Extent(others, min(others, least), max(others, most))
-        room = usable - memory.used_bytes
+        facts = self._facts
+        usable_bytes = float(memory.usable_bytes)
+        room_bytes = usable_bytes - memory.used_bytes
+        least_room_bytes = room_bytes
+        if facts.least_room_bytes is not None:
+            least_room_bytes = min(room_bytes, facts.least_room_bytes)
+        others_bytes = measure_others(memory.used_bytes, gpu.engine_bytes)
         self._facts = replace(
             facts,
-            usable_bytes=usable,
-            least_room_bytes=max(
-                0.0, room if facts.least_room_bytes is None else min(room, facts.least_room_bytes)
-            ),
-            others=extent,
+            usable_bytes=usable_bytes,
+            least_room_bytes=max(0.0, least_room_bytes),
+            others_memory=_widen_extent(facts.others_memory, others_bytes),
             leftovers=gpu.leftovers,
         )
-        if serving:
-            self._add_room(room + (others or 0.0), now, seconds, running)
+        if is_serving:
+            room_without_others_bytes = room_bytes + (others_bytes or 0.0)
+            self._step_room(room_without_others_bytes, now_seconds, seconds, running)
 
-    def facts(self, leak: Leak) -> GpuFacts:
+    def build_facts(self, leak: Leak) -> GpuFacts:
         """Return the facts, including an open spell."""
-        return replace(self._add_spell(ended_engine=False), leak=leak)
+        return replace(self._add_open_spell(has_engine_exited=False), leak=leak)
 
-    def _add_room(self, room: float, now: float, seconds: float, running: float | None) -> None:
-        if room < LOW_BYTES:
-            spell = self._open or Spell(
-                kind=Shortage.PEAK, least_bytes=LOW_BYTES, began_seconds=now, seconds=0.0
+    def _step_room(
+        self, room_bytes: float, now_seconds: float, seconds: float, running: float | None
+    ) -> None:
+        """Begin, prolong or close a spell."""
+        if room_bytes < LOW_BYTES:
+            spell = self._open_spell or Spell(
+                kind=Shortage.PEAK,
+                lowest_room_bytes=LOW_BYTES,
+                began_seconds=now_seconds,
+                seconds=0.0,
             )
             spell = replace(spell, seconds=(spell.seconds or 0.0) + seconds)
-            if room < spell.least_bytes:
-                spell = replace(spell, least_bytes=max(0.0, room), running=running)
-            self._open, self._low_at = spell, now
+            if room_bytes < spell.lowest_room_bytes:
+                spell = replace(spell, lowest_room_bytes=max(0.0, room_bytes), running=running)
+            self._open_spell = spell
+            self._low_at_seconds = now_seconds
             return
-        if self._open is not None and now - self._low_at >= APART_SECONDS:
-            self._facts, self._open = self._add_spell(ended_engine=False), None
-        if running and self._open is None:
-            self._facts = replace(
-                self._facts, roomy_running=max(self._facts.roomy_running or 0.0, running)
-            )
+        roomy_seconds = now_seconds - self._low_at_seconds
+        if self._open_spell is not None and roomy_seconds >= SPELL_GAP_SECONDS:
+            self._facts = self._add_open_spell(has_engine_exited=False)
+            self._open_spell = None
+        # The samples soon after a shortage are not called roomy.
+        if running and self._open_spell is None:
+            roomy_running = max(self._facts.roomy_running or 0.0, running)
+            self._facts = replace(self._facts, roomy_running=roomy_running)
 
-    def _add_spell(self, *, ended_engine: bool) -> GpuFacts:
+    def _add_open_spell(self, *, has_engine_exited: bool) -> GpuFacts:
         """Return the facts with the open spell, unless it was short and some room was left."""
-        if self._open is None:
+        spell = self._open_spell
+        if spell is None:
             return self._facts
-        seconds, began = self._open.seconds or 0.0, self._open.began_seconds or 0.0
-        if seconds >= LASTING_SECONDS and seconds >= MOSTLY * (self._low_at - began):
-            kind = Shortage.LEVEL if began - self._held_since <= LASTING_SECONDS else Shortage.RISEN
-        elif ended_engine or self._open.least_bytes < PEAK_BYTES:
+        seconds = spell.seconds or 0.0
+        began_seconds = spell.began_seconds or 0.0
+        span_seconds = self._low_at_seconds - began_seconds
+        if seconds >= LASTING_SECONDS and seconds >= LOW_TIME_RATIO * span_seconds:
+            roomy_start_seconds = began_seconds - self._held_since_seconds
+            is_from_start = roomy_start_seconds <= LASTING_SECONDS
+            kind = Shortage.LEVEL if is_from_start else Shortage.RISEN
+        elif has_engine_exited or spell.lowest_room_bytes < PEAK_BYTES:
             kind = Shortage.PEAK
         else:
             return self._facts
-        spell = replace(self._open, kind=kind, ended_engine=ended_engine)
+        spell = replace(spell, kind=kind, has_engine_exited=has_engine_exited)
         return replace(self._facts, spells=(*self._facts.spells, spell))
+
+
+def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent | None:
+    """Return the extent with a further value; as it was where that is unknown."""
+    if others_bytes is None:
+        return extent
+    if extent is None:
+        return Extent(others_bytes, others_bytes, others_bytes)
+    return Extent(
+        newest_bytes=others_bytes,
+        lowest_bytes=min(others_bytes, extent.lowest_bytes),
+        highest_bytes=max(others_bytes, extent.highest_bytes),
+    )
 
 
 class TraceHistory:
     """Collects the facts of a trace, sample by sample."""
 
     def __init__(self) -> None:
-        self._watch = LeakReplay()
+        self._replay = LeakReplay()
         self._at_least: Version = OLDEST
-        self._since: float | None = None
-        self._now = 0.0
+        # When the engine last began with other settings.
+        self._since_seconds: float | None = None
+        self._now_seconds = 0.0
+        # The newest page with engines.
         self._page: EnginePage | None = None
         self._engines: dict[tuple[str, str], EngineHistory] = {}
         self._gpus: dict[str, GpuHistory] = {}
@@ -296,79 +389,104 @@ class TraceHistory:
 
     def step(self, snapshot: Snapshot) -> None:
         """Add a sample."""
-        seconds = snapshot.time_seconds - self._now if self._watch.samples else 0.0
-        seconds = min(max(0.0, seconds), LONGEST_STEP_SECONDS)
-        self._now = snapshot.time_seconds
-        snapshot = self._watch.step(snapshot)
-        engines = {label_engine(engine): engine for engine in list_named(snapshot.page)}
-        self._page = snapshot.page if engines else self._page
-        if any(
-            key in self._engines and self._engines[key].has_other_settings(one)
-            for key, one in engines.items()
-        ):
-            self._since, self._engines, self._gpus = self._now, {}, {}
-        stranded = (
-            {} if snapshot.engine_status is None else dict(snapshot.engine_status.stranded_ratios)
-        )
-        for key, engine in engines.items():
-            self._engines.setdefault(key, EngineHistory(*key)).step(
-                engine, seconds, stranded.get(key)
-            )
-        self._at_least = max(self._at_least, find_oldest_version(engines.values()))
+        seconds = self._measure_step(snapshot)
+        self._now_seconds = snapshot.time_seconds
+        snapshot = self._replay.step(snapshot)
+        self._step_engines(snapshot, seconds)
         self._step_gpus(snapshot, seconds)
         if not isinstance(snapshot.processes, Failure):
             self._host_bytes.clear()
             for process in snapshot.processes:
                 self._host_bytes[process.role] += process.rss_bytes
 
-    def facts(self, settings: EngineArgs) -> Facts:
-        """Return the facts of an engine with these settings; the trace fills in those that were not given."""
-        begin, end = self._watch.span
-        settings = settings if self._page is None else add_page_settings(settings, self._page)
-        gpus = ((uuid, course) for _, uuid, course in self._watch.gpus if uuid in self._gpus)
-        ends = (event for event in self._watch.events if event.kind is IncidentKind.ENDED)
-        return Facts(
-            origin=Origin.TRACE,
-            settings=replace(settings, at_least=max(self._at_least, settings.at_least)),
-            samples=self._watch.samples,
-            begin_seconds=begin,
-            end_seconds=end,
-            since_seconds=self._since,
-            gpus=tuple(self._gpus[uuid].facts(_build_leak(course)) for uuid, course in gpus),
-            engines=tuple(history.facts() for history in self._engines.values()),
-            hosts=tuple(
-                HostFacts(
-                    process=str(role),
-                    leak=_build_leak(course),
-                    held_bytes=self._host_bytes.get(role),
-                )
-                for role, course in self._watch.host
-            ),
-            host=self._watch.memory,
-            ends=tuple(
-                end for end in ends if not end.has_served or end.seconds > (self._since or 0.0)
-            ),
-        )
+    def _measure_step(self, snapshot: Snapshot) -> float:
+        """Return the seconds since the sample before.
+
+        0 for the first and after a step of the clock.
+        """
+        if not self._replay.samples:
+            return 0.0
+        seconds = snapshot.time_seconds - self._now_seconds
+        return min(max(0.0, seconds), LONGEST_STEP_SECONDS)
+
+    def _step_engines(self, snapshot: Snapshot, seconds: float) -> None:
+        readings = {label_engine(reading): reading for reading in list_named(snapshot.page)}
+        if readings:
+            self._page = snapshot.page
+        if self._have_other_settings(readings):
+            # What was before is another engine's history.
+            self._since_seconds = self._now_seconds
+            self._engines = {}
+            self._gpus = {}
+        stranded_ratios: dict[tuple[str, str], float] = {}
+        if snapshot.engine_status is not None:
+            stranded_ratios = dict(snapshot.engine_status.stranded_ratios)
+        for label, reading in readings.items():
+            if label not in self._engines:
+                self._engines[label] = EngineHistory(*label)
+            self._engines[label].step(reading, seconds, stranded_ratios.get(label))
+        self._at_least = max(self._at_least, find_oldest_version(readings.values()))
+
+    def _have_other_settings(self, readings: dict[tuple[str, str], EngineReading]) -> bool:
+        for label, reading in readings.items():
+            engine = self._engines.get(label)
+            if engine is not None and engine.has_other_settings(reading):
+                return True
+        return False
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
         running = count_running(snapshot.page)
-        ended = (
-            snapshot.engine_status is not None and snapshot.engine_status.exit_reason is not None
-        )
-        serving = (
-            self._watch.engine.runs.present.is_ready and is_page_awake(snapshot.page) is not False
-        )
-        for history in self._gpus.values() if ended or not serving else ():
-            history.close_spell(self._now, ended_engine=ended)
+        status = snapshot.engine_status
+        has_exited = status is not None and status.exit_reason is not None
+        is_awake = is_page_awake(snapshot.page) is not False
+        is_serving = self._replay.engine.runs.present.is_ready and is_awake
+        if has_exited or not is_serving:
+            for history in self._gpus.values():
+                history.close_spell(self._now_seconds, has_engine_exited=has_exited)
         for gpu in snapshot.devices:
             uuid = gpu.reading.uuid
-            history = self._gpus.setdefault(uuid, GpuHistory(gpu.reading.index, uuid, self._now))
-            history.step(gpu, self._now, seconds, running, serving=serving)
+            if uuid not in self._gpus:
+                self._gpus[uuid] = GpuHistory(gpu.reading.index, uuid, self._now_seconds)
+            self._gpus[uuid].step(gpu, self._now_seconds, seconds, running, is_serving=is_serving)
+
+    def build_facts(self, settings: EngineArgs) -> Facts:
+        """Return the facts of an engine with these settings.
+
+        The trace fills in those that were not given.
+        """
+        begin_seconds, end_seconds = self._replay.span
+        if self._page is not None:
+            settings = add_page_settings(settings, self._page)
+        gpus = []
+        for _, uuid, course in self._replay.gpus:
+            if uuid in self._gpus:
+                gpus.append(self._gpus[uuid].build_facts(_build_leak(course)))
+        hosts = []
+        for role, course in self._replay.host:
+            held_bytes = self._host_bytes.get(role)
+            hosts.append(
+                HostFacts(process=str(role), leak=_build_leak(course), held_bytes=held_bytes)
+            )
+        since_seconds = self._since_seconds or 0.0
+        exits = [event for event in self._replay.events if event.kind is IncidentKind.ENDED]
+        return Facts(
+            origin=Origin.TRACE,
+            settings=replace(settings, at_least=max(self._at_least, settings.at_least)),
+            samples=self._replay.samples,
+            begin_seconds=begin_seconds,
+            end_seconds=end_seconds,
+            since_seconds=self._since_seconds,
+            gpus=tuple(gpus),
+            engines=tuple(history.build_facts() for history in self._engines.values()),
+            hosts=tuple(hosts),
+            host=self._replay.memory,
+            # Failed starts count whatever the settings were.
+            ends=tuple(end for end in exits if not end.has_served or end.seconds > since_seconds),
+        )
 
 
 def _build_leak(course: LeakCourse) -> Leak:
-    return Leak(
-        state=course.state,
-        alarm=course.last_alarm,
-        ended_seconds=course.leaking[-1][1] if course.leaking else None,
-    )
+    ended_seconds = None
+    if course.leaking:
+        _, ended_seconds = course.leaking[-1]
+    return Leak(state=course.state, alarm=course.last_alarm, ended_seconds=ended_seconds)

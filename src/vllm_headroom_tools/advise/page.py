@@ -43,48 +43,35 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 from vllm_headroom_tools.trace import BadInput
 from vllm_headroom_tools.versions import parse_version
 
-INDICES: Final = frozenset(map(str, range(1024)))
-OF_A_GPU: Final = {
+KNOWN_INDICES: Final = frozenset(map(str, range(1024)))
+"""GPU indices that a page of ours can have."""
+
+GPU_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.LEAK_RATE,
     "bytes_per_request": catalog.LEAK_PER_REQUEST,
     "leaked_bytes": catalog.LEAKED,
     "time_to_oom_seconds": catalog.TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.TIME_TO_OOM_LOWER,
 }
-ON_THE_HOST: Final = {
+"""Figures of an alarm on a GPU, by the fields of Moment."""
+
+HOST_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.HOST_LEAK_RATE,
     "time_to_oom_seconds": catalog.HOST_TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.HOST_TIME_TO_OOM_LOWER,
 }
+"""Figures of an alarm on a role of processes, by the fields of Moment."""
 
 
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
-    """Parse the facts of an engine with these settings; raises BadInput where the page cannot be used."""
-    try:
-        page = Values(
-            Sample(
-                metric, tuple(sample.labels.get(label, "") for label in metric.labels), sample.value
-            )
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if (metric := catalog.BY_NAME.get(sample.name)) is not None and isfinite(sample.value)
-        )
-    except (ValueError, IndexError):
-        wrong = "the page is not in Prometheus's format: --headroom-url is the address of vllm-headroom, not of vLLM"
-        raise BadInput(wrong) from None
-    if (
-        len(page.find_all(catalog.BUILD_INFO)) != 1
-        or {index for index, *_ in page.find_all(catalog.GPU_INFO)} - INDICES
-    ):
-        ours = "--headroom-url takes its address, port 9839 unless it is set otherwise"
-        raise BadInput(f"the page is not vllm-headroom's: {ours}")
-    engines = tuple(page.find_all(catalog.ENGINE_INFO))
-    if {profile for *_, profile in engines} - {"vllm"}:
-        raise BadInput(
-            "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
-        )
-    running = sum_known(page.value(catalog.ENGINE_RUNNING, *engine) for *engine, _ in engines)
-    host = ((fact, page.value(metric)) for metric, fact in HOST_FACTS)
+    """Parse the facts of an engine with these settings.
+
+    Raises BadInput where the page cannot be used.
+    """
+    page = _parse_page(text)
+    _check_page(page)
+    engines = [(model_name, engine) for model_name, engine, _ in page.find_all(catalog.ENGINE_INFO)]
+    running = sum_known(page.value(catalog.ENGINE_RUNNING, *engine) for engine in engines)
     return Facts(
         origin=Origin.PAGE,
         settings=_read_settings(page, settings),
@@ -94,101 +81,155 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
             for index, uuid, _, attribution in page.find_all(catalog.GPU_INFO)
             if attribution
         ),
-        engines=tuple(_read_engine(page, model_name, engine) for model_name, engine, _ in engines),
+        engines=tuple(_read_engine(page, model_name, engine) for model_name, engine in engines),
         hosts=tuple(
             HostFacts(
                 process=role,
-                leak=_read_leak(page, catalog.HOST_LEAK_STATE, (role,), ON_THE_HOST),
-                held_bytes=held,
+                leak=_read_leak(page, catalog.HOST_LEAK_STATE, (role,), HOST_LEAK_FIGURES),
+                held_bytes=held_bytes,
             )
-            for (role,), held in page.find_all(catalog.HOST_MEMORY).items()
+            for (role,), held_bytes in page.find_all(catalog.HOST_MEMORY).items()
         ),
-        host=HostMemory(
-            basis=None, **{fact: int(value) for fact, value in host if value is not None}
-        ),
+        host=_read_host(page),
     )
 
 
-def _read_settings(page: Values, given: EngineArgs) -> EngineArgs:
-    """Fill in settings from the page; the operator's stay. The budget's share is of the GPU's total."""
-    offered = (
-        field for field in FIELD_VERSIONS if page.value(catalog.INPUT_AVAILABLE, INPUTS[field].name)
-    )
-    sized = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
-    ratios = {
-        round(budget / total, 4)
-        for (*gpu, basis), budget in page.find_all(catalog.MEMORY_REPORTED).items()
-        if basis == "budget" and (total := page.value(catalog.GPU_MEMORY_TOTAL, *gpu))
-    }
+def _parse_page(text: str) -> Values:
+    """Return the samples of the page that are ours; raises BadInput."""
+    samples = []
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                metric = catalog.BY_NAME.get(sample.name)
+                if metric is not None and isfinite(sample.value):
+                    labels = tuple(sample.labels.get(label, "") for label in metric.labels)
+                    samples.append(Sample(metric, labels, sample.value))
+        return Values(samples)
+    except (ValueError, IndexError):
+        raise BadInput(
+            "the page is not in Prometheus's format:"
+            " --headroom-url is the address of vllm-headroom, not of vLLM"
+        ) from None
+
+
+def _check_page(page: Values) -> None:
+    """Raise BadInput for a page that is not the sidecar's, or not of vLLM."""
+    indices = {index for index, *_ in page.find_all(catalog.GPU_INFO)}
+    if len(page.find_all(catalog.BUILD_INFO)) != 1 or not indices <= KNOWN_INDICES:
+        raise BadInput(
+            "the page is not vllm-headroom's:"
+            " --headroom-url takes its address, port 9839 unless it is set otherwise"
+        )
+    profiles = {profile for *_, profile in page.find_all(catalog.ENGINE_INFO)}
+    if not profiles <= {"vllm"}:
+        raise BadInput(
+            "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
+        )
+
+
+def _read_host(page: Values) -> HostMemory:
+    values = {fact: page.value(metric) for metric, fact in HOST_FACTS}
+    known_values = {fact: int(value) for fact, value in values.items() if value is not None}
+    return HostMemory(basis=None, **known_values)
+
+
+def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
+    """Fill in settings from the page; the operator's stay."""
+    offered_versions = [
+        version
+        for field, version in FIELD_VERSIONS.items()
+        if page.value(catalog.INPUT_AVAILABLE, INPUTS[field].name)
+    ]
+    sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
-        given,
-        at_least=max((given.at_least, *(FIELD_VERSIONS[field] for field in offered))),
-        sizes_cache_in_bytes=given.sizes_cache_in_bytes or sized,
-        gpu_memory_utilization=given.gpu_memory_utilization
-        or (ratios.pop() if len(ratios) == 1 else None),
+        settings,
+        at_least=max((settings.at_least, *offered_versions)),
+        sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
     )
+
+
+def _read_utilization(page: Values) -> float | None:
+    """Return the budget's share of a GPU's total; None where GPUs differ, or it is not known."""
+    ratios = set()
+    for (*gpu, basis), budget_bytes in page.find_all(catalog.MEMORY_REPORTED).items():
+        total_bytes = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
+        if basis == "budget" and total_bytes:
+            ratios.add(round(budget_bytes / total_bytes, 4))
+    return ratios.pop() if len(ratios) == 1 else None
 
 
 def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuFacts:
-    total, used = (
-        page.value(catalog.GPU_MEMORY_TOTAL, *gpu),
-        page.value(catalog.GPU_MEMORY_USED, *gpu),
-    )
+    index, uuid = gpu
     facts = GpuFacts(
-        index=int(gpu[0]), uuid=gpu[1], leak=_read_leak(page, catalog.LEAK_STATE, gpu, OF_A_GPU)
+        index=int(index),
+        uuid=uuid,
+        leak=_read_leak(page, catalog.LEAK_STATE, gpu, GPU_LEAK_FIGURES),
     )
-    if total is None or used is None:
+    total_bytes = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
+    used_bytes = page.value(catalog.GPU_MEMORY_USED, *gpu)
+    if total_bytes is None or used_bytes is None:
         return facts
-    usable = total - (page.value(catalog.GPU_MEMORY_RESERVED, *gpu) or 0.0)
-    peak = max(used, page.value(catalog.GPU_MEMORY_USED_PEAK, *gpu) or 0.0)
-    others = measure_others(used, page.value(catalog.GPU_MEMORY_HELD, *gpu, "engine"))
-    room, room_at_peak = usable - used + (others or 0.0), usable - peak + (others or 0.0)
-    spells: tuple[Spell, ...] = ()
-    if room < LOW_BYTES:
-        spells = (Spell(kind=Shortage.LEVEL, least_bytes=max(0.0, room_at_peak), running=running),)
-    elif room_at_peak < PEAK_BYTES:
-        spells = (Spell(kind=Shortage.PEAK, least_bytes=max(0.0, room_at_peak)),)
+    usable_bytes = total_bytes - (page.value(catalog.GPU_MEMORY_RESERVED, *gpu) or 0.0)
+    peak_bytes = max(used_bytes, page.value(catalog.GPU_MEMORY_USED_PEAK, *gpu) or 0.0)
+    engine_bytes = page.value(catalog.GPU_MEMORY_HELD, *gpu, "engine")
+    others_bytes = measure_others(used_bytes, engine_bytes)
+    others_memory = None
+    if others_bytes is not None:
+        others_memory = Extent(others_bytes, others_bytes, others_bytes)
+    # The memory of others does not count as the engine's shortage.
+    room_bytes = usable_bytes - used_bytes + (others_bytes or 0.0)
+    room_at_peak_bytes = usable_bytes - peak_bytes + (others_bytes or 0.0)
     return replace(
         facts,
-        usable_bytes=usable,
-        least_room_bytes=max(0.0, usable - peak),
-        others=None if others is None else Extent(others, others, others),
-        spells=spells,
+        usable_bytes=usable_bytes,
+        least_room_bytes=max(0.0, usable_bytes - peak_bytes),
+        others_memory=others_memory,
+        spells=_judge_room(room_bytes, room_at_peak_bytes, running),
     )
+
+
+def _judge_room(
+    room_bytes: float, room_at_peak_bytes: float, running: float | None
+) -> tuple[Spell, ...]:
+    """Return the shortage that lasts now, or else that of a peak; none where there is room."""
+    lowest_room_bytes = max(0.0, room_at_peak_bytes)
+    if room_bytes < LOW_BYTES:
+        level = Spell(kind=Shortage.LEVEL, lowest_room_bytes=lowest_room_bytes, running=running)
+        return (level,)
+    if room_at_peak_bytes < PEAK_BYTES:
+        return (Spell(kind=Shortage.PEAK, lowest_room_bytes=lowest_room_bytes),)
+    return ()
 
 
 def _read_leak(
-    page: Values, state: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]
+    page: Values, state_metric: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]
 ) -> Leak:
-    """Read the leak verdict of a series; a figure that all series share has no labels."""
-    read: dict[str, Any] = {
-        name: page.value(metric, *labels[: len(metric.labels)]) for name, metric in figures.items()
+    """Read the leak verdict of a series."""
+    state_name = page.state(state_metric, *labels)
+    state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
+    if state is not LeakState.LEAKING:
+        return Leak(state=state)
+    location_name = page.state(catalog.LEAK_LOCATION, *labels)
+    location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
+    # A figure that all series share has no labels.
+    values: dict[str, Any] = {
+        field: page.value(metric, *labels[: len(metric.labels)])
+        for field, metric in figures.items()
     }
-    where = next(
-        (each for each in LeakLocation if each == page.state(catalog.LEAK_LOCATION, *labels)), None
-    )
-    is_in = next(
-        (each for each in LeakState if each == page.state(state, *labels)), LeakState.UNKNOWN
-    )
-    return Leak(
-        state=is_in,
-        alarm=Moment(seconds=0.0, location=where, **read) if is_in is LeakState.LEAKING else None,
-    )
+    return Leak(state=state, alarm=Moment(seconds=0.0, location=location, **values))
 
 
 def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     def read(metric: Metric) -> float | None:
         return page.value(metric, model_name, engine)
 
-    used, running, lost = (
-        read(catalog.ENGINE_KV_USED),
-        read(catalog.ENGINE_RUNNING),
-        read(catalog.ENGINE_KV_STRANDED),
-    )
-    finished, preemptions = read(catalog.ENGINE_FINISHED), read(catalog.ENGINE_PREEMPTIONS)
-    queries, hits = read(catalog.ENGINE_PREFIX_QUERIES), read(catalog.ENGINE_PREFIX_HITS)
-    full, prefix = None, None
-    if used is not None and used > FULL_RATIO and running:
+    kv_used_ratio = read(catalog.ENGINE_KV_USED)
+    preemptions = read(catalog.ENGINE_PREEMPTIONS)
+    running = read(catalog.ENGINE_RUNNING)
+    finished = read(catalog.ENGINE_FINISHED)
+    full = None
+    if kv_used_ratio is not None and kv_used_ratio > FULL_RATIO and running:
         full = FullFacts(
             seconds=None,
             finished=finished or 0.0,
@@ -196,28 +237,39 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
             running=running,
             tokens=read(catalog.ENGINE_KV_TOKENS_PER_REQUEST),
         )
+    queries = read(catalog.ENGINE_PREFIX_QUERIES)
+    hits = read(catalog.ENGINE_PREFIX_HITS)
+    prefix = None
     if queries is not None and hits is not None:
-        blocked = bool(read(catalog.ENGINE_WAITING) or preemptions)
-        recent = read(catalog.ENGINE_PREFIX_HIT_RATIO)
+        # For how long requests waited is not known: now, or ever, is taken for always.
+        has_waited = bool(read(catalog.ENGINE_WAITING) or preemptions)
         prefix = PrefixFacts(
-            queries=queries, hits=hits, seconds=None, blocked_ratio=blocked, recent_ratio=recent
+            queries=queries,
+            hits=hits,
+            seconds=None,
+            blocked_ratio=float(has_waited),
+            recent_ratio=read(catalog.ENGINE_PREFIX_HIT_RATIO),
         )
+    stranded_ratio = read(catalog.ENGINE_KV_STRANDED)
+    stranded = None
+    if stranded_ratio is not None:
+        stranded = StrandedFacts(ratio=stranded_ratio, first_ratio=stranded_ratio, rises=0)
     return EngineFacts(
         model_name=model_name,
         engine=engine,
         capacity_tokens=read(catalog.ENGINE_KV_CAPACITY_TOKENS),
         capacity_bytes=read(catalog.ENGINE_KV_CAPACITY_BYTES),
-        kv_known=used is not None,
-        preemptions_known=preemptions is not None,
-        most_running=running,
+        has_kv_usage=kv_used_ratio is not None,
+        has_preemptions=preemptions is not None,
+        highest_running=running,
         finished=finished,
         full=full,
         prefix=prefix,
-        stranded=None if lost is None else StrandedFacts(ratio=lost, first_ratio=lost, rises=0),
+        stranded=stranded,
     )
 
 
-TIMEOUT_SECONDS: Final = 20.0
+PAGE_TIMEOUT_SECONDS: Final = 20.0
 """Longer than the daemon's: there is one attempt, and a busy engine answers late."""
 
 
@@ -230,7 +282,9 @@ async def fetch_facts(url: str, settings: EngineArgs) -> Facts:
 
 
 async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
-    """Fill in settings from the engine whose page is at `url`; the operator's stay. Raises BadInput.
+    """Fill in settings from the engine whose page is at `url`; the operator's stay.
+
+    Raises BadInput.
 
     The version comes from /version beside the page, which vLLM answers without a key.
     """
@@ -241,10 +295,12 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
         raise BadInput(f"--engine-url: {strip_advice(page)}: check that vLLM serves there")
     if not page.engines:
         raise BadInput(f"--engine-url: the page at {redact_url(url)} is not vLLM's")
-    found = None if isinstance(about, Failure) else parse_server_version(about)
-    version = settings.version or (parse_version(found) if found else None)
+    version = settings.version
+    if version is None and not isinstance(about, Failure):
+        version_text = parse_server_version(about)
+        version = parse_version(version_text) if version_text else None
     return replace(add_page_settings(settings, page), version=version)
 
 
 def _build_reader(url: str) -> PageReader:
-    return PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS)
+    return PageReader(url=url, timeout_seconds=PAGE_TIMEOUT_SECONDS)

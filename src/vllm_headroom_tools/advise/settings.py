@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -25,18 +25,18 @@ class Flag(StrEnum):
     MM_PROCESSOR_CACHE_GB = "--mm-processor-cache-gb"
 
 
-NEWEST: Final[Version] = (0, 33, 0)
+NEWEST_CHECKED: Final[Version] = (0, 33, 0)
 """The newest version whose options were checked."""
 
 FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
+    # Before, prefix caching was off by default.
     Flag.NO_ENABLE_PREFIX_CACHING: (0, 6, 5),
+    # vLLM's own guide names --kv-cache-memory, which exists in none (vllm-project/vllm#55834).
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
+    # It may be older.
     Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
 }
-"""The first version that has each (vllm/engine/arg_utils.py of its wheel); `--mm-processor-cache-gb` may be older.
-Before 0.6.5 prefix caching was off by default; `--kv-cache-memory`, which vLLM's own guide names, exists in none
-(vllm-project/vllm#55834).
-"""
+"""The first version that has each option (vllm/engine/arg_utils.py of its wheel)."""
 
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
 """Since then a waiting request is not looked up again in each step (vllm-project/vllm#48860)."""
@@ -46,19 +46,18 @@ FIELD_VERSIONS: Final[dict[str, Version]] = {
     "kv_cache_memory_bytes": (0, 10, 2),
     "awake": (0, 11, 1),
 }
-"""The first version that exports a field of EngineReading: a lower bound of the engine's version."""
+"""The first version that exports a field of EngineReading: a lower bound of the engine's version.
+"""
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True):
-    """What the engine was started with, as far as it is known.
-
-    `at_least` is the lower bound of its version that its page shows. `sizes_cache_in_bytes` is whether
-    kv_cache_memory_bytes is set, which overrides the utilization.
-    """
+    """What the engine was started with, as far as it is known."""
 
     version: Version | None = None
+    # The lower bound of the version that the engine's page shows.
     at_least: Version = OLDEST
     gpu_memory_utilization: float | None = None
+    # kv_cache_memory_bytes is set, which overrides the utilization; its value may be unknown.
     sizes_cache_in_bytes: bool = False
     kv_cache_memory_bytes: float | None = None
     max_num_seqs: int | None = None
@@ -66,36 +65,43 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
 
     @property
-    def known(self) -> Version:
+    def earliest_version(self) -> Version:
         """The version, or its lower bound."""
         return self.at_least if self.version is None else self.version
+
+    def read_value(self, flag: Flag) -> float | None:
+        """Return the value of an option that is a field here; None where it is unknown."""
+        field = flag.removeprefix("--").replace("-", "_")
+        value: float | None = getattr(self, field)
+        return value
 
 
 def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
     """Return the lower bound of the version that engines with these fields have."""
-    first = (
-        FIELD_VERSIONS[field]
-        for each in engines
-        for field in FIELD_VERSIONS
-        if getattr(each, field) is not None
-    )
-    return max(first, default=OLDEST)
+    oldest_version = OLDEST
+    for engine in engines:
+        for field, first_version in FIELD_VERSIONS.items():
+            if getattr(engine, field) is not None:
+                oldest_version = max(oldest_version, first_version)
+    return oldest_version
 
 
 def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
     """Fill in settings from the engine's page; known ones stay."""
-
-    def read_common(field: str) -> Any:  # noqa: ANN401 - of any field
-        values = {getattr(engine, field) for engine in page.engines}
-        return values.pop() if len(values) == 1 else None
-
-    size, batch = read_common("kv_cache_memory_bytes"), read_common("max_num_seqs")
+    cache_bytes = _read_common(page, "kv_cache_memory_bytes")
+    max_num_seqs = _read_common(page, "max_num_seqs")
+    utilization = _read_common(page, "gpu_memory_utilization_ratio")
     return replace(
         settings,
-        gpu_memory_utilization=settings.gpu_memory_utilization
-        or read_common("gpu_memory_utilization_ratio"),
-        max_num_seqs=settings.max_num_seqs or (None if batch is None else int(batch)),
+        gpu_memory_utilization=settings.gpu_memory_utilization or utilization,
+        max_num_seqs=settings.max_num_seqs or (None if max_num_seqs is None else int(max_num_seqs)),
         at_least=max(settings.at_least, find_oldest_version(page.engines)),
-        sizes_cache_in_bytes=settings.sizes_cache_in_bytes or size is not None,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes or size,
+        sizes_cache_in_bytes=settings.sizes_cache_in_bytes or cache_bytes is not None,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes or cache_bytes,
     )
+
+
+def _read_common(page: EnginePage, field: str) -> float | None:
+    """Return the value of a field that all engines of the page share; None where they differ."""
+    values = {getattr(engine, field) for engine in page.engines}
+    return values.pop() if len(values) == 1 else None

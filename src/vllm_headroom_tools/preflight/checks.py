@@ -13,7 +13,11 @@ from vllm_headroom.scrape.nvml.device import GpuFaults
 from vllm_headroom.units import GIB, MIB, format_gib
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.sizing.estimate import HOST_BYTES_PER_PROCESS, LEFT_TO_THE_MACHINE_BYTES
+from vllm_headroom_tools.sizing.estimate import (
+    HOST_BYTES_PER_PROCESS,
+    LEFT_TO_THE_MACHINE_BYTES,
+    SHM_QUEUE_BYTES,
+)
 
 MIN_OWN_BYTES: Final = 3 * GIB // 10
 """What vLLM takes at least before its check of free memory.
@@ -108,11 +112,6 @@ CERTAIN_REASONS: Final = frozenset(
     {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST}
 )
 """Failures that CUDA meets as well."""
-
-MIN_SHM_BYTES: Final = 256 * MIB
-"""vLLM's largest queue between its processes takes 240 MiB, and it does not start with less free
-(vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
-"""
 
 RECOMMENDED_SHM_BYTES: Final = GIB
 """What NVIDIA asks for in containers (NCCL user guide, troubleshooting: --shm-size=1g)."""
@@ -355,14 +354,14 @@ def check_shared_memory(shm: Shm | None) -> Iterator[Obstacle]:
     free = (
         f"{_format_mib(shm.free_bytes)} of the {_format_mib(shm.total_bytes)} of /dev/shm are free"
     )
-    if shm.free_bytes < MIN_SHM_BYTES:
+    if shm.free_bytes < SHM_QUEUE_BYTES:
         fix = LARGER_SHM
         if shm.total_bytes >= RECOMMENDED_SHM_BYTES:
             fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)"
         yield Obstacle(
             Kind.SHM,
             Conclusion.NOT_GOOD,
-            f"{free}, and vLLM needs {_format_mib(MIN_SHM_BYTES)} free for tensor parallelism",
+            f"{free}, and vLLM needs {_format_mib(SHM_QUEUE_BYTES)} free for tensor parallelism",
             f"{fix}; or --ignore shm",
         )
     elif shm.free_bytes < RECOMMENDED_SHM_BYTES:

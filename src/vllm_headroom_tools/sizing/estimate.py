@@ -6,7 +6,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.derive.configured import OFFLOAD_FACTOR
-from vllm_headroom.units import GIB
+from vllm_headroom.units import GIB, MIB
 from vllm_headroom_tools.sizing.encoder import UNGIVEN_MLP_WIDTH_RATIO
 from vllm_headroom_tools.sizing.footprint import (
     KvLayout,
@@ -85,6 +85,11 @@ NVIDIA/dgx-spark-playbooks#97).
 HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
 """What server and core of vLLM 0.32 hold on the CPU, 0.6 GiB each (tests/contract); a worker with
 CUDA holds more."""
+
+SHM_QUEUE_BYTES: Final = 256 * MIB
+"""vLLM's largest queue between its processes takes 240 MiB, and it does not start with less free
+(vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
+"""
 
 PENALTY_BYTES: Final = 4 + 1 / 8
 """A count in 32 bits and a bit, of each sequence and token of the vocabulary

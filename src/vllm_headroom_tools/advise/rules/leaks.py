@@ -1,8 +1,10 @@
-"""Rules on leaks of memory or cache blocks, and on shortages: a restart frees leaks, an upgrade fixes them."""
+"""Rules on leaks of memory or cache blocks, which a restart frees, and on shortages."""
 
 from collections.abc import Iterable
 from math import floor
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.verdicts import LOW_BYTES, STRANDED_RATIO
@@ -10,12 +12,14 @@ from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakLocation, LeakState
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
+    EngineFacts,
     Facts,
     GpuFacts,
     Leak,
     Origin,
     Shortage,
     Spell,
+    StrandedFacts,
 )
 from vllm_headroom_tools.advise.finding import (
     Advice,
@@ -33,160 +37,216 @@ from vllm_headroom_tools.advise.settings import Flag
 from vllm_headroom_tools.history import Moment
 from vllm_headroom_tools.versions import FAULTS
 
-LOST_RATIO: Final = 0.01
-LOST_RISES: Final = 3
-"""The share of the KV cache that no request holds, and its rises (alert HeadroomKvBlocksLeak)."""
+# Leaks of memory.
 
-RESTART: Final = "a restart: drain the engine first, while another replica serves"
+RESTART_COST: Final = "a restart: drain the engine first, while another replica serves"
+UPGRADE_COST: Final = "a test of another version; a restart"
 EVIDENCE_FIRST: Final = (
     "Save the trace and the engine's log first: a report needs them, and a restart deletes them"
 )
-VERSION: Final = "Upgrade vLLM, or go back to the version before the leak"
+CHANGE_VERSION: Final = "Upgrade vLLM, or go back to the version before the leak"
+
+DEFRAGMENT: Final = (
+    "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the engine's environment, unless sleep"
+    " mode is on, which refuses it: what grows is fragmented memory that torch has reserved and"
+    " cannot use"
+)
+CHANGE_DRIVER: Final = (
+    "Look for it in the release notes of NCCL and of the driver, by the versions in the engine's"
+    " log, and try newer ones: it grows outside torch, where neither vLLM nor torch can free it"
+)
+REPORT_TENSORS: Final = (
+    f"{CHANGE_VERSION}; the growth is tensors that nobody frees: report it to vLLM with the trace"
+)
 
 CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
-    LeakLocation.FRAGMENTATION: (
-        (
-            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the engine's environment, unless sleep mode is on,"
-            " which refuses it: what grows is fragmented memory that torch has reserved and cannot use"
-        ),
-        VERSION,
-    ),
-    LeakLocation.OUTSIDE_TORCH: (
-        (
-            "Look for it in the release notes of NCCL and of the driver, by the versions in the engine's log, and try"
-            " newer ones: it grows outside torch, where neither vLLM nor torch can free it"
-        ),
-    ),
-    LeakLocation.TENSORS: (
-        f"{VERSION}; the growth is tensors that nobody frees: report it to vLLM with the trace",
-    ),
-    None: (VERSION,),
+    LeakLocation.FRAGMENTATION: (DEFRAGMENT, CHANGE_VERSION),
+    LeakLocation.OUTSIDE_TORCH: (CHANGE_DRIVER,),
+    LeakLocation.TENSORS: (REPORT_TENSORS,),
+    None: (CHANGE_VERSION,),
 }
-"""The fixes by location, and one for an unknown location."""
+"""What to try by location, in this order; None is an unknown location."""
+
+
+class WorstLeak(Struct, frozen=True, kw_only=True):
+    """The fastest leak of several, one that goes on before one that ended."""
+
+    # All series that leaked, for the summary.
+    names: str
+    # The series of this leak.
+    name: str
+    leak: Leak
+    # The newest figures of its alarm.
+    alarm: Moment
 
 
 def find_gpu_leak(facts: Facts) -> Advice | None:
-    """Fit where the leak detector raised its alarm on a GPU (docs/leaks.md)."""
-    found = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
-    if found is None:
+    """Judge the growth of the engine's GPU memory (docs/leaks.md).
+
+    Looks at: the leak detector's verdict on each GPU.
+    Applies: where it raised its alarm.
+    Proposes: a restart before memory runs out, then a fix for where it grows. No option of vLLM
+    stops a leak.
+    """
+    worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
+    if worst is None:
         return None
-    names, name, leak, alarm = found
-    what = (
-        "of vLLM fixes fragmentation"
-        if alarm.location is LeakLocation.FRAGMENTATION
-        else "fixes a leak"
-    )
+    location = worst.alarm.location
+    effect = "fixes a leak"
+    if location is LeakLocation.FRAGMENTATION:
+        effect = "of vLLM fixes fragmentation"
     return Advice(
         cause=Cause.GPU_LEAK,
-        summary=f"The engine leaks GPU memory on {names}.",
-        evidence=_list_leak_evidence(name, leak, alarm),
+        summary=f"The engine leaks GPU memory on {worst.names}.",
+        evidence=_list_leak_evidence(worst),
         changes=_list_remedies(
-            leak, alarm, "in a quiet hour", "out of memory", CURES[alarm.location]
+            worst, usual_time="in a quiet hour", end="out of memory", cures=CURES[location]
         ),
-        remark=f"No option {what}: a smaller share for vLLM only delays the next restart.",
+        remark=f"No option {effect}: a smaller share for vLLM only delays the next restart.",
     )
 
 
 def find_host_leak(facts: Facts) -> Advice | None:
-    """Fit where the detector raised its alarm on the host memory of a role of processes."""
-    found = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
-    if found is None:
+    """Judge the growth of host memory of the engine's processes.
+
+    Looks at: the leak detector's verdict on each role of processes.
+    Applies: where it raised its alarm.
+    Proposes: a restart before the kernel kills, then an upgrade: to the version that fixes a fault
+    known of this role, where there is one.
+    """
+    worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
+    if worst is None:
         return None
-    names, name, leak, alarm = found
-    held = next((host.held_bytes for host in facts.hosts if host.process == name), None)
-    version, holds = facts.settings.version, f"{name} holds {{}} of host memory"
-    quiet = "before the container's memory limit is reached"
-    known = [
-        fault.advice for fault in FAULTS if fault.role == name and version and fault.is_in(version)
-    ]
+    held_bytes = None
+    for host in facts.hosts:
+        if host.process == worst.name:
+            held_bytes = host.held_bytes
+            break
     return Advice(
         cause=Cause.HOST_LEAK,
-        summary=f"The engine's processes leak host memory: {names}.",
+        summary=f"The engine's processes leak host memory: {worst.names}.",
         evidence=(
-            *_list_leak_evidence(name, leak, alarm),
-            *list_evidence(("held_bytes", held, holds)),
+            *_list_leak_evidence(worst),
+            *list_evidence(("held_bytes", held_bytes, f"{worst.name} holds {{}} of host memory")),
         ),
         changes=_list_remedies(
-            leak, alarm, quiet, "a kill by the kernel", known or ["Upgrade vLLM"]
+            worst,
+            usual_time="before the container's memory limit is reached",
+            end="a kill by the kernel",
+            cures=_list_known_cures(facts, worst.name) or ["Upgrade vLLM"],
         ),
         remark="No option that sizes GPU memory affects it.",
     )
 
 
-def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> tuple[str, str, Leak, Moment] | None:
-    """Return the names of all that leaked, and the fastest leak, one that goes on before one that ended."""
-    alarms = [(name, leak, leak.alarm) for name, leak in leaks if leak.alarm is not None]
-    if not alarms:
+def _list_known_cures(facts: Facts, role: str) -> list[str]:
+    """Return what helps against the known leaks of this role.
+
+    Empty where the version is unknown.
+    """
+    version = facts.settings.version
+    if not version:
+        return []
+    faults = [fault for fault in FAULTS if fault.role == role]
+    return [fault.advice for fault in faults if fault.is_in(version)]
+
+
+def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
+    """Return the worst of these leaks, each with the name of its series; None where none leaked."""
+    names = []
+    worst = None
+    worst_rank = (False, 0.0)
+    for name, leak in leaks:
+        if leak.alarm is None:
+            continue
+        names.append(name)
+        rank = (leak.ended_seconds is None, leak.alarm.bytes_per_second or 0.0)
+        if worst is None or rank > worst_rank:
+            worst = WorstLeak(names=name, name=name, leak=leak, alarm=leak.alarm)
+            worst_rank = rank
+    if worst is None:
         return None
-    names = ", ".join(name for name, *_ in alarms)
-    worst = max(
-        alarms, key=lambda each: (each[1].ended_seconds is None, each[2].bytes_per_second or 0.0)
-    )
-    end = worst[1].ended_seconds
-    return (
-        names if end is None else f"{names}; it ended at {format_instant(end)}, as with a restart",
-        *worst,
-    )
+    all_names = ", ".join(names)
+    end_seconds = worst.leak.ended_seconds
+    if end_seconds is not None:
+        all_names += f"; it ended at {format_instant(end_seconds)}, as with a restart"
+    return WorstLeak(names=all_names, name=worst.name, leak=worst.leak, alarm=worst.alarm)
 
 
 def _list_remedies(
-    leak: Leak, alarm: Moment, quiet: str, end: str, cures: Iterable[str]
+    worst: WorstLeak, *, usual_time: str, end: str, cures: Iterable[str]
 ) -> tuple[Change, ...]:
-    upgrades = tuple(
-        Change(text=text, cost="a test of another version; a restart") for text in cures
-    )
-    if leak.ended_seconds is not None:
+    """Return the restart, unless the leak ended with one, and the cures."""
+    upgrades = tuple(Change(text=cure, cost=UPGRADE_COST) for cure in cures)
+    if worst.leak.ended_seconds is not None:
         return upgrades
-    lower = alarm.time_to_oom_seconds_lower
-    soon = alarm.time_to_oom_seconds if lower is None else lower
-    when = (
-        quiet
-        if soon is None
-        else f"within {format_duration(soon)}, the lower bound of the time to {end}"
-    )
-    return (Change(text=f"Restart the engine {when}. {EVIDENCE_FIRST}", cost=RESTART), *upgrades)
+    seconds_left = worst.alarm.time_to_oom_seconds_lower
+    if seconds_left is None:
+        seconds_left = worst.alarm.time_to_oom_seconds
+    time = usual_time
+    if seconds_left is not None:
+        time = f"within {format_duration(seconds_left)}, the lower bound of the time to {end}"
+    restart = Change(text=f"Restart the engine {time}. {EVIDENCE_FIRST}", cost=RESTART_COST)
+    return (restart, *upgrades)
 
 
-def _list_leak_evidence(name: str, leak: Leak, alarm: Moment) -> tuple[Evidence, ...]:
-    thousand = format_size(1000 * (alarm.bytes_per_request or 0.0))
-    where = "" if alarm.location is None else PLACES[alarm.location]
-    left = alarm.time_to_oom_seconds if leak.state is LeakState.LEAKING else None
+def _list_leak_evidence(worst: WorstLeak) -> tuple[Evidence, ...]:
+    alarm = worst.alarm
+    state = worst.leak.state
+    thousand_requests = format_size(1000 * (alarm.bytes_per_request or 0.0))
+    place = "" if alarm.location is None else PLACES[alarm.location]
+    # The time left means nothing once the alarm is over.
+    seconds_left = alarm.time_to_oom_seconds if state is LeakState.LEAKING else None
     return list_evidence(
-        ("series", name, f"the leak detector's alarm on {name}; {leak.state} now"),
-        ("location", alarm.location, f"it grows in {where}, by the probe inside the engine"),
+        ("series", worst.name, f"the leak detector's alarm on {worst.name}; {state} now"),
+        ("location", alarm.location, f"it grows in {place}, by the probe inside the engine"),
         ("bytes_per_second", alarm.bytes_per_second, "{} per second"),
-        ("bytes_per_request", alarm.bytes_per_request, f"{thousand} per thousand requests"),
+        (
+            "bytes_per_request",
+            alarm.bytes_per_request,
+            f"{thousand_requests} per thousand requests",
+        ),
         ("leaked_bytes", alarm.leaked_bytes, "{} since it began"),
-        ("time_to_oom_seconds", left, "out of memory in about {}"),
+        ("time_to_oom_seconds", seconds_left, "out of memory in about {}"),
     )
+
+
+# Leaks of KV cache blocks.
+
+LOST_RATIO: Final = 0.01
+"""The share of the KV cache that no request holds (alert HeadroomKvBlocksLeak)."""
+
+LOST_RISES: Final = 3
+"""How often it rose (alert HeadroomKvBlocksLeak)."""
 
 
 def find_kv_block_leak(facts: Facts) -> Advice | None:
-    """Fit where an idle engine holds more of its KV cache each time, or more than a twentieth of it."""
-    lost = [
-        (engine, held)
-        for engine in facts.engines
-        if (held := engine.stranded) is not None
-        and (held.ratio > STRANDED_RATIO or (held.rises >= LOST_RISES and held.ratio > LOST_RATIO))
-    ]
-    if not lost:
-        return None
+    """Judge KV cache that stays in use while no request runs.
+
+    Looks at: the share that an idle engine holds.
+    Applies: above STRANDED_RATIO, or above LOST_RATIO after LOST_RISES rises from one idle time to
+    the next.
+    Proposes: a restart, then an upgrade; a KV connector may lose blocks in failed transfers.
+    """
+    leaking_engines = []
     evidence: list[Evidence] = []
-    for _, held in lost:
-        rose = f"it was more at {held.rises} idle times, after {format_percent(held.first_ratio)} at the first"
-        stayed = "{} of the KV cache stayed in use a minute after the last request"
-        evidence += list_evidence(
-            ("stranded_ratio", held.ratio, stayed), ("rises", held.rises or None, rose)
-        )
+    for engine in facts.engines:
+        if engine.stranded is not None and _loses_blocks(engine.stranded):
+            leaking_engines.append(engine)
+            evidence += _list_stranded_evidence(engine.stranded)
+    if not leaking_engines:
+        return None
     return Advice(
         cause=Cause.KV_BLOCK_LEAK,
-        summary=f"Blocks of the KV cache are lost: {', '.join(name_engine(facts, engine) for engine, _ in lost)}.",
+        summary=f"Blocks of the KV cache are lost: {_name_engines(facts, leaking_engines)}.",
         evidence=tuple(evidence),
         changes=(
-            Change(text=f"Restart the engine in a quiet hour. {EVIDENCE_FIRST}", cost=RESTART),
+            Change(text=f"Restart the engine in a quiet hour. {EVIDENCE_FIRST}", cost=RESTART_COST),
             Change(
-                text="Upgrade vLLM; where a KV connector transfers blocks, look in the log for transfers that failed,"
-                " and try without it",
+                text=(
+                    "Upgrade vLLM; where a KV connector transfers blocks, look in the log for"
+                    " transfers that failed, and try without it"
+                ),
                 cost="a test of another version or setting; a restart",
             ),
         ),
@@ -194,91 +254,151 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
     )
 
 
-SHORTAGES: Final = {
+def _loses_blocks(stranded: StrandedFacts) -> bool:
+    if stranded.ratio > STRANDED_RATIO:
+        return True
+    return stranded.rises >= LOST_RISES and stranded.ratio > LOST_RATIO
+
+
+def _name_engines(facts: Facts, engines: Iterable[EngineFacts]) -> str:
+    return ", ".join(name_engine(facts, engine) for engine in engines)
+
+
+def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Evidence, ...]:
+    first_percent = format_percent(stranded.first_ratio)
+    return list_evidence(
+        (
+            "stranded_ratio",
+            stranded.ratio,
+            "{} of the KV cache stayed in use a minute after the last request",
+        ),
+        (
+            "rises",
+            stranded.rises or None,
+            f"it was more at {stranded.rises} idle times, after {first_percent} at the first",
+        ),
+    )
+
+
+# Shortages without a leak.
+
+SHORTAGE_CAUSES: Final = {
+    # vLLM's share leaves too little for what is outside of it: CUDA context, NCCL, late kernels
+    # (DESIGN.md, 7).
     Shortage.LEVEL: (Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {} than it can spare"),
+    # High-water marks of the allocator, which keeps what a request once needed (DESIGN.md, 20).
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
     Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
 }
-"""The cause and the summary of each kind, not counting the memory of others.
+"""The cause and the summary of each kind, not counting the memory of others."""
 
-From the start on, vLLM's share leaves too little for what is outside of it: CUDA context, NCCL, late kernels
-(DESIGN.md, 7). After a rise, these are high-water marks of the allocator, which keeps what a request once needed
-(DESIGN.md, 20).
-"""
+SHORTAGE_REMARK: Final = (
+    "The share in use means little, since vLLM takes most of the GPU at its start;"
+    " what is left counts."
+)
+BURST_REMARK: Final = (
+    "A lower share for vLLM makes room for bursts and shrinks the KV cache;"
+    " a full KV cache is no shortage."
+)
 
 
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
-    """Fit where a time of this kind left too little room, without a leak.
+    """Judge times with less than LOW_BYTES of a GPU left, without a leak.
 
-    The changes for bursts are those of the runbook HeadroomGpuMemoryPeak, in its order.
+    Looks at: the times of this kind on all GPUs.
+    Applies: where there was one.
+    Proposes: a smaller share for vLLM, with AIM_BYTES left at the worst of them. Before that, for
+    bursts, what makes them smaller, in the order of the runbook HeadroomGpuMemoryPeak.
     """
-    found = [(gpu, spell) for gpu in facts.gpus for spell in gpu.spells if spell.kind is kind]
-    if not found:
+    spells = [(gpu, spell) for gpu in facts.gpus for spell in gpu.spells if spell.kind is kind]
+    if not spells:
         return None
-    gpu, spell = min(found, key=lambda each: each[1].least_bytes)
-    cause, text = SHORTAGES[kind]
-    ended = sum(each.ended_engine for _, each in found)
-    summary = text.format(gpu.display_name) + (" now" if facts.origin is Origin.PAGE else "")
-    changes = drop_none(take_less(facts, gpu, AIM_BYTES - spell.least_bytes))
-    remark = "The share in use means little, since vLLM takes most of the GPU at its start; what is left counts."
+    gpu, worst_spell = min(spells, key=lambda pair: pair[1].lowest_room_bytes)
+    exits = sum(1 for _, spell in spells if spell.has_engine_exited)
+
+    cause, summary_text = SHORTAGE_CAUSES[kind]
+    summary = summary_text.format(gpu.display_name)
+    smaller_share = take_less(facts, gpu, AIM_BYTES - worst_spell.lowest_room_bytes)
     if kind is Shortage.PEAK:
-        summary = (
-            f"Bursts fill {gpu.display_name}, and the engine exits"
-            if ended
-            else text.format(gpu.display_name)
-        )
-        changes = (*drop_none(_halve_steps(facts), _run_fewer(facts, gpu, spell)), *changes)
-        remark = "A lower share for vLLM makes room for bursts and shrinks the KV cache; a full KV cache is no shortage."
-    seconds = "" if spell.seconds is None else f", for {format_duration(spell.seconds)}"
-    at = "" if spell.began_seconds is None else f" from {format_instant(spell.began_seconds)}"
-    roomy = (
-        ""
-        if gpu.roomy_running is None
-        else f", at most {gpu.roomy_running:,.0f} while more was left"
+        if exits:
+            summary = f"Bursts fill {gpu.display_name}, and the engine exits"
+        changes = drop_none(_halve_steps(facts), _run_fewer(facts, gpu, worst_spell), smaller_share)
+        remark = BURST_REMARK
+    else:
+        if facts.origin is Origin.PAGE:
+            summary += " now"
+        changes = drop_none(smaller_share)
+        remark = SHORTAGE_REMARK
+    return Advice(
+        cause=cause,
+        summary=f"{summary}.",
+        evidence=_list_shortage_evidence(facts, gpu, worst_spell, times=len(spells), exits=exits),
+        changes=changes,
+        remark=remark,
     )
-    now, times = facts.settings.gpu_memory_utilization, len(found) if len(found) > 1 else None
-    evidence = list_evidence(
+
+
+def _list_shortage_evidence(
+    facts: Facts, gpu: GpuFacts, spell: Spell, *, times: int, exits: int
+) -> tuple[Evidence, ...]:
+    begin = ""
+    if spell.began_seconds is not None:
+        begin = f" from {format_instant(spell.began_seconds)}"
+    duration = ""
+    if spell.seconds is not None:
+        duration = f", for {format_duration(spell.seconds)}"
+    roomy_load = ""
+    if gpu.roomy_running is not None:
+        roomy_load = f", at most {gpu.roomy_running:,.0f} while more was left"
+    utilization = facts.settings.gpu_memory_utilization
+    return list_evidence(
         (
             "least_room_bytes",
-            spell.least_bytes,
-            f"{{}} were left on {gpu.display_name}{at}{seconds}",
+            spell.lowest_room_bytes,
+            f"{{}} were left on {gpu.display_name}{begin}{duration}",
         ),
-        ("times", times, f"{{}} times less than {format_size(LOW_BYTES)}"),
+        (
+            "times",
+            times if times > 1 else None,
+            f"{{}} times less than {format_size(LOW_BYTES)}",
+        ),
         ("leak_state", gpu.leak.state, f"the leak detector's state is {gpu.leak.state}"),
-        ("engine_ended", ended or None, "the engine released its memory after {} of them"),
-        ("running", spell.running, f"{{}} requests ran then{roomy}"),
-        ("gpu_memory_utilization", now, f"vLLM may take {now or 0.0:.3g} of the GPU"),
+        ("engine_ended", exits or None, "the engine released its memory after {} of them"),
+        ("running", spell.running, f"{{}} requests ran then{roomy_load}"),
+        (
+            "gpu_memory_utilization",
+            utilization,
+            f"vLLM may take {utilization or 0.0:.3g} of the GPU",
+        ),
     )
-    return Advice(
-        cause=cause, summary=f"{summary}.", evidence=evidence, changes=changes, remark=remark
-    )
+
+
+FEWEST_STEP_TOKENS: Final = 1024
+"""Our choice: below this, prompts take more steps than halving them saves."""
 
 
 def _halve_steps(facts: Facts) -> Change | None:
     """Halve the tokens of a step, and so its activations; only where the current value is known."""
-    now = facts.settings.max_num_batched_tokens
-    if now is None or now < 1024:  # noqa: PLR2004 - below, prompts take more steps than that saves
+    step_tokens = facts.settings.max_num_batched_tokens
+    if step_tokens is None or step_tokens < FEWEST_STEP_TOKENS:
         return None
-    text = "halves what one step computes, and with it the memory of its peak"
     return lower_option(
         facts,
         Flag.MAX_NUM_BATCHED_TOKENS,
-        now // 2,
-        text,
+        step_tokens // 2,
+        "halves what one step computes, and with it the memory of its peak",
         "long prompts take more steps; a restart",
     )
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
     """Limit the requests to as many as ran with room, where more ran in the burst."""
-    engines = len(facts.engines)
-    if (
-        not engines
-        or not gpu.roomy_running
-        or spell.running is None
-        or gpu.roomy_running >= spell.running
-    ):
+    if not facts.engines or not gpu.roomy_running or spell.running is None:
         return None
+    if gpu.roomy_running >= spell.running:
+        return None
+    # The load counts the requests of all engines on the GPUs; the option is of each engine.
+    requests = floor(gpu.roomy_running / len(facts.engines))
     text = f"as many as ran with {format_size(LOW_BYTES)} and more left"
     cost = "in a burst requests wait in the queue; a restart"
-    return lower_option(facts, Flag.MAX_NUM_SEQS, floor(gpu.roomy_running / engines), text, cost)
+    return lower_option(facts, Flag.MAX_NUM_SEQS, requests, text, cost)

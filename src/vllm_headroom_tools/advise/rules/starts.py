@@ -1,5 +1,6 @@
 """Rules on starts, crashes, host memory and other processes on the GPU."""
 
+from collections.abc import Sequence
 from math import floor, inf
 from statistics import median
 from typing import Final
@@ -8,9 +9,9 @@ from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES, describe_leftover
 from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import Ending
-from vllm_headroom.units import MIB, format_instant, format_size
+from vllm_headroom.units import format_instant, format_size
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.advise.facts import AIM_BYTES, Facts, Origin
+from vllm_headroom_tools.advise.facts import AIM_BYTES, Extent, Facts, GpuFacts, Origin
 from vllm_headroom_tools.advise.finding import (
     Advice,
     Cause,
@@ -21,94 +22,135 @@ from vllm_headroom_tools.advise.finding import (
     lower_option,
 )
 from vllm_headroom_tools.advise.rules.capacity import (
-    HIGHEST_UTILIZATION,
     change_share,
     has_run_short,
     split_model,
     take_less,
 )
 from vllm_headroom_tools.advise.settings import Flag
+from vllm_headroom_tools.sizing.estimate import SHM_QUEUE_BYTES
+from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION
 
-HOST_LOW_RATIO: Final = 0.05
-"""Ours: with less than a twentieth of the limit left, one request with a large video can be the last."""
+NO_COST: Final = "none to this engine"
+
+# Starts that exit before the engine serves.
 
 FAILED_STARTS: Final = 2
-"""Ours: a single one may be an operator who stopped it."""
-
-LEAST_SHM_BYTES: Final = 256 * MIB
-"""vLLM's largest queue between its processes takes 240 MiB (as in preflight)."""
+"""Our choice: a single one may be an operator who stopped it."""
 
 LOADED_RATIO: Final = 0.5
-"""Ours: an engine that held half of the GPU had loaded its model."""
+"""Our choice: an engine that held half of the GPU had loaded its model."""
 
 
 def find_failing_starts(facts: Facts) -> Advice | None:
-    """Fit where at least FAILED_STARTS exited before the engine served.
+    """Judge starts that exited before the engine served.
 
-    With less than LOW_BYTES left, or on a GPU that others use, the changes are those of the runbooks' README, branch A.
-    With room left after the model was loaded, vLLM found none for its KV cache: "No available memory for the cache
-    blocks", or a cache too small for the longest request. Before that, memory is not the cause.
+    Looks at: what the engine and others held of its GPUs, and what was left, when it exited.
+    Applies: from FAILED_STARTS on.
+    Proposes: what the first of these causes needs that fits.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    rooms, cause, remark = (
-        _list_rooms(starts),
-        Cause.START_UP,
-        'vLLM\'s log shows the step: look for "memory" in it.',
+    if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
+        return _advise_on_used_gpu(facts, starts)
+    shared_memory = _advise_on_shared_memory(facts, starts)
+    if shared_memory is not None:
+        return shared_memory
+    loaded_starts = _list_loaded_starts(facts, starts)
+    has_loaded = len(loaded_starts) >= FAILED_STARTS
+    rooms_bytes = _list_rooms_bytes(starts)
+    if rooms_bytes and min(rooms_bytes) < LOW_BYTES:
+        return _advise_on_full_gpu(facts, starts)
+    if has_loaded:
+        return _advise_on_too_large_model(facts, loaded_starts)
+    if rooms_bytes:
+        return _advise_on_early_exit(starts)
+    return None
+
+
+def _advise_on_used_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
+    """Propose to move others off a GPU that vLLM needs (runbooks' README, branch A)."""
+    return Advice(
+        cause=Cause.START_UP,
+        summary="The engine exits while it starts, on a GPU that others already use.",
+        evidence=_list_start_evidence(starts),
+        changes=_avoid_others(facts),
+        remark=LOOK_FOR_MEMORY,
     )
-    usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
-    loaded = tuple(start for start in starts if _find_held(start) >= LOADED_RATIO * usable)
-    if median(map(_find_others, starts)) > NEIGHBOUR_BYTES:
-        summary, changes = (
-            "The engine exits while it starts, on a GPU that others already use.",
-            _avoid_others(facts),
-        )
-    elif (full := _advise_on_shared_memory(facts, starts)) is not None or not (
-        rooms or len(loaded) >= FAILED_STARTS
-    ):
-        return full
-    elif min(rooms, default=LOW_BYTES) < LOW_BYTES:
-        summary, changes = (
-            "The engine runs out of GPU memory while it starts.",
-            _shrink_engine(facts),
-        )
-    elif len(loaded) >= FAILED_STARTS:
-        cause, starts = Cause.MODEL_DOES_NOT_FIT, loaded
-        summary = "The engine loads its model and exits before it serves, with GPU memory left."
-        changes = drop_none(_raise_share(facts, loaded), split_model(facts))
-        remark = "vllm-headroom plan computes what fits; a lower --max-model-len is enough where vLLM's log says so."
-    else:
-        summary, remark = (
-            "The engine exits early in its start, with GPU memory left.",
-            "No option that sizes memory affects it.",
-        )
-        look = "Read vLLM's log for NCCL, CUDA and the driver, and the kernel's log for an Xid (dmesg -T | grep -i xid)"
-        changes = (Change(text=look, cost="none to this engine"),)
-    evidence = _list_start_evidence(starts)
-    return Advice(cause=cause, summary=summary, evidence=evidence, changes=changes, remark=remark)
 
 
-def _advise_on_shared_memory(facts: Facts, starts: tuple[Ending, ...]) -> Advice | None:
-    """Fit where /dev/shm had less room than vLLM's largest queue between its processes."""
+def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
+    """Propose to need less memory, where too little was left (runbooks' README, branch A)."""
+    return Advice(
+        cause=Cause.START_UP,
+        summary="The engine runs out of GPU memory while it starts.",
+        evidence=_list_start_evidence(starts),
+        changes=_shrink_engine(facts),
+        remark=LOOK_FOR_MEMORY,
+    )
+
+
+def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) -> Advice:
+    """Propose room for the KV cache where vLLM loaded the model and found none.
+
+    It says "No available memory for the cache blocks", or that the cache is too small for the
+    longest request.
+    """
+    return Advice(
+        cause=Cause.MODEL_DOES_NOT_FIT,
+        summary="The engine loads its model and exits before it serves, with GPU memory left.",
+        evidence=_list_start_evidence(loaded_starts),
+        changes=drop_none(_raise_share(facts, loaded_starts), split_model(facts)),
+        remark=(
+            "vllm-headroom plan computes what fits; a lower --max-model-len is enough where vLLM's"
+            " log says so."
+        ),
+    )
+
+
+def _advise_on_early_exit(starts: Sequence[Ending]) -> Advice:
+    """Propose to read the logs: before the model is loaded, memory is not the cause."""
+    return Advice(
+        cause=Cause.START_UP,
+        summary="The engine exits early in its start, with GPU memory left.",
+        evidence=_list_start_evidence(starts),
+        changes=(
+            Change(
+                text=(
+                    "Read vLLM's log for NCCL, CUDA and the driver, and the kernel's log for an Xid"
+                    " (dmesg -T | grep -i xid)"
+                ),
+                cost=NO_COST,
+            ),
+        ),
+        remark="No option that sizes memory affects it.",
+    )
+
+
+LOOK_FOR_MEMORY: Final = 'vLLM\'s log shows the step: look for "memory" in it.'
+
+
+def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice | None:
+    """Propose a larger /dev/shm where vLLM's largest queue between processes does not fit."""
     host = facts.host
     if host is None or host.shm_limit_bytes is None or host.shm_used_bytes is None:
         return None
     room_bytes = host.shm_limit_bytes - host.shm_used_bytes
-    if room_bytes >= LEAST_SHM_BYTES:
+    if room_bytes >= SHM_QUEUE_BYTES:
         return None
     limit = format_size(host.shm_limit_bytes)
-    room = list_evidence(
+    room_evidence = list_evidence(
         ("shm_room_bytes", float(max(0, room_bytes)), f"{{}} of the {limit} of /dev/shm were left")
     )
     return Advice(
         cause=Cause.START_UP,
         summary="The engine exits while it starts, with /dev/shm full.",
-        evidence=(*_list_start_evidence(starts), *room),
+        evidence=(*_list_start_evidence(starts), *room_evidence),
         changes=(
             Change(
                 text="Remove what a killed run left in /dev/shm (vllm_*, psm_*, nccl-*)",
-                cost="none to this engine",
+                cost=NO_COST,
             ),
             Change(
                 text="Make /dev/shm larger (--shm-size, or an emptyDir with medium: Memory)",
@@ -118,145 +160,227 @@ def _advise_on_shared_memory(facts: Facts, starts: tuple[Ending, ...]) -> Advice
     )
 
 
-def _find_others(start: Ending) -> float:
+def _find_others_bytes(start: Ending) -> float:
+    """Return the most that others held of a GPU at the end of this start."""
     return max((gpu.last_other_bytes or 0 for gpu in start.gpus), default=0)
 
 
-def _find_held(start: Ending) -> float:
+def _find_held_bytes(start: Ending) -> float:
+    """Return the most that the engine held of a GPU at the end of this start."""
     return max((gpu.last_engine_bytes or 0 for gpu in start.gpus), default=0)
 
 
-def _list_rooms(starts: tuple[Ending, ...]) -> list[int]:
+def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
     """Return the least room of each start, where known."""
-    return [
-        start.fullest_gpu.last_room_bytes or 0 for start in starts if start.fullest_gpu is not None
-    ]
+    gpus = [start.fullest_gpu for start in starts]
+    return [gpu.last_room_bytes or 0 for gpu in gpus if gpu is not None]
+
+
+def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
+    """Return the starts that loaded the model; none where the size of no GPU is known."""
+    usable_bytes = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
+    return [start for start in starts if _find_held_bytes(start) >= LOADED_RATIO * usable_bytes]
+
+
+def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Evidence, ...]:
+    most_held_bytes = max(_find_held_bytes(start) for start in starts)
+    most_others_bytes = max(_find_others_bytes(start) for start in starts)
+    least_room_bytes = min(_list_rooms_bytes(starts), default=None)
+    return list_evidence(
+        ("failed_starts", len(starts), "{} starts exited before they served"),
+        ("most_held_bytes", most_held_bytes, "it held at most {} of a GPU"),
+        ("least_room_bytes", least_room_bytes, "at least {} were left"),
+        ("most_others_bytes", most_others_bytes or None, "others held {}"),
+    )
 
 
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
+    """Return that others move, and a share for vLLM that was free before the starts.
+
+    Without the share where what was free is unknown.
+    """
     move = Change(
-        text="Find them with nvidia-smi on the node, and have their owner move or stop them; end a left-over process of"
-        " this engine with kill",
-        cost="none to this engine",
+        text=(
+            "Find them with nvidia-smi on the node, and have their owner move or stop them; end a"
+            " left-over process of this engine with kill"
+        ),
+        cost=NO_COST,
     )
-    rooms = [
-        min((gpu.first_room_bytes or 0) + (gpu.first_held_bytes or 0) for gpu in known)
-        for start in facts.failed_starts
-        if (known := [gpu for gpu in start.gpus if gpu.first_room_bytes is not None])
-    ]
-    usable = [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
-    if not rooms or not usable or facts.settings.sizes_cache_in_bytes:
+    free_bytes = _find_free_bytes(facts.failed_starts)
+    if free_bytes is None or facts.usable_bytes is None or facts.settings.sizes_cache_in_bytes:
         return (move,)
-    value = floor((min(rooms) - AIM_BYTES) / max(usable) * 100) / 100
-    if facts.settings.gpu_memory_utilization is None and value >= HIGHEST_UTILIZATION:
+    share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
+    if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
         return (move,)
-    text = f"{format_size(min(rooms))} were free before the start, and vLLM refuses to start with less than its share"
-    cost = "a smaller KV cache, or none at all if the model does not fit; a restart"
-    share = lower_option(facts, Flag.GPU_MEMORY_UTILIZATION, value, text, cost)
-    return drop_none(move, share)
+    lower_share = lower_option(
+        facts,
+        Flag.GPU_MEMORY_UTILIZATION,
+        share,
+        f"{format_size(free_bytes)} were free before the start, and vLLM refuses to start with less"
+        " than its share",
+        "a smaller KV cache, or none at all if the model does not fit; a restart",
+    )
+    return drop_none(move, lower_share)
+
+
+def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
+    """Return the least that was free on a GPU before a start; None where it is known of none.
+
+    What the engine already held when it was first seen counts as free.
+    """
+    least_free_bytes = None
+    for start in starts:
+        for gpu in start.gpus:
+            if gpu.first_room_bytes is None:
+                continue
+            free_bytes = gpu.first_room_bytes + (gpu.first_held_bytes or 0)
+            if least_free_bytes is None or free_bytes < least_free_bytes:
+                least_free_bytes = free_bytes
+    return least_free_bytes
 
 
 def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
-    rooms = _list_rooms(facts.failed_starts)
-    lower = (
-        take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
-    )
-    half, text = (
+    """Return what makes an engine need less memory while it starts."""
+    rooms_bytes = _list_rooms_bytes(facts.failed_starts)
+    smaller_share = None
+    if rooms_bytes and facts.gpus:
+        smaller_share = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms_bytes))
+    fewer_requests = lower_option(
+        facts,
+        Flag.MAX_NUM_SEQS,
         (facts.settings.max_num_seqs or 0) // 2,
         "warming up the sampler and the graphs take less",
+        "in a burst requests wait in the queue; a restart",
     )
-    fewer = lower_option(
-        facts, Flag.MAX_NUM_SEQS, half, text, "in a burst requests wait in the queue; a restart"
-    )
-    slower = "every token comes slower; a restart"
-    eager = Change(
+    no_graphs = Change(
         flag=Flag.ENFORCE_EAGER,
         text="captures no CUDA graphs, if it exits while it captures them",
-        cost=slower,
+        cost="every token comes slower; a restart",
     )
-    wider = split_model(facts, "if it exits while it loads the weights, which then do not fit")
-    return drop_none(lower, fewer, eager, wider)
+    more_gpus = split_model(facts, "if it exits while it loads the weights, which then do not fit")
+    return drop_none(smaller_share, fewer_requests, no_graphs, more_gpus)
 
 
-def _raise_share(facts: Facts, starts: tuple[Ending, ...]) -> Change | None:
+def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
     """Return a larger share where all of these starts left more than AIM_BYTES."""
-    rooms, settings = _list_rooms(starts), facts.settings
-    if (
-        not rooms
-        or settings.sizes_cache_in_bytes
-        or settings.gpu_memory_utilization is None
-        or has_run_short(facts)
-    ):
+    settings = facts.settings
+    if settings.sizes_cache_in_bytes or settings.gpu_memory_utilization is None:
         return None
-    least, usable = min(rooms), max(gpu.usable_bytes or 0.0 for gpu in facts.gpus)
-    if least <= AIM_BYTES:
+    rooms_bytes = _list_rooms_bytes(starts)
+    if not rooms_bytes or has_run_short(facts):
         return None
-    text = f"{format_size(least)} were left when it exited"
-    return change_share(facts, usable, least - AIM_BYTES, text, "less room for bursts; a restart")
-
-
-def _list_start_evidence(starts: tuple[Ending, ...]) -> tuple[Evidence, ...]:
-    return list_evidence(
-        ("failed_starts", len(starts), "{} starts exited before they served"),
-        ("most_held_bytes", max(map(_find_held, starts)), "it held at most {} of a GPU"),
-        ("least_room_bytes", min(_list_rooms(starts), default=None), "at least {} were left"),
-        ("most_others_bytes", max(map(_find_others, starts)) or None, "others held {}"),
+    room_bytes = min(rooms_bytes)
+    if room_bytes <= AIM_BYTES:
+        return None
+    return change_share(
+        facts,
+        facts.usable_bytes or 0.0,
+        room_bytes - AIM_BYTES,
+        f"{format_size(room_bytes)} were left when it exited",
+        "less room for bursts; a restart",
     )
+
+
+# Crashes of an engine that served.
 
 
 def find_crash(facts: Facts) -> Advice | None:
-    """Fit where an engine left processes over, or crashed at least FAILED_STARTS times with memory left."""
-    found = tuple(end for end in find_crashes(facts) if end.fullest_gpu is not None)
-    if len(found) < FAILED_STARTS and not any(end.orphan_bytes for end in found):
+    """Judge exits of an engine at work that GPU memory does not explain.
+
+    Looks at: the exits that `find_crashes` returns, of which the GPU's room is known.
+    Applies: from FAILED_STARTS on, or where the engine left processes over.
+    Proposes: to read the logs, since no option that sizes memory affects it.
+    """
+    crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
+    orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
+    if len(crashes) < FAILED_STARTS and not orphan_bytes:
         return None
-    last, times = found[-1], "once," if len(found) == 1 else f"{len(found)} times, the last"
-    when = format_instant(last.seconds)
-    look = (
-        f"Read vLLM's log up to {when} (kubectl logs --previous), and the kernel's log for an Xid"
-    )
-    room = 0 if last.fullest_gpu is None else last.fullest_gpu.last_room_bytes or 0
-    orphans = max(end.orphan_bytes for end in found) or None
-    is_sure = orphans or any(
-        judge_ending(end)[0].sureness is not Sureness.POSSIBLE for end in found
-    )
-    what = "crashed" if is_sure else "exited at work, by a crash or on purpose"
+    newest = crashes[-1]
+    when = format_instant(newest.seconds)
+    times = "once," if len(crashes) == 1 else f"{len(crashes)} times, the last"
+    room_bytes = 0
+    if newest.fullest_gpu is not None:
+        room_bytes = newest.fullest_gpu.last_room_bytes or 0
+    exited = "exited at work, by a crash or on purpose"
+    if orphan_bytes or any(_is_surely_a_crash(end) for end in crashes):
+        exited = "crashed"
     return Advice(
         cause=Cause.CRASH,
-        summary=f"The engine {what}, and not because GPU memory ran out.",
+        summary=f"The engine {exited}, and not because GPU memory ran out.",
         evidence=list_evidence(
-            ("crashes", len(found), f"it exited {times} at {when}"),
-            ("running", last.running, "{} requests ran just before"),
-            ("room_bytes", room, "{} were left then"),
-            ("orphan_bytes", orphans, "its left-over processes still held {}"),
+            ("crashes", len(crashes), f"it exited {times} at {when}"),
+            ("running", newest.running, "{} requests ran just before"),
+            ("room_bytes", room_bytes, "{} were left then"),
+            ("orphan_bytes", orphan_bytes or None, "its left-over processes still held {}"),
         ),
-        changes=(Change(text=look, cost="none to this engine"),),
-        remark="No option that sizes GPU memory affects it. Planned restarts during requests look the same where no"
-        " process was left over.",
+        changes=(
+            Change(
+                text=(
+                    f"Read vLLM's log up to {when} (kubectl logs --previous),"
+                    " and the kernel's log for an Xid"
+                ),
+                cost=NO_COST,
+            ),
+        ),
+        remark=(
+            "No option that sizes GPU memory affects it. Planned restarts during requests look the"
+            " same where no process was left over."
+        ),
     )
 
 
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
-    """Return the ends of an engine that served, at work or in parts, which the judge calls a crash with memory left."""
-    ends = (end for end in facts.ends if end.has_served and (end.running or end.orphan_bytes))
-    return tuple(
-        end
-        for end in ends
-        if judge_ending(end)[0].cause is EndCause.CRASH
-        and (end.fullest_gpu is None or (end.fullest_gpu.last_room_bytes or 0) >= LOW_BYTES)
-    )
+    """Return the exits of an engine that served which were crashes with memory left.
+
+    It was at work, or only a part of it exited.
+    """
+    crashes = []
+    for end in facts.ends:
+        was_at_work = end.running or end.orphan_bytes
+        if not end.has_served or not was_at_work:
+            continue
+        is_crash = judge_ending(end)[0].cause is EndCause.CRASH
+        gpu = end.fullest_gpu
+        if is_crash and (gpu is None or (gpu.last_room_bytes or 0) >= LOW_BYTES):
+            crashes.append(end)
+    return tuple(crashes)
+
+
+def _is_surely_a_crash(end: Ending) -> bool:
+    return judge_ending(end)[0].sureness is not Sureness.POSSIBLE
+
+
+# Host memory.
+
+HOST_LOW_RATIO: Final = 0.05
+"""Our choice: with less than a twentieth of the limit left, one request with a large video can be
+the last."""
+
+PROCESSOR_CACHE_GB: Final = 1.0
+"""Our choice: a quarter of vLLM's default."""
 
 
 def find_host_shortage(facts: Facts) -> Advice | None:
-    """Fit where the kernel counted an out-of-memory kill, or the peak left little of the limit."""
+    """Judge host memory that ran short.
+
+    Looks at: the kernel's out-of-memory kills, and the highest use of the container's limit.
+    Applies: after a kill, or with less than HOST_LOW_RATIO of the limit left.
+    Proposes: a smaller cache of images, then to keep less on the host, then a higher limit.
+    """
     host = facts.host
     if host is None:
         return None
-    room_bytes, limit = host.room_bytes, host.limit_bytes
-    is_low = room_bytes is not None and limit is not None and room_bytes < HOST_LOW_RATIO * limit
-    if not (host.oom_kills or is_low):
+    limit_bytes = host.limit_bytes
+    room_bytes = host.room_bytes
+    is_low = False
+    if room_bytes is not None and limit_bytes is not None:
+        is_low = room_bytes < HOST_LOW_RATIO * limit_bytes
+    if not host.oom_kills and not is_low:
         return None
-    used = None if limit is None else host.used_bytes
-    of = f"at most {{}} of {format_size(limit or 0)} were in use, without the cache of files"
+    used_bytes = None if limit_bytes is None else host.used_bytes
+    used_text = (
+        f"at most {{}} of {format_size(limit_bytes or 0)} were in use, without the cache of files"
+    )
     return Advice(
         cause=Cause.HOST_MEMORY,
         summary="Host memory, not the GPU's, is too small for this engine.",
@@ -266,104 +390,152 @@ def find_host_shortage(facts: Facts) -> Advice | None:
                 host.oom_kills or None,
                 f"out-of-memory kills in its container: {host.oom_kills}",
             ),
-            ("host_used_bytes", used, of),
+            ("host_used_bytes", used_bytes, used_text),
             ("shm_used_bytes", host.shm_used_bytes or None, "{} of it in /dev/shm"),
         ),
         changes=(
             Change(
                 text="Keep fewer processed images and videos; no gain without any in the traffic",
-                cost="more to process again; the default is 4 for each API server and each data-parallel rank",
+                cost=(
+                    "more to process again; the default is 4 for each API server and each"
+                    " data-parallel rank"
+                ),
                 flag=Flag.MM_PROCESSOR_CACHE_GB,
-                value=1.0,  # ours: a quarter of the default
+                value=PROCESSOR_CACHE_GB,
             ),
             Change(
-                text="Keep less on the host where it is configured: offloaded weights, an offloaded KV cache, unused"
-                " adapters",
+                text=(
+                    "Keep less on the host where it is configured: offloaded weights, an offloaded"
+                    " KV cache, unused adapters"
+                ),
                 cost="more of the GPU's memory, or slower where it is fetched again; a restart",
             ),
             Change(text="Raise the container's memory limit", cost="the node's memory; a restart"),
         ),
-        remark="Sleep level 1 keeps the weights in host memory: the limit has to hold them as well.",
+        remark=(
+            "Sleep level 1 keeps the weights in host memory: the limit has to hold them as well."
+        ),
     )
 
 
-def find_other_tenant(facts: Facts) -> Advice | None:
-    """Fit where others took more than NEIGHBOUR_BYTES during the trace, or hold it and leave less than AIM_BYTES.
+# Memory of others on the engine's GPUs.
 
-    A page has no history, so what others hold now counts. Constant memory of others beside an engine with room is no
-    problem (runbook HeadroomNeighbourGrowing, "Do nothing when").
+
+def find_other_tenant(facts: Facts) -> Advice | None:
+    """Judge memory of processes that are not the engine's.
+
+    Looks at: what others held of each GPU of the engine.
+    Applies: above NEIGHBOUR_BYTES, where they took that during the trace, or leave less than
+    AIM_BYTES. Constant memory of others beside an engine with room is no problem (runbook
+    HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so what others hold now
+    counts.
+    Proposes: that they move, else a smaller share for vLLM.
     """
-    found = [
-        (gpu, others)
-        for gpu in facts.gpus
-        if (others := gpu.others) is not None
-        and others.most > NEIGHBOUR_BYTES
-        and (
-            facts.origin is Origin.PAGE
-            or others.most - others.least > NEIGHBOUR_BYTES
-            or (gpu.least_room_bytes is not None and gpu.least_room_bytes < AIM_BYTES)
-        )
-    ]
-    if not found:
+    gpu = None
+    others_memory = None
+    for candidate in facts.gpus:
+        memory = candidate.others_memory
+        if memory is None or not _is_problem(facts, candidate, memory):
+            continue
+        if others_memory is None or memory.highest_bytes > others_memory.highest_bytes:
+            gpu = candidate
+            others_memory = memory
+    if gpu is None or others_memory is None:
         return None
-    gpu, others = max(found, key=lambda each: each[1].most)
-    needs = [
-        0.0
-    ]  # AIM_BYTES at peaks, and its share free, without which vLLM refuses to start (worker/utils.py)
-    if gpu.least_room_bytes is not None:
-        needs.append(AIM_BYTES - gpu.least_room_bytes)
-    utilization = facts.settings.gpu_memory_utilization
-    if utilization is not None and gpu.usable_bytes is not None:
-        needs.append(others.most - (1.0 - utilization) * gpu.usable_bytes)
-    share = take_less(facts, gpu, max(needs)) if max(needs) > 0 else None
-    now, most = (" now", None) if facts.origin is Origin.PAGE else ("", others.most)
+    now = ""
+    highest_bytes: float | None = others_memory.highest_bytes
+    if facts.origin is Origin.PAGE:
+        now = " now"
+        highest_bytes = None
+    smaller_share = _make_room_for_others(facts, gpu, others_memory)
+    remark = None
+    if smaller_share is not None:
+        remark = "A smaller share for vLLM is right only if both have to stay on this GPU."
     return Advice(
         cause=Cause.ANOTHER_TENANT,
         summary=f"Another process takes memory of {gpu.display_name}{now}.",
         evidence=list_evidence(
             (
                 "others_bytes",
-                others.now,
+                others_memory.newest_bytes,
                 f"processes that are not the engine's hold {{}} of {gpu.display_name}",
             ),
-            ("most_others_bytes", most, f"between {format_size(others.least)} and {{}}"),
+            (
+                "most_others_bytes",
+                highest_bytes,
+                f"between {format_size(others_memory.lowest_bytes)} and {{}}",
+            ),
             ("least_room_bytes", gpu.least_room_bytes, "{} were left at the highest peak"),
         ),
         changes=drop_none(
             Change(
-                text="Find it with nvidia-smi on the node, and have its owner move it to another GPU or stop it",
-                cost="none to this engine",
+                text=(
+                    "Find it with nvidia-smi on the node, and have its owner move it to another GPU"
+                    " or stop it"
+                ),
+                cost=NO_COST,
             ),
-            share,
+            smaller_share,
         ),
-        remark=None
-        if share is None
-        else "A smaller share for vLLM is right only if both have to stay on this GPU.",
+        remark=remark,
     )
+
+
+def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
+    """Return whether others took much during the trace, or leave little.
+
+    On a page, whether they hold much.
+    """
+    if others_memory.highest_bytes <= NEIGHBOUR_BYTES:
+        return False
+    if facts.origin is Origin.PAGE:
+        return True
+    if others_memory.highest_bytes - others_memory.lowest_bytes > NEIGHBOUR_BYTES:
+        return True
+    return gpu.least_room_bytes is not None and gpu.least_room_bytes < AIM_BYTES
+
+
+def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> Change | None:
+    """Return a smaller share of vLLM; None where the one now leaves enough.
+
+    It leaves AIM_BYTES at peaks, and is free beside others: without that vLLM refuses to start
+    (worker/utils.py).
+    """
+    missing_bytes = 0.0
+    if gpu.least_room_bytes is not None:
+        missing_bytes = max(missing_bytes, AIM_BYTES - gpu.least_room_bytes)
+    utilization = facts.settings.gpu_memory_utilization
+    if utilization is not None and gpu.usable_bytes is not None:
+        beside_share_bytes = (1.0 - utilization) * gpu.usable_bytes
+        missing_bytes = max(missing_bytes, others_memory.highest_bytes - beside_share_bytes)
+    return take_less(facts, gpu, missing_bytes) if missing_bytes > 0 else None
 
 
 def find_leftovers(facts: Facts) -> Advice | None:
-    """Fit where a trace ends with left-over processes of an exited engine on its GPUs; a page names none."""
-    evidence = list_evidence(
-        *(
-            (
-                "left_behind_bytes",
-                "unknown" if left.used_bytes is None else left.used_bytes,
-                f"{gpu.display_name}: {describe_leftover(left)}",
-            )
-            for gpu in facts.gpus
-            for left in gpu.leftovers
-        )
-    )
-    if not evidence:
+    """Judge processes that an exited engine left over.
+
+    Looks at: those of the engine's GPUs at the end of a trace; a page names none.
+    Applies: where there is one.
+    Proposes: to end it.
+    """
+    figures: list[tuple[str, float | str, str]] = []
+    for gpu in facts.gpus:
+        for leftover in gpu.leftovers:
+            used = "unknown" if leftover.used_bytes is None else leftover.used_bytes
+            text = f"{gpu.display_name}: {describe_leftover(leftover)}"
+            figures.append(("left_behind_bytes", used, text))
+    if not figures:
         return None
     return Advice(
         cause=Cause.LEFT_BEHIND,
         summary="Left-over processes of an exited engine hold GPU memory.",
-        evidence=evidence,
+        evidence=list_evidence(*figures),
         changes=(
             Change(
-                text="End it, or reset the GPU if nothing runs any more: vllm-headroom doctor names its pid",
+                text=(
+                    "End it, or reset the GPU if nothing runs any more:"
+                    " vllm-headroom doctor names its pid"
+                ),
                 cost="none to this engine; a reset needs a GPU that nothing else uses",
             ),
         ),

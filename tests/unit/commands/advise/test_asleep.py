@@ -35,4 +35,4 @@ def test_what_is_short_since_it_woke_is_short_from_its_start() -> None:
 
     (gpu,) = traces.facts(records).gpus
 
-    assert [(spell.kind, spell.ended_engine) for spell in gpu.spells] == [(Shortage.LEVEL, False)]
+    assert [(spell.kind, spell.has_engine_exited) for spell in gpu.spells] == [(Shortage.LEVEL, False)]

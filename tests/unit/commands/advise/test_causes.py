@@ -17,7 +17,7 @@ AS_SET = EngineArgs(gpu_memory_utilization=0.92)
 
 
 def answer(trace: traces.Trace, settings: EngineArgs = AS_SET) -> Assessment:
-    return judge(traces.seen(trace).facts(settings))
+    return judge(traces.seen(trace).build_facts(settings))
 
 
 def only(trace: traces.Trace, settings: EngineArgs = AS_SET) -> Advice:

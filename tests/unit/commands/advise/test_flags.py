@@ -65,7 +65,7 @@ def test_the_options_are_those_of_vllm() -> None:
 def test_an_option_that_a_version_does_not_have_is_left_out_and_told(
     version: Version | None, flags: list[Flag], note: str | None
 ) -> None:
-    told = judge(traces.seen(traces.prefix_cache).facts(EngineArgs(version=version)))
+    told = judge(traces.seen(traces.prefix_cache).build_facts(EngineArgs(version=version)))
 
     (advice,) = told.advice
     assert [change.flag for change in advice.changes if change.flag] == flags
@@ -85,7 +85,7 @@ def test_where_nothing_tells_the_version_only_options_that_all_have_are_advised(
 
     told = judge(traces.facts(bare(), EngineArgs(sizes_cache_in_bytes=True, kv_cache_memory_bytes=2**36)))
 
-    assert told.facts.settings.known == OLDEST
+    assert told.facts.settings.earliest_version == OLDEST
     assert [change.flag for advice in told.advice for change in advice.changes] == []
     assert any(note.startswith("Left out: kv-cache-memory-bytes") for note in told.notes)
 

@@ -151,7 +151,7 @@ def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() ->
     records = [{**record, "engines": [record["engines"][0] | {"waiting": 5}]} for record in traces.prefix_cache()]
     seen = traces.history(records)
 
-    old, new = (judge(seen.facts(EngineArgs(version=version))) for version in ((0, 26, 0), (0, 27, 0)))
+    old, new = (judge(seen.build_facts(EngineArgs(version=version))) for version in ((0, 26, 0), (0, 27, 0)))
 
     assert old.advice == ()
     assert any("is not reliable" in note for note in old.notes)

@@ -59,14 +59,16 @@ def test_the_share_that_vllm_may_take_comes_from_its_budget() -> None:
 def test_what_is_on_the_page_shows_how_new_vllm_is_at_least() -> None:
     older = healthy() | {line(catalog.INPUT_AVAILABLE, {"input": "sleep_state"}): 0}
 
-    assert facts(healthy()).settings.known == (0, 11, 1)
-    assert facts(older).settings.known == (0, 4, 0)
-    assert facts(older | {line(catalog.INPUT_AVAILABLE, {"input": "prefix_cache_queries"}): 1}).settings.known == (
+    assert facts(healthy()).settings.earliest_version == (0, 11, 1)
+    assert facts(older).settings.earliest_version == (0, 4, 0)
+    assert facts(
+        older | {line(catalog.INPUT_AVAILABLE, {"input": "prefix_cache_queries"}): 1}
+    ).settings.earliest_version == (
         0,
         7,
         3,
     )
-    assert facts(healthy(), EngineArgs(version=(0, 6, 3))).settings.known == (0, 6, 3)
+    assert facts(healthy(), EngineArgs(version=(0, 6, 3))).settings.earliest_version == (0, 6, 3)
 
 
 def test_little_left_now_is_an_overshoot_with_a_value() -> None:
@@ -112,7 +114,7 @@ def test_another_tenant_is_told_as_of_now() -> None:
 def test_memory_of_nobody_up_to_200_mib_is_the_drivers() -> None:
     unknown = {of_gpu(catalog.GPU_MEMORY_USED): 75_190 * MIB}
 
-    assert facts(healthy() | unknown).gpus[0].others == Extent(0, 0, 0)
+    assert facts(healthy() | unknown).gpus[0].others_memory == Extent(0, 0, 0)
 
 
 def test_a_full_cache_that_hardly_preempts_is_no_trouble() -> None:

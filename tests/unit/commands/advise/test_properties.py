@@ -67,9 +67,9 @@ HEALTHY = st.just(Leak(state=LeakState.STABLE))
 SPELL = st.builds(
     Spell,
     kind=st.sampled_from(Shortage),
-    least_bytes=st.floats(0, 2**29),
+    lowest_room_bytes=st.floats(0, 2**29),
     running=maybe(COUNT),
-    ended_engine=st.booleans(),
+    has_engine_exited=st.booleans(),
 )
 
 
@@ -81,7 +81,7 @@ def gpu(leak: st.SearchStrategy[Leak]) -> st.SearchStrategy[GpuFacts]:
         leak=leak,
         usable_bytes=maybe(st.floats(1e9, 2e11)),
         least_room_bytes=maybe(BYTES),
-        others=maybe(st.just(Extent(0.0, 0.0, 0.0)) | st.builds(Extent, BYTES, BYTES, BYTES)),
+        others_memory=maybe(st.just(Extent(0.0, 0.0, 0.0)) | st.builds(Extent, BYTES, BYTES, BYTES)),
         spells=st.lists(SPELL, max_size=2).map(tuple),
         roomy_running=maybe(COUNT),
     )
@@ -93,7 +93,7 @@ ENGINE = st.builds(
     engine=st.just("0"),
     capacity_tokens=maybe(TOKENS),
     capacity_bytes=maybe(BYTES),
-    most_running=maybe(COUNT),
+    highest_running=maybe(COUNT),
     finished=maybe(COUNT),
     usual_tokens=maybe(TOKENS),
     high_tokens=maybe(TOKENS),
@@ -189,7 +189,7 @@ def changes(found: Facts) -> list[tuple[Cause, Change]]:
 @settings(max_examples=300, deadline=None)
 def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> None:
     told = judge(found)
-    there = {str(flag) for flag in Flag if FIRST_VERSIONS[flag] <= found.settings.known}
+    there = {str(flag) for flag in Flag if FIRST_VERSIONS[flag] <= found.settings.earliest_version}
 
     for words in ("\n".join(build_report(told).lines), json.dumps(build_report(told).data, allow_nan=False)):
         assert set(re.findall(r"--[a-z][a-z-]*", words)) <= there | OWN_OPTIONS

@@ -28,7 +28,7 @@ def test_a_cache_that_is_sized_in_bytes_is_seen() -> None:
     settings = told(kv_cache_memory_bytes=2**30, awake=None)
 
     assert (settings.sizes_cache_in_bytes, settings.kv_cache_memory_bytes) == (True, 2**30)
-    assert settings.known == FIELD_VERSIONS["kv_cache_memory_bytes"]
+    assert settings.earliest_version == FIELD_VERSIONS["kv_cache_memory_bytes"]
 
 
 def test_the_newest_life_of_the_engine_counts() -> None:

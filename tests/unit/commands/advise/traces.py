@@ -36,7 +36,7 @@ def text(records: Records) -> str:
 
 
 def facts(records: Records, settings: EngineArgs = UNTOLD) -> Facts:
-    return history(records).facts(settings)
+    return history(records).build_facts(settings)
 
 
 def history(records: Records) -> TraceHistory:

@@ -284,7 +284,7 @@ def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
     courses = [watch.gpus[0][2].leaking for watch in watches]
     assert courses[0] == courses[1]
     assert courses[0]
-    assert histories[0].facts(EngineArgs()) == histories[1].facts(EngineArgs())
+    assert histories[0].build_facts(EngineArgs()) == histories[1].build_facts(EngineArgs())
 
 
 @pytest.mark.parametrize(
