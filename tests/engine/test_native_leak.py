@@ -21,7 +21,7 @@ from tests.fakes.leaks import build_leaks
 from tests.process import eventually
 from tests.unit.derive.life.watch import process, serving
 from vllm_headroom import catalog
-from vllm_headroom.daemon.mappings import AGAIN_SECONDS, Mappings
+from vllm_headroom.daemon.mappings import REREAD_SECONDS, Mappings
 from vllm_headroom.derive.series import make_states
 from vllm_headroom.model import Values
 from vllm_headroom.scrape.proc.smaps import read_mappings
@@ -67,7 +67,7 @@ async def grow(engine: Probed, way: str) -> list[dict[str, Any]]:
     seen = serving().seen
     assert seen is not None
     for step in range(4):
-        now = seen.monotonic_seconds + step * AGAIN_SECONDS
+        now = seen.monotonic_seconds + step * REREAD_SECONDS
         subject.step(replace(seen, monotonic_seconds=now, processes=(process(pid, Role.ENGINE_CORE),)), GROWING)
         if subject._running is not None:
             await asyncio.wait([subject._running[1]])

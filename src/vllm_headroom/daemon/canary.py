@@ -11,7 +11,7 @@ from vllm_headroom.vocabulary import EngineState
 
 log = Log(__name__)
 
-RETRY_SECONDS: Final = 10.0
+CANARY_RETRY_SECONDS: Final = 10.0
 """The pause before the next request to an engine that did not answer: a passing error must not
 count as a hang."""
 
@@ -53,7 +53,7 @@ class Canary:
         while True:
             pause_seconds = self._interval_seconds
             if self.unanswered_since_seconds is not None:
-                pause_seconds = min(RETRY_SECONDS, pause_seconds)
+                pause_seconds = min(CANARY_RETRY_SECONDS, pause_seconds)
             await self._clock.sleep_until(self._clock.monotonic() + pause_seconds)
             await self.send(read_snapshot())
 

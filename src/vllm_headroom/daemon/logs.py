@@ -28,7 +28,7 @@ file."""
 STDERR: Final = 2
 """The file descriptor."""
 
-SHUTDOWN_SECONDS: Final = 0.2
+LOG_SHUTDOWN_SECONDS: Final = 0.2
 """How long the exit, which may take a second in all, waits for the last lines to be read."""
 
 
@@ -59,7 +59,7 @@ class Background(logging.Handler):
         """Wait until all lines are written, but not for long."""
         with self._waiting.all_tasks_done:
             self._waiting.all_tasks_done.wait_for(
-                lambda: not self._waiting.unfinished_tasks, SHUTDOWN_SECONDS
+                lambda: not self._waiting.unfinished_tasks, LOG_SHUTDOWN_SECONDS
             )
 
     def _run(self) -> None:

@@ -15,13 +15,15 @@ from vllm_headroom.vocabulary import Reason
 log = Log(__name__)
 
 STOPPED: Final = 0
+"""Exit status after a signal to stop."""
+
 NEEDS_NEW_CONTAINER: Final = 3
 """Exit status when only a new container can help: the driver's library cannot be loaded again in
 one process."""
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
-"""NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-
-toolkit#48)."""
+"""NVML error 18, and 17 or 999 on every GPU: they last as long as the container
+(nvidia-container-toolkit#48)."""
 
 LEAST_SILENCE_SECONDS: Final = 3.0
 """A shorter pause is never unhealthy: at the shortest interval, a busy machine alone can take three

@@ -20,7 +20,7 @@ from vllm_headroom.worker import Worker
 
 log = Log(__name__)
 
-AGAIN_SECONDS: Final = 600.0
+REREAD_SECONDS: Final = 600.0
 """Between two readings of a process that grows: each takes 10 to 40 ms per GiB of pages of 4 KiB,
 and 1 ms per GiB of huge pages (measured). Meanwhile a thread of the engine that maps memory may
 wait; one that uses memory does not."""
@@ -157,5 +157,5 @@ class Mappings:
                     ),
                 )
         self._growths[name] = replace(
-            growth, next_reading_seconds=snapshot.monotonic_seconds + AGAIN_SECONDS
+            growth, next_reading_seconds=snapshot.monotonic_seconds + REREAD_SECONDS
         )

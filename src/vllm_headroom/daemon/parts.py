@@ -23,10 +23,10 @@ from vllm_headroom.scrape.proc.smaps import read_mappings
 GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
 
-HEALTH_SECONDS: Final = 10.0
+CANARY_HEALTH_SECONDS: Final = 10.0
 """For the answer of the server's /health."""
 
-TOKEN_SECONDS: Final = 60.0
+CANARY_TOKEN_SECONDS: Final = 60.0
 """For one token of an idle engine; beyond it the request is abandoned and sent again."""
 
 
@@ -108,7 +108,7 @@ def build_canary_request(settings: Settings) -> CanaryRequest:
         return build_page_reader(settings, str(url.join(path)), timeout_seconds=timeout_seconds)
 
     return CanaryRequest(
-        health=build_reader("health", HEALTH_SECONDS),
-        sleep=build_reader("is_sleeping", TOKEN_SECONDS),
-        completion=build_reader("v1/completions", TOKEN_SECONDS),
+        health=build_reader("health", CANARY_HEALTH_SECONDS),
+        sleep=build_reader("is_sleeping", CANARY_TOKEN_SECONDS),
+        completion=build_reader("v1/completions", CANARY_TOKEN_SECONDS),
     )

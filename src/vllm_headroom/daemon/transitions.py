@@ -16,6 +16,7 @@ from vllm_headroom.model import (
     name_device,
 )
 from vllm_headroom.parse.engines import explain_empty_page
+from vllm_headroom.units import HOUR_SECONDS
 from vllm_headroom.vocabulary import EngineState, LeakState, Source
 
 log = Log(__name__)
@@ -37,7 +38,7 @@ ENGINE_EVENTS: Final = {
 """The events of states; any other is as `engine is serving`."""
 
 MOST_LOGGED_PROBES: Final = 64
-FORGET_SECONDS: Final = 3600.0
+FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
 """So many probes that stopped are logged in so long, so that files of the engine's container cannot
 fill the log."""
 
@@ -153,7 +154,7 @@ class Transitions:
         }
         if now_seconds >= self._forget_probes_at_seconds:
             self._logged_probes &= stopped_probes.keys()
-            self._forget_probes_at_seconds = now_seconds + FORGET_SECONDS
+            self._forget_probes_at_seconds = now_seconds + FORGET_PROBES_SECONDS
         for name, process in stopped_probes.items():
             if name in self._logged_probes or len(self._logged_probes) >= MOST_LOGGED_PROBES:
                 continue

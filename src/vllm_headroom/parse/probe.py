@@ -17,18 +17,18 @@ from vllm_headroom.model import (
 from vllm_headroom.parse import fields
 from vllm_headroom.vocabulary import Role
 
-FORMAT: Final = "headroom_probe"
+FORMAT_FIELD: Final = "headroom_probe"
 """The field that says that a file is the probe's, with the version of the format."""
 
-VERSION: Final = 1
+FORMAT_VERSION: Final = 1
 
-LONGEST_TEXT: Final = 200
+LONGEST_LABEL: Final = 200
 """Characters of a text that are kept."""
 
 MOST_DEVICES: Final = 64
 """More than any node has."""
 
-INTERVAL_SECONDS: Final = 5.0
+DEFAULT_INTERVAL_SECONDS: Final = 5.0
 """The write interval of a file that has none."""
 
 
@@ -40,15 +40,15 @@ def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
     """
     try:
         document = json.loads(content, parse_constant=fields.refuse_number)
-        if type(document) is not dict or document.get(FORMAT) != VERSION:
-            return f"no file of a probe of version {VERSION}"
+        if type(document) is not dict or document.get(FORMAT_FIELD) != FORMAT_VERSION:
+            return f"no file of a probe of version {FORMAT_VERSION}"
         return _read_process(document), _read_label(document, "boot_id")
     except fields.WrongFieldError as wrong:
         return str(wrong)
     except RecursionError:
         return "not JSON of a probe: nested too deep"
     except ValueError as error:
-        return f"not JSON: {error}"[:LONGEST_TEXT]
+        return f"not JSON: {error}"[:LONGEST_LABEL]
 
 
 def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
@@ -68,7 +68,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         started_at_seconds=_read_needed(document, "started_at"),
         since_boot_seconds=fields.read_number(document, "started_since_boot"),
         written_at_seconds=written_at_seconds,
-        interval_seconds=INTERVAL_SECONDS if interval_seconds is None else interval_seconds,
+        interval_seconds=DEFAULT_INTERVAL_SECONDS if interval_seconds is None else interval_seconds,
         role=role,
         stopped=_read_label(document, "stopped"),
         data_parallel_rank=fields.read_size(document, "data_parallel_rank"),
@@ -95,7 +95,7 @@ def _read_needed(entry: Mapping[str, Any], field: str) -> float:
 
 def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
     value = fields.read_text(entry, field)
-    return None if value is None else value[:LONGEST_TEXT]
+    return None if value is None else value[:LONGEST_LABEL]
 
 
 def _read_device(entry: dict[str, Any], _index: int) -> AllocatorReading:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.logs import capture_logs
 from tests.samples import engine, failure, page, snapshot
-from vllm_headroom.daemon.canary import RETRY_SECONDS, Canary
+from vllm_headroom.daemon.canary import CANARY_RETRY_SECONDS, Canary
 from vllm_headroom.model import EnginePage, EngineReading, EngineStatus, Failure, HangSign, Snapshot
 from vllm_headroom.vocabulary import EngineState, Source
 
@@ -144,7 +144,13 @@ def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time(
     with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
         asyncio.run(canary.run(newest))
 
-    assert clock.waits == [INTERVAL_SECONDS, INTERVAL_SECONDS, RETRY_SECONDS, RETRY_SECONDS, INTERVAL_SECONDS]
+    assert clock.waits == [
+        INTERVAL_SECONDS,
+        INTERVAL_SECONDS,
+        CANARY_RETRY_SECONDS,
+        CANARY_RETRY_SECONDS,
+        INTERVAL_SECONDS,
+    ]
     assert owed == [None, None, 1600.0, 1600.0, None]
     assert [line["event"].split(":")[0] for line in lines] == [
         "canary is not answered",

@@ -19,7 +19,7 @@ from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import BEGAN, REFUSED, UNSEEN, WHOLE, WORKER, Watch, process, serving
 from vllm_headroom import catalog
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.mappings import AGAIN_SECONDS, MOST_PROCESSES, Mappings
+from vllm_headroom.daemon.mappings import MOST_PROCESSES, REREAD_SECONDS, Mappings
 from vllm_headroom.derive.series import make_states
 from vllm_headroom.model import EngineProcess, Failure, Snapshot, Values
 from vllm_headroom.scrape.proc.smaps import read_mappings
@@ -72,7 +72,7 @@ def test_each_process_is_read_once_and_a_growing_one_again_in_ten_minutes() -> N
     assert sorted(kernel.read) == [10, 11, 12]
     assert subject.describe() == []
 
-    said = run(subject, *((seen(2000 + 5.0 * tick), GROWING) for tick in range(1 + 2 * int(AGAIN_SECONDS / 5))))
+    said = run(subject, *((seen(2000 + 5.0 * tick), GROWING) for tick in range(1 + 2 * int(REREAD_SECONDS / 5))))
 
     assert kernel.read[3:] == [WORKER.pid] * 2
     (grown,) = subject.describe()
@@ -80,7 +80,7 @@ def test_each_process_is_read_once_and_a_growing_one_again_in_ten_minutes() -> N
         "pid": WORKER.pid,
         "role": "worker",
         "since": None,
-        "t": BEGAN + 2000 + AGAIN_SECONDS + 10,
+        "t": BEGAN + 2000 + REREAD_SECONDS + 10,
         "kinds": {"heap": 2 * 64 * MIB},
     }
     assert BEGAN <= grown["since"] <= BEGAN + 20
@@ -185,7 +185,7 @@ def test_the_incident_and_the_postmortem_name_what_a_real_process_leaked(tmp_pat
                     leaking.stdin.flush()
                     assert [leaking.stdout.readline() for _ in range(4)] == ["done\n"] * 4
                 assert watch.seen is not None
-                at = watch.seen.monotonic_seconds + tick * AGAIN_SECONDS
+                at = watch.seen.monotonic_seconds + tick * REREAD_SECONDS
                 await subject.step(replace(watch.seen, monotonic_seconds=at, processes=(worker,)), (), GROWING)
                 await settle(mappings)
             watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))

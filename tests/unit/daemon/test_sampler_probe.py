@@ -15,7 +15,7 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.daemon.transitions import FORGET_SECONDS, MOST_LOGGED_PROBES, Transitions
+from vllm_headroom.daemon.transitions import FORGET_PROBES_SECONDS, MOST_LOGGED_PROBES, Transitions
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import AllocatorReading, Failure, ProbedProcess, ProbeReadings, Sample
@@ -114,7 +114,7 @@ def test_probes_that_are_gone_are_forgotten_within_the_hour_and_later_ones_are_t
     ]
 
     with capture_logs() as lines:
-        for at, others in ((1000.0, lives[0]), (1005.0, lives[1]), (1000.0 + FORGET_SECONDS, lives[1])):
+        for at, others in ((1000.0, lives[0]), (1005.0, lives[1]), (1000.0 + FORGET_PROBES_SECONDS, lives[1])):
             subject.report(snapshot(at=at, probe=ProbeReadings(others=others)))
 
     told = [line["pid"] for line in lines if line["event"] == "a probe gave up"]

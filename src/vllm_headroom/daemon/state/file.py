@@ -15,16 +15,16 @@ from vllm_headroom.derive.life.evidence import EngineRuns
 from vllm_headroom.expose.view import SavedHistory
 from vllm_headroom.trace.recorder import make_folder, replace_file
 
-FORMAT: Final = 16
+STATE_FORMAT: Final = 16
 """Of the leak detector's state. Raise it when the fields of a state, or their meaning, change."""
 
 RUNS_FORMAT: Final = 2
-"""Of the engine's runs, as FORMAT."""
+"""Of the engine's runs, as STATE_FORMAT."""
 
 HISTORY_FORMAT: Final = 3
-"""Of the page's day, as FORMAT."""
+"""Of the page's day, as STATE_FORMAT."""
 
-MOST_BYTES: Final = 64 * 2**20
+MOST_STATE_BYTES: Final = 64 * 2**20
 """A hundred times the state of eight GPUs."""
 
 T = TypeVar("T")
@@ -81,9 +81,9 @@ class StateFile(Generic[T]):
                 status = os.fstat(stream.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise UnusableState("it is no file but a pipe or a device")
-                if status.st_size > MOST_BYTES:
+                if status.st_size > MOST_STATE_BYTES:
                     raise UnusableState("it is too large to be a state")
-                content = stream.read(MOST_BYTES)
+                content = stream.read(MOST_STATE_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -119,7 +119,7 @@ def _compute_checksum(document: dict[str, Any]) -> str:
     return hashlib.sha256(_encode_canonical(document)).hexdigest()
 
 
-STATE: Final = StateFile("state.json", SavedState, FORMAT, "the leak detector starts afresh")
+STATE: Final = StateFile("state.json", SavedState, STATE_FORMAT, "the leak detector starts afresh")
 RUNS: Final = StateFile(
     "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted afresh"
 )

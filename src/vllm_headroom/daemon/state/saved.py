@@ -21,7 +21,7 @@ a new engine needs longer than this to start and catch up with ten minutes of wo
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
 """After a longer gap than one of its minutes, load is not known to have been level."""
 
-STALE_SECONDS: Final = DAY_SECONDS
+STALE_STATE_SECONDS: Final = DAY_SECONDS
 """As long as the detector remembers a device that it does not see."""
 
 FUTURE_SECONDS: Final = 300.0
@@ -101,7 +101,7 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     """Return why the saved state is not this engine's; None when it is, or may be."""
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
-    if age_seconds > STALE_SECONDS:
+    if age_seconds > STALE_STATE_SECONDS:
         return f"it is {age_seconds / HOUR_SECONDS:.0f} h old"
     if age_seconds < -FUTURE_SECONDS:
         return f"it is from the future, by {-age_seconds:.0f} s: a clock was wrong"

@@ -28,7 +28,7 @@ log = Log(__name__)
 
 T = TypeVar("T")
 
-FILE_SECONDS: Final = 2.0
+STATE_FILE_SECONDS: Final = 2.0
 """A file operation takes milliseconds; beyond this the volume counts as hung."""
 
 
@@ -96,7 +96,9 @@ class StateKeeper:
             states["baseline"] = memory.baseline
         return states
 
-    async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
+    async def save(
+        self, states: Mapping[str, Any], timeout_seconds: float = STATE_FILE_SECONDS
+    ) -> None:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
         if self._is_locked:
             # Another daemon may have created the deleted folder again.
@@ -119,7 +121,7 @@ class StateKeeper:
         )
         await self._write(STATE, saved, timeout_seconds)
 
-    async def _lock_folder(self, timeout_seconds: float = FILE_SECONDS) -> None:
+    async def _lock_folder(self, timeout_seconds: float = STATE_FILE_SECONDS) -> None:
         """Lock the folder, and log when another daemon has it."""
         was_locked = self._is_locked
         if was_locked is None:
@@ -174,7 +176,7 @@ class StateKeeper:
             log.warning(event, problem=problem, file=str(self._folder / file.rejected_name))
 
     async def _try(
-        self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS
+        self, name: str, function: Callable[[], Any], timeout_seconds: float = STATE_FILE_SECONDS
     ) -> Any:  # noqa: ANN401 - what the operation returns
         """Return what an operation on the file of this name returns, None when it fails."""
         # Shielded: a call cancelled by the shutdown would block the last one.

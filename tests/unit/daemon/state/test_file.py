@@ -21,7 +21,7 @@ from msgspec import Struct
 from tests.conftest import Golden
 from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, kept, reading, seen
 from vllm_headroom.daemon.state import file
-from vllm_headroom.daemon.state.file import FORMAT, MOST_BYTES, STATE, UnusableState
+from vllm_headroom.daemon.state.file import MOST_STATE_BYTES, STATE, STATE_FORMAT, UnusableState
 from vllm_headroom.daemon.state.saved import Memory, SavedState
 from vllm_headroom.derive.leak.facts import Certainty
 
@@ -109,7 +109,7 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
     "another-shape": changed(memory={"leak": []}),
     "another-verdict": changed(memory={"leak": {"gpus": {"tracks": {"GPU-a": {"clock": 1.0, "verdict": 7}}}}}),
     "no-number": lambda content: content.replace(b'"saved_at_seconds":', b'"saved_at_seconds":NaN,"x":', 1),
-    "too-large": lambda _: bytes(MOST_BYTES + 1),
+    "too-large": lambda _: bytes(MOST_STATE_BYTES + 1),
 }
 
 
@@ -161,8 +161,8 @@ def test_kill_9_during_a_write_leaves_the_old_state_or_the_new_one(alarmed: Memo
 
 
 def test_the_shape_of_a_state_belongs_to_its_format(golden: Golden) -> None:
-    """When this changes, raise FORMAT: an older state would be misread."""
-    lines = [f"format {FORMAT}"]
+    """When this changes, raise STATE_FORMAT: an older state would be misread."""
+    lines = [f"format {STATE_FORMAT}"]
     waiting: list[type] = [SavedState]
     for kind in waiting:
         hints = get_type_hints(kind)
@@ -186,7 +186,7 @@ def _inside(hint: Any) -> list[type]:
 
 def test_a_file_that_is_too_large_is_not_taken_into_memory(tmp_path: Path) -> None:
     with (tmp_path / STATE.name).open("wb") as stream:
-        stream.truncate(MOST_BYTES + 1)
+        stream.truncate(MOST_STATE_BYTES + 1)
 
     tracemalloc.start()
     try:
