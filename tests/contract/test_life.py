@@ -56,7 +56,7 @@ def test_the_last_page_of_a_dead_engine_is_stalled_by_its_processes_and_then_dow
     assert state(watch, f"{DEAD}/right-after-engine-kill") is EngineState.SERVING
 
     last = watch.look(CAPTURES[f"{DEAD}/right-after-engine-kill"].read(), processes=(SERVER,), after=0.1)
-    assert (last.state, last.in_service) == (EngineState.STALLED, False)
+    assert (last.state, last.is_in_service) == (EngineState.STALLED, False)
 
     down = watch.look(REFUSED, processes=(), after=4)
     assert (down.state, dict(down.exits)[ExitReason.GONE]) == (EngineState.DOWN, 1)

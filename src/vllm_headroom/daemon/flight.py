@@ -200,9 +200,9 @@ class Flight:
     ) -> None:
         """Keep what is known now, unless the engine has served and does so no longer."""
         is_known = snapshot.engine_status is not None
-        if is_known and self._has_served and not snapshot.in_service:
+        if is_known and self._has_served and not snapshot.is_in_service:
             return
-        self._has_served = self._has_served or snapshot.in_service
+        self._has_served = self._has_served or snapshot.is_in_service
         context = build_context(snapshot, verdicts, values)
         self._last_context = {**context, "mappings": self._mappings.describe()}
 

@@ -76,7 +76,7 @@ class Mappings:
 
     def step(self, snapshot: Snapshot, values: Values) -> None:
         """Keep what was read since the last step, and begin the next reading that is due."""
-        if isinstance(snapshot.processes, Failure) or not snapshot.in_service:
+        if isinstance(snapshot.processes, Failure) or not snapshot.is_in_service:
             return
         processes = {
             (process.pid, process.started_at_seconds): process for process in snapshot.processes

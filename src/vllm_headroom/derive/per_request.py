@@ -65,7 +65,7 @@ def derive_baseline(
     runs.
     """
     page = snapshot.page
-    if page is None or not snapshot.in_service or isinstance(snapshot.gpus, Failure):
+    if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):
         return state, ()
     state = _follow_run(state, page)
     running = count_running(page)

@@ -42,7 +42,7 @@ def derive_prefix_cache(
     vLLM V0 has no counters: there the ratio is the average since the engine's start.
     """
     # The counts of a run that is over are not compared with those of the next one.
-    if snapshot.engine_status is not None and not snapshot.engine_status.in_service:
+    if snapshot.engine_status is not None and not snapshot.engine_status.is_in_service:
         return PrefixCacheState(), ()
     now = snapshot.monotonic_seconds
     engines = {label_engine(engine): engine for engine in list_engines(snapshot.page)}

@@ -74,9 +74,9 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         return None if isinstance(self.engines, Failure) else self.engines
 
     @property
-    def in_service(self) -> bool:
+    def is_in_service(self) -> bool:
         """Whether the engine is known to be in a run that has worked and still runs."""
-        return self.engine_status is not None and bool(self.engine_status.in_service)
+        return self.engine_status is not None and bool(self.engine_status.is_in_service)
 
     @property
     def devices(self) -> tuple[Gpu, ...]:

@@ -215,7 +215,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     """The status of the engine at one tick."""
 
     state: EngineState
-    in_service: bool | None = True
+    is_in_service: bool | None = True
     """Whether this run has worked and still runs: anything else is no evidence of a leak.
 
     None where the page does not show work."""

@@ -97,7 +97,7 @@ class EndFollower:
         status = snapshot.engine_status
         if status is not None and (status.exit_reason or not self.replay.engine.record.gpus):
             self._leaks = {}
-        if not snapshot.in_service:
+        if not snapshot.is_in_service:
             return
         for _, uuid, course in self.replay.gpus:
             if course.state is not LeakState.UNKNOWN:

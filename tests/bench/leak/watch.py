@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     observation: Observation | None
     settled: bool
     alone: bool
-    in_service: bool
+    is_in_service: bool
 
 
 Row = dict[str, Any]
@@ -49,7 +49,7 @@ def watch(trace: Labelled) -> Watched:
     for sample in trace.samples:
         snapshot = parse_snapshot(sample)
         assert isinstance(snapshot, Snapshot), snapshot
-        if is_up and found and found[-1].in_service:  # it will stay so: saves half of the time
+        if is_up and found and found[-1].is_in_service:  # it will stay so: saves half of the time
             snapshot = replace(snapshot, engine_status=SERVING)
         else:
             state, snapshot = update_engine(state, snapshot)
@@ -61,7 +61,7 @@ def watch(trace: Labelled) -> Watched:
         else:
             gpu, observation = next(observe_gpus(served, served.owned_gpus[:1]), (None, None))
             alone = gpu is None or is_alone(gpu)
-        found.append(Seen(sample["t"], observation, load.is_stable is not False, alone, bool(snapshot.in_service)))
+        found.append(Seen(sample["t"], observation, load.is_stable is not False, alone, bool(snapshot.is_in_service)))
     return found, trace.truth, read_series(trace)
 
 
@@ -77,7 +77,7 @@ def follow(watched: Watched) -> Row:
             again, known = track.clock.now_seconds < old.clock.now_seconds, track.estimate
             most = Certainty.LEAKING if seen.alone or track.presence.neighbours == 1 else Certainty.GROWING
             own = replace(track, verdict=min(track.verdict, most))
-            if seen.in_service:
+            if seen.is_in_service:
                 state = find_leak_state(own, is_known=seen.observation.held_bytes is not None, is_settled=seen.settled)
         course.step(state, build_moment(seen.seconds, known, None), restarted=again)
         if truth["oom_at"] is not None and seen.seconds <= truth["oom_at"] - END_SECONDS:

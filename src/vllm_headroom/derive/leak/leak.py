@@ -224,6 +224,6 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     host, host_samples = derive_host_leaks(state.host, served, settled=settled)
     memory = LeakMemory(load=load, gpus=gpus, host=host, inside=inside, sleep=sleep, asleep=asleep)
     samples = (*load_samples, *gpu_samples, *host_samples)
-    if not snapshot.in_service:
+    if not snapshot.is_in_service:
         samples = tuple(derive_out_of_service(snapshot, samples))
     return memory, (*sleep_samples, *samples)

@@ -339,7 +339,7 @@ def _describe_engine(
             hang_signs = memory.progress.hang_signs
     return EngineStatus(
         state=state,
-        in_service=False if is_over else run.has_worked,
+        is_in_service=False if is_over else run.has_worked,
         was_seen=runs.newest is not None,
         began_seconds=run.began_seconds,
         restarts=runs.restarts,

@@ -29,7 +29,7 @@ def keep_service(snapshot: Snapshot) -> Snapshot:
     While weights load, memory grows without bound and without work, like a leak. A run counts as in
     service only if that is known.
     """
-    if snapshot.in_service:
+    if snapshot.is_in_service:
         return snapshot
     gpus = snapshot.gpus
     if not isinstance(gpus, Failure):
@@ -41,7 +41,7 @@ def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tu
     """Return the leak samples of an engine out of service: its state instead of a leak's."""
     status = snapshot.engine_status
     state = LeakState.UNKNOWN
-    if status is not None and status.in_service is not None:
+    if status is not None and status.is_in_service is not None:
         state = _STATES_BEFORE_WORK.get(status.state, LeakState.UNKNOWN)
     derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned_gpus:

@@ -151,7 +151,9 @@ def test_an_alarm_ends_with_a_sleep_that_gave_back_what_had_grown() -> None:
 def test_what_is_kept_before_the_engine_has_worked_is_told_and_measures_nothing() -> None:
     """Its first use of kernels takes what the sleeps after it keep as well."""
     *asleep, awake = looks(0.1, flat, flat, lambda seconds: seconds < 0.1 * HOUR - STEP)
-    begun = (replace(each, engine_status=EngineStatus(state=EngineState.ASLEEP, in_service=False)) for each in asleep)
+    begun = (
+        replace(each, engine_status=EngineStatus(state=EngineState.ASLEEP, is_in_service=False)) for each in asleep
+    )
     *_, (before, kept) = said(begun)
     *_, (after, _) = said(iter([awake]), before)
 

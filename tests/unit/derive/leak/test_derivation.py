@@ -360,7 +360,7 @@ def test_a_baseline_of_another_life_is_forgotten() -> None:
 
 def test_what_is_not_in_service_has_no_ratio() -> None:
     seen = snapshot(engines=page(engine(running=10.0)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),))
-    lost = EngineStatus(state=EngineState.STALLED, in_service=False)
+    lost = EngineStatus(state=EngineState.STALLED, is_in_service=False)
 
     said = [
         derive_baseline(Baselines(), replace(seen, engine_status=life), configured_bytes=500.0)

@@ -288,4 +288,4 @@ def test_a_daemon_that_takes_up_the_lives_counts_what_happened_meanwhile() -> No
     life = after.look(REFUSED, processes=NEXT)
 
     assert (life.restarts, exits(life)) == (1, {ExitReason.GONE: 1})
-    assert not life.in_service
+    assert not life.is_in_service

@@ -32,30 +32,30 @@ HOUR = 3600
 def test_nothing_is_in_service_before_the_engine_has_worked() -> None:
     watch = Watch()
 
-    assert not watch.look(REFUSED).in_service
-    assert not watch.look(working(0, running=0.0)).in_service
-    assert watch.look(working(0, running=1.0)).in_service
-    assert watch.look(working(0, running=0.0)).in_service
+    assert not watch.look(REFUSED).is_in_service
+    assert not watch.look(working(0, running=0.0)).is_in_service
+    assert watch.look(working(0, running=1.0)).is_in_service
+    assert watch.look(working(0, running=0.0)).is_in_service
 
 
 def test_an_engine_that_offers_no_statistics_has_worked_when_its_page_answers() -> None:
-    assert Watch().look(page()).in_service
+    assert Watch().look(page()).is_in_service
 
 
 def test_v0_has_not_worked_before_its_first_request() -> None:
-    assert not Watch().look(page(engine(model_name=""))).in_service
+    assert not Watch().look(page(engine(model_name=""))).is_in_service
 
 
 @pytest.mark.parametrize("page_failure", [SILENT, REFUSED, LOGIN])
 def test_a_page_that_fails_while_the_engine_lives_stops_nothing(page_failure: Failure) -> None:
-    assert serving().look(page_failure, after=HOUR).in_service
-    assert serving(processes=UNSEEN).look(page_failure, after=HOUR).in_service
+    assert serving().look(page_failure, after=HOUR).is_in_service
+    assert serving(processes=UNSEEN).look(page_failure, after=HOUR).is_in_service
 
 
 def test_a_life_that_ended_or_serves_nobody_is_out_of_service() -> None:
-    assert not serving().look(REFUSED, processes=()).in_service
-    assert not serving().look(REFUSED, processes=NEXT).in_service
-    assert not serving().look(working(20), processes=(SERVER,)).in_service, "its core is dead, the page is its last"
+    assert not serving().look(REFUSED, processes=()).is_in_service
+    assert not serving().look(REFUSED, processes=NEXT).is_in_service
+    assert not serving().look(working(20), processes=(SERVER,)).is_in_service, "its core is dead, the page is its last"
 
 
 def test_out_of_service_there_is_no_page_no_process_and_nothing_held() -> None:
@@ -126,7 +126,7 @@ def test_of_a_page_that_tells_nothing_of_work_it_is_unknown_whether_anything_lea
         assert [labels for labels, value in host if value] == [(str(each.role), "unknown") for each in WHOLE]
 
     counted = watch.look(working(1))
-    assert counted.in_service, "it tells of work after all"
+    assert counted.is_in_service, "it tells of work after all"
 
 
 def test_the_hit_ratio_ends_with_its_life() -> None:

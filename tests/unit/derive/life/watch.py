@@ -107,5 +107,5 @@ def serving(**seen: Any) -> Watch:
     """Return a watch over an engine that has worked."""
     watch = Watch(**seen)
     assert watch.state_of(working(10)) is EngineState.SERVING
-    assert watch.look(working(20)).in_service
+    assert watch.look(working(20)).is_in_service
     return watch
