@@ -90,12 +90,15 @@ class Frame(Struct, frozen=True, kw_only=True):
     def x(self, seconds: float) -> float:
         """Return the distance of a time from the left."""
         # an interval of no length is divided by 1: its only time lies on the left
+        past_seconds = seconds - self.begin
         if self.now is None:
-            return self.width * (seconds - self.begin) / (self.end - self.begin or 1.0)
+            whole_seconds = self.end - self.begin or 1.0
+            return self.width * past_seconds / whole_seconds
         if seconds <= self.now:
-            share = (seconds - self.begin) / (self.now - self.begin or 1.0)
-            return PAST_SHARE * self.width * share
-        future_share = (seconds - self.now) / (self.end - self.now or 1.0)
+            known_seconds = self.now - self.begin or 1.0
+            return PAST_SHARE * self.width * past_seconds / known_seconds
+        future_seconds = self.end - self.now or 1.0
+        future_share = (seconds - self.now) / future_seconds
         return self.width * (PAST_SHARE + (1 - PAST_SHARE) * future_share)
 
     def y(self, value: float) -> float:
@@ -133,12 +136,14 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
     for column_start in range(start, len(values), column_size):
         column: Sequence[Any] = values[column_start : column_start + column_size]
         known_values = column
-        if has_gaps:
+        if has_gaps:  # a day without gaps is not copied
             known_values = [value for value in column if value is not None]
         if known_values:
-            extremes = {column.index(min(known_values)), column.index(max(known_values))}
-            for place in sorted(extremes):
-                stretches[-1].append((times[column_start + place], column[place]))
+            lowest_place = column.index(min(known_values))
+            highest_place = column.index(max(known_values))
+            for place in sorted({lowest_place, highest_place}):
+                seconds = times[column_start + place]
+                stretches[-1].append((seconds, column[place]))
         elif stretches[-1]:
             stretches.append([])
     return [stretch for stretch in stretches if stretch]
@@ -155,15 +160,22 @@ def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
     paths = [_draw_path(frame, stretch) for stretch in stretches]
     if not paths:
         return ""
-    # an area goes from the end of its path down to zero and back below the first point
-    areas = [f"{path}V{frame.height:.0f}H{path[1 : path.index(' ')]}Z" for path in paths]
-    return f'<path class="area" d="{"".join(areas)}"/><path class="line" d="{"".join(paths)}"/>'
+    area = "".join(_close_path(frame, path) for path in paths)
+    line = "".join(paths)
+    return f'<path class="area" d="{area}"/><path class="line" d="{line}"/>'
+
+
+def _close_path(frame: Frame, path: str) -> str:
+    """Return the area below a path: from its end down to zero, and back below its first point."""
+    first_x = path[1 : path.index(" ")]
+    return f"{path}V{frame.height:.0f}H{first_x}Z"
 
 
 def draw_zero(frame: Frame) -> str:
     """Return the line at zero."""
+    right = f"{frame.width:.0f}"
     bottom = f"{frame.height:.0f}"
-    return f'<line class="zero" x1="0" x2="{frame.width:.0f}" y1="{bottom}" y2="{bottom}"/>'
+    return f'<line class="zero" x1="0" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
 
 
 def draw_mark(frame: Frame, seconds: float) -> str:
@@ -207,9 +219,11 @@ def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, 
 
 
 def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
+    """Return the points of a stretch as an SVG path; a tenth of a unit is below a pixel."""
     x = frame.x
     y = frame.y
-    path = "M" + "L".join([f"{x(seconds):.1f} {y(value):.1f}" for seconds, value in stretch])
+    points = [f"{x(seconds):.1f} {y(value):.1f}" for seconds, value in stretch]
+    path = f"M{'L'.join(points)}"
     if len(stretch) > 1:
         return path
     return f"{path}h.1"  # a line of no length would not be drawn

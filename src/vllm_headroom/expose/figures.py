@@ -68,7 +68,8 @@ def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     if len(running_curve[0]) > 1:
         yield _draw_load(running_curve, columns, now, figures[0].frame if figures else None)
     if len(figures) > 1:
-        yield f"<div class=rooms>{''.join(figure.html for figure in figures[1:])}</div>"
+        small_figures = "".join(figure.html for figure in figures[1:])
+        yield f"<div class=rooms>{small_figures}</div>"
 
 
 def _count_columns(view: View, snapshot: Snapshot) -> int:
@@ -166,18 +167,19 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
         shapes.append(svg.draw_forecast(frame, forecast))
         shapes.append(svg.draw_mark(frame, now))
     shapes.append(svg.draw_zero(frame))
-    title = (
-        f"{room.subject}: free memory from {_format_clock(begin)} to {_format_clock(end)}, "
-        "down to zero"
-    )
+    span = f"from {_format_clock(begin)} to {_format_clock(end)}"
+    title = f"{room.subject}: free memory {span}, down to zero"
     caption = "memory not known now"
     if room.free_bytes is not None:
-        caption = f"{format_size(room.free_bytes)} of {format_size(room.total_bytes)} free"
+        total = format_size(room.total_bytes)
+        caption = f"{format_size(room.free_bytes)} of {total} free"
+    subject = escape_text(room.subject)
+    name = escape_text(room.name)
+    picture = svg.draw_picture(frame, shapes, title=title)
+    axis = _draw_axis(frame, now, forecast)
     html = (
-        f"<figure><figcaption><b>{escape_text(room.subject)}</b> {escape_text(room.name)}: "
-        f"{caption}</figcaption>"
-        f"<i>{format_size(frame.top)}</i>{svg.draw_picture(frame, shapes, title=title)}"
-        f"{_draw_axis(frame, now, forecast)}</figure>"
+        f"<figure><figcaption><b>{subject}</b> {name}: {caption}</figcaption>"
+        f"<i>{format_size(frame.top)}</i>{picture}{axis}</figure>"
     )
     return _Figure(frame=frame, html=html)
 
@@ -193,7 +195,8 @@ def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
 
 def _draw_axis(frame: Frame, now: float, forecast: Forecast | None) -> str:
     """Return the texts below a figure: its begin, now and, with a forecast, its end."""
-    texts = [f"{format_duration(now - frame.begin)} before", f"now, {_format_clock(now)}"]
+    past = format_duration(now - frame.begin)
+    texts = [f"{past} before", f"now, {_format_clock(now)}"]
     if forecast is not None:
         end = _format_clock(now + forecast.seconds)
         texts.append(f"out of memory {end}, in {format_duration(forecast.seconds)}")
@@ -217,16 +220,12 @@ def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | No
     most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
     top = MARGIN * most_running or 1.0
     frame = Frame(begin=begin, end=end, top=top, height=40.0, now=scale_change)
-    title = (
-        f"Running requests, from {_format_clock(begin)} to {_format_clock(now)}, "
-        f"at most {most_running:.0f}"
-    )
+    span = f"from {_format_clock(begin)} to {_format_clock(now)}"
+    title = f"Running requests, {span}, at most {most_running:.0f}"
+    picture = svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)
+    axis = _draw_axis(frame, now, None)
     caption = f"<b>Load</b>: running requests, at most {most_running:.0f}"
-    return (
-        f"<figure class=strip><figcaption>{caption}</figcaption>"
-        f"{svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)}"
-        f"{_draw_axis(frame, now, None)}</figure>"
-    )
+    return f"<figure class=strip><figcaption>{caption}</figcaption>{picture}{axis}</figure>"
 
 
 def _format_clock(seconds: float) -> str:

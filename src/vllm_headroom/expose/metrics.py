@@ -92,6 +92,13 @@ chooses. Each takes 8 MiB for the largest page that an engine's names can produc
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
 
 
+class _EncodedFamily(Struct, frozen=True):
+    """A metric's samples and what they are encoded as."""
+
+    samples: list[Sample]
+    text: bytes
+
+
 class MetricsPage:
     """Answers /metrics with the collector's samples."""
 
@@ -101,8 +108,8 @@ class MetricsPage:
         # the samples of the pages, and the page of each content type
         self._encoded_samples: Published | None = None
         self._pages: dict[str, bytes] = {}
-        # each metric's last samples, encoded, by content type and the metric's name
-        self._families: dict[str, dict[str, tuple[list[Sample], bytes]]] = {}
+        # the families of the last page, by content type and the metric's name
+        self._families: dict[str, dict[str, _EncodedFamily]] = {}
 
     def __call__(self, request: Request) -> Response:
         """Return the page, or the families that the query names.
@@ -124,7 +131,8 @@ class MetricsPage:
     def _encode_families(self, encode: Encode, names: list[str]) -> bytes:
         """Return the families that have samples of these names."""
         families = (*self._collector.collect(), *self._process.collect())
-        return encode(_Families(family for family in families if family.samples[0].name in names))
+        named_families = [family for family in families if family.samples[0].name in names]
+        return encode(_Families(named_families))
 
     def _build_page(self, encode: Encode, content_type: str) -> bytes:
         """Return the page with the sample's age at this moment."""
@@ -140,20 +148,23 @@ class MetricsPage:
         page = self._pages[content_type]
         if published is None:
             return page
-        age = f"\n{catalog.SAMPLE_AGE.name} {self._collector.age_seconds(published)!r}"
-        return _AGE_LINE.sub(age.encode(), page, count=1)
+        # the page is encoded once, and its age is of this moment
+        age_seconds = self._collector.age_seconds(published)
+        age_line = f"\n{catalog.SAMPLE_AGE.name} {age_seconds!r}"
+        return _AGE_LINE.sub(age_line.encode(), page, count=1)
 
     def _encode_page(self, encode: Encode, content_type: str) -> bytes:
         """Return the page; families that have not changed stay as they were encoded last."""
         families = self._families.setdefault(content_type, {})
         parts = []
         for metric, samples in self._collector.group_samples():
-            previous_samples, encoded = families.get(metric.name, ([], b""))
-            if previous_samples != samples:
-                encoded = encode(_Families([_build_family(metric, samples)]))
-                encoded = encoded.removesuffix(_END_LINE)
-                families[metric.name] = (samples, encoded)
-            parts.append(encoded)
+            encoded = families.get(metric.name)
+            if encoded is None or encoded.samples != samples:
+                text = encode(_Families([_build_family(metric, samples)]))
+                # only the end of the page has this line, which the process's families bring
+                encoded = _EncodedFamily(samples, text.removesuffix(_END_LINE))
+                families[metric.name] = encoded
+            parts.append(encoded.text)
         parts.append(encode(self._process))
         return b"".join(parts)
 

@@ -49,17 +49,26 @@ def respond_html(page: str) -> Response:
 def render_page(view: View) -> str:
     """Return the HTML page, which one script keeps up to date."""
     worst = view.shown_verdicts[0]
+    title = f"{_render_headline(worst)}{DOT}vllm-headroom"
+    header = _render_header(view)
+    hero = _render_hero(view, worst)
+    verdicts = _render_verdicts(view)
+    sections = "".join(_render_sections(view))
+    links = _render_links()
+    # the script reads from the body how often to load the page
+    refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{_render_headline(worst)}{DOT}vllm-headroom</title>"
-        f'<link rel="icon" href="{build_icon(worst.level)}"><style>{PAGE_STYLE}</style></head>'
-        f"<body data-seconds={max(MIN_REFRESH_SECONDS, round(view.interval_seconds))}>"
-        f"<header>{_render_header(view)}</header>"
-        f"<main>{_render_hero(view, worst)}{_render_verdicts(view)}"
-        f"{''.join(_render_sections(view))}</main>"
-        f"<footer><p>{_render_links()}</p></footer><script>{SCRIPT}</script></body></html>\n"
+        f"<title>{title}</title>"
+        f'<link rel="icon" href="{build_icon(worst.level)}">'
+        f"<style>{PAGE_STYLE}</style></head>"
+        f"<body data-seconds={refresh_seconds}>"
+        f"<header>{header}</header>"
+        f"<main>{hero}{verdicts}{sections}</main>"
+        f"<footer><p>{links}</p></footer>"
+        f"<script>{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -71,11 +80,15 @@ def _render_header(view: View) -> str:
     else:
         sample_time = format_instant(view.snapshot.time_seconds)
         age = f"seen {sample_time}, {format_duration(view.age_seconds)} ago; "
-    notice = f'<p class="notice">{escape_text(view.notice)}</p>' if view.notice else ""
+    names = escape_text(DOT.join(_list_names(view)))
+    version = escape_text(view.version)
+    notice = ""
+    if view.notice:
+        notice = f'<p class="notice">{escape_text(view.notice)}</p>'
+    # without an answer, the script shows `data-seen` in the place of the age
     return (
-        f"<p>{escape_text(DOT.join(_list_names(view)))}</p>"
-        f'<p class=dim id=age data-seen="{sample_time}">'
-        f"{age}version {escape_text(view.version)}</p>"
+        f"<p>{names}</p>"
+        f'<p class=dim id=age data-seen="{sample_time}">{age}version {version}</p>'
         "<noscript><p>Without scripts this page does not change: load it again for newer figures."
         f"</p></noscript>{notice}"
     )
@@ -117,10 +130,13 @@ def _render_hero(view: View, worst: Verdict) -> str:
         figure = f"<b>{escape_text(number)} <small>{escape_text(caption)}</small></b>"
     action = ""
     if worst.level is not Level.GOOD:
-        action = f"<p>{escape_text(worst.situation.action)}{_render_runbook(view, worst)}</p>"
+        advice = escape_text(worst.situation.action)
+        action = f"<p>{advice}{_render_runbook(view, worst)}</p>"
+    headline = _render_headline(worst)
+    sentence = escape_text(worst.sentence)
     return (
-        f"<section class='hero {worst.level}'><h1>{_render_headline(worst)}</h1>{figure}"
-        f"<p>{escape_text(worst.sentence)}</p>{action}</section>"
+        f"<section class='hero {worst.level}'><h1>{headline}</h1>"
+        f"{figure}<p>{sentence}</p>{action}</section>"
     )
 
 
@@ -217,10 +233,9 @@ def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
     if situation is not Situation.HEALTHY:
         numbers = ", ".join(verdict.subject.removeprefix("GPU ") for verdict in verdicts)
         situation_name = situation.replace("_", " ")
-        return (
-            f"<b class={level}>{LEVEL_NAMES[level]}</b> {len(verdicts)} more GPUs {situation_name}: "
-            f"{escape_text(numbers)}"
-        )
+        level_name = f"<b class={level}>{LEVEL_NAMES[level]}</b>"
+        gpus = f"{len(verdicts)} more GPUs {situation_name}: {escape_text(numbers)}"
+        return f"{level_name} {gpus}"
     summary = f"{len(verdicts)} GPUs quiet"
     free_bytes = _find_lowest_free(view, {verdict.subject for verdict in verdicts})
     if free_bytes is not None:
@@ -263,14 +278,19 @@ def _render_sections(view: View) -> Iterator[str]:
         for event in reversed(view.history.events[-SHOWN_EVENTS:]):
             level_name = f"<b class={event.level}>{LEVEL_NAMES[event.level]}</b>"
             time = format_instant(event.seconds)
-            yield f"<li>{level_name} {time} {escape_text(event.text)}</li>"
+            text = escape_text(event.text)
+            yield f"<li>{level_name} {time} {text}</li>"
         yield "</ul>"
 
 
 def _render_incident(incident: LastIncident) -> str:
-    cause = "" if incident.sentence is None else f" <b>{escape_text(incident.sentence)}</b>"
+    time = format_instant(incident.seconds)
+    kind = escape_text(incident.kind)
+    command = escape_text(incident.command)
+    cause = ""
+    if incident.sentence is not None:
+        cause = f" <b>{escape_text(incident.sentence)}</b>"
     return (
-        f"<h2>Last incident</h2><p>{format_instant(incident.seconds)}: the engine "
-        f"{escape_text(incident.kind)}.{cause} <code>{escape_text(incident.command)}</code>, "
-        "run in the sidecar's container, has the evidence.</p>"
+        f"<h2>Last incident</h2><p>{time}: the engine {kind}.{cause} "
+        f"<code>{command}</code>, run in the sidecar's container, has the evidence.</p>"
     )

@@ -102,7 +102,9 @@ class Connection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=1, low=0)
         self._transport = transport
         self.certificate = transport.get_extra_info("peercert")
-        self.address = str((transport.get_extra_info("peername") or ("",))[0])
+        peer = transport.get_extra_info("peername")
+        if peer:
+            self.address = str(peer[0])
         self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -159,7 +161,8 @@ class Connection(asyncio.Protocol):
         if self._method != b"HEAD":
             events.append(h11.Data(data=answer.body))
         events.append(h11.EndOfMessage())
-        self._transport.write(b"".join(self._http.send(event) or b"" for event in events))
+        parts = [self._http.send(event) or b"" for event in events]
+        self._transport.write(b"".join(parts))
         if not self._is_blocked:
             self._finish_exchange()
 

@@ -141,7 +141,9 @@ class History:
             return
         if minute <= self._minute:
             return
-        skipped_minutes = range(max(self._minute, minute - CURVE_POINTS) + 1, minute + 1)
+        # after more than a day every point of the ring is a gap
+        first_minute = max(self._minute, minute - CURVE_POINTS) + 1
+        skipped_minutes = range(first_minute, minute + 1)
         for curve in self._curves.values():
             for skipped_minute in skipped_minutes:
                 curve[skipped_minute % CURVE_POINTS] = nan
@@ -166,15 +168,21 @@ class History:
         if gpu.used_peak_bytes is None:
             return
         rise_bytes = max(0, gpu.used_peak_bytes - gpu.memory.used_bytes)
-        self._add(f"peak {gpu.uuid}", max(0, gpu.memory.free_bytes - rise_bytes), min)
+        free_at_peak_bytes = max(0, gpu.memory.free_bytes - rise_bytes)
+        self._add(f"peak {gpu.uuid}", free_at_peak_bytes, min)
 
     def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
         """Add a value to a curve's newest minute; `choose` returns which of two values stays."""
         if value is None:
             return
-        curve = self._curves.setdefault(name, array(FLOAT_TYPECODE, [nan]) * CURVE_POINTS)
+        if name not in self._curves:
+            self._curves[name] = array(FLOAT_TYPECODE, [nan]) * CURVE_POINTS
+        curve = self._curves[name]
         slot = (self._minute or 0) % CURVE_POINTS
-        curve[slot] = value if isnan(curve[slot]) else choose(curve[slot], value)
+        if isnan(curve[slot]):
+            curve[slot] = value
+        else:
+            curve[slot] = choose(curve[slot], value)
 
     def _add_events(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
         """Add an event for each new verdict; one whose figures alone have changed is not new."""
@@ -253,7 +261,8 @@ class View(Struct, frozen=True, kw_only=True):
             alert="HeadroomSampleStale",
             situation=Situation.BLIND,
         )
-        return (stall, *(replace(verdict, level=Level.UNKNOWN) for verdict in self.verdicts))
+        outdated = [replace(verdict, level=Level.UNKNOWN) for verdict in self.verdicts]
+        return (stall, *outdated)
 
     def find_runbook(self, alert: str | None) -> str | None:
         """Return the URL of an alert's runbook; None where unknown."""

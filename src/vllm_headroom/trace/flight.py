@@ -72,9 +72,8 @@ def list_incidents(folder: Path) -> list[Path]:
 
     Raises OSError.
     """
-    return sorted(
-        file for file in folder.glob("*.jsonl") if parse_start(file) is not None and file.is_file()
-    )
+    incidents = [file for file in folder.glob("*.jsonl") if parse_start(file) is not None]
+    return sorted(file for file in incidents if file.is_file())
 
 
 def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -158,7 +157,8 @@ def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
         header = encode_line({**HEADER, INCIDENT_KEY: {**facts, "before": before_fields}})
         if len(header) <= max_bytes or not before_fields:
             return header
-        longest = max(before_fields, key=lambda name: len(encode_line(before_fields[name])))
+        sizes_bytes = {name: len(encode_line(value)) for name, value in before_fields.items()}
+        longest = max(sizes_bytes, key=sizes_bytes.__getitem__)
         del before_fields[longest]
 
 

@@ -117,8 +117,10 @@ def _cut_incomplete_line(stream: BinaryIO) -> int:
     stream.seek(size_bytes - 1)
     if stream.read() == b"\n":
         return size_bytes
+    # a crash of the machine has cut the last line: no line is longer than what is read here
     tail_start = stream.seek(max(0, size_bytes - LONGEST_LINE_BYTES))
-    return stream.truncate(tail_start + stream.read().rfind(b"\n") + 1)
+    end = tail_start + stream.read().rfind(b"\n") + 1
+    return stream.truncate(end)
 
 
 def is_trace_start(first_line: bytes) -> bool:
@@ -126,7 +128,9 @@ def is_trace_start(first_line: bytes) -> bool:
 
     An incident may not. A part of the header may: its writing was interrupted.
     """
+    if encode_line(HEADER).startswith(first_line):
+        return True
     try:
-        return encode_line(HEADER).startswith(first_line) or bool(json.loads(first_line) == HEADER)
+        return bool(json.loads(first_line) == HEADER)
     except (ValueError, RecursionError):
         return False

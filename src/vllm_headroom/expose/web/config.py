@@ -43,12 +43,21 @@ CLIENT_AUTH: Final = {
 TLS_VERSIONS: Final = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _BCRYPT: Final = re.compile(r"\$2[aby]?\$[0-9]{2}\$[./A-Za-z0-9]{53}", re.ASCII)
 _FILE_KEYS: Final = ("cert_file", "key_file", "client_ca_file")
-_CHOICES: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
-    "client_auth_type": (CLIENT_AUTH, ""),
-    "min_version": (TLS_VERSIONS, "TLS12"),
-    "max_version": (TLS_VERSIONS, "TLS13"),
+
+
+class _Choice(Struct, frozen=True, kw_only=True):
+    """What each of a few values of a key means, and the default."""
+
+    meanings: Mapping[str, Any]
+    default: str
+
+
+_CHOICES: Final = {
+    "client_auth_type": _Choice(meanings=CLIENT_AUTH, default=""),
+    "min_version": _Choice(meanings=TLS_VERSIONS, default="TLS12"),
+    "max_version": _Choice(meanings=TLS_VERSIONS, default="TLS13"),
 }
-"""The keys with one of a few values: what each value means, and the default."""
+"""The keys with one of a few values."""
 
 _KEYS: Final = {
     "": ("tls_server_config", "http_server_config", "basic_auth_users"),
@@ -106,7 +115,9 @@ def read_web_config(path: Path) -> WebConfig:
     except NotYamlError as error:
         raise WebConfigError([f"it is not YAML{error.place} ({error.problem})"]) from None
     top: Any = {} if document is None else document
-    mistakes = [f"{name}: given twice" for name in repeated_keys] or list(_find_mistakes(top))
+    mistakes = [f"{name}: given twice" for name in repeated_keys]
+    if not mistakes:
+        mistakes = list(_find_mistakes(top))
     if mistakes:
         raise WebConfigError(mistakes)
     tls = top.get("tls_server_config")
@@ -120,7 +131,10 @@ def read_web_config(path: Path) -> WebConfig:
 
 
 def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
-    files: dict[str, Any] = {name: folder / tls[name] for name in _FILE_KEYS if tls.get(name)}
+    files: dict[str, Any] = {}
+    for name in _FILE_KEYS:
+        if tls.get(name):
+            files[name] = folder / tls[name]
     return Tls(
         **files,
         client_auth=_choose(tls, "client_auth_type"),
@@ -132,11 +146,11 @@ def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
 
 def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
     """Return what a key's value means; None where it is none of those that are accepted."""
-    meanings, default = _CHOICES[name]
-    value = tls.get(name, default)
+    choice = _CHOICES[name]
+    value = tls.get(name, choice.default)
     if not isinstance(value, str):
         return None
-    return meanings.get(value)
+    return choice.meanings.get(value)
 
 
 def _find_mistakes(top: object) -> Iterator[str]:
@@ -176,10 +190,11 @@ def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
         is_path = isinstance(path, str) and path.isprintable()
         if path and not is_path:
             yield f"tls_server_config.{name}: not the path of a file"
-    for name, (meanings, _) in _CHOICES.items():
+    for name, choice in _CHOICES.items():
         if _choose(tls, name) is None:
-            accepted = ", ".join(filter(None, meanings))
-            yield f"tls_server_config.{name}: got {show_value(tls[name])}, accepts {accepted}"
+            value = show_value(tls[name])
+            accepted = ", ".join(filter(None, choice.meanings))
+            yield f"tls_server_config.{name}: got {value}, accepts {accepted}"
     if not isinstance(tls.get("client_allowed_sans"), list | None):
         yield "tls_server_config.client_allowed_sans: not a list of names"
     yield from _check_tls_agreement(tls)

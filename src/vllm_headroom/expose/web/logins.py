@@ -68,9 +68,8 @@ class Users:
         if credentials is None:
             return False
         name, password = credentials
-        # For an unknown name it is the costliest of the file's hashes, so that the time does not
-        # show which names exist. The cost of a bcrypt hash is in its characters 4 and 5.
-        password_hash = users.get(name) or max(users.values(), key=lambda text: text[4:6])
+        # an unknown name is checked too, so that the time does not show which names exist
+        password_hash = users.get(name) or _find_costliest(users)
         cache_key = hashlib.blake2b(
             b"\0".join((name.encode(), password_hash.encode(), password)), key=self._key
         ).digest()
@@ -145,6 +144,11 @@ def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
     if scheme.lower() != "basic" or not colon:
         return None
     return name, password
+
+
+def _find_costliest(users: Mapping[str, str]) -> str:
+    """Return the hash that takes longest; the cost of bcrypt is in its characters 4 and 5."""
+    return max(users.values(), key=lambda password_hash: password_hash[4:6])
 
 
 def _is_right(password: bytes, password_hash: bytes) -> bool:
