@@ -61,6 +61,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
             return False
         if self.first_room_bytes is None:
             return True
+        # A GPU that is configured to keep little free is not full because of that.
         return self.last_room_bytes <= FULL_ROOM_RATIO * self.first_room_bytes
 
     @property
@@ -91,6 +92,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
             return self
         if used_bytes <= self.newest_used_bytes:
             return self
+        # The peaks of the samples are known already: only a higher one counts.
         room_bytes = self.usable_bytes - used_bytes
         if self.last_room_bytes is not None and room_bytes >= self.last_room_bytes:
             return self

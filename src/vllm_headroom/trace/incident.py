@@ -137,12 +137,16 @@ def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
 
     That is the first, or the exit for memory that followed it at once.
     """
-    first_event = events[0]
-    for event in events:
-        if event.what is IncidentKind.ENDED:
-            follows_at_once = 0 <= event.t - first_event.t <= SAME_END_SECONDS
-            return event if follows_at_once and event.reason in MEMORY_REASONS else first_event
-    return first_event
+    earliest = events[0]
+    exits = [event for event in events if event.what is IncidentKind.ENDED]
+    if not exits:
+        return earliest
+    seconds_between = exits[0].t - earliest.t
+    # A server answers for seconds without its core, which a tick may have seen as a stall.
+    is_same_end = 0 <= seconds_between <= SAME_END_SECONDS
+    if is_same_end and exits[0].reason in MEMORY_REASONS:
+        return exits[0]
+    return earliest
 
 
 class Incident(EngineEvent, frozen=True, kw_only=True):
@@ -184,6 +188,7 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
 
 
 def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a value of the kind
+    # What is no struct at all still gives one, where none of its fields is needed.
     document = value if isinstance(value, Mapping) else {}
     fields = {}
     for column in msgspec.structs.fields(kind):
@@ -198,14 +203,16 @@ def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a v
 
 
 def _fit_items(value: object, kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a type of the schema
-    items = value if isinstance(value, list) else []
-    fitting_items = (_fit(item, kind) for item in items)
+    if not isinstance(value, list):
+        return ()
+    fitting_items = (_fit(item, kind) for item in value)
     return tuple(item for item in fitting_items if item is not None)
 
 
 def _fit_values(value: object, kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a type of the schema
-    items = value.items() if isinstance(value, dict) else ()
-    fitting_values = {name: _fit(item, kind) for name, item in items}
+    if not isinstance(value, dict):
+        return {}
+    fitting_values = {name: _fit(item, kind) for name, item in value.items()}
     return {name: item for name, item in fitting_values.items() if item is not None}
 
 
@@ -234,16 +241,17 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
     )
 
 
-def _add_gpu_evidence(gpu: GpuAtEnd, last: LastInService) -> GpuAtEnd:
+def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
     """Return the GPU with the peak between its last samples and the surer verdict on a leak."""
     peak_begin_seconds = gpu.newest_seconds - PEAK_BEFORE_SECONDS
     late_bytes = [
         used_bytes
-        for at_seconds, used_bytes in last.used.get(gpu.uuid, ())
+        for at_seconds, used_bytes in context.used.get(gpu.uuid, ())
         if at_seconds >= peak_begin_seconds
     ]
     gpu = gpu.raise_peak(max(late_bytes, default=0))
-    leaks = {leak.uuid: leak for leak in last.leaks}
+    # This record alone may be too short for the detector's verdict.
+    leaks = {leak.uuid: leak for leak in context.leaks}
     leak = leaks.get(gpu.uuid)
     if leak is None or LEAK_RANKS.get(leak.state, 0) <= LEAK_RANKS.get(gpu.leak, 0):
         return gpu
