@@ -19,12 +19,13 @@ HOLDERS = {
 variable."""
 
 LOOPS = {"worker_main", "run_engine_core"}
-"""Those that run as long as the process: reading their few variables keeps no tensor alive."""
+"""The functions of HOLDERS that run as long as the process: reading their few variables keeps no
+tensor alive."""
 
 WORKER_CLASSES = {"WorkerWrapperBase", "WorkerProc", "WorkerBase"}
 CORE_CLASS = "EngineCore"
 FULL_ATTENTION_CLASS = "FullAttentionSpec"
-"""Layers in which every token keeps its place in the cache; windows release it."""
+"""The class of layers in which every token keeps its place in the cache; windows release it."""
 
 WAITING_QUEUES = ("waiting", "kv_holding_waiting", "skipped_waiting")
 """The scheduler's queues; without the first, the number of waiting requests is unknown."""
@@ -34,11 +35,11 @@ DIVIDING_SIZES = (
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
-"""Kinds of parallelism with which a token's cache depends on the layer, the position or the
-rank."""
+"""Sizes of the kinds of parallelism with which a token's cache depends on the layer, the position
+or the rank."""
 
 MAX_BLOCKS = 100_000
-"""Blocks of live requests that are counted, in about 10 ms."""
+"""The most blocks of live requests that are counted, in about 10 ms."""
 
 AMOUNT_LIMIT = 1 << 63
 """Our choice: a number from here on is no amount."""

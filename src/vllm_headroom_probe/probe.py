@@ -39,7 +39,7 @@ MAX_OOM_WAIT_SECONDS = 0.05
 """The longest wait of an OutOfMemoryError for a write, which takes 0.1 ms."""
 
 MAX_NAME_CHARACTERS = 64
-"""Of a process's name, or a package's version, in the file."""
+"""Characters of a process's name, or a package's version, in the file."""
 
 MAX_REASON_CHARACTERS = 200
 
@@ -71,11 +71,11 @@ class Probe:
         self._name = ""
         self._identity: dict[str, Any] = {}
         self._document: dict[str, Any] = {}
-        """As it was last written."""
+        """The content of the file as it was last written."""
         self._oom: dict[str, Any] | None = None
         # What it costs.
         self._slow_readings = 0.0
-        """Less what fast readings have cancelled."""
+        """The number of slow readings, less what fast ones have cancelled."""
         self._longest_seconds = 0.0
         self._cpu_seconds = 0.0
 

@@ -20,22 +20,22 @@ UNATTENDED_SECONDS = 60
 """The requester touches the request every few seconds; without it the recording ends."""
 
 MAX_FRAMES = 8
-"""Of a stack."""
+"""Frames of a stack."""
 
 MAX_STACKS = 20
 
 MAX_LINE_CHARACTERS = 200
-"""Of a frame: the end of its path and its line."""
+"""Characters of a frame: the end of its path, and its line number."""
 
 MAX_ANSWER_BYTES = 256 * 1024
 MAX_REQUEST_BYTES = 4096
 
 MAX_ID_CHARACTERS = 64
-"""Of a request."""
+"""Characters of a request's id."""
 
 MAX_TRACER_BYTES = 128 << 20
-"""Of tracemalloc, for about a million allocations: copying them at the end holds the GIL for about
-a second."""
+"""Memory of tracemalloc itself, for about a million allocations: copying them at the end holds the
+GIL for about a second."""
 
 
 class RequestFile(NamedTuple):

@@ -12,7 +12,7 @@ WINDOW_SECONDS: Final = 60.0
 """Four scrapes at Prometheus' usual 15 s: a peak between two of them is on the page for several."""
 
 _PeakSample = tuple[float, int]
-"""Seconds of the monotonic clock, and bytes in use."""
+"""A time in seconds of the monotonic clock, and the bytes in use."""
 
 
 class Peak:

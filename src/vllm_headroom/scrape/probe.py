@@ -17,13 +17,14 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 FILE_NAME: Final = re.compile(r"[0-9]{1,10}-[0-9]{1,12}\.json", re.ASCII)
-"""A process by pid and start; other files of the probe are not for the daemon."""
+"""The pid and the start of a process; the probe's other files are not for the daemon."""
 
 MAX_ENTRIES: Final = 4096
-"""An engine leaves a file per process and run; hundreds of runs stay below."""
+"""Entries of the folder: an engine leaves a file per process and run, hundreds of runs stay
+below."""
 
 MAX_FILES: Final = 128
-"""The newest that are read: four times the processes of an engine on eight GPUs."""
+"""How many of the newest files are read: four times the processes of an engine on eight GPUs."""
 
 MAX_FILE_BYTES: Final = 16 * 1024
 """The probe writes no larger file (vllm_headroom_probe.folder)."""

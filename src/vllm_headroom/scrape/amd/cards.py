@@ -45,7 +45,7 @@ DRM_FOLDER: Final = "class/drm"
 TOPOLOGY_FOLDER: Final = "class/kfd/kfd/topology"
 
 TEMPERATURE_FILES: Final = ("temp1_input", "temp2_input")
-"""Edge, else junction: from MI200 on there is no edge sensor."""
+"""The sensors of the edge, else of the junction: from MI200 on there is no edge sensor."""
 
 POWER_FILES: Final = ("power1_average", "power1_input")
 """A card has one of them: average or current power."""
@@ -69,19 +69,20 @@ class Card(Struct, frozen=True, kw_only=True):
 
     address: str
     folder: str
-    """Of the PCI device in /sys."""
+    """The PCI device's folder in /sys."""
     temperature_file: str
-    """The path of its sensor, "" without one."""
+    """The path of the temperature sensor, "" without one."""
     power_file: str
-    """The path of its sensor, "" without one."""
+    """The path of the power sensor, "" without one."""
     is_apu: bool
-    """It has a sensor of the north bridge's voltage, as only integrated GPUs do (amdgpu_pm.c)."""
+    """Whether it is an integrated GPU: only these have a sensor of the north bridge's voltage
+    (amdgpu_pm.c)."""
     uuid: str
     name: str
     nodes: tuple[KfdNode, ...] | None
-    """Several where the card is partitioned, none where ROCm cannot use it, None where KFD denies
-    access: in a container it permits the cards whose device in /dev the container has
-    (kfd_topology.c)."""
+    """Its nodes of KFD: several where the card is partitioned, none where ROCm cannot use it, None
+    where KFD denies access: in a container it permits the cards whose device in /dev the container
+    has (kfd_topology.c)."""
 
 
 def find_cards(sys: str) -> dict[str, Card]:

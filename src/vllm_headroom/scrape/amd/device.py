@@ -165,7 +165,7 @@ class ReadContext:
         self._sys = sys
         self._now = now
         self._peaks = peaks
-        """By UUID."""
+        """By the UUID of a card or partition."""
 
     def update_peak(self, uuid: str, memory: GpuMemory | None) -> int | None:
         """Add the memory in use, where known, and return the peak."""
@@ -278,7 +278,7 @@ def _parse_kib(text: str) -> int | None:
 def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:
     """Return the kernel's facts about an open file of a DRM device.
 
-    None about any other file, or one that was closed.
+    Empty for any other file, or one that was closed.
     """
     try:
         target = os.readlink(f"{process}/fd/{descriptor}")  # noqa: PTH115 - no Path per file

@@ -28,7 +28,7 @@ _REASONS: Final = {
     errno.EACCES: Reason.NO_PERMISSION,
     errno.EPERM: Reason.NO_PERMISSION,
 }
-"""By the error number."""
+"""The reason that an error number means."""
 
 _LOOK: Final = "look for amdgpu lines in the node's kernel log"
 _MESSAGES: Final = {
@@ -68,8 +68,9 @@ class Amd:
         self._proc = proc
         self._cards: dict[str, Card] = {}
         self._last_readings: dict[str, tuple[GpuReading, ...]] = {}
-        """Of each card and its partitions, by the UUID of the card."""
+        """The last readings of each card or its partitions, by the UUID of the card."""
         self._topology: object = None
+        """What the cards were last found in; a change means that they have changed."""
         self._search_at_seconds = float("-inf")
         self._peaks: defaultdict[str, Peak] = defaultdict(Peak)
         self._transitions = GpuTransitions()

@@ -24,15 +24,15 @@ from vllm_headroom.worker import Worker
 T = TypeVar("T")
 
 _MAX_CPU_SECONDS: Final = 0.5
-"""Of the thread while one page comes in: a page of 5,000 lines, each in a separate part, takes
-0.2 s."""
+"""CPU time of the thread while one page comes in: a page of 5,000 lines, each in a separate part,
+takes 0.2 s."""
 
 _PARTS_PER_CHECK: Final = 64
-"""Parts of a page after which that CPU time is measured again."""
+"""How many parts of a page are read between two measurements of that CPU time."""
 
 _FILE_SECONDS: Final = 1.0
-"""For reading a token or a CA file, which takes microseconds. A pipe without a writer takes 5 s, a
-hung network volume for ever."""
+"""The limit for reading a token or a CA file, which takes microseconds. A pipe without a writer
+takes 5 s, a hung network volume for ever."""
 
 _CONNECTED_EVENTS: Final = frozenset(
     {"connection.connect_tcp.complete", "connection.start_tls.complete"}
@@ -69,7 +69,7 @@ HTTPS_PORT: Final = 443
 
 
 def find_port(url: httpx.URL) -> int:
-    """Return the port of an http or https URL, its scheme's where it names none."""
+    """Return the port of an http or https URL, by default that of its scheme."""
     if url.port:
         return url.port
     return HTTPS_PORT if url.scheme == "https" else HTTP_PORT
@@ -267,21 +267,22 @@ class PageReader:
 
 
 NO_ANSWER_REASONS: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})
-"""The server accepts the connection but does not answer."""
+"""Reasons of a failure where the server accepts the connection but does not answer."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
-"""A server without the path answers so; vLLM has `is_sleeping` in its development mode only."""
+"""Reasons of a failure where the server has no such path; vLLM has `is_sleeping` in its development
+mode only."""
 
 
 class CanaryRequest(Struct, frozen=True, kw_only=True):
     """The daemon's request for one token."""
 
     health: PageReader
-    """Of the server's `health`."""
+    """Reads the server's `health`."""
     sleep: PageReader
-    """Of the server's `is_sleeping`."""
+    """Reads the server's `is_sleeping`."""
     completion: PageReader
-    """Of the server's `v1/completions`."""
+    """Sends to the server's `v1/completions`."""
 
     async def ask(self, model_name: str) -> bool | None:
         """Return whether the engine completes one token; None where that is unknown; never raise.

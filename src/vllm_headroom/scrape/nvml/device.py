@@ -38,16 +38,16 @@ MAX_DEVICE_BYTES: Final = 2**41
 """Two TiB, several times the largest GPU: a driver that fails has answered 2^64 - 1."""
 
 MAX_CELSIUS: Final = 200
-"""GPUs switch off above 110 C; 2^32 - 1 is no reading."""
+"""Above every temperature: GPUs switch off above 110 C, and 2^32 - 1 is no reading."""
 
 MAX_MILLIWATTS: Final = 10_000_000
-"""A GPU of 2026 takes 1,400 W; 2^32 - 1 is no reading."""
+"""Above every power: a GPU of 2026 takes 1,400 W, and 2^32 - 1 is no reading."""
 
 MAX_PERCENT: Final = 100
 
 MIN_LIST_AGE_SECONDS: Final = 1.0
-"""Before the processes are listed again. A list costs 400 times what memory info does (4.5 ms,
-flightlessmango/MangoHud#2104) and holds the driver's lock."""
+"""The shortest time between two lists of processes. A list costs 400 times what memory info does
+(4.5 ms, flightlessmango/MangoHud#2104) and holds the driver's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,9 @@ class GpuPart:
     uuid: str
     name: str
     gpu_uuid: str
-    """That of the whole GPU."""
+    """The UUID of the whole GPU."""
     gpu_instance: int | None = None
-    """NVML's number of the MIG instance, None for a whole GPU."""
+    """NVML's number of the MIG instance; None for a whole GPU."""
     handle: Handle = field(repr=False, compare=False)
     """Valid until NVML is shut down or the GPU is lost."""
 
@@ -69,12 +69,12 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     """The memory faults of a GPU; None where unknown, as with MIG instances on it."""
 
     index: int
-    """NVML's."""
+    """The index of the GPU in NVML."""
     ecc: tuple[bool, bool] | None = None
-    """Whether ECC is on now, and after the next reset."""
+    """Whether error correction (ECC) is on now, and after the next reset."""
     row_remap_pending: bool | None = None
     row_remap_failed: bool | None = None
-    """Stays True for good."""
+    """Once True, it remains so."""
     page_retirement_pending: bool | None = None
 
 
@@ -99,9 +99,9 @@ class Session:
         """Empty while NVML is closed."""
         self.driver_version: str | None = None
         self.memory_version: int | None = None
-        """NVML's number of memory info v2, None for v1."""
+        """NVML's number of version 2 of memory info; None for version 1."""
         self.has_single_gpu = False
-        """As on machines whose GPU uses the machine's memory."""
+        """True on machines whose GPU uses the machine's memory, and on others with one GPU."""
         self.xids = Xids()
         self.peaks: defaultdict[str, Peak] = defaultdict(Peak)
         """By the UUID of a GPU or MIG instance; kept when NVML is opened again."""

@@ -29,7 +29,7 @@ GpuOutcome = tuple[GpuReading, ...] | Failure
 """The readings of a GPU, one for each MIG instance, or why it cannot be read."""
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
-"""Between the first two inits of a failed driver; each further pause is twice as long."""
+"""The pause between the first two inits of a failed driver; each further one is twice as long."""
 
 RETRY_SECONDS: Final = 60.0
 """The longest pause between two inits of a failed driver, or to find a lost GPU again."""
@@ -37,10 +37,11 @@ RETRY_SECONDS: Final = 60.0
 SHUTDOWN_SECONDS: Final = 0.2
 
 MAX_GPUS: Final = 64
-"""More than a machine has; beyond it the GPUs that are gone the longest are forgotten."""
+"""The most GPUs that are remembered, more than a machine has: beyond it the GPUs that are gone the
+longest are forgotten."""
 
 MAX_STUCK_CALLS: Final = 8
-"""One per GPU of a common node: no further call is made for a GPU with a stuck one."""
+"""One per GPU of a common node. With so many stuck calls no other call is made."""
 
 MIN_CALL_SECONDS: Final = 0.02
 """With less time left no call is made: a healthy GPU takes a few milliseconds."""
@@ -78,7 +79,8 @@ class Nvml:
         self._lane = Lane()
         self._lock = asyncio.Lock()
         self._parts: dict[str, tuple[GpuPart, ...]] = {}
-        """The parts of each GPU when it was last read, by UUID; the GPU seen last is the last."""
+        """The parts of each GPU when it was last read, by its UUID, in the order of these
+        readings."""
         self._transitions = GpuTransitions()
         self._failure = _SILENT
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
@@ -165,6 +167,7 @@ class Nvml:
             )
         except pynvml.NVMLError as error:
             return self._mark_down(explain_source(error.value))
+        # So many calls are stuck that the driver as a whole hangs.
         if self._lane.is_blocked:
             return _SILENT
         # One device with this error may be healthy, all of them are not.
@@ -173,6 +176,7 @@ class Nvml:
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         readings = self._complete(outcomes)
         self._transitions.report(readings)
+        # A lost GPU gets a new handle only by another init, which ends the handles of all GPUs.
         if any(_is_failed(reading.failure, Reason.DEVICE_LOST) for reading in readings):
             retry_at_seconds = self._monotonic() + RETRY_SECONDS
             self._reopen_at_seconds = min(self._reopen_at_seconds, retry_at_seconds)
@@ -255,7 +259,7 @@ class Nvml:
     ) -> list[tuple[NvmlDevice, T | Failure]]:
         """Return each GPU's answer or failure; raise NVMLError where the whole driver fails.
 
-        The `driver_calls`, of no GPU, are made before.
+        The `driver_calls` are made first; they are about no single GPU.
         """
         calls: dict[str, Callable[[], Any]] = dict(driver_calls)
         for device in self._session.devices:
@@ -293,7 +297,7 @@ def _is_failed(outcome: object, reason: Reason) -> bool:
 
 
 def read_loop_seconds() -> float:
-    """Return the time by which deadlines are set."""
+    """Return the time of the running event loop, by which deadlines are set."""
     return asyncio.get_running_loop().time()
 
 

@@ -17,10 +17,11 @@ XidCounts = tuple[tuple[int, int], ...]
 """Pairs of XID and count."""
 
 MAX_EVENTS: Final = 64
-"""Per poll, so that many events do not keep the thread from reading memory."""
+"""Events that one poll takes: many of them must not keep the thread from reading memory."""
 
 MAX_KINDS: Final = 128
-"""Counted per GPU, several times NVIDIA's catalogue; more, of a faulty driver, are OTHER_KIND."""
+"""Kinds that are counted per GPU, several times NVIDIA's catalogue. More, which only a faulty
+driver reports, count as OTHER_KIND."""
 
 OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 

@@ -29,10 +29,10 @@ _SOCKET_ID: Final = Struct(">H46x")
 _MESSAGE_HEADER: Final = Struct("=IH")
 _ATTRIBUTE_HEADER: Final = Struct("=HH")
 _FIXED_BYTES: Final = 88
-"""Of a message, before its attributes."""
+"""The size of a message before its attributes."""
 _TCP_INFO: Final = Struct("=48xI4xI64xQQ")
-"""An attribute's milliseconds since data was last sent, and received; bytes acknowledged, and
-received."""
+"""Of the tcp_info attribute: the milliseconds since data was last sent, and since it was last
+received; the bytes acknowledged, and the bytes received."""
 
 _RECEIVE_BYTES: Final = 2**16
 

@@ -40,7 +40,7 @@ _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 ZOMBIE_STATE: Final = "Z"
 
 _STAT_FIELDS: Final = 20
-"""Fields of stat after the name, up to the start time."""
+"""The number of fields of stat after the name, up to the start time."""
 
 ProcIdentity = tuple[int, float]
 """A process by pid and start in seconds since boot; the kernel reuses pids."""
@@ -52,13 +52,13 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     pid: int
     parent_pid: int
     started_seconds: float
-    """Since boot."""
+    """When it started, in seconds since boot."""
     command: Command = ()
     """Its command line, which a process title replaces; where it has none, its name."""
     name: str = ""
-    """Cut by the kernel to 15 characters."""
+    """Its name, which the kernel cuts to 15 characters."""
     group: int = 0
-    """The process group."""
+    """Its process group."""
 
     @property
     def identity(self) -> ProcIdentity:
@@ -87,11 +87,11 @@ class ProcStat(Struct, frozen=True, kw_only=True):
     """The content of a process's stat file."""
 
     process: ProcEntry
-    """Without a command line."""
+    """The process, without its command line."""
     state: str
     """The kernel's letter: R, S, D, Z and others."""
     cpu_seconds: float
-    """User and system time of all threads."""
+    """The user and system time of all its threads."""
 
 
 class ProcUsage(Struct, frozen=True, kw_only=True):

@@ -167,7 +167,7 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 SHM_FOLDER: Final = "dev/shm"
 
 _UNLIMITED_BYTES: Final = 2**63
-"""Above every limit, for a machine whose memory is unknown."""
+"""The memory of a machine where it is unknown: above every limit."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:

@@ -37,14 +37,14 @@ _CONNECTOR_SIZES: Final = {
 LMCache's config.py)."""
 
 _MAX_SHOWN_CHARACTERS: Final = 4096
-"""Of a command line: some are megabytes."""
+"""Characters of a command line that are shown: some are megabytes."""
 
 _MAX_OPTION_NAMES: Final = 1000
-"""Options in one command line: vLLM has about 300."""
+"""The most options of one command line: vLLM has about 300."""
 
 _MAX_SEARCHED_CHARACTERS: Final = 2**16
-"""Of an argument that is searched for secrets. More than are shown: a cut hides where a secret
-ends."""
+"""Characters of an argument that are searched for secrets. More than are shown: a cut hides where a
+secret ends."""
 
 _SECRET_OPTION: Final = re.compile(
     r"--[\w-]{0,60}(key|token|password|secret|credentials?)$", re.IGNORECASE
@@ -95,7 +95,7 @@ def read_options(command: Command) -> EngineOptions | None:
 
 
 def _find_option_name(argument: str) -> str | None:
-    """Return an option's name with underscores, the long one; None for an argument that is none."""
+    """Return an option's long name with underscores; None for an argument that is no option."""
     if argument in _SHORT_OPTIONS:
         return _SHORT_OPTIONS[argument]
     if argument.startswith("--") and argument != "--":

@@ -29,8 +29,8 @@ HIDDEN: Final = Failure(
         " share the pod's processes (shareProcessNamespace: true), or mount /proc without hidepid"
     ),
 )
-"""Returned instead of an empty list, which means that the engine is down. An empty list does mean
-that once the engine was visible, as long as pid 1 is."""
+"""The reading where the engine's processes cannot be visible. An empty list would mean that the
+engine is down: that is returned once the engine was visible, as long as pid 1 is."""
 
 
 def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
@@ -175,7 +175,7 @@ class Processes:
         )
 
     def _forget_entries(self) -> None:
-        """Have the next scan read every process."""
+        """Make the next scan read every process."""
         self._entries = {}
         self._roles = {}
 
@@ -279,6 +279,7 @@ class Processes:
         self._orphan_pids = proc_roots.add_descendants(entries, self._orphans)
 
         leftover_pids = self._orphan_pids | self._stray_pids
+        # What exited runs left must not be chosen as the engine.
         candidates = {pid: entry for pid, entry in entries.items() if pid not in leftover_pids}
         self._choice = proc_roots.choose_roots(
             candidates, self._find_served_port, self._page, self._choice

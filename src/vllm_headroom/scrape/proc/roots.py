@@ -94,9 +94,9 @@ class StartMatch(IntEnum):
 
     NONE = 0
     NEAR = 1
-    """Within SAME_START_SECONDS."""
+    """They differ by at most SAME_START_SECONDS."""
     EXACT = 2
-    """Within EXACT_START_SECONDS."""
+    """They differ by at most EXACT_START_SECONDS."""
 
 
 class Rank(NamedTuple):
@@ -116,6 +116,7 @@ class Rank(NamedTuple):
 
 
 NO_EVIDENCE: Final = Rank()
+"""The rank of an engine that is not the page's: it is never chosen."""
 
 
 def choose_roots(

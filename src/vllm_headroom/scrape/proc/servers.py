@@ -28,7 +28,7 @@ class ServerKind(Struct, frozen=True, kw_only=True):
     scripts: tuple[str, ...] = ()
     """The ends of the paths of scripts that start it."""
     default_port: int
-    """Used without a port option and without the variable."""
+    """The port where neither an option nor the variable sets one."""
     port_options: tuple[str, ...] = ("--port",)
     port_variable: str = ""
     """The environment variable that sets the port where no option does."""
@@ -163,7 +163,7 @@ def _strip_interpreter(command: Command) -> Command:
 _SUPERVISOR_OPTIONS: Final = frozenset({"--data-parallel-multi-port-external-lb", "-dpm"})
 _LOCAL_SIZE_OPTIONS: Final = frozenset({"--data-parallel-size-local", "-dpl"})
 _MAX_DIGITS: Final = 5
-"""Of a port."""
+"""Digits of the largest port, 65535."""
 
 
 def is_supervisor(command: Command) -> bool:
