@@ -31,7 +31,7 @@ class Cause(StrEnum):
     HOST_MEMORY = "host_memory"
 
 
-class Evidence(Struct, frozen=True):
+class Figure(Struct, frozen=True):
     """One figure that shows a cause; `name` ends in its unit."""
 
     name: str
@@ -59,7 +59,7 @@ class Advice(Struct, frozen=True, kw_only=True):
 
     cause: Cause
     summary: str
-    evidence: tuple[Evidence, ...]
+    evidence: tuple[Figure, ...]
     # In the order of their cost.
     changes: tuple[Change, ...]
     # What prevents a mix-up with another cause.
@@ -81,7 +81,7 @@ FORMATS: Final = {
 are numbers."""
 
 
-def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Evidence, ...]:
+def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
     """Return the evidence of the figures that are known, each in place of {} in its text.
 
     A figure is its name, its value, None where it is unknown, and its text.
@@ -94,7 +94,7 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Eviden
             unit = name.rpartition("_")[2]
             format_value = FORMATS.get(unit, "{:,.0f}".format)
             text = text.replace("{}", format_value(value))  # noqa: PLW2901 - the text as it is shown
-        evidence.append(Evidence(name, value, text))
+        evidence.append(Figure(name, value, text))
     return tuple(evidence)
 
 

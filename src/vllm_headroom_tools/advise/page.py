@@ -269,7 +269,7 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     )
 
 
-PAGE_TIMEOUT_SECONDS: Final = 20.0
+LIVE_TIMEOUT_SECONDS: Final = 20.0
 """Longer than the daemon's: there is one attempt, and a busy engine answers late."""
 
 
@@ -303,4 +303,4 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
 
 
 def _build_reader(url: str) -> PageReader:
-    return PageReader(url=url, timeout_seconds=PAGE_TIMEOUT_SECONDS)
+    return PageReader(url=url, timeout_seconds=LIVE_TIMEOUT_SECONDS)

@@ -69,6 +69,7 @@ def judge(facts: Facts) -> Assessment:
     is_growing = _is_growing(facts)
     notes = []
     advice = _apply_rules(EVEN_WITH_A_LEAK, facts)
+    # Causes hold while memory grows, but no value of an option does: the growth is in the figures.
     if is_growing:
         advice = [_keep_changes(one_advice, _has_no_flag) for one_advice in advice]
         notes.append(NO_OPTION_WHILE_GROWING)
@@ -183,6 +184,7 @@ def list_missing(facts: Facts) -> Iterator[str]:
         if gpu.least_room_bytes is None:
             yield f"{gpu.display_name}: its memory was not read"
         yield from _explain_leak(gpu.display_name, gpu.leak)
+    # Unknown host memory is no reason to doubt the rest of the verdict.
     for host in facts.hosts:
         if host.leak.state is not LeakState.UNKNOWN:
             yield from _explain_leak(f"host memory of {host.process}", host.leak)

@@ -81,6 +81,7 @@ def build_question(options: Namespace) -> Question:
     max_model_len = options.max_model_len
     if max_model_len in (AUTO_LENGTH, None):
         max_model_len = shape.max_model_len
+    # Most options are fields of the question by the same name; the rest is worked out above.
     values = {
         field.name: getattr(options, field.name)
         for field in fields(Question)
@@ -104,6 +105,7 @@ def build_question(options: Namespace) -> Question:
     if problem is not None:
         raise BadInput(problem)
     if options.max_model_len == AUTO_LENGTH:
+        # As vLLM does: the longest sequence that fits once, up to the model's own limit.
         longest = estimate_memory(question).find_longest(1)
         return replace(question, max_model_len=longest or shape.max_model_len)
     return question
@@ -130,6 +132,7 @@ def _read_shape(options: Namespace) -> ModelShape | str:
         needed = ", ".join(map(name_option, NEEDED_SIZES))
         missing = ", ".join(map(name_option, missing_sizes))
         return f"needs --model-config, or without it {needed}; missing: {missing}"
+    # The options alone describe a usual decoder, all of whose layers keep every token.
     return parse_model_config("{}", overrides)
 
 
@@ -145,8 +148,10 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
+    # The files may be in another dtype than the one that is served: they show how many there are.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
+    # With another quantisation than the file's, the size of the files does not count.
     if options.quantization is not None:
         return None, None
     return stored_bytes, None
@@ -181,7 +186,7 @@ def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
 
 
 COUNT_LIMIT: Final = 2**24
-"""No count and no length of an option is larger."""
+"""Our choice: no count and no length of an option is larger."""
 
 COUNT_VALUE: Final = whole_number(1, COUNT_LIMIT)
 TOKENS_VALUE: Final = tokens(COUNT_LIMIT)
@@ -229,6 +234,7 @@ CACHE_SIZE_VALUE: Final = Value(
 )
 
 OFFLOAD_LIMIT_GIB: Final = 2**20
+"""Our choice: a larger number of GiB is taken for a mistake, such as bytes."""
 
 OFFLOAD_VALUE: Final = Value(
     read=bounded(parse_number, 0, OFFLOAD_LIMIT_GIB), accepts="a number of GiB, such as 10"

@@ -31,10 +31,10 @@ from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION, Question
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 from vllm_headroom_tools.trace import BadInput
 
-NOT_KNOWN: Final = "not known"
+UNKNOWN_AMOUNT: Final = "not known"
 
 
-class MemoryPart(Struct, frozen=True, kw_only=True):
+class PlannedPart(Struct, frozen=True, kw_only=True):
     """A part of the memory, what is planned for it, and what was measured; None where not known."""
 
     # As tables show it.
@@ -80,36 +80,36 @@ def _conclude(fits: bool | None) -> Conclusion:  # noqa: FBT001 - an answer, not
 
 def _compare_parts(
     estimate: MemoryEstimate, measured: EngineParts | None
-) -> tuple[MemoryPart, ...]:
+) -> tuple[PlannedPart, ...]:
     """Return what is planned beside what was measured; nothing where nothing was measured."""
     if measured is None:
         return ()
     return (
-        MemoryPart(
+        PlannedPart(
             name="budget",
             key="budget_bytes",
             planned=estimate.budget_bytes,
             measured_bytes=measured.requested_bytes,
         ),
-        MemoryPart(
+        PlannedPart(
             name="weights",
             key="weights_bytes",
             planned=estimate.weights_bytes,
             measured_bytes=measured.weights_bytes,
         ),
-        MemoryPart(
+        PlannedPart(
             name="activations",
             key="activations_bytes",
             planned=estimate.activations,
             measured_bytes=measured.activation_peak_bytes,
         ),
-        MemoryPart(
+        PlannedPart(
             name="CUDA graphs",
             key="cuda_graphs_bytes",
             planned=estimate.graphs,
             measured_bytes=measured.cuda_graphs_bytes,
         ),
-        MemoryPart(
+        PlannedPart(
             name="KV cache",
             key="kv_cache_bytes",
             planned=estimate.kv_cache,
@@ -124,7 +124,7 @@ def _join_settings(change: Saving) -> str:
 
 
 def _render_text(
-    estimate: MemoryEstimate, changes: Sequence[Saving], parts: Sequence[MemoryPart]
+    estimate: MemoryEstimate, changes: Sequence[Saving], parts: Sequence[PlannedPart]
 ) -> Iterator[str]:
     yield from join_paragraphs(
         (
@@ -197,6 +197,7 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
         "CUDA libraries", estimate.other_overhead, "the sampler, and what the driver reserves"
     )
     cache_source = "as set" if question.kv_cache_memory_bytes else "what is left"
+    # Less than nothing is shown as 0: the verdict explains what is missing.
     yield from _format_line("KV cache", _clip_at_zero(estimate.kv_cache), cache_source)
     yield from _format_line("beside the budget", estimate.outside, _name_outside(question))
     if question.host_memory_bytes or question.cpu_offload_bytes or question.kv_offloading_bytes:
@@ -248,7 +249,7 @@ def format_amount(amount: float | Range | None) -> str:
     """Return an amount of memory in GiB."""
     if isinstance(amount, Range):
         return format_range(amount)
-    return NOT_KNOWN if amount is None else f"{amount / GIB:,.2f}"
+    return UNKNOWN_AMOUNT if amount is None else f"{amount / GIB:,.2f}"
 
 
 def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
@@ -259,6 +260,7 @@ def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
     if not layout.block_bytes:
         yield "  none: the model keeps nothing of a sequence"
         return
+    # A layer with a window keeps nothing more of a sequence once this is longer than the window.
     bound = "at most " if question.shape.windowed_layers else ""
     block = f"{layout.block_bytes:,} per block of {layout.block_tokens}"
     if not question.shape.has_every_token:
@@ -319,6 +321,7 @@ def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Itera
     """Yield the notes, the verdict, and what would make it fit."""
     for sentence in (*list_notes(estimate), explain_verdict(estimate)):
         yield from wrap_text("", sentence)
+    # Where something is unknown, no change can be said to help.
     if can_start(estimate) is True or estimate.kv_cache is None:
         return
     if changes:
@@ -333,7 +336,7 @@ def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Itera
         yield from wrap_text(f"  {_join_settings(change):<{settings_width}}  ", change.price)
 
 
-def _format_parts(parts: Sequence[MemoryPart]) -> list[str]:
+def _format_parts(parts: Sequence[PlannedPart]) -> list[str]:
     """Return the table of what is planned beside what was measured; empty without measurements."""
     if not parts:
         return []
@@ -431,7 +434,7 @@ def _split_range(amount: Range | None) -> dict[str, int] | None:
 
 
 PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
-"""More than any file of the probe has."""
+"""Our choice: more than any file of the probe has."""
 
 
 def read_parts(file: Path) -> EngineParts:

@@ -47,6 +47,7 @@ def list_unknown(estimate: MemoryEstimate) -> list[str]:
 
 def explain_verdict(estimate: MemoryEstimate) -> str:
     """Return whether vLLM starts, and why."""
+    # A certain answer needs no list of what is unknown.
     fits = can_start(estimate)
     if fits:
         return f"It fits: vLLM starts. {_explain_concurrency(estimate)}"
@@ -110,6 +111,7 @@ def _explain_obstacle(estimate: MemoryEstimate) -> str:
         cache = format_gib(kv_cache.high)
         return f"one sequence of {length:,} tokens needs {needed} of KV cache, of at most {cache}"
 
+    # Where the size of the KV cache is set there is no budget: the card as a whole is too small.
     if budget_bytes is None:
         card = format_gib(card_bytes)
         return f"weights, activations and the KV cache are more than the card's {card}"
@@ -129,6 +131,7 @@ def _explain_concurrency(estimate: MemoryEstimate) -> str:
         return "It keeps nothing of a sequence: there is no KV cache."
     length = estimate.question.max_model_len or 1
     sequences = estimate.question.max_num_seqs
+    # By the low end: vLLM starts either way, and preempts where it has room for fewer.
     at_once = int(estimate.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
@@ -354,6 +357,7 @@ def _change_share(question: Question) -> Iterator[Trial]:
 def _round_cache(question: Question) -> Iterator[Trial]:
     is_unrounded = question.shape.kv_dtype_bytes >= SIXTEEN_BIT_BYTES
     dtype = question.kv_cache_dtype
+    # With "auto", a checkpoint with scales for its cache has one in 8 bits already.
     if dtype in {"float16", "bfloat16"} or (dtype == "auto" and is_unrounded):
         yield Trial(
             (("--kv-cache-dtype", "fp8"),),
@@ -364,6 +368,7 @@ def _round_cache(question: Question) -> Iterator[Trial]:
 
 def _round_weights(question: Question) -> Iterator[Trial]:
     if question.shape.quantisation is None:
+        # vLLM rounds weights of 16 bits to FP8 as it loads them, without another checkpoint.
         rounded_shape = question.shape.apply_quantisation("fp8", 1.0)
         yield Trial(
             (("--quantization", "fp8"),),
@@ -390,6 +395,7 @@ def _offload_less_cache(question: Question) -> Iterator[Trial]:
 
 def _use_more_gpus(question: Question) -> Iterator[Trial]:
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
+        # A number that does not divide the model's heads is left out later, as vLLM refuses it.
         wider = replace(question, tensor_parallel_size=ranks)
         yield Trial(
             (("--tensor-parallel-size", str(ranks)),),

@@ -32,9 +32,7 @@ from vllm_headroom_tools.options import (
 from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import look
 from vllm_headroom_tools.preflight.report import Clearance, build_report, judge, judge_wake
-
-DEFAULT_UTILIZATION: Final = 0.92
-"""vLLM's own since 0.20 (vllm/config/cache.py); 0.9 before."""
+from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION
 
 GPU_SECONDS: Final = 15.0
 """The first to use a GPU without the persistence daemon waits seconds for the driver to wake it."""

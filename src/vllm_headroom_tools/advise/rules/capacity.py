@@ -25,7 +25,7 @@ from vllm_headroom_tools.advise.finding import (
     Advice,
     Cause,
     Change,
-    Evidence,
+    Figure,
     drop_none,
     format_percent,
     list_evidence,
@@ -141,6 +141,7 @@ def take_more(facts: Facts) -> Change | None:
         return None
     if facts.failed_starts or has_run_short(facts):
         return None
+    # AIM_BYTES have to stay for bursts.
     if room_bytes is None or usable_bytes is None or room_bytes <= AIM_BYTES:
         return None
     text = (
@@ -165,6 +166,7 @@ def split_model(
 
     None where the GPUs of an engine are not known.
     """
+    # The GPUs of a trace are those of all its engines.
     gpus_per_engine, remainder = divmod(len(facts.gpus), max(1, len(facts.engines)))
     if remainder or not gpus_per_engine:
         return None
@@ -264,6 +266,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
         full = engine.full
         if full is None or not _is_hurting(full):
             continue
+        # Where no request finished, the preemptions alone count.
         rate = full.preemptions / max(1.0, full.finished)
         if rate > worst_rate:
             worst_rate = rate
@@ -326,7 +329,7 @@ def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
     )
 
 
-def _list_full_evidence(pressed: PressedCache) -> tuple[Evidence, ...]:
+def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
     engine = pressed.engine
     full = pressed.full
     if full.seconds is None:
@@ -364,6 +367,7 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
     steps = ceil(LENGTH_MARGIN * engine.high_tokens / LENGTH_STEP_TOKENS)
     limit_tokens = steps * LENGTH_STEP_TOKENS
     if limit_tokens >= tokens:
+        # The requests that filled the cache would still be allowed.
         return None
     return lower_option(
         facts,
@@ -483,6 +487,7 @@ def _run_more(facts: Facts, capped: CappedFacts) -> Change | None:
     None where the limit is not what holds requests back.
     """
     now = facts.settings.max_num_seqs
+    # With a limit above what ran, something else holds requests back.
     if capped.seconds < LASTING_SECONDS or (now is not None and now > capped.running):
         return None
     requests = CONCURRENCY_FACTOR_LIMIT * capped.running
@@ -501,7 +506,7 @@ def _run_more(facts: Facts, capped: CappedFacts) -> Change | None:
     )
 
 
-def _list_capped_evidence(capped: CappedFacts) -> tuple[Evidence, ...]:
+def _list_capped_evidence(capped: CappedFacts) -> tuple[Figure, ...]:
     return list_evidence(
         ("waiting_seconds", capped.seconds, "requests waited for {} with room in the KV cache"),
         (
@@ -599,7 +604,7 @@ def _hits_rarely(prefix: PrefixFacts) -> bool:
     return prefix.hits < PAYING_RATIO * prefix.queries
 
 
-def _list_prefix_evidence(prefix: PrefixFacts) -> tuple[Evidence, ...]:
+def _list_prefix_evidence(prefix: PrefixFacts) -> tuple[Figure, ...]:
     hit_ratio = prefix.hits / prefix.queries
     recent_ratio = prefix.recent_ratio or 0.0
     span = "since the engine's start"

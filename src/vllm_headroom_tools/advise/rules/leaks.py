@@ -25,7 +25,7 @@ from vllm_headroom_tools.advise.finding import (
     Advice,
     Cause,
     Change,
-    Evidence,
+    Figure,
     drop_none,
     format_percent,
     list_evidence,
@@ -179,7 +179,9 @@ def _list_remedies(
     """Return the restart, unless the leak ended with one, and the cures."""
     upgrades = tuple(Change(text=cure, cost=UPGRADE_COST) for cure in cures)
     if worst.leak.ended_seconds is not None:
+        # It ended already, as with a restart.
         return upgrades
+    # To be on the safe side, the lower bound where there is one.
     seconds_left = worst.alarm.time_to_oom_seconds_lower
     if seconds_left is None:
         seconds_left = worst.alarm.time_to_oom_seconds
@@ -190,7 +192,7 @@ def _list_remedies(
     return (restart, *upgrades)
 
 
-def _list_leak_evidence(worst: WorstLeak) -> tuple[Evidence, ...]:
+def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
     alarm = worst.alarm
     state = worst.leak.state
     thousand_requests = format_size(1000 * (alarm.bytes_per_request or 0.0))
@@ -229,7 +231,7 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
     Proposes: a restart, then an upgrade; a KV connector may lose blocks in failed transfers.
     """
     leaking_engines = []
-    evidence: list[Evidence] = []
+    evidence: list[Figure] = []
     for engine in facts.engines:
         if engine.stranded is not None and _loses_blocks(engine.stranded):
             leaking_engines.append(engine)
@@ -264,7 +266,7 @@ def _name_engines(facts: Facts, engines: Iterable[EngineFacts]) -> str:
     return ", ".join(name_engine(facts, engine) for engine in engines)
 
 
-def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Evidence, ...]:
+def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
     first_percent = format_percent(stranded.first_ratio)
     return list_evidence(
         (
@@ -340,7 +342,7 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
 
 def _list_shortage_evidence(
     facts: Facts, gpu: GpuFacts, spell: Spell, *, times: int, exits: int
-) -> tuple[Evidence, ...]:
+) -> tuple[Figure, ...]:
     begin = ""
     if spell.began_seconds is not None:
         begin = f" from {format_instant(spell.began_seconds)}"

@@ -16,7 +16,7 @@ from vllm_headroom_tools.advise.finding import (
     Advice,
     Cause,
     Change,
-    Evidence,
+    Figure,
     drop_none,
     list_evidence,
     lower_option,
@@ -38,7 +38,7 @@ NO_COST: Final = "none to this engine"
 FAILED_STARTS: Final = 2
 """Our choice: a single one may be an operator who stopped it."""
 
-LOADED_RATIO: Final = 0.5
+MODEL_LOADED_RATIO: Final = 0.5
 """Our choice: an engine that held half of the GPU had loaded its model."""
 
 
@@ -54,6 +54,7 @@ def find_failing_starts(facts: Facts) -> Advice | None:
         return None
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
+    # A full /dev/shm stops a start whatever the GPU has left: it is judged before the GPU's room.
     shared_memory = _advise_on_shared_memory(facts, starts)
     if shared_memory is not None:
         return shared_memory
@@ -179,10 +180,12 @@ def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
 def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
     """Return the starts that loaded the model; none where the size of no GPU is known."""
     usable_bytes = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
-    return [start for start in starts if _find_held_bytes(start) >= LOADED_RATIO * usable_bytes]
+    return [
+        start for start in starts if _find_held_bytes(start) >= MODEL_LOADED_RATIO * usable_bytes
+    ]
 
 
-def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Evidence, ...]:
+def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
     most_held_bytes = max(_find_held_bytes(start) for start in starts)
     most_others_bytes = max(_find_others_bytes(start) for start in starts)
     least_room_bytes = min(_list_rooms_bytes(starts), default=None)
@@ -209,7 +212,9 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     free_bytes = _find_free_bytes(facts.failed_starts)
     if free_bytes is None or facts.usable_bytes is None or facts.settings.sizes_cache_in_bytes:
         return (move,)
+    # By the largest GPU, on which a share is the most bytes; rounded down to a hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
+    # As high a share is not lower than vLLM's default, which is the likeliest one here.
     if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
         return (move,)
     lower_share = lower_option(
@@ -244,6 +249,7 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
     rooms_bytes = _list_rooms_bytes(facts.failed_starts)
     smaller_share = None
     if rooms_bytes and facts.gpus:
+        # Our choice: the option is one for all GPUs, and computed by the first.
         smaller_share = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms_bytes))
     fewer_requests = lower_option(
         facts,
