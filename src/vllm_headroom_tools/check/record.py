@@ -273,6 +273,7 @@ class TraceRecord:
         self._restarts = self.restarts
         engines = list_named(page)
         self.finished_requests.step(count_finished(page), restarted=has_restarted)
+        # a counter that falls with a restart began at 0
         preemptions = sum_known(engine.preemptions_total for engine in engines)
         self.preemptions.step(preemptions, restarted=has_restarted)
         for engine in engines:

@@ -51,6 +51,7 @@ class Clients:
         self._next_seconds = monotonic()
         end_seconds = self._next_seconds + seconds
         self.rate = None if self._full_rate is None else share * self._full_rate
+        # the timeout cancels the clients' requests, which count as unfinished
         with contextlib.suppress(TimeoutError):
             async with (
                 asyncio.timeout(seconds + self._grace_seconds) as self._deadline,
@@ -63,6 +64,7 @@ class Clients:
     async def _run_client(self, end_seconds: float, tally: Tally) -> None:
         while not self.is_stopped and await self.wait_turn(end_seconds):
             outcome = await self._sender.send(tally)
+            # with a rate, the next turn is late enough
             has_to_pause = outcome is not Outcome.SUCCEEDED and self.rate is None
             if has_to_pause:
                 if monotonic() + PAUSE_SECONDS >= end_seconds:
@@ -77,9 +79,11 @@ class Clients:
         now_seconds = monotonic()
         turn_seconds = now_seconds
         if self.rate is not None:
+            # the gaps of a Poisson process are exponential
             turn_seconds = self._next_seconds + self._random.expovariate(self.rate)
         if turn_seconds >= end_seconds or self.is_used_up:
             return False
+        # taken before the wait, so that clients that wait do not exceed the cap
         self._next_seconds = turn_seconds
         if self._remaining_requests is not None:
             self._remaining_requests -= 1

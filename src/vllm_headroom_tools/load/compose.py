@@ -130,6 +130,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     page_reader = PageReader(
         url=str(order.page_url),
         timeout_seconds=PAGE_TIMEOUT_SECONDS,
+        # the token is the server's, and is not sent to another page
         bearer_token_file=None if order.metrics_url else order.bearer_token_file,
         ca_file=order.ca_file,
     )

@@ -96,6 +96,7 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
         fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
         own_count = word_count - shared_count - len(fresh_words)
         start = random.randrange(RING_WORDS)
+        # the ring goes round: a start near its end needs one ring more
         own_words = (own_ring * (rings + 1))[start : start + own_count]
         return " ".join((*shared_words, *fresh_words, *own_words))
 

@@ -82,6 +82,7 @@ def _explain_engine_end(
     stages: Sequence[Stage], overall: LoadObservation, detector: LeakReplay
 ) -> str | None:
     """Return how the engine ended during the load, with the cause; None where it did not end."""
+    # the web server may outlive its engine: its page still answers
     engine_end = overall.engine_end
     if engine_end is None and any(stage.tally.is_engine_dead for stage in stages):
         engine_end = "the engine died: its web server says so"
@@ -174,6 +175,7 @@ def _count_requests(outcomes: Counter[Outcome]) -> dict[str, int]:
 
 def _describe_stage(stage: Stage) -> dict[str, Any]:
     tally = stage.tally
+    # with one answer uncounted, the sums would be too low
     tokens = None
     prompt_tokens = None
     if tally.uncounted_answers == 0:

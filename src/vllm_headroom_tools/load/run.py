@@ -90,6 +90,7 @@ class LoadRun:
         self.screen.begin(title, self.seconds)
         await self.clients.run(client_count, self.seconds, tally, share)
         seconds = monotonic() - tally.start_seconds
+        # a sample at the end: memory after the last request belongs to the step
         await self._finish_sample(self.sampling.sample())
         self.screen.show(tally, seconds, is_over=True)
         return Stage(
@@ -109,7 +110,7 @@ class LoadRun:
             has_time = not self.clients.is_stopped
             await asyncio.wait([task], timeout=STOP_SECONDS)
         if task.done():
-            task.result()
+            task.result()  # raises what the sample raised
         task.cancel()
 
     async def _measure_delays(self) -> None:

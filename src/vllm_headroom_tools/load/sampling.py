@@ -202,6 +202,7 @@ class Sampling:
         self._step = LoadObservation()
         self._parts = parts
         self._interval_seconds = interval_seconds
+        # samples of the steps come between those of the interval, and never at the same time
         self._turn = asyncio.Lock()
         # without the daemon's detector: this one keeps the course that the report needs
         derivations = tuple(

@@ -78,6 +78,8 @@ class RequestSender:
         connection, connecting_seconds = await self._find_connection()
         stream = Stream(tally.inter_token_seconds.add)
         answering = connection.send(self._target, self._make_body(), stream)
+        # making the body and waiting for a turn to connect are this machine's time, connecting is
+        # the server's
         start_seconds = monotonic() - connecting_seconds
         tally.open_stream()
         try:

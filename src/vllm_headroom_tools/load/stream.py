@@ -163,7 +163,7 @@ class Stream:
             error = _find_abort(choices)
         else:
             error = find_error(event)
-        self._error = self._error or error
+        self._error = self._error or error  # the first explains those that follow
         usage = event.get("usage")
         if isinstance(usage, dict):
             self._usage = usage
