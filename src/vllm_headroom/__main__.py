@@ -2,9 +2,12 @@
 
 import sys
 
-from vllm_headroom_tools.early import exit_on_signals, open_closed_streams, require_open_files
-
-DEFAULT_COMMAND = "run"
+from vllm_headroom_tools.early import (
+    DEFAULT_COMMAND,
+    exit_on_signals,
+    open_closed_streams,
+    require_open_files,
+)
 
 
 def main() -> None:

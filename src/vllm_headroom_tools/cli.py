@@ -17,7 +17,7 @@ from msgspec import Struct
 from vllm_headroom.inputs import describe_unknown
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
-from vllm_headroom_tools.early import pause_collection
+from vllm_headroom_tools.early import DEFAULT_COMMAND, pause_collection
 from vllm_headroom_tools.options import BadOptions, Parser, Printed
 from vllm_headroom_tools.terminal import render_line
 from vllm_headroom_tools.trace import BadInput
@@ -167,8 +167,7 @@ def build_parser(command: Command, name: str) -> Parser:
     parser.usage = command.usage
     parser.description = command.description
     parser.epilog = command.epilog
-    daemon_name = next(iter(COMMANDS))
-    if name == daemon_name:
+    if name == DEFAULT_COMMAND:
         lines = [
             command.description,
             "Commands; each says more with --help:",

@@ -12,9 +12,8 @@ from vllm_headroom_tools.cli import (
     find_command,
     write_result,
 )
+from vllm_headroom_tools.early import DEFAULT_COMMAND
 from vllm_headroom_tools.options import BadOptions, Parser, choice
-
-DEFAULT_COMMAND: Final = "run"
 
 
 def _build_program_parser() -> ArgumentParser:

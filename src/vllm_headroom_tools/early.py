@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+DEFAULT_COMMAND = "run"
+"""The daemon."""
+
 MIN_OPEN_FILES = 40
 """The daemon keeps 17 open, and scrapers, the engine's page and /proc take some more."""
 

@@ -12,6 +12,7 @@ from vllm_headroom_tools.cli import (
     find_command,
     write_result,
 )
+from vllm_headroom_tools.early import DEFAULT_COMMAND
 from vllm_headroom_tools.options import Parser, choice
 
 
@@ -58,7 +59,7 @@ def _options(parser: Parser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    name = arguments.name or next(iter(COMMANDS))
+    name = arguments.name or DEFAULT_COMMAND
     if arguments.man:
         text = "\n".join(render_man(name))
     else:

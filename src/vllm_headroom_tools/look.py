@@ -21,7 +21,7 @@ from vllm_headroom.scrape.proc.reader import Processes
 
 PROC: Final = Path("/proc")
 SYS: Final = Path("/sys")
-PATIENCE_SECONDS: Final = 6.0
+LOOK_SECONDS: Final = 6.0
 """For the GPUs and the page, read at the same time: everything has to end within ten seconds."""
 
 PROC_SECONDS: Final = 3.0
@@ -74,9 +74,7 @@ async def read_machine(
         return await process_reader.read(PROC_SECONDS, await page)
 
     try:
-        readings, processes = await asyncio.gather(
-            gpu_reader.read(PATIENCE_SECONDS), read_processes()
-        )
+        readings, processes = await asyncio.gather(gpu_reader.read(LOOK_SECONDS), read_processes())
     finally:
         await gpu_reader.close()
     gpus: tuple[Gpu, ...] = ()

@@ -88,7 +88,7 @@ SHARE: Final = Value(
 DURATION: Final = Value(
     read=above_zero(parse_duration), accepts="a duration above 0 such as 90s, 5m or 1h"
 )
-NUMBER: Final = Value(read=above_zero(parse_number), accepts="a number above 0")
+POSITIVE_NUMBER: Final = Value(read=above_zero(parse_number), accepts="a number above 0")
 GPUS: Final = Value(
     read=parse_gpus, accepts="auto, all, or GPU indices or UUIDs separated by commas"
 )

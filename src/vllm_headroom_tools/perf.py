@@ -24,7 +24,7 @@ SCRIPT_COMMAND: Final = "script --no-inline --fields pid,ip,sym,dso"
 RECORDED_STATUSES: Final = (0, 130, -signal.SIGINT)
 """Exit statuses of perf after it recorded: by itself, or interrupted."""
 
-END_SECONDS: Final = 120.0
+PERF_END_SECONDS: Final = 120.0
 """perf unwinds the stacks at the end."""
 
 MAX_STACKS: Final = 20
@@ -60,7 +60,7 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
             status, output = await _run(seconds, perf, *RECORD_COMMAND.split(), *targets)
             if status not in RECORDED_STATUSES:
                 return {}, f"perf: {_find_problem(output) or f'status {status}'}"
-            _, script = await _run(END_SECONDS, perf, *SCRIPT_COMMAND.split(), "--input", file)
+            _, script = await _run(PERF_END_SECONDS, perf, *SCRIPT_COMMAND.split(), "--input", file)
             return count_faults(script), None
     except OSError as error:  # TimeoutError is one, and has no strerror
         return {}, f"perf: {error.strerror or 'its record took too long to read'}"
@@ -81,7 +81,7 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
-        for timeout_seconds in (seconds, END_SECONDS):
+        for timeout_seconds in (seconds, PERF_END_SECONDS):
             with contextlib.suppress(TimeoutError):
                 out, err = await asyncio.wait_for(process.communicate(), timeout_seconds)
                 return process.returncode, (out or err).decode(errors="replace")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-PATIENCE_SECONDS: Final = 2.0
+BAR_DELAY_SECONDS: Final = 2.0
 """What takes no longer needs no bar."""
 
 REDRAW_SECONDS: Final = 0.2
@@ -27,7 +27,7 @@ def track(
     total: float | None,
     size: Callable[[Item], float],
     *,
-    patience_seconds: float = PATIENCE_SECONDS,
+    patience_seconds: float = BAR_DELAY_SECONDS,
 ) -> Iterator[Item]:
     """Yield the items, and show on a terminal how much of the `total` is done.
 

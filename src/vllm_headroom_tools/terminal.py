@@ -104,7 +104,7 @@ def wrap_line(line: str, columns: int) -> Text:
     return text
 
 
-WIDTH: Final = 110
+TEXT_WIDTH: Final = 110
 """The columns of a text, unless the terminal has fewer."""
 
 HEAD_WIDTH: Final = 9
@@ -118,9 +118,9 @@ def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
 
     Those after the first are indented as far as the head, or by `indent`.
     """
-    width = WIDTH
+    width = TEXT_WIDTH
     if is_terminal(sys.stdout):
-        width = min(WIDTH, build_console(sys.stdout).width)
+        width = min(TEXT_WIDTH, build_console(sys.stdout).width)
     if indent is None:
         indent = len(head)
     return textwrap.wrap(

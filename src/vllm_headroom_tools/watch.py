@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 LOCAL_SIDECAR: Final = "http://127.0.0.1:9839"
 
-INTERVAL_SECONDS: Final = 2.0
+FETCH_INTERVAL_SECONDS: Final = 2.0
 """Our choice: the time from one fetch to the next."""
 
-TIMEOUT_SECONDS: Final = 5.0
+FETCH_TIMEOUT_SECONDS: Final = 5.0
 
-STALE_SECONDS: Final = 900.0
+SNAPSHOT_STALE_SECONDS: Final = 900.0
 """Three times the longest sample interval."""
 
 NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"
@@ -100,7 +100,7 @@ async def _run(arguments: Namespace) -> Report | int:
     sidecar = arguments.url or arguments.headroom_url or httpx.URL(LOCAL_SIDECAR)
     snapshot_url = sidecar.copy_with(path="/snapshot.json", query=None)
     reader = PageReader(
-        url=str(snapshot_url), timeout_seconds=TIMEOUT_SECONDS, ca_file=arguments.ca_file
+        url=str(snapshot_url), timeout_seconds=FETCH_TIMEOUT_SECONDS, ca_file=arguments.ca_file
     )
     try:
         if arguments.json or arguments.exit_code is not None:
@@ -162,7 +162,7 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
     """
     try:
         age_seconds = document["age_seconds"]
-        is_stale = age_seconds is None or age_seconds > STALE_SECONDS
+        is_stale = age_seconds is None or age_seconds > SNAPSHOT_STALE_SECONDS
         is_serving = document["engine_state"] == EngineState.SERVING
         is_leaking_soon = LeakState.LEAKING in _list_states_within(document, within_seconds)
         report = build_report(document)
@@ -192,7 +192,7 @@ async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
         while True:
             frame = draw_frame(await fetch(), host, live.console.width)
             live.update(Group(*frame), refresh=True)
-            await asyncio.sleep(INTERVAL_SECONDS)
+            await asyncio.sleep(FETCH_INTERVAL_SECONDS)
 
 
 async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
@@ -205,7 +205,7 @@ async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
             if key not in previous_keys:
                 write_result(line.translate(CONTROLS))
         previous_keys = set(lines)
-        await asyncio.sleep(INTERVAL_SECONDS)
+        await asyncio.sleep(FETCH_INTERVAL_SECONDS)
 
 
 def _describe_verdicts(document: Document) -> dict[str, str]:

@@ -20,7 +20,7 @@ from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import Answer, EngineServer, cut, hang, page, with_head
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.process import Page, daemon, eventually
-from vllm_headroom_tools.demo.fleet import SCENARIOS
+from vllm_headroom_tools.demo.fleet import FLEET_SCENARIOS
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 FAST = {"SAMPLE_INTERVAL_SECONDS": "1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.2"}
@@ -288,7 +288,9 @@ def test_the_demo_says_that_it_is_one() -> None:
 
 def test_the_demos_fleet_has_the_series_of_every_engine_on_one_page() -> None:
     with daemon("demo", "--scenario", "fleet", "--speed", "60") as running:
-        seen = running.sees(lambda page: page.text.count("headroom_engine_awake{") == len(SCENARIOS), "all are sampled")
+        seen = running.sees(
+            lambda page: page.text.count("headroom_engine_awake{") == len(FLEET_SCENARIOS), "all are sampled"
+        )
         families = list(text_string_to_metric_families(seen.text))
         assert "scenario leak at" in running.get("/").text, "all else is of the first"
 
@@ -301,8 +303,8 @@ def test_the_demos_fleet_has_the_series_of_every_engine_on_one_page() -> None:
     assert len(samples) == len(series)
     assert all(sample.labels["instance"] == f"{sample.labels['pod']}:9839" for sample in samples)
     assert pods["vllm-leak-0"] == pods["vllm-restart-3"] == "team-0"
-    assert len(pods) == len(SCENARIOS)
-    assert len(uuids) == len(SCENARIOS) + 1, "one has two MIG instances"
+    assert len(pods) == len(FLEET_SCENARIOS)
+    assert len(uuids) == len(FLEET_SCENARIOS) + 1, "one has two MIG instances"
 
 
 def test_the_demos_leak_reaches_the_alarm_with_its_rate() -> None:

@@ -15,7 +15,7 @@ FLEET: Final = "fleet"
 SCENARIOS: Final = (*TABLE, FLEET)
 SCENARIO: Final = choice(SCENARIOS)
 MAX_SPEED: Final = 1000
-MAX_GPUS: Final = 64
+MAX_SIMULATED_GPUS: Final = 64
 
 
 class DemoSettings(ModelSettings):
@@ -66,7 +66,7 @@ def _read_gpu_count(settings: DemoSettings) -> int | None:
         return None
     if not gpus[0].isdecimal() or gpus[0] == "0":
         return None
-    return min(int(gpus[0]), MAX_GPUS)
+    return min(int(gpus[0]), MAX_SIMULATED_GPUS)
 
 
 COMMAND: Final[Command] = Command(

@@ -17,7 +17,7 @@ from vllm_headroom_tools.demo.run import SIMULATED, ScaledClock, build_parts, lo
 from vllm_headroom_tools.demo.world import TABLE
 from vllm_headroom_tools.settings import ModelSettings
 
-SCENARIOS: Final = (
+FLEET_SCENARIOS: Final = (
     "leak",
     *(name for name in TABLE if name not in {"leak", "healthy"}),
     *["healthy"] * 11,
@@ -81,7 +81,7 @@ UP_SERIES: Final = "# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n"
 def join_pages(pages: list[str]) -> str:
     """Join the pages of the engines, with `up` as a Prometheus has it that scrapes them."""
     families: dict[str, list[str]] = {}
-    for place, (scenario, page) in enumerate(zip(SCENARIOS, pages, strict=True)):
+    for place, (scenario, page) in enumerate(zip(FLEET_SCENARIOS, pages, strict=True)):
         pod = f"vllm-{scenario}-{place}"
         labels = f'namespace="team-{place % TEAM_COUNT}",pod="{pod}",instance="{pod}:9839"'
         unique_page = _UUID_PART.sub(rf"-{place:04}\1", page + UP_SERIES)
@@ -107,7 +107,8 @@ async def run(settings: ModelSettings, *, speed: float, gpus: int) -> int:
         }
     )
     parts = [
-        build_parts(TABLE[name], clock, speed, gpus, seed) for seed, name in enumerate(SCENARIOS)
+        build_parts(TABLE[name], clock, speed, gpus, seed)
+        for seed, name in enumerate(FLEET_SCENARIOS)
     ]
     first = parts[0]
     others = parts[1:]

@@ -36,7 +36,7 @@ from vllm_headroom_tools.demo.world import (
 )
 from vllm_headroom_tools.settings import ModelSettings
 
-ENGINE_LABELS: Final = 'model_name="simulated-8b",engine="0"'
+MODEL_LABELS: Final = 'model_name="simulated-8b",engine="0"'
 CACHE_CONFIG: Final = (
     f'engine="0",block_size="{BLOCK_TOKENS}",cache_dtype="auto",gpu_memory_utilization="0.92",'
     f'kv_cache_memory_bytes="None",kv_cache_size_tokens="{CAPACITY_TOKENS}",'
@@ -85,9 +85,9 @@ def render_page(engine: SimulatedRun, epoch_seconds: float) -> str:
         "request_success_total": engine.finished_total,
         "iteration_tokens_total_count": engine.steps_total,
     }
-    lines = [f"vllm:{name}{{{ENGINE_LABELS}}} {value}" for name, value in figures.items()]
+    lines = [f"vllm:{name}{{{MODEL_LABELS}}} {value}" for name, value in figures.items()]
     lines += [
-        f'vllm:engine_sleep_state{{{ENGINE_LABELS},sleep_state="awake"}} {int(not engine.asleep)}',
+        f'vllm:engine_sleep_state{{{MODEL_LABELS},sleep_state="awake"}} {int(not engine.asleep)}',
         f"vllm:cache_config_info{{{CACHE_CONFIG}}} 1",
         f"process_start_time_seconds {epoch_seconds + engine.started_seconds}",
     ]
@@ -96,7 +96,7 @@ def render_page(engine: SimulatedRun, epoch_seconds: float) -> str:
 
 UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
 MIG_UUID: Final = "MIG-{}0000000-0000-5000-8000-000000000000"
-PAGE_BYTES: Final = 4_096
+MEMORY_PAGE_BYTES: Final = 4_096
 RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
     (Role.API_SERVER, 1_090),
     (Role.ENGINE_CORE, 2_410),
@@ -193,7 +193,7 @@ class SimulatedProcesses(Simulated):
             EngineProcess(
                 pid=engine.first_pid + place,
                 role=role,
-                rss_bytes=int((mib + grown_mib) * MIB) // PAGE_BYTES * PAGE_BYTES,
+                rss_bytes=int((mib + grown_mib) * MIB) // MEMORY_PAGE_BYTES * MEMORY_PAGE_BYTES,
                 started_at_seconds=self._epoch_seconds + engine.started_seconds,
             )
             for place, (role, mib) in enumerate(RESIDENT_MIB)

@@ -158,7 +158,7 @@ activations."""
 CAPACITY_TOKENS: Final = KV_BLOCKS * BLOCK_TOKENS
 PROMPT_TOKENS: Final = 1_550
 GENERATED_TOKENS: Final = 400
-LIVE_TOKENS: Final = PROMPT_TOKENS + GENERATED_TOKENS // 2
+MEAN_REQUEST_TOKENS: Final = PROMPT_TOKENS + GENERATED_TOKENS // 2
 """Tokens a running request holds on average; 256 of them all but fill the cache."""
 
 SMALL_SEGMENT_MIB: Final = 2
@@ -182,7 +182,7 @@ They take it before vLLM measures the free memory.
 
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
-OUT_OF_MEMORY_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
+MAX_USED_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
 """Beyond this much in use the next allocation fails: it is larger than what is left."""
 
 WARM_SECONDS: Final = 3_600
@@ -220,7 +220,7 @@ class SimulatedRun:
         self._max_running = 0
         self._random = make_random(seed, f"traffic {number}")
         self._length = Drift(self._random, deviation=0.05, memory_seconds=20.0)
-        self._tokens_per_request = float(LIVE_TOKENS)
+        self._tokens_per_request = float(MEAN_REQUEST_TOKENS)
 
     def sleep(self, *, asleep: bool) -> None:
         """Go to sleep or wake up; vLLM ends all requests before it sleeps."""
@@ -257,7 +257,7 @@ class SimulatedRun:
         self.prompt_tokens_total += tokens
         hit_ratio = min(1.0, max(0.0, self._random.gauss(0.4, 0.05)))
         self.prefix_hits_total += int(tokens * hit_ratio)
-        self._tokens_per_request = LIVE_TOKENS * (1.0 + self._length.step())
+        self._tokens_per_request = MEAN_REQUEST_TOKENS * (1.0 + self._length.step())
         evicted = max(0, self.running - int(CAPACITY_TOKENS / self._tokens_per_request))
         self.running -= evicted
         self.waiting += evicted
@@ -379,7 +379,7 @@ class World:
             leak_bytes = self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0
             self.engine.step(arrived, leak_bytes)
         self.busy = 0 if hangs else self.engine.running
-        if self.seconds >= self._ends_seconds or self.used_bytes > OUT_OF_MEMORY_BYTES:
+        if self.seconds >= self._ends_seconds or self.used_bytes > MAX_USED_BYTES:
             started_seconds = self.seconds + self._fate.uniform(20.0, 50.0)
             loading_seconds = self._fate.uniform(*self._scenario.loading_seconds)
             self.engine = self._start_engine(

@@ -31,7 +31,7 @@ from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Attribution, Reason
 from vllm_headroom_tools.doctor import fixes
 from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, Survey, fix_setting, put
-from vllm_headroom_tools.look import PATIENCE_SECONDS
+from vllm_headroom_tools.look import LOOK_SECONDS
 from vllm_headroom_tools.versions import describe_fault, list_faults, parse_version
 
 WITHOUT_THE_PAGE: Final = (
@@ -107,10 +107,10 @@ def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     hints: list[str] = []
     status = Status.MISSING
     daemon_waits_seconds = survey.daemon_waits_seconds
-    if failure.reason is Reason.TIMEOUT and daemon_waits_seconds > PATIENCE_SECONDS:
+    if failure.reason is Reason.TIMEOUT and daemon_waits_seconds > LOOK_SECONDS:
         status = Status.UNKNOWN
         hints.append(
-            f"the daemon waits {daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
+            f"the daemon waits {daemon_waits_seconds:g} s, this command {LOOK_SECONDS:g} s"
         )
     is_elsewhere = survey.served_port not in {None, find_port(survey.url)}
     has_processes = not isinstance(survey.processes, Failure) and bool(survey.processes.engine)

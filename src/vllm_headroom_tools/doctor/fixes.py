@@ -19,7 +19,7 @@ from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.scrape.proc.served_model import ServedModel
 from vllm_headroom.vocabulary import Reason, Role
 from vllm_headroom_tools.look import (
-    PATIENCE_SECONDS,
+    LOOK_SECONDS,
     Machine,
     fetch_engines,
     fetch_once,
@@ -214,9 +214,7 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
-    reader = build_page_reader(
-        settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS)
-    )
+    reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, LOOK_SECONDS))
     profile = None if settings.engine_profile == AUTO else settings.engine_profile
     page = asyncio.create_task(fetch_engines(reader, profile))
     version_reader = build_page_reader(

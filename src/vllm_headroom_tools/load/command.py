@@ -22,7 +22,7 @@ from vllm_headroom_tools.options import (
     FILE,
     FOLDER,
     GPUS,
-    NUMBER,
+    POSITIVE_NUMBER,
     SHARE,
     Parser,
     Value,
@@ -159,7 +159,7 @@ def _add_pace_options(parser: Parser) -> None:
         "--rate",
         dest="requests_per_second",
         metavar="NUMBER",
-        type=NUMBER,
+        type=POSITIVE_NUMBER,
         help=(
             "open loop: requests a second in the step of 100 %%, by Poisson; "
             "--concurrency are then the most at once"

@@ -40,7 +40,7 @@ GPU_SECONDS: Final = 15.0
 GPU_CALL_SECONDS: Final = 5.0
 PAGE_SECONDS: Final = 15.0
 LOOK_INTERVAL_SECONDS: Final = 1.0
-REPEAT_SECONDS: Final = 10.0
+WAIT_REPORT_SECONDS: Final = 10.0
 """What is waited for is reported again after this time."""
 
 PROC: Final = Path("/proc")
@@ -126,7 +126,7 @@ async def wait_until_settled(
                 f"GPU {hindrance.gpu}: {hindrance.text}" for hindrance in clearance.hindrances
             )
             say(f"waiting, {ends_at_seconds - now():.0f} s left: {reasons}")
-            repeat_at_seconds = now() + REPEAT_SECONDS
+            repeat_at_seconds = now() + WAIT_REPORT_SECONDS
         await asyncio.sleep(min(LOOK_INTERVAL_SECONDS, ends_at_seconds - now()))
         clearance = await look()
     return replace(clearance, waited_seconds=now() - looked_at_seconds)

@@ -25,8 +25,8 @@ from vllm_headroom_tools.look import PROC
 from vllm_headroom_tools.perf import Faults, record_faults
 from vllm_headroom_tools.trace import BadInput
 
-FORMAT: Final = "headroom_record"
-FORMAT_VERSION: Final = 1
+RECORD_FORMAT: Final = "headroom_record"
+RECORD_VERSION: Final = 1
 
 MAX_STACKS: Final = 20
 """Of each kind of memory that an answer may have."""
@@ -65,7 +65,7 @@ def parse_answer(content: bytes, request_id: str) -> Recording | str | None:
 def _answers(document: object, request_id: str) -> bool:
     if type(document) is not dict:
         return False
-    return document.get(FORMAT) == FORMAT_VERSION and document.get("id") == request_id
+    return document.get(RECORD_FORMAT) == RECORD_VERSION and document.get("id") == request_id
 
 
 def _parse_stack(entry: dict[str, Any], _place: int) -> dict[str, Any]:
@@ -101,12 +101,12 @@ TOUCH_SECONDS: Final = 5.0
 
 POLL_SECONDS: Final = 0.5
 
-ANSWER_SECONDS: Final = 60.0
+RECORD_ANSWER_SECONDS: Final = 60.0
 """From the end to the answers: the probes look every five seconds, and count for seconds."""
 
 MAX_ANSWER_BYTES: Final = 256 * 1024
 
-READ_SECONDS: Final = 5.0
+PROBE_FILES_SECONDS: Final = 5.0
 """For the files of the probes."""
 
 MAPPINGS_SECONDS: Final = 10.0
@@ -138,7 +138,9 @@ async def record(
         say(f"{len(processes)} processes record for {format_duration(seconds)}")
         try:
             answers, (faults, no_faults) = await asyncio.gather(
-                _collect_answers(folder, processes, request_id, until_seconds + ANSWER_SECONDS),
+                _collect_answers(
+                    folder, processes, request_id, until_seconds + RECORD_ANSWER_SECONDS
+                ),
                 record_faults(visible_pids if "host" in kinds else None, seconds),
             )
         finally:
@@ -160,7 +162,7 @@ async def record(
 
 async def _find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
     """Return the processes whose probes write into the folder now; raise BadInput without one."""
-    files = await ProbeReader(folder, parse=parse_probe).read(READ_SECONDS)
+    files = await ProbeReader(folder, parse=parse_probe).read(PROBE_FILES_SECONDS)
     if isinstance(files, Failure):
         raise BadInput(files.message)
     readings = classify_probe(files, (), time.time())
@@ -236,7 +238,11 @@ def _write_request(
         age_seconds = time.time() - path.lstat().st_mtime
         if abs(age_seconds) < 2 * TOUCH_SECONDS:
             raise BadInput(f"{path} is another recording's, which is running")
-    document: dict[str, Any] = {FORMAT: FORMAT_VERSION, "id": request_id, "until": until_seconds}
+    document: dict[str, Any] = {
+        RECORD_FORMAT: RECORD_VERSION,
+        "id": request_id,
+        "until": until_seconds,
+    }
     for kind in KINDS:
         document[kind] = kind in kinds
     # The probes see a whole request: it gets its name when it is complete.

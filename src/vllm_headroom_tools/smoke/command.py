@@ -361,11 +361,11 @@ class SmokeSettings(Settings):
 
 
 HEALTH: Final = "health"
-HEALTH_SECONDS: Final = 5.0
+HEALTH_TIMEOUT_SECONDS: Final = 5.0
 """For one answer, also for the last before the deadline."""
 
 HEALTH_POLL_SECONDS: Final = 1.0
-REPEAT_SECONDS: Final = 30.0
+HEALTH_REPORT_SECONDS: Final = 30.0
 """What is waited for is reported again after this time."""
 
 PERMANENT_REASONS: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
@@ -385,7 +385,7 @@ async def wait_until_healthy(
     repeat_at_seconds = started_at_seconds
     reported_message = ""
     while True:
-        answer = await server.text(HEALTH, min(HEALTH_SECONDS, deadline_seconds))
+        answer = await server.text(HEALTH, min(HEALTH_TIMEOUT_SECONDS, deadline_seconds))
         if not isinstance(answer, Failure):
             return _pass(f"healthy after {format_duration(now() - started_at_seconds)}")
         if answer.reason is Reason.CREDENTIALS:
@@ -398,7 +398,7 @@ async def wait_until_healthy(
             )
         if answer.message != reported_message or now() >= repeat_at_seconds:
             reported_message = answer.message
-            repeat_at_seconds = now() + REPEAT_SECONDS
+            repeat_at_seconds = now() + HEALTH_REPORT_SECONDS
             remaining = format_duration(ends_at_seconds - now())
             say(f"waiting, {remaining} left: {reported_message}")
         await asyncio.sleep(min(HEALTH_POLL_SECONDS, max(0.0, ends_at_seconds - now())))

@@ -6,7 +6,7 @@ import pytest
 
 from vllm_headroom_tools.doctor.command import build_report, find_place
 from vllm_headroom_tools.doctor.fixes import Check, Fix, Status
-from vllm_headroom_tools.terminal import WIDTH
+from vllm_headroom_tools.terminal import TEXT_WIDTH
 
 FINE = Check(Status.OK, "NVML answers, driver 580.95.05")
 UNSET = Check(Status.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")
@@ -71,7 +71,7 @@ def test_that_nothing_is_missing_is_said() -> None:
 def test_the_text_fits() -> None:
     told = build_report({"engine": Check(Status.MISSING, "model" + " word" * 99)}, "0.1.0").lines
 
-    assert max(map(len, told)) <= WIDTH
+    assert max(map(len, told)) <= TEXT_WIDTH
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ HONEST, HOSTILE = "7-1000.record.json", "8-1000.record.json"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two processes write into it."""
-    monkeypatch.setattr(asking, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(asking, "RECORD_ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(asking, "POLL_SECONDS", 0.01)
     made = tmp_path / "files"
     made.mkdir()

@@ -90,7 +90,7 @@ def test_one_kind_of_memory_is_recorded_alone(leaking: Vllm, kinds: tuple[str, .
 
 
 def test_a_process_that_dies_meanwhile_has_no_answer(leaking: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "ANSWER_SECONDS", 3.0)
+    monkeypatch.setattr(asking, "RECORD_ANSWER_SECONDS", 3.0)
 
     def kill(_: str) -> None:
         leaking.process.kill()
