@@ -56,13 +56,14 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
         # Growth goes on beneath what was given back, and is compared with what is left.
         return replace(track, alarm=replace(alarm, began=began, newest_rise=newest))
 
+    # The highest of five minutes: what a sleep emptied fills again.
     recent_blocks = track.history.rings[0].blocks[-RETAINED_BLOCKS:]
     is_retained = max(block.floor_bytes for block in recent_blocks) >= retained_bytes
     has_stopped = is_over(
         began,
         newest_rise,
         newest,
-        step_count=grown_bytes**2 / alarm.sum_of_squares,
+        step_count=grown_bytes**2 / alarm.sum_of_squares,  # as if all steps were equal
         quiet_seconds=_compute_quiet_seconds(track, began, hold_factor),
         quiet_gaps=hold_factor * HOLD_GAPS,
     )

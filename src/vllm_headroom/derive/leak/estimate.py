@@ -62,6 +62,8 @@ def estimate_growth(
     by_time = measure_slope(seconds, growth.retained_bytes, step_bytes)
     by_request = measure_slope(requests, growth.retained_bytes, step_bytes)
     has_rates = by_request.rate > 0 and track.work.requests_per_second > 0
+    # The cause of the growth has the more even batches: a leak by requests, seen by time, varies
+    # with load.
     by_requests = has_rates and by_request.spread <= UNLIKE * by_time.spread
 
     pace = by_time.rate
@@ -116,7 +118,7 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
         since_seconds = track.clock.now_seconds - block.seconds
         return_bytes = old_height_bytes + estimate.bytes_per_second * since_seconds
         swing_bytes = max(swing_bytes, min(fall_bytes, return_bytes))
-    rises_bytes = (after - before for before, after in pairwise(floors_bytes))
+    rises_bytes = (later - earlier for earlier, later in pairwise(floors_bytes))
     largest_rise_bytes = max(rises_bytes, default=0.0)
     demand_bytes = max(swing_bytes + largest_rise_bytes, OUT_OF_MEMORY_BYTES)
 
@@ -151,11 +153,11 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
         if later > at
     ]
     rate = median(slopes) if slopes else 0.0
-    if rate == 0.0:
+    if rate == 0.0:  # most pairs lie on one tread of the staircase
         rate = (values[-1] - values[0]) / length
 
     batch_rates = _measure_batches(axis, values)
-    if len(batch_rates) < BATCHES:
+    if len(batch_rates) < BATCHES:  # too short, or no requests finished in a batch
         return Slope(rate, abs(rate), inf)
     deviation = stdev(batch_rates)
     step_rate = step_bytes / (axis[-1] - axis[middle])

@@ -44,6 +44,7 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     # The window was chosen to begin with a step: one, the largest, belongs to the time before.
     before_bytes = max(0.0, growth.retained_bytes[0] - origin.floor_bytes)
     before_bytes += max(growth.rises_bytes)
+    # Under the hypothesis of no leak all of it, before and within the window, has one pace.
     bytes_per_fold = (before_bytes + grown_bytes) / count_folds(origin, origin, now)
     bytes_per_fold_before = before_bytes / count_folds(origin, origin, opened)
     odds_per_byte_before = log(bytes_per_fold_before / bytes_per_fold)
@@ -121,11 +122,11 @@ def is_even(growth: Growth) -> bool:
         [block.busy_seconds for block in growth.blocks],
     ):
         if axis[-1] <= axis[0]:
-            continue
-        first, second, third, last = _share_by_quarter(axis, clipped_bytes)
-        later_half_share = max(later_half_share, third + last)
-        has_both_ends = first >= FIRST_QUARTER_SHARE and last >= LAST_QUARTER_SHARE
-        if has_both_ends and second > 0 and third > 0:
+            continue  # no request finished, or none is counted
+        shares = _share_by_quarter(axis, clipped_bytes)
+        later_half_share = max(later_half_share, shares[2] + shares[3])
+        has_both_ends = shares[0] >= FIRST_QUARTER_SHARE and shares[3] >= LAST_QUARTER_SHARE
+        if has_both_ends and min(shares[1:3]) > 0:
             is_unceasing = True
     return is_unceasing and later_half_share >= LATER_HALF_SHARE
 
@@ -136,6 +137,7 @@ def _share_by_quarter(axis: list[float], rises_bytes: list[float]) -> list[float
     sum_bytes = sum(rises_bytes)
     shares = [0.0] * 4
     for (begin, end), rise_bytes in zip(pairwise(axis), rises_bytes, strict=True):
+        # Its middle is (begin + end) / 2: twice as far from the origin, in halves of a quarter.
         quarter = int(2 * (begin + end - 2 * axis[0]) / length)
         shares[min(3, quarter)] += rise_bytes / sum_bytes
     return shares
@@ -168,4 +170,6 @@ def compute_patience(left_seconds: float | None) -> float:
         return LEAKING_SECONDS
     patience_seconds = max(PATIENCE_SHARE * left_seconds, LEAKING_SECONDS)
     patience_seconds = min(patience_seconds, LONGEST_PATIENCE_SECONDS)
-    return min(max(HASTE_SHARE * left_seconds, HASTE_SECONDS), patience_seconds)
+    # Where the device is soon full, a share of the time left is shorter than an hour.
+    haste_seconds = max(HASTE_SHARE * left_seconds, HASTE_SECONDS)
+    return min(haste_seconds, patience_seconds)

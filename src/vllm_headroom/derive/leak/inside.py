@@ -65,6 +65,7 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
     restarts = 0 if snapshot.engine_status is None else snapshot.engine_status.restarts
     for gpu, observation in observe_gpus(snapshot, snapshot.devices):
         uuid = gpu.reading.uuid
+        # A sleep releases most of it: the comparison starts over.
         if gpu.inside is not None and observation.awake is False:
             updated.pop(uuid, None)
             continue
@@ -101,7 +102,7 @@ def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> Insid
         least_bytes = tuple(map(min, open_mark.held_bytes, mark.held_bytes))
         return replace(track, open_mark=replace(open_mark, held_bytes=least_bytes))
     marks = (*track.marks, open_mark)
-    if len(marks) > MOST_MARKS:
+    if len(marks) > MOST_MARKS:  # keeps the newest, and half of the rest over the whole run
         marks = (*marks[0:-1:2], open_mark)
     in_use = _observe_in_use(track.in_use, open_mark, observation)
     return replace(track, open_mark=mark, marks=marks, in_use=in_use)
@@ -128,9 +129,9 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
     out-of-memory includes the next peak, which the memory kept in sleep does not show.
     """
     in_use = None if inside is None else inside.in_use
-    for other in (asleep, in_use):
-        if other is not None and other.verdict > track.verdict:
-            track = replace(track, verdict=other.verdict, estimate=other.estimate)
+    for candidate in (asleep, in_use):
+        if candidate is not None and candidate.verdict > track.verdict:
+            track = replace(track, verdict=candidate.verdict, estimate=candidate.estimate)
     return track
 
 
@@ -193,8 +194,9 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
     steady_bytes: dict[LeakLocation, float] = {}
     for place, held_bytes in zip(PLACES, held_at_cuts, strict=True):
         grown_bytes[place] = held_bytes[-1] - held_bytes[0]
-        least_rise_bytes = min(after - before for before, after in pairwise(held_bytes))
+        least_rise_bytes = min(later - earlier for earlier, later in pairwise(held_bytes))
         steady_bytes[place] = LEAK_PARTS * least_rise_bytes
+    # The smallest of six rises, six times: what one first use cannot give.
     location = max(steady_bytes, key=lambda place: steady_bytes[place])
     if steady_bytes[location] <= STEADY_SHARE * max(grown_bytes.values()):
         location = max(grown_bytes, key=lambda place: grown_bytes[place])

@@ -79,9 +79,11 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
     origin = track.history.origin
     newest = track.history.rings[0].blocks[-1] if track.history.rings[0].blocks else None
     if origin is None or newest is None or newest.seconds != track.clock.now_seconds:
-        return track
+        return track  # an idle block was left out
     own_room_bytes = None
     if room_bytes is not None:
+        # The highest that was ever possible: a neighbour that takes room makes no leak of a little
+        # growth.
         capacity_bytes = (track.history.held_bytes or 0.0) + room_bytes
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
         track = replace(track, history=replace(track.history, capacity_bytes=capacity_bytes))
@@ -91,10 +93,12 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
     shortest_ring, second_ring, *_ = track.history.rings
     recent_bytes = newest.floor_bytes - shortest_ring.blocks[0].floor_bytes
+    # Growth of half an hour that is three quarters of what is left is judged every 30 s.
     is_slow = own_room_bytes is None or recent_bytes < SOON_SHARE * own_room_bytes
     is_between = second_ring.parts > 0
     if is_between and is_slow:
         return _update_estimate(track, None, room_bytes)
+    # During an alarm nothing is judged: it is held until its growth has ended.
     if track.alarm is not None:
         growth = _measure_alarm(track, track.alarm)
     else:
@@ -166,7 +170,7 @@ def _judge_rings(
     surest: WindowJudgement | None = None
     for ring in track.history.rings:
         if not _has_just_ended(ring, track):
-            rings.append(ring)
+            rings.append(ring)  # the verdict of its newest block stands
             continue
         judgement = None
         survey = survey_ring(ring, origin)
@@ -188,6 +192,7 @@ def _judge_rings(
         return track, None
     if verdict is Certainty.LEAKING:
         track = replace(track, alarm=_raise_alarm(surest.growth))
+    # A surer verdict of an older block has its own estimate, which is kept.
     is_of_now = surest.verdict is verdict
     return track, surest.growth if is_of_now or track.estimate is None else None
 
@@ -227,6 +232,8 @@ def _judge_windows(
         if growth.rise_count < LEAST_RISES or has_ended(growth):
             continue
         if growth.rise_odds >= LEAST_RISE_ODDS or is_steady(growth):
+            # Folds are counted from the anchor even after load has doubled: a warm-up before that
+            # still counts against an alarm.
             odds = min(WITNESS_ODDS_LIMIT, growth.rise_odds)
             odds += min(WITNESS_ODDS_LIMIT, weigh_pace(growth, anchor))
             verdict = _judge_even(growth, odds, room_bytes)
@@ -234,6 +241,7 @@ def _judge_windows(
 
     if not has_steps:
         return
+    # Large steps need the whole time since the origin, so they are judged in one ring only.
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
     for growth in find_step_windows(survey):
@@ -251,6 +259,7 @@ def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certai
     anything new is likely, growth must be steady.
     """
     lasted_seconds = growth.lasted_seconds
+    # One large demand does not bring the end nearer, so rises count clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
     left_seconds = None
     if room_bytes is not None:
@@ -268,12 +277,14 @@ def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certai
     if is_urgent:
         return Certainty.LEAKING
 
+    # What is months away wakes somebody for nothing if it is not certain.
     is_far = left_seconds is not None and left_seconds > FAR_SECONDS
     leaking_odds = LEAKING_ODDS_SUM_IF_FAR if is_far else LEAKING_ODDS_SUM
     if odds >= leaking_odds and lasted_seconds >= compute_patience(left_seconds):
         return Certainty.LEAKING
     if lasted_seconds < GROWING_SECONDS:
         return Certainty.NONE
+    # More than half of the room is gone: an alarm with the evidence of a warning.
     if left_seconds is not None and lasted_seconds >= left_seconds:
         return Certainty.LEAKING
     return Certainty.GROWING

@@ -55,6 +55,7 @@ def derive_gpu_leaks(
     tracks = keep_recent(tracks, {gpu.reading.uuid for gpu, _ in observations})
     samples: list[Sample] = []
     for gpu, observation in observations:
+        # The saved track keeps its own verdict; the shown one may be limited or sharpened.
         uuid = gpu.reading.uuid
         labels = label_gpu(gpu)
         track = observe(tracks.get(uuid) or start_track(observation.seconds), observation)
@@ -102,6 +103,7 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
         return LeakState.UNKNOWN
     if track.presence.is_asleep:
         return LeakState.ASLEEP
+    # An alarm is held over a rest, without figures.
     if track.presence.rested_seconds is not None and track.alarm is None:
         return LeakState.UNSETTLED
     if track.verdict is Certainty.LEAKING:
@@ -189,7 +191,7 @@ def _join_times(times: Iterable[float | None]) -> float | None:
     known_seconds = [seconds for seconds in times if seconds is not None]
     if not known_seconds:
         return None
-    if min(known_seconds) <= 0:
+    if min(known_seconds) <= 0:  # the room is gone; below it is divided by the times
         return 0.0
     return 1 / sum(1 / seconds for seconds in known_seconds)
 
@@ -214,7 +216,7 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)
-    settled = load.is_stable is not False
+    settled = load.is_stable is not False  # unknown load is no reason to doubt
     inside = update_insides(state.inside, served)
     observations = tuple(observe_gpus(served, served.owned_gpus))
     asleep = update_residues(state.asleep, sleep.least_bytes, observations)

@@ -22,6 +22,7 @@ def find_step_windows(survey: RingSurvey) -> Iterator[Growth]:
 
     Rises with a new peak of load do not count: load explains them.
     """
+    # Backwards from the newest block, so that the shortest window comes first.
     for begin in range(len(survey.blocks) - 2, -1, -1):
         begins_with_step = survey.retained_bytes[begin + 1] > survey.retained_bytes[begin]
         grown_bytes = survey.retained_bytes[-1] - survey.highest_bytes[begin]
@@ -87,7 +88,7 @@ def score_likeness(steps: tuple[Step, ...], since_seconds: float, least_bytes: f
 
 def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
     largest_bytes = max(earlier_bytes, default=0.0)
-    if size_bytes <= largest_bytes:
+    if size_bytes <= largest_bytes:  # a new largest size is no repetition
         for other_bytes in earlier_bytes:
             if abs(size_bytes - other_bytes) <= SAME_SIZE_BYTES:
                 folds = log(size_bytes / REPEATED_BYTES)
@@ -148,22 +149,28 @@ def judge_steps(
     grown_bytes = growth.grown_bytes
     lasted_seconds = growth.lasted_seconds
     age_seconds = track.clock.now_seconds - origin.seconds
+    # Without a known room, memory is full when it has doubled.
     assumed_room_bytes = origin.floor_bytes if room_bytes is None else max(1.0, room_bytes)
     left_seconds = assumed_room_bytes / grown_bytes * lasted_seconds
 
+    # Caches fill in steps too, but few take so much, and most early in a run.
     enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
+    # The largest step no longer fits: less evidence is enough, because bounded growth rarely gets
+    # so far.
     is_full = room_bytes is not None and assumed_room_bytes <= max(growth.rises_bytes)
     leaking_odds = LEAKING_ODDS_WHERE_FULL if is_full else LEAKING_ODDS
     sure_odds = SURE_OF_STEPS_WHERE_FULL if is_full else SURE_OF_STEPS
     may_be_leak = odds >= leaking_odds and grown_bytes >= enough_bytes
     has_lasted = lasted_seconds >= compute_patience(left_seconds)
     if may_be_leak and has_lasted and (age_seconds >= YOUNG_SECONDS or is_late):
+        # Scored last, because it compares all pairs of steps.
         steps = tuple(step for step in track.history.steps if step.seconds > origin.seconds)
         likeness = score_likeness(steps, growth.blocks[0].seconds, COMPARED_SHARE * grown_bytes)
         if odds + likeness >= sure_odds:
             return Certainty.LEAKING, odds + likeness
 
+    # A warning needs the pace alone, and that the device would be full within a day.
     is_soon = left_seconds <= DAY_SECONDS and lasted_seconds >= WARNING_SHARE * left_seconds
     if odds >= GROWING_ODDS and age_seconds >= YOUNG_SECONDS / 2 and is_soon:
         return Certainty.GROWING, odds

@@ -77,6 +77,7 @@ def observe(track: Track, observation: Observation) -> Track:
     elapsed_seconds = max(0.0, elapsed_seconds)
 
     work = track.work
+    # A gap of a day, or another run of the engine, leaves nothing to compare with.
     is_another_run = is_new_run(
         work.run_id, observation.run_id, work.counter_total, observation.finished_total
     )
@@ -97,7 +98,7 @@ def observe(track: Track, observation: Observation) -> Track:
         bound_bytes=observation.bound_bytes,
     )
     if observation.held_bytes is None:
-        return track
+        return track  # a missing reading neither clears nor makes a verdict
     track = _update_neighbours(track, observation.neighbours)
     if track.presence.crowded_since_seconds is not None:
         return track
@@ -199,6 +200,7 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
     If that stays, a new stretch begins.
     """
     presence = track.presence
+    # The same processes as before, or only the engine's memory is seen.
     if not neighbours or neighbours == presence.neighbours:
         if presence.crowded_since_seconds is None:
             return track
@@ -229,6 +231,7 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
     presence = track.presence
     rested_seconds = presence.rested_seconds
     peak_bytes = track.history.peak_bytes
+    # Between the two shares it stays as it was, or a rest would begin and end with each reading.
     present_share = REST_SHARE if rested_seconds is None else WAKE_SHARE
     is_present = held_bytes >= present_share * peak_bytes
     has_doubled = 0 < peak_bytes < REST_SHARE * held_bytes
@@ -239,6 +242,7 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
             return track
         return replace(track, presence=replace(presence, rested_seconds=None))
 
+    # Only time awake and at work counts: an idle engine has no reason to take its memory again.
     if rested_seconds is None or presence.is_asleep:
         rested_seconds = 0.0
     elif is_asleep or not is_idle:
@@ -255,6 +259,7 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
 
 def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     """Return the track with a reading in its open block, which is closed first where complete."""
+    # Nearly all readings repeat the one before: they cost a comparison.
     if held_bytes != track.history.held_bytes:
         track = replace(track, history=_note_change(track, held_bytes))
     open_block = track.history.open_block
@@ -318,7 +323,7 @@ def _close_block(track: Track, open_block: Block) -> Track:
     anchor = history.anchor
     assert anchor is not None  # noqa: S101 - blocks are gathered after it is set
     origin = history.origin
-    if origin is None:
+    if origin is None:  # the first block of the stretch
         anchor = replace(anchor, floor_bytes=floor_bytes)
         origin = closed
     elif work.peak_running > LOAD_LEAP * origin.peak_running and track.alarm is None:

@@ -77,9 +77,10 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
         if benign_chance < USELESS_CHANCE and block.peak_running <= peak_running:
             odds_of_rise.append(log(RISE_CHANCE_IN_A_LEAK / benign_chance))
             odds_of_none.append(log((1 - RISE_CHANCE_IN_A_LEAK) / (1 - benign_chance)))
-        else:
+        else:  # the block says nothing, whether it rises or not
             odds_of_rise.append(0.0)
             odds_of_none.append(0.0)
+        # One block late: the rise after a new peak of load shows in the floor of the next block.
         peak_running = previous.peak_running
     return odds_of_rise, odds_of_none
 
@@ -147,11 +148,12 @@ def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
 
 def cut_window(survey: RingSurvey, begin: int) -> Growth:
     """Return the growth from a block on; it must have grown."""
+    # What only fills a valley again is no growth: the staircase begins at the highest floor so far.
     held_before_bytes = survey.highest_bytes[begin]
     retained_bytes = tuple(
         max(held_before_bytes, floor_bytes) for floor_bytes in survey.retained_bytes[begin:]
     )
-    rises_bytes = tuple([after - before for before, after in pairwise(retained_bytes)])
+    rises_bytes = tuple([later - earlier for earlier, later in pairwise(retained_bytes)])
     grown_bytes = retained_bytes[-1] - retained_bytes[0]
     rising = [rise_bytes for rise_bytes in rises_bytes if rise_bytes >= RISE_BYTES]
     sum_of_squares = sum([rise_bytes * rise_bytes for rise_bytes in rising])
