@@ -52,6 +52,7 @@ class Gpus:
             self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds)
         )
         if isinstance(nvml, Failure) and not amd:
+            # Without NVIDIA's GPUs the operator may expect AMD's: say that there is none either.
             if nvml.reason in NO_NVIDIA_REASONS:
                 return replace(nvml, message=nvml.message + NO_AMD_NOTE)
             return nvml

@@ -134,6 +134,7 @@ class ProbeReader:
         return Failure(source=Source.PROBE, reason=reason, message=f"{self._folder} {problem}")
 
     def _read(self) -> tuple[ProbedProcess, ...] | Failure:
+        # Read once: it is the same until the machine boots again.
         if self._boot_id is None:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 self._boot_id = self._boot_id_file.read_text().strip() or None

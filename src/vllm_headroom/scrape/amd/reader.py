@@ -133,6 +133,7 @@ class Amd:
         )
         if topology != self._topology:
             self._topology = topology
+            # Known cards keep their place, which is their index, also those that are gone.
             self._cards = self._cards | find_cards(self._sys)
 
     def _build_failed(self, card: Card, index: int, failure: Failure) -> tuple[GpuReading, ...]:

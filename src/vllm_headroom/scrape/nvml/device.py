@@ -229,6 +229,7 @@ class NvmlDevice:
         """Return a full reading of the GPU, or of each of its MIG instances."""
         gpu = self.gpu or self._open()
         previous_uuids = {part.uuid for part in self.parts}
+        # Never both: the memory of a GPU in MIG mode is that of its instances.
         self.parts = tuple(self._list_instances(gpu)) or (gpu,)
         removed_uuids = previous_uuids - {part.uuid for part in self.parts}
         for uuid in removed_uuids:
@@ -281,6 +282,7 @@ class NvmlDevice:
             )
             if handle is None:
                 continue
+            # It gets its own UUID below; until then its refusals count as the GPU's.
             instance = replace(gpu, handle=handle)
             uuid = self._query(instance, "MIG UUID", pynvml.nvmlDeviceGetUUID)
             if uuid is None:
@@ -385,6 +387,7 @@ class NvmlDevice:
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:
             return True
+        # A change of the memory in use means that a process has come, grown or gone.
         if used_bytes is None or previous.used_bytes is None or age_seconds < MIN_LIST_AGE_SECONDS:
             return False
         return abs(used_bytes - previous.used_bytes) >= PAGE_BYTES

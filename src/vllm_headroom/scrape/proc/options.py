@@ -77,9 +77,10 @@ def read_options(command: Command) -> EngineOptions | None:
         if name is None:
             continue
         texts[name] = text
-        value = _parse_value(name, text) if name in _PARSERS else None
-        if value is not None:
-            values[name] = value
+        if name in _PARSERS:
+            value = _parse_value(name, text)
+            if value is not None:
+                values[name] = value
     if "model" not in values:
         model = _find_positional_model(command)
         if model is not None:
@@ -108,7 +109,9 @@ def _find_positional_model(command: Command) -> str | None:
     if "serve" not in command[:-1]:
         return None
     argument = command[command.index("serve") + 1]
-    return None if argument.startswith("-") else argument
+    if argument.startswith("-"):
+        return None
+    return argument
 
 
 def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
@@ -118,7 +121,9 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
     except (ValueError, InvalidOperation):  # "auto", or another option where none has a value
         return None
     if isinstance(value, str):
-        return value if len(value) <= _MAX_SHOWN_CHARACTERS else None
+        if len(value) > _MAX_SHOWN_CHARACTERS:
+            return None
+        return value
     max_value = 1 if name == "gpu_memory_utilization" else LARGEST_EXACT_BYTES
     return value if 0 <= value <= max_value else None
 

@@ -71,6 +71,7 @@ class ServedModel:
         Starts to read it for a new run, and again after each search that failed.
         """
         if not isinstance(processes, Failure):
+            # A failed reading of /proc changes no model: the last run is kept then.
             run = _describe_run(processes)
             if run != self._run:
                 self._run = run
@@ -125,6 +126,7 @@ def _list_places(process: Path, model: str) -> Iterator[Path]:
     if model.startswith("/"):
         yield process / "root" / model.lstrip("/") / "config.json"
         return
+    # Like vLLM: a folder of this name comes before a model of the hub.
     yield process / "cwd" / model / "config.json"
     entries = read_content(process / "environ").decode(errors="replace").split("\0")
     environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
