@@ -88,14 +88,22 @@ def _build_finding(name: str, check: Check) -> Finding:
 
 def _describe_check(name: str, check: Check) -> dict[str, Any]:
     """Return a check for the JSON document; `ok` is null where it is not decided."""
-    is_undecided = check.state in {Status.UNKNOWN, Status.NOT_APPLICABLE}
+    # The text is in the field that says what it is.
+    texts: dict[str, str | None] = {"found": None, "missing": None, "reason": None}
+    is_ok = None
+    if check.state is Status.OK:
+        is_ok = True
+        texts["found"] = check.text
+    elif check.state is Status.MISSING:
+        is_ok = False
+        texts["missing"] = check.text
+    else:
+        texts["reason"] = check.text
     return {
         "name": name,
         "state": check.state,
-        "ok": None if is_undecided else check.state is Status.OK,
-        "found": check.text if check.state is Status.OK else None,
-        "missing": check.text if check.state is Status.MISSING else None,
-        "reason": check.text if is_undecided else None,
+        "ok": is_ok,
+        **texts,
         "details": list(check.details),
         "absent": list(check.absent),
         "fix": [{"where": fix.where, "lines": list(fix.lines)} for fix in check.fixes],

@@ -89,7 +89,9 @@ def check_engine(survey: Survey) -> Check:
 
 
 def _describe_engines(survey: Survey, page: EnginePage) -> str:
-    version = f"version {survey.version}" if survey.version else "version not reported"
+    version = "version not reported"
+    if survey.version:
+        version = f"version {survey.version}"
     serving = "no model named before its first request"
     models = sorted({engine.model_name for engine in list_named(page)})
     if models:
@@ -213,6 +215,7 @@ def check_engine_inputs(survey: Survey) -> Check:
     if not wanted:
         return Check(Status.OK, offered, details=tuple(details))
     text = f"{offered}, not {', '.join(wanted)}"
+    # Some inputs appear only after a first request.
     if any(engine.prompt_tokens_total for engine in page.engines):
         status = Status.MISSING
         fix = put("in vLLM's image", "# 0.11.1 or newer, which offers all of them")
@@ -309,9 +312,9 @@ def check_kv_bytes(
     snapshot = Snapshot(
         time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=()
     )
-    source = (
-        "HEADROOM_MODEL_CONFIG" if configured else "the configuration of the model that vLLM loads"
-    )
+    source = "the configuration of the model that vLLM loads"
+    if configured:
+        source = "HEADROOM_MODEL_CONFIG"
     samples = derive_kv_cache(snapshot, bytes_per_token=None, model=model)
     if any(sample.metric == catalog.ENGINE_KV_CAPACITY_BYTES for sample in samples):
         return Check(Status.OK, f"{source} gives the bytes per token")
@@ -394,7 +397,9 @@ def _describe_present(processes: Collection[ProbedProcess]) -> str:
     roles = fixes.count_roles(process.role for process in processes)
     versions = sorted({process.vllm_version for process in processes if process.vllm_version})
     text = f"it answers in {roles}"
-    return f"{text} of vLLM {', '.join(versions)}" if versions else text
+    if versions:
+        text += f" of vLLM {', '.join(versions)}"
+    return text
 
 
 def _name_process(process: ProbedProcess) -> str:

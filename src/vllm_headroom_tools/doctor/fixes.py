@@ -207,7 +207,9 @@ class Survey(Machine, frozen=True, kw_only=True):
         None where it is not known, or one of several.
         """
         ports = () if isinstance(self.processes, Failure) else self.processes.ports
-        return min(ports) if len(ports) == 1 else None
+        if len(ports) != 1:
+            return None
+        return min(ports)
 
 
 async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:

@@ -169,13 +169,18 @@ def _explain_no_process(
     place = f"the {len(processes.visible_pids)} seen in {_name_namespace(processes)}"
     if isinstance(survey.page, Failure):
         text = f"vLLM's are not among {place}; it does not answer, so it may not be running"
-        return Status.UNKNOWN, text, () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
+        return Status.UNKNOWN, text, _share_processes(processes)
     text = f"vLLM answers, but its processes are not among {place}"
     if processes.sees_host_pids:
         text += ": it runs on another machine, or other users' processes are hidden from this one"
         return Status.MISSING, text, (ON_ITS_MACHINE, SHOW_PROC)
     text += ", which is not shared with vLLM's container"
     return Status.MISSING, text, fixes.SEE_THE_PROCESSES
+
+
+def _share_processes(processes: ProcessReadings) -> tuple[Fix, ...]:
+    """Return how to share the PID namespace; nothing where all of the machine's are visible."""
+    return () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
 
 
 def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
@@ -226,11 +231,15 @@ def check_process_memory(survey: Survey) -> Check:
         if not _reports_memory(device, engine_pids)
     ]
     if unreported:
+        # Of AMD's cards it is read from the processes' open files, which takes a permission.
+        ways: tuple[Fix, ...] = (ASK_THE_NODE,)
+        if has_amd:
+            ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS)
         return Check(
             Status.MISSING,
             f"the driver does not report the memory of each process on {', '.join(unreported)}",
             absent=WITHOUT_HOLDERS,
-            fixes=(*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS) if has_amd else (ASK_THE_NODE,),
+            fixes=ways,
         )
     source = f"driver {driver or 'of unknown version'}"
     if driver is None and has_amd:
@@ -356,7 +365,7 @@ def _explain_unattributed(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
     if processes.ambiguous_engines:
         return AMBIGUOUS, fixes.SAY_WHICH_PORT
     if not processes.engine:
-        return NOT_ATTRIBUTED, () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
+        return NOT_ATTRIBUTED, _share_processes(processes)
     if _can_match(survey):
         text = (
             "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs"

@@ -56,7 +56,10 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
         text = f"no daemon can listen on {host or 'all interfaces'}, port {port}: {problem}"
         if error.errno == errno.EADDRINUSE:
             text = f"port {port} is taken by something that does not answer as vllm-headroom"
-        fix = other_port if error.errno in {errno.EADDRINUSE, errno.EACCES} else ANOTHER_HOST
+        fix = ANOTHER_HOST
+        # Taken, or a port below 1024, which needs a privilege.
+        if error.errno in {errno.EADDRINUSE, errno.EACCES}:
+            fix = other_port
     else:
         return Check(Status.OK, f"port {port} is free: no daemon is running here")
     return Check(Status.MISSING, text, absent=("headroom_*",), fixes=(fix,))
