@@ -78,6 +78,7 @@ async def read_machine(
     finally:
         await gpu_reader.close()
     gpus: tuple[Gpu, ...] = ()
+    # One reading has no earlier one to remember: the state of the attribution is a new one.
     if not isinstance(readings, Failure):
         selection = Selection.of(settings.gpus)
         _, gpus = attribute(AttributionState(), readings, processes, selection)

@@ -53,6 +53,7 @@ def parse_server_version(text: str) -> str | None:
 def find_error(answer: Mapping[str, Any]) -> str | None:
     """Return the error in an object, in full; None where there is none."""
     error = answer.get("error")
+    # OpenAI's servers answer {"error": {"message": ...}}, vLLM's older ones {"message": ...}.
     if isinstance(error, dict):
         error = error.get("message", error)
     if error is None:

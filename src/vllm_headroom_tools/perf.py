@@ -85,6 +85,7 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
             with contextlib.suppress(TimeoutError):
                 out, err = await asyncio.wait_for(process.communicate(), timeout_seconds)
                 return process.returncode, (out or err).decode(errors="replace")
+            # An interrupt has perf write what it recorded, and end.
             process.send_signal(signal.SIGINT)
         raise TimeoutError
     finally:

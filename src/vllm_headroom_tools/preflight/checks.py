@@ -405,10 +405,12 @@ def choose_gpus(
         named_devices: dict[GpuReading, None] = {}
         for name in names:
             matches = [device for device in devices if _is_named(device, name)]
+            # Two names may be one GPU, and a prefix of a UUID may be several.
             named_devices.update(dict.fromkeys(matches))
             if not matches and name not in missing_names:
                 missing_names.append(name)
         candidates = tuple(named_devices)
+    # Of the visible GPUs vLLM takes the first ones; the operator named those that it will use.
     chosen = candidates if choice.named is not None else candidates[: choice.count]
 
     problems = []

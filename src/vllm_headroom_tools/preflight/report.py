@@ -91,6 +91,7 @@ def judge(
     if request.tensor_parallel_size > 1:
         findings += checks.check_identical(devices)
         findings += checks.check_shared_memory(conditions.shm)
+    # MIG instances of one GPU have its faults, each of them.
     unique_findings = dict.fromkeys(findings)
     return Clearance(
         conditions=conditions,

@@ -129,6 +129,8 @@ async def record(
     stop recording within a minute.
     """
     processes = await _find_processes(folder)
+    # The stacks have what Python and torch allocate. How the kernel's mappings grow meanwhile, and
+    # what perf records, show native code too.
     mappings = {process: await _read_mappings(process) for process in processes}
     visible_pids = [process.pid for process in processes if mappings[process]]
     request_id = uuid.uuid4().hex
@@ -259,6 +261,7 @@ async def _collect_answers(
 
     An answer that cannot be used is a text that says why.
     """
+    # A pid may be used again; with the second of its start it is this process.
     file_names = {
         process: f"{process.pid}-{int(process.started_at_seconds)}.record.json"
         for process in processes

@@ -453,6 +453,7 @@ async def take_steps(
         return {"health": health} | dict.fromkeys(("completion", "metrics", "discrepancy"), skipped)
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
+    # Only a completed request can be looked for in the counters.
     if completion.verdict is Conclusion.GOOD:
         metrics, page = await check_counters(server, page)
     else:
