@@ -197,7 +197,7 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
     elif _was_out_of_memory(run, snapshot, gpus):
         reason = ExitReason.OUT_OF_MEMORY
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
-    # The reason decides what the ending says of a hang, so a shutdown is seen only in the ending.
+    # The reason decides whether it was a hang, so a shutdown shows in the ending only.
     if reason is ExitReason.GONE and ending.is_shutdown:
         return replace(ending, reason=ExitReason.STOPPED)
     return ending

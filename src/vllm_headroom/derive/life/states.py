@@ -61,7 +61,7 @@ class Transition(NamedTuple):
     """One row: from a state, by what a sample shows, to the next state, and why."""
 
     state: EngineState | None
-    """None stands for any state."""
+    """None means any state."""
     symptom: Symptom
     next_state: EngineState | None
     """None keeps the state."""
