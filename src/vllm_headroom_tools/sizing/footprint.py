@@ -242,10 +242,14 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
     encoder_parameters = 0
     if shape.encoder is not None:
         encoder_parameters = shape.encoder.parameters or 0
-    layers_parameters = 0 if counted is None else counted.total
+    layers_parameters = 0
     if parameters is not None:
         layers_parameters = max(0, parameters - shape.embeddings - encoder_parameters)
-    unquantised = 0 if counted is None else min(layers_parameters, counted.unquantised)
+    elif counted is not None:
+        layers_parameters = counted.total
+    unquantised = 0
+    if counted is not None:
+        unquantised = min(layers_parameters, counted.unquantised)
     in_model_dtype = unquantised + shape.embeddings + encoder_parameters
     quantised = layers_parameters - unquantised
     return quantised * parameter_bytes + in_model_dtype * shape.dtype_bytes

@@ -268,9 +268,16 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
     counts = _count_layers(config, kinds)
     heads, windowed_heads = read_kv_heads(config)
     weight_bytes, quantisation = read_weight_bytes(config, SERVED_BYTES)
+    mlp_width = None
+    experts_per_token = 1
     widest_mlp = read_widest_mlp(config)
+    if widest_mlp is not None:
+        mlp_width = widest_mlp.width
+        experts_per_token = widest_mlp.experts_per_token
     latent_width = _read_latent_width(config)
-    state_checkpoints = _count_state_checkpoints(config) if counts.stateful else 0
+    state_checkpoints = 0
+    if counts.stateful:
+        state_checkpoints = _count_state_checkpoints(config)
     is_encoder_only = _reads_text_at_once(config)
     max_model_len = _read_max_model_len(config)
 
@@ -298,8 +305,8 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         hidden_size=read_integer(config, *HIDDEN_SIZE),
         vocabulary=read_integer(config, "vocab_size", "padded_vocab_size"),
         side_values=count_side_values(config, layer_count),
-        mlp_width=None if widest_mlp is None else widest_mlp.width,
-        experts_per_token=1 if widest_mlp is None else widest_mlp.experts_per_token,
+        mlp_width=mlp_width,
+        experts_per_token=experts_per_token,
         tied_embeddings=_has_no_output_matrix(config),
         parameters=count_layer_parameters(config, kinds, heads, windowed_heads or heads),
         encoder=encoder,
