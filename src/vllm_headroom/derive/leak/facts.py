@@ -85,7 +85,7 @@ class Work(Struct, frozen=True, kw_only=True):
     """The most requests that ran at once."""
 
 
-class Presence(Struct, frozen=True, kw_only=True):
+class Occupancy(Struct, frozen=True, kw_only=True):
     """Whether the engine's memory is there, and whether others are on the device."""
 
     is_asleep: bool = False
@@ -187,7 +187,7 @@ class Track(Struct, frozen=True, kw_only=True):
 
     clock: TrackClock
     work: Work = field(default_factory=Work)
-    presence: Presence = field(default_factory=Presence)
+    presence: Occupancy = field(default_factory=Occupancy)
     history: TrackHistory = field(default_factory=TrackHistory)
     bound_bytes: int = 0
     """What configured pools may fill."""

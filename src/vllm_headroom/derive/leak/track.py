@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from vllm_headroom.derive.leak.facts import (
     RISE_BYTES,
     Block,
-    Presence,
+    Occupancy,
     Ring,
     Step,
     Track,
@@ -184,7 +184,9 @@ def anchor_track(track: Track) -> Track:
     return Track(
         clock=track.clock,
         work=track.work,
-        presence=Presence(is_asleep=track.presence.is_asleep, neighbours=track.presence.neighbours),
+        presence=Occupancy(
+            is_asleep=track.presence.is_asleep, neighbours=track.presence.neighbours
+        ),
         history=TrackHistory(
             anchor=Block(track.clock.now_seconds, track.work.requests),
             rings=(Ring(),) * len(RING_PARTS),
