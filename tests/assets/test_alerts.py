@@ -12,7 +12,6 @@ import pytest
 
 from alerts.tests.situations import ILL
 from tests.assets import alerts
-from tests.assets.alerts import Rule
 from tests.assets.promql import RULES, read_yaml
 from tests.assets.runbooks import flag_faults
 
@@ -26,14 +25,13 @@ NAMES: Final = {alert.name for alert in ALERTS}
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not on the PATH: install Prometheus (Debian: prometheus)"
 )
-each_rule = pytest.mark.parametrize("rule", RULE_LIST, ids=lambda rule: rule.name)
-each_alert = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 
 
 @needs_promtool
-@pytest.mark.parametrize("path", sorted(RULES.glob("*.yaml")), ids=lambda path: path.name)
-def test_prometheus_accepts_the_rules(path: Path) -> None:
-    _promtool("check", "rules", str(path))
+def test_prometheus_accepts_the_rules(subtests: pytest.Subtests) -> None:
+    for path in sorted(RULES.glob("*.yaml")):
+        with subtests.test(path.name):
+            _promtool("check", "rules", str(path))
 
 
 @needs_promtool
@@ -48,53 +46,61 @@ def _promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@each_rule
-def test_a_rule_asks_for_metrics_labels_and_words_that_there_are(rule: Rule) -> None:
-    assert alerts.query_faults(rule.expr) == []
+def test_a_rule_asks_for_metrics_labels_and_words_that_there_are(subtests: pytest.Subtests) -> None:
+    for rule in RULE_LIST:
+        with subtests.test(rule.name):
+            assert alerts.query_faults(rule.expr) == []
 
 
-@each_alert
-def test_a_text_asks_for_metrics_labels_and_words_that_there_are(alert: Rule) -> None:
-    queries = [query for text in alert.annotations.values() for query in alerts.template_queries(text)]
+def test_a_text_asks_for_metrics_labels_and_words_that_there_are(subtests: pytest.Subtests) -> None:
+    for alert in ALERTS:
+        with subtests.test(alert.name):
+            queries = [query for text in alert.annotations.values() for query in alerts.template_queries(text)]
 
-    assert [fault for query in queries for fault in alerts.query_faults(query)] == []
-
-
-@each_alert
-def test_a_text_names_labels_that_the_alert_has(alert: Rule) -> None:
-    named = set(re.findall(r"\$labels\.(\w+)", " ".join(alert.annotations.values())))
-
-    assert named <= alerts.kept_labels(alert.expr)
+            assert [fault for query in queries for fault in alerts.query_faults(query)] == []
 
 
-@each_alert
-def test_an_alert_can_be_routed_read_and_followed(alert: Rule) -> None:
-    texts = alert.annotations
+def test_a_text_names_labels_that_the_alert_has(subtests: pytest.Subtests) -> None:
+    for alert in ALERTS:
+        with subtests.test(alert.name):
+            named = set(re.findall(r"\$labels\.(\w+)", " ".join(alert.annotations.values())))
 
-    assert alert.labels["severity"] in {"page", "critical", "warning", "info"}
-    assert alert.labels["area"] in {"memory", "engine", "gpu", "sidecar"}
-    assert alert.labels.keys() <= {"severity", "area", "model_name", "began"}
-    assert texts.keys() == {"summary", "description"}, "links are put in by alerts/generate.py"
-    assert texts["summary"].endswith(".")
-    # By these the link to the board of its engine is made.
-    of_engine = alert.name not in OF_MANY
-    assert alerts.kept_labels(alert.expr) >= {"namespace", "pod", "instance"} or not of_engine
-    assert "{{ or $labels.pod $labels.instance }}" in texts["description"] or not of_engine
+            assert named <= alerts.kept_labels(alert.expr)
 
 
-@each_alert
-def test_a_text_keeps_no_threshold_that_a_value_of_the_chart_changes(alert: Rule) -> None:
-    written = " ".join(alert.annotations.values())
-    said = re.findall(r"\d[\d.]*", re.sub(r"\{\{.*?\}\}", "", written)) + re.findall(r"[<>]=? ([\d.]+)", written)
+def test_an_alert_can_be_routed_read_and_followed(subtests: pytest.Subtests) -> None:
+    for alert in ALERTS:
+        with subtests.test(alert.name):
+            texts = alert.annotations
 
-    assert not set(re.findall(r"[<>=] ([^#<>=\n]+?) # \w+", alert.expr)) & set(said)
+            assert alert.labels["severity"] in {"page", "critical", "warning", "info"}
+            assert alert.labels["area"] in {"memory", "engine", "gpu", "sidecar"}
+            assert alert.labels.keys() <= {"severity", "area", "model_name", "began"}
+            assert texts.keys() == {"summary", "description"}, "links are put in by alerts/generate.py"
+            assert texts["summary"].endswith(".")
+            # By these the link to the board of its engine is made.
+            of_engine = alert.name not in OF_MANY
+            assert alerts.kept_labels(alert.expr) >= {"namespace", "pod", "instance"} or not of_engine
+            assert "{{ or $labels.pod $labels.instance }}" in texts["description"] or not of_engine
 
 
-@each_alert
-def test_an_alert_names_only_flags_that_vllm_has(alert: Rule) -> None:
-    marked = re.sub(r"(?<!\S)(--[a-z-]+)", r"`\1`", alert.annotations["description"])
+def test_a_text_keeps_no_threshold_that_a_value_of_the_chart_changes(subtests: pytest.Subtests) -> None:
+    for alert in ALERTS:
+        with subtests.test(alert.name):
+            written = " ".join(alert.annotations.values())
+            said = re.findall(r"\d[\d.]*", re.sub(r"\{\{.*?\}\}", "", written)) + re.findall(
+                r"[<>]=? ([\d.]+)", written
+            )
 
-    assert flag_faults(marked) == []
+            assert not set(re.findall(r"[<>=] ([^#<>=\n]+?) # \w+", alert.expr)) & set(said)
+
+
+def test_an_alert_names_only_flags_that_vllm_has(subtests: pytest.Subtests) -> None:
+    for alert in ALERTS:
+        with subtests.test(alert.name):
+            marked = re.sub(r"(?<!\S)(--[a-z-]+)", r"`\1`", alert.annotations["description"])
+
+            assert flag_faults(marked) == []
 
 
 def test_every_alert_is_seen_to_fire_and_to_keep_quiet() -> None:
@@ -109,16 +115,18 @@ def test_the_tests_feed_what_the_daemon_exports() -> None:
     assert [fault for series in sorted(alerts.input_series()) for fault in alerts.series_faults(series)] == []
 
 
-@pytest.mark.parametrize("path", alerts.TESTS, ids=lambda path: path.name)
-def test_a_test_evaluates_the_groups_in_their_order_which_promtool_takes_by_chance(path: Path) -> None:
-    order = read_yaml(path.read_text(encoding="utf-8")).get("group_eval_order")
+def test_a_test_evaluates_the_groups_in_their_order_which_promtool_takes_by_chance(subtests: pytest.Subtests) -> None:
+    for path in alerts.TESTS:
+        with subtests.test(path.name):
+            order = read_yaml(path.read_text(encoding="utf-8")).get("group_eval_order")
 
-    assert order == [each["name"] for each in read_yaml((RULES / "headroom.yaml").read_text())["groups"]]
+            assert order == [each["name"] for each in read_yaml((RULES / "headroom.yaml").read_text())["groups"]]
 
 
-@pytest.mark.parametrize("path", alerts.TESTS, ids=lambda path: path.name)
-def test_a_test_names_only_alerts_that_there_are(path: Path) -> None:
-    assert alerts.unknown_alerts(path.read_text(encoding="utf-8")) == set()
+def test_a_test_names_only_alerts_that_there_are(subtests: pytest.Subtests) -> None:
+    for path in alerts.TESTS:
+        with subtests.test(path.name):
+            assert alerts.unknown_alerts(path.read_text(encoding="utf-8")) == set()
 
 
 def test_what_is_read_at_night_reads_well() -> None:

@@ -31,17 +31,16 @@ EXCEPTIONS: Final = {
 APPLY_BYTES: Final = 256 * 1024
 """What `kubectl apply` can keep of an object in its annotation."""
 
-each_dashboard = pytest.mark.parametrize("name", NAMES)
 
+def test_nothing_is_wrong_but_what_has_a_reason(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        for check in CHECKS:
+            with subtests.test(name=name, check=check):
+                found = list(CHECKS[check](load(name)))
+                excused = {where for dashboard, rule, where in EXCEPTIONS if (dashboard, rule) == (name, check)}
 
-@pytest.mark.parametrize("check", CHECKS)
-@each_dashboard
-def test_nothing_is_wrong_but_what_has_a_reason(name: str, check: str) -> None:
-    found = list(CHECKS[check](load(name)))
-    excused = {where for dashboard, rule, where in EXCEPTIONS if (dashboard, rule) == (name, check)}
-
-    assert [fault for fault in found if fault.where not in excused] == []
-    assert excused <= {fault.where for fault in found}, "an exception that nothing needs any more"
+                assert [fault for fault in found if fault.where not in excused] == []
+                assert excused <= {fault.where for fault in found}, "an exception that nothing needs any more"
 
 
 def test_an_exception_is_of_a_dashboard_and_a_check_that_there_are() -> None:
@@ -50,18 +49,20 @@ def test_an_exception_is_of_a_dashboard_and_a_check_that_there_are() -> None:
     }
 
 
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_a_dashboard_is_what_the_generator_makes(golden: Golden, name: str) -> None:
-    golden(FOLDER / f"{name}.json", rendered(name))
+def test_a_dashboard_is_what_the_generator_makes(golden: Golden, subtests: pytest.Subtests) -> None:
+    for name in DASHBOARDS:
+        with subtests.test(name):
+            golden(FOLDER / f"{name}.json", rendered(name))
 
 
 def test_every_dashboard_is_generated() -> None:
     assert set(NAMES) == DASHBOARDS.keys()
 
 
-@each_dashboard
-def test_a_dashboard_is_found_by_the_name_of_its_file(name: str) -> None:
-    assert load(name)["uid"] == name
+def test_a_dashboard_is_found_by_the_name_of_its_file(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            assert load(name)["uid"] == name
 
 
 def test_the_config_maps_are_what_the_generator_makes(golden: Golden) -> None:
@@ -85,16 +86,23 @@ def test_an_alert_opens_a_dashboard_with_variables_it_has() -> None:
     assert set(chosen) <= {variable["name"] for variable in variables(load("headroom"))}
 
 
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_for_grafana_com_the_data_source_is_asked_for_and_all_else_is_the_same(name: str, tmp_path: Path) -> None:
-    main(["--export", str(tmp_path / "new")])
-    made = json.loads((tmp_path / "new" / f"{name}.json").read_text(encoding="utf-8"))
-    (asked,) = made.pop("__inputs")
-    needed = made.pop("__requires")
-    chosen = made["templating"]["list"][0].pop("current")
+def test_for_grafana_com_the_data_source_is_asked_for_and_all_else_is_the_same(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for name in DASHBOARDS:
+        with subtests.test(name):
+            main(["--export", str(tmp_path / "new")])
+            made = json.loads((tmp_path / "new" / f"{name}.json").read_text(encoding="utf-8"))
+            (asked,) = made.pop("__inputs")
+            needed = made.pop("__requires")
+            chosen = made["templating"]["list"][0].pop("current")
 
-    assert (asked["type"], asked["pluginId"], chosen["value"]) == ("datasource", "prometheus", f"${{{asked['name']}}}")
-    assert {each["id"] for each in needed if each["type"] == "panel"} == {each["type"] for each in panels(made)}
-    assert made.pop("__elements") == {}
-    made["templating"]["list"][0]["current"] = {}
-    assert made == load(name)
+            assert (asked["type"], asked["pluginId"], chosen["value"]) == (
+                "datasource",
+                "prometheus",
+                f"${{{asked['name']}}}",
+            )
+            assert {each["id"] for each in needed if each["type"] == "panel"} == {each["type"] for each in panels(made)}
+            assert made.pop("__elements") == {}
+            made["templating"]["list"][0]["current"] = {}
+            assert made == load(name)

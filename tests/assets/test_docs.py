@@ -44,8 +44,6 @@ _HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _CODE: Final = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _OPTION: Final = re.compile(r"(?<![\w-])--[a-z][a-z_-]+")
 
-each_page = pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
-
 
 def test_the_readme_is_read_to_its_end() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
@@ -79,20 +77,22 @@ def test_the_readme_leads_to_each_page() -> None:
     assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
 
 
-@each_page
-def test_a_link_leads_somewhere(page: Path) -> None:
-    for target, anchor in _LINK.findall(page.read_text(encoding="utf-8")):
-        found = page.parent / target if target else page
+def test_a_link_leads_somewhere(subtests: pytest.Subtests) -> None:
+    for page in LINKING:
+        with subtests.test(str(page.relative_to(ROOT))):
+            for target, anchor in _LINK.findall(page.read_text(encoding="utf-8")):
+                found = page.parent / target if target else page
 
-        assert found.exists(), target
-        assert not anchor or anchor in _anchors(found), anchor
+                assert found.exists(), target
+                assert not anchor or anchor in _anchors(found), anchor
 
 
-@each_page
-def test_a_page_names_files_that_there_are(page: Path) -> None:
-    named = _FILE.findall(page.read_text(encoding="utf-8"))
+def test_a_page_names_files_that_there_are(subtests: pytest.Subtests) -> None:
+    for page in LINKING:
+        with subtests.test(str(page.relative_to(ROOT))):
+            named = _FILE.findall(page.read_text(encoding="utf-8"))
 
-    assert [name for name in named if not (ROOT / name.replace("ENGINE", "vllm")).exists()] == []
+            assert [name for name in named if not (ROOT / name.replace("ENGINE", "vllm")).exists()] == []
 
 
 def _anchors(page: Path) -> set[str]:
@@ -118,23 +118,26 @@ def _help(name: str) -> str:
     ).stdout
 
 
-@each_page
-def test_a_page_names_alerts_that_there_are(page: Path) -> None:
-    assert unknown_alerts(page.read_text(encoding="utf-8")) <= {"HeadroomTest"}, "which docs/paging.md sends"
+def test_a_page_names_alerts_that_there_are(subtests: pytest.Subtests) -> None:
+    for page in LINKING:
+        with subtests.test(str(page.relative_to(ROOT))):
+            assert unknown_alerts(page.read_text(encoding="utf-8")) <= {"HeadroomTest"}, "which docs/paging.md sends"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_commands_page_names_options_that_it_has(name: str, options: dict[str, set[str]]) -> None:
-    text = (COMMAND_PAGES / f"{name}.md").read_text(encoding="utf-8")
-    named = {option.replace("_", "-") for code in _CODE.findall(text) for option in _OPTION.findall(code)}
+def test_a_commands_page_names_options_that_it_has(options: dict[str, set[str]], subtests: pytest.Subtests) -> None:
+    for name in COMMANDS:
+        with subtests.test(name):
+            text = (COMMAND_PAGES / f"{name}.md").read_text(encoding="utf-8")
+            named = {option.replace("_", "-") for code in _CODE.findall(text) for option in _OPTION.findall(code)}
 
-    assert named - OF_VLLM - OF_OTHERS <= set().union(*options.values())
+            assert named - OF_VLLM - OF_OTHERS <= set().union(*options.values())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_types_options_that_the_command_has(page: Path, options: dict[str, set[str]]) -> None:
-    for name, option in _typed(page.read_text(encoding="utf-8")):
-        assert option in options[name], f"{name} {option}"
+def test_a_page_types_options_that_the_command_has(options: dict[str, set[str]], subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(str(page.relative_to(ROOT))):
+            for name, option in _typed(page.read_text(encoding="utf-8")):
+                assert option in options[name], f"{name} {option}"
 
 
 def _typed(text: str) -> list[tuple[str, str]]:

@@ -32,12 +32,13 @@ def test_no_block_is_overlooked() -> None:
     assert fences == 2 * len(BLOCKS)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_says_what_it_is(block: Block) -> None:
-    assert block.language in LANGUAGES
-    assert (block.language == "console") == block.body.startswith("$ ")
-    assert block.needs is None or block.needs in console.NEEDS
-    assert block.needs is not None or block.scene is None or block.scene in SCENES
+def test_a_block_says_what_it_is(subtests: pytest.Subtests) -> None:
+    for block in BLOCKS:
+        with subtests.test(str(block)):
+            assert block.language in LANGUAGES
+            assert (block.language == "console") == block.body.startswith("$ ")
+            assert block.needs is None or block.needs in console.NEEDS
+            assert block.needs is not None or block.scene is None or block.scene in SCENES
 
 
 @pytest.mark.parametrize("block", RUN, ids=str)

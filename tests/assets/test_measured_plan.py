@@ -9,7 +9,7 @@ import pytest
 
 from tests.assets.console import ROOT
 from tests.assets.test_docs_tables import between
-from tests.card.shapes.compare import RECORD, Comparison, compare_all, render_table
+from tests.card.shapes.compare import RECORD, compare_all, render_table
 from tests.conftest import Golden
 
 PAGE: Final = ROOT / "docs/commands/plan.md"
@@ -41,27 +41,34 @@ def test_the_table_is_that_of_the_record(golden: Golden) -> None:
     golden(PAGE, between(PAGE.read_text(encoding="utf-8"), "measured", render_table()))
 
 
-@pytest.mark.parametrize("found", COMPARED, ids=NAMES)
-def test_a_verdict_is_vllms(found: Comparison) -> None:
-    verdict = found.plan.get("fits")
+def test_a_verdict_is_vllms(subtests: pytest.Subtests) -> None:
+    for found in COMPARED:
+        with subtests.test(found.shape.name):
+            verdict = found.plan.get("fits")
 
-    assert verdict is None or verdict is found.started
-
-
-@pytest.mark.parametrize("found", SIZED, ids=SIZED_NAMES)
-def test_weights_are_what_vllm_loaded(found: Comparison) -> None:
-    is_near = found.weights_error is None or abs(found.weights_error) <= WEIGHTS_PERCENT
-
-    assert is_near is (found.shape.name not in WEIGHTS_MISSED)
+            assert verdict is None or verdict is found.started
 
 
-@pytest.mark.parametrize("found", SIZED, ids=SIZED_NAMES)
-def test_the_peak_of_activations_is_within_the_range(found: Comparison) -> None:
-    assert found.holds("activation_bytes", "activations_gib") in {None, found.shape.name not in ACTIVATIONS_MISSED}
+def test_weights_are_what_vllm_loaded(subtests: pytest.Subtests) -> None:
+    for found in SIZED:
+        with subtests.test(found.shape.name):
+            is_near = found.weights_error is None or abs(found.weights_error) <= WEIGHTS_PERCENT
+
+            assert is_near is (found.shape.name not in WEIGHTS_MISSED)
 
 
-@pytest.mark.parametrize("found", SIZED, ids=SIZED_NAMES)
-def test_the_cache_is_within_the_range_and_its_tokens_are_a_lower_bound(found: Comparison) -> None:
-    assert found.holds("kv_cache_bytes", "available_gib") is not False
-    if found.tokens_error is not None:
-        assert -TOKENS_PERCENT <= found.tokens_error <= 0
+def test_the_peak_of_activations_is_within_the_range(subtests: pytest.Subtests) -> None:
+    for found in SIZED:
+        with subtests.test(found.shape.name):
+            assert found.holds("activation_bytes", "activations_gib") in {
+                None,
+                found.shape.name not in ACTIVATIONS_MISSED,
+            }
+
+
+def test_the_cache_is_within_the_range_and_its_tokens_are_a_lower_bound(subtests: pytest.Subtests) -> None:
+    for found in SIZED:
+        with subtests.test(found.shape.name):
+            assert found.holds("kv_cache_bytes", "available_gib") is not False
+            if found.tokens_error is not None:
+                assert -TOKENS_PERCENT <= found.tokens_error <= 0

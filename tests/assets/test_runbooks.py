@@ -23,8 +23,6 @@ ALERTS: Final = {rule.name for rule in rules() if rule.is_alert}
 OF_NVIDIA: Final = re.compile(r"nvidia-smi|/dev/nvidia|nvrm|nvidia-bug-report")
 OF_AMD: Final = re.compile(r"amd-smi|/dev/kfd|amdgpu|AMD")
 
-each_page = pytest.mark.parametrize("page", RUNBOOKS)
-
 
 def test_the_record_is_put_together_in_its_order_and_without_what_was_set_aside(tmp_path: Path) -> None:
     told = {each for page in RUNBOOKS.values() for each in re.findall(r"&& (cat [^']+)'", page) if FLIGHT in each}
@@ -39,62 +37,69 @@ def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
     assert RUNBOOKS.keys() - {OVERVIEW} == ALERTS
 
 
-@each_page
-def test_a_runbook_says_what_where_why_and_what_to_do(page: str) -> None:
-    headings = re.findall(r"^## (.+)$", RUNBOOKS[page], re.MULTILINE)
+def test_a_runbook_says_what_where_why_and_what_to_do(subtests: pytest.Subtests) -> None:
+    for page in RUNBOOKS:
+        with subtests.test(page):
+            headings = re.findall(r"^## (.+)$", RUNBOOKS[page], re.MULTILINE)
 
-    assert RUNBOOKS[page].startswith(f"# {page}\n") or page == OVERVIEW
-    assert headings == HEADINGS or page == OVERVIEW
-
-
-@each_page
-def test_a_runbook_asks_for_metrics_labels_and_words_that_there_are(page: str) -> None:
-    queries = page_queries(RUNBOOKS[page])
-
-    assert [fault for query in queries for fault in query_faults(query)] == []
-    assert unknown_metrics(RUNBOOKS[page]) == set()
+            assert RUNBOOKS[page].startswith(f"# {page}\n") or page == OVERVIEW
+            assert headings == HEADINGS or page == OVERVIEW
 
 
-@each_page
-def test_what_a_command_takes_from_the_shell_is_set_on_the_page(page: str) -> None:
-    told = re.sub(r"^```promql\n.*?^```", "", RUNBOOKS[page], flags=re.DOTALL | re.MULTILINE)
-    explained = {"HEADROOM_PROBE_DIR", "HEADROOM_STATE_DIR", "KEY", "NF", "PID", "USER"}
-    taken = set(re.findall(r"\$([A-Z_]+)", told)) - explained
+def test_a_runbook_asks_for_metrics_labels_and_words_that_there_are(subtests: pytest.Subtests) -> None:
+    for page in RUNBOOKS:
+        with subtests.test(page):
+            queries = page_queries(RUNBOOKS[page])
 
-    assert page == OVERVIEW or taken <= set(re.findall(r"\b([A-Z_]+)=", told))
-
-
-@each_page
-def test_what_kubectl_does_has_a_form_for_a_bare_machine(page: str) -> None:
-    blocks = re.findall(r"^```sh\n(.*?)^```", RUNBOOKS[page], re.DOTALL | re.MULTILINE)
-    forms = re.findall(r"^\| (`kubectl .*?) \|", RUNBOOKS[OVERVIEW], re.MULTILINE)
-    listed = {verb for form in forms for verb in re.findall(r"`(?:kubectl )?([a-z-]+)", form)}
-
-    assert [each for each in blocks if "kubectl" in each and "Without Kubernetes" not in each] == []
-    assert set(re.findall(r"kubectl ([a-z-]+)", RUNBOOKS[page])) <= listed
-    assert page == OVERVIEW or "instead of kubectl: README.md" in RUNBOOKS[page]
+            assert [fault for query in queries for fault in query_faults(query)] == []
+            assert unknown_metrics(RUNBOOKS[page]) == set()
 
 
-@each_page
-def test_a_runbook_names_only_alerts_that_there_are(page: str) -> None:
-    assert unknown_alerts(RUNBOOKS[page]) == set()
+def test_what_a_command_takes_from_the_shell_is_set_on_the_page(subtests: pytest.Subtests) -> None:
+    for page in RUNBOOKS:
+        with subtests.test(page):
+            told = re.sub(r"^```promql\n.*?^```", "", RUNBOOKS[page], flags=re.DOTALL | re.MULTILINE)
+            explained = {"HEADROOM_PROBE_DIR", "HEADROOM_STATE_DIR", "KEY", "NF", "PID", "USER"}
+            taken = set(re.findall(r"\$([A-Z_]+)", told)) - explained
+
+            assert page == OVERVIEW or taken <= set(re.findall(r"\b([A-Z_]+)=", told))
 
 
-@each_page
-def test_a_runbook_names_only_flags_that_vllm_has(page: str) -> None:
-    assert flag_faults(RUNBOOKS[page]) == []
+def test_what_kubectl_does_has_a_form_for_a_bare_machine(subtests: pytest.Subtests) -> None:
+    for page in RUNBOOKS:
+        with subtests.test(page):
+            blocks = re.findall(r"^```sh\n(.*?)^```", RUNBOOKS[page], re.DOTALL | re.MULTILINE)
+            forms = re.findall(r"^\| (`kubectl .*?) \|", RUNBOOKS[OVERVIEW], re.MULTILINE)
+            listed = {verb for form in forms for verb in re.findall(r"`(?:kubectl )?([a-z-]+)", form)}
+
+            assert [each for each in blocks if "kubectl" in each and "Without Kubernetes" not in each] == []
+            assert set(re.findall(r"kubectl ([a-z-]+)", RUNBOOKS[page])) <= listed
+            assert page == OVERVIEW or "instead of kubectl: README.md" in RUNBOOKS[page]
 
 
-@each_page
-def test_a_command_of_nvidia_s_has_amd_s_beside_it(page: str) -> None:
-    if page == "HeadroomGpuXid":
-        assert "Only NVIDIA's driver has them" in RUNBOOKS[page]
-        return
-    told = [
-        line for line in RUNBOOKS[page].splitlines() if not line.startswith("# Without Kubernetes")
-    ]  # said above it
-    near = ["\n".join(told[place - 1 : place + 2]) for place, line in enumerate(told) if OF_NVIDIA.search(line)]
-    assert [each for each in near if not OF_AMD.search(each)] == []
+def test_a_runbook_names_only_alerts_that_there_are(subtests: pytest.Subtests) -> None:
+    for page in RUNBOOKS:
+        with subtests.test(page):
+            assert unknown_alerts(RUNBOOKS[page]) == set()
+
+
+def test_a_runbook_names_only_flags_that_vllm_has(subtests: pytest.Subtests) -> None:
+    for page in RUNBOOKS:
+        with subtests.test(page):
+            assert flag_faults(RUNBOOKS[page]) == []
+
+
+def test_a_command_of_nvidia_s_has_amd_s_beside_it(subtests: pytest.Subtests) -> None:
+    for page in RUNBOOKS:
+        with subtests.test(page):
+            if page == "HeadroomGpuXid":
+                assert "Only NVIDIA's driver has them" in RUNBOOKS[page]
+                return
+            told = [
+                line for line in RUNBOOKS[page].splitlines() if not line.startswith("# Without Kubernetes")
+            ]  # said above it
+            near = ["\n".join(told[place - 1 : place + 2]) for place, line in enumerate(told) if OF_NVIDIA.search(line)]
+            assert [each for each in near if not OF_AMD.search(each)] == []
 
 
 @pytest.mark.parametrize(

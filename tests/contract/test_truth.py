@@ -6,9 +6,7 @@ from typing import Final
 
 import pytest
 
-from tests.contract.recorded import CAPTURES, FOLDER, Capture, total
-
-EVERY: Final = pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES.keys())
+from tests.contract.recorded import CAPTURES, FOLDER, total
 
 NOT_TOLD: Final = "no series before the first request"
 IN_FLIGHT_DIFFERS: Final[dict[str, tuple[float | None, str]]] = {
@@ -59,68 +57,65 @@ def test_every_recorded_page_has_its_truth_and_the_other_way_round() -> None:
     assert pages == set(CAPTURES)
 
 
-@pytest.mark.parametrize("differs", [IN_FLIGHT_DIFFERS, FINISHED_DIFFERS, QUERIES_DIFFER])
-def test_every_known_difference_names_a_recorded_page(differs: dict[str, tuple[float | None, str]]) -> None:
-    assert set(differs) <= set(CAPTURES)
+def test_every_known_difference_names_a_recorded_page(subtests: pytest.Subtests) -> None:
+    for differs in [IN_FLIGHT_DIFFERS, FINISHED_DIFFERS, QUERIES_DIFFER]:
+        with subtests.test(differs=differs):
+            assert set(differs) <= set(CAPTURES)
 
 
-@EVERY
-def test_running_and_waiting_are_the_requests_in_flight(capture: Capture) -> None:
-    page = capture.read()
-    running, waiting = total(page, "running"), total(page, "waiting")
-    in_flight = None if running is None or waiting is None else running + waiting
-    lowest, highest = sorted((capture.before["in_flight"], capture.after["in_flight"]))
+def test_running_and_waiting_are_the_requests_in_flight(subtests: pytest.Subtests) -> None:
+    for capture in CAPTURES.values():
+        with subtests.test(capture.name):
+            page = capture.read()
+            running, waiting = total(page, "running"), total(page, "waiting")
+            in_flight = None if running is None or waiting is None else running + waiting
+            lowest, highest = sorted((capture.before["in_flight"], capture.after["in_flight"]))
 
-    if capture.name in IN_FLIGHT_DIFFERS:
-        assert in_flight == IN_FLIGHT_DIFFERS[capture.name][0]
-    else:
-        assert in_flight is not None
-        assert lowest <= in_flight <= highest
-
-
-@EVERY
-def test_finished_requests_are_those_the_client_saw_finish(capture: Capture) -> None:
-    finished = total(capture.read(), "finished_total")
-
-    if capture.name in FINISHED_DIFFERS:
-        assert finished == FINISHED_DIFFERS[capture.name][0]
-    elif capture.is_v0 and capture.before["finished_ok"] == 0:
-        assert finished is None
-    else:
-        assert finished is not None
-        assert capture.before["finished_ok"] <= finished <= capture.after["finished_ok"]
+            if capture.name in IN_FLIGHT_DIFFERS:
+                assert in_flight == IN_FLIGHT_DIFFERS[capture.name][0]
+            else:
+                assert in_flight is not None
+                assert lowest <= in_flight <= highest
 
 
-@pytest.mark.parametrize(
-    "capture",
-    [
+def test_finished_requests_are_those_the_client_saw_finish(subtests: pytest.Subtests) -> None:
+    for capture in CAPTURES.values():
+        with subtests.test(capture.name):
+            finished = total(capture.read(), "finished_total")
+
+            if capture.name in FINISHED_DIFFERS:
+                assert finished == FINISHED_DIFFERS[capture.name][0]
+            elif capture.is_v0 and capture.before["finished_ok"] == 0:
+                assert finished is None
+            else:
+                assert finished is not None
+                assert capture.before["finished_ok"] <= finished <= capture.after["finished_ok"]
+
+
+def test_prefix_queries_are_the_prompt_tokens_when_all_is_done(subtests: pytest.Subtests) -> None:
+    for capture in [
         capture
         for capture in CAPTURES.values()
         if capture.after["in_flight"] == capture.after["client_aborted"] == 0
         and not capture.is_v0
         and "disable-log-stats" not in capture.name
-    ],
-    ids=lambda capture: capture.name,
-)
-def test_prefix_queries_are_the_prompt_tokens_when_all_is_done(capture: Capture) -> None:
-    queries = total(capture.read(), "prefix_queries_total")
+    ]:
+        with subtests.test(capture.name):
+            queries = total(capture.read(), "prefix_queries_total")
 
-    assert queries == QUERIES_DIFFER.get(capture.name, (capture.after["prompt_tokens_of_finished"], ""))[0]
+            assert queries == QUERIES_DIFFER.get(capture.name, (capture.after["prompt_tokens_of_finished"], ""))[0]
 
 
-@pytest.mark.parametrize(
-    "capture",
-    [
+def test_prefix_hits_are_what_the_repeated_prompts_must_give(subtests: pytest.Subtests) -> None:
+    for capture in [
         capture
         for capture in CAPTURES.values()
         if not capture.is_v0 and (capture.name in HITS or capture.name.endswith("/after-prefix-hits"))
-    ],
-    ids=lambda capture: capture.name,
-)
-def test_prefix_hits_are_what_the_repeated_prompts_must_give(capture: Capture) -> None:
-    expected = HITS.get(capture.name, HITS["after-prefix-hits"])
+    ]:
+        with subtests.test(capture.name):
+            expected = HITS.get(capture.name, HITS["after-prefix-hits"])
 
-    assert total(capture.read(), "prefix_hits_total") == expected
+            assert total(capture.read(), "prefix_hits_total") == expected
 
 
 def test_v0_tells_its_hit_rate_of_its_lifetime_instead_of_counters() -> None:
@@ -130,33 +125,36 @@ def test_v0_tells_its_hit_rate_of_its_lifetime_instead_of_counters() -> None:
     assert (engine.prefix_queries_total, engine.prefix_hits_total) == (None, None)
 
 
-@EVERY
-def test_capacity_is_what_the_command_line_gives_each_engine(capture: Capture) -> None:
-    blocks = capture.option("num-gpu-blocks-override")
-    expected = int(blocks) * BLOCK_TOKENS if blocks else 2097152  # 1 GiB of 512-byte tokens
-    capacities = {engine.kv_capacity_tokens for engine in capture.read().engines}
+def test_capacity_is_what_the_command_line_gives_each_engine(subtests: pytest.Subtests) -> None:
+    for capture in CAPTURES.values():
+        with subtests.test(capture.name):
+            blocks = capture.option("num-gpu-blocks-override")
+            expected = int(blocks) * BLOCK_TOKENS if blocks else 2097152  # 1 GiB of 512-byte tokens
+            capacities = {engine.kv_capacity_tokens for engine in capture.read().engines}
 
-    assert capacities == (set() if "disable-log-stats" in capture.name else {expected})
-
-
-@EVERY
-def test_the_model_is_the_first_served_name(capture: Capture) -> None:
-    names = {engine.model_name for engine in capture.read().engines}
-    first = capture.option("served-model-name") or "tiny"
-    nothing_served_yet = capture.is_v0 and IN_FLIGHT_DIFFERS.get(capture.name, ("", ""))[1] == NOT_TOLD
-
-    if "disable-log-stats" in capture.name:
-        assert names == set()
-    else:
-        assert names == {"" if nothing_served_yet else first}
+            assert capacities == (set() if "disable-log-stats" in capture.name else {expected})
 
 
-@pytest.mark.parametrize("name", [name for name in CAPTURES if name.endswith("/kv-many-preemptions")])
-def test_preemptions_show_where_the_kv_cache_was_too_small(name: str) -> None:
-    preemptions = total(CAPTURES[name].read(), "preemptions_total")
+def test_the_model_is_the_first_served_name(subtests: pytest.Subtests) -> None:
+    for capture in CAPTURES.values():
+        with subtests.test(capture.name):
+            names = {engine.model_name for engine in capture.read().engines}
+            first = capture.option("served-model-name") or "tiny"
+            nothing_served_yet = capture.is_v0 and IN_FLIGHT_DIFFERS.get(capture.name, ("", ""))[1] == NOT_TOLD
 
-    assert preemptions is not None
-    assert preemptions >= 5
+            if "disable-log-stats" in capture.name:
+                assert names == set()
+            else:
+                assert names == {"" if nothing_served_yet else first}
+
+
+def test_preemptions_show_where_the_kv_cache_was_too_small(subtests: pytest.Subtests) -> None:
+    for name in [name for name in CAPTURES if name.endswith("/kv-many-preemptions")]:
+        with subtests.test(name=name):
+            preemptions = total(CAPTURES[name].read(), "preemptions_total")
+
+            assert preemptions is not None
+            assert preemptions >= 5
 
 
 def test_a_sleeping_engine_is_not_awake() -> None:

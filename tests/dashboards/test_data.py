@@ -11,25 +11,26 @@ from tests.dashboards.expected import expected_empty
 from tests.dashboards.grafana import NAMES, Json, every_query, is_ranked, load, panels, queries, variables
 from tests.dashboards.store import BARE, TARGETS, Prometheus
 
-each_dashboard = pytest.mark.parametrize("name", NAMES)
-each_target = pytest.mark.parametrize("target", TARGETS)
+
+def test_every_query_has_data_where_it_should(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        for target in TARGETS:
+            with subtests.test(name=name, target=target):
+                dashboard = load(name)
+
+                assert without_data(prometheus, dashboard, TARGETS[target].labels) == expected_empty(dashboard, target)
 
 
-@each_target
-@each_dashboard
-def test_every_query_has_data_where_it_should(prometheus: Prometheus, name: str, target: str) -> None:
-    dashboard = load(name)
+def test_over_all_targets_only_that_has_no_data_which_never_has(
+    prometheus: Prometheus, subtests: pytest.Subtests
+) -> None:
+    for name in NAMES:
+        with subtests.test(name=name):
+            dashboard = load(name)
+            never = set.intersection(*(expected_empty(dashboard, target) for target in TARGETS))
 
-    assert without_data(prometheus, dashboard, TARGETS[target].labels) == expected_empty(dashboard, target)
-
-
-@each_dashboard
-def test_over_all_targets_only_that_has_no_data_which_never_has(prometheus: Prometheus, name: str) -> None:
-    dashboard = load(name)
-    never = set.intersection(*(expected_empty(dashboard, target) for target in TARGETS))
-
-    found = without_data(prometheus, dashboard, {})
-    assert found <= never or any(is_ranked(each) for each in variables(dashboard) if each["type"] == "query")
+            found = without_data(prometheus, dashboard, {})
+            assert found <= never or any(is_ranked(each) for each in variables(dashboard) if each["type"] == "query")
 
 
 def without_data(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) -> set[tuple[str, str]]:
@@ -38,37 +39,40 @@ def without_data(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, s
     return {(query.where, query.name) for query, series in found if not series}
 
 
-@each_dashboard
-def test_no_table_has_a_column_of_metrics_names(prometheus: Prometheus, name: str) -> None:
-    dashboard = load(name)
-    put_in = values(prometheus, dashboard, {})
-    tables = [panel for panel in panels(dashboard) if panel["type"] == "table"]
-    found = [each for panel in tables for query in queries(panel) for each in answer(prometheus, query, put_in)]
+def test_no_table_has_a_column_of_metrics_names(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name=name):
+            dashboard = load(name)
+            put_in = values(prometheus, dashboard, {})
+            tables = [panel for panel in panels(dashboard) if panel["type"] == "table"]
+            found = [each for panel in tables for query in queries(panel) for each in answer(prometheus, query, put_in)]
 
-    assert found
-    assert [each["metric"]["__name__"] for each in found if "__name__" in each["metric"]] == []
-
-
-@each_dashboard
-def test_all_offers_every_target_with_the_labels_it_has(prometheus: Prometheus, name: str) -> None:
-    offered = options(prometheus, load(name), {})
-
-    for label in ("job", "instance", "namespace", "pod", "cluster"):
-        assert sorted(offered[label]) == sorted(
-            {each.labels[label] for each in TARGETS.values() if label in each.labels}
-        )
+            assert found
+            assert [each["metric"]["__name__"] for each in found if "__name__" in each["metric"]] == []
 
 
-@each_target
-def test_a_target_that_is_chosen_is_shown_alone(prometheus: Prometheus, target: str) -> None:
-    labels = TARGETS[target].labels
-    dashboard = load("headroom")
-    put_in = values(prometheus, dashboard, labels)
-    asked = [query for panel in panels(dashboard) for query in queries(panel)]
-    shown = [each["metric"] for query in asked for each in answer(prometheus, query, put_in)]
+def test_all_offers_every_target_with_the_labels_it_has(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name=name):
+            offered = options(prometheus, load(name), {})
 
-    assert {each["instance"] for each in shown if "instance" in each} == {labels["instance"]}
-    assert {each["pod"] for each in shown if "pod" in each} == ({labels["pod"]} if target != BARE else set())
+            for label in ("job", "instance", "namespace", "pod", "cluster"):
+                assert sorted(offered[label]) == sorted(
+                    {each.labels[label] for each in TARGETS.values() if label in each.labels}
+                )
+
+
+def test_a_target_that_is_chosen_is_shown_alone(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
+    for target in TARGETS:
+        with subtests.test(target=target):
+            labels = TARGETS[target].labels
+            dashboard = load("headroom")
+            put_in = values(prometheus, dashboard, labels)
+            asked = [query for panel in panels(dashboard) for query in queries(panel)]
+            shown = [each["metric"] for query in asked for each in answer(prometheus, query, put_in)]
+
+            assert {each["instance"] for each in shown if "instance" in each} == {labels["instance"]}
+            assert {each["pod"] for each in shown if "pod" in each} == ({labels["pod"]} if target != BARE else set())
 
 
 def test_of_engines_the_worst_is_shown_first(prometheus: Prometheus) -> None:

@@ -39,15 +39,14 @@ OF_VLLM = {"headroom_host_memory_planned_bytes", "headroom_leak_bound_bytes"}
 OF_LEAKS = re.compile(r"ALERTS|headroom_leak_|leaking|time_to_oom")
 """Queries of what is there only when something leaks, or an alert fires."""
 
-each_engine = pytest.mark.parametrize("engine", ENGINES)
 
-
-@each_engine
-def test_doctor_says_of_every_metric_that_it_is_not_there_and_why(engine: str) -> None:
-    assert not told(engine) & metrics(engine)
-    unsaid = lost(engine) - told(engine) - OF_VLLM
-    assert not unsaid or engine in WITHOUT_LOAD
-    assert all("leak" in name or "time_to_oom" in name or "progress" in name for name in unsaid)
+def test_doctor_says_of_every_metric_that_it_is_not_there_and_why(subtests: pytest.Subtests) -> None:
+    for engine in ENGINES:
+        with subtests.test(engine=engine):
+            assert not told(engine) & metrics(engine)
+            unsaid = lost(engine) - told(engine) - OF_VLLM
+            assert not unsaid or engine in WITHOUT_LOAD
+            assert all("leak" in name or "time_to_oom" in name or "progress" in name for name in unsaid)
 
 
 def test_docs_say_which_alerts_and_panels_have_no_data(golden: Golden) -> None:
@@ -69,27 +68,31 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         yield there
 
 
-@each_engine
-def test_the_leak_is_told_of_every_engine_whose_load_is_known(prometheus: Prometheus, engine: str) -> None:
-    instance = TARGETS[engine].labels["instance"]
-    series = prometheus.over_time(f'ALERTS{{instance="{instance}",alertstate="firing"}}', SCRAPE_SECONDS)
-    fired = {each["metric"]["alertname"] for each in series}
-
-    assert not fired & rules_without(engine)
-    assert ({"HeadroomGpuMemoryGrowing", "HeadroomGpuMemoryLeak"} <= fired) == (engine not in WITHOUT_LOAD)
-
-
-@each_engine
-@pytest.mark.parametrize("board", NAMES)
-def test_a_panel_has_data_where_vllm_s_has_unless_docs_say_that_it_cannot(
-    prometheus: Prometheus, engine: str, board: str
+def test_the_leak_is_told_of_every_engine_whose_load_is_known(
+    prometheus: Prometheus, subtests: pytest.Subtests
 ) -> None:
-    there, said = with_data(prometheus, engine, board), queries_without(engine, board)
-    unsaid = with_data(prometheus, VLLM, board) - there - said
+    for engine in ENGINES:
+        with subtests.test(engine=engine):
+            instance = TARGETS[engine].labels["instance"]
+            series = prometheus.over_time(f'ALERTS{{instance="{instance}",alertstate="firing"}}', SCRAPE_SECONDS)
+            fired = {each["metric"]["alertname"] for each in series}
 
-    assert not there & said
-    assert all(OF_LEAKS.search(query.expr) for query in shown(board) if (query.where, query.name) in unsaid)
-    assert not unsaid or engine in WITHOUT_LOAD
+            assert not fired & rules_without(engine)
+            assert ({"HeadroomGpuMemoryGrowing", "HeadroomGpuMemoryLeak"} <= fired) == (engine not in WITHOUT_LOAD)
+
+
+def test_a_panel_has_data_where_vllm_s_has_unless_docs_say_that_it_cannot(
+    prometheus: Prometheus, subtests: pytest.Subtests
+) -> None:
+    for board in NAMES:
+        for engine in ENGINES:
+            with subtests.test(board=board, engine=engine):
+                there, said = with_data(prometheus, engine, board), queries_without(engine, board)
+                unsaid = with_data(prometheus, VLLM, board) - there - said
+
+                assert not there & said
+                assert all(OF_LEAKS.search(query.expr) for query in shown(board) if (query.where, query.name) in unsaid)
+                assert not unsaid or engine in WITHOUT_LOAD
 
 
 def with_data(prometheus: Prometheus, engine: str, board: str) -> set[tuple[str, str]]:

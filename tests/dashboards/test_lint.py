@@ -150,14 +150,15 @@ BROKEN: Final[list[tuple[str, Break, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("check", "breaks", "where"), BROKEN)
-def test_a_fault_is_found_where_it_is(check: str, breaks: Break, where: str) -> None:
-    dashboard = load("headroom")
-    sound = list(CHECKS[check](deepcopy(dashboard)))
+def test_a_fault_is_found_where_it_is(subtests: pytest.Subtests) -> None:
+    for check, breaks, where in BROKEN:
+        with subtests.test(check, where=where):
+            dashboard = load("headroom")
+            sound = list(CHECKS[check](deepcopy(dashboard)))
 
-    breaks(dashboard)
+            breaks(dashboard)
 
-    assert where in {fault.where for fault in CHECKS[check](dashboard) if fault not in sound}
+            assert where in {fault.where for fault in CHECKS[check](dashboard) if fault not in sound}
 
 
 def test_every_check_is_broken_once() -> None:

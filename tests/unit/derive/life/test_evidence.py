@@ -123,39 +123,41 @@ LENGTHS: Final = [(1, STEP_SECONDS), (13, STEP_SECONDS), (20, HALF_A_MINUTE)]
 WAYS: Final = [(SILENT, LATE, True), (REFUSED, LATE, False), (REFUSED, UNSEEN, True), (LOGIN, UNSEEN, False)]
 
 
-@pytest.mark.parametrize("sources", PAIRS, ids="+".join)
-@pytest.mark.parametrize("stages", STAGES.values(), ids=list(STAGES))
-def test_sources_that_fail_end_no_run_and_begin_none(stages: tuple[Stage, ...], sources: tuple[str, ...]) -> None:
-    for (looks, after), (page, late, knows_pids) in product(LENGTHS, WAYS):
-        world = World(has_view=True, knows_pids=knows_pids)
-        before = world.pass_through(*stages)
-        assert before.state is stages[-1].state
-        failing = {"page": page, "processes": late, "gpus": NO_GPU, "probe": NO_PROBE}
-        failures = {source: failing[source] for source in sources}
-        lives = [world.look(stages[-1], failures, after) for _ in range(looks)]
-        lives += [world.look(stages[-1], {}) for _ in range(13)]
+def test_sources_that_fail_end_no_run_and_begin_none(subtests: pytest.Subtests) -> None:
+    for stages in STAGES.values():
+        for sources in PAIRS:
+            with subtests.test(stages=stages, sources=sources):
+                for (looks, after), (page, late, knows_pids) in product(LENGTHS, WAYS):
+                    world = World(has_view=True, knows_pids=knows_pids)
+                    before = world.pass_through(*stages)
+                    assert before.state is stages[-1].state
+                    failing = {"page": page, "processes": late, "gpus": NO_GPU, "probe": NO_PROBE}
+                    failures = {source: failing[source] for source in sources}
+                    lives = [world.look(stages[-1], failures, after) for _ in range(looks)]
+                    lives += [world.look(stages[-1], {}) for _ in range(13)]
 
-        assert {each.state for each in lives} <= {before.state, EngineState.UNKNOWN}
-        assert lives[-1].state is before.state
-        counts = {(exits(each), each.restarts, each.exit_reason) for each in lives}
-        assert counts == {(exits(before), before.restarts, None)}
+                    assert {each.state for each in lives} <= {before.state, EngineState.UNKNOWN}
+                    assert lives[-1].state is before.state
+                    counts = {(exits(each), each.restarts, each.exit_reason) for each in lives}
+                    assert counts == {(exits(before), before.restarts, None)}
 
 
-@pytest.mark.parametrize("sources", PAIRS, ids="+".join)
-@pytest.mark.parametrize("name", ["loading", "serving", "asleep"])
-def test_a_sidecar_without_a_view_of_processes_ends_no_run_either(name: str, sources: tuple[str, ...]) -> None:
+def test_a_sidecar_without_a_view_of_processes_ends_no_run_either(subtests: pytest.Subtests) -> None:
     """There a page that does not answer may be a hang: an end is all that must not be made of it."""
-    for looks, after in LENGTHS:
-        world = World(has_view=False, knows_pids=False)
-        before = world.pass_through(*STAGES[name])
-        failing = {"page": SILENT, "processes": UNSEEN, "gpus": NO_GPU, "probe": NO_PROBE}
-        failures = {source: failing[source] for source in sources}
-        lives = [world.look(STAGES[name][-1], failures, after) for _ in range(looks)]
-        lives += [world.look(STAGES[name][-1], {}) for _ in range(3)]
+    for name in ["loading", "serving", "asleep"]:
+        for sources in PAIRS:
+            with subtests.test(name=name, sources=sources):
+                for looks, after in LENGTHS:
+                    world = World(has_view=False, knows_pids=False)
+                    before = world.pass_through(*STAGES[name])
+                    failing = {"page": SILENT, "processes": UNSEEN, "gpus": NO_GPU, "probe": NO_PROBE}
+                    failures = {source: failing[source] for source in sources}
+                    lives = [world.look(STAGES[name][-1], failures, after) for _ in range(looks)]
+                    lives += [world.look(STAGES[name][-1], {}) for _ in range(3)]
 
-        assert lives[-1].state is before.state
-        assert EngineState.DOWN not in {each.state for each in lives}
-        assert {(exits(each), each.restarts) for each in lives} == {(exits(before), before.restarts)}
+                    assert lives[-1].state is before.state
+                    assert EngineState.DOWN not in {each.state for each in lives}
+                    assert {(exits(each), each.restarts) for each in lives} == {(exits(before), before.restarts)}
 
 
 WINDOW: Final = st.tuples(st.sampled_from(PAIRS), st.integers(0, 120), st.integers(1, TEN_MINUTES), st.booleans())
