@@ -158,7 +158,7 @@ Point = Sequence[Any]
 """Seconds and a value, None for a gap."""
 
 Pick = Callable[[Iterable[float]], float]
-"""Returns the value that stands for several."""
+"""Returns the value that represents several."""
 
 
 def draw_bars(

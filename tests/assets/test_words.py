@@ -49,6 +49,8 @@ READ_BY_USERS: Final = (
 """Of Python the strings and comments are read, of everything else the whole text; names in backticks are left out."""
 
 _NAME: Final = re.compile(r"`[^`\n]+`")
+_KEY: Final = re.compile(r"\"[a-z_]+\"")
+"""A string of one word is a name, such as a key in a file of state."""
 _FIELD: Final = re.compile(r"\{[^{}\n]*\}")
 _BREAK: Final = re.compile(r"\s*\n\s*(?:# ?|> ?)?")
 _WORD: Final = {pattern: re.compile(rf"(?<![-\w/.])(?:{pattern})(?![-\w/]|\.\w)", re.IGNORECASE) for pattern in WORDS}
@@ -72,7 +74,8 @@ def read_text(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        return "\n".join(_FIELD.sub("...", each.string) for each in tokens if each.type in _TEXTS)
+        texts = [each.string for each in tokens if each.type in _TEXTS and not _KEY.fullmatch(each.string)]
+        return "\n".join(_FIELD.sub("...", each) for each in texts)
     return text
 
 
@@ -110,6 +113,6 @@ def test_a_name_is_no_word(text: str) -> None:
 
 def test_of_code_only_texts_and_comments_are_read(tmp_path: Path) -> None:
     source = tmp_path / "some.py"
-    source.write_text('told = f"it {anew} says"  # a comment\n')
+    source.write_text('told = f"it {anew} says", "life"  # a comment\n')
 
     assert words_to_avoid(read_text(source)) == []

@@ -117,7 +117,7 @@ def list_pools(
     counts = Counter[Role]()
     if not isinstance(processes, Failure):
         counts.update(process.role for process in processes)
-    # Without processes of their own, the core runs in the server and the worker in the core.
+    # Without separate processes, the core runs in the server and the worker in the core.
     core = Role.ENGINE_CORE if counts[Role.ENGINE_CORE] else Role.API_SERVER
     worker = Role.WORKER if counts[Role.WORKER] else core
     workers = counts[worker] or 1

@@ -185,7 +185,7 @@ def _choose_memory(
         return _measure_cgroup(probed_cgroup, HostBasis.PROBE, limit_bytes)
     if reading.cgroup is not None:
         has_limit = reading.cgroup.limit_bytes is not None or limit_bytes is not None
-        # Without a limit of its own, the container may take what the machine has.
+        # Without its own limit, the container may take what the machine has.
         if has_limit:
             return _measure_cgroup(reading.cgroup, HostBasis.CGROUP, limit_bytes)
         if reading.machine is not None:

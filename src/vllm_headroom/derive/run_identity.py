@@ -35,7 +35,7 @@ def is_new_run(
     has_restarted_count = False
     if finished is not None and new_finished is not None:
         has_restarted_count = new_finished < RESTART_SHARE * finished
-    # Without start times the count alone tells runs apart.
+    # Without start times only the count distinguishes runs.
     if run_id is None or new_run_id is None:
         return has_restarted_count
     if run_id == new_run_id:  # fast path: identifiers usually match

@@ -45,7 +45,7 @@ def list_limits(
     open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
     free_descriptors = max(0, descriptors - open_descriptors - OWN_DESCRIPTORS)
     limits = [(free_descriptors, f"ulimit -n {descriptors}")]
-    # each connection to one address needs a local port of its own
+    # each connection to one address needs its own local port
     with contextlib.suppress(OSError, ValueError):
         first_port, last_port = (proc / "sys/net/ipv4/ip_local_port_range").read_text().split()
         ports = int(last_port) - int(first_port) + 1

@@ -1,4 +1,4 @@
-"""Send one request after another, each over a connection of its own or one that is idle."""
+"""Send one request after another, each over its own connection or one that is idle."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A streamed answer, parsed event by event, and what it says of the request."""
+"""A streamed answer, parsed event by event, and what it reports about the request."""
 
 import json
 import re

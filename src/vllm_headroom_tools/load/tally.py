@@ -11,7 +11,7 @@ MOST_TEXTS: Final = 20
 each time."""
 
 OTHER_TEXTS: Final = "(other texts)"
-"""Stands for all words beyond these."""
+"""Replaces all words beyond these."""
 
 
 QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}

@@ -119,7 +119,7 @@ def _read_shape(options: Namespace) -> ModelShape | str:
         if getattr(options, name) is not None
     }
     if options.kv_heads is not None:
-        # The number of heads is the whole answer, whatever the file says of multi-query attention.
+        # The number of heads is the whole answer, even where the file sets multi-query.
         overrides["multi_query"] = False
     missing_sizes = [name for name in NEEDED_SIZES if getattr(options, name) is None]
     if options.model_config is not None:

@@ -180,7 +180,7 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
     if shape.experts_per_token <= 1:
         layer_values = residual_values + max(attention_values, mlp_values)
         return ForwardPass(layer_bytes=batch_bytes * layer_values, workspace_bytes=0)
-    # Each chosen expert has an output of its own.
+    # Each chosen expert has its own output.
     workspace_values = mlp_values + shape.experts_per_token * hidden_size
     return ForwardPass(
         layer_bytes=batch_bytes * (residual_values + attention_values),

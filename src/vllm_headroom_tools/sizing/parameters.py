@@ -291,7 +291,7 @@ def _has_mlp(config: Config, kind: str) -> bool:
 
 
 def _list_dense_mlp(config: Config, name: str, hidden_size: int) -> Iterator[Matrix]:
-    # Llama 4 has a width of its own for layers without experts.
+    # Llama 4 has a separate width for layers without experts.
     width = read_integer(config, "intermediate_size_mlp") or read_mlp_width(config) or 0
     return _list_mlp(config, name, hidden_size, width)
 

@@ -36,7 +36,7 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     time or by requests. Both are Poisson processes of steps of one size, so each byte grown adds
     the logarithm of the ratio of the two intensities where it was grown, and the sum over all
     bytes is divided by the size of a step. For a leak, what came before the window may have had a
-    pace by folds of its own.
+    separate pace by folds.
     """
     opened = growth.blocks[0]
     now = growth.blocks[-1]

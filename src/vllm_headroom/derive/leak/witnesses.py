@@ -102,7 +102,7 @@ WITNESSES: Final = (
     Witness(
         name="large steps",
         measures="the pace of windows that begin with a step and are worth two",
-        adds="a verdict of their own, for leaks in too few rises for the others",
+        adds="a separate verdict, for leaks in too few rises for the others",
         functions=(steps.find_step_windows, steps.judge_steps),
         constants={
             "LEAST_STEPS_BYTES": steps.LEAST_STEPS_BYTES,

@@ -372,7 +372,7 @@ class NvmlDevice:
         previous = self._lists.get(part.uuid)
         if previous is not None and not self._is_outdated(previous, now_seconds, used_bytes):
             return previous.processes
-        # Without a memory reading of its own, only this call shows whether the GPU still works.
+        # Without its own memory reading, only this call shows whether the GPU still works.
         is_essential = memory is None or memory.is_unified
         processes = self._list_processes(part, is_essential=is_essential)
         self._lists[part.uuid] = ProcessList(
@@ -403,7 +403,7 @@ class NvmlDevice:
             "nvmlDeviceGetComputeRunningProcesses_v3",
             is_essential=is_essential,
         )
-        # MPS is asked about only where something computes: each list is costly.
+        # MPS is queried only where something computes: each list is costly.
         if not processes:
             return processes
         clients = self._query(

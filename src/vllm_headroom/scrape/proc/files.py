@@ -217,7 +217,7 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
 def _read_stat(proc: Path, pid: int) -> ProcStat:
     """Parse a process's stat file, see proc(5); raise OSError or ValueError."""
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
-    # The name stands in parentheses and may contain any byte, parentheses too.
+    # The name is in parentheses and may contain any byte, parentheses too.
     _, _, name_and_fields = text.partition("(")
     name, _, following = name_and_fields.rpartition(") ")
     # proc(5) numbers the fields from 1; the state, field 3, is the first after the name
