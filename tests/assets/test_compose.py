@@ -19,10 +19,6 @@ from vllm_headroom_tools.demo.command import SCENARIOS
 OURS: Final = ("processes", "probe", "headroom", "demo")
 PROMETHEUS: Final[dict[str, Any]] = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))
 
-each_profile = pytest.mark.parametrize("profile", PROFILES)
-each_service = pytest.mark.parametrize("service", SERVICES)
-each_of_ours = pytest.mark.parametrize("service", OURS)
-
 
 def composing() -> tuple[list[str], bool]:
     """Return the command, and whether it is the first Compose, which knows no name of a project; else skip the test."""
@@ -34,17 +30,18 @@ def composing() -> tuple[list[str], bool]:
     pytest.skip("neither docker compose nor docker-compose: install Docker's compose plugin")
 
 
-@each_profile
-def test_compose_accepts_the_file(profile: str, tmp_path: Path) -> None:
-    command, first = composing()
-    text = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
-    file = tmp_path / "compose.yaml"
-    file.write_text(re.sub(r"^name: .*\n", "", text, flags=re.MULTILINE) if first else text, encoding="utf-8")
-    place = ("--project-directory", str(FOLDER), "--file", str(file), "--profile", profile)
-    done = run(*command, *place, "config", "--services")
+def test_compose_accepts_the_file(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for profile in PROFILES:
+        with subtests.test(profile=profile):
+            command, first = composing()
+            text = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
+            file = tmp_path / "compose.yaml"
+            file.write_text(re.sub(r"^name: .*\n", "", text, flags=re.MULTILINE) if first else text, encoding="utf-8")
+            place = ("--project-directory", str(FOLDER), "--file", str(file), "--profile", profile)
+            done = run(*command, *place, "config", "--services")
 
-    assert (done.returncode, done.stderr) == (0, "")
-    assert set(done.stdout.split()) == set(SERVICES if first else started(profile))
+            assert (done.returncode, done.stderr) == (0, "")
+            assert set(done.stdout.split()) == set(SERVICES if first else started(profile))
 
 
 def test_a_profile_starts_the_engine_or_the_demo_beside_the_same_monitoring() -> None:
@@ -54,30 +51,36 @@ def test_a_profile_starts_the_engine_or_the_demo_beside_the_same_monitoring() ->
     assert set(started("demo")) == {"demo"} | monitoring
 
 
-@each_service
-def test_an_image_is_pinned(service: str) -> None:
-    assert re.search(r":v?\d+\.\d+\.\d+$", by_default(SERVICES[service]["image"]))
+def test_an_image_is_pinned(subtests: pytest.Subtests) -> None:
+    for service in SERVICES:
+        with subtests.test(service=service):
+            assert re.search(r":v?\d+\.\d+\.\d+$", by_default(SERVICES[service]["image"]))
 
 
-@each_service
-def test_a_port_is_this_machine_s_only(service: str) -> None:
-    assert all(port.startswith("127.0.0.1:") for port in SERVICES[service].get("ports", ()))
+def test_a_port_is_this_machine_s_only(subtests: pytest.Subtests) -> None:
+    for service in SERVICES:
+        with subtests.test(service=service):
+            assert all(port.startswith("127.0.0.1:") for port in SERVICES[service].get("ports", ()))
 
 
-@each_service
-def test_a_file_that_is_mounted_exists_and_cannot_be_written(service: str) -> None:
-    assert [source for source, _ in mounts(service) if not source.exists()] == []
-    assert all(volume.endswith(":ro") for volume in SERVICES[service].get("volumes", ()) if volume.startswith("."))
+def test_a_file_that_is_mounted_exists_and_cannot_be_written(subtests: pytest.Subtests) -> None:
+    for service in SERVICES:
+        with subtests.test(service=service):
+            assert [source for source, _ in mounts(service) if not source.exists()] == []
+            assert all(
+                volume.endswith(":ro") for volume in SERVICES[service].get("volumes", ()) if volume.startswith(".")
+            )
 
 
-@each_of_ours
-def test_our_containers_are_hardened(service: str) -> None:
-    spec = SERVICES[service]
+def test_our_containers_are_hardened(subtests: pytest.Subtests) -> None:
+    for service in OURS:
+        with subtests.test(service=service):
+            spec = SERVICES[service]
 
-    assert spec["user"] == "65532:65532"
-    assert spec["read_only"] is True
-    assert spec["cap_drop"] == ["ALL"]
-    assert spec["security_opt"] == ["no-new-privileges:true"]
+            assert spec["user"] == "65532:65532"
+            assert spec["read_only"] is True
+            assert spec["cap_drop"] == ["ALL"]
+            assert spec["security_opt"] == ["no-new-privileges:true"]
 
 
 def test_the_sidecar_shares_the_engine_s_processes_and_does_not_die_with_it() -> None:
@@ -122,15 +125,18 @@ def test_the_demo_plays_a_scenario_that_there_is() -> None:
     assert command[command.index("--scenario") + 1] in SCENARIOS
 
 
-@each_profile
-def test_prometheus_finds_the_sidecar_and_alertmanager(profile: str) -> None:
-    (job,) = PROMETHEUS["scrape_configs"]
-    (alertmanager,) = PROMETHEUS["alerting"]["alertmanagers"]
-    targets = [target for part in (job, alertmanager) for each in part["static_configs"] for target in each["targets"]]
+def test_prometheus_finds_the_sidecar_and_alertmanager(subtests: pytest.Subtests) -> None:
+    for profile in PROFILES:
+        with subtests.test(profile=profile):
+            (job,) = PROMETHEUS["scrape_configs"]
+            (alertmanager,) = PROMETHEUS["alerting"]["alertmanagers"]
+            targets = [
+                target for part in (job, alertmanager) for each in part["static_configs"] for target in each["targets"]
+            ]
 
-    assert job["job_name"] == "vllm-headroom"  # the alerts and the dashboards go by it
-    assert targets == ["headroom:9839", "alertmanager:9093"]
-    assert {target.split(":")[0] for target in targets} <= reachable_names(profile)
+            assert job["job_name"] == "vllm-headroom"  # the alerts and the dashboards go by it
+            assert targets == ["headroom:9839", "alertmanager:9093"]
+            assert {target.split(":")[0] for target in targets} <= reachable_names(profile)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on the PATH: install Prometheus")

@@ -69,7 +69,6 @@ NO_VALUES: Final = (
     (helm.CHART, "networkPolicy.prometheusNamespace"),
     (helm.CLUSTER, "prometheusRule.alerts"),
 )
-each_chart = pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
 each_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -147,32 +146,34 @@ def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -
     assert after == kept | {"HeadroomGpuMemoryLeak": wanted}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_helm_refuses_values_that_there_are_not(subtests: pytest.Subtests) -> None:
+    for wrong in [
         {"addresses": {"runbooks": "git.your.org"}},
         {"dashboard": {}},
         *({"sidecar": each} for each in NO_SIDECARS),
         *({"podMonitor": {"interval": each}} for each in ("0s", "0m0s", "", "1s1m")),
         {"podMonitor": {"endpoint": {"path": "/"}}},
-    ],
-)
-def test_helm_refuses_values_that_there_are_not(wrong: dict[str, Any]) -> None:
-    assert "values don't meet the specifications of the schema" in helm.refusal(helm.CHART, wrong)
+    ]:
+        with subtests.test(wrong=wrong):
+            assert "values don't meet the specifications of the schema" in helm.refusal(helm.CHART, wrong)
 
 
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "10.0.0.1", "fd00::1", "localhost.your.org"])
-def test_the_sidecar_listens_where_a_kubelet_reaches_it(host: str) -> None:
-    schema = json.loads((helm.CHART / "values.schema.json").read_text())["properties"]["sidecar"]["properties"]["env"]
+def test_the_sidecar_listens_where_a_kubelet_reaches_it(subtests: pytest.Subtests) -> None:
+    for host in ["", "0.0.0.0", "::", "10.0.0.1", "fd00::1", "localhost.your.org"]:
+        with subtests.test(host=host):
+            schema = json.loads((helm.CHART / "values.schema.json").read_text())["properties"]["sidecar"]["properties"][
+                "env"
+            ]
 
-    assert Draft7Validator(schema).is_valid({"HEADROOM_LISTEN_HOST": host})
+            assert Draft7Validator(schema).is_valid({"HEADROOM_LISTEN_HOST": host})
 
 
-@pytest.mark.parametrize(("chart", "name"), NO_VALUES)
-def test_helm_says_in_one_line_which_value_is_missing(chart: Path, name: str) -> None:
-    first, _, rest = name.partition(".")
+def test_helm_says_in_one_line_which_value_is_missing(subtests: pytest.Subtests) -> None:
+    for chart, name in NO_VALUES:
+        with subtests.test(chart=chart.name, name=name):
+            first, _, rest = name.partition(".")
 
-    assert f"missing property '{rest or first}'" in helm.refusal(chart, {first: {rest: None} if rest else None})
+            assert f"missing property '{rest or first}'" in helm.refusal(chart, {first: {rest: None} if rest else None})
 
 
 def test_the_environment_takes_every_setting_that_the_chart_does_not_set_itself() -> None:
@@ -221,19 +222,21 @@ def test_a_sidecar_without_requests_and_limits_still_claims_its_gpu(resources: A
     assert sidecar["resources"] == {"claims": [{"name": "gpu"}]}
 
 
-@pytest.mark.parametrize("key", ["for", "keep_firing_for"])
-@pytest.mark.parametrize("wrong", ["30s5m", "5m5m", "1ms1s", "", "1", "1.5h", "-1m"])
-def test_helm_refuses_a_duration_that_prometheus_would_refuse(key: str, wrong: str) -> None:
-    values = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {key: wrong}}}}
+def test_helm_refuses_a_duration_that_prometheus_would_refuse(subtests: pytest.Subtests) -> None:
+    for wrong in ["30s5m", "5m5m", "1ms1s", "", "1", "1.5h", "-1m"]:
+        for key in ["for", "keep_firing_for"]:
+            with subtests.test(wrong=wrong, key=key):
+                values = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {key: wrong}}}}
 
-    assert "values don't meet the specifications of the schema" in helm.refusal(helm.CLUSTER, values)
+                assert "values don't meet the specifications of the schema" in helm.refusal(helm.CLUSTER, values)
 
 
-@pytest.mark.parametrize("right", ["1y2w3d4h5m6s7ms", "90m", "1h30m", "0s", "0"])
-def test_helm_takes_a_duration_that_prometheus_takes(right: str) -> None:
-    values = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {"for": right}}}}
+def test_helm_takes_a_duration_that_prometheus_takes(subtests: pytest.Subtests) -> None:
+    for right in ["1y2w3d4h5m6s7ms", "90m", "1h30m", "0s", "0"]:
+        with subtests.test(right=right):
+            values = {"prometheusRule": {"alerts": {"HeadroomGpuMemoryLeak": {"for": right}}}}
 
-    assert rules(documents(helm.render(helm.CLUSTER, values)))["HeadroomGpuMemoryLeak"]["for"] == right
+            assert rules(documents(helm.render(helm.CLUSTER, values)))["HeadroomGpuMemoryLeak"]["for"] == right
 
 
 def test_helm_refuses_an_alert_that_there_is_not() -> None:
@@ -244,9 +247,12 @@ def test_helm_refuses_an_alert_that_there_is_not() -> None:
     assert "HeadroomGpuMemoryLeak.thresholds: there is no celsius" in helm.refusal(helm.CLUSTER, unknown)
 
 
-@each_case
-def test_what_is_written_down_is_of_the_chart_as_it_is(case: str) -> None:
-    assert helm.digest() in written(case), "the chart has changed: render it again, as deploy/helm/README.md says"
+def test_what_is_written_down_is_of_the_chart_as_it_is(subtests: pytest.Subtests) -> None:
+    for case in CASES:
+        with subtests.test(case=case):
+            assert helm.digest() in written(case), (
+                "the chart has changed: render it again, as deploy/helm/README.md says"
+            )
 
 
 @needs_kustomize
@@ -311,22 +317,24 @@ def test_what_watches_is_what_the_components_install_for_the_pods_of_the_release
     assert not any(each["kind"] == "NetworkPolicy" for each in documents(written("runtime-class")))
 
 
-@each_case
-def test_what_helm_made_is_valid(case: str) -> None:
-    found = documents(written(case))
-    versions = [each for each in schemas.versions() if case != "dra" or each != "1.29"]
+def test_what_helm_made_is_valid(subtests: pytest.Subtests) -> None:
+    for case in CASES:
+        with subtests.test(case=case):
+            found = documents(written(case))
+            versions = [each for each in schemas.versions() if case != "dra" or each != "1.29"]
 
-    assert [fault for each in found for version in versions for fault in schemas.faults(each, version)] == []
+            assert [fault for each in found for version in versions for fault in schemas.faults(each, version)] == []
 
 
-@each_chart
-def test_the_values_are_what_their_schema_says_and_every_one_is_in_it(chart: Path) -> None:
-    values = yaml.safe_load((chart / "values.yaml").read_text())
-    schema = json.loads((chart / "values.schema.json").read_text())
-    Draft7Validator.check_schema(schema)
+def test_the_values_are_what_their_schema_says_and_every_one_is_in_it(subtests: pytest.Subtests) -> None:
+    for chart in CHARTS:
+        with subtests.test(chart.name):
+            values = yaml.safe_load((chart / "values.yaml").read_text())
+            schema = json.loads((chart / "values.schema.json").read_text())
+            Draft7Validator.check_schema(schema)
 
-    assert list(Draft7Validator(schema).iter_errors(values)) == []
-    assert unknown(values, schema) == []
+            assert list(Draft7Validator(schema).iter_errors(values)) == []
+            assert unknown(values, schema) == []
 
 
 def unknown(values: dict[str, Any], schema: dict[str, Any]) -> list[str]:
@@ -340,19 +348,21 @@ def unknown(values: dict[str, Any], schema: dict[str, Any]) -> list[str]:
     return found
 
 
-@each_chart
-def test_a_chart_is_of_this_version_and_has_what_artifact_hub_shows(chart: Path) -> None:
-    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-    found = yaml.safe_load((chart / "Chart.yaml").read_text())
-    notes = found["annotations"]
+def test_a_chart_is_of_this_version_and_has_what_artifact_hub_shows(subtests: pytest.Subtests) -> None:
+    for chart in CHARTS:
+        with subtests.test(chart.name):
+            version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+            found = yaml.safe_load((chart / "Chart.yaml").read_text())
+            notes = found["annotations"]
 
-    assert (found["apiVersion"], found["name"], found["type"]) == ("v2", chart.name, "application")
-    assert found["version"] == found["appVersion"] == version
-    assert found["kubeVersion"] == ">=1.29.0-0"
-    assert notes["artifacthub.io/license"] == "Apache-2.0"
-    assert all(
-        each["image"].endswith(f":{version}") for each in yaml.safe_load(notes.get("artifacthub.io/images", "[]"))
-    )
+            assert (found["apiVersion"], found["name"], found["type"]) == ("v2", chart.name, "application")
+            assert found["version"] == found["appVersion"] == version
+            assert found["kubeVersion"] == ">=1.29.0-0"
+            assert notes["artifacthub.io/license"] == "Apache-2.0"
+            assert all(
+                each["image"].endswith(f":{version}")
+                for each in yaml.safe_load(notes.get("artifacthub.io/images", "[]"))
+            )
 
 
 def test_what_the_charts_link_to_is_there() -> None:

@@ -30,8 +30,6 @@ from vllm_headroom.config import Settings
 
 EXAMPLE: Final = DEPLOY / "example"
 
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
 
 def example(kind: str, name: str | None = None) -> Document:
     return find(documents(rendered(EXAMPLE)), kind, name)
@@ -45,11 +43,12 @@ def vllm() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @needs_kustomize
-@each_case
-def test_a_case_renders_as_written_down(case: Path, golden: Golden) -> None:
-    texts = [text for text in rendered(case).split("---\n") if not is_shown_elsewhere(read_yaml(text))]
+def test_a_case_renders_as_written_down(golden: Golden, subtests: pytest.Subtests) -> None:
+    for case in CASES:
+        with subtests.test(case.name):
+            texts = [text for text in rendered(case).split("---\n") if not is_shown_elsewhere(read_yaml(text))]
 
-    golden(case / "rendered.yaml", "---\n".join(texts))
+            golden(case / "rendered.yaml", "---\n".join(texts))
 
 
 def is_shown_elsewhere(document: Document) -> bool:
@@ -58,24 +57,24 @@ def is_shown_elsewhere(document: Document) -> bool:
 
 
 @needs_kustomize
-@each_case
-def test_a_case_is_valid_in_every_version_that_it_is_for(case: Path) -> None:
-    found = documents(rendered(case))
-    versions = [(each, tuple(map(int, each.split(".")))) for each in schemas.versions()]
+def test_a_case_is_valid_in_every_version_that_it_is_for(subtests: pytest.Subtests) -> None:
+    for case in CASES:
+        with subtests.test(case.name):
+            found = documents(rendered(case))
+            versions = [(each, tuple(map(int, each.split(".")))) for each in schemas.versions()]
 
-    assert [
-        fault
-        for name, version in versions
-        for document in found
-        if version >= schemas.DRA_SINCE or not schemas.uses_dra(document)
-        for fault in schemas.faults(document, name)
-    ] == []
+            assert [
+                fault
+                for name, version in versions
+                for document in found
+                if version >= schemas.DRA_SINCE or not schemas.uses_dra(document)
+                for fault in schemas.faults(document, name)
+            ] == []
 
 
 @needs_kustomize
-@pytest.mark.parametrize(
-    ("case", "kind", "way", "value"),
-    [
+def test_a_field_that_is_not_there_is_a_fault(subtests: pytest.Subtests) -> None:
+    for case, kind, way, value in [
         (
             "example",
             "Deployment",
@@ -95,17 +94,16 @@ def test_a_case_is_valid_in_every_version_that_it_is_for(case: Path) -> None:
         ("example-keda", "ScaledObject", ("spec", "triggers", 0, "metadata", "threshold"), 4),
         ("example-keda", "ScaledObject", ("spec", "maxReplicas"), 4),
         ("example-dra", "ResourceClaimTemplate", ("spec", "spec", "devices", "requests", 0, "count"), 2),
-    ],
-)
-def test_a_field_that_is_not_there_is_a_fault(case: str, kind: str, way: tuple[Any, ...], value: object) -> None:
-    (path,) = (each for each in CASES if each.name == case)
-    broken = copy.deepcopy(find(documents(rendered(path)), kind))
-    part: Any = broken
-    for step in way[:-1]:
-        part = part[step]
-    part[way[-1]] = value
+    ]:
+        with subtests.test(case, way=way):
+            (path,) = (each for each in CASES if each.name == case)
+            broken = copy.deepcopy(find(documents(rendered(path)), kind))
+            part: Any = broken
+            for step in way[:-1]:
+                part = part[step]
+            part[way[-1]] = value
 
-    assert schemas.faults(broken, schemas.versions()[-1])
+            assert schemas.faults(broken, schemas.versions()[-1])
 
 
 @needs_kustomize
@@ -118,27 +116,33 @@ def test_dra_is_of_1_34() -> None:
 
 
 @needs_kustomize
-@pytest.mark.parametrize(("case", "containers"), [("example", "initContainers"), ("example-plain", "containers")])
-def test_the_sidecar_is_told_the_memory_limit_of_a_container_that_there_is(case: str, containers: str) -> None:
-    (path,) = (each for each in CASES if each.name == case)
-    pod = find(documents(rendered(path)), "Deployment")["spec"]["template"]["spec"]
-    (sidecar,) = (each for each in pod[containers] if each["name"] == "headroom")
+def test_the_sidecar_is_told_the_memory_limit_of_a_container_that_there_is(subtests: pytest.Subtests) -> None:
+    for case, containers in [("example", "initContainers"), ("example-plain", "containers")]:
+        with subtests.test(case=case, containers=containers):
+            (path,) = (each for each in CASES if each.name == case)
+            pod = find(documents(rendered(path)), "Deployment")["spec"]["template"]["spec"]
+            (sidecar,) = (each for each in pod[containers] if each["name"] == "headroom")
 
-    (limit,) = (each["valueFrom"] for each in sidecar["env"] if each["name"] == "HEADROOM_HOST_MEMORY_LIMIT_BYTES")
-    (vllm,) = (each for each in pod["containers"] if each["name"] == limit["resourceFieldRef"]["containerName"])
+            (limit,) = (
+                each["valueFrom"] for each in sidecar["env"] if each["name"] == "HEADROOM_HOST_MEMORY_LIMIT_BYTES"
+            )
+            (vllm,) = (each for each in pod["containers"] if each["name"] == limit["resourceFieldRef"]["containerName"])
 
-    assert limit["resourceFieldRef"]["resource"] == "limits.memory"
-    assert vllm["resources"]["limits"]["memory"] == "32Gi"
+            assert limit["resourceFieldRef"]["resource"] == "limits.memory"
+            assert vllm["resources"]["limits"]["memory"] == "32Gi"
 
 
 @needs_kustomize
-@each_case
-def test_images_are_pinned_and_settings_exist(case: Path) -> None:
-    text = rendered(case)
-    settings = {f"HEADROOM_{name.upper()}" for name in Settings.model_fields}
+def test_images_are_pinned_and_settings_exist(subtests: pytest.Subtests) -> None:
+    for case in CASES:
+        with subtests.test(case.name):
+            text = rendered(case)
+            settings = {f"HEADROOM_{name.upper()}" for name in Settings.model_fields}
 
-    assert all(re.search(r"(:v?\d[\w.]*|@sha256:\w{64})$", image) for image in re.findall(r"image: (\S+)", text))
-    assert set(re.findall(r"name: (HEADROOM_\w+)", text)) <= settings
+            assert all(
+                re.search(r"(:v?\d[\w.]*|@sha256:\w{64})$", image) for image in re.findall(r"image: (\S+)", text)
+            )
+            assert set(re.findall(r"name: (HEADROOM_\w+)", text)) <= settings
 
 
 @needs_kustomize

@@ -54,7 +54,8 @@ SAME: Final = (
 )
 
 
-@pytest.mark.parametrize(("said", "value", "alert", "written"), SAME)
-def test_a_sentence_warns_where_its_alert_does(said: float, value: float, alert: str, written: str) -> None:
-    assert said == value
-    assert re.search(rf"{re.escape(written)}(?![\w.])", RULES[alert])
+def test_a_sentence_warns_where_its_alert_does(subtests: pytest.Subtests) -> None:
+    for said, value, alert, written in SAME:
+        with subtests.test(alert):
+            assert said == value
+            assert re.search(rf"{re.escape(written)}(?![\w.])", RULES[alert])

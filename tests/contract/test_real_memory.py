@@ -61,43 +61,47 @@ def test_every_recording_has_its_truth_and_three_hours_are_without_a_leak() -> N
     assert {truth(name)["release"] for name in NAMES} == {"0.28.0+cpu", "0.32.0+cpu"}
 
 
-@pytest.mark.parametrize(("name", "role"), QUIET)
-def test_what_does_not_leak_is_quiet(name: str, role: Role) -> None:
-    course = watched(name).course(role)
+def test_what_does_not_leak_is_quiet(subtests: pytest.Subtests) -> None:
+    for name, role in QUIET:
+        with subtests.test(name=name, role=role):
+            course = watched(name).course(role)
 
-    assert course.leaking == []
-    assert course.growing == []
-    assert course.has_settled, "it was watched long enough to say so"
-
-
-@pytest.mark.parametrize(("name", "role"), LEAKS)
-def test_a_leak_is_found_and_stays_found(name: str, role: Role) -> None:
-    course = watched(name).course(role)
-
-    assert course.state in {LeakState.GROWING, LeakState.LEAKING}
-    (begin, end), *_ = course.growing or course.leaking
-    assert begin - watched(name).span[0] < 30 * 60
-    assert end is None or course.leaking[-1] == (end, None)
+            assert course.leaking == []
+            assert course.growing == []
+            assert course.has_settled, "it was watched long enough to say so"
 
 
-@pytest.mark.parametrize(("name", "role"), LEAKS)
-def test_the_rate_is_what_the_memory_of_its_process_grows_by(name: str, role: Role) -> None:
-    said, measured = newest(watched(name).course(role)), held(name, role)
-    seconds, requests, grown = (after - before for before, after in zip(measured[0], measured[-1], strict=True))
+def test_a_leak_is_found_and_stays_found(subtests: pytest.Subtests) -> None:
+    for name, role in LEAKS:
+        with subtests.test(name=name, role=role):
+            course = watched(name).course(role)
 
-    assert said.bytes_per_second == pytest.approx(grown / seconds, rel=0.1)
-    assert said.bytes_per_request == pytest.approx(grown / requests, rel=0.1)
+            assert course.state in {LeakState.GROWING, LeakState.LEAKING}
+            (begin, end), *_ = course.growing or course.leaking
+            assert begin - watched(name).span[0] < 30 * 60
+            assert end is None or course.leaking[-1] == (end, None)
 
 
-@pytest.mark.parametrize(("name", "role"), [(name, role) for name, role in LEAKS if role is Role.ENGINE_CORE])
-def test_the_rate_is_what_was_leaked(name: str, role: Role) -> None:
+def test_the_rate_is_what_the_memory_of_its_process_grows_by(subtests: pytest.Subtests) -> None:
+    for name, role in LEAKS:
+        with subtests.test(name=name, role=role):
+            said, measured = newest(watched(name).course(role)), held(name, role)
+            seconds, requests, grown = (after - before for before, after in zip(measured[0], measured[-1], strict=True))
+
+            assert said.bytes_per_second == pytest.approx(grown / seconds, rel=0.1)
+            assert said.bytes_per_request == pytest.approx(grown / requests, rel=0.1)
+
+
+def test_the_rate_is_what_was_leaked(subtests: pytest.Subtests) -> None:
     """The core's memory grows by nothing else; the worker's does, by a third as much, as it keeps kernels."""
-    said = newest(watched(name).course(role))
+    for name, role in [(name, role) for name, role in LEAKS if role is Role.ENGINE_CORE]:
+        with subtests.test(name=name, role=role):
+            said = newest(watched(name).course(role))
 
-    if truth(name)["leaks"][role]["way"] == "time":
-        assert said.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.1)
-    else:
-        assert said.bytes_per_request == pytest.approx(BYTES_PER_REQUEST, rel=0.1)
+            if truth(name)["leaks"][role]["way"] == "time":
+                assert said.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.1)
+            else:
+                assert said.bytes_per_request == pytest.approx(BYTES_PER_REQUEST, rel=0.1)
 
 
 def test_the_kernel_kills_when_it_was_foretold() -> None:

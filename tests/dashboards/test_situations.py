@@ -83,21 +83,24 @@ def test_leaks_neighbours_and_crash_loops_last_somewhere(prometheus: Prometheus)
     assert lasted >= {Situation.LEAKING, Situation.NEIGHBOUR, Situation.CRASH_LOOP}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_situation_that_lasts_has_an_alert_that_fires(prometheus: Prometheus, target: str) -> None:
-    labels = TARGETS[target].labels
-    chosen = ",".join(f'{name}="{value}"' for name, value in labels.items())
-    firing = [
-        (each["metric"]["alertname"], float(at))
-        for each in prometheus.over_time(f'ALERTS{{alertstate="firing",{chosen}}}', SCRAPE_SECONDS)
-        for at, _ in each["values"]
-    ]
-    waits = {rule["alert"]: rule.get("for", "0s") for rule in alerting()}
+def test_a_situation_that_lasts_has_an_alert_that_fires(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
+    for target in TARGETS:
+        with subtests.test(target=target):
+            labels = TARGETS[target].labels
+            chosen = ",".join(f'{name}="{value}"' for name, value in labels.items())
+            firing = [
+                (each["metric"]["alertname"], float(at))
+                for each in prometheus.over_time(f'ALERTS{{alertstate="firing",{chosen}}}', SCRAPE_SECONDS)
+                for at, _ in each["values"]
+            ]
+            waits = {rule["alert"]: rule.get("for", "0s") for rule in alerting()}
 
-    for situation, times in runs(prometheus, labels):
-        longest = max((seconds(waits[each]) for each in alerts(situation)), default=0.0)
-        if situation in LASTING and times[-1] - times[0] > WINDOW_SECONDS + longest:
-            assert any(name in alerts(situation) and times[0] <= at <= times[-1] for name, at in firing), situation
+            for situation, times in runs(prometheus, labels):
+                longest = max((seconds(waits[each]) for each in alerts(situation)), default=0.0)
+                if situation in LASTING and times[-1] - times[0] > WINDOW_SECONDS + longest:
+                    assert any(name in alerts(situation) and times[0] <= at <= times[-1] for name, at in firing), (
+                        situation
+                    )
 
 
 def seconds(duration: str) -> float:

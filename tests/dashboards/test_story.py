@@ -55,26 +55,32 @@ def shown(prometheus: Prometheus, target: str, where: str) -> str:
     return next((options[value]["text"] for options in texts if value in options), value)
 
 
-@pytest.mark.parametrize("target", ALIVE)
-def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, target: str) -> None:
-    left = shown(prometheus, target, "Time to out of memory")
+def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
+    for target in ALIVE:
+        with subtests.test(target=target):
+            left = shown(prometheus, target, "Time to out of memory")
 
-    if target in LEAKS:
-        assert HOUR < float(left) < 24 * HOUR
-    else:
-        assert left == ("asleep" if target == "asleep" else "no leak seen")
-    assert (shown(prometheus, target, "At the earliest") == left) == (target not in LEAKS)
+            if target in LEAKS:
+                assert HOUR < float(left) < 24 * HOUR
+            else:
+                assert left == ("asleep" if target == "asleep" else "no leak seen")
+            assert (shown(prometheus, target, "At the earliest") == left) == (target not in LEAKS)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_first_tile_names_the_situation_and_the_next_what_to_do(prometheus: Prometheus, target: str) -> None:
-    situation = "leaking" if target in LEAKS else SITUATIONS.get(target, "healthy")
+def test_the_first_tile_names_the_situation_and_the_next_what_to_do(
+    prometheus: Prometheus, subtests: pytest.Subtests
+) -> None:
+    for target in TARGETS:
+        with subtests.test(target=target):
+            situation = "leaking" if target in LEAKS else SITUATIONS.get(target, "healthy")
 
-    (whose,) = asked(prometheus, target, "Situation")
+            (whose,) = asked(prometheus, target, "Situation")
 
-    assert whose["metric"].items() >= {**TARGETS[target].labels, "situation": situation.replace(" ", "_")}.items()
-    assert shown(prometheus, target, "Situation") == situation
-    assert shown(prometheus, target, "What to do first") == FIRST_ACTIONS[situation.replace(" ", "_")]
+            assert (
+                whose["metric"].items() >= {**TARGETS[target].labels, "situation": situation.replace(" ", "_")}.items()
+            )
+            assert shown(prometheus, target, "Situation") == situation
+            assert shown(prometheus, target, "What to do first") == FIRST_ACTIONS[situation.replace(" ", "_")]
 
 
 def test_situations_are_those_of_the_sidecar_in_its_order_and_that_it_is_gone() -> None:
@@ -109,30 +115,37 @@ def test_nothing_is_drawn_of_an_engine_that_does_not_answer(prometheus: Promethe
     assert len(silent) + len(running) > 0.9 * len(engine)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_another_holder_is_seen_only_where_there_is_one(prometheus: Prometheus, target: str) -> None:
-    other = [float(value) for each in asked(prometheus, target, HELD, "GPU {{gpu}}") for _, value in each["values"]]
+def test_another_holder_is_seen_only_where_there_is_one(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
+    for target in TARGETS:
+        with subtests.test(target=target):
+            other = [
+                float(value) for each in asked(prometheus, target, HELD, "GPU {{gpu}}") for _, value in each["values"]
+            ]
 
-    assert (max(other, default=0.0) > 0) == (target == "neighbour")
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, target: str) -> None:
-    legends = ("{{holder}}", "reserved by the driver", "free")
-    layers = [asked(prometheus, target, LEDGER, legend, board=INCIDENT) for legend in legends]
-
-    heights: defaultdict[float, float] = defaultdict(float)
-    for at, value in (point for layer in layers for series in layer for point in series["values"]):
-        heights[at] += float(value)
-
-    assert set(heights.values()) == {int(SMALL * TOTAL_BYTES) if target == "small card" else TOTAL_BYTES}
+            assert (max(other, default=0.0) > 0) == (target == "neighbour")
 
 
-@pytest.mark.parametrize("target", ["restart", "crash", "asleep"])
-def test_of_an_incident_the_empty_card_between_two_lives_is_not_drawn(prometheus: Prometheus, target: str) -> None:
-    (free,) = asked(prometheus, target, "Free memory of each GPU", "GPU {{gpu}}", board=INCIDENT)
+def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
+    for target in TARGETS:
+        with subtests.test(target=target):
+            legends = ("{{holder}}", "reserved by the driver", "free")
+            layers = [asked(prometheus, target, LEDGER, legend, board=INCIDENT) for legend in legends]
 
-    assert max(float(value) for _, value in free["values"]) < TOTAL_BYTES / 8
+            heights: defaultdict[float, float] = defaultdict(float)
+            for at, value in (point for layer in layers for series in layer for point in series["values"]):
+                heights[at] += float(value)
+
+            assert set(heights.values()) == {int(SMALL * TOTAL_BYTES) if target == "small card" else TOTAL_BYTES}
+
+
+def test_of_an_incident_the_empty_card_between_two_lives_is_not_drawn(
+    prometheus: Prometheus, subtests: pytest.Subtests
+) -> None:
+    for target in ["restart", "crash", "asleep"]:
+        with subtests.test(target=target):
+            (free,) = asked(prometheus, target, "Free memory of each GPU", "GPU {{gpu}}", board=INCIDENT)
+
+            assert max(float(value) for _, value in free["values"]) < TOTAL_BYTES / 8
 
 
 def test_the_fleets_alerts_name_their_engines_the_most_severe_first(prometheus: Prometheus) -> None:

@@ -37,10 +37,11 @@ SAME: Final = (
 )
 
 
-@pytest.mark.parametrize(("name", "title", "value", "alert", "written"), SAME)
-def test_a_panel_warns_where_its_alert_does(name: str, title: str, value: float, alert: str, written: str) -> None:
-    assert value in steps(panel(name, title))
-    assert re.search(rf"(?<![\w.]){re.escape(written)}(?![\w.])", RULES[alert])
+def test_a_panel_warns_where_its_alert_does(subtests: pytest.Subtests) -> None:
+    for name, title, value, alert, written in SAME:
+        with subtests.test(name, title=title):
+            assert value in steps(panel(name, title))
+            assert re.search(rf"(?<![\w.]){re.escape(written)}(?![\w.])", RULES[alert])
 
 
 def test_no_other_panel_of_numbers_or_lines_warns_at_a_figure_of_its_own() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import pytest
 
 from tests.assets.kubernetes.rendering import (
     COMPONENTS,
@@ -89,3 +92,20 @@ def combined(workload: Workload, sidecar: str, gpu: str, folder: Path) -> Combin
         others_before=[each for each in before if each is not mine],
         others_after=[each for each in after if each is not theirs],
     )
+
+
+def build_pairs(component: str, folders: pytest.TempPathFactory) -> list[tuple[Document, Document]]:
+    """Return every workload with either sidecar, without this component and with it."""
+    pairs = []
+    for workload, sidecar in itertools.product(WORKLOADS.values(), SIDECARS):
+        components = [COMPONENTS / sidecar, COMPONENTS / "gpu-runtime-class"]
+        if workload.label:
+            components.insert(0, workload.label)
+        without_it, with_it = (
+            kustomization(folders.mktemp("pair"), resource=workload.folder, components=chosen)
+            for chosen in (components, [*components, COMPONENTS / component])
+        )
+        before = find(documents(rendered(without_it)), workload.kind, workload.name)
+        after = find(documents(rendered(with_it)), workload.kind, workload.name)
+        pairs.append((before, after))
+    return pairs

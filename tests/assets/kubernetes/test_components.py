@@ -21,17 +21,25 @@ POD: Final = (*TEMPLATE, "spec")
 Changes = dict[tuple[str, ...], tuple[Any, Any]]
 
 
-@pytest.fixture(scope="module", params=[*itertools.product(WORKLOADS, SIDECARS, GPUS)], ids=", ".join)
-def combination(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Combination:
-    workload, sidecar, gpu = request.param
-    return combined(WORKLOADS[workload], sidecar, gpu, tmp_path_factory.mktemp("combination"))
+@pytest.fixture(scope="module")
+def combinations(tmp_path_factory: pytest.TempPathFactory) -> list[Combination]:
+    return [
+        combined(WORKLOADS[workload], sidecar, gpu, tmp_path_factory.mktemp("combination"))
+        for workload, sidecar, gpu in itertools.product(WORKLOADS, SIDECARS, GPUS)
+    ]
 
 
-def test_nothing_of_the_workload_changes_but_what_the_components_say(combination: Combination) -> None:
-    changes = differences(combination.before, combination.after)
-    ours = {way for way in changes if way[:3] == POD and way[4:] and way[4].startswith("headroom")}
+def test_nothing_of_the_workload_changes_but_what_the_components_say(
+    combinations: list[Combination], subtests: pytest.Subtests
+) -> None:
+    for combination in combinations:
+        with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
+            changes = differences(combination.before, combination.after)
+            ours = {way for way in changes if way[:3] == POD and way[4:] and way[4].startswith("headroom")}
 
-    assert {way: changes[way] for way in changes.keys() - ours} == pod_changes(combination) | gpu_changes(combination)
+            assert {way: changes[way] for way in changes.keys() - ours} == pod_changes(combination) | gpu_changes(
+                combination
+            )
 
 
 def pod_changes(combination: Combination) -> Changes:
@@ -71,106 +79,129 @@ def gpu_changes(combination: Combination) -> Changes:
     }
 
 
-def test_other_documents_are_left_alone(combination: Combination) -> None:
-    added = [each for each in combination.others_after if each not in combination.others_before]
+def test_other_documents_are_left_alone(combinations: list[Combination], subtests: pytest.Subtests) -> None:
+    for combination in combinations:
+        with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
+            added = [each for each in combination.others_after if each not in combination.others_before]
 
-    assert [each for each in combination.others_after if each not in added] == combination.others_before
-    assert [each["kind"] for each in added] == (["ResourceClaimTemplate"] if combination.gpu == "gpu-dra" else [])
-
-
-def test_a_native_sidecar_starts_first_and_a_plain_one_is_not_the_default_container(combination: Combination) -> None:
-    before = combination.before["spec"]["template"]["spec"]
-    first = [each["name"] for each in before.get("initContainers", [])]
-    then = [each["name"] for each in before["containers"]]
-    if combination.gpu == "gpu-dra":
-        then.sort(key="vllm".__ne__)
-    native = combination.sidecar == "sidecar"
-
-    assert [each["name"] for each in combination.pod.get("initContainers", [])] == ["headroom"] * native + first
-    assert [each["name"] for each in combination.pod["containers"]] == then + ["headroom"] * (not native)
-    assert combination.headroom.get("restartPolicy") == ("Always" if native else None)
+            assert [each for each in combination.others_after if each not in added] == combination.others_before
+            assert [each["kind"] for each in added] == (
+                ["ResourceClaimTemplate"] if combination.gpu == "gpu-dra" else []
+            )
 
 
-def test_the_sidecar_sees_gpus_in_the_way_of_its_component_alone(combination: Combination) -> None:
-    container = combination.headroom
-    env = {each["name"]: each["value"] for each in container["env"] if "value" in each}
-    expected: dict[str, dict[str, str]] = {
-        "gpu-runtime-class": {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
-        "gpu-dra": {"HEADROOM_GPUS": "all"},
-        "gpu-nri": {},
-        "gpu-amd": {},
-    }
+def test_a_native_sidecar_starts_first_and_a_plain_one_is_not_the_default_container(
+    combinations: list[Combination], subtests: pytest.Subtests
+) -> None:
+    for combination in combinations:
+        with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
+            before = combination.before["spec"]["template"]["spec"]
+            first = [each["name"] for each in before.get("initContainers", [])]
+            then = [each["name"] for each in before["containers"]]
+            if combination.gpu == "gpu-dra":
+                then.sort(key="vllm".__ne__)
+            native = combination.sidecar == "sidecar"
 
-    assert env == {"HEADROOM_STATE_DIR": "/var/lib/vllm-headroom"} | expected[combination.gpu]
-    assert container["resources"].get("claims") == ([{"name": "gpu"}] if combination.gpu == "gpu-dra" else None)
-    assert not any(
-        "nvidia.com" in name for name in (container["resources"]["requests"] | container["resources"]["limits"])
-    )
-
-
-def test_the_sidecar_is_restricted_as_the_pod_security_standard_has_it_or_may_trace(combination: Combination) -> None:
-    restricted = {
-        "runAsNonRoot": True,
-        "runAsUser": 65532,
-        "runAsGroup": 65532,
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    tracing = {
-        "runAsNonRoot": False,
-        "runAsUser": 0,
-        "runAsGroup": 0,
-        "capabilities": {"drop": ["ALL"], "add": ["SYS_PTRACE"]},
-    }
-
-    assert combination.headroom["securityContext"] == (
-        restricted | tracing if combination.gpu == "gpu-amd" else restricted
-    )
-    assert not {"hostPID", "hostNetwork", "hostIPC"} & combination.pod.keys()
-    assert not any("hostPath" in volume for volume in combination.pod["volumes"])
+            assert [each["name"] for each in combination.pod.get("initContainers", [])] == ["headroom"] * native + first
+            assert [each["name"] for each in combination.pod["containers"]] == then + ["headroom"] * (not native)
+            assert combination.headroom.get("restartPolicy") == ("Always" if native else None)
 
 
-def test_the_sidecar_can_neither_hold_back_nor_starve_nor_evict_the_engine(combination: Combination) -> None:
-    container = combination.headroom
+def test_the_sidecar_sees_gpus_in_the_way_of_its_component_alone(
+    combinations: list[Combination], subtests: pytest.Subtests
+) -> None:
+    for combination in combinations:
+        with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
+            container = combination.headroom
+            env = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+            expected: dict[str, dict[str, str]] = {
+                "gpu-runtime-class": {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
+                "gpu-dra": {"HEADROOM_GPUS": "all"},
+                "gpu-nri": {},
+                "gpu-amd": {},
+            }
 
-    assert not {"readinessProbe", "startupProbe", "lifecycle"} & container.keys()
-    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "headroom"}
-    assert container["ports"] == [{"name": "headroom", "containerPort": Settings.model_fields["listen_port"].default}]
-    assert container["resources"]["requests"] == {"cpu": "25m", "memory": "96Mi"}
-    assert container["resources"]["limits"] == {"memory": "192Mi"}
-    volumes = {each["name"]: each.get("emptyDir") for each in combination.pod["volumes"]}
-    for mount in container["volumeMounts"]:
-        assert volumes[mount["name"]]["medium"] == "Memory"
-        assert volumes[mount["name"]]["sizeLimit"]
+            assert env == {"HEADROOM_STATE_DIR": "/var/lib/vllm-headroom"} | expected[combination.gpu]
+            assert container["resources"].get("claims") == ([{"name": "gpu"}] if combination.gpu == "gpu-dra" else None)
+            assert not any(
+                "nvidia.com" in name for name in (container["resources"]["requests"] | container["resources"]["limits"])
+            )
 
 
-def test_the_service_accounts_token_is_kept_from_the_sidecar_alone(combination: Combination) -> None:
-    path = "/var/run/secrets/kubernetes.io/serviceaccount"
-    every = [*combination.pod.get("initContainers", []), *combination.pod["containers"]]
-    covered = [c["name"] for c in every for mount in c.get("volumeMounts", []) if mount["mountPath"] == path]
+def test_the_sidecar_is_restricted_as_the_pod_security_standard_has_it_or_may_trace(
+    combinations: list[Combination], subtests: pytest.Subtests
+) -> None:
+    for combination in combinations:
+        with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
+            restricted = {
+                "runAsNonRoot": True,
+                "runAsUser": 65532,
+                "runAsGroup": 65532,
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+                "seccompProfile": {"type": "RuntimeDefault"},
+            }
+            tracing = {
+                "runAsNonRoot": False,
+                "runAsUser": 0,
+                "runAsGroup": 0,
+                "capabilities": {"drop": ["ALL"], "add": ["SYS_PTRACE"]},
+            }
 
-    assert covered == ["headroom"]
+            assert combination.headroom["securityContext"] == (
+                restricted | tracing if combination.gpu == "gpu-amd" else restricted
+            )
+            assert not {"hostPID", "hostNetwork", "hostIPC"} & combination.pod.keys()
+            assert not any("hostPath" in volume for volume in combination.pod["volumes"])
 
 
-@pytest.mark.parametrize(
-    "components",
-    [
+def test_the_sidecar_can_neither_hold_back_nor_starve_nor_evict_the_engine(
+    combinations: list[Combination], subtests: pytest.Subtests
+) -> None:
+    for combination in combinations:
+        with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
+            container = combination.headroom
+
+            assert not {"readinessProbe", "startupProbe", "lifecycle"} & container.keys()
+            assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "headroom"}
+            assert container["ports"] == [
+                {"name": "headroom", "containerPort": Settings.model_fields["listen_port"].default}
+            ]
+            assert container["resources"]["requests"] == {"cpu": "25m", "memory": "96Mi"}
+            assert container["resources"]["limits"] == {"memory": "192Mi"}
+            volumes = {each["name"]: each.get("emptyDir") for each in combination.pod["volumes"]}
+            for mount in container["volumeMounts"]:
+                assert volumes[mount["name"]]["medium"] == "Memory"
+                assert volumes[mount["name"]]["sizeLimit"]
+
+
+def test_the_service_accounts_token_is_kept_from_the_sidecar_alone(
+    combinations: list[Combination], subtests: pytest.Subtests
+) -> None:
+    for combination in combinations:
+        with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
+            path = "/var/run/secrets/kubernetes.io/serviceaccount"
+            every = [*combination.pod.get("initContainers", []), *combination.pod["containers"]]
+            covered = [c["name"] for c in every for mount in c.get("volumeMounts", []) if mount["mountPath"] == path]
+
+            assert covered == ["headroom"]
+
+
+def test_what_does_not_belong_together_is_not_built(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for components in [
         *([gpu] for gpu in GPUS),
         *([gpu, sidecar] for gpu, sidecar in itertools.product(GPUS, SIDECARS)),
         *(["sidecar", *pair] for pair in itertools.permutations(GPUS, 2)),
-    ],
-    ids=", ".join,
-)
-def test_what_does_not_belong_together_is_not_built(tmp_path: Path, components: list[str]) -> None:
-    workload = WORKLOADS["a Deployment"].folder
-    folder = kustomization(tmp_path, resource=workload, components=[COMPONENTS / each for each in components])
+    ]:
+        with subtests.test(components=components):
+            workload = WORKLOADS["a Deployment"].folder
+            folder = kustomization(tmp_path, resource=workload, components=[COMPONENTS / each for each in components])
 
-    built = build(folder)
+            built = build(folder)
 
-    assert built.returncode != 0
-    assert "testing value /metadata/annotations/vllm-headroom~1gpu failed" in built.stderr
+            assert built.returncode != 0
+            assert "testing value /metadata/annotations/vllm-headroom~1gpu failed" in built.stderr
 
 
 def test_the_two_sidecars_are_one_but_for_how_they_start() -> None:

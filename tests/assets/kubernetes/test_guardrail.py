@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from tests.assets.kubernetes import schemas
-from tests.assets.kubernetes.combinations import SIDECARS, WORKLOADS, Workload
+from tests.assets.kubernetes.combinations import WORKLOADS, build_pairs
 from tests.assets.kubernetes.difference import differences
 from tests.assets.kubernetes.rendering import (
     COMPONENTS,
     Document,
     build,
     documents,
-    find,
     kustomization,
     needs_kustomize,
-    rendered,
 )
 from tests.fakes.api_server.cluster import ROLE
 from vllm_headroom.daemon.evict import ACCOUNT
@@ -29,62 +26,62 @@ pytestmark = needs_kustomize
 POD: Final = ("spec", "template", "spec")
 
 
-@pytest.fixture(scope="module", params=[*itertools.product(WORKLOADS, SIDECARS)], ids=", ".join)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Document]:
-    """The workload with the sidecar, without the guardrail and with it."""
-    name, sidecar = request.param
-    components = [COMPONENTS / sidecar, COMPONENTS / "gpu-runtime-class"]
-    return (
-        made(WORKLOADS[name], components, tmp_path_factory.mktemp("before")),
-        made(WORKLOADS[name], [*components, COMPONENTS / "evict"], tmp_path_factory.mktemp("after")),
-    )
-
-
-def made(workload: Workload, components: list[Path], folder: Path) -> Document:
-    label = [] if workload.label is None else [workload.label]
-    folder = kustomization(folder, resource=workload.folder, components=[*label, *components])
-    return find(documents(rendered(folder)), workload.kind, workload.name)
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Document, Document]]:
+    """Every workload with either sidecar, without the guardrail and with it."""
+    return build_pairs("evict", tmp_path_factory)
 
 
 def pod(workload: Document) -> dict[str, Any]:
     return dict(workload["spec"]["template"]["spec"])
 
 
-def test_the_sidecar_alone_gets_the_token(pair: tuple[Document, Document]) -> None:
-    spec = pod(pair[1])
-    every = [*spec.get("initContainers", []), *spec["containers"]]
-    (sidecar,) = [each for each in every if each["name"] == "headroom"]
-    with_token = [
-        each["name"] for each in every for mount in each.get("volumeMounts", ()) if mount["name"] == "headroom-api"
-    ]
-    (volume,) = [each for each in spec["volumes"] if each["name"] == "headroom-api"]
-    files = [next(iter(source.values())) for source in volume["projected"]["sources"]]
-    paths = {each.get("path") or each["items"][0]["path"] for each in files}
-    (mount,) = [each for each in sidecar["volumeMounts"] if each["mountPath"] == str(ACCOUNT)]
+def test_the_sidecar_alone_gets_the_token(pairs: list[tuple[Document, Document]], subtests: pytest.Subtests) -> None:
+    for pair in pairs:
+        with subtests.test(workload=pair[0]["metadata"]["name"]):
+            spec = pod(pair[1])
+            every = [*spec.get("initContainers", []), *spec["containers"]]
+            (sidecar,) = [each for each in every if each["name"] == "headroom"]
+            with_token = [
+                each["name"]
+                for each in every
+                for mount in each.get("volumeMounts", ())
+                if mount["name"] == "headroom-api"
+            ]
+            (volume,) = [each for each in spec["volumes"] if each["name"] == "headroom-api"]
+            files = [next(iter(source.values())) for source in volume["projected"]["sources"]]
+            paths = {each.get("path") or each["items"][0]["path"] for each in files}
+            (mount,) = [each for each in sidecar["volumeMounts"] if each["mountPath"] == str(ACCOUNT)]
 
-    assert with_token == ["headroom"]
-    assert spec["automountServiceAccountToken"] is False
-    assert mount == {"name": "headroom-api", "mountPath": str(ACCOUNT), "readOnly": True}
-    assert paths == {"token", "ca.crt", "namespace"}
-    assert [each for each in sidecar["env"] if each["name"] in {"HEADROOM_EVICT", "POD_NAME"}] == [
-        {"name": "HEADROOM_EVICT", "value": "dry-run"},
-        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-    ]
-
-
-def test_nothing_else_changes_above_all_no_probe_and_no_grace(pair: tuple[Document, Document]) -> None:
-    changed = {".".join(map(str, way)) for way in differences(*pair)}
-    ours = ("serviceAccountName", "automountServiceAccountToken", "volumes.headroom-api")
-
-    assert {
-        way
-        for way in changed
-        if not way.startswith(tuple(".".join((*POD, each)) for each in ours)) and ".headroom." not in way
-    } == set()
+            assert with_token == ["headroom"]
+            assert spec["automountServiceAccountToken"] is False
+            assert mount == {"name": "headroom-api", "mountPath": str(ACCOUNT), "readOnly": True}
+            assert paths == {"token", "ca.crt", "namespace"}
+            assert [each for each in sidecar["env"] if each["name"] in {"HEADROOM_EVICT", "POD_NAME"}] == [
+                {"name": "HEADROOM_EVICT", "value": "dry-run"},
+                {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+            ]
 
 
-def test_it_is_valid(pair: tuple[Document, Document]) -> None:
-    assert [fault for version in schemas.versions() for fault in schemas.faults(pair[1], version)] == []
+def test_nothing_else_changes_above_all_no_probe_and_no_grace(
+    pairs: list[tuple[Document, Document]], subtests: pytest.Subtests
+) -> None:
+    for pair in pairs:
+        with subtests.test(workload=pair[0]["metadata"]["name"]):
+            changed = {".".join(map(str, way)) for way in differences(*pair)}
+            ours = ("serviceAccountName", "automountServiceAccountToken", "volumes.headroom-api")
+
+            assert {
+                way
+                for way in changed
+                if not way.startswith(tuple(".".join((*POD, each)) for each in ours)) and ".headroom." not in way
+            } == set()
+
+
+def test_it_is_valid(pairs: list[tuple[Document, Document]], subtests: pytest.Subtests) -> None:
+    for pair in pairs:
+        with subtests.test(workload=pair[0]["metadata"]["name"]):
+            assert [fault for version in schemas.versions() for fault in schemas.faults(pair[1], version)] == []
 
 
 def test_the_role_has_exactly_the_verbs_that_are_used() -> None:

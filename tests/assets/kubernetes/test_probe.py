@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from tests.assets.kubernetes import schemas
-from tests.assets.kubernetes.combinations import SIDECARS, WORKLOADS, Workload
+from tests.assets.kubernetes.combinations import WORKLOADS, build_pairs
 from tests.assets.kubernetes.difference import differences
 from tests.assets.kubernetes.rendering import (
     COMPONENTS,
     Document,
     build,
-    documents,
-    find,
     kustomization,
     needs_kustomize,
-    rendered,
 )
 
 pytestmark = needs_kustomize
@@ -29,22 +25,10 @@ CODE, FILES = "headroom-probe", "headroom-probe-files"
 PATH, FOLDER = "/opt/headroom-probe", "/run/headroom-probe"
 
 
-@pytest.fixture(scope="module", params=[*itertools.product(WORKLOADS, SIDECARS)], ids=", ".join)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Document]:
-    """The workload with the sidecar, without the probe and with it."""
-    name, sidecar = request.param
-    workload = WORKLOADS[name]
-    components = [COMPONENTS / sidecar, COMPONENTS / "gpu-runtime-class"]
-    return (
-        made(workload, components, tmp_path_factory.mktemp("before")),
-        made(workload, [*components, COMPONENTS / "probe"], tmp_path_factory.mktemp("after")),
-    )
-
-
-def made(workload: Workload, components: list[Path], folder: Path) -> Document:
-    label = [] if workload.label is None else [workload.label]
-    folder = kustomization(folder, resource=workload.folder, components=[*label, *components])
-    return find(documents(rendered(folder)), workload.kind, workload.name)
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Document, Document]]:
+    """Every workload with either sidecar, without the probe and with it."""
+    return build_pairs("probe", tmp_path_factory)
 
 
 def containers(workload: Document) -> dict[str, dict[str, Any]]:
@@ -60,52 +44,68 @@ def mounts(container: dict[str, Any]) -> dict[str, tuple[str, bool]]:
     return {each["name"]: (each["mountPath"], each.get("readOnly", False)) for each in container["volumeMounts"]}
 
 
-def test_vllm_finds_the_probe_and_both_find_its_files(pair: tuple[Document, Document]) -> None:
-    found = containers(pair[1])
-    vllm, sidecar, installer = (found[name] for name in ("vllm", "headroom", "headroom-probe"))
+def test_vllm_finds_the_probe_and_both_find_its_files(
+    pairs: list[tuple[Document, Document]], subtests: pytest.Subtests
+) -> None:
+    for pair in pairs:
+        with subtests.test(workload=pair[0]["metadata"]["name"]):
+            found = containers(pair[1])
+            vllm, sidecar, installer = (found[name] for name in ("vllm", "headroom", "headroom-probe"))
 
-    assert environment(vllm).items() >= {"PYTHONPATH": PATH, "HEADROOM_PROBE_DIR": FOLDER}.items()
-    assert environment(sidecar)["HEADROOM_PROBE_DIR"] == FOLDER
-    assert mounts(vllm)[FILES] == mounts(sidecar)[FILES] == (FOLDER, False)
-    assert (mounts(installer)[CODE], mounts(vllm)[CODE]) == ((PATH, False), (PATH, True))
-    assert CODE not in mounts(sidecar), "who writes there has its code run by vLLM"
-    assert f"probe install {PATH}" in installer["command"][-1]
-
-
-def test_nothing_else_changes(pair: tuple[Document, Document]) -> None:
-    ours = {
-        *((*POD, "containers", "vllm", "env", name) for name in ("PYTHONPATH", "HEADROOM_PROBE_DIR")),
-        *((*POD, "containers", "vllm", "volumeMounts", path) for path in (PATH, FOLDER, CODE, FILES)),
-    }
-    changed = {
-        way
-        for way in differences(*pair)
-        if way not in ours
-        and way[:-1] not in ours
-        and not (way[:3] == POD and way[4:] and way[4].startswith("headroom"))
-    }
-
-    assert changed == set()
+            assert environment(vllm).items() >= {"PYTHONPATH": PATH, "HEADROOM_PROBE_DIR": FOLDER}.items()
+            assert environment(sidecar)["HEADROOM_PROBE_DIR"] == FOLDER
+            assert mounts(vllm)[FILES] == mounts(sidecar)[FILES] == (FOLDER, False)
+            assert (mounts(installer)[CODE], mounts(vllm)[CODE]) == ((PATH, False), (PATH, True))
+            assert CODE not in mounts(sidecar), "who writes there has its code run by vLLM"
+            assert f"probe install {PATH}" in installer["command"][-1]
 
 
-def test_an_installation_that_fails_holds_nothing_back(pair: tuple[Document, Document]) -> None:
-    installer = containers(pair[1])["headroom-probe"]
+def test_nothing_else_changes(pairs: list[tuple[Document, Document]], subtests: pytest.Subtests) -> None:
+    for pair in pairs:
+        with subtests.test(workload=pair[0]["metadata"]["name"]):
+            ours = {
+                *((*POD, "containers", "vllm", "env", name) for name in ("PYTHONPATH", "HEADROOM_PROBE_DIR")),
+                *((*POD, "containers", "vllm", "volumeMounts", path) for path in (PATH, FOLDER, CODE, FILES)),
+            }
+            changed = {
+                way
+                for way in differences(*pair)
+                if way not in ours
+                and way[:-1] not in ours
+                and not (way[:3] == POD and way[4:] and way[4].startswith("headroom"))
+            }
 
-    assert installer["command"][:2] == ["sh", "-c"]
-    assert installer["command"][2].endswith(" || true")
-    assert "restartPolicy" not in installer
-    assert installer["securityContext"] == containers(pair[1])["headroom"]["securityContext"]
-    assert installer["resources"] == containers(pair[1])["headroom"]["resources"]
+            assert changed == set()
 
 
-def test_the_volumes_are_in_memory_and_bounded(pair: tuple[Document, Document]) -> None:
-    volumes = {each["name"]: each.get("emptyDir") for each in pair[1]["spec"]["template"]["spec"]["volumes"]}
+def test_an_installation_that_fails_holds_nothing_back(
+    pairs: list[tuple[Document, Document]], subtests: pytest.Subtests
+) -> None:
+    for pair in pairs:
+        with subtests.test(workload=pair[0]["metadata"]["name"]):
+            installer = containers(pair[1])["headroom-probe"]
 
-    assert all(volumes[name]["medium"] == "Memory" and volumes[name]["sizeLimit"] for name in (CODE, FILES))
+            assert installer["command"][:2] == ["sh", "-c"]
+            assert installer["command"][2].endswith(" || true")
+            assert "restartPolicy" not in installer
+            assert installer["securityContext"] == containers(pair[1])["headroom"]["securityContext"]
+            assert installer["resources"] == containers(pair[1])["headroom"]["resources"]
 
 
-def test_it_is_valid(pair: tuple[Document, Document]) -> None:
-    assert [fault for version in schemas.versions() for fault in schemas.faults(pair[1], version)] == []
+def test_the_volumes_are_in_memory_and_bounded(
+    pairs: list[tuple[Document, Document]], subtests: pytest.Subtests
+) -> None:
+    for pair in pairs:
+        with subtests.test(workload=pair[0]["metadata"]["name"]):
+            volumes = {each["name"]: each.get("emptyDir") for each in pair[1]["spec"]["template"]["spec"]["volumes"]}
+
+            assert all(volumes[name]["medium"] == "Memory" and volumes[name]["sizeLimit"] for name in (CODE, FILES))
+
+
+def test_it_is_valid(pairs: list[tuple[Document, Document]], subtests: pytest.Subtests) -> None:
+    for pair in pairs:
+        with subtests.test(workload=pair[0]["metadata"]["name"]):
+            assert [fault for version in schemas.versions() for fault in schemas.faults(pair[1], version)] == []
 
 
 def test_it_comes_after_the_sidecar(tmp_path: Path) -> None:

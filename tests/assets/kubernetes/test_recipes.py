@@ -32,7 +32,6 @@ RECIPES: Final = sorted(path.parent for path in FOLDER.glob("*/kustomization.yam
 CUSTOM: Final = {"LeaderWorkerSet", "InferenceService", "RayService", "StormService"}
 MONITORS: Final = {"PodMonitor", "PodMonitoring"}
 RESTRICTED_VOLUMES: Final = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
-each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 
 
 Pod = tuple[dict[str, str], dict[str, Any]]
@@ -80,49 +79,52 @@ def built(name: str) -> list[Document]:
     return documents(rendered(FOLDER / name))
 
 
-@each_recipe
-def test_it_is_valid_in_every_version_that_it_is_for(recipe: Path) -> None:
-    found = documents(rendered(recipe))
-    native = [each for each in found if each["kind"] not in CUSTOM | {"PodMonitoring"}]
-    inner = [
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "inner"}, "spec": pod}
-        for each in found
-        if each["kind"] in CUSTOM
-        for _, pod in pods(each["spec"])
-    ]
-    versions = [each for each in schemas.versions() if each != "1.29" or recipe.name != "gke"]
+def test_it_is_valid_in_every_version_that_it_is_for(subtests: pytest.Subtests) -> None:
+    for recipe in RECIPES:
+        with subtests.test(recipe.name):
+            found = documents(rendered(recipe))
+            native = [each for each in found if each["kind"] not in CUSTOM | {"PodMonitoring"}]
+            inner = [
+                {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "inner"}, "spec": pod}
+                for each in found
+                if each["kind"] in CUSTOM
+                for _, pod in pods(each["spec"])
+            ]
+            versions = [each for each in schemas.versions() if each != "1.29" or recipe.name != "gke"]
 
-    assert [
-        fault for each in [*native, *inner] for version in versions for fault in schemas.faults(each, version)
-    ] == []
-
-
-@each_recipe
-def test_every_pod_with_the_label_has_the_sidecar_of_the_components(recipe: Path) -> None:
-    usual = headroom(find(documents(rendered(DEPLOY / "example")), "Deployment")["spec"]["template"]["spec"])
-    found = documents(rendered(recipe))
-    allowed = {"restartPolicy", "env", "volumeMounts", "resources", "securityContext"}
-
-    assert labelled(found)
-    for _, _, pod in labelled(found):
-        container = headroom(pod)
-        assert {way[0] for way in differences(usual, container)} <= allowed
-        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert {each["name"] for each in container["volumeMounts"]} <= {each["name"] for each in pod["volumes"]}
-    assert "vllm-headroom-template" not in rendered(recipe)
+            assert [
+                fault for each in [*native, *inner] for version in versions for fault in schemas.faults(each, version)
+            ] == []
 
 
-@each_recipe
-def test_its_monitor_is_where_it_selects_its_pods(recipe: Path) -> None:
-    found = documents(rendered(recipe))
-    (monitor,) = (each for each in found if each["kind"] in MONITORS)
-    (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
+def test_every_pod_with_the_label_has_the_sidecar_of_the_components(subtests: pytest.Subtests) -> None:
+    for recipe in RECIPES:
+        with subtests.test(recipe.name):
+            usual = headroom(find(documents(rendered(DEPLOY / "example")), "Deployment")["spec"]["template"]["spec"])
+            found = documents(rendered(recipe))
+            allowed = {"restartPolicy", "env", "volumeMounts", "resources", "securityContext"}
 
-    for document, labels, pod in labelled(found):
-        assert document["metadata"]["namespace"] == monitor["metadata"]["namespace"]
-        assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
-        assert endpoint["port"] in {each["name"] for each in headroom(pod)["ports"]}
-    assert monitor["metadata"]["name"] == "vllm-headroom", "the alerts know the job by it"
+            assert labelled(found)
+            for _, _, pod in labelled(found):
+                container = headroom(pod)
+                assert {way[0] for way in differences(usual, container)} <= allowed
+                assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+                assert {each["name"] for each in container["volumeMounts"]} <= {each["name"] for each in pod["volumes"]}
+            assert "vllm-headroom-template" not in rendered(recipe)
+
+
+def test_its_monitor_is_where_it_selects_its_pods(subtests: pytest.Subtests) -> None:
+    for recipe in RECIPES:
+        with subtests.test(recipe.name):
+            found = documents(rendered(recipe))
+            (monitor,) = (each for each in found if each["kind"] in MONITORS)
+            (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
+
+            for document, labels, pod in labelled(found):
+                assert document["metadata"]["namespace"] == monitor["metadata"]["namespace"]
+                assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+                assert endpoint["port"] in {each["name"] for each in headroom(pod)["ports"]}
+            assert monitor["metadata"]["name"] == "vllm-headroom", "the alerts know the job by it"
 
 
 def test_the_page_has_every_recipe() -> None:
@@ -147,12 +149,13 @@ def test_openshifts_sidecar_asks_for_nothing_that_restricted_v2_refuses() -> Non
     assert not {"hostPID", "hostIPC", "hostNetwork"} & pod.keys()
 
 
-@pytest.mark.parametrize("name", ["eks", "aks"])
-def test_where_the_runtime_is_the_default_there_is_no_runtime_class(name: str) -> None:
-    ((_, _, pod),) = labelled(built(name))
+def test_where_the_runtime_is_the_default_there_is_no_runtime_class(subtests: pytest.Subtests) -> None:
+    for name in ["eks", "aks"]:
+        with subtests.test(name=name):
+            ((_, _, pod),) = labelled(built(name))
 
-    assert "runtimeClassName" not in pod
-    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in headroom(pod)["env"]
+            assert "runtimeClassName" not in pod
+            assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in headroom(pod)["env"]
 
 
 def test_the_router_of_the_production_stack_stays_as_it_is() -> None:

@@ -46,19 +46,19 @@ HPA_QUERIES: Final = {
 }
 QUERIES: Final = [*KEDA_QUERIES.values(), *HPA_QUERIES.values(), *(rule["seriesQuery"] for rule in RULES)]
 
-each_query = pytest.mark.parametrize("query", QUERIES)
+
+def test_a_query_asks_for_what_there_is(subtests: pytest.Subtests) -> None:
+    for query in QUERIES:
+        with subtests.test(query=query):
+            assert query_faults(query) == []
 
 
-@each_query
-def test_a_query_asks_for_what_there_is(query: str) -> None:
-    assert query_faults(query) == []
+def test_a_query_asks_for_load_or_for_time_and_never_for_memory(subtests: pytest.Subtests) -> None:
+    for query in QUERIES:
+        with subtests.test(query=query):
+            metrics = {selector.name for selector in selectors(parsed(query))}
 
-
-@each_query
-def test_a_query_asks_for_load_or_for_time_and_never_for_memory(query: str) -> None:
-    metrics = {selector.name for selector in selectors(parsed(query))}
-
-    assert any(metrics <= asked for asked in ASKED)
+            assert any(metrics <= asked for asked in ASKED)
 
 
 def test_the_hpa_asks_for_what_the_adapter_is_told_to_offer() -> None:

@@ -239,10 +239,11 @@ def test_a_pid_that_was_used_again_is_another_process() -> None:
     assert serving().state_of(REFUSED, processes=again) is EngineState.STARTING
 
 
-@pytest.mark.parametrize("state", EngineState)
-@pytest.mark.parametrize("symptom", Symptom)
-def test_the_table_leads_from_each_state_somewhere_by_each_sight(symptom: Symptom, state: EngineState) -> None:
-    reasons = [row.why for row in TRANSITIONS if row.symptom is symptom and row.state in {None, state}]
+def test_the_table_leads_from_each_state_somewhere_by_each_sight(subtests: pytest.Subtests) -> None:
+    for symptom in Symptom:
+        for state in EngineState:
+            with subtests.test(symptom=symptom, state=state):
+                reasons = [row.why for row in TRANSITIONS if row.symptom is symptom and row.state in {None, state}]
 
-    assert find_next_state(state, symptom) in EngineState
-    assert all(reasons)
+                assert find_next_state(state, symptom) in EngineState
+                assert all(reasons)
