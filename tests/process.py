@@ -39,7 +39,7 @@ def eventually(
         if value := condition():
             return value
         time.sleep(every_seconds)
-    message = f"waited {deadline_seconds:g} s in vain: {what}"
+    message = f"waited {deadline_seconds:g} s without success: {what}"
     raise AssertionError(message)
 
 

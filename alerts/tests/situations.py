@@ -217,7 +217,7 @@ LOST: Final[Sequence[Situation]] = (
         fires={"HeadroomEngineStuckStarting": (18, 1)},
     ),
     Situation(
-        name="a start that waits for ever without a sign",
+        name="a start that waits forever without a sign",
         engines=replicas(1, loading(WHOLE)),
         fires={"HeadroomEngineStuckStarting": (48, 1)},
     ),

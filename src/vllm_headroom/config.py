@@ -260,7 +260,7 @@ class Settings(BaseSettings):
     )
     gpu_fatal_grace_seconds: Number = duration(
         60,
-        "How long the driver may fail in a way that only a new container mends (NVML errors 17,"
+        "How long the driver may fail in a way that only a new container fixes (NVML errors 17,"
         " 18 and 999) before the daemon ends with status 3.",
         low=0,
         high=3600,

@@ -10,7 +10,7 @@ from typing import Final
 WAIT_SECONDS: Final = 5.0
 """Time for the writer of a pipe, such as a shell's `<(command)`.
 
-Without one, reading would block for ever.
+Without one, reading would block forever.
 """
 
 CHUNK_BYTES: Final = 2**20

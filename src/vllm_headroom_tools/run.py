@@ -32,7 +32,7 @@ Example:
   curl http://127.0.0.1:9839/metrics
 
 It ends with status 0 on SIGTERM or SIGINT, 2 when it cannot use its settings,
-3 when only a new container can mend the driver, 1 on an internal error.
+3 when only a new container can reach the driver, 1 on an internal error.
 """,
     options=lambda parser: parser.add_settings(ModelSettings),
     run=_run,

@@ -189,7 +189,7 @@ def describe_fault(fault: Fault) -> str:
     """Return a line on a fault, its report and the version that fixes it."""
     status = "open"
     if fault.fixed_version is not None:
-        status = f"mended in {format_version(fault.fixed_version)}"
+        status = f"fixed in {format_version(fault.fixed_version)}"
     if fault.reported:
         status = f"{fault.reported}, {status}"
     return f"{fault.effect}: {fault.text} (vllm-project/vllm{fault.issues}; {status})"

@@ -21,7 +21,11 @@ WORDS: Final = {
     r"(stand|stands|stood|standing) (for|in)": "means, is, replaces",
     r"of (its|their) own": "separate, its own ...",
     r"(is|are) asked": "reads, queries, requests",
-    r"life|lives": "run (of an engine), restart, runs",
+    r"life|lives|lived": "run (of an engine), restart, runs",
+    r"for ever": "forever",
+    r"mend|mends|mended|mending": "fix, recover",
+    r"afresh": "again, from the start",
+    r"in vain": "without success",
 }
 """What is not written, as a pattern, and what is written instead; docs/glossary.md has the terms."""
 
@@ -98,6 +102,8 @@ def test_every_kind_of_text_is_there() -> None:
         "it stands in\nfor the total",
         "Begun Anew.",
         "a name of its own",
+        "It waits for\never.",
+        "a restart mends it",
     ],
 )
 def test_a_word_to_avoid_is_found_also_over_the_end_of_a_line(text: str) -> None:

@@ -49,7 +49,7 @@ class Canary:
         """The monotonic time since when there is no answer; None while there is."""
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
-        """Send requests for ever; `read_snapshot` returns the newest snapshot."""
+        """Send requests forever; `read_snapshot` returns the newest snapshot."""
         while True:
             pause_seconds = self._interval_seconds
             if self.unanswered_since_seconds is not None:

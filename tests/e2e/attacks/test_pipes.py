@@ -1,4 +1,4 @@
-"""Pipes in the place of files of settings: told in a line, where one waited for ever."""
+"""Pipes in the place of files of settings: told in a line, where one waited forever."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def command(run: Callable[[Namespace], Any]) -> Command:
 
 
 def answering(text: str) -> Report:
-    finding = Finding("it", Conclusion.NOT_GOOD, "is bad", ("mend it",))
+    finding = Finding("it", Conclusion.NOT_GOOD, "is bad", ("fix it",))
     return Report(
         verdict=Conclusion.NOT_GOOD,
         headline="bad",
@@ -50,7 +50,7 @@ def test_json_is_one_indented_object(capsys: pytest.CaptureFixture[str]) -> None
         "status": 7,
         "verdict": "not_good",
         "headline": "bad",
-        "findings": [{"subject": "it", "verdict": "not_good", "text": "is bad", "fix": ["mend it"]}],
+        "findings": [{"subject": "it", "verdict": "not_good", "text": "is bad", "fix": ["fix it"]}],
         "data": {"text": "\x1b"},
     }
     assert printed.startswith('{\n  "schema": ')

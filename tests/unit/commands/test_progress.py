@@ -22,7 +22,7 @@ from vllm_headroom_tools.early import exit_on_signals
 def lines():
     yield from (b"12345", b"67890")
     while "hang" in sys.argv:
-        time.sleep(0.05)  # not for ever: a signal just before it would only be answered after it
+        time.sleep(0.05)  # not forever: a signal just before it would only be answered after it
 
 exit_on_signals(None)
 progress.REDRAW_SECONDS = 0.0

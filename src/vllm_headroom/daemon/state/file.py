@@ -119,14 +119,14 @@ def _compute_checksum(document: dict[str, Any]) -> str:
     return hashlib.sha256(_encode_canonical(document)).hexdigest()
 
 
-STATE: Final = StateFile("state.json", SavedState, STATE_FORMAT, "the leak detector starts afresh")
+STATE: Final = StateFile("state.json", SavedState, STATE_FORMAT, "the leak detector starts over")
 RUNS: Final = StateFile(
-    "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted afresh"
+    "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted from zero"
 )
 """Separate from the leak detector's state, which is of one run: this continues when that is set
 aside."""
 
 HISTORY: Final = StateFile(
-    "history.json", SavedHistory, HISTORY_FORMAT, "the page draws its curves afresh"
+    "history.json", SavedHistory, HISTORY_FORMAT, "the page draws its curves from now on"
 )
 """Separate from the rest: it is of any engine, and only shown."""

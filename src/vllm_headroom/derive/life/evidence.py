@@ -34,7 +34,7 @@ STARVED_RATIO: Final = 0.8
 
 NECESSARY_ROLES: Final = (Role.ENGINE_CORE, Role.WORKER)
 """A server without one of these processes serves nobody. Its page may answer for half a minute, or
-for ever."""
+forever."""
 
 _STATE_FILE_NAMES: Final = {
     "page_run_id": "page_life",

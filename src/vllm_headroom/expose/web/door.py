@@ -81,7 +81,7 @@ class Door:
         return replace(answer, headers=(*own_headers, *headers.items()))
 
     async def watch(self, drop_clients: Callable[[], None]) -> None:
-        """Reload the file whenever it or a file that it names has changed, for ever.
+        """Reload the file whenever it or a file that it names has changed, forever.
 
         `drop_clients` is called then: an open connection was admitted by the last version's
         certificates.

@@ -32,7 +32,7 @@ _PARTS_PER_CHECK: Final = 64
 
 _FILE_SECONDS: Final = 1.0
 """The limit for reading a token or a CA file, which takes microseconds. A pipe without a writer
-takes 5 s, a hung network volume for ever."""
+takes 5 s, a hung network volume forever."""
 
 _CONNECTED_EVENTS: Final = frozenset(
     {"connection.connect_tcp.complete", "connection.start_tls.complete"}

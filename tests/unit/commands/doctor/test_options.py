@@ -76,7 +76,7 @@ def test_the_known_faults_are_those_of_the_version_and_its_options(tmp_path: Pat
     assert (found.state, found.text) == (Status.OK, "known faults of vLLM 0.25.0 with these options: 4")
     assert found.details[0] == (
         "host memory: the engine core never empties a list of block ids: 0.6 GiB in 12 h"
-        " (vllm-project/vllm#44490; 2026-06, mended in 0.26.0)"
+        " (vllm-project/vllm#44490; 2026-06, fixed in 0.26.0)"
     )
     assert found.details[1].endswith("(vllm-project/vllm#50150; open)")
 

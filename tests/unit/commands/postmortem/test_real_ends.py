@@ -45,7 +45,7 @@ class Truth(Struct, frozen=True):
 CORE_KILLED: Final = Truth(cause=EndCause.CRASH, at=1795495492.59, order=(CORE, SERVER, WORKER))
 SERVER_KILLED: Final = Truth(cause=EndCause.CRASH, at=1795495699.64, order=(SERVER, CORE))
 WORKER_KILLED: Final = Truth(cause=EndCause.CRASH, at=1795496062.13, order=(WORKER, SERVER, CORE))
-"""One of two; the core waits for it for ever, and was killed minutes later."""
+"""One of two; the core waits for it forever, and was killed minutes later."""
 NEVER_FITTED: Final = Truth(
     cause=EndCause.NEVER_FITTED,
     at=1795496394.16,

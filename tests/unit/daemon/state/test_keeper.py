@@ -191,7 +191,7 @@ def test_a_bad_file_is_set_aside_with_one_line_and_the_next_one_is_good(
     with capture_logs() as lines:
         asyncio.run(live())
 
-    assert [line["event"] for line in lines] == ["saved state set aside, the leak detector starts afresh"]
+    assert [line["event"] for line in lines] == ["saved state set aside, the leak detector starts over"]
     assert (tmp_path / f"{STATE.name}.bad").read_bytes() == content
     assert STATE.read(tmp_path) == kept(alarmed, LAST)
 

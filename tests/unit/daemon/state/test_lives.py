@@ -83,7 +83,7 @@ def test_an_engine_that_was_never_seen_leaves_no_file(tmp_path: Path) -> None:
 def test_a_file_that_is_no_state_is_set_aside(content: bytes, tmp_path: Path) -> None:
     (tmp_path / RUNS.name).write_bytes(content)
 
-    assert taken_up(tmp_path) == ({}, ["saved state set aside, the engine's restarts are counted afresh"])
+    assert taken_up(tmp_path) == ({}, ["saved state set aside, the engine's restarts are counted from zero"])
     assert (tmp_path / f"{RUNS.name}.bad").read_bytes() == content
 
 

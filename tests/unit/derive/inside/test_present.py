@@ -93,7 +93,7 @@ def test_of_two_files_of_one_process_the_newest_counts() -> None:
 
 
 def test_a_file_dated_ahead_says_nothing_and_hides_nothing() -> None:
-    """One such file, left by whoever ran in the engine's container once, would else stand for ever."""
+    """One such file, left by whoever ran in the engine's container once, would else stand forever."""
     ahead = aged(-1e9, oom=OomRecord(at_seconds=NOW + 1e9))
 
     assert standing(aged(1), ahead) == "p-"
