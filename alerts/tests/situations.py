@@ -159,7 +159,7 @@ LOST: Final[Sequence[Situation]] = (
         engines=replicas(
             1, *(each for _ in range(4) for each in (at_work(38), loading(12, ended=("gone",)))), at_work(40)
         ),
-        fires={"HeadroomEngineCrashLoop": (152, 1), "HeadroomModelCrashLoop": (152, 1), "HeadroomEngineDied": (44, 4)},
+        fires={"HeadroomEngineCrashLoop": (152, 1), "HeadroomModelCrashLoop": (152, 1), "HeadroomModelDown": (40, 4)},
         incidents=2,
     ),
     Situation(
@@ -170,20 +170,77 @@ LOST: Final[Sequence[Situation]] = (
             *(each for _ in range(12) for each in (loading(3, ended=("gone",)), at_work(7))),
             at_work(60),
         ),
-        fires={"HeadroomEngineCrashLoop": (82, 1), "HeadroomEngineDied": (66, 1), "HeadroomModelCrashLoop": (182, 1)},
+        fires={"HeadroomEngineCrashLoop": (82, 1), "HeadroomModelDown": (62, 1), "HeadroomModelCrashLoop": (182, 1)},
         incidents=2,
+    ),
+    Situation(
+        name="all sixteen crash in service and load for 33 minutes",
+        engines=replicas(16, *rest(at_work(60), loading(33, ended=("gone",)))),
+        fires={"HeadroomModelDown": (62, 1), "HeadroomReplicasLost": (64, 1)},
+    ),
+    Situation(
+        name="the only one crashes in service and loads for 33 minutes",
+        engines=replicas(1, *rest(at_work(60), loading(33, ended=("gone",)))),
+        fires={"HeadroomModelDown": (62, 1)},
+    ),
+    Situation(
+        name="the only one runs out of memory and serves again after two minutes",
+        engines=replicas(1, *rest(at_work(60), loading(2, ended=("out_of_memory",)))),
+        fires={"HeadroomEngineDied": (64, 1)},
+    ),
+    Situation(
+        name="one of five runs out of memory and serves again after two minutes",
+        engines=[
+            *replicas(4, at_work()),
+            Engine(name="llama-4", model="llama", phases=rest(at_work(60), loading(2, ended=("out_of_memory",)))),
+        ],
+        fires={"HeadroomEngineDied": (64, 1)},
+    ),
+    Situation(
+        name="ten of sixteen crash in service and load for half an hour",
+        engines=[
+            *replicas(6, at_work()),
+            *(
+                Engine(name=f"llama-{i}", model="llama", phases=rest(at_work(60), loading(33, ended=("gone",))))
+                for i in range(6, 16)
+            ),
+        ],
+        fires={"HeadroomReplicasLost": (64, 1), "HeadroomEngineDied": (64, 1)},
+        incidents=2,
+    ),
+    Situation(
+        name="a crash of the last old replica during a deploy",
+        engines=[
+            Engine(name="llama-a", model="llama", phases=rest(at_work(60), loading(20, ended=("gone",)))),
+            Engine(
+                name="llama-b",
+                model="llama",
+                phases=rest(gone(minutes=55), Phase(minutes=2, state="down"), loading(30)),
+            ),
+        ],
+        fires={"HeadroomModelDown": (62, 1)},
+    ),
+    Situation(
+        name="both OOM at 7 and 15 minutes with thousands of requests",
+        engines=replicas(
+            1,
+            at_work(7, running=8200),
+            loading(2, ended=("out_of_memory",)),
+            at_work(6, running=8200),
+            loading(2, ended=("out_of_memory",)),
+            at_work(WHOLE - 17),
+        ),
+        fires={"HeadroomEngineDied": (12, 1)},
     ),
     Situation(
         name="a start that fails each time",
         engines=replicas(
             1, at_work(60), *(each for _ in range(25) for each in (loading(2, ended=("gone",)), down(5))), at_work(5)
         ),
-        incidents=2,
         fires={
-            "HeadroomEngineDied": (68, 1),
-            "HeadroomEngineCrashLoop": (76, 1),
+            "HeadroomModelDown": (62, 1),
             "HeadroomEngineDown": (70, 1),
-            "HeadroomModelDown": (94, 1),
+            "HeadroomEngineCrashLoop": (76, 1),
         },
     ),
     Situation(
@@ -280,7 +337,7 @@ CAUSES: Final[Sequence[Situation]] = (
                 phases=rest(at_work(58), at_work(2, burst=4.2), loading(12, ended=("out_of_memory",), ooms=1)),
             ),
         ],
-        fires={"HeadroomEngineDown": (63, 1)},
+        fires={"HeadroomEngineDied": (64, 1)},
     ),
     Situation(
         name="the kernel kills the engine",
@@ -290,7 +347,7 @@ CAUSES: Final[Sequence[Situation]] = (
                 name="llama-9", model="llama", phases=rest(at_work(60), loading(12, ended=("oom_killed",), kills=1))
             ),
         ],
-        fires={"HeadroomEngineDown": (63, 1)},
+        fires={"HeadroomEngineDied": (64, 1)},
     ),
     Situation(
         name="a release that leaks on four replicas",
@@ -323,7 +380,7 @@ CAUSES: Final[Sequence[Situation]] = (
             "HeadroomGpuMemoryGrowing": (42, 1),
             "HeadroomGpuMemoryLeak": (38, 1),
             "HeadroomOutOfMemorySoon": (126, 1),
-            "HeadroomEngineDown": (184, 1),
+            "HeadroomModelDown": (182, 1),
         },
         incidents=3,
     ),
@@ -570,6 +627,34 @@ WELL: Final[Sequence[Situation]] = (
                 name="llama-b",
                 model="llama",
                 phases=rest(gone(minutes=121), Phase(minutes=3, state="down"), loading(12)),
+            ),
+        ],
+    ),
+    *(
+        Situation(
+            name=f"{count} stopped and started again by a deploy that loads for {minutes} minutes",
+            engines=[
+                *replicas(count, *until_gone(at_work(60), idle(2), down(2, "stopped"))),
+                *(
+                    Engine(
+                        name=f"llama-new-{i}",
+                        model="llama",
+                        phases=rest(gone(minutes=66), Phase(minutes=2, state="down"), loading(minutes)),
+                    )
+                    for i in range(count)
+                ),
+            ],
+        )
+        for count, minutes in ((1, 1), (1, 40), (16, 12), (16, 40))
+    ),
+    Situation(
+        name="a deploy beside one replica that crashes again and again",
+        engines=[
+            Engine(name="llama-a", model="llama", phases=until_gone(at_work(120), idle(2), down(2, "stopped"))),
+            Engine(
+                name="llama-c",
+                model="llama",
+                phases=rest(gone(minutes=126), Phase(minutes=2, state="down"), loading(20)),
             ),
         ],
     ),

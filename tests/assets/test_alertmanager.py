@@ -15,6 +15,7 @@ import yaml
 
 from tests.assets.promql import written_rules
 from tests.assets.situations import matches
+from vllm_headroom.units import parse_duration
 
 ALERTS: Final = Path(__file__).parents[2] / "alerts"
 FILE: Final = ALERTS / "alertmanager" / "alertmanager.yml"
@@ -206,6 +207,24 @@ def test_every_less_severe_alert_is_muted_by_a_page_and_by_a_critical_one() -> N
         ("critical", "warning"),
         ("critical", "info"),
     }
+
+
+def test_what_mutes_another_fires_for_long_enough_to_be_sent() -> None:
+    (headroom,) = CONFIG["route"]["routes"]
+    sent_after_seconds = parse_duration(headroom["group_wait"]) + parse_duration(headroom["group_interval"])
+    muting = [
+        rule
+        for rule in RULES
+        if any(
+            matches(inhibition["source_matchers"], rule["labels"] | {"alertname": rule["alert"], "gpu": "0"})
+            for inhibition in CONFIG["inhibit_rules"]
+        )
+    ]
+
+    assert muting
+    assert {
+        rule["alert"] for rule in muting if parse_duration(rule.get("keep_firing_for", "0")) < sent_after_seconds
+    } == set()
 
 
 @pytest.mark.parametrize("names", HELD_TOGETHER)

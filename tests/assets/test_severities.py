@@ -12,7 +12,8 @@ import yaml
 from alerts.generate import main
 from tests.assets.kubernetes import helm
 from tests.assets.kubernetes.rendering import documents, find
-from tests.assets.test_alertmanager import amtool, matches
+from tests.assets.situations import matches
+from tests.assets.test_alertmanager import amtool
 from tests.assets.test_mixin import NAME, evaluate
 
 NAMES: Final = {"page": "critical", "critical": "warning"}
