@@ -181,8 +181,8 @@ def hurried_rules(text: str) -> str:
     Of the windows only those are cut that delay what is told; the longer ones remember.
     """
     text = re.sub(
-        r"^( +(?:for|keep_firing_for): )(\d+)([mh])$",
-        lambda found: f"{found[1]}{max(1, int(found[2]) * {'m': 1, 'h': 60}[found[3]] // 5)}s",
+        r"^( +(?:for|keep_firing_for): )(\d+)([smh])$",
+        lambda found: f"{found[1]}{max(1, int(found[2]) * {'s': 1, 'm': 60, 'h': 3600}[found[3]] // 300)}s",
         text,
         flags=re.MULTILINE,
     )

@@ -23,13 +23,14 @@ ENOUGH_SCRAPES: Final = 6
 """A scrape a second: more than a rule, a group or a repeat waits for here."""
 
 
-def living(state: str, *, exits: int = 0, out_of_memory: int = 0) -> Answer:
-    """Return the page of a sidecar whose engine is in this state and whose engines ended so often."""
+def living(state: str, *, exits: int = 0, out_of_memory: int = 0, running: int = 0) -> Answer:
+    """Return the page of a sidecar whose engine is in this state, runs so many requests, and has exited so often."""
     lines = [f'headroom_engine_state{{state="{each}"}} {int(each == state)}' for each in STATES]
     lines += [f'headroom_engine_exits_total{{reason="gone"}} {exits}']
     lines += [f'headroom_engine_exits_total{{reason="out_of_memory"}} {out_of_memory}']
     if state == "serving":
         lines += ['headroom_engine_info{model_name="llama",engine="0",profile="vllm"} 1']
+        lines += [f'headroom_engine_requests_running{{model_name="llama",engine="0"}} {running}']
     return page("\n".join((*lines, "")), headers=("Content-Type: text/plain; version=0.0.4",))
 
 
@@ -80,15 +81,18 @@ def test_an_engine_that_is_down_is_paged_once_and_closed_when_one_serves_again(b
     assert opened.body["links"][0]["href"] == "https://runbooks.example/HeadroomEngineDown"
 
 
-def test_a_life_that_ran_out_of_memory_is_paged_with_its_cause_though_the_next_one_loads(bench: Bench) -> None:
+def test_a_death_under_load_is_one_notification_with_its_cause_however_soon_the_next_run_serves(bench: Bench) -> None:
     pagerduty, replica = bench.pagerduty, bench.replicas["full"]
+    replica.answer = living("serving", running=7)
+    scraped(replica, ENOUGH_SCRAPES)
     replica.answer = living("starting", out_of_memory=1)
-    opened = first(pagerduty, source="prod/full", severity="critical")
+    scraped(replica, 2)
     replica.answer = living("serving", out_of_memory=1)
+    opened = first(pagerduty, source="prod/full", severity="warning")
     closed(pagerduty, opened)
 
     assert (
-        "prod/full: the engine exited and does not serve; it ran out of GPU memory."
+        "prod/full: running when it exited: 7; it ran out of GPU memory."
         in (opened.payload["custom_details"]["firing"])
     )
 
