@@ -89,8 +89,9 @@ def test_a_death_under_load_is_one_notification_with_its_cause_however_soon_the_
     scraped(replica, 2)
     replica.answer = living("serving", out_of_memory=1)
     opened = first(pagerduty, source="prod/full", severity="warning")
-    closed(pagerduty, opened)
+    scraped(replica, ENOUGH_SCRAPES)
 
+    assert [event.action for event in found(pagerduty, source="prod/full")] == ["trigger"], "for minutes, and once"
     assert (
         "prod/full: running when it exited: 7; it ran out of GPU memory."
         in (opened.payload["custom_details"]["firing"])
